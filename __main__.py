@@ -1,0 +1,5 @@
+"""`python -m arcaligner`, the same as the command `arcaligner`."""
+
+from .cli import main
+
+main()

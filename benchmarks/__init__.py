@@ -1,0 +1,1 @@
+"""Reports on a trained aligner and timings, each with the machine it ran on."""

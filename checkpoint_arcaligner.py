@@ -1,0 +1,274 @@
+"""Checkpoints: the aligner alone on disk, the base model by name.
+
+`save_pretrained` writes projector, LoRA and gates (tens of MB), the configuration, the code and a model card; `from_pretrained`
+streams the base model's own files beside them, through transformers' loader, so that dtype, device map and quantisation
+work as for any model. A base model's own name or folder can be given to `from_pretrained` too: a fresh aligner is put
+around it.
+"""
+
+import re
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from huggingface_hub import HfApi
+from safetensors import safe_open
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightRenaming
+from transformers.modeling_utils import _get_resolved_checkpoint_files
+from transformers.utils import cached_file
+
+from .defaults_arcaligner import missing_model_error, resolve_base_model
+from .lora_arcaligner import slot_lora_layers
+
+_ALIGNER_KEY = re.compile(r"(^|\.)(projector|slot_gate|lora_A\.slot|lora_B\.slot)\.")
+_CODE_FILES = (
+    "configuration_arcaligner.py",
+    "defaults_arcaligner.py",
+    "segmentation_arcaligner.py",
+    "processing_arcaligner.py",
+    "backbones_arcaligner.py",
+    "lora_arcaligner.py",
+    "refinement_arcaligner.py",
+    "recording_arcaligner.py",
+    "checkpoint_arcaligner.py",
+    "modeling_arcaligner.py",
+    "pipeline_arcaligner.py",
+)
+
+
+class AlignerCheckpointMixin:
+    """`from_pretrained`, `save_pretrained` and `push_to_hub` of a model whose base weights live elsewhere."""
+
+    @staticmethod
+    def is_aligner_key(key: str) -> bool:
+        """Whether a parameter name belongs to projector, LoRA or a gate."""
+        return _ALIGNER_KEY.search(key) is not None
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """As `PreTrainedModel.from_pretrained`, for an ArcAligner checkpoint or a plain base model.
+
+        A base model gets a fresh aligner, shaped by configuration arguments such as `encoder_hidden_size=`, `lora_r=`.
+        The base model is frozen.
+
+        Raises:
+            `ValueError`: aligner weights that are missing or do not fit, naming both sides.
+            `OSError`: a base model that is not on this machine and cannot be downloaded, with how to get it.
+        """
+        name = pretrained_model_name_or_path
+        if name is not None:
+            resolved = resolve_base_model(str(name))
+            if resolved != str(name):
+                kwargs.setdefault("base_model_name_or_path", str(name))
+            name = resolved
+        model = super().from_pretrained(name, *args, **kwargs)
+        (model[0] if isinstance(model, tuple) else model).freeze_base_model()
+        return model
+
+    @staticmethod
+    def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys=None):
+        config = model.config
+        if state_dict is not None or not checkpoint_files:
+            return PreTrainedModel._load_pretrained_model(
+                model, state_dict, checkpoint_files, load_config, expected_keys
+            )
+        source = str(load_config.pretrained_model_name_or_path)
+        needs_renaming = source == resolve_base_model(str(config.base_model_name_or_path))
+        if not needs_renaming:
+            shapes = _tensor_shapes(checkpoint_files)
+            _check_aligner_weights(model, shapes, source, load_config.ignore_mismatched_sizes)
+            if all(model.is_aligner_key(key) for key in shapes):
+                checkpoint_files = checkpoint_files + _base_model_files(config, load_config)
+                needs_renaming = True
+        renamings = _base_model_renamings(model) if needs_renaming else []
+        load_config = replace(load_config, weight_mapping=[*renamings, *(load_config.weight_mapping or [])])
+        loaded = PreTrainedModel._load_pretrained_model(
+            model, state_dict, checkpoint_files, load_config, expected_keys
+        )
+        # Kept, these renamings would be undone when the model is saved.
+        model._weight_conversions = [c for c in model._weight_conversions if c not in renamings]
+        return loaded
+
+    def save_pretrained(self, save_directory, *args, save_base_model: bool | None = None, **kwargs):
+        """Writes the aligner, the configuration, the code and a model card to `save_directory`.
+
+        Args:
+            save_directory (`str` or `os.PathLike`): Folder to write to; made when it is not there.
+            save_base_model (`bool`, *optional*):
+                Whether to write the base model's weights too. Default: only when `config.base_model_name_or_path` does not
+                say where they are.
+        """
+        if save_base_model is None:
+            save_base_model = self.config.base_model_name_or_path is None
+        ignored_before = self._keys_to_ignore_on_save
+        if not save_base_model:
+            self._keys_to_ignore_on_save = {key for key in self.state_dict() if not self.is_aligner_key(key)}
+        try:
+            super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            self._keys_to_ignore_on_save = ignored_before
+        if kwargs.get("is_main_process", True):
+            self._copy_code(Path(save_directory))
+            _write_model_card(self.config, Path(save_directory))
+
+    def push_to_hub(self, repo_id: str, processor=None, *, commit_message: str | None = None, private=None, token=None):
+        """Uploads code, aligner weights, processor and model card to the Hub, in one commit.
+
+        Args:
+            repo_id (`str`): `user/name`; made when it is not there.
+            processor (`ArcAlignerProcessor`, *optional*): Default: the one of the checkpoint this model was loaded from.
+            commit_message (`str`, *optional*), private (`bool`, *optional*), token (`str`, *optional*): As for any model.
+
+        Returns:
+            `huggingface_hub.CommitInfo`: The commit.
+
+        Raises:
+            `ValueError`: no processor given and none found beside the model's weights.
+        """
+        api = HfApi(token=token)
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            if processor is not None:
+                processor.save_pretrained(folder)
+            else:
+                _copy_processor(self.config._name_or_path, Path(folder))
+            repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+            return api.upload_folder(
+                repo_id=repo_id, folder_path=folder, commit_message=commit_message or "Upload ArcAligner"
+            )
+
+    def _copy_code(self, folder: Path) -> None:
+        """The flat code files, from beside this one or, in remote code that has only some, from the checkpoint."""
+        for name in _CODE_FILES:
+            source = Path(__file__).with_name(name)
+            if not source.exists():
+                source = Path(cached_file(self.config._name_or_path, name))
+            if source.resolve() != (folder / name).resolve():
+                shutil.copyfile(source, folder / name)
+
+
+def _tensor_shapes(checkpoint_files: list[str]) -> dict[str, list[int]]:
+    """Names and shapes of the tensors in `checkpoint_files`, read from their headers."""
+    shapes = {}
+    for file in checkpoint_files:
+        with safe_open(file, framework="pt") as tensors:
+            shapes |= {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}
+    return shapes
+
+
+def _check_aligner_weights(model, shapes, source: str, ignore_mismatched_sizes: bool) -> None:
+    """Refuses a checkpoint whose aligner weights are missing or of another shape, before any weight is loaded."""
+    prefix = f"{model.base_model_prefix}."
+    found = {key.removeprefix(prefix): shape for key, shape in shapes.items() if model.is_aligner_key(key)}
+    expected = {
+        key.removeprefix(prefix): list(tensor.shape)
+        for key, tensor in model.state_dict().items()
+        if model.is_aligner_key(key)
+    }
+    config = model.config
+    described = f"backbone {config.base_model_name_or_path} ({config.text_config.model_type}, hidden size "
+    described += f"{config.text_config.hidden_size}, {config.text_config.num_hidden_layers} layers) and encoder "
+    described += f"{config.encoder_name_or_path} (width {config.encoder_hidden_size})"
+    missing = sorted(expected.keys() - found.keys())
+    if missing:
+        raise ValueError(
+            f"Checkpoint {source} lacks {len(missing)} of {len(expected)} aligner weights that {described} needs, first "
+            f"`{missing[0]}`. It was saved incompletely or for another backbone: check `gate_layers`, "
+            "`lora_target_modules` and `text_config` in its config.json."
+        )
+    others = sorted(key for key in expected if list(found[key]) != expected[key])
+    if others and not ignore_mismatched_sizes:
+        raise ValueError(
+            f"Checkpoint {source} does not fit {described}: `{others[0]}` has shape {list(found[others[0]])} in the checkpoint "
+            f"and {expected[others[0]]} in the model ({len(others)} weights differ). Load it with the backbone, encoder and "
+            "LoRA rank it was trained with."
+        )
+
+
+def _base_model_files(config, load_config) -> list[str]:
+    """The base model's own weight files, downloaded when they are not on this machine."""
+    name = resolve_base_model(config.base_model_name_or_path)
+    try:
+        files, _ = _get_resolved_checkpoint_files(
+            pretrained_model_name_or_path=name,
+            variant=None,
+            gguf_file=None,
+            use_safetensors=True,
+            user_agent=None,
+            is_remote_code=False,
+            download_kwargs={**(load_config.download_kwargs or {}), "revision": config.base_model_revision, "subfolder": ""},
+        )
+    except OSError as error:
+        raise OSError(missing_model_error("base model", config.base_model_name_or_path, error)) from error
+    return files
+
+
+def _base_model_renamings(model) -> list[WeightRenaming]:
+    """From the names in a base model's checkpoint to ours: the decoder's prefix, and linears that carry LoRA."""
+    prefix = "model." if model.base_model_prefix in dict(model.named_children()) else ""
+    leaves = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if module in set(slot_lora_layers(model))}
+    linears = "|".join(sorted(leaves))
+    return [
+        WeightRenaming(r"^(?:model|transformer|gpt_neox)\.(?!backbone\.|projector\.)", f"{prefix}backbone."),
+        WeightRenaming(rf"\.({linears})\.(?=weight$|bias$)", r".\1.base_layer."),
+    ]
+
+
+def _copy_processor(source: str, folder: Path) -> None:
+    """The processor's files of the checkpoint at `source`, a folder or a Hub id."""
+    names = ("processor_config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja")
+    if not source or cached_file(source, names[0], _raise_exceptions_for_missing_entries=False) is None:
+        raise ValueError(
+            f"No processor was given and none was found beside the model's weights ({source or 'a model made in memory'}). "
+            "Call `model.push_to_hub(repo_id, processor=processor)`."
+        )
+    for name in names:
+        file = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+        if file is not None:
+            shutil.copyfile(file, folder / name)
+
+
+def _write_model_card(config, folder: Path) -> None:
+    """A model card with what the configuration knows; one that is there already is left alone."""
+    card = folder / "README.md"
+    if card.exists():
+        return
+    base = config.base_model_name_or_path
+    is_hub_id = base is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", base)
+    header = ["library_name: transformers", "pipeline_tag: text-generation", "tags: [arcaligner, rag, context-compression]"]
+    header += [f"base_model: {base}"] if is_hub_id else []
+    text = "\n".join(
+        [
+            "---",
+            *header,
+            "---",
+            "# ArcAligner",
+            "",
+            "Reads retrieved passages as context slots, one vector a sentence, with a frozen language model "
+            "([paper](https://huggingface.co/papers/2601.05038)).",
+            "",
+            "| | |",
+            "|---|---|",
+            f"| base model | {base or 'in this checkpoint'} |",
+            f"| sentence encoder | {config.encoder_name_or_path} |",
+            f"| LoRA on slots | r {config.lora_r}, alpha {config.lora_alpha} |",
+            f"| gates | {len(config.gated_layers)} layers, at most {config.max_refinement_steps} extra passes |",
+            "",
+            "```python",
+            "from transformers import pipeline",
+            "",
+            'ask = pipeline("text-generation", model="THIS_REPOSITORY", trust_remote_code=True)',
+            'ask({"question": "Who wrote it?", "documents": ["It was written by Ada."]})',
+            "```",
+            "",
+        ]
+    )
+    temporary = card.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(card)
+
+
+__all__ = ["AlignerCheckpointMixin"]

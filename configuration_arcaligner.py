@@ -1,0 +1,147 @@
+"""Configuration of ArcAligner: sizes, the context token, LoRA and gates. No tensors here.
+
+First of the flat files, in the order of the data flow:
+configuration -> processing (passages to slots) -> modeling (slots to logits) -> pipeline (question to answer).
+"""
+
+from typing import Any, Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.configuration_utils import SubConfigSpec
+
+GATE_MODES = ("adaptive", "off", "always")
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_arcaligner.ArcAlignerConfig",
+    "AutoModel": "modeling_arcaligner.ArcAlignerForCausalLM",
+    "AutoModelForCausalLM": "modeling_arcaligner.ArcAlignerForCausalLM",
+    "AutoProcessor": "processing_arcaligner.ArcAlignerProcessor",
+}
+CUSTOM_PIPELINES = {
+    "text-generation": {
+        "impl": "pipeline_arcaligner.ArcAlignerPipeline",
+        "pt": ["AutoModelForCausalLM"],
+        "tf": [],
+        "default": {"model": {"pt": None}},
+        "type": "text",
+    }
+}
+
+
+@strict
+class ArcAlignerConfig(PreTrainedConfig):
+    r"""
+    Configuration of an [`ArcAlignerForCausalLM`]: a frozen backbone and the aligner around it.
+
+    Args:
+        text_config (`dict` or `PreTrainedConfig`, *optional*):
+            The backbone, any decoder-only model with rotary attention. Default: a Llama.
+        base_model_name_or_path (`str`, *optional*):
+            Where the backbone's weights are. With a name, `save_pretrained` writes the aligner only; without one
+            (a model made from a configuration) it writes everything.
+        base_model_revision (`str`, *optional*): Revision of the base model on the Hub.
+        encoder_name_or_path (`str`, *optional*): The sentence encoder whose embeddings the projector was trained on.
+        encoder_hidden_size (`int`, defaults to 384): Width `d_r` of a context embedding.
+        context_token (`str`, defaults to `"<context>"`): How a slot is shown to people.
+        context_token_id (`int`, *optional*):
+            The id that marks a slot in `input_ids`. It needs no row in the embedding matrix and no logit. Default: the
+            backbone's `vocab_size`, the first id it does not use.
+        lora_r (`int`, defaults to 128), lora_alpha (`int`, defaults to 32), lora_dropout (`float`, defaults to 0.05):
+            The selective LoRA (Eq. 3); the values of the paper's hyperparameter tables.
+        lora_target_modules (`str` or `list[str]`, defaults to `"all-linear"`):
+            The linears inside the decoder layers that carry LoRA, by PEFT's rules.
+        gate_layers (`"all"` or `list[int]`, defaults to `"all"`): Layers with a gate (the paper's `L_gate`).
+        gate_hidden_size (`int`, defaults to 64): Width of the gate's hidden layer.
+        gate_threshold (`float`, defaults to 0.5): A gate with at least this probability is open (Eq. 7).
+        max_refinement_steps (`int`, defaults to 2):
+            `T`, the extra passes a gated layer may take; the paper's "max loops 3" is the mandatory pass plus these 2.
+        gate_mode (`"adaptive"`, `"off"` or `"always"`, defaults to `"adaptive"`):
+            Gates decide / no refinement (the paper's *w/o Recursion*) / `T` steps for every slot (*w/o Gate*).
+            This, the threshold and the number of steps may be changed on a loaded model.
+
+    Raises:
+        `ValueError`: a gate layer that the backbone does not have, a threshold outside (0, 1], negative steps.
+    """
+
+    model_type = "arcaligner"
+    sub_configs_defaults = {
+        "text_config": SubConfigSpec(config_class=AutoConfig, model_type="llama")
+    }
+
+    text_config: dict | PreTrainedConfig | None = None
+    base_model_name_or_path: str | None = None
+    base_model_revision: str | None = None
+    encoder_name_or_path: str | None = None
+    encoder_hidden_size: int = 384
+    context_token: str = "<context>"
+    context_token_id: int | None = None
+    lora_r: int = 128
+    lora_alpha: int | float = 32
+    lora_dropout: float | int = 0.05
+    lora_target_modules: str | list[str] = "all-linear"
+    gate_layers: str | list[int] = "all"
+    gate_hidden_size: int = 64
+    gate_threshold: float | int = 0.5
+    max_refinement_steps: int = 2
+    gate_mode: Literal["adaptive", "off", "always"] = "adaptive"
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs: Any):
+        kwargs.setdefault("auto_map", dict(AUTO_MAP))
+        kwargs.setdefault("custom_pipelines", CUSTOM_PIPELINES)
+        super().__post_init__(**kwargs)
+        if self.context_token_id is None:
+            self.context_token_id = self.text_config.vocab_size
+        # Some backbones say in their own config only whether head and embeddings are one matrix.
+        self.tie_word_embeddings = self.tie_word_embeddings or self.text_config.tie_word_embeddings
+        self._check_gates()
+
+    def _check_gates(self) -> None:
+        num_layers = self.text_config.num_hidden_layers
+        if isinstance(self.gate_layers, str):
+            if self.gate_layers != "all":
+                raise ValueError(
+                    f'`gate_layers` is {self.gate_layers!r}; expected "all" or a list of layer indices.'
+                )
+        elif any(not 0 <= layer < num_layers for layer in self.gate_layers):
+            raise ValueError(
+                f"`gate_layers` is {self.gate_layers}, but the backbone has layers 0 to {num_layers - 1}. "
+                "Name only layers that exist."
+            )
+        if not 0.0 < self.gate_threshold <= 1.0:
+            raise ValueError(
+                f"`gate_threshold` is {self.gate_threshold}; a gate's probability is compared with it, so it must "
+                "lie in (0, 1]."
+            )
+        if self.max_refinement_steps < 0:
+            raise ValueError(
+                f"`max_refinement_steps` is {self.max_refinement_steps}; it counts extra passes, so it must be at "
+                "least 0."
+            )
+
+    @property
+    def gated_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that have a gate, in order."""
+        if self.gate_layers == "all":
+            return tuple(range(self.text_config.num_hidden_layers))
+        return tuple(sorted(set(self.gate_layers)))
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
+        """Reads a checkpoint's `config.json`; that of a plain base model becomes this config's `text_config`."""
+        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        model_type = config_dict.get("model_type")
+        if model_type is not None and model_type != cls.model_type:
+            config_dict = {
+                "text_config": config_dict,
+                "base_model_name_or_path": str(pretrained_model_name_or_path),
+                "dtype": config_dict.get("dtype") or config_dict.get("torch_dtype"),
+            }
+        return config_dict, kwargs
+
+
+ArcAlignerConfig.register_for_auto_class()
+
+__all__ = ["ArcAlignerConfig"]

@@ -1,0 +1,1 @@
+"""Evaluation of ArcAligner: what an answer is worth (`metrics.py`)."""

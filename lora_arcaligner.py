@@ -1,0 +1,100 @@
+"""Selective LoRA (Eq. 3): PEFT layers whose low-rank residual reaches slot rows only.
+
+    y = W x + M_r * s * B A x        row by row, M_r = 1 on slots and 0 on text
+
+A decoder layer opens a `slot_scope` around its own forward, and every LoRA layer inside reads from it which rows are
+slots. Outside of a scope (decoding, text) the LoRA is off and a linear is exactly the frozen one.
+"""
+
+import contextlib
+import threading
+from types import EllipsisType
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import LoraVariant
+from torch import nn
+
+ADAPTER_NAME = "slot"
+ALL_ROWS = ...
+
+
+class _SlotScope(threading.local):
+    # None: LoRA off. A (num_slots,) tensor: flat indices of the slot rows. ALL_ROWS: each row is a slot.
+    rows: torch.Tensor | EllipsisType | None = None
+
+
+_scope = _SlotScope()
+
+
+@contextlib.contextmanager
+def slot_scope(rows: torch.Tensor | EllipsisType | None):
+    """Within this context LoRA is applied to `rows`: flat indices (num_slots,) into (batch * seq_len), or `ALL_ROWS`."""
+    before, _scope.rows = _scope.rows, rows
+    try:
+        yield
+    finally:
+        _scope.rows = before
+
+
+class SlotLoraVariant(LoraVariant):
+    """PEFT's hook for another LoRA formula in its own layers: here the usual one, on slot rows only (Eq. 3)."""
+
+    def supports_lora_conversion(self) -> bool:
+        return False
+
+    @staticmethod
+    def init(module: LoraLayer, adapter_name: str, **kwargs) -> None:
+        pass
+
+    @staticmethod
+    def _refuse_merge(module, active_adapter, orig_weight):
+        raise ValueError(
+            f"LoRA adapter `{active_adapter}` cannot be merged: it applies to context slots only, a merged weight would "
+            "apply it to text as well. Keep it unmerged; text rows already run on the frozen weights alone."
+        )
+
+    merge_safe = merge_unsafe = unmerge = _refuse_merge
+
+    @staticmethod
+    def forward(module, active_adapter, x, result, **kwargs):
+        rows = _scope.rows
+        if rows is None:
+            return result
+        down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
+        dropout, scaling = module.lora_dropout[active_adapter], module.scaling[active_adapter]
+        if rows is ALL_ROWS:
+            return result + (up(down(dropout(x.to(down.weight.dtype)))) * scaling).to(result.dtype)
+        slots = x.reshape(-1, x.shape[-1]).index_select(0, rows).to(down.weight.dtype)  # (num_slots, in_features)
+        residual = (up(down(dropout(slots))) * scaling).to(result.dtype)  # (num_slots, out_features)
+        flat = result.reshape(-1, result.shape[-1])  # (batch * seq_len, out_features)
+        return flat.index_add(0, rows, residual).view_as(result)
+
+
+def slot_lora_layers(module: nn.Module):
+    """The PEFT layers below `module` that carry the slot LoRA."""
+    return (m for m in module.modules() if isinstance(m, LoraLayer) and ADAPTER_NAME in m.lora_A)
+
+
+def lora_target_names(layers: nn.ModuleList, prefix: str, target_modules: str | list[str]) -> str | list[str]:
+    """`"all-linear"` becomes the full names of the linears in the decoder layers; anything else is PEFT's business."""
+    if target_modules != "all-linear":
+        return target_modules
+    return [f"{prefix}.{name}" for name, module in layers.named_modules() if isinstance(module, nn.Linear)]
+
+
+def inject_slot_lora(backbone: nn.Module, layers: nn.ModuleList, config) -> None:
+    """Puts PEFT's LoRA layers (adapter `slot`) into `backbone`, in place. Freezes all its other parameters."""
+    prefix = next(name for name, module in backbone.named_modules() if module is layers)
+    lora_config = LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        bias="none",
+        target_modules=lora_target_names(layers, prefix, config.lora_target_modules),
+    )
+    inject_adapter_in_model(lora_config, backbone, ADAPTER_NAME)
+    for layer in slot_lora_layers(backbone):
+        layer.lora_variant[ADAPTER_NAME] = SlotLoraVariant()
+        layer.cast_input_dtype_enabled = False  # the variant casts the slot rows, PEFT would cast all rows

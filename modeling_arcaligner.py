@@ -1,0 +1,668 @@
+"""ArcAligner on any decoder-only backbone (huggingface.co/papers/2601.05038), bottom-up, in the order of the data flow:
+
+    context_embeds -> ContextProjector (Eq. 1) -> rows of the prompt's slots (Eq. 2) -> decoder layers, each with LoRA on
+    slot rows (Eq. 3-4) and, where gated, refinement of the slots its gate opens (Eq. 5-10, Algorithm 1) -> logits
+
+Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text rows before the last slot), hidden.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoModel, GenerationMixin, LogitsProcessorList, PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.generation.logits_process import SuppressTokensLogitsProcessor
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+from transformers.utils.output_capturing import _active_collector
+
+from .backbones_arcaligner import (
+    check_backbone_config,
+    find_decoder_layers,
+    make_lm_head,
+    postprocess_logits,
+)
+from .checkpoint_arcaligner import AlignerCheckpointMixin
+from .configuration_arcaligner import ArcAlignerConfig
+from .lora_arcaligner import ADAPTER_NAME, ALL_ROWS, inject_slot_lora, slot_lora_layers, slot_scope
+from .recording_arcaligner import recording_depths
+from .refinement_arcaligner import (
+    KeysValuesComplete,
+    KeysValuesRecorder,
+    RefinementKeysValues,
+    SlotRows,
+    find_slot_rows,
+    refinement_mask,
+    take_rows,
+)
+
+STAGES = ("reconstruction", "grounding", "gating")
+# Below zero: the gates of a model that has not seen stage III are closed, so it computes what stage II taught it.
+FRESH_GATE_BIAS = -0.5
+
+
+@dataclass
+class ArcAlignerModelOutputWithPast(BaseModelOutputWithPast):
+    """
+    Adds to `BaseModelOutputWithPast`:
+
+    recursion_depth (`torch.LongTensor` of shape `(batch, num_layers, max_slots)`, *optional*):
+        Refinement steps taken per layer and slot, -1 where there is no slot. Only when the input has slots.
+    """
+
+    recursion_depth: torch.LongTensor | None = None
+
+
+@dataclass
+class ArcAlignerCausalLMOutputWithPast(CausalLMOutputWithPast):
+    """
+    Adds to `CausalLMOutputWithPast`:
+
+    recursion_depth (`torch.LongTensor` of shape `(batch, num_layers, max_slots)`, *optional*):
+        Refinement steps taken per layer and slot, -1 where there is no slot. Only when the input has slots.
+    """
+
+    recursion_depth: torch.LongTensor | None = None
+
+
+class ContextProjector(nn.Module):
+    """`W_psi` (Eq. 1): context embeddings (..., encoder_hidden_size) to slot embeddings (..., hidden)."""
+
+    def __init__(self, encoder_hidden_size: int, hidden_size: int):
+        super().__init__()
+        self.up = nn.Linear(encoder_hidden_size, hidden_size)
+        self.act = nn.GELU()
+        self.out = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, context_embeds: torch.Tensor) -> torch.Tensor:
+        return self.out(self.act(self.up(context_embeds.to(self.up.weight.dtype))))
+
+
+class SlotGate(nn.Module):
+    """The gate of one layer (Eq. 5): slot states (..., hidden) to the probability (..., 1) of another pass."""
+
+    def __init__(self, hidden_size: int, gate_hidden_size: int):
+        super().__init__()
+        self.up = nn.Linear(hidden_size, gate_hidden_size)
+        self.act = nn.SiLU()
+        self.out = nn.Linear(gate_hidden_size, 1)
+
+    def forward(self, slots: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(slots.device.type, enabled=False):
+            return torch.sigmoid(self.out(self.act(self.up(slots.to(self.up.weight.dtype)))))
+
+
+def straight_through_gate(gate_prob: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Eq. 7: the hard decision in the forward pass, the probability's gradient in the backward pass.
+
+    >>> straight_through_gate(torch.tensor([0.25, 0.5, 0.75]), threshold=0.5)
+    tensor([0., 1., 1.])
+    """
+    gate_hard = (gate_prob >= threshold).to(gate_prob.dtype)
+    return gate_prob + (gate_hard - gate_prob).detach()
+
+
+class SlotDecoderLayer:
+    """What ArcAligner adds to a decoder layer of the backbone. Mixed in before the layer's own class, in place.
+
+    The layer keeps its class name, its state-dict keys and its place in checkpointing, sharding and output recording.
+    """
+
+    arcaligner_config: ArcAlignerConfig
+    layer_idx: int
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        slot_positions: torch.Tensor | None = None,
+        text_positions: torch.Tensor | None = None,
+        slot_rows: torch.Tensor | None = None,
+        slot_cells: torch.Tensor | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """`hidden_states` (batch, seq_len, hidden) through Algorithm 1's loop body for this layer."""
+        if slot_rows is None:
+            return super().forward(hidden_states, **kwargs)
+        rows = SlotRows(slot_positions, text_positions, slot_rows, slot_cells)
+        with slot_scope(rows.slot_rows):
+            hidden_states = super().forward(hidden_states, **kwargs)  # Eq. 4, the mandatory pass
+        if not self._refines():
+            return hidden_states
+        return self._refine(hidden_states, rows, kwargs)
+
+    def _refines(self) -> bool:
+        config = self.arcaligner_config
+        if self.slot_gate is None or config.gate_mode == "off":
+            return False
+        # No later layer reads the slots of the last one. Only training runs its steps, for Algorithm 1 to the letter.
+        return self.training or self.layer_idx < config.text_config.num_hidden_layers - 1
+
+    def _refine(self, hidden_states: torch.Tensor, rows: SlotRows, kwargs: dict) -> torch.Tensor:
+        config = self.arcaligner_config
+        is_slot = (rows.slot_positions >= 0)[:, :, None]  # (batch, max_slots, 1)
+        slots = take_rows(hidden_states, rows.slot_positions)  # (batch, max_slots, hidden)
+        depth = torch.zeros_like(rows.slot_positions)  # (batch, max_slots)
+        reapply = None
+        for _step in range(config.max_refinement_steps):
+            gate = self._gate(slots)  # (batch, max_slots, 1)
+            gate_open = (gate > 0.5) & is_slot
+            # Exact: a closed gate reads an unchanged slot, so it stays closed. Training needs the candidates (Eq. 7).
+            if not self.training and not gate_open.any():
+                break
+            if reapply is None:
+                reapply = self._slot_pass(hidden_states, rows, kwargs)
+            candidate = reapply(slots)  # Eq. 6, (batch, max_slots, hidden)
+            if self.training:
+                slots = slots + gate.to(slots.dtype) * (candidate - slots)  # Eq. 8
+            else:
+                slots = torch.where(gate_open, candidate, slots)  # Eq. 10
+            depth = depth + gate_open[:, :, 0]
+        recording_depths.add(self.layer_idx, depth)
+        if reapply is None:
+            return hidden_states
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])  # (batch * seq_len, hidden)
+        refined = slots.reshape(-1, slots.shape[-1]).index_select(0, rows.slot_cells)  # (num_slots, hidden)
+        return flat.index_copy(0, rows.slot_rows, refined).view_as(hidden_states)  # Eq. 9: text rows stay
+
+    def _gate(self, slots: torch.Tensor) -> torch.Tensor:
+        """0 or 1 for each slot (batch, max_slots, 1), in training with the probability's gradient."""
+        config = self.arcaligner_config
+        if config.gate_mode == "always":
+            return slots.new_ones(*slots.shape[:-1], 1)
+        return straight_through_gate(self.slot_gate(slots), config.gate_threshold)
+
+    def _slot_pass(self, hidden_states: torch.Tensor, rows: SlotRows, kwargs: dict):
+        """The layer as a function of its slot rows (batch, max_slots, hidden), text rows held fixed (Eq. 9)."""
+        if self.arcaligner_config.text_config._attn_implementation not in ("eager", "sdpa"):
+            return self._prefix_pass(hidden_states, rows, kwargs)
+        step_kwargs = {**kwargs, "use_cache": False}
+        step_kwargs["attention_mask"] = refinement_mask(kwargs["attention_mask"], rows, hidden_states.dtype)
+        step_kwargs |= self._at_positions(kwargs, rows.slot_positions)
+        cache = RefinementKeysValues(*self._text_keys_values(hidden_states, rows, kwargs))
+
+        def reapply(slots: torch.Tensor) -> torch.Tensor:
+            with slot_scope(ALL_ROWS), _not_recording_outputs():
+                return super(SlotDecoderLayer, self).forward(slots, **{**step_kwargs, "past_key_values": cache})
+
+        return reapply
+
+    def _text_keys_values(self, hidden_states, rows, kwargs) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Keys and values of the text before the last slot, each (batch, heads, max_text, head_dim)."""
+        if rows.text_positions.shape[1] == 0:
+            return None, None
+        recorder = KeysValuesRecorder()
+        text = take_rows(hidden_states, rows.text_positions)  # (batch, max_text, hidden)
+        text_kwargs = {**kwargs, "attention_mask": None, "past_key_values": recorder, "use_cache": False}
+        text_kwargs |= self._at_positions(kwargs, rows.text_positions)
+        with slot_scope(None), _not_recording_outputs():
+            try:
+                super().forward(text, **text_kwargs)
+            except KeysValuesComplete:
+                return recorder.keys, recorder.values
+        raise AssertionError("the layer's attention did not write its keys and values to the cache it was given")
+
+    @staticmethod
+    def _at_positions(kwargs: dict, positions: torch.Tensor) -> dict:
+        """Rotary angles and position ids of the rows at `positions` (batch, rows)."""
+        cos, sin = kwargs["position_embeddings"]
+        picked = {"position_embeddings": (take_rows(cos, positions), take_rows(sin, positions))}
+        if kwargs.get("position_ids") is not None:
+            picked["position_ids"] = take_rows(kwargs["position_ids"][:, :, None], positions)[:, :, 0]
+        return picked
+
+    def _prefix_pass(self, hidden_states: torch.Tensor, rows: SlotRows, kwargs: dict):
+        """As `_slot_pass` for attention kernels without a mask of rows by columns: the whole prefix is re-applied."""
+        length = int(rows.slot_positions.max()) + 1
+        prefix = hidden_states[:, :length]
+        batch, _, hidden = prefix.shape
+        prefix_rows = rows.slot_rows // hidden_states.shape[1] * length + rows.slot_rows % hidden_states.shape[1]
+        step_kwargs = {**kwargs, "use_cache": False, "past_key_values": None}
+        step_kwargs |= self._at_positions(kwargs, torch.arange(length, device=prefix.device).expand(batch, -1))
+        if (mask := kwargs["attention_mask"]) is not None:
+            step_kwargs["attention_mask"] = mask[:, :length] if mask.dim() == 2 else mask[..., :length, :length]
+
+        def reapply(slots: torch.Tensor) -> torch.Tensor:
+            current = slots.reshape(-1, hidden).index_select(0, rows.slot_cells)
+            states = prefix.reshape(-1, hidden).index_copy(0, prefix_rows, current).view(batch, length, hidden)
+            with slot_scope(prefix_rows), _not_recording_outputs():
+                states = super(SlotDecoderLayer, self).forward(states, **step_kwargs)
+            return take_rows(states, rows.slot_positions)
+
+        return reapply
+
+
+class _not_recording_outputs:  # noqa: N801 - a context manager, used like a function
+    """Keeps transformers' recording of attentions and router logits to the mandatory pass."""
+
+    def __enter__(self):
+        self.token = _active_collector.set(None)
+
+    def __exit__(self, *exception):
+        _active_collector.reset(self.token)
+
+
+def add_slots_to_layer(layer: nn.Module, layer_idx: int, config: ArcAlignerConfig) -> None:
+    """Turns a decoder layer into one that knows slots, in place; gives it a gate where the configuration wants one."""
+    cls = type(layer)
+    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    layer.__class__ = type(cls.__name__, (SlotDecoderLayer, cls), namespace)
+    layer.arcaligner_config = config
+    layer.layer_idx = layer_idx
+    is_gated = layer_idx in config.gated_layers
+    layer.slot_gate = SlotGate(config.text_config.hidden_size, config.gate_hidden_size) if is_gated else None
+
+
+class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
+    """Initialisation, freezing and checkpoints, common to `ArcAlignerModel` and `ArcAlignerForCausalLM`."""
+
+    config_class = ArcAlignerConfig
+    config: ArcAlignerConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_attention_backend = True
+    _skip_keys_device_placement = ["past_key_values"]
+    # Missing aligner weights are fresh around a base model, and an error of our own in an aligner checkpoint.
+    _keys_to_ignore_on_load_missing = [r"(^|\.)(projector|slot_gate|lora_A\.slot|lora_B\.slot)\."]
+    # The aligner stays in fp32 under a bf16 backbone: at the paper's learning rates bf16 loses half of the updates.
+    _keep_in_fp32_modules = [r".*\.lora_A", r".*\.lora_B", r".*projector", r".*\.slot_gate"]
+    _keep_in_fp32_modules_strict = _keep_in_fp32_modules
+
+    def initialize_weights(self):
+        """Aligner first: the backbone's own initialisation would treat its LoRA and gates like any other linear."""
+        std = self.config.initializer_range
+        for module in self.modules():
+            if isinstance(module, ContextProjector | SlotGate):
+                for linear in (module.up, module.out):
+                    init.normal_(linear.weight, std=std)
+                    init.zeros_(linear.bias)
+            if isinstance(module, SlotGate):
+                init.zeros_(module.out.weight)
+                init.constant_(module.out.bias, FRESH_GATE_BIAS)
+        for layer in slot_lora_layers(self):
+            init.kaiming_uniform_(layer.lora_A[ADAPTER_NAME].weight, a=5**0.5)
+            init.zeros_(layer.lora_B[ADAPTER_NAME].weight)
+        for name, parameter in self.named_parameters():
+            if self.is_aligner_key(name):
+                parameter._is_hf_initialized = True
+        super().initialize_weights()
+
+    def aligner_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names and parameters of projector, LoRA and gates: all that training changes and `save_pretrained` writes."""
+        return ((name, p) for name, p in self.named_parameters() if self.is_aligner_key(name))
+
+    def set_stage(self, stage: str) -> None:
+        """Freezes and unfreezes what the paper's training stage says, and sets `config.gate_mode`.
+
+        `"reconstruction"` and `"grounding"` train projector and LoRA with the gates off; `"gating"` trains the gates as
+        well, adaptively. The backbone is frozen in all of them.
+
+        Raises:
+            `ValueError`: an unknown stage.
+        """
+        if stage not in STAGES:
+            raise ValueError(f"Unknown stage {stage!r}; the stages are, in order: {', '.join(STAGES)}.")
+        trains_gates = stage == "gating"
+        for name, parameter in self.named_parameters():
+            is_gate = ".slot_gate." in name
+            parameter.requires_grad_(self.is_aligner_key(name) and (trains_gates or not is_gate))
+        self.config.gate_mode = "adaptive" if trains_gates else "off"
+
+    def freeze_base_model(self) -> None:
+        """Only the aligner requires gradients."""
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(self.is_aligner_key(name))
+
+
+class ArcAlignerModel(ArcAlignerPreTrainedModel):
+    """The backbone's decoder with slots: `input_ids` with context tokens and `context_embeds` to hidden states.
+
+    Raises:
+        `ValueError`: a backbone that cannot be refined, by name and with the reason.
+    """
+
+    def __init__(self, config: ArcAlignerConfig):
+        super().__init__(config)
+        check_backbone_config(config.text_config)
+        self.backbone = AutoModel.from_config(config.text_config)
+        config.text_config = self.backbone.config
+        self.projector = ContextProjector(config.encoder_hidden_size, config.text_config.hidden_size)
+        layers = find_decoder_layers(self.backbone)
+        inject_slot_lora(self.backbone, layers, config)
+        for layer_idx, layer in enumerate(layers):
+            add_slots_to_layer(layer, layer_idx, config)
+        self.post_init()
+        self.freeze_base_model()
+
+    def get_input_embeddings(self):
+        return self.backbone.get_input_embeddings()
+
+    def set_input_embeddings(self, value):
+        self.backbone.set_input_embeddings(value)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        context_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> ArcAlignerModelOutputWithPast:
+        r"""
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch, seq_len)`): Tokens; `config.context_token_id` marks a slot.
+            context_embeds (`torch.FloatTensor` of shape `(batch, max_slots, encoder_hidden_size)`, *optional*):
+                The embeddings `E` of the slots, in the order of the context tokens of a row, padded at the end.
+
+        Raises:
+            `ValueError`: slots and embeddings that do not fit each other, slots after a non-empty cache, a prompt
+                longer than the backbone's context.
+        """
+        slot_mask = self._get_slot_mask(input_ids, context_embeds)  # (batch, seq_len) or None
+        depths = None
+        if slot_mask is not None:
+            self._check_slots(slot_mask, context_embeds, past_key_values)
+            rows = find_slot_rows(slot_mask, _text_mask(slot_mask, attention_mask), context_embeds.shape[1])
+            inputs_embeds = self._embed(input_ids, slot_mask, context_embeds)
+            input_ids = None
+            kwargs.update(rows._asdict())
+            depths = recording_depths.start()
+        try:
+            outputs = self.backbone(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                **kwargs,
+            )
+        finally:
+            recording_depths.stop()
+        return ArcAlignerModelOutputWithPast(
+            last_hidden_state=outputs.last_hidden_state,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            recursion_depth=None if depths is None else self._stack_depths(depths, rows.slot_positions),
+        )
+
+    def _get_slot_mask(self, input_ids, context_embeds) -> torch.BoolTensor | None:
+        """`M_r` (batch, seq_len): where `input_ids` holds context tokens. `None` for an input without slots."""
+        if input_ids is None:
+            if context_embeds is not None:
+                raise ValueError(
+                    "Got `context_embeds` without `input_ids`. Slots are found by their context tokens: pass `input_ids` "
+                    f"with `context_token_id` {self.config.context_token_id} where the slots are."
+                )
+            return None
+        slot_mask = input_ids == self.config.context_token_id
+        if context_embeds is None:
+            if slot_mask.any():
+                raise ValueError(
+                    f"Found {int(slot_mask.sum())} context tokens (id {self.config.context_token_id}) in `input_ids` but no "
+                    "`context_embeds`. Pass the embeddings of the slots, as the processor returns them."
+                )
+            return None
+        return slot_mask
+
+    def _check_slots(self, slot_mask, context_embeds, past_key_values) -> None:
+        width = self.config.encoder_hidden_size
+        if context_embeds.dim() != 3 or context_embeds.shape[0] != slot_mask.shape[0]:
+            raise ValueError(
+                f"`context_embeds` has shape {tuple(context_embeds.shape)}; expected ({slot_mask.shape[0]}, max_slots, "
+                f"{width}), one row for each row of `input_ids`."
+            )
+        if context_embeds.shape[2] != width:
+            raise ValueError(
+                f"`context_embeds` is {context_embeds.shape[2]} wide but the projector takes `encoder_hidden_size` {width}. "
+                f"Use the encoder the aligner was trained with: {self.config.encoder_name_or_path}."
+            )
+        counts = slot_mask.sum(dim=1)  # (batch,)
+        most = int(counts.max())
+        given = context_embeds.shape[1]
+        if most > given or (most < given and bool(context_embeds[:, most:].any())):
+            raise ValueError(
+                f"Found {counts.tolist()} context tokens in the rows of `input_ids` but `context_embeds` holds {given} "
+                "embeddings a row. Each context token needs one embedding; rows with fewer are padded at the end."
+            )
+        real = context_embeds[torch.arange(given, device=counts.device) < counts[:, None]]
+        if not torch.isfinite(real).all():
+            raise ValueError(
+                f"`context_embeds` holds {int((~torch.isfinite(real)).sum())} NaN or infinite values of {real.numel()}. "
+                "Check the encoder's output."
+            )
+        if most and past_key_values is not None and past_key_values.get_seq_length() > 0:
+            raise ValueError(
+                f"Found context tokens after {past_key_values.get_seq_length()} cached tokens. Slots stand in the prompt, "
+                "before any cache: refinement needs the deeper states of earlier tokens, which a cache does not hold. Start "
+                "with an empty cache, or continue a cached slot prefix with plain text."
+            )
+        longest = getattr(self.config.text_config, "max_position_embeddings", None)
+        if longest is not None and slot_mask.shape[1] > longest:
+            raise ValueError(
+                f"The prompt has {slot_mask.shape[1]} tokens but the backbone reads {longest}. Pass fewer passages, or merge "
+                "more sentences into a slot."
+            )
+
+    def _embed(self, input_ids, slot_mask, context_embeds) -> torch.Tensor:
+        """`H^(0,0)` (Eq. 2): projected embeddings on slots, the frozen embedding elsewhere, (batch, seq_len, hidden)."""
+        inputs_embeds = self.get_input_embeddings()(input_ids.masked_fill(slot_mask, 0))
+        if context_embeds.shape[1] == 0:
+            return inputs_embeds
+        # A NaN in the padding would not be read, but its gradient would.
+        is_real = torch.arange(context_embeds.shape[1], device=slot_mask.device) < slot_mask.sum(dim=1, keepdim=True)
+        slot_embeds = self.projector(context_embeds.masked_fill(~is_real[:, :, None], 0.0))  # Eq. 1
+        which_slot = slot_mask.cumsum(dim=1) - 1  # (batch, seq_len)
+        placed = take_rows(slot_embeds.to(inputs_embeds.dtype), which_slot)  # (batch, seq_len, hidden)
+        return torch.where(slot_mask[:, :, None], placed, inputs_embeds)
+
+    def _stack_depths(self, depths: dict[int, torch.Tensor], slot_positions: torch.Tensor) -> torch.LongTensor:
+        """Depths of the layers that refined, 0 for the others -> (batch, num_layers, max_slots), -1 without a slot."""
+        none = torch.zeros_like(slot_positions)
+        num_layers = self.config.text_config.num_hidden_layers
+        stacked = torch.stack([depths.get(i, none).to(none.device) for i in range(num_layers)], dim=1)
+        return stacked.masked_fill(slot_positions[:, None, :] < 0, -1)
+
+
+def _text_mask(slot_mask: torch.Tensor, attention_mask: torch.Tensor | dict | None) -> torch.Tensor:
+    """Real text (batch, seq_len). Without a 2-D mask all rows count; the layers' own masks hide padding then."""
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+        return ~slot_mask & attention_mask[:, : slot_mask.shape[1]].bool()
+    return ~slot_mask
+
+
+class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, GenerationMixin):
+    """A frozen language model that reads passages as context slots.
+
+    Example:
+
+    ```python
+    >>> processor = AutoProcessor.from_pretrained(path, trust_remote_code=True)
+    >>> model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
+    >>> inputs = processor(text="Who wrote it?", documents=["It was written by Ada."], return_tensors="pt")
+    >>> answer = model.generate(**inputs, max_new_tokens=16)
+    ```
+    """
+
+    accepts_loss_kwargs = True
+
+    def __init__(self, config: ArcAlignerConfig):
+        super().__init__(config)
+        self.model = ArcAlignerModel(config)
+        self.lm_head = make_lm_head(config.text_config)
+        if config.tie_word_embeddings:
+            embeddings = self.model.get_input_embeddings()
+            name = next(name for name, module in self.named_modules() if module is embeddings)
+            self._tied_weights_keys = {"lm_head.weight": f"{name}.weight"}
+        self.post_init()
+        self.freeze_base_model()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        context_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs,
+    ) -> ArcAlignerCausalLMOutputWithPast:
+        r"""
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch, seq_len)`): Tokens; `config.context_token_id` marks a slot.
+            context_embeds (`torch.FloatTensor` of shape `(batch, max_slots, encoder_hidden_size)`, *optional*):
+                One embedding a context token, in order, rows padded at the end.
+            labels (`torch.LongTensor` of shape `(batch, seq_len)`, *optional*):
+                Targets of the NLL of all three stages; -100 is ignored, and so is a context token.
+            logits_to_keep (`int` or `torch.Tensor`, defaults to 0): Last positions to compute logits for, 0 for all.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            context_embeds=context_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, keep, :])
+        logits = postprocess_logits(logits, self.config.text_config)
+        loss = None
+        if labels is not None:
+            labels = labels.masked_fill(labels == self.config.context_token_id, -100)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.text_config.vocab_size, **kwargs
+            )
+        return ArcAlignerCausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            recursion_depth=outputs.recursion_depth,
+        )
+
+    @torch.no_grad()
+    def prefill_context(
+        self,
+        input_ids: torch.LongTensor,
+        context_embeds: torch.FloatTensor,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs,
+    ) -> Cache:
+        """Reads the slot prefix of a prompt once, for any number of questions.
+
+        Slots do not depend on what follows them, so the cache of everything up to the last slot can be copied and
+        continued by `generate(input_ids=whole_prompt, past_key_values=copy.deepcopy(cache))` with any question. It holds
+        the mandatory pass only, and the unmodified base model continues from it with the same logits.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch, seq_len)`):
+                A prompt with slots, or just its prefix. What stands after the last slot is not read.
+            context_embeds (`torch.FloatTensor` of shape `(batch, max_slots, encoder_hidden_size)`): Of the slots.
+            attention_mask (`torch.Tensor` of shape `(batch, seq_len)`, *optional*): 0 on padding.
+
+        Returns:
+            [`~transformers.Cache`]: `last slot + 1` positions long.
+
+        Raises:
+            `ValueError`: no slots, or rows whose last slots stand at different positions.
+        """
+        slot_mask = input_ids == self.config.context_token_id
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        last_slots = torch.where(slot_mask, positions, -1).max(dim=1).values  # (batch,)
+        length = int(last_slots[0]) + 1
+        if length == 0 or bool((last_slots != last_slots[0]).any()):
+            raise ValueError(
+                f"The last slots of the rows stand at {last_slots.tolist()} (-1: none); a common prefix needs one and the "
+                "same position. Pass rows with slots, left-padded so that their slots end together, or one row at a time."
+            )
+        if attention_mask is not None:
+            attention_mask = attention_mask[:, :length]
+        prefix = input_ids[:, :length]
+        outputs = self.model(
+            input_ids=prefix, attention_mask=attention_mask, context_embeds=context_embeds, use_cache=True, **kwargs
+        )
+        return outputs.past_key_values
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids,
+        past_key_values=None,
+        attention_mask=None,
+        inputs_embeds=None,
+        context_embeds=None,
+        is_first_iteration=False,
+        **kwargs,
+    ):
+        model_inputs = super().prepare_inputs_for_generation(
+            input_ids,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+        # Slots are read once, with the prompt. A step after it, or after a cached prefix, brings text only.
+        new_ids = model_inputs.get("input_ids")
+        reads_prompt = is_first_iteration or not kwargs.get("use_cache", True)
+        if context_embeds is not None and reads_prompt and new_ids is not None:
+            if bool((new_ids == self.config.context_token_id).any()):
+                model_inputs["context_embeds"] = context_embeds
+        return model_inputs
+
+    def generate(self, inputs=None, *args, **kwargs):
+        """`GenerationMixin.generate`. The context token is never generated and no logits processor sees it.
+
+        Raises:
+            `ValueError`: `prefill_chunk_size`, since slots cannot be split from what they refine with.
+        """
+        generation_config = kwargs.get("generation_config") or self.generation_config
+        if kwargs.get("prefill_chunk_size", generation_config.prefill_chunk_size) is not None:
+            raise ValueError(
+                "`prefill_chunk_size` is set, but slots are refined together with all text before them and cannot be read in "
+                "chunks. Leave it unset: a compressed prompt is short."
+            )
+        return super().generate(inputs, *args, **kwargs)
+
+    def _get_logits_processor(self, *args, **kwargs) -> LogitsProcessorList:
+        processors = super()._get_logits_processor(*args, **kwargs)
+        token_id, vocab_size = self.config.context_token_id, self.config.text_config.vocab_size
+        if token_id < vocab_size:
+            processors.append(SuppressTokensLogitsProcessor([token_id], device=self.device))
+        return _BlindToSlots(processors, token_id)
+
+
+class _BlindToSlots(LogitsProcessorList):
+    """Shows logits processors a prompt whose slots repeat the row's first text token: a slot is no token to penalise."""
+
+    def __init__(self, processors: LogitsProcessorList, context_token_id: int):
+        super().__init__(processors)
+        self.context_token_id = context_token_id
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs) -> torch.FloatTensor:
+        is_slot = input_ids == self.context_token_id
+        if input_ids.shape[1]:
+            first_text = input_ids.gather(1, is_slot.to(torch.int8).argmin(dim=1, keepdim=True))  # (batch, 1)
+            input_ids = torch.where(is_slot, first_text, input_ids)
+        return super().__call__(input_ids, scores, **kwargs)
+
+
+ArcAlignerForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+
+__all__ = ["ArcAlignerForCausalLM", "ArcAlignerModel", "ArcAlignerPreTrainedModel"]

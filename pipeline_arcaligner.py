@@ -1,0 +1,267 @@
+"""A question and its passages to an answer: the text-generation pipeline with context slots.
+
+Last of the flat files, in the order of the data flow:
+configuration -> processing (passages to slots) -> modeling (slots to logits) -> pipeline.
+
+    ask = pipeline("text-generation", model=path, trust_remote_code=True)
+    ask({"question": "Who wrote it?", "documents": ["It was written by Ada."]})
+    ask([{"role": "user", "content": "Who wrote it?"}], documents=["It was written by Ada."])
+"""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, TextGenerationPipeline
+from transformers.pipelines.text_generation import ReturnType
+from transformers.utils.chat_template_utils import Chat, is_valid_message
+
+
+def format_trajectory(depth: int) -> str:
+    """Passes of a slot through a layer as the paper's case studies write them, one `L` for each.
+
+    Args:
+        depth (`int`): Refinement steps taken, an entry of `recursion_depth`.
+
+    >>> [format_trajectory(depth) for depth in (0, 1, 2)]
+    ['L0.', 'LL', 'LLL']
+    """
+    return "L0." if depth == 0 else "L" * (depth + 1)
+
+
+class ArcAlignerPipeline(TextGenerationPipeline):
+    """
+    Answers questions from passages, each sentence of which is one slot of the prompt.
+
+    Takes what the built-in pipeline takes, one or a list of:
+
+    - a chat, with `documents=` in the call; the passages go before the first user message;
+    - `{"question": str, "documents": [...]}`, each row with its own passages, or else the call's;
+    - a string, read as a question when the call has `documents=`, else as text to continue.
+
+    A document is a string or `{"title": str, "text": str}`. A chat without documents has no slots:
+    the unchanged base model answers it. A question without documents has the one slot that stands
+    for "no passages". Unlike the built-in pipeline, this one samples only when asked to.
+
+    Example:
+
+    ```python
+    >>> ask = pipeline("text-generation", model=path, trust_remote_code=True)
+    >>> ask({"question": "Who wrote it?", "documents": ["Ada wrote it."]}, return_slots=True)
+    [{'generated_text': 'Ada',
+      'segments': [{'document': 0, 'start': 0, 'end': 13, 'text': 'Ada wrote it.'}],
+      'trajectories': [['L0.'], ['LLL'], ...],
+      'statistics': {'tokens': 5, 'slots': 1, 'compression_rate': 5.0}}]
+    ```
+    """
+
+    _load_processor = True
+    # The processor's: two tokenizers would have two padding sides.
+    _load_tokenizer = False
+    _default_generation_config = GenerationConfig(max_new_tokens=256, do_sample=False)
+
+    def __init__(self, model, processor, tokenizer=None, **kwargs):
+        tokenizer = tokenizer or processor.tokenizer
+        super().__init__(model=model, processor=processor, tokenizer=tokenizer, **kwargs)
+
+    def check_model_type(self, supported_models):
+        super().check_model_type(["ArcAlignerForCausalLM"])
+
+    def __call__(self, text_inputs: Any, documents: list | None = None, **kwargs):
+        """
+        Answers one or a list of inputs.
+
+        Args:
+            text_inputs (`str`, `dict`, chat or a list of one of them): See the class.
+            documents (`list`, *optional*):
+                The passages of every input that brings none of its own. For a list of inputs also
+                a list of such lists, one for each.
+            return_slots (`bool`, *optional*, defaults to `False`):
+                Adds what became of the passages. Costs one more pass over the prompt.
+            batch_size (`int`, *optional*, defaults to 1): Inputs computed at a time.
+            kwargs (`dict`):
+                As for the built-in pipeline: `return_full_text`, `streamer`, generation options...
+
+        Returns:
+            As the built-in pipeline: for each input a list of one dictionary for each sequence.
+
+            - **generated_text** (`str` or chat) -- The answer to a question; a chat with the answer
+              appended, or with `return_full_text=False` the answer only.
+            - **segments** (`list[dict]`) -- With `return_slots`, what each slot stands for:
+              `document`, `start`, `end` (characters) and `text`. Empty without passages.
+            - **trajectories** (`list[list[str]]`) -- With `return_slots`, for each layer and slot
+              the passes taken, see `format_trajectory`.
+            - **statistics** (`dict`) -- With `return_slots`, `tokens` of the passages, `slots` and
+              `compression_rate`, the measured tokens a slot.
+
+        Raises:
+            `ValueError`: an empty question, documents that are not text, inputs and lists of
+                documents that differ in number, an option that would cut slots.
+        """
+        if documents is not None and any(isinstance(each, list | tuple) for each in documents):
+            text_inputs, documents = _pair(text_inputs, documents), None
+        if documents is not None:
+            kwargs["documents"] = documents
+        return super().__call__(text_inputs, **kwargs)
+
+    def _sanitize_parameters(self, return_slots: bool | None = None, **kwargs):
+        preprocess, forward, postprocess = super()._sanitize_parameters(**kwargs)
+        if return_slots is not None:
+            preprocess["return_slots"] = forward["return_slots"] = return_slots
+        return preprocess, forward, postprocess
+
+    def preprocess(
+        self,
+        prompt_text: str | dict | Chat,
+        documents: list | None = None,
+        return_slots: bool = False,
+        **kwargs,
+    ) -> dict[str, Any]:
+        """`input_ids`, `attention_mask` (1, seq_len) and, in `row`, what is not padded like them."""
+        prompt, documents, is_question = _read_input(prompt_text, documents)
+        if isinstance(prompt, str) and not is_question:
+            encoded = super().preprocess(prompt, **kwargs)
+        else:
+            encoded = self._encode(prompt, documents, return_slots, **kwargs)
+        return {
+            "input_ids": encoded["input_ids"],
+            "attention_mask": encoded["attention_mask"],
+            "row": _describe_row(encoded, is_question, return_slots),
+            "prompt_text": Chat([_user_turn(prompt)]) if is_question else prompt,
+        }
+
+    def _encode(
+        self,
+        prompt: str | Chat,
+        documents: list | None,
+        return_slots: bool,
+        truncation: bool | str | None = None,
+        padding: bool | str | None = None,
+        max_length: int | None = None,
+        continue_final_message: bool | None = None,
+        handle_long_generation: str | None = None,
+        tokenizer_encode_kwargs: dict | None = None,
+        tools: list | None = None,
+        **generate_kwargs,
+    ) -> dict[str, Any]:
+        """A question or a chat through the processor; the question as a chat if there is a template."""
+        if handle_long_generation is not None:
+            raise ValueError(
+                f"`handle_long_generation={handle_long_generation!r}` cuts the beginning of the "
+                "prompt, where the slots stand. Pass fewer documents, or merge more sentences into "
+                "a slot."
+            )
+        options = {"truncation": truncation, "padding": padding, "max_length": max_length}
+        options = {name: value for name, value in options.items() if value is not None}
+        options |= {"return_tensors": "pt", **(tokenizer_encode_kwargs or {})}
+        if documents is not None:
+            options |= {"documents": documents, "return_segments": return_slots}
+        if isinstance(prompt, str):
+            if self.processor.chat_template is None:
+                return self.processor(text=prompt, **options)
+            prompt = Chat([_user_turn(prompt)])
+        if continue_final_message is None:
+            continue_final_message = prompt.messages[-1]["role"] == "assistant"
+        return self.processor.apply_chat_template(
+            prompt.messages,
+            add_generation_prompt=not continue_final_message,
+            continue_final_message=continue_final_message,
+            tokenize=True,
+            return_dict=True,
+            tools=tools,
+            **options,
+        )
+
+    def _forward(self, model_inputs: dict, return_slots: bool = False, **generate_kwargs) -> dict:
+        row = model_inputs.pop("row")
+        rows = row if isinstance(row, list) else [row]  # a list when it comes from a batch
+        embeds = [each.pop("context_embeds") for each in rows]  # (num_slots, encoder_hidden_size)
+        slots = {}
+        if any(len(each) for each in embeds):
+            # (batch, max_slots, encoder_hidden_size)
+            slots["context_embeds"] = pad_sequence(embeds, batch_first=True)
+        outputs = super()._forward(model_inputs, **slots, **generate_kwargs)
+        if return_slots and slots:
+            read = self.model.model(
+                input_ids=model_inputs["input_ids"],
+                attention_mask=model_inputs["attention_mask"],
+                use_cache=False,
+                **slots,
+            )
+            outputs["recursion_depth"] = read.recursion_depth  # (batch, num_layers, max_slots)
+        return outputs | {"row": row}
+
+    def postprocess(
+        self, model_outputs: dict, return_type: ReturnType | None = None, **kwargs
+    ) -> list[dict[str, Any]]:
+        row = model_outputs.pop("row")
+        depth = model_outputs.pop("recursion_depth", None)  # (1, num_layers, max_slots)
+        if return_type is None:
+            return_type = ReturnType.NEW_TEXT if row["is_question"] else ReturnType.FULL_TEXT
+        records = super().postprocess(model_outputs, return_type=return_type, **kwargs)
+        if "statistics" not in row:
+            return records
+        layers = [] if depth is None else depth[0, :, : row["statistics"]["slots"]].tolist()
+        slots = {
+            "segments": row["segments"],
+            "trajectories": [[format_trajectory(each) for each in layer] for layer in layers],
+            "statistics": row["statistics"],
+        }
+        return [record | slots for record in records]
+
+    def save_pretrained(self, save_directory: str, **kwargs):
+        """Writes model, code and processor, for `pipeline(model=save_directory)` to load."""
+        self.model.save_pretrained(save_directory, **kwargs)
+        self.processor.save_pretrained(save_directory)
+
+
+def _user_turn(question: str) -> dict[str, str]:
+    return {"role": "user", "content": question}
+
+
+def _pair(text_inputs: Any, documents: list) -> list[dict]:
+    """Rows of one input and its own documents each."""
+    is_batch = isinstance(text_inputs, list | tuple) and not is_valid_message(text_inputs[0])
+    if not is_batch or len(text_inputs) != len(documents):
+        found = f"{len(text_inputs)} inputs" if is_batch else "a single input"
+        raise ValueError(
+            f"Got {found} and {len(documents)} lists of documents. Pass one flat list of documents "
+            "for a single input or for all inputs, or a list of lists, one for each input."
+        )
+    rows = []
+    for each, own in zip(text_inputs, documents, strict=True):
+        kind = "question" if isinstance(each, str) else "messages"
+        row = each if isinstance(each, dict) else {kind: each}
+        rows.append(row | {"documents": own})
+    return rows
+
+
+def _read_input(given: Any, documents: list | None) -> tuple[str | Chat, list | None, bool]:
+    """An input as (prompt, its documents or `None` for no slots, whether it is a question)."""
+    if isinstance(given, dict) and "messages" in given:
+        return Chat(given["messages"]), given["documents"], False
+    if isinstance(given, dict) and "question" in given:
+        documents = given.get("documents", documents)
+        return given["question"], [] if documents is None else documents, True
+    if isinstance(given, str):
+        return given, documents, documents is not None
+    if isinstance(given, Chat):
+        return given, documents, False
+    found = f"a dictionary with {sorted(given)}" if isinstance(given, dict) else type(given)
+    raise ValueError(
+        "Expected a chat, a string or {'question': ..., 'documents': [...]}, one or a list of one "
+        f"of them; got {found}."
+    )
+
+
+def _describe_row(encoded: dict, is_question: bool, return_slots: bool) -> dict[str, Any]:
+    """The embeddings (num_slots, encoder_hidden_size) of a row and what its slots stand for."""
+    embeds = encoded.get("context_embeds")
+    row = {"is_question": is_question}
+    row["context_embeds"] = torch.zeros(0, 0) if embeds is None else embeds[0]
+    if return_slots:
+        row["segments"] = [asdict(each) for each in encoded.get("segments", [[]])[0]]
+        no_slots = {"tokens": 0, "slots": 0, "compression_rate": None}
+        row["statistics"] = encoded.get("statistics", [no_slots])[0]
+    return row

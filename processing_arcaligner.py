@@ -1,0 +1,456 @@
+"""Questions and passages to model inputs: passages become segments, segments become slots in the prompt.
+
+    passages -> segments (spaCy) -> context_embeds (sentence encoder), one row a segment
+    question -> "Refer to the background document: [B] [B] ... [B]" + "Question: ..." with one [B] a segment
+
+The context token is never part of the tokenizer: its id is written into `input_ids` here and nowhere else, so the same
+characters in somebody's text are text.
+"""
+
+import importlib
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer, BatchFeature, ProcessorMixin
+
+from .defaults_arcaligner import DEFAULT_ENCODER, missing_model_error, resolve_base_model, resolve_encoder
+from .segmentation_arcaligner import Segment, check_sentences_per_segment, segment_document
+
+BACKGROUND_LINE = "Refer to the background document: "
+QUESTION_LINE = "\nQuestion: "
+
+
+class _Encoder:
+    """The sentence encoder, loaded on first use. Shared, not copied, when a processor is copied or saved."""
+
+    def __init__(self, name_or_path: str):
+        self.name_or_path = name_or_path
+        self.device = None
+        self._model = None
+
+    def __deepcopy__(self, memo):
+        return self
+
+    @property
+    def model(self):
+        if self._model is None:
+            try:
+                sentence_transformers = importlib.import_module("sentence_transformers")
+            except ImportError as error:
+                raise ImportError(
+                    "Passages are encoded by sentence-transformers, which is not installed: `pip install "
+                    "sentence-transformers`. Or pass precomputed `context_embeds`."
+                ) from error
+            try:
+                self._model = sentence_transformers.SentenceTransformer(
+                    resolve_encoder(self.name_or_path), device=self.device
+                )
+            except OSError as error:
+                raise OSError(missing_model_error("encoder", self.name_or_path, error)) from error
+        elif self.device is not None:
+            self._model.to(self.device)
+        return self._model
+
+    def fits(self, text: str) -> bool:
+        """Whether the encoder reads `text` whole."""
+        limit = self.model.max_seq_length
+        if limit is None or 2 * len(text) < limit:
+            return True
+        # Characters that no tokenizer would join bound the work on a huge "sentence".
+        if len(text) > 40 * limit:
+            return False
+        return len(self.model.tokenizer(text, truncation=False, verbose=False)["input_ids"]) <= limit
+
+
+class ArcAlignerProcessor(ProcessorMixin):
+    r"""
+    Builds the inputs of an [`ArcAlignerForCausalLM`] from questions and passages.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): The backbone's.
+        encoder_name_or_path (`str`, defaults to all-MiniLM-L6-v2): Sentence encoder, for sentence-transformers.
+        encoder_hidden_size (`int`, defaults to 384): Its width `d_r`.
+        context_token (`str`, defaults to `"<context>"`): How a slot is shown when ids are decoded.
+        context_token_id (`int`, *optional*): Id of a slot, outside of the tokenizer's. Default: `len(tokenizer)`.
+        sentences_per_segment (`int` or `float`, defaults to 1): 0.5, 1 or n sentences a slot (the paper's 12x, 24x, 72x).
+        spacy_model (`str`, defaults to `"en"`): Language code for rule-based sentences, or an installed spaCy pipeline.
+        chat_template (`str`, *optional*): Default: the tokenizer's.
+
+    Raises:
+        `ValueError`: a context token id that the tokenizer uses, an impossible `sentences_per_segment`.
+    """
+
+    def __init__(
+        self,
+        tokenizer=None,
+        encoder_name_or_path: str = DEFAULT_ENCODER,
+        encoder_hidden_size: int = 384,
+        context_token: str = "<context>",
+        context_token_id: int | None = None,
+        sentences_per_segment: int | float = 1,
+        spacy_model: str = "en",
+        chat_template: str | None = None,
+    ):
+        check_sentences_per_segment(sentences_per_segment)
+        if context_token_id is None:
+            context_token_id = len(tokenizer)
+        if context_token_id < len(tokenizer):
+            raise ValueError(
+                f"`context_token_id` is {context_token_id}, which the tokenizer uses for "
+                f"{tokenizer.convert_ids_to_tokens(context_token_id)!r}; expected an id of at least {len(tokenizer)}, so that no "
+                "text can become a slot."
+            )
+        self.encoder_name_or_path = encoder_name_or_path
+        self.encoder_hidden_size = encoder_hidden_size
+        self.context_token = context_token
+        self.context_token_id = context_token_id
+        self.sentences_per_segment = sentences_per_segment
+        self.spacy_model = spacy_model
+        self._encoder = _Encoder(encoder_name_or_path)
+        super().__init__(tokenizer, chat_template=chat_template or tokenizer.chat_template)
+
+    @classmethod
+    def from_base_model(cls, base_model: str, **settings: Any) -> "ArcAlignerProcessor":
+        """A processor around the tokenizer of a base model, by name or path; `settings` as in `__init__`."""
+        return cls(AutoTokenizer.from_pretrained(resolve_base_model(base_model)), **settings)
+
+    @property
+    def encoder_device(self) -> str | None:
+        """Device of the sentence encoder; `None` leaves it to sentence-transformers."""
+        return self._encoder.device
+
+    @encoder_device.setter
+    def encoder_device(self, device: str | None) -> None:
+        self._encoder.device = device
+
+    @property
+    def model_input_names(self) -> list[str]:
+        return [*self.tokenizer.model_input_names, "context_embeds"]
+
+    # Passages to segments to embeddings
+
+    def segment_documents(self, documents: Sequence[str | dict]) -> list[Segment]:
+        """The segments of one question's documents, in order; empty when there is nothing but white space.
+
+        Raises:
+            `ValueError`: a document that is neither a string nor `{"title": str, "text": str}`.
+        """
+        segments = []
+        for number, document in enumerate(documents):
+            segments += segment_document(
+                _document_text(document, number),
+                number,
+                sentences_per_segment=self.sentences_per_segment,
+                spacy_model=self.spacy_model,
+                fits=self._encoder.fits,
+            )
+        return segments
+
+    def encoder_texts(self, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[str]:
+        """What the encoder reads for each segment: a title, where there is one, keeps a sentence's subject with it."""
+        titles = [d.get("title") if isinstance(d, dict) else None for d in documents]
+        return [f"{titles[s.document]}: {s.text}" if titles[s.document] else s.text for s in segments]
+
+    def encode_segments(
+        self, texts: Sequence[str], batch_size: int = 64, show_progress_bar: bool = False
+    ) -> torch.FloatTensor:
+        """Normalised embeddings of `texts`, float32, (len(texts), encoder_hidden_size)."""
+        embeds = self._encoder.model.encode(
+            list(texts),
+            batch_size=batch_size,
+            show_progress_bar=show_progress_bar,
+            normalize_embeddings=True,
+            convert_to_tensor=True,
+        )
+        embeds = embeds.float().cpu()
+        self._check_embeds(embeds, 0)
+        return embeds
+
+    # Prompts
+
+    def build_prompt(self, before: str, num_slots: int, after: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `before`, then `num_slots` slots, then `after`."""
+        head = self.tokenizer(before, add_special_tokens=add_special_tokens)["input_ids"]
+        tail = self.tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
+        return head + [self.context_token_id] * num_slots + tail
+
+    def __call__(
+        self,
+        text: str | list[str] | None = None,
+        documents: Sequence | None = None,
+        context_embeds: Any = None,
+        return_segments: bool = False,
+        **kwargs: Any,
+    ) -> BatchFeature:
+        r"""
+        Args:
+            text (`str` or `list[str]`):
+                With documents or embeddings: the questions. Without: plain text, tokenised as it is.
+            documents (`str`, `dict`, or list of them, *optional*):
+                Passages of a question, each a string or `{"title", "text"}`; for a list of questions a list of such lists.
+                None but an empty list, or nothing but white space, gives one slot with the encoding of the empty string.
+            context_embeds (tensor or array of shape `(num_slots, encoder_hidden_size)`, or a list of them, *optional*):
+                Embeddings made before, one a segment. Neither encoder nor segmenter is needed then.
+            return_segments (`bool`, defaults to `False`):
+                Adds `segments` (a list of [`Segment`] a row) and `statistics` (a dict a row: passage `tokens`, `slots` and
+                the measured `compression_rate`). Remove both before passing the rest to the model.
+            kwargs:
+                The tokenizer's: `return_tensors`, `padding` (on by default for tensors), `padding_side`, `truncation`,
+                `max_length`, `add_special_tokens`. Truncation cuts text behind the slots, never slots.
+
+        Returns:
+            [`BatchFeature`]: `input_ids` and `attention_mask` (batch, seq_len); with slots `context_embeds`
+            (batch, max_slots, encoder_hidden_size), rows padded with zeros at the end.
+
+        Raises:
+            `ValueError`: an empty question, documents or embeddings of the wrong kind, number or width, slots that
+                `max_length` would cut.
+        """
+        if text is None:
+            raise ValueError("`text` is missing; pass a question, or a list of questions.")
+        if documents is None and context_embeds is None:
+            return BatchFeature(dict(self.tokenizer(text, **kwargs)), skip_tensor_conversion=None)
+        is_single = isinstance(text, str)
+        questions = [text] if is_single else list(text)
+        for question in questions:
+            _check_question(question)
+        prompts = [(BACKGROUND_LINE, QUESTION_LINE + question) for question in questions]
+        kwargs.setdefault("add_special_tokens", True)
+        return self._with_slots(prompts, is_single, documents, context_embeds, return_segments, **kwargs)
+
+    def _with_slots(
+        self, prompts, is_single, documents, context_embeds, return_segments, add_special_tokens, **kwargs
+    ) -> BatchFeature:
+        """Batch of prompts, each cut in two where its slots belong."""
+        documents = _documents_of_rows(documents, is_single, len(prompts))
+        given = _embeds_of_rows(context_embeds, is_single, len(prompts))
+        segments = [None if row is None else self.segment_documents(row) for row in documents]
+        embeds = self._embeds(documents, segments, given)
+        ids = [
+            self.build_prompt(before, len(row), after, add_special_tokens)
+            for (before, after), row in zip(prompts, embeds, strict=True)
+        ]
+        features = self._pad(ids, embeds, **kwargs)
+        if return_segments:
+            features["segments"] = segments
+            features["statistics"] = [
+                None if row is None else self._statistics(row, len(row_embeds))
+                for row, row_embeds in zip(documents, embeds, strict=True)
+            ]
+        return features
+
+    def _embeds(self, documents, segments, given) -> list[torch.FloatTensor]:
+        """Embeddings of each row, (num_slots, encoder_hidden_size): as given, or all rows' segments encoded at once."""
+        if given[0] is not None:
+            for row, (row_embeds, row_segments) in enumerate(zip(given, segments, strict=True)):
+                self._check_embeds(row_embeds, row)
+                if row_segments is not None and max(1, len(row_segments)) != len(row_embeds):
+                    raise ValueError(
+                        f"Row {row} has {max(1, len(row_segments))} segments but {len(row_embeds)} precomputed `context_embeds`. "
+                        "Compute them with the same segmentation, or leave `documents` out."
+                    )
+            return given
+        texts = [
+            self.encoder_texts(row_segments, row_documents) or [""]
+            for row_segments, row_documents in zip(segments, documents, strict=True)
+        ]
+        encoded = self.encode_segments([text for row in texts for text in row])
+        return list(encoded.split([len(row) for row in texts]))
+
+    def _check_embeds(self, embeds: torch.FloatTensor, row: int) -> None:
+        if embeds.dim() != 2 or embeds.shape[1] != self.encoder_hidden_size or embeds.shape[0] == 0:
+            raise ValueError(
+                f"The embeddings of row {row} have shape {tuple(embeds.shape)}; expected (num_slots, "
+                f"{self.encoder_hidden_size}), the width of encoder {self.encoder_name_or_path}, with at least one slot."
+            )
+        if not torch.isfinite(embeds).all():
+            raise ValueError(
+                f"The embeddings of row {row} hold {int((~torch.isfinite(embeds)).sum())} NaN or infinite values of "
+                f"{embeds.numel()}. Check the encoder's output."
+            )
+
+    def _pad(self, ids, embeds, *, truncation=False, max_length=None, return_tensors=None, padding=None, **kwargs):
+        if truncation and max_length is not None:
+            for row, row_ids in enumerate(ids):
+                last_slot = len(row_ids) - 1 - row_ids[::-1].index(self.context_token_id)
+                if last_slot >= max_length:
+                    raise ValueError(
+                        f"`max_length` {max_length} would cut slots: those of row {row} end at position {last_slot + 1}. Raise it, "
+                        "pass fewer documents, or merge more sentences into a slot (`sentences_per_segment`)."
+                    )
+            ids = [row_ids[:max_length] for row_ids in ids]
+        if padding is None:
+            padding = return_tensors is not None
+        features = self.tokenizer.pad(
+            {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]},
+            padding=padding,
+            max_length=max_length,
+            return_tensors=return_tensors,
+            **kwargs,
+        )
+        padded = torch.nn.utils.rnn.pad_sequence(embeds, batch_first=True)  # (batch, max_slots, encoder_hidden_size)
+        if return_tensors != "pt":
+            padded = padded.numpy() if return_tensors == "np" else padded.tolist()
+        return BatchFeature({**features, "context_embeds": padded})
+
+    def _statistics(self, documents, num_slots: int) -> dict[str, float]:
+        texts = [_document_text(document, number) for number, document in enumerate(documents)]
+        tokens = sum(len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else 0
+        return {"tokens": tokens, "slots": num_slots, "compression_rate": tokens / num_slots}
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict] | list[list[dict]],
+        chat_template: str | None = None,
+        documents: Sequence | None = None,
+        context_embeds: Any = None,
+        return_segments: bool = False,
+        tokenize: bool = False,
+        return_dict: bool = False,
+        return_tensors: str | None = None,
+        processor_kwargs: dict | None = None,
+        **kwargs: Any,
+    ):
+        r"""
+        As for any processor; with `documents=` or `context_embeds=` the first user message becomes
+
+            Refer to the background document: [B] [B] ... [B]
+            Question: {the message}
+
+        Args:
+            conversation (`list[dict]` or a list of them): Messages with `role` and `content`.
+            documents, context_embeds, return_segments: As in [`~ArcAlignerProcessor.__call__`], one entry a conversation.
+            processor_kwargs (`dict`, *optional*): For the tokenizer: `padding`, `padding_side`, `truncation`, `max_length`.
+            kwargs: For the template, such as `add_generation_prompt=True`.
+
+        Returns:
+            `BatchFeature` (`tokenize` and `return_dict`), the `input_ids` alone (`tokenize`), or the text.
+        """
+        if documents is None and context_embeds is None:
+            return super().apply_chat_template(
+                conversation,
+                chat_template,
+                tokenize=tokenize,
+                return_dict=return_dict,
+                return_tensors=return_tensors,
+                processor_kwargs=processor_kwargs,
+                **kwargs,
+            )
+        is_single = isinstance(conversation[0], dict)
+        conversations = [conversation] if is_single else conversation
+        mark = uuid.uuid4().hex
+        prompts = []
+        for messages in conversations:
+            text = super().apply_chat_template(
+                _with_background_line(messages, mark), chat_template, tokenize=False, **kwargs
+            )
+            prompts.append(tuple(text.split(mark)))
+        features = self._with_slots(
+            prompts,
+            is_single,
+            documents,
+            context_embeds,
+            return_segments,
+            add_special_tokens=False,
+            return_tensors=return_tensors,
+            **(processor_kwargs or {}),
+        )
+        if not tokenize:
+            texts = [
+                before + self.context_token * row.count(self.context_token_id) + after
+                for (before, after), row in zip(prompts, _lists(features["input_ids"]), strict=True)
+            ]
+            return texts[0] if is_single else texts
+        return features if return_dict else features["input_ids"]
+
+    # Ids to text
+
+    def decode(self, token_ids, **kwargs) -> str | list[str]:
+        """The tokenizer's `decode`, with slots shown as the context token."""
+        token_ids = _lists(token_ids)
+        if isinstance(token_ids, int):
+            token_ids = [token_ids]
+        if token_ids and isinstance(token_ids[0], list):
+            return [self.decode(row, **kwargs) for row in token_ids]
+        text, run = "", []
+        for token_id in token_ids:
+            if token_id == self.context_token_id:
+                text += (self.tokenizer.decode(run, **kwargs) if run else "") + self.context_token
+                run = []
+            else:
+                run.append(token_id)
+        return text + (self.tokenizer.decode(run, **kwargs) if run else "")
+
+    def batch_decode(self, sequences, **kwargs) -> list[str]:
+        """`decode` of each row."""
+        return [self.decode(row, **kwargs) for row in sequences]
+
+
+def _lists(values):
+    return values.tolist() if isinstance(values, torch.Tensor | np.ndarray) else values
+
+
+def _check_question(question) -> None:
+    if not isinstance(question, str):
+        raise ValueError(f"A question is of type {type(question).__name__}; expected a string.")
+    if not question.strip():
+        raise ValueError("The question is empty; expected a text. Passages alone ask nothing.")
+
+
+def _document_text(document, number: int) -> str:
+    text = document.get("text") if isinstance(document, dict) else document
+    if not isinstance(text, str):
+        raise ValueError(
+            f"Document {number} is of type {type(document).__name__}"
+            + (f" with a `text` of type {type(text).__name__}" if isinstance(document, dict) else "")
+            + '; expected a string or {"title": str, "text": str}.'
+        )
+    return text
+
+
+def _documents_of_rows(documents, is_single: bool, num_rows: int) -> list:
+    """One list of documents a row; a row of `None` has precomputed embeddings only."""
+    if documents is None:
+        return [None] * num_rows
+    if isinstance(documents, str | dict):
+        documents = [documents]
+    if is_single:
+        return [list(documents)]
+    if len(documents) != num_rows:
+        raise ValueError(
+            f"Got {num_rows} questions but {len(documents)} lists of documents; each question needs its own list."
+        )
+    return [[row] if isinstance(row, str | dict) else list(row) for row in documents]
+
+
+def _embeds_of_rows(context_embeds, is_single: bool, num_rows: int) -> list:
+    if context_embeds is None:
+        return [None] * num_rows
+    rows = [context_embeds] if is_single else list(context_embeds)
+    if len(rows) != num_rows:
+        raise ValueError(
+            f"Got {num_rows} questions but {len(rows)} sets of `context_embeds`; each question needs its own."
+        )
+    return [torch.as_tensor(np.asarray(row) if isinstance(row, list) else row).float() for row in rows]
+
+
+def _with_background_line(messages: list[dict], mark: str) -> list[dict]:
+    """The conversation with the background line, `mark` for its slots, before its first user message."""
+    for position, message in enumerate(messages):
+        if message["role"] != "user":
+            continue
+        content = message["content"]
+        if not isinstance(content, str):
+            content = "".join(part["text"] for part in content if part.get("type") == "text")
+        _check_question(content)
+        asked = {**message, "content": BACKGROUND_LINE + mark + QUESTION_LINE + content}
+        return [*messages[:position], asked, *messages[position + 1 :]]
+    raise ValueError("The conversation has no user message, so there is no question to put the documents before.")
+
+
+ArcAlignerProcessor.register_for_auto_class("AutoProcessor")
+
+__all__ = ["ArcAlignerProcessor"]

@@ -1,0 +1,132 @@
+"""Row selection for refinement: a decoder layer re-applied to its slot rows alone.
+
+A refinement step (Eq. 6) applies layer `l` to its own output. Only slot rows change, so a step needs
+
+    queries           of the slots (all rows of the step are slots)
+    keys and values   of the text before the last slot, computed once from the layer's output, and of the slots, afresh
+
+This file picks rows, positions and the part of the attention mask which belong to them, and hands the layer a stand-in
+for the cache: the layer writes the slots' keys and values to it and gets all of them back. The real cache holds the
+mandatory pass only and is never touched.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class SlotRows(NamedTuple):
+    """Where the slots of a batch are; computed once per forward. Travels to the layers as tensor keywords."""
+
+    slot_positions: torch.Tensor  # (batch, max_slots), position in the row, -1 where there is no slot
+    text_positions: torch.Tensor  # (batch, max_text), text before the row's last slot, -1 padding
+    slot_rows: torch.Tensor  # (num_slots,), flat indices into (batch * seq_len)
+    slot_cells: torch.Tensor  # (num_slots,), flat indices into (batch * max_slots)
+
+
+def _packed_positions(mask: torch.Tensor) -> torch.Tensor:
+    """Positions of the true entries of `mask` (batch, seq_len), in order, packed to the left and padded with -1.
+
+    >>> _packed_positions(torch.tensor([[False, True, True], [True, False, False]]))
+    tensor([[ 1,  2],
+            [ 0, -1]])
+    """
+    batch, seq_len = mask.shape
+    counts = mask.sum(dim=1)  # (batch,)
+    width = int(counts.max()) if batch else 0
+    order = torch.argsort((~mask).to(torch.int8), dim=1, stable=True)[:, :width]  # (batch, width)
+    is_real = torch.arange(width, device=mask.device) < counts[:, None]
+    return order.masked_fill(~is_real, -1)
+
+
+def find_slot_rows(slot_mask: torch.Tensor, text_mask: torch.Tensor, max_slots: int) -> SlotRows:
+    """Row indices of a batch.
+
+    Args:
+        slot_mask (`torch.BoolTensor` of shape `(batch, seq_len)`): The paper's `M_r`.
+        text_mask (`torch.BoolTensor` of shape `(batch, seq_len)`): Real text, neither slot nor padding.
+        max_slots (`int`): Width of `context_embeds`; rows of positions are padded to it.
+    """
+    slot_positions = _packed_positions(slot_mask)
+    slot_positions = torch.nn.functional.pad(slot_positions, (0, max_slots - slot_positions.shape[1]), value=-1)
+    last_slot = slot_positions.max(dim=1, keepdim=True).values  # (batch, 1)
+    before_last_slot = torch.arange(slot_mask.shape[1], device=slot_mask.device) < last_slot
+    return SlotRows(
+        slot_positions=slot_positions,
+        text_positions=_packed_positions(text_mask & before_last_slot),
+        slot_rows=slot_mask.flatten().nonzero().squeeze(1),
+        slot_cells=(slot_positions >= 0).flatten().nonzero().squeeze(1),
+    )
+
+
+def take_rows(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rows of `tensor` (batch or 1, seq_len, dim) at `positions` (batch, rows) -> (batch, rows, dim); row 0 for -1."""
+    tensor = tensor.expand(positions.shape[0], -1, -1)
+    index = positions.clamp(min=0)[:, :, None].expand(-1, -1, tensor.shape[-1])
+    return tensor.gather(1, index)
+
+
+def refinement_mask(
+    attention_mask: torch.Tensor | None, rows: SlotRows, dtype: torch.dtype
+) -> torch.Tensor:
+    """What each slot may read: the text and the slots that the layer's own mask shows it.
+
+    Args:
+        attention_mask: The layer's mask, (batch or 1, 1, seq_len, kv_len), boolean or additive; `None` means causal.
+        rows (`SlotRows`): Rows of the batch.
+        dtype (`torch.dtype`): Of the hidden states, for an additive mask.
+
+    Returns:
+        `torch.Tensor` of shape `(batch, 1, max_slots, max_text + max_slots)`, of the kind that was given.
+    """
+    queries = rows.slot_positions  # (batch, max_slots)
+    keys = torch.cat([rows.text_positions, rows.slot_positions], dim=1)  # (batch, max_text + max_slots)
+    batch, num_queries = queries.shape
+    num_keys = keys.shape[1]
+    real_keys = (keys >= 0)[:, None, None, :]
+    # A row that is no slot (padding) reads itself, so that its softmax has something to sum over.
+    own_key = torch.eye(num_queries, dtype=torch.bool, device=keys.device)
+    own_key = torch.nn.functional.pad(own_key, (num_keys - num_queries, 0))[None, None]
+    padding_row = (queries < 0)[:, None, :, None]
+
+    if attention_mask is None:
+        allowed = (keys[:, None, None, :] <= queries[:, None, :, None]) & real_keys
+        return allowed | (own_key & padding_row)
+
+    mask = attention_mask.expand(batch, -1, -1, -1)
+    heads = mask.shape[1]
+    row_index = queries.clamp(min=0)[:, None, :, None].expand(-1, heads, -1, mask.shape[-1])
+    mask = mask.gather(2, row_index)  # (batch, 1, max_slots, kv_len)
+    column_index = keys.clamp(min=0)[:, None, None, :].expand(-1, heads, num_queries, -1)
+    mask = mask.gather(3, column_index)  # (batch, 1, max_slots, max_text + max_slots)
+    if mask.dtype == torch.bool:
+        return (mask & real_keys) | (own_key & padding_row)
+    mask = mask.masked_fill(~real_keys, torch.finfo(dtype).min)
+    return mask.masked_fill(own_key & padding_row, 0.0)
+
+
+class KeysValuesComplete(Exception):  # noqa: N818 - nothing went wrong, the rest of the layer is just not needed
+    """Ends a layer's forward as soon as its keys and values are known."""
+
+
+class KeysValuesRecorder:
+    """Stands in for the cache to learn a layer's keys and values of the text rows: (batch, heads, max_text, head_dim)."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs):
+        self.keys, self.values = keys, values
+        raise KeysValuesComplete
+
+
+class RefinementKeysValues:
+    """Stands in for the cache in a refinement step: slots read the text's keys and values, then their own fresh ones."""
+
+    def __init__(self, keys: torch.Tensor | None, values: torch.Tensor | None):
+        self.keys, self.values = keys, values
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs):
+        if self.keys is None:
+            return keys, values
+        return torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)

@@ -1,0 +1,66 @@
+"""Metrics against the values of the reference implementations (Self-RAG, FlashRAG, SQuAD) in `metric_cases.jsonl`."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from arcaligner.evaluation.metrics import (
+    bootstrap_interval,
+    contains_match,
+    normalize_answer,
+    raw_contains_match,
+    token_f1,
+    usable_golds,
+)
+
+CASES = [
+    json.loads(line)
+    for line in Path(__file__).with_name("metric_cases.jsonl").read_text("utf-8").splitlines()
+]
+USABLE = [case for case in CASES if usable_golds(case["golds"]) == case["golds"]]
+
+
+def test_all_reference_cases_are_here():
+    assert len(CASES) == 41 and len(USABLE) == 38
+
+
+@pytest.mark.parametrize("case", USABLE, ids=lambda case: case["case"])
+def test_metrics_equal_the_reference(case):
+    prediction, golds = case["prediction"], case["golds"]
+    assert contains_match(prediction, golds) == case["em"]
+    assert raw_contains_match(prediction, golds) == case["em_selfrag_match"]
+    assert token_f1(prediction, golds) == pytest.approx(case["f1"], abs=1e-4)
+
+
+@pytest.mark.parametrize("gold", ["The", "?", ""])
+def test_a_gold_that_normalises_to_nothing_is_dropped(gold):
+    assert contains_match("anything at all", [gold]) == 0.0
+    assert raw_contains_match("anything at all", [gold]) == 0.0
+    assert token_f1("", [gold]) == 0.0
+    assert contains_match("in Paris", [gold, "Paris"]) == 1.0
+
+
+def test_normalisation_follows_squad():
+    assert normalize_answer("An  apple, the U.S.\tand a-b") == "apple us and ab"
+
+
+def test_interval_holds_the_mean_and_shrinks_with_more_scores():
+    scores = np.random.default_rng(0).random(50)
+    low, high = bootstrap_interval(scores)
+    assert low < scores.mean() < high
+    low_more, high_more = bootstrap_interval(np.tile(scores, 16))
+    assert high_more - low_more < (high - low) / 3
+
+
+def test_interval_agrees_with_the_normal_approximation():
+    scores = np.random.default_rng(1).normal(size=400)
+    low, high = bootstrap_interval(scores)
+    half = 1.96 * scores.std() / 20
+    np.testing.assert_allclose([low, high], [scores.mean() - half, scores.mean() + half], atol=0.02)
+
+
+def test_no_scores_are_refused():
+    with pytest.raises(ValueError, match="at least one"):
+        bootstrap_interval([])

@@ -1,0 +1,162 @@
+"""The paper's Eq. 1-10 and Algorithm 1, written plainly, to compare the model with.
+
+Nothing of the model's code is used, only its weights: a stock `transformers` model runs the frozen layers on the whole
+sequence, every refinement step included; there is no cache, no padding (one row at a time) and no early stop.
+
+    stock linear        y = W x + M_r * s * B A x                               Eq. 3, through patched `forward`s
+    after each layer    a hook refines the slot rows T times                    Eq. 5-9, Algorithm 1 lines 3-15
+
+Use: `Reference(model)(row.input_ids, row.context_embeds, training=True)`.
+"""
+
+import copy
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+
+@dataclass
+class ReferenceOutput:
+    """What one row gives; `layers` holds `H^(l,0)` before each layer and after the last one."""
+
+    logits: torch.Tensor  # (length, vocab_size)
+    recursion_depth: torch.Tensor  # (num_layers, num_slots)
+    slot_embeds: torch.Tensor  # (num_slots, hidden): Eq. 1
+    layers: list[torch.Tensor] = field(default_factory=list)  # each (length, hidden)
+    gate_probs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # (layer, step) -> (num_slots,)
+
+
+class Reference:
+    """Algorithm 1 on the weights of an `ArcAlignerForCausalLM`, in float64.
+
+    `weights` holds the aligner's parameters by their names in the model's state dict, as leaves that take gradients.
+    `refine_last_layer=False` leaves out the steps of the last layer, which no text position can see.
+    """
+
+    def __init__(self, model: nn.Module, *, refine_last_layer: bool = True):
+        self.config = model.config
+        self.refine_last_layer = refine_last_layer
+        state = {name: value.detach().double().clone() for name, value in model.state_dict().items()}
+        self.weights = {
+            name: state.pop(name).requires_grad_()
+            for name in list(state)
+            if ".lora_A." in name or ".lora_B." in name or ".slot_gate." in name or ".projector." in name
+        }
+        self.stock = stock_model(model, torch.float64)
+        self.layers = self.stock.get_decoder().layers
+        self.slot_mask = None  # (length, 1): M_r of the row that is being computed
+        self._patch_linears()
+        for index, layer in enumerate(self.layers):
+            layer.register_forward_hook(self._hook(index), with_kwargs=True)
+
+    def __call__(
+        self, input_ids: torch.Tensor, context_embeds: torch.Tensor, *, training: bool = False
+    ) -> ReferenceOutput:
+        """One row: ids `(length,)`, context embeddings `(num_slots, encoder_hidden_size)`."""
+        is_slot = input_ids == self.config.context_token_id
+        assert is_slot.sum() == len(context_embeds)
+        self.slot_mask = is_slot[:, None].double()
+        self.training = training
+        slot_embeds = self.project(context_embeds.double())
+        self.output = ReferenceOutput(
+            logits=None,
+            recursion_depth=torch.zeros(len(self.layers), len(context_embeds), dtype=torch.long),
+            slot_embeds=slot_embeds,
+        )
+        words = self.stock.get_input_embeddings()(input_ids.masked_fill(is_slot, 0))
+        rows = [slot_embeds[is_slot[:i].sum()] if is_slot[i] else words[i] for i in range(len(input_ids))]  # Eq. 2
+        self.output.logits = self.stock(inputs_embeds=torch.stack(rows)[None], use_cache=False).logits[0]
+        return self.output
+
+    def loss(self, rows: list, num_items: int | None = None) -> torch.Tensor:
+        """Eq. 10 in training mode: the NLL of all labelled tokens, divided by their number or by `num_items`."""
+        total, count = 0.0, 0
+        for row in rows:
+            logits = self(row.input_ids, row.context_embeds, training=True).logits
+            for i in range(1, len(row.labels)):
+                if row.labels[i] >= 0:
+                    total = total - logits[i - 1].log_softmax(-1)[row.labels[i]]
+                    count += 1
+        return total / (count if num_items is None else num_items)
+
+    def project(self, context_embeds: torch.Tensor) -> torch.Tensor:
+        """Eq. 1: `(num_slots, encoder_hidden_size)` to `(num_slots, hidden)`."""
+        return self._two_linears("model.projector", functional.gelu, context_embeds)
+
+    def gate_prob(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        """Eq. 5: `(num_slots, hidden)` to `(num_slots, 1)`."""
+        score = self._two_linears(f"model.backbone.layers.{layer}.slot_gate", functional.silu, slots)
+        return 1 / (1 + torch.exp(-score))
+
+    def _two_linears(self, name: str, activation, x: torch.Tensor) -> torch.Tensor:
+        weights = [self.weights[f"{name}.{part}"] for part in ("up.weight", "up.bias", "out.weight", "out.bias")]
+        return activation(x @ weights[0].T + weights[1]) @ weights[2].T + weights[3]
+
+    def refine(self, layer: int, hidden: torch.Tensor, apply_layer) -> torch.Tensor:
+        """Algorithm 1, lines 3 to 15, for one layer: `H^(l+1,0)` `(length, hidden)` to `H^(l+1,T)`."""
+        mandatory, is_slot = hidden, self.slot_mask[:, 0].bool()
+        for step in range(self.config.max_refinement_steps):
+            gate = self._gate(layer, step, hidden[is_slot])
+            candidate = apply_layer(hidden)  # Eq. 6
+            slots = hidden[is_slot] + gate * (candidate[is_slot] - hidden[is_slot])  # Eq. 8
+            hidden = mandatory.clone()  # Eq. 9
+            hidden[is_slot] = slots
+            self.output.recursion_depth[layer] += gate[:, 0].round().long()
+        return hidden
+
+    def _gate(self, layer: int, step: int, slots: torch.Tensor) -> torch.Tensor:
+        if self.config.gate_mode == "always":
+            return torch.ones(len(slots), 1, dtype=torch.float64)
+        prob = self.gate_prob(layer, slots)
+        self.output.gate_probs[layer, step] = prob[:, 0].detach()
+        hard = (prob >= self.config.gate_threshold).double()
+        return prob + (hard - prob).detach() if self.training else hard  # Eq. 7
+
+    def _is_refined(self, layer: int) -> bool:
+        gated = range(len(self.layers)) if self.config.gate_layers == "all" else self.config.gate_layers
+        if layer == len(self.layers) - 1 and not self.refine_last_layer:
+            return False
+        return layer in gated and self.config.gate_mode != "off" and bool(self.slot_mask.any())
+
+    def _hook(self, index: int):
+        def after_layer(layer, args, kwargs, output):
+            self.output.layers.append(args[0][0])
+            hidden = output[0]  # (length, hidden): Eq. 4
+            if self._is_refined(index):
+                hidden = self.refine(index, hidden, lambda h: layer.forward(h[None], *args[1:], **kwargs)[0])
+            if index == len(self.layers) - 1:
+                self.output.layers.append(hidden)
+            return hidden[None]
+
+        return after_layer
+
+    def _patch_linears(self) -> None:
+        scale = self.config.lora_alpha / self.config.lora_r
+        for name in [name for name in self.weights if ".lora_A." in name]:
+            linear = self.stock.get_decoder().get_submodule(name.split(".lora_A.")[0].removeprefix("model.backbone."))
+            down, up = self.weights[name], self.weights[name.replace("lora_A", "lora_B")]
+
+            def forward(x, linear=linear, down=down, up=up):
+                return functional.linear(x, linear.weight, linear.bias) + self.slot_mask * scale * (x @ down.T @ up.T)
+
+            linear.forward = forward
+
+
+def stock_model(model: nn.Module, dtype: torch.dtype, attn_implementation: str = "eager") -> nn.Module:
+    """The unmodified `transformers` model with the backbone weights of `model`, in evaluation mode, frozen."""
+    text_config = copy.deepcopy(model.config.text_config)
+    stock = AutoModelForCausalLM.from_config(text_config, attn_implementation=attn_implementation).to(dtype)
+    state = {}
+    for name, value in model.state_dict().items():
+        if ".lora_" in name or ".slot_gate." in name or ".projector." in name:
+            continue
+        name = name.replace(".base_layer.", ".").replace("model.backbone.", stock.base_model_prefix + ".")
+        state[name] = value.detach().to(dtype)
+    stock.load_state_dict(state, strict=True)
+    buffers = dict(model.model.backbone.named_buffers())
+    for name, buffer in stock.get_decoder().named_buffers():  # rotary frequencies are in no state dict
+        buffer.copy_(buffers[name])
+    return stock.eval().requires_grad_(False)

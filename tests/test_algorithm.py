@@ -1,0 +1,302 @@
+"""The model against the paper: one test per numbered equation, then Algorithm 1 as a whole.
+
+`reference.py` computes every equation plainly; everything here is float64 and must agree to 1e-9.
+"""
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from reference import Reference
+from tiny_models import collate, float64_throughout, for_generate, random_row, random_rows, text_slice, tiny_aligner
+
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+@pytest.fixture(autouse=True)
+def all_float64():
+    with float64_throughout():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_aligner("llama")
+
+
+@pytest.fixture
+def restored(model):
+    """The shared model, with its switches put back afterwards."""
+    before = (model.config.gate_mode, model.config.gate_threshold, model.config.max_refinement_steps)
+    yield model
+    model.config.gate_mode, model.config.gate_threshold, model.config.max_refinement_steps = before
+    model.eval()
+
+
+def run(model, row, **kwargs):
+    """One row without padding through the model."""
+    return model(input_ids=row.input_ids[None], context_embeds=row.context_embeds[None], **kwargs)
+
+
+def assert_matches_reference(model, rows, padding_side, training=False):
+    """Logits of every real position and decisions of every slot are those of Algorithm 1."""
+    model.train(training)
+    reference = Reference(model, refine_last_layer=training)
+    with torch.no_grad():
+        batch = collate(rows, padding_side)
+        output = model(**for_generate(batch))
+        for i, row in enumerate(rows):
+            expected = reference(row.input_ids, row.context_embeds, training=training)
+            place = text_slice(row, batch["input_ids"].shape[1], padding_side)
+            torch.testing.assert_close(output.logits[i, place], expected.logits, **TOLERANCE)
+            if "context_embeds" in batch:
+                num_slots = len(row.context_embeds)
+                assert torch.equal(output.recursion_depth[i, :, :num_slots], expected.recursion_depth)
+                assert (output.recursion_depth[i, :, num_slots:] == -1).all()
+    return output
+
+
+# --- Eq. 1 and 2: the slots --------------------------------------------------------------------------------------------
+
+
+def test_eq1_projector_maps_context_embeds_to_slot_embeds(model):
+    row = random_row(model, 5)
+    expected = Reference(model)(row.input_ids, row.context_embeds).slot_embeds
+    torch.testing.assert_close(model.model.projector(row.context_embeds), expected, **TOLERANCE)
+
+
+def test_eq2_slots_replace_embeddings_and_words_keep_theirs(model):
+    row = random_row(model, 5)
+    expected = Reference(model)(row.input_ids, row.context_embeds).layers[0]
+    first = run(model, row, output_hidden_states=True).hidden_states[0][0]
+    torch.testing.assert_close(first, expected, **TOLERANCE)
+    is_slot = row.input_ids == model.config.context_token_id
+    words = model.get_input_embeddings()(row.input_ids[~is_slot])
+    assert torch.equal(first[~is_slot], words)
+
+
+# --- Eq. 3 and 4: selective LoRA, the mandatory pass -------------------------------------------------------------------
+
+
+def test_eq3_lora_reaches_slots_and_leaves_text_on_frozen_weights(restored):
+    restored.config.gate_mode = "off"
+    row = random_row(restored, 4)
+    output = run(restored, row, output_hidden_states=True)
+    expected = Reference(restored)(row.input_ids, row.context_embeds)
+    torch.testing.assert_close(output.hidden_states[1][0], expected.layers[1], **TOLERANCE)
+
+    without = tiny_aligner("llama", gate_mode="off")
+    with torch.no_grad():
+        for name, parameter in without.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+    plain = run(without, row, output_hidden_states=True)
+    is_slot = row.input_ids == restored.config.context_token_id
+    before_first_slot = is_slot.cumsum(0) == 0
+    assert torch.equal(output.hidden_states[1][0][before_first_slot], plain.hidden_states[1][0][before_first_slot])
+    assert not torch.isclose(output.hidden_states[1][0][is_slot], plain.hidden_states[1][0][is_slot]).any(1).all()
+
+
+def test_eq3_lora_is_scaled_by_alpha_over_r():
+    model = tiny_aligner("llama", lora_r=3, lora_alpha=12, gate_mode="off")
+    assert_matches_reference(model, random_rows(model, [4]), "right")
+
+
+def test_eq4_every_layer_applies_the_mandatory_pass_once(restored):
+    restored.config.gate_mode = "off"
+    row = random_row(restored, 6)
+    output = run(restored, row, output_hidden_states=True)
+    expected = Reference(restored)(row.input_ids, row.context_embeds)
+    for layer in range(restored.config.text_config.num_hidden_layers):
+        torch.testing.assert_close(output.hidden_states[layer][0], expected.layers[layer], **TOLERANCE)
+    assert torch.equal(output.recursion_depth, torch.zeros_like(output.recursion_depth))
+
+
+# --- Eq. 5 to 9: gates and refinement ----------------------------------------------------------------------------------
+
+
+def test_eq5_gate_opens_exactly_at_its_probability(restored):
+    """The threshold a hair below and above each slot's probability flips that slot's first decision, and no other."""
+    restored.config.max_refinement_steps = 1
+    row = random_row(restored, 4)
+    for slot, prob in enumerate(Reference(restored)(row.input_ids, row.context_embeds).gate_probs[0, 0].tolist()):
+        depths = []
+        for threshold in (prob - 1e-9, prob + 1e-9):
+            restored.config.gate_threshold = threshold
+            depths.append(run(restored, row).recursion_depth[0, 0])
+        assert depths[0][slot] == 1 and depths[1][slot] == 0
+        others = torch.arange(4) != slot
+        assert torch.equal(depths[0][others], depths[1][others])
+
+
+def test_eq6_candidate_is_the_same_layer_applied_to_its_own_output(restored):
+    """With gates forced open, one step later the slots are the candidate itself."""
+    restored.config.gate_mode, restored.config.max_refinement_steps = "always", 1
+    row = random_row(restored, 5)
+    output = run(restored, row, output_hidden_states=True)
+    expected = Reference(restored)(row.input_ids, row.context_embeds)
+    torch.testing.assert_close(output.hidden_states[1][0], expected.layers[1], **TOLERANCE)
+    restored.config.gate_mode = "off"
+    mandatory = run(restored, row, output_hidden_states=True)
+    is_slot = row.input_ids == restored.config.context_token_id
+    assert not torch.isclose(output.hidden_states[1][0][is_slot], mandatory.hidden_states[1][0][is_slot]).all(1).any()
+
+
+def test_eq7_straight_through_gate_is_hard_forward_and_soft_backward(restored):
+    """Training gives the same logits as inference, and gate gradients through the probability."""
+    rows = random_rows(restored, [5, 3])
+    batch = collate(rows)
+    with torch.no_grad():
+        inference = restored.eval()(**batch)
+        training = restored.train()(**batch)
+    is_text = batch["input_ids"] != restored.config.context_token_id
+    torch.testing.assert_close(training.logits[is_text], inference.logits[is_text], **TOLERANCE)
+    assert torch.equal(training.recursion_depth[:, :-1], inference.recursion_depth[:, :-1])
+    gradients, expected = loss_gradients(restored, rows, "right")
+    gates = [name for name in expected if ".slot_gate." in name]
+    assert any(expected[name].abs().max() > 1e-4 for name in gates)
+    for name in gates:
+        torch.testing.assert_close(gradients[name], expected[name], msg=name, **TOLERANCE)
+
+
+def test_eq8_only_slots_with_an_open_gate_move(restored):
+    row = random_row(restored, 8, seed=3)
+    output = run(restored, row, output_hidden_states=True)
+    restored.config.gate_mode = "off"
+    mandatory = run(restored, row, output_hidden_states=True)
+    is_slot = row.input_ids == restored.config.context_token_id
+    moved = (output.hidden_states[1][0][is_slot] != mandatory.hidden_states[1][0][is_slot]).any(1)
+    assert 0 < moved.sum() < 8
+    assert torch.equal(moved, output.recursion_depth[0, 0] > 0)
+
+
+def test_eq9_text_rows_stay_at_the_mandatory_pass(restored):
+    row = random_row(restored, 5)
+    states = {}
+    for restored.config.gate_mode in ("off", "always"):
+        states[restored.config.gate_mode] = run(restored, row, output_hidden_states=True).hidden_states[1][0]
+    is_text = row.input_ids != restored.config.context_token_id
+    assert torch.equal(states["off"][is_text], states["always"][is_text])
+
+
+def test_closed_gate_stays_closed_so_steps_taken_come_first(restored):
+    """A slot that stops at step t has the state of a model that allows t steps only."""
+    rows = random_rows(restored, [6])
+    restored.config.max_refinement_steps = 4
+    deep = assert_matches_reference(restored, rows, "right").recursion_depth
+    restored.config.max_refinement_steps = 1
+    shallow = assert_matches_reference(restored, rows, "right").recursion_depth
+    assert torch.equal(deep[:, 0].clamp(max=1), shallow[:, 0])
+
+
+# --- Eq. 10: the loss --------------------------------------------------------------------------------------------------
+
+
+def loss_gradients(model, rows, padding_side):
+    """Gradients of the mean NLL by the model and by the reference, by parameter name."""
+    model.train()
+    model.zero_grad()
+    reference = Reference(model)
+    loss = model(**collate(rows, padding_side)).loss
+    loss.backward()
+    expected = reference.loss(rows)
+    torch.testing.assert_close(loss.detach(), expected.detach(), **TOLERANCE)
+    expected.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if name in reference.weights}
+    zeros = {name: torch.zeros_like(p) for name, p in reference.weights.items()}
+    return (
+        {name: zeros[name] if grad is None else grad for name, grad in gradients.items()},
+        {name: zeros[name] if p.grad is None else p.grad for name, p in reference.weights.items()},
+    )
+
+
+@pytest.mark.parametrize("gate_mode", ["adaptive", "off", "always"])
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_eq10_loss_and_gradients_of_every_trainable_parameter(restored, gate_mode, padding_side):
+    restored.config.gate_mode = gate_mode
+    rows = random_rows(restored, [4, 0, 7, 1], seed=2)
+    gradients, expected = loss_gradients(restored, rows, padding_side)
+    assert gradients.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(gradients[name], expected[name], msg=name, **TOLERANCE)
+
+
+# --- Algorithm 1 -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+@pytest.mark.parametrize("gate_mode", ["adaptive", "off", "always"])
+def test_algorithm1_on_a_batch_with_0_to_12_slots_a_row(restored, gate_mode, padding_side, training):
+    restored.config.gate_mode = gate_mode
+    rows = random_rows(restored, [3, 0, 12, 1, 7], seed=1)
+    output = assert_matches_reference(restored, rows, padding_side, training)
+    if gate_mode == "adaptive":
+        assert set(output.recursion_depth[output.recursion_depth >= 0].tolist()) == {0, 1, 2}
+
+
+def test_algorithm1_logits_of_text_are_those_of_the_full_last_layer(model):
+    """Inference leaves out the last layer's steps; no text position can tell."""
+    row = random_row(model, 6)
+    full = Reference(model, refine_last_layer=True)(row.input_ids, row.context_embeds).logits
+    is_text = row.input_ids != model.config.context_token_id
+    torch.testing.assert_close(run(model, row).logits[0][is_text], full[is_text], **TOLERANCE)
+
+
+@pytest.mark.parametrize("gate_layers", [[0], [1, 2], [], [2]])
+def test_algorithm1_with_gates_on_some_layers(gate_layers):
+    model = tiny_aligner("llama", gate_layers=gate_layers, seed=5)
+    rows = random_rows(model, [3, 6])
+    assert_matches_reference(model, rows, "left", training=True)
+    assert_matches_reference(model, rows, "right")
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5])
+@pytest.mark.parametrize("training", [True, False])
+def test_algorithm1_with_other_numbers_of_steps(restored, steps, training):
+    restored.config.max_refinement_steps = steps
+    assert_matches_reference(restored, random_rows(restored, [5, 2]), "left", training)
+
+
+def test_algorithm1_with_slots_first_and_last_in_the_prompt(model):
+    row = random_row(model, 9, num_text=2, seed=1)
+    for order in (row.input_ids.sort().values, row.input_ids.sort(descending=True).values):
+        row.input_ids = order
+        assert_matches_reference(model, [row], "right")
+        assert_matches_reference(model, [row], "right", training=True)
+
+
+def test_algorithm1_on_a_prompt_of_slots_only(model):
+    row = random_row(model, 4, num_text=0)
+    assert_matches_reference(model, [row, random_row(model, 2, seed=1)], "left", training=True)
+
+
+def test_algorithm1_with_a_context_id_inside_the_vocabulary():
+    model = tiny_aligner("llama", context_token_id=60)
+    rows = random_rows(model, [4, 2])
+    for row in rows:  # words that are not the context token
+        row.input_ids[(row.input_ids == 60).cumsum(0) > len(row.context_embeds)] = 5
+    assert_matches_reference(model, rows, "left")
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, phases=[Phase.generate, Phase.shrink])
+@given(data=st.data())
+def test_algorithm1_in_random_cases(data):
+    """Weights, slots, padding, steps, layers, threshold and mode drawn by hypothesis; logits, decisions, gradients."""
+    seed = data.draw(st.integers(0, 10_000), label="seed")
+    model = tiny_aligner(
+        data.draw(st.sampled_from(["llama", "mistral_window", "gemma2"]), label="backbone"),
+        seed=seed,
+        max_refinement_steps=data.draw(st.integers(0, 3), label="steps"),
+        gate_mode=data.draw(st.sampled_from(["adaptive", "adaptive", "off", "always"]), label="mode"),
+        gate_threshold=data.draw(st.sampled_from([0.5, 0.3, 0.8]), label="threshold"),
+        gate_layers=data.draw(st.sampled_from(["all", [0, 2], [1]]), label="gate_layers"),
+    )
+    slot_counts = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=4), label="slots")
+    padding_side = data.draw(st.sampled_from(["left", "right"]), label="padding")
+    rows = random_rows(model, slot_counts, seed=seed)
+    assert_matches_reference(model, rows, padding_side)
+    assert_matches_reference(model, rows, padding_side, training=True)
+    gradients, expected = loss_gradients(model, rows, padding_side)
+    for name in expected:
+        torch.testing.assert_close(gradients[name], expected[name], msg=name, **TOLERANCE)

@@ -1,0 +1,356 @@
+"""Every supported backbone family, as a tiny random model: what must hold on each of them.
+
+Text alone is the base model bit for bit; slots follow Algorithm 1; padding, batching, caches, attention kernels and
+gradient checkpointing change nothing. Unsupported families are refused by name.
+"""
+
+import copy
+
+import pytest
+import torch
+from reference import Reference, stock_model
+from tiny_models import (
+    BACKBONES,
+    ENCODER_HIDDEN_SIZE,
+    VOCAB_SIZE,
+    collate,
+    float64_throughout,
+    for_generate,
+    random_row,
+    random_rows,
+    text_slice,
+    tiny_aligner,
+)
+from transformers import AutoConfig, DynamicCache, StaticCache
+
+from arcaligner.configuration_arcaligner import ArcAlignerConfig
+from arcaligner.modeling_arcaligner import ArcAlignerForCausalLM
+
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
+SLOT_COUNTS = [4, 0, 9, 1]
+
+every_backbone = pytest.mark.parametrize("backbone", list(BACKBONES))
+both_sides = pytest.mark.parametrize("padding_side", ["left", "right"])
+
+
+@pytest.fixture(scope="module")
+def models():
+    """One random model per backbone, made when it is first asked for."""
+    made = {}
+
+    def get(backbone: str):
+        if backbone not in made:
+            made[backbone] = tiny_aligner(backbone)
+        return made[backbone].eval()
+
+    return get
+
+
+def without_labels(batch):
+    return {key: value for key, value in batch.items() if key != "labels"}
+
+
+def prompt(model, num_slots=4, **kwargs):
+    """A row whose slots stand early and whose end is text, as prompts are; as a batch of one without padding."""
+    row = random_row(model, num_slots, contiguous=True, num_text=12, **kwargs)
+    return {"input_ids": row.input_ids[None], "context_embeds": row.context_embeds[None]}
+
+
+# --- Text without slots ------------------------------------------------------------------------------------------------
+
+
+@every_backbone
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_text_without_slots_is_the_base_model_bit_for_bit(backbone, dtype, attention):
+    model = tiny_aligner(backbone, dtype=dtype, attn_implementation=attention)
+    base = stock_model(model, dtype, attention)
+    batch = for_generate(collate(random_rows(model, [0, 0, 0], num_text=14), "left"))
+    with torch.no_grad():
+        assert torch.equal(model(**batch).logits, base(**batch).logits)
+        assert torch.equal(model(**batch, logits_to_keep=1).logits, base(**batch, logits_to_keep=1).logits)
+    settings = {"max_new_tokens": 8, "do_sample": False, "min_new_tokens": 8}
+    assert torch.equal(model.generate(**batch, **settings), base.generate(**batch, **settings))
+
+
+# --- Algorithm 1 -------------------------------------------------------------------------------------------------------
+
+
+@every_backbone
+@both_sides
+def test_slots_follow_algorithm_1(models, backbone, padding_side):
+    """In plain float64: where a backbone computes in float32, both sides round alike."""
+    model = models(backbone)
+    reference = Reference(model, refine_last_layer=False)
+    rows = random_rows(model, SLOT_COUNTS)
+    batch = collate(rows, padding_side)
+    with torch.no_grad():
+        output = model(**without_labels(batch))
+        for i, row in enumerate(rows):
+            expected = reference(row.input_ids, row.context_embeds)
+            place = text_slice(row, batch["input_ids"].shape[1], padding_side)
+            torch.testing.assert_close(output.logits[i, place], expected.logits, **EXACT)
+            assert torch.equal(output.recursion_depth[i, :, : len(row.context_embeds)], expected.recursion_depth)
+
+
+@every_backbone
+def test_gradients_follow_algorithm_1(backbone):
+    with float64_throughout():
+        model = tiny_aligner(backbone, seed=1).train()
+        reference = Reference(model)
+        rows = random_rows(model, SLOT_COUNTS, seed=1)
+        model(**collate(rows, "left")).loss.backward()
+        reference.loss(rows).backward()
+    parameters = dict(model.named_parameters())
+    for name, weight in reference.weights.items():
+        torch.testing.assert_close(parameters[name].grad, weight.grad, msg=name, **EXACT)
+
+
+@every_backbone
+@both_sides
+def test_batch_equals_one_by_one(models, backbone, padding_side):
+    model = models(backbone)
+    rows = random_rows(model, SLOT_COUNTS, seed=2)
+    batch = collate(rows, padding_side)
+    with torch.no_grad():
+        together = model(**without_labels(batch))
+        for i, row in enumerate(rows):
+            alone = model(**without_labels(collate([row])))
+            place = text_slice(row, batch["input_ids"].shape[1], padding_side)
+            torch.testing.assert_close(together.logits[i, place], alone.logits[0], **EXACT)
+
+
+# --- Caches and generation ---------------------------------------------------------------------------------------------
+
+
+@every_backbone
+def test_cached_decoding_equals_uncached(models, backbone):
+    model = models(backbone)
+    inputs = prompt(model)
+    words = torch.randint(3, VOCAB_SIZE, (1, 7), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole = model(torch.cat([inputs["input_ids"], words], 1), context_embeds=inputs["context_embeds"])
+        output = model(**inputs, use_cache=True)
+        logits = [output.logits]
+        for word in words.split(1, dim=1):
+            output = model(word, past_key_values=output.past_key_values, use_cache=True)
+            logits.append(output.logits)
+    torch.testing.assert_close(torch.cat(logits, 1), whole.logits, **EXACT)
+
+
+@every_backbone
+def test_generate_equals_teacher_forcing(models, backbone):
+    """Left-padded rows with different numbers of slots; each generated token is the argmax of one plain forward."""
+    model = models(backbone)
+    rows = random_rows(model, [3, 6, 0], seed=3, contiguous=True, num_text=9)
+    batch = for_generate(collate(rows, "left"))
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "output_logits": True}
+    generated = model.generate(**batch, **settings, past_key_values=DynamicCache(), return_dict_in_generate=True)
+    new_tokens = generated.sequences[:, batch["input_ids"].shape[1] :]
+    for i, row in enumerate(rows):
+        ids = torch.cat([row.input_ids, new_tokens[i]])[None]
+        embeds = row.context_embeds[None] if len(row.context_embeds) else None
+        with torch.no_grad():
+            forced = model(ids, context_embeds=embeds).logits[0, -7:-1]
+        torch.testing.assert_close(torch.stack(generated.logits)[:, i], forced, **EXACT)
+    uncached = model.generate(**batch, **settings, use_cache=False)
+    assert torch.equal(uncached, generated.sequences)
+
+
+@every_backbone
+def test_prefilled_context_is_reused_for_any_question(models, backbone):
+    """One cache of the slot prefix, two questions; each is the whole prompt in one go."""
+    model = models(backbone)
+    row = random_row(model, 5, contiguous=True, num_text=12)
+    last_slot = int((row.input_ids == model.config.context_token_id).nonzero().max())
+    prefix = row.input_ids[None, : last_slot + 1]
+    embeds = row.context_embeds[None]
+    prefilled = model.prefill_context(prefix, embeds)
+    settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    settings |= {"output_logits": True, "return_dict_in_generate": True}
+    for seed in (0, 1):
+        question = torch.randint(3, VOCAB_SIZE, (1, 6), generator=torch.Generator().manual_seed(seed))
+        full = torch.cat([prefix, question], 1)
+        whole = model.generate(input_ids=full, context_embeds=embeds, **settings)
+        cache = copy.deepcopy(prefilled.past_key_values)
+        continued = model.generate(input_ids=full, past_key_values=cache, **settings)
+        torch.testing.assert_close(torch.stack(continued.logits), torch.stack(whole.logits), **EXACT)
+        assert torch.equal(continued.sequences, whole.sequences)
+    with torch.no_grad():
+        assert torch.equal(prefilled.recursion_depth, model(prefix, context_embeds=embeds).recursion_depth)
+
+
+@every_backbone
+def test_slot_keys_and_values_serve_an_unmodified_base_model(models, backbone):
+    model = models(backbone)
+    base = stock_model(model, torch.float64, model.config._attn_implementation or "sdpa")
+    inputs = prompt(model)
+    last_slot = int((inputs["input_ids"][0] == model.config.context_token_id).nonzero().max())
+    with torch.no_grad():
+        whole = model(**inputs).logits[:, last_slot + 1 :]
+        cache = model.prefill_context(inputs["input_ids"][:, : last_slot + 1], inputs["context_embeds"]).past_key_values
+        continued = base(inputs["input_ids"][:, last_slot + 1 :], past_key_values=cache).logits
+    torch.testing.assert_close(continued, whole, **EXACT)
+
+
+@every_backbone
+def test_cache_holds_the_mandatory_pass_with_refined_inputs(models, backbone):
+    """The cache is what the whole-sequence reference computes in the mandatory pass of each layer."""
+    model = models(backbone)
+    inputs = prompt(model)
+    reference = Reference(model)
+    cache = DynamicCache()
+    updates = {}
+    for index, layer in enumerate(reference.layers):
+
+        def store(layer, args, kwargs, output, index=index):
+            updates[index] = cache_of_layer(layer, args[0], kwargs)
+
+        layer.register_forward_hook(store, with_kwargs=True, prepend=True)
+    with torch.no_grad():
+        reference(inputs["input_ids"][0], inputs["context_embeds"][0])
+        cache = model(**inputs, use_cache=True).past_key_values
+    for index, (keys, values) in updates.items():
+        seen = cache.layers[index].keys.shape[2]  # sliding layers keep their window only
+        torch.testing.assert_close(cache.layers[index].keys, keys[:, :, -seen:], **EXACT)
+        torch.testing.assert_close(cache.layers[index].values, values[:, :, -seen:], **EXACT)
+
+
+def cache_of_layer(layer, hidden_states, kwargs):
+    """Keys and values that `layer.forward(hidden_states)` would write to a cache."""
+    cache = DynamicCache()
+    layer.forward(hidden_states, **{**kwargs, "past_key_values": cache, "use_cache": True})
+    written = [entry for entry in cache.layers if entry.is_initialized]
+    return written[-1].keys, written[-1].values
+
+
+@every_backbone
+def test_beam_search_and_repetition_penalty(models, backbone):
+    """Beams duplicate slots with their rows; the penalty looks up ids, of which the context token has no logit."""
+    model = models(backbone)
+    batch = for_generate(collate(random_rows(model, [2, 5], contiguous=True, num_text=9), "left"))
+    settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    beams = model.generate(**batch, **settings, num_beams=3, num_return_sequences=2)
+    assert beams.shape == (4, batch["input_ids"].shape[1] + 5)
+    uncached = model.generate(**batch, **settings, num_beams=3, num_return_sequences=2, use_cache=False)
+    assert torch.equal(beams, uncached)
+    penalised = model.generate(**batch, **settings, repetition_penalty=1.7, no_repeat_ngram_size=2)
+    assert penalised.shape == (2, batch["input_ids"].shape[1] + 5)
+    assert not (penalised[:, -5:] == model.config.context_token_id).any()
+
+
+def test_static_cache_equals_dynamic_cache(models):
+    model = models("llama")
+    inputs = prompt(model)
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    expected = model.generate(**inputs, **settings)
+    assert torch.equal(model.generate(**inputs, **settings, cache_implementation="static", disable_compile=True), expected)
+    with torch.no_grad():
+        cache = StaticCache(config=model.config.text_config, max_cache_len=40)
+        static = model(**inputs, past_key_values=cache, use_cache=True)
+    torch.testing.assert_close(static.logits, model(**inputs).logits, **EXACT)
+
+
+@pytest.mark.parametrize("context_token_id", [VOCAB_SIZE, VOCAB_SIZE - 1])
+def test_context_token_is_never_generated(context_token_id):
+    """Also when its id lies inside the vocabulary and the head prefers it above all else."""
+    model = tiny_aligner("llama", context_token_id=context_token_id)
+    with torch.no_grad():
+        model.lm_head.weight[-1] = 50 * model.lm_head.weight[3]
+    inputs = prompt(model)
+    for settings in ({"do_sample": False}, {"do_sample": True}, {"num_beams": 3}, {"repetition_penalty": 1.3}):
+        new = model.generate(**inputs, **settings, max_new_tokens=12, min_new_tokens=12)[:, inputs["input_ids"].shape[1] :]
+        assert new.numel() > 0
+        assert not (new == context_token_id).any()
+
+
+# --- Kernels, checkpointing, precision ---------------------------------------------------------------------------------
+
+
+@every_backbone
+@both_sides
+def test_sdpa_equals_eager(backbone, padding_side):
+    with float64_throughout(), torch.no_grad():
+        outputs = []
+        for attention in ("sdpa", "eager"):
+            model = tiny_aligner(backbone, attn_implementation=attention)
+            if "softcap" not in attention and backbone == "gemma2":
+                model.config.text_config.attn_logit_softcapping = None
+                for layer in model.model.backbone.layers:  # sdpa has no soft-capping of attention scores
+                    layer.self_attn.attn_logit_softcapping = None
+            batch = collate(random_rows(model, SLOT_COUNTS), padding_side)
+            outputs.append((model(**without_labels(batch)), batch["attention_mask"].bool()))
+    (sdpa, real), (eager, _) = outputs
+    torch.testing.assert_close(sdpa.logits[real], eager.logits[real], **EXACT)
+    assert torch.equal(sdpa.recursion_depth, eager.recursion_depth)
+
+
+@every_backbone
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_changes_no_gradient(backbone, reentrant):
+    """With dropout 0.3, whose masks must be drawn alike when a layer is computed again."""
+    model = tiny_aligner(backbone, lora_dropout=0.3).train()
+    model.set_stage("gating")
+    batch = collate(random_rows(model, SLOT_COUNTS), "left")
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        torch.manual_seed(7)
+        model.zero_grad()
+        model(**batch, use_cache=False).loss.backward()
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert any("slot_gate" in name and grad.abs().max() > 0 for name, grad in gradients[0].items())
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name, **EXACT)
+
+
+@every_backbone
+def test_bf16_backbone_with_fp32_aligner(backbone, tmp_path):
+    tiny_aligner(backbone, dtype=torch.float32).save_pretrained(tmp_path, save_base_model=True)
+    model = ArcAlignerForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        is_aligner = any(part in name for part in (".lora_A.", ".lora_B.", ".slot_gate.", ".projector."))
+        assert parameter.dtype == (torch.float32 if is_aligner else torch.bfloat16), name
+    batch = collate([row for row in random_rows(tiny_aligner(backbone, dtype=torch.float32), SLOT_COUNTS)], "left")
+    with torch.no_grad():
+        low = model.eval()(**batch)
+        high = ArcAlignerForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()(**batch)
+    assert low.logits.isfinite().all()
+    assert abs(low.loss - high.loss) < 0.1 * abs(high.loss)
+    model.train().set_stage("gating")
+    model(**batch).loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+    tokens = model.eval().generate(**for_generate(batch), max_new_tokens=3, do_sample=False)
+    assert tokens.shape[0] == len(SLOT_COUNTS)
+
+
+# --- Refused backbones -------------------------------------------------------------------------------------------------
+
+SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 50}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+REFUSED = {  # model_type -> (settings, what the reason must speak of)
+    "mamba": ({"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 50}, "layers"),
+    "falcon": ({"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}, "layers"),
+    "gpt2": ({"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50}, "layers"),
+    "t5": ({"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}, "encoder-decoder"),
+    "vit": ({}, "causal language model"),
+    "mixtral": ({**SMALL, "num_local_experts": 2}, "experts"),
+    "qwen3_next": ({**SMALL, "head_dim": 8}, "linear_attention"),
+}
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_unsupported_backbone_is_refused_by_name_with_the_reason(model_type):
+    settings, reason = REFUSED[model_type]
+    text_config = AutoConfig.for_model(model_type, **settings)
+    with pytest.raises(ValueError, match=rf"(?s)`{model_type}`.*({reason})"):
+        ArcAlignerForCausalLM(ArcAlignerConfig(text_config=text_config, encoder_hidden_size=ENCODER_HIDDEN_SIZE))
+
+
+def test_unsupported_base_model_is_refused_before_its_weights_are_read(tmp_path):
+    AutoConfig.for_model("mamba", **REFUSED["mamba"][0]).save_pretrained(tmp_path)  # no weights in there at all
+    with pytest.raises(ValueError, match="`mamba`"):
+        ArcAlignerForCausalLM.from_pretrained(tmp_path, encoder_hidden_size=ENCODER_HIDDEN_SIZE)

@@ -1,0 +1,41 @@
+"""The end of a stage: a folder that the next stage, and anybody else, can load.
+
+Files are written beside their place and moved, the configuration last: a folder without `config.json` does not load, so
+an interrupted save is never mistaken for a model.
+"""
+
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..processing_arcaligner import ArcAlignerProcessor
+
+
+def save_stage(
+    output_dir: str | Path,
+    model: ArcAlignerForCausalLM,
+    processor: ArcAlignerProcessor,
+    recipe: str,
+) -> None:
+    """Writes the aligner, the processor and the recipe to `output_dir`, over what an earlier run left there.
+
+    Args:
+        output_dir (`str` or `Path`): The stage's folder; checkpoints in it stay.
+        model ([`ArcAlignerForCausalLM`]): Trained; its backbone is not written.
+        processor ([`ArcAlignerProcessor`]): With the chat template the stage was trained with.
+        recipe (`str`): Text of the recipe, saved as `recipe.yaml`.
+    """
+    output_dir = Path(output_dir)
+    temporary = output_dir / f".saving-{uuid.uuid4().hex}"
+    temporary.mkdir(parents=True)
+    try:
+        model.save_pretrained(temporary)
+        processor.save_pretrained(temporary)
+        (temporary / "recipe.yaml").write_text(recipe, encoding="utf-8")
+        (output_dir / "config.json").unlink(missing_ok=True)
+        for path in sorted(temporary.iterdir(), key=lambda path: path.name == "config.json"):
+            os.replace(path, output_dir / path.name)
+    finally:
+        shutil.rmtree(temporary)

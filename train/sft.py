@@ -1,0 +1,115 @@
+"""Runs one training stage from a recipe: parse -> data -> model -> train -> save.
+
+    python -m arcaligner.train.sft --config train/recipes/smollm2_135m/1_reconstruction.yaml
+    python -m arcaligner.train.sft --config train/recipes/smollm2_135m/2_grounding.yaml --learning_rate 1e-4
+    accelerate launch --num_processes 4 -m arcaligner.train.sft --config ...
+
+Any key of the recipe can be given on the command line. A recipe's keys are those of `RecipeArguments` (stage, model,
+data) and of TRL's `SFTConfig` (batches, optimiser, logs). A run goes on from the last checkpoint in its `output_dir`.
+"""
+
+import logging
+import sys
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+from transformers.trainer_utils import get_last_checkpoint
+from trl import TrlParser
+
+from ..configuration_arcaligner import ArcAlignerConfig
+from ..defaults_arcaligner import resolve_base_model
+from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..processing_arcaligner import ArcAlignerProcessor
+from .collator import ContextCollator
+from .data import ExampleBuilder, build_dataset
+from .embedding_store import EmbeddingStore
+from .recipe import RecipeArguments, eval_examples, training_examples
+from .saving import save_stage
+from .trainer import AlignerTrainer, AlignerTrainingConfig
+
+logger = logging.getLogger(__name__)
+
+
+def is_aligner(model_name_or_path: str) -> bool:
+    """Whether a name is that of an aligner checkpoint rather than a base model."""
+    config, _ = PreTrainedConfig.get_config_dict(resolve_base_model(model_name_or_path))
+    return config.get("model_type") == ArcAlignerConfig.model_type
+
+
+def load_processor(recipe: RecipeArguments, chat_template_path: str | None) -> ArcAlignerProcessor:
+    """The previous stage's processor, or a new one for a base model, with the recipe's chat template."""
+    name = recipe.model_name_or_path
+    if is_aligner(name):
+        if recipe.processor:
+            raise ValueError(
+                f"The recipe sets `processor` {recipe.processor}, but {name} brings its own. Leave the key out; "
+                "another segmentation starts again from stage I."
+            )
+        processor = ArcAlignerProcessor.from_pretrained(name)
+    else:
+        processor = ArcAlignerProcessor.from_base_model(name, **recipe.processor)
+    if chat_template_path is not None:
+        processor.chat_template = Path(chat_template_path).read_text(encoding="utf-8")
+        processor.tokenizer.chat_template = processor.chat_template
+    return processor
+
+
+def load_model(recipe: RecipeArguments, processor: ArcAlignerProcessor) -> ArcAlignerForCausalLM:
+    """The previous stage's model, or a new aligner around a base model."""
+    return ArcAlignerForCausalLM.from_pretrained(
+        recipe.model_name_or_path,
+        dtype=recipe.dtype,
+        encoder_name_or_path=processor.encoder_name_or_path,
+        encoder_hidden_size=processor.encoder_hidden_size,
+        context_token=processor.context_token,
+        context_token_id=processor.context_token_id,
+        **recipe.aligner,
+    )
+
+
+def main(recipe: RecipeArguments, args: AlignerTrainingConfig, recipe_text: str) -> None:
+    """Runs the stage. `recipe_text` is saved with the model."""
+    processor = load_processor(recipe, args.chat_template_path)
+    store = EmbeddingStore(
+        recipe.embedding_cache_dir,
+        processor.encoder_name_or_path,
+        processor.encoder_hidden_size,
+        processor.encode_segments,
+    )
+    builder = ExampleBuilder(processor, recipe.max_segments)
+    with args.main_process_first(desc="embedding the training segments"):
+        train_dataset = build_dataset(training_examples(recipe, builder, args.seed), store)
+        held_out = eval_examples(recipe, builder, args.seed)
+        eval_dataset = build_dataset(held_out, store) if held_out else None
+
+    model = load_model(recipe, processor)
+    pad_token_id = processor.tokenizer.pad_token_id or 0
+    trainer = AlignerTrainer(
+        model,
+        stage=recipe.stage,
+        args=args,
+        data_collator=ContextCollator(store, processor.context_token_id, pad_token_id),
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=processor,
+    )
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir))
+    trainer.save_state()
+    if trainer.is_world_process_zero():
+        save_stage(args.output_dir, trainer.accelerator.unwrap_model(model), processor, recipe_text)
+        logger.info("saved to %s", args.output_dir)
+
+
+def parse(arguments: list[str]) -> tuple[RecipeArguments, AlignerTrainingConfig, str]:
+    """The recipe named by `--config`, with the command line over it, and its text."""
+    parser = TrlParser((RecipeArguments, AlignerTrainingConfig))
+    recipe, args = parser.parse_args_and_config(arguments)
+    text = f"# arcaligner.train.sft {' '.join(arguments)}\n"
+    if "--config" in arguments:
+        text += Path(arguments[arguments.index("--config") + 1]).read_text(encoding="utf-8")
+    return recipe, args, text
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    main(*parse(sys.argv[1:]))

@@ -1,0 +1,149 @@
+"""TRL's `SFTTrainer` for ArcAligner: the stage's freezing, useful numbers in the logs, and no silent mistakes.
+
+What would train something else without a word is refused: a `peft_config` (it would train another adapter and switch the
+slots' LoRA off), a missing or foreign collator (it would train without slots), and settings that cut or mix sequences.
+"""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from trl import SFTConfig, SFTTrainer
+
+from ..modeling_arcaligner import ArcAlignerForCausalLM
+from .collator import ContextCollator
+
+
+@dataclass
+class AlignerTrainingConfig(SFTConfig):
+    """
+    `SFTConfig` with the few values that context slots need.
+
+    Defaults that differ from [`~trl.SFTConfig`]: `max_length=None` and `remove_unused_columns=False` (a cut row or a
+    dropped column loses slots), `dataset_kwargs={"skip_prepare_dataset": True}` (rows come tokenised),
+    `gradient_checkpointing=False`, `ddp_find_unused_parameters=False`, `train_sampling_strategy="group_by_length"`.
+
+    Raises:
+        `ValueError`: packing, padding-free batches, a `max_length` or dropped columns.
+    """
+
+    max_length: int | None = field(
+        default=None, metadata={"help": "Must stay None: it would cut slots. Use `max_tokens`."}
+    )
+    remove_unused_columns: bool = field(
+        default=False, metadata={"help": "Must stay False: the collator reads the columns."}
+    )
+    gradient_checkpointing: bool = field(
+        default=False, metadata={"help": "Compressed prompts are short; saves memory at a cost."}
+    )
+    ddp_find_unused_parameters: bool | None = field(
+        default=False, metadata={"help": "Each stage trains all that it unfreezes."}
+    )
+    train_sampling_strategy: str = field(
+        default="group_by_length", metadata={"help": "Rows of like length share a batch."}
+    )
+
+    def __post_init__(self):
+        self.dataset_kwargs = {"skip_prepare_dataset": True} | (self.dataset_kwargs or {})
+        refused = {
+            "packing": self.packing,
+            "padding_free": self.padding_free,
+            "max_length": self.max_length,
+            "remove_unused_columns": self.remove_unused_columns,
+        }
+        wrong = [f"`{name}={value}`" for name, value in refused.items() if value]
+        if wrong:
+            raise ValueError(
+                f"{', '.join(wrong)} would separate context tokens from their embeddings. Leave these "
+                "settings out; `max_tokens` leaves out rows that are too long."
+            )
+        super().__post_init__()
+
+
+class AlignerTrainer(SFTTrainer):
+    """
+    Trains projector, LoRA and, in the gating stage, the gates of an [`ArcAlignerForCausalLM`].
+
+    Args:
+        model ([`ArcAlignerForCausalLM`]): Loaded; `from_pretrained` unfreezes everything, so the stage is set here.
+        stage (`str`): `"reconstruction"`, `"grounding"` or `"gating"`.
+        data_collator ([`ContextCollator`]): Writes the slots' embeddings into the batch.
+        **kwargs: Passed to [`~trl.SFTTrainer`].
+
+    Added to the logs: `tokens_per_second` (real tokens, padding not counted); in the gating stage
+    `refinement_steps` (mean steps of a slot at a layer) and `open_gates` (share of slots and layers with a step).
+
+    Raises:
+        `ValueError`: a `peft_config`, another collator, a loss that is not finite.
+    """
+
+    _tag_names = ["trl", "sft", "arcaligner"]
+
+    def __init__(
+        self,
+        model: ArcAlignerForCausalLM,
+        *,
+        stage: str,
+        data_collator: ContextCollator | None = None,
+        peft_config: Any = None,
+        **kwargs: Any,
+    ):
+        if peft_config is not None:
+            raise ValueError(
+                f"Got a `peft_config` ({type(peft_config).__name__}), which would train another adapter and switch "
+                "the slots' LoRA off. The aligner has its LoRA: set `lora_r` and the like in its configuration."
+            )
+        if not isinstance(data_collator, ContextCollator):
+            raise ValueError(
+                f"`data_collator` is {type(data_collator).__name__}; expected a `ContextCollator`. Another one would "
+                "train without the slots' embeddings."
+            )
+        model.set_stage(stage)
+        super().__init__(model, data_collator=data_collator, **kwargs)
+        self.stage = stage
+        self._last_log = (time.perf_counter(), 0.0)
+        self._depths: list[torch.Tensor] = []
+        if stage == "gating":
+            # TRL computes its loss from the inner model, whose outputs it does not hand on.
+            self.model.model.register_forward_hook(self._keep_depths)
+
+    def _keep_depths(self, module, args, outputs) -> None:
+        if module.training and outputs.recursion_depth is not None:
+            self._depths.append(outputs.recursion_depth.detach())  # (batch, num_layers, max_slots)
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        row_ids = inputs.pop("row_ids")
+        outcome = super().compute_loss(model, inputs, *args, **kwargs)
+        loss = outcome[0] if isinstance(outcome, tuple) else outcome
+        if not torch.isfinite(loss):
+            raise ValueError(
+                f"The loss is {loss.item()} at step {self.state.global_step} for the rows {row_ids}. Check their "
+                f"segments' embeddings, or lower `learning_rate`; the last checkpoint is in {self.args.output_dir}."
+            )
+        return outcome
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.model.training and "loss" in logs:
+            logs |= self._speed() | self._gate_statistics()
+        super().log(logs, start_time)
+
+    def _speed(self) -> dict[str, float]:
+        now, tokens = time.perf_counter(), float(self._total_train_tokens)
+        then, tokens_then = self._last_log
+        self._last_log = (now, tokens)
+        return {"tokens_per_second": (tokens - tokens_then) / (now - then)}
+
+    def _gate_statistics(self) -> dict[str, float]:
+        if not self._depths:
+            return {}
+        # -1 marks no slot: batches differ in their number of slots, so they are flattened first
+        depths = torch.cat([depth.flatten() for depth in self._depths])
+        depths = depths[depths >= 0].float()
+        self._depths.clear()
+        if not depths.numel():
+            return {}
+        return {
+            "refinement_steps": depths.mean().item(),
+            "open_gates": (depths > 0).float().mean().item(),
+        }
