@@ -274,15 +274,18 @@ class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
 
     def initialize_weights(self):
         """Aligner first: the backbone's own initialisation would treat its LoRA and gates like any other linear."""
-        std = self.config.initializer_range
+        text_config = self.config.text_config
         for module in self.modules():
-            if isinstance(module, ContextProjector | SlotGate):
-                for linear in (module.up, module.out):
-                    init.normal_(linear.weight, std=std)
-                    init.zeros_(linear.bias)
+            if isinstance(module, ContextProjector):
+                # Embeddings have norm 1; slots start about as large as the backbone's own initial embeddings.
+                init.normal_(module.up.weight, std=1.0)
+                init.normal_(module.out.weight, std=1.5 * text_config.initializer_range / text_config.hidden_size**0.5)
             if isinstance(module, SlotGate):
+                init.normal_(module.up.weight, std=self.config.initializer_range)
                 init.zeros_(module.out.weight)
-                init.constant_(module.out.bias, FRESH_GATE_BIAS)
+            if isinstance(module, ContextProjector | SlotGate):
+                init.zeros_(module.up.bias)
+                init.constant_(module.out.bias, FRESH_GATE_BIAS if isinstance(module, SlotGate) else 0.0)
         for layer in slot_lora_layers(self):
             init.kaiming_uniform_(layer.lora_A[ADAPTER_NAME].weight, a=5**0.5)
             init.zeros_(layer.lora_B[ADAPTER_NAME].weight)

@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, TextGenerationPipeline
 from transformers.pipelines.text_generation import ReturnType
-from transformers.utils.chat_template_utils import Chat, is_valid_message
+from transformers.utils.chat_template_utils import Chat
 
 
 def format_trajectory(depth: int) -> str:
@@ -37,7 +37,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     Takes what the built-in pipeline takes, one or a list of:
 
     - a chat, with `documents=` in the call; the passages go before the first user message;
-    - `{"question": str, "documents": [...]}`, each row with its own passages, or else the call's;
+    - `{"question": str, "documents": [...]}` or `{"messages": chat, "documents": [...]}`, each row
+      with its own passages, or else the call's;
     - a string, read as a question when the call has `documents=`, else as text to continue.
 
     A document is a string or `{"title": str, "text": str}`. A chat without documents has no slots:
@@ -68,15 +69,13 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     def check_model_type(self, supported_models):
         super().check_model_type(["ArcAlignerForCausalLM"])
 
-    def __call__(self, text_inputs: Any, documents: list | None = None, **kwargs):
+    def __call__(self, text_inputs: Any, **kwargs):
         """
         Answers one or a list of inputs.
 
         Args:
             text_inputs (`str`, `dict`, chat or a list of one of them): See the class.
-            documents (`list`, *optional*):
-                The passages of every input that brings none of its own. For a list of inputs also
-                a list of such lists, one for each.
+            documents (`list`, *optional*): The passages of every input without its own.
             return_slots (`bool`, *optional*, defaults to `False`):
                 Adds what became of the passages. Costs one more pass over the prompt.
             batch_size (`int`, *optional*, defaults to 1): Inputs computed at a time.
@@ -96,13 +95,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
               `compression_rate`, the measured tokens a slot.
 
         Raises:
-            `ValueError`: an empty question, documents that are not text, inputs and lists of
-                documents that differ in number, an option that would cut slots.
+            `ValueError`: an input of another kind, an empty question, documents that are not text,
+                an option that would cut slots.
         """
-        if documents is not None and any(isinstance(each, list | tuple) for each in documents):
-            text_inputs, documents = _pair(text_inputs, documents), None
-        if documents is not None:
-            kwargs["documents"] = documents
         return super().__call__(text_inputs, **kwargs)
 
     def _sanitize_parameters(self, return_slots: bool | None = None, **kwargs):
@@ -118,7 +113,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         return_slots: bool = False,
         **kwargs,
     ) -> dict[str, Any]:
-        """`input_ids`, `attention_mask` (1, seq_len) and, in `row`, what is not padded like them."""
+        """`input_ids`, `attention_mask` (1, seq_len) and, in `row`, what is not padded."""
         prompt, documents, is_question = _read_input(prompt_text, documents)
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
@@ -145,7 +140,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         tools: list | None = None,
         **generate_kwargs,
     ) -> dict[str, Any]:
-        """A question or a chat through the processor; the question as a chat if there is a template."""
+        """A question or chat through the processor; a question as a chat if it has a template."""
         if handle_long_generation is not None:
             raise ValueError(
                 f"`handle_long_generation={handle_long_generation!r}` cuts the beginning of the "
@@ -154,12 +149,11 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             )
         options = {"truncation": truncation, "padding": padding, "max_length": max_length}
         options = {name: value for name, value in options.items() if value is not None}
-        options |= {"return_tensors": "pt", **(tokenizer_encode_kwargs or {})}
-        if documents is not None:
-            options |= {"documents": documents, "return_segments": return_slots}
+        options |= tokenizer_encode_kwargs or {}
+        slots = {"documents": documents, "return_segments": return_slots, "return_tensors": "pt"}
         if isinstance(prompt, str):
             if self.processor.chat_template is None:
-                return self.processor(text=prompt, **options)
+                return self.processor(text=prompt, **slots, **options)
             prompt = Chat([_user_turn(prompt)])
         if continue_final_message is None:
             continue_final_message = prompt.messages[-1]["role"] == "assistant"
@@ -170,15 +164,18 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             tokenize=True,
             return_dict=True,
             tools=tools,
-            **options,
+            processor_kwargs=options,
+            **slots,
         )
 
     def _forward(self, model_inputs: dict, return_slots: bool = False, **generate_kwargs) -> dict:
         row = model_inputs.pop("row")
         rows = row if isinstance(row, list) else [row]  # a list when it comes from a batch
-        embeds = [each.pop("context_embeds") for each in rows]  # (num_slots, encoder_hidden_size)
+        embeds = [each.pop("context_embeds") for each in rows]
         slots = {}
-        if any(len(each) for each in embeds):
+        if any(each is not None for each in embeds):
+            none = torch.zeros(0, self.model.config.encoder_hidden_size, device=self.device)
+            embeds = [none if each is None else each for each in embeds]
             # (batch, max_slots, encoder_hidden_size)
             slots["context_embeds"] = pad_sequence(embeds, batch_first=True)
         outputs = super()._forward(model_inputs, **slots, **generate_kwargs)
@@ -202,7 +199,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         records = super().postprocess(model_outputs, return_type=return_type, **kwargs)
         if "statistics" not in row:
             return records
-        layers = [] if depth is None else depth[0, :, : row["statistics"]["slots"]].tolist()
+        num_slots = row["statistics"]["slots"]
+        layers = depth[0, :, :num_slots].tolist() if num_slots else []
         slots = {
             "segments": row["segments"],
             "trajectories": [[format_trajectory(each) for each in layer] for layer in layers],
@@ -220,46 +218,31 @@ def _user_turn(question: str) -> dict[str, str]:
     return {"role": "user", "content": question}
 
 
-def _pair(text_inputs: Any, documents: list) -> list[dict]:
-    """Rows of one input and its own documents each."""
-    is_batch = isinstance(text_inputs, list | tuple) and not is_valid_message(text_inputs[0])
-    if not is_batch or len(text_inputs) != len(documents):
-        found = f"{len(text_inputs)} inputs" if is_batch else "a single input"
-        raise ValueError(
-            f"Got {found} and {len(documents)} lists of documents. Pass one flat list of documents "
-            "for a single input or for all inputs, or a list of lists, one for each input."
-        )
-    rows = []
-    for each, own in zip(text_inputs, documents, strict=True):
-        kind = "question" if isinstance(each, str) else "messages"
-        row = each if isinstance(each, dict) else {kind: each}
-        rows.append(row | {"documents": own})
-    return rows
-
-
 def _read_input(given: Any, documents: list | None) -> tuple[str | Chat, list | None, bool]:
     """An input as (prompt, its documents or `None` for no slots, whether it is a question)."""
-    if isinstance(given, dict) and "messages" in given:
-        return Chat(given["messages"]), given["documents"], False
-    if isinstance(given, dict) and "question" in given:
+    if isinstance(given, dict):
         documents = given.get("documents", documents)
+    if isinstance(given, dict) and "messages" in given:
+        return Chat(given["messages"]), documents, False
+    if isinstance(given, dict) and isinstance(given.get("question"), str):
         return given["question"], [] if documents is None else documents, True
     if isinstance(given, str):
         return given, documents, documents is not None
     if isinstance(given, Chat):
         return given, documents, False
-    found = f"a dictionary with {sorted(given)}" if isinstance(given, dict) else type(given)
+    found = type(given).__name__
+    if isinstance(given, dict):
+        found = ", ".join(f"`{key}` of type {type(value).__name__}" for key, value in given.items())
     raise ValueError(
-        "Expected a chat, a string or {'question': ..., 'documents': [...]}, one or a list of one "
+        'Expected a chat, a string or {"question": str, "documents": [...]}, one or a list of one '
         f"of them; got {found}."
     )
 
 
 def _describe_row(encoded: dict, is_question: bool, return_slots: bool) -> dict[str, Any]:
-    """The embeddings (num_slots, encoder_hidden_size) of a row and what its slots stand for."""
+    """A row's embeddings (num_slots, encoder_hidden_size), if any, and what its slots stand for."""
     embeds = encoded.get("context_embeds")
-    row = {"is_question": is_question}
-    row["context_embeds"] = torch.zeros(0, 0) if embeds is None else embeds[0]
+    row = {"is_question": is_question, "context_embeds": None if embeds is None else embeds[0]}
     if return_slots:
         row["segments"] = [asdict(each) for each in encoded.get("segments", [[]])[0]]
         no_slots = {"tokens": 0, "slots": 0, "compression_rate": None}

@@ -36,7 +36,7 @@ class Reference:
     `refine_last_layer=False` leaves out the steps of the last layer, which no text position can see.
     """
 
-    def __init__(self, model: nn.Module, *, refine_last_layer: bool = True):
+    def __init__(self, model: nn.Module, *, refine_last_layer: bool = True, attn_implementation: str = "eager"):
         self.config = model.config
         self.refine_last_layer = refine_last_layer
         state = {name: value.detach().double().clone() for name, value in model.state_dict().items()}
@@ -45,7 +45,7 @@ class Reference:
             for name in list(state)
             if ".lora_A." in name or ".lora_B." in name or ".slot_gate." in name or ".projector." in name
         }
-        self.stock = stock_model(model, torch.float64)
+        self.stock = stock_model(model, torch.float64, attn_implementation)
         self.layers = self.stock.get_decoder().layers
         self.slot_mask = None  # (length, 1): M_r of the row that is being computed
         self._patch_linears()

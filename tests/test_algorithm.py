@@ -8,7 +8,15 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from reference import Reference
-from tiny_models import collate, float64_throughout, for_generate, random_row, random_rows, text_slice, tiny_aligner
+from tiny_models import (
+    collate,
+    float64_throughout,
+    for_generate,
+    random_row,
+    random_rows,
+    text_slice,
+    tiny_aligner,
+)
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -297,6 +305,7 @@ def test_algorithm1_in_random_cases(data):
     rows = random_rows(model, slot_counts, seed=seed)
     assert_matches_reference(model, rows, padding_side)
     assert_matches_reference(model, rows, padding_side, training=True)
-    gradients, expected = loss_gradients(model, rows, padding_side)
-    for name in expected:
-        torch.testing.assert_close(gradients[name], expected[name], msg=name, **TOLERANCE)
+    if any(slot_counts):  # text alone has nothing to train
+        gradients, expected = loss_gradients(model, rows, padding_side)
+        for name in expected:
+            torch.testing.assert_close(gradients[name], expected[name], msg=name, **TOLERANCE)

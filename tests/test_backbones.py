@@ -29,8 +29,15 @@ from arcaligner.modeling_arcaligner import ArcAlignerForCausalLM
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 SLOT_COUNTS = [4, 0, 9, 1]
 
+in_float64 = pytest.mark.usefixtures("float64_model_code")
 every_backbone = pytest.mark.parametrize("backbone", list(BACKBONES))
 both_sides = pytest.mark.parametrize("padding_side", ["left", "right"])
+
+
+@pytest.fixture
+def float64_model_code():
+    with float64_throughout():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +70,8 @@ def prompt(model, num_slots=4, **kwargs):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_text_without_slots_is_the_base_model_bit_for_bit(backbone, dtype, attention):
+    if backbone == "gemma2":
+        attention = "eager"  # the only one it has
     model = tiny_aligner(backbone, dtype=dtype, attn_implementation=attention)
     base = stock_model(model, dtype, attention)
     batch = for_generate(collate(random_rows(model, [0, 0, 0], num_text=14), "left"))
@@ -76,10 +85,10 @@ def test_text_without_slots_is_the_base_model_bit_for_bit(backbone, dtype, atten
 # --- Algorithm 1 -------------------------------------------------------------------------------------------------------
 
 
+@in_float64
 @every_backbone
 @both_sides
 def test_slots_follow_algorithm_1(models, backbone, padding_side):
-    """In plain float64: where a backbone computes in float32, both sides round alike."""
     model = models(backbone)
     reference = Reference(model, refine_last_layer=False)
     rows = random_rows(model, SLOT_COUNTS)
@@ -93,19 +102,35 @@ def test_slots_follow_algorithm_1(models, backbone, padding_side):
             assert torch.equal(output.recursion_depth[i, :, : len(row.context_embeds)], expected.recursion_depth)
 
 
+@both_sides
+def test_plain_float64_follows_algorithm_1(padding_side):
+    """Without the mode above: what Llama computes in float32 rounds alike on both sides."""
+    model = tiny_aligner("llama")
+    rows = random_rows(model, SLOT_COUNTS, seed=3)
+    batch = collate(rows, padding_side)
+    reference = Reference(model, refine_last_layer=False, attn_implementation="sdpa")
+    with torch.no_grad():
+        logits = model(**without_labels(batch)).logits
+        for i, row in enumerate(rows):
+            place = text_slice(row, batch["input_ids"].shape[1], padding_side)
+            expected = reference(row.input_ids, row.context_embeds).logits
+            torch.testing.assert_close(logits[i, place], expected, **EXACT)
+
+
+@in_float64
 @every_backbone
 def test_gradients_follow_algorithm_1(backbone):
-    with float64_throughout():
-        model = tiny_aligner(backbone, seed=1).train()
-        reference = Reference(model)
-        rows = random_rows(model, SLOT_COUNTS, seed=1)
-        model(**collate(rows, "left")).loss.backward()
-        reference.loss(rows).backward()
+    model = tiny_aligner(backbone).train()
+    reference = Reference(model)
+    rows = random_rows(model, SLOT_COUNTS, seed=1)
+    model(**collate(rows, "left")).loss.backward()
+    reference.loss(rows).backward()
     parameters = dict(model.named_parameters())
     for name, weight in reference.weights.items():
         torch.testing.assert_close(parameters[name].grad, weight.grad, msg=name, **EXACT)
 
 
+@in_float64
 @every_backbone
 @both_sides
 def test_batch_equals_one_by_one(models, backbone, padding_side):
@@ -123,6 +148,7 @@ def test_batch_equals_one_by_one(models, backbone, padding_side):
 # --- Caches and generation ---------------------------------------------------------------------------------------------
 
 
+@in_float64
 @every_backbone
 def test_cached_decoding_equals_uncached(models, backbone):
     model = models(backbone)
@@ -138,6 +164,7 @@ def test_cached_decoding_equals_uncached(models, backbone):
     torch.testing.assert_close(torch.cat(logits, 1), whole.logits, **EXACT)
 
 
+@in_float64
 @every_backbone
 def test_generate_equals_teacher_forcing(models, backbone):
     """Left-padded rows with different numbers of slots; each generated token is the argmax of one plain forward."""
@@ -157,6 +184,7 @@ def test_generate_equals_teacher_forcing(models, backbone):
     assert torch.equal(uncached, generated.sequences)
 
 
+@in_float64
 @every_backbone
 def test_prefilled_context_is_reused_for_any_question(models, backbone):
     """One cache of the slot prefix, two questions; each is the whole prompt in one go."""
@@ -166,33 +194,34 @@ def test_prefilled_context_is_reused_for_any_question(models, backbone):
     prefix = row.input_ids[None, : last_slot + 1]
     embeds = row.context_embeds[None]
     prefilled = model.prefill_context(prefix, embeds)
+    assert prefilled.get_seq_length() == prefix.shape[1]
     settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
     settings |= {"output_logits": True, "return_dict_in_generate": True}
     for seed in (0, 1):
         question = torch.randint(3, VOCAB_SIZE, (1, 6), generator=torch.Generator().manual_seed(seed))
         full = torch.cat([prefix, question], 1)
         whole = model.generate(input_ids=full, context_embeds=embeds, **settings)
-        cache = copy.deepcopy(prefilled.past_key_values)
+        cache = copy.deepcopy(prefilled)
         continued = model.generate(input_ids=full, past_key_values=cache, **settings)
         torch.testing.assert_close(torch.stack(continued.logits), torch.stack(whole.logits), **EXACT)
         assert torch.equal(continued.sequences, whole.sequences)
-    with torch.no_grad():
-        assert torch.equal(prefilled.recursion_depth, model(prefix, context_embeds=embeds).recursion_depth)
 
 
+@in_float64
 @every_backbone
 def test_slot_keys_and_values_serve_an_unmodified_base_model(models, backbone):
     model = models(backbone)
-    base = stock_model(model, torch.float64, model.config._attn_implementation or "sdpa")
+    base = stock_model(model, torch.float64, model.config.text_config._attn_implementation)
     inputs = prompt(model)
     last_slot = int((inputs["input_ids"][0] == model.config.context_token_id).nonzero().max())
     with torch.no_grad():
         whole = model(**inputs).logits[:, last_slot + 1 :]
-        cache = model.prefill_context(inputs["input_ids"][:, : last_slot + 1], inputs["context_embeds"]).past_key_values
+        cache = model.prefill_context(inputs["input_ids"], inputs["context_embeds"])
         continued = base(inputs["input_ids"][:, last_slot + 1 :], past_key_values=cache).logits
     torch.testing.assert_close(continued, whole, **EXACT)
 
 
+@in_float64
 @every_backbone
 def test_cache_holds_the_mandatory_pass_with_refined_inputs(models, backbone):
     """The cache is what the whole-sequence reference computes in the mandatory pass of each layer."""
@@ -224,6 +253,7 @@ def cache_of_layer(layer, hidden_states, kwargs):
     return written[-1].keys, written[-1].values
 
 
+@in_float64
 @every_backbone
 def test_beam_search_and_repetition_penalty(models, backbone):
     """Beams duplicate slots with their rows; the penalty looks up ids, of which the context token has no logit."""
@@ -239,6 +269,7 @@ def test_beam_search_and_repetition_penalty(models, backbone):
     assert not (penalised[:, -5:] == model.config.context_token_id).any()
 
 
+@in_float64
 def test_static_cache_equals_dynamic_cache(models):
     model = models("llama")
     inputs = prompt(model)
@@ -267,29 +298,29 @@ def test_context_token_is_never_generated(context_token_id):
 # --- Kernels, checkpointing, precision ---------------------------------------------------------------------------------
 
 
+@in_float64
 @every_backbone
 @both_sides
 def test_sdpa_equals_eager(backbone, padding_side):
-    with float64_throughout(), torch.no_grad():
-        outputs = []
-        for attention in ("sdpa", "eager"):
-            model = tiny_aligner(backbone, attn_implementation=attention)
-            if "softcap" not in attention and backbone == "gemma2":
-                model.config.text_config.attn_logit_softcapping = None
-                for layer in model.model.backbone.layers:  # sdpa has no soft-capping of attention scores
-                    layer.self_attn.attn_logit_softcapping = None
-            batch = collate(random_rows(model, SLOT_COUNTS), padding_side)
-            outputs.append((model(**without_labels(batch)), batch["attention_mask"].bool()))
-    (sdpa, real), (eager, _) = outputs
-    torch.testing.assert_close(sdpa.logits[real], eager.logits[real], **EXACT)
-    assert torch.equal(sdpa.recursion_depth, eager.recursion_depth)
+    if backbone == "gemma2":
+        pytest.skip("transformers has no sdpa for Gemma-2: it caps attention scores")
+    outputs = []
+    for attention in ("sdpa", "eager"):
+        model = tiny_aligner(backbone, attn_implementation=attention)
+        assert model.config.text_config._attn_implementation == attention
+        batch = collate(random_rows(model, SLOT_COUNTS), padding_side)
+        with torch.no_grad():
+            outputs.append(model(**without_labels(batch)))
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(outputs[0].logits[real], outputs[1].logits[real], **EXACT)
+    assert torch.equal(outputs[0].recursion_depth, outputs[1].recursion_depth)
 
 
 @every_backbone
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_changes_no_gradient(backbone, reentrant):
     """With dropout 0.3, whose masks must be drawn alike when a layer is computed again."""
-    model = tiny_aligner(backbone, lora_dropout=0.3).train()
+    model = tiny_aligner(backbone, lora_dropout=0.3, dtype=torch.float32).train()
     model.set_stage("gating")
     batch = collate(random_rows(model, SLOT_COUNTS), "left")
     gradients = []
@@ -304,7 +335,7 @@ def test_gradient_checkpointing_changes_no_gradient(backbone, reentrant):
     assert gradients[0].keys() == gradients[1].keys()
     assert any("slot_gate" in name and grad.abs().max() > 0 for name, grad in gradients[0].items())
     for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, msg=name, **EXACT)
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
 
 
 @every_backbone

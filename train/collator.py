@@ -11,7 +11,8 @@ from .embedding_store import EmbeddingStore
 @dataclass
 class ContextCollator:
     """
-    Pads rows of `data.build_dataset` on the right and adds the embeddings of their slots.
+    Pads rows of `data.build_dataset` and adds the embeddings of their slots. Text is padded on the left, so that the
+    targets of a batch end together and the language model's head is needed for few positions.
 
     Args:
         store ([`EmbeddingStore`]): Where the rows' `segment_rows` point to.
@@ -47,9 +48,9 @@ class ContextCollator:
                     f"Row {row['row_id']} has {num_context_tokens} context tokens but {num_slots} "
                     "segments. Build rows with `data.build_dataset`; nothing may truncate them."
                 )
-            input_ids[index, :length] = torch.tensor(row["input_ids"])
-            attention_mask[index, :length] = 1
-            labels[index, :length] = torch.tensor(row["labels"])
+            input_ids[index, seq_len - length :] = torch.tensor(row["input_ids"])
+            attention_mask[index, seq_len - length :] = 1
+            labels[index, seq_len - length :] = torch.tensor(row["labels"])
             embeddings = self.store[row["segment_rows"]]  # (num_slots, encoder_hidden_size)
             context_embeds[index, :num_slots] = torch.from_numpy(embeddings)
         return {

@@ -195,6 +195,7 @@ def select_examples(
     max_examples: int | None,
     max_tokens: int | None,
     seed: int,
+    max_passages: int | None = None,
 ) -> list[Example]:
     """A mixture of several files.
 
@@ -205,6 +206,8 @@ def select_examples(
             the mixture gets smaller and keeps its shares. `None`: as many as that allows.
         max_tokens (`int` or `None`): Longer examples are left out, and counted in the log.
         seed (`int`): Order of the rows.
+        max_passages (`int` or `None`): Only rows of this many sets of passages in each file, drawn at random: fewer segments
+            to encode, more questions about each.
 
     Raises:
         `ValueError`: a weight that is not positive, or no examples at all.
@@ -216,7 +219,7 @@ def select_examples(
     found = {}
     for path, share in shares.items():
         quota = None if max_examples is None else round(max_examples * share)
-        rows = read_rows(path)
+        rows = _rows_of_passages(read_rows(path), max_passages, seed)
         random.Random(seed).shuffle(rows)
         found[path] = _take(rows, make_examples, quota, max_tokens, Path(path).name)
     size = min(len(found[path]) / share for path, share in shares.items())
@@ -230,6 +233,18 @@ def select_examples(
             f"No examples in {list(files)}: {max_examples=}, {max_tokens=}. Raise the limits or name other files."
         )
     return mixture
+
+
+def _rows_of_passages(rows: list[dict[str, Any]], max_passages: int | None, seed: int) -> list[dict[str, Any]]:
+    """The rows of `max_passages` different sets of passages, or all."""
+    if max_passages is None:
+        return rows
+    groups: dict[tuple, list] = {}
+    for row in rows:
+        groups.setdefault(tuple(passage["text"] for passage in row["passages"]), []).append(row)
+    keys = sorted(groups)
+    random.Random(seed).shuffle(keys)
+    return [row for key in keys[:max_passages] for row in groups[key]]
 
 
 def _take(

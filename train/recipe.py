@@ -1,21 +1,15 @@
 """What a recipe says beyond TRL's own training arguments: which stage, which model, which data."""
 
-import logging
-import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
+from ..defaults_arcaligner import cache_directory
 from .data import Example, ExampleBuilder, select_examples
-
-logger = logging.getLogger(__name__)
 
 
 def default_embedding_cache() -> str:
-    """Folder of the embedding stores: under `ARCALIGNER_CACHE`, else the user's cache."""
-    user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    root = os.environ.get("ARCALIGNER_CACHE") or f"{user_cache}/arcaligner"
-    return str(Path(root).expanduser() / "embeddings")
+    """Folder of the embedding stores in ArcAligner's cache."""
+    return str(cache_directory() / "embeddings")
 
 
 @dataclass
@@ -31,6 +25,7 @@ class RecipeArguments:
         processor (`dict`): Settings of a new processor, such as `sentences_per_segment`; for a base model only.
         train_files (`dict[str, float]`): JSON Lines files and their weights in the mixture.
         max_train_samples (`int`, *optional*): Examples to train on.
+        max_train_passages (`int`, *optional*): Sets of passages of each file to draw them from.
         eval_files, max_eval_samples: The same for the held-out loss.
         max_segments (`int`): The most segments (slots) of a reconstruction example.
         max_tokens (`int`, *optional*): Longer examples are left out.
@@ -59,6 +54,9 @@ class RecipeArguments:
         default_factory=dict, metadata={"help": "Settings of a new processor"}
     )
     max_train_samples: int | None = field(default=None, metadata={"help": "Training examples"})
+    max_train_passages: int | None = field(
+        default=None, metadata={"help": "Sets of passages to draw training examples from"}
+    )
     eval_files: dict[str, float] = field(
         default_factory=dict, metadata={"help": "Files for the held-out loss, with weights"}
     )
@@ -94,7 +92,12 @@ def training_examples(
     share, limit = recipe.reconstruction_share, recipe.max_train_samples
     num_task = None if limit is None else round(limit * (1 - share))
     examples = select_examples(
-        recipe.train_files, _maker(recipe, builder), num_task, recipe.max_tokens, seed
+        recipe.train_files,
+        _maker(recipe, builder),
+        num_task,
+        recipe.max_tokens,
+        seed,
+        recipe.max_train_passages,
     )
     if share:
         num_reconstruction = round(len(examples) * share / (1 - share))

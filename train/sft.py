@@ -67,6 +67,11 @@ def load_model(recipe: RecipeArguments, processor: ArcAlignerProcessor) -> ArcAl
     )
 
 
+def last_checkpoint(output_dir: str) -> str | None:
+    """Where to go on from, if anywhere."""
+    return get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
+
+
 def main(recipe: RecipeArguments, args: AlignerTrainingConfig, recipe_text: str) -> None:
     """Runs the stage. `recipe_text` is saved with the model."""
     processor = load_processor(recipe, args.chat_template_path)
@@ -93,7 +98,7 @@ def main(recipe: RecipeArguments, args: AlignerTrainingConfig, recipe_text: str)
         eval_dataset=eval_dataset,
         processing_class=processor,
     )
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir))
+    trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))
     trainer.save_state()
     if trainer.is_world_process_zero():
         save_stage(args.output_dir, trainer.accelerator.unwrap_model(model), processor, recipe_text)

@@ -2,6 +2,9 @@
 
 What would train something else without a word is refused: a `peft_config` (it would train another adapter and switch the
 slots' LoRA off), a missing or foreign collator (it would train without slots), and settings that cut or mix sequences.
+
+The loss is the model's own, of the positions that have labels and no others: TRL's fused head scores the prompt as well
+where there is no Triton, which costs more than all decoder layers of a small model on a CPU.
 """
 
 import time
@@ -101,27 +104,44 @@ class AlignerTrainer(SFTTrainer):
             )
         model.set_stage(stage)
         super().__init__(model, data_collator=data_collator, **kwargs)
-        self.stage = stage
-        self._last_log = (time.perf_counter(), 0.0)
+        self._last_log: tuple[float, float] | None = None
         self._depths: list[torch.Tensor] = []
-        if stage == "gating":
-            # TRL computes its loss from the inner model, whose outputs it does not hand on.
-            self.model.model.register_forward_hook(self._keep_depths)
 
-    def _keep_depths(self, module, args, outputs) -> None:
-        if module.training and outputs.recursion_depth is not None:
-            self._depths.append(outputs.recursion_depth.detach())  # (batch, num_layers, max_slots)
-
-    def compute_loss(self, model, inputs, *args, **kwargs):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         row_ids = inputs.pop("row_ids")
-        outcome = super().compute_loss(model, inputs, *args, **kwargs)
-        loss = outcome[0] if isinstance(outcome, tuple) else outcome
+        if self._last_log is None:
+            self._last_log = (time.perf_counter(), float(self._total_train_tokens))
+        labels = inputs["labels"]  # (batch, seq_len), padded on the left
+        keep = labels.shape[1] - int((labels != -100).any(dim=0).int().argmax()) + 1
+        labels = labels[:, -keep:]
+        # SFTTrainer's loss is the fused head's; Trainer's is the model's.
+        loss, outputs = super(SFTTrainer, self).compute_loss(
+            model,
+            {**inputs, "labels": labels, "logits_to_keep": keep, "use_cache": False},
+            return_outputs=True,
+            num_items_in_batch=num_items_in_batch,
+        )
         if not torch.isfinite(loss):
             raise ValueError(
                 f"The loss is {loss.item()} at step {self.state.global_step} for the rows {row_ids}. Check their "
-                f"segments' embeddings, or lower `learning_rate`; the last checkpoint is in {self.args.output_dir}."
+                f"segments' embeddings, or lower `learning_rate`; checkpoints are in {self.args.output_dir}."
             )
-        return outcome
+        self._keep_metrics(inputs["attention_mask"], labels, outputs)
+        return (loss, outputs) if return_outputs else loss
+
+    @torch.no_grad()
+    def _keep_metrics(self, attention_mask, labels, outputs) -> None:
+        mode = "train" if self.model.training else "eval"
+        targets = labels[:, 1:]  # (batch, keep - 1)
+        hits = (outputs.logits[:, :-1].argmax(dim=-1) == targets).sum()
+        counts = torch.stack([hits, (targets != -100).sum(), attention_mask.sum()])
+        hits, num_targets, num_tokens = self.accelerator.gather(counts[None]).sum(dim=0).tolist()
+        self._metrics[mode]["mean_token_accuracy"].append(hits / max(1, num_targets))
+        if mode == "train":
+            self._total_train_tokens += num_tokens
+            self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
+            if self.model.config.gate_mode != "off" and outputs.recursion_depth is not None:
+                self._depths.append(outputs.recursion_depth)  # (batch, num_layers, max_slots)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training and "loss" in logs:

@@ -1,0 +1,140 @@
+"""The command line: answer a question from files, or watch the demo.
+
+    python -m arcaligner answer --question "Who wrote it?" --document letter.txt
+    python -m arcaligner demo
+
+Answers go to standard output, all else to standard error.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+DEFAULT_CHECKPOINT = Path(__file__).parent / "checkpoints" / "arcaligner-smollm2-135m"
+
+app = typer.Typer(
+    help="Answers questions from passages, each sentence of which is one slot of the prompt.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+output = Console()
+messages = Console(stderr=True)
+
+Document = typer.Option(
+    help="Text file to answer from; can be repeated.", exists=True, dir_okay=False
+)
+Checkpoint = Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.")]
+
+
+def load_pipeline(checkpoint: str):
+    """The pipeline of a checkpoint, from this package's own code.
+
+    Raises:
+        `ValueError`: something else than an aligner checkpoint.
+        `OSError`: a checkpoint, base model or encoder that is not there, with how to get it.
+    """
+    # Here, so that `--help` and mistakes in the options do not wait for them.
+    from transformers import PreTrainedConfig
+    from transformers.utils import logging
+
+    from .modeling_arcaligner import ArcAlignerForCausalLM
+    from .pipeline_arcaligner import ArcAlignerPipeline
+    from .processing_arcaligner import ArcAlignerProcessor
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if checkpoint == str(DEFAULT_CHECKPOINT) and not DEFAULT_CHECKPOINT.is_dir():
+        raise ValueError(
+            f"The aligner that comes with the source code is not at {DEFAULT_CHECKPOINT}. Name "
+            "another with `--checkpoint`, or train one: see train/sft.py."
+        )
+    model_type = PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")
+    if model_type != ArcAlignerForCausalLM.config_class.model_type:
+        raise ValueError(
+            f"{checkpoint} is a checkpoint of type {model_type!r}; expected 'arcaligner', that is "
+            "a folder or a Hub id that an ArcAligner model was saved to."
+        )
+    model = ArcAlignerForCausalLM.from_pretrained(checkpoint).eval()
+    processor = ArcAlignerProcessor.from_pretrained(checkpoint, trust_remote_code=False)
+    return ArcAlignerPipeline(model=model, processor=processor, task="text-generation")
+
+
+def read_document(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        `ValueError`: a file that is not UTF-8 text.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8 text (byte {error.start}). Convert it to plain text first."
+        ) from error
+
+
+def slots_table(record: dict[str, Any]) -> Table:
+    """One row for each slot: where its text stands and how often each layer passed over it."""
+    from .demo import busiest_layer, format_trajectories
+
+    layer = busiest_layer(record["trajectories"])
+    table = Table("Slot", "Document", "Characters", "Text", f"Passes at layer {layer}")
+    segments = record["segments"] or [{"document": "-", "start": 0, "end": 0, "text": ""}]
+    passes = record["trajectories"][layer]
+    for number, (segment, each) in enumerate(zip(segments, passes, strict=True)):
+        span = f"{segment['start']}-{segment['end']}"
+        text = escape(segment["text"])
+        table.add_row(
+            str(number), str(segment["document"]), span, text, format_trajectories([each])
+        )
+    return table
+
+
+@app.command()
+def answer(
+    question: Annotated[str, typer.Option(help="What to ask.")],
+    document: Annotated[list[Path], Document],
+    checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
+    show_slots: Annotated[
+        bool, typer.Option("--show-slots", help="Show what each slot stands for.")
+    ] = False,
+) -> None:
+    """Answers a question from your own text files."""
+    documents = [read_document(path) for path in document]
+    with messages.status("Loading the aligner and its base model"):
+        ask = load_pipeline(checkpoint)
+    with messages.status("Reading the documents"):
+        row = {"question": question, "documents": documents}
+        record = ask(row, return_slots=True)[0]
+    output.print(record["generated_text"].strip(), markup=False, highlight=False, soft_wrap=True)
+    if show_slots:
+        output.print(slots_table(record))
+    statistics = record["statistics"]
+    messages.print(
+        f"[dim]{statistics['tokens']} tokens of text read as {statistics['slots']} slots, "
+        f"x{statistics['compression_rate']:.1f}[/]"
+    )
+
+
+@app.command()
+def demo(checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT)) -> None:
+    """Answers the paper's three case studies and three questions of SQuAD."""
+    from .demo import run_demo
+
+    with messages.status("Loading the aligner and its base model"):
+        ask = load_pipeline(checkpoint)
+    run_demo(ask, output)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line; a mistake of the caller ends in one clear line and exit code 1."""
+    try:
+        app(arguments)
+    except (ValueError, OSError, ImportError) as error:
+        messages.print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True)
+        raise SystemExit(1) from error

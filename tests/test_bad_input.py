@@ -1,0 +1,313 @@
+"""Bad input to the model: each is refused by an error that names both sides and the remedy, and changes nothing."""
+
+import re
+import shutil
+
+import pytest
+import torch
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file, save_file
+from test_training_properties import SETTINGS, save_base_model
+from tiny_models import ENCODER_HIDDEN_SIZE, VOCAB_SIZE, backbone_config, collate, random_row, random_rows, tiny_aligner
+from transformers import DynamicCache
+
+from arcaligner.configuration_arcaligner import ArcAlignerConfig
+from arcaligner.modeling_arcaligner import ArcAlignerForCausalLM
+
+SLOT = VOCAB_SIZE
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_aligner("llama", encoder_name_or_path="some/encoder")
+
+
+def inputs(model, num_slots=4):
+    row = random_row(model, num_slots, contiguous=True)
+    return {"input_ids": row.input_ids[None], "context_embeds": row.context_embeds[None]}
+
+
+def entry_points(model):
+    """The ways a batch reaches the model: all must refuse alike (TRL calls the inner model, never our forward)."""
+    return (model, model.model, lambda **batch: model.generate(**batch, max_new_tokens=2))
+
+
+def assert_refused(model, message, **batch):
+    for call in entry_points(model):
+        with pytest.raises(ValueError, match=message):
+            call(**batch)
+
+
+# --- Slots and embeddings that do not fit ------------------------------------------------------------------------------
+
+
+def test_more_slots_than_embeddings(model):
+    batch = inputs(model, 4)
+    batch["context_embeds"] = batch["context_embeds"][:, :3]
+    assert_refused(model, r"(?s)\b4\b.*context tokens.*`input_ids`.*`context_embeds`.*\b3\b", **batch)
+
+
+def test_fewer_slots_than_embeddings(model):
+    batch = inputs(model, 4)
+    batch["context_embeds"] = torch.cat([batch["context_embeds"], torch.ones(1, 1, ENCODER_HIDDEN_SIZE)], 1)
+    assert_refused(model, r"(?s)\b4\b.*context tokens.*`input_ids`.*`context_embeds`.*\b5\b", **batch)
+
+
+@pytest.mark.parametrize("value", [3.0, float("nan")])
+def test_padding_of_embeddings_is_never_read(value):
+    """Rows with fewer slots than the fullest: what stands in their padding changes neither logits nor gradients."""
+    model = tiny_aligner("llama").train()
+    batch = collate(random_rows(model, [2, 0, 5]), "left")
+    results = []
+    for padding in (0.0, value):
+        batch["context_embeds"][0, 2:] = batch["context_embeds"][1] = padding
+        model.zero_grad()
+        output = model(**batch)
+        output.loss.backward()
+        results.append((output.logits.detach(), [p.grad.clone() for _, p in model.aligner_parameters()]))
+    assert torch.equal(results[0][0], results[1][0])
+    assert all(torch.equal(first, second) for first, second in zip(results[0][1], results[1][1], strict=True))
+
+
+def test_more_slots_than_embeddings_in_one_row_of_a_batch(model):
+    batch = collate(random_rows(model, [2, 5]))
+    del batch["labels"], batch["position_ids"]
+    batch["input_ids"][0, :6] = SLOT
+    assert_refused(model, r"(?s)\[(6|7|8), 5\].*context tokens.*`context_embeds`.*\b5\b", **batch)
+
+
+def test_context_tokens_without_embeddings(model):
+    message = r"(?s)\b4 context tokens \(id 61\).*`input_ids`.*no.*`context_embeds`.*processor"
+    assert_refused(model, message, input_ids=inputs(model, 4)["input_ids"])
+
+
+def test_embeddings_without_context_tokens(model):
+    batch = inputs(model, 4)
+    batch["input_ids"][batch["input_ids"] == SLOT] = 5
+    assert_refused(model, r"(?s)\[0\] context tokens.*`context_embeds` holds 4", **batch)
+
+
+def test_embeddings_without_input_ids(model):
+    batch = inputs(model, 4)
+    words = model.get_input_embeddings()(batch.pop("input_ids").clamp(max=SLOT - 1))
+    for call in (model, model.model):
+        with pytest.raises(ValueError, match=r"(?s)`context_embeds` without `input_ids`.*context_token_id` 61"):
+            call(inputs_embeds=words, **batch)
+
+
+def test_embeddings_with_both_input_ids_and_inputs_embeds(model):
+    batch = inputs(model, 4)
+    words = model.get_input_embeddings()(batch["input_ids"].clamp(max=SLOT - 1))
+    for call in (model, model.model):
+        with pytest.raises(ValueError, match=r"(?s)`?input_ids`?.*`?inputs_embeds`?"):
+            call(inputs_embeds=words, **batch)
+
+
+def test_embeddings_of_the_wrong_width(model):
+    batch = inputs(model, 4)
+    batch["context_embeds"] = batch["context_embeds"][..., :7]
+    message = r"(?s)`context_embeds` is 7 wide.*`encoder_hidden_size` 10.*some/encoder"
+    assert_refused(model, message, **batch)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_embeddings_that_are_not_finite(model, value):
+    batch = inputs(model, 4)
+    batch["context_embeds"][0, 2, 5] = value
+    assert_refused(model, r"(?s)`context_embeds`.*\b1 NaN or infinite.*\b40\b.*encoder", **batch)
+
+
+@pytest.mark.parametrize("shape", [(4, ENCODER_HIDDEN_SIZE), (2, 4, ENCODER_HIDDEN_SIZE), (1, 1, 4, ENCODER_HIDDEN_SIZE)])
+def test_embeddings_of_the_wrong_shape(model, shape):
+    batch = inputs(model, 4)
+    batch["context_embeds"] = torch.ones(shape, dtype=torch.float64)
+    with pytest.raises(ValueError, match=rf"(?s){re.escape(str(shape))}.*\(1, max_slots, 10\)"):
+        model(**batch)
+
+
+# --- Prompts -----------------------------------------------------------------------------------------------------------
+
+
+def test_prompt_longer_than_the_context_of_the_backbone(model):
+    row = random_row(model, 4, num_text=125)
+    message = r"(?s)prompt has 129 tokens.*backbone reads 128.*(fewer passages|merge)"
+    assert_refused(model, message, input_ids=row.input_ids[None], context_embeds=row.context_embeds[None])
+    row = random_row(model, 4, num_text=124)
+    model(input_ids=row.input_ids[None], context_embeds=row.context_embeds[None])
+
+
+def test_slots_after_a_cache_are_refused_and_the_cache_is_kept(model):
+    first, second = inputs(model, 4), inputs(model, 2)
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(**first, past_key_values=cache, use_cache=True)
+        length, keys = cache.get_seq_length(), cache.layers[0].keys.clone()
+        for call in (model, model.model):
+            with pytest.raises(ValueError, match=rf"(?s)context tokens after {length} cached tokens.*plain text"):
+                call(**second, past_key_values=cache, use_cache=True)
+    assert cache.get_seq_length() == length and torch.equal(cache.layers[0].keys, keys)
+
+
+def test_second_turn_with_slots_is_refused_by_generate(model):
+    first, second = inputs(model, 4), inputs(model, 2)
+    cache = model.prefill_context(**first)
+    both = torch.cat([first["input_ids"], second["input_ids"]], 1)
+    embeds = torch.cat([first["context_embeds"], second["context_embeds"]], 1)
+    for context_embeds in (embeds, second["context_embeds"], None):
+        with pytest.raises(ValueError, match=r"(?s)context tokens"):
+            model.generate(input_ids=both, context_embeds=context_embeds, past_key_values=cache, max_new_tokens=2)
+
+
+def test_prefill_in_chunks_is_refused(model):
+    with pytest.raises(ValueError, match=r"(?s)`prefill_chunk_size`.*chunks.*unset"):
+        model.generate(**inputs(model), prefill_chunk_size=4, max_new_tokens=2)
+
+
+def test_prefilling_a_prompt_without_slots_is_refused(model):
+    with pytest.raises(ValueError, match=r"(?s)\[-1\].*slots"):
+        model.prefill_context(torch.ones(1, 5, dtype=torch.long), torch.zeros(1, 0, ENCODER_HIDDEN_SIZE))
+
+
+def test_prefilling_rows_whose_slots_end_apart_is_refused(model):
+    batch = collate(random_rows(model, [2, 5], contiguous=True))
+    with pytest.raises(ValueError, match=r"(?s)last slots.*\[\d+, \d+\].*one row at a time"):
+        model.prefill_context(batch["input_ids"], batch["context_embeds"], batch["attention_mask"])
+
+
+@pytest.mark.parametrize("stop", ["input_ids", "context_embeds"])
+def test_refused_call_leaves_no_trace(model, stop):
+    """The next good call gives what it gave before."""
+    good, bad = inputs(model, 4), inputs(model, 4)
+    bad[stop] = bad[stop][:, 2:] if stop == "context_embeds" else torch.full_like(bad[stop], SLOT)
+    with torch.no_grad():
+        before = model(**good).logits
+        with pytest.raises(ValueError):
+            model(**bad)
+        assert torch.equal(model(**good).logits, before)
+
+
+# --- Merging -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_lora_cannot_be_merged(model, safe):
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    assert layers
+    for layer in layers:
+        with pytest.raises(ValueError, match=r"(?s)`slot`.*cannot be merged.*slots only.*text"):
+            layer.merge(safe_merge=safe)
+    after = model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    row = inputs(model)
+    with torch.no_grad():
+        assert not layers[0].merged and torch.isfinite(model(**row).logits).all()
+
+
+# --- Configurations ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"gate_layers": [0, 3]}, r"(?s)`gate_layers` is \[0, 3\].*0 to 2"),
+        ({"gate_layers": [-1]}, r"(?s)`gate_layers` is \[-1\].*0 to 2"),
+        ({"gate_layers": "some"}, r"(?s)`gate_layers`.*'some'.*\"all\""),
+        ({"gate_threshold": 0.0}, r"(?s)`gate_threshold` is 0.0.*\(0, 1\]"),
+        ({"gate_threshold": 1.5}, r"(?s)`gate_threshold` is 1.5.*\(0, 1\]"),
+        ({"max_refinement_steps": -1}, r"(?s)`max_refinement_steps` is -1.*at least 0"),
+        ({"gate_mode": "sometimes"}, r"(?s)sometimes"),
+        ({"lora_r": "eight"}, r"(?s)lora_r.*eight"),
+    ],
+)
+def test_impossible_configuration(settings, message):
+    with pytest.raises(Exception, match=message):
+        ArcAlignerConfig(text_config=backbone_config("llama"), **settings)
+
+
+# --- Checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """An aligner-only checkpoint and the base model it names."""
+    save_base_model(tmp_path / "base")
+    model = ArcAlignerForCausalLM.from_pretrained(tmp_path / "base", **SETTINGS)
+    model.save_pretrained(tmp_path / "aligner")
+    assert not any("base_layer" in name or "embed" in name for name in load_file(weights(tmp_path / "aligner")))
+    return tmp_path
+
+
+def weights(folder):
+    return folder / "model.safetensors"
+
+
+def edit_weights(folder, edit):
+    tensors = load_file(weights(folder))
+    edit(tensors)
+    save_file(tensors, weights(folder), metadata={"format": "pt"})
+
+
+def test_checkpoint_for_another_encoder_width(checkpoint):
+    with pytest.raises(ValueError, match=r"(?s)aligner.*width 12.*projector\.up\.weight.*\[24, 10\].*\[24, 12\]"):
+        ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner", encoder_hidden_size=12)
+
+
+def test_checkpoint_for_another_rank(checkpoint):
+    with pytest.raises(ValueError, match=r"(?s)aligner.*lora_.*\[.*4.*\].*\[.*8.*\]"):
+        ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner", lora_r=8)
+
+
+@pytest.mark.parametrize("part", ["projector", "lora_B", "slot_gate"])
+def test_checkpoint_that_lacks_aligner_weights(checkpoint, part):
+    def drop_one(tensors):
+        del tensors[next(name for name in tensors if part in name)]
+
+    edit_weights(checkpoint / "aligner", drop_one)
+    with pytest.raises(ValueError, match=rf"(?s)lacks 1 of \d+ aligner weights.*{part}"):
+        ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner")
+
+
+def test_checkpoint_whose_base_model_is_gone(checkpoint):
+    shutil.rmtree(checkpoint / "base")
+    with pytest.raises(OSError, match=rf"(?s)base model.*{re.escape(str(checkpoint / 'base'))}"):
+        ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner")
+
+
+def test_checkpoint_whose_base_model_is_not_on_this_machine(checkpoint, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(OSError, match=r"(?s)base model.*nobody/nothing.*(download|offline|install)"):
+        ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner", base_model_name_or_path="nobody/nothing")
+
+
+@pytest.mark.parametrize(
+    "backbone, changes",
+    [
+        ("llama", {"hidden_size": 32}),
+        ("llama", {"num_hidden_layers": 2}),
+        ("llama", {"num_hidden_layers": 4}),
+        ("qwen2", {}),
+        ("gemma2", {}),
+    ],
+)
+def test_checkpoint_for_another_backbone(checkpoint, backbone, changes):
+    """The base model at the name in the configuration is not the one the aligner was trained around."""
+    shutil.rmtree(checkpoint / "base")
+    save_base_model(checkpoint / "base", backbone, **changes)
+    with pytest.raises(ValueError, match=r"(?s)base.*llama"):
+        ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner")
+
+
+def test_base_model_that_lacks_weights(checkpoint):
+    edit_weights(checkpoint / "base", lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ValueError, match=r"(?s)base.*layers\.1\.mlp\.up_proj"):
+        ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner")
+
+
+def test_fitting_checkpoint_still_loads(checkpoint):
+    model = ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner")
+    moved = checkpoint / "elsewhere"
+    shutil.move(checkpoint / "base", moved)
+    again = ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner", base_model_name_or_path=str(moved))
+    for (name, first), second in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(first, second), name

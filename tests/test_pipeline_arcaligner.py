@@ -1,0 +1,228 @@
+"""The pipeline gives what the model gives on the processor's inputs, for every form of input."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, TextGenerationPipeline, TextIteratorStreamer
+
+from arcaligner import ArcAlignerPipeline
+from arcaligner.pipeline_arcaligner import format_trajectory
+
+QUESTION = "Who wrote it?"
+DOCUMENTS = [
+    "It was written by Ada.  Nobody else knew.",
+    {"title": "Toronto Northwest", "text": "The riding was created in 1924."},
+]
+CHAT = [{"role": "user", "content": QUESTION}]
+ROWS = [
+    {"question": QUESTION, "documents": DOCUMENTS},
+    {"question": "What sport does Radik Zhaparov play?", "documents": ["He is a ski jumper."]},
+    {"question": "Is there anything?", "documents": []},
+    {"question": "Where is the riding?", "documents": [f"Line {i}." for i in range(7)]},
+]
+NEW_TOKENS = 6
+
+
+@pytest.fixture
+def ask(model, processor):
+    return ArcAlignerPipeline(
+        model=model,
+        processor=processor,
+        task="text-generation",
+        device="cpu",
+        max_new_tokens=NEW_TOKENS,
+    )
+
+
+@pytest.fixture
+def ask_base_model(base_model_dir, processor):
+    """The built-in pipeline around the base model."""
+    base = AutoModelForCausalLM.from_pretrained(base_model_dir)
+    settings = {"device": "cpu", "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    tokenizer = copy.deepcopy(processor.tokenizer)
+    return TextGenerationPipeline(
+        model=base, tokenizer=tokenizer, task="text-generation", **settings
+    )
+
+
+def encode(processor, messages, documents):
+    return processor.apply_chat_template(
+        messages,
+        documents=documents,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+
+
+def generate(model, processor, inputs) -> str:
+    ids = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    return processor.tokenizer.decode(
+        ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+    )
+
+
+def test_question_gets_the_answer_that_the_model_generates(ask, model, processor):
+    expected = generate(model, processor, encode(processor, CHAT, DOCUMENTS))
+    assert ask(ROWS[0]) == [{"generated_text": expected}]
+
+
+def test_chat_with_documents_comes_back_with_the_answer_appended(ask):
+    answer = ask(ROWS[0])[0]["generated_text"]
+    reply = {"role": "assistant", "content": answer}
+    assert ask(CHAT, documents=DOCUMENTS) == [{"generated_text": [*CHAT, reply]}]
+    answer_only = ask(CHAT, documents=DOCUMENTS, return_full_text=False)
+    assert answer_only == [{"generated_text": answer}]
+
+
+def test_question_with_full_text_asked_for_comes_back_as_a_chat(ask):
+    answer = ask(ROWS[0])[0]["generated_text"]
+    reply = {"role": "assistant", "content": answer}
+    assert ask(ROWS[0], return_full_text=True) == [{"generated_text": [*CHAT, reply]}]
+
+
+def test_string_with_documents_is_a_question(ask):
+    answer_only = ask(QUESTION, documents=DOCUMENTS)
+    assert answer_only == ask(ROWS[0])
+
+
+def test_earlier_turns_are_kept_and_the_slots_stand_in_the_first(ask, model, processor):
+    chat = [*CHAT, {"role": "assistant", "content": "Ada."}, {"role": "user", "content": "When?"}]
+    expected = generate(model, processor, encode(processor, chat, DOCUMENTS))
+    output = ask(chat, documents=DOCUMENTS)[0]["generated_text"]
+    assert output == [*chat, {"role": "assistant", "content": expected}]
+
+
+def test_chat_ending_with_the_assistant_is_continued(ask):
+    chat = [*CHAT, {"role": "assistant", "content": "It was"}]
+    output = ask(chat, documents=DOCUMENTS)[0]["generated_text"]
+    assert output[:-1] == CHAT
+    assert output[-1]["content"].startswith("It was") and output[-1]["content"] != "It was"
+
+
+@pytest.mark.parametrize("given", ["Once upon a time", CHAT], ids=["text", "chat"])
+def test_input_without_documents_is_answered_by_the_base_model(ask, ask_base_model, given):
+    assert ask(given) == ask_base_model(given)
+
+
+def test_rows_bring_their_own_documents_whatever_the_batch_size(ask):
+    one_by_one = [ask(row, return_slots=True) for row in ROWS]
+    texts = [records[0]["generated_text"] for records in one_by_one]
+    assert len(set(texts)) == len(texts)
+    assert [r[0]["statistics"]["slots"] for r in one_by_one] == [3, 1, 1, 7]
+    for batch_size in (1, 2, 3, 4):
+        assert ask(ROWS, batch_size=batch_size, return_slots=True) == one_by_one
+
+
+def test_batch_may_hold_rows_without_slots(ask):
+    rows = [{"messages": CHAT}, {"messages": CHAT, "documents": DOCUMENTS}, ROWS[1]]
+    one_by_one = [ask(row, return_slots=True) for row in rows]
+    assert [r[0]["statistics"]["slots"] for r in one_by_one] == [0, 3, 1]
+    assert ask(rows, batch_size=3, return_slots=True) == one_by_one
+
+
+def test_rows_without_documents_take_those_of_the_call(ask):
+    rows = [{"question": QUESTION}, ROWS[1]]
+    assert ask(rows, documents=DOCUMENTS, batch_size=2) == [ask(ROWS[0]), ask(ROWS[1])]
+    assert ask([CHAT, CHAT], documents=DOCUMENTS) == 2 * [ask(CHAT, documents=DOCUMENTS)]
+
+
+def test_a_generator_of_rows_is_answered_lazily(ask):
+    answers = ask(row for row in ROWS)
+    assert [answer for answer in answers] == [ask(row) for row in ROWS]
+
+
+def test_question_without_documents_has_the_slot_of_no_passages(ask, model, processor):
+    expected = generate(model, processor, encode(processor, CHAT, []))
+    records = ask({"question": QUESTION}, return_slots=True)
+    assert records[0]["generated_text"] == expected
+    assert records[0]["statistics"]["slots"] == 1 and records[0]["segments"] == []
+
+
+def test_slots_tell_their_segments_trajectories_and_rate(ask, model, processor):
+    record = ask(ROWS[0], return_slots=True)[0]
+    texts = [DOCUMENTS[0], DOCUMENTS[1]["text"]]
+    for segment in record["segments"]:
+        assert texts[segment["document"]][segment["start"] : segment["end"]] == segment["text"]
+    assert [s["text"] for s in record["segments"]] == [
+        "It was written by Ada.",
+        "Nobody else knew.",
+        "The riding was created in 1924.",
+    ]
+    inputs = encode(processor, CHAT, DOCUMENTS)
+    depth = model(**inputs).recursion_depth[0]  # (num_layers, num_slots)
+    expected = [[format_trajectory(each) for each in layer] for layer in depth.tolist()]
+    assert record["trajectories"] == expected
+    assert {"L0.", "LLL"} <= {each for layer in expected for each in layer}
+    tokens = sum(len(processor.tokenizer(t, add_special_tokens=False)["input_ids"]) for t in texts)
+    assert record["statistics"] == {"tokens": tokens, "slots": 3, "compression_rate": tokens / 3}
+
+
+def test_trajectory_has_one_letter_for_each_pass():
+    assert [format_trajectory(depth) for depth in range(4)] == ["L0.", "LL", "LLL", "LLLL"]
+
+
+def test_streamer_receives_the_answer_piece_by_piece(ask, processor):
+    streamer = TextIteratorStreamer(
+        processor.tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=30
+    )
+    answer = ask(ROWS[1], streamer=streamer)[0]["generated_text"]
+    assert "".join(streamer) == answer
+
+
+def test_streamer_that_shows_the_prompt_survives_slots(ask, processor):
+    streamer = TextIteratorStreamer(processor.tokenizer, timeout=30)
+    ask(ROWS[0], streamer=streamer)
+    assert f"Question: {QUESTION}" in "".join(streamer)
+
+
+def test_generation_options_reach_the_model(ask, model, processor):
+    beams = ask(ROWS[0], num_beams=3, num_return_sequences=2, return_slots=True)
+    inputs = encode(processor, CHAT, DOCUMENTS)
+    ids = model.generate(**inputs, max_new_tokens=NEW_TOKENS, num_beams=3, num_return_sequences=2)
+    texts = processor.tokenizer.batch_decode(
+        ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+    )
+    assert [record["generated_text"] for record in beams] == texts
+    assert beams[0]["trajectories"] == beams[1]["trajectories"]
+    assert len(ask(ROWS[0], max_new_tokens=1, return_tensors=True)[0]["generated_token_ids"]) == (
+        inputs["input_ids"].shape[1] + 1
+    )
+
+
+def test_it_samples_only_when_asked_to(ask):
+    torch.manual_seed(0)
+    greedy = [ask(ROWS[0]) for _ in range(3)]
+    sampled = [ask(ROWS[0], do_sample=True, temperature=5.0) for _ in range(3)]
+    assert greedy[0] == greedy[1] == greedy[2]
+    assert not sampled[0] == sampled[1] == sampled[2]
+
+
+def test_backbone_without_chat_template_gets_the_plain_prompt(ask, model, processor):
+    ask.processor = copy.deepcopy(processor)
+    ask.processor.chat_template = None
+    inputs = processor(text=QUESTION, documents=DOCUMENTS, return_tensors="pt")
+    expected = generate(model, processor, inputs)
+    assert ask(ROWS[0]) == [{"generated_text": expected}]
+    assert expected != generate(model, processor, encode(processor, CHAT, DOCUMENTS))
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        ({"question": " ", "documents": DOCUMENTS}, {}, "question is empty"),
+        ({"question": 3, "documents": DOCUMENTS}, {}, "`question` of type int"),
+        ({"query": "Who?"}, {}, "`query` of type str"),
+        (7, {}, "got int"),
+        ({"question": QUESTION, "documents": ["fine", 7]}, {}, "Document 1 is of type int"),
+        (CHAT, {"documents": [DOCUMENTS]}, "Document 0 is of type list"),
+        ([{"role": "system", "content": "x"}], {"documents": DOCUMENTS}, "no user message"),
+        (ROWS[0], {"handle_long_generation": "hole"}, "where the slots stand"),
+        (ROWS[0], {"truncation": True, "max_length": 4}, "would cut slots"),
+    ],
+)
+def test_bad_input_is_refused_with_what_was_given(ask, given, options, message):
+    with pytest.raises(ValueError, match=message):
+        ask(given, **options)

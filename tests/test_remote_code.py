@@ -1,0 +1,198 @@
+"""A checkpoint folder stands on its own: it loads where the package is not, and goes to the Hub whole.
+
+The loading runs in a fresh process without the package, without network and with an empty cache of
+code, through transformers' Auto classes and `pipeline` alone.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from huggingface_hub import HfApi
+from safetensors import safe_open
+
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor
+
+QUESTION = "Who wrote it?"
+DOCUMENTS = ["It was written by Ada. Nobody else knew.", {"title": "T", "text": "So be it."}]
+ROW = {"question": QUESTION, "documents": DOCUMENTS}
+CODE = {path.name for path in Path(__file__).parents[1].glob("*_arcaligner.py")}
+
+# What the fresh process does: load and answer, save, load what it saved and answer, once more.
+SCRIPT = """
+import json, sys
+
+sys.modules["arcaligner"] = None  # from here on, importing it is an error
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoProcessor, pipeline
+
+first, second, third, row = sys.argv[1:]
+row = json.loads(row)
+trust = {"trust_remote_code": True}
+
+
+def answers(folder):
+    config = AutoConfig.from_pretrained(folder, **trust)
+    processor = AutoProcessor.from_pretrained(folder, **trust)
+    processor.encoder_device = "cpu"
+    inputs = processor(text=row["question"], documents=row["documents"], return_tensors="pt")
+    logits = []
+    for auto_class in (AutoModelForCausalLM, AutoModel):
+        model = auto_class.from_pretrained(folder, **trust).eval()
+        logits.append(model(**inputs).logits[0, -1].tolist())
+    records = []
+    for task in ("text-generation", None):
+        ask = pipeline(task, model=folder, device="cpu", max_new_tokens=6, **trust)
+        records.append(ask(row, return_slots=True))
+    return {"model_type": config.model_type, "logits": logits, "records": records}, ask
+
+
+result, ask = answers(first)
+ask.save_pretrained(second)
+again, ask = answers(second)
+ask.model.save_pretrained(third)
+ask.processor.save_pretrained(third)
+last, _ = answers(third)
+json.dump([result, again, last], sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def fresh_process(checkpoint_dir, tmp_path_factory) -> tuple[list[dict], list[Path]]:
+    """What the script answered from the checkpoint and from two saves of it, and the folders."""
+    folder = tmp_path_factory.mktemp("fresh")
+    shutil.copytree(checkpoint_dir, folder / "first")
+    folders = [folder / name for name in ("first", "second", "third")]
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *map(str, folders), json.dumps(ROW)],
+        cwd=folder,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(folder / "modules")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads(run.stdout), folders
+
+
+def aligner_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    with safe_open(folder / "model.safetensors", framework="pt") as tensors:
+        return {key: tensors.get_tensor(key) for key in tensors.keys()}
+
+
+def test_fresh_process_answers_as_this_one_from_every_save(fresh_process, model, processor):
+    results, _ = fresh_process
+    settings = {"task": "text-generation", "device": "cpu", "max_new_tokens": 6}
+    expected = ArcAlignerPipeline(model=model, processor=processor, **settings)(
+        ROW, return_slots=True
+    )
+    inputs = processor(text=QUESTION, documents=DOCUMENTS, return_tensors="pt")
+    logits = model(**inputs).logits[0, -1]
+    for result in results:
+        assert result["model_type"] == "arcaligner"
+        assert result["records"] == [expected, expected]
+        for found in result["logits"]:
+            torch.testing.assert_close(torch.tensor(found), logits, rtol=0, atol=1e-6)
+
+
+def test_every_save_holds_the_same_weights_code_and_settings(fresh_process):
+    _, (first, *saves) = fresh_process
+    weights = aligner_tensors(first)
+    for folder in saves:
+        saved = aligner_tensors(folder)
+        assert saved.keys() == weights.keys()
+        assert all(torch.equal(saved[key], weights[key]) for key in weights)
+        assert {path.name for path in folder.iterdir()} == {path.name for path in first.iterdir()}
+        for name in CODE | {"config.json", "processor_config.json", "chat_template.jinja"}:
+            assert (folder / name).read_text() == (first / name).read_text(), name
+
+
+def test_config_names_every_class_that_loads_it(checkpoint_dir):
+    config = json.loads((checkpoint_dir / "config.json").read_text())
+    homes = {
+        "AutoConfig": "configuration_arcaligner.ArcAlignerConfig",
+        "AutoModel": "modeling_arcaligner.ArcAlignerForCausalLM",
+        "AutoModelForCausalLM": "modeling_arcaligner.ArcAlignerForCausalLM",
+        "AutoProcessor": "processing_arcaligner.ArcAlignerProcessor",
+    }
+    assert config["auto_map"] == homes
+    task = config["custom_pipelines"]["text-generation"]
+    assert task["impl"] == "pipeline_arcaligner.ArcAlignerPipeline"
+
+
+def test_checkpoint_holds_all_code_and_only_the_aligners_weights(checkpoint_dir):
+    assert CODE <= {path.name for path in checkpoint_dir.iterdir()}
+    keys = aligner_tensors(checkpoint_dir).keys()
+    parts = ("projector.", ".slot_gate.", ".lora_A.slot.", ".lora_B.slot.")
+    assert all(any(part in key for part in parts) for key in keys)
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path) -> SimpleNamespace:
+    """A Hub that keeps what is uploaded to it in a folder."""
+    hub = SimpleNamespace(folder=tmp_path / "hub", uploads=0)
+
+    def create_repo(self, repo_id, **kwargs):
+        return SimpleNamespace(repo_id=repo_id)
+
+    def upload_folder(self, *, repo_id, folder_path, **kwargs):
+        assert repo_id == "someone/aligner"
+        shutil.copytree(folder_path, hub.folder)
+        hub.uploads += 1
+
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    return hub
+
+
+def check_uploaded(hub: SimpleNamespace, model, checkpoint_dir: Path) -> None:
+    assert hub.uploads == 1
+    names = {path.name for path in hub.folder.iterdir()}
+    assert CODE | {"config.json", "model.safetensors", "README.md"} <= names
+    assert {"processor_config.json", "tokenizer.json", "tokenizer_config.json"} <= names
+    assert "chat_template.jinja" in names
+    card = (hub.folder / "README.md").read_text()
+    assert "pipeline_tag: text-generation" in card and "trust_remote_code=True" in card
+    loaded = ArcAlignerForCausalLM.from_pretrained(str(hub.folder))
+    for (name, uploaded), (_, ours) in zip(
+        loaded.named_parameters(), model.named_parameters(), strict=True
+    ):
+        assert torch.equal(uploaded, ours), name
+    processor = ArcAlignerProcessor.from_pretrained(hub.folder)
+    original = ArcAlignerProcessor.from_pretrained(checkpoint_dir)
+    assert processor.to_dict() == original.to_dict()
+    assert processor.tokenizer.get_vocab() == original.tokenizer.get_vocab()
+
+
+def test_push_to_hub_uploads_code_weights_processor_and_card(hub, model, checkpoint_dir):
+    model.push_to_hub("someone/aligner")
+    check_uploaded(hub, model, checkpoint_dir)
+
+
+def test_push_to_hub_takes_the_processor_it_is_given(hub, model, processor, checkpoint_dir):
+    model.config._name_or_path = ""
+    model.push_to_hub("someone/aligner", processor=processor)
+    check_uploaded(hub, model, checkpoint_dir)
+
+
+def test_push_to_hub_without_any_processor_is_refused_before_upload(hub, model):
+    model.config._name_or_path = ""
+    with pytest.raises(ValueError, match="push_to_hub\\(repo_id, processor=processor\\)"):
+        model.push_to_hub("someone/aligner")
+    assert hub.uploads == 0
+
+
+def test_importing_the_package_imports_no_library():
+    code = (
+        "import sys, arcaligner; "
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; "
+        "assert 'ArcAlignerConfig' in dir(arcaligner); "
+        "from arcaligner import ArcAlignerConfig; print(ArcAlignerConfig.model_type)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "arcaligner"

@@ -1,0 +1,303 @@
+"""What training relies on: stages, fresh aligners, the loss through Trainer and TRL, and several processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from reference import Reference
+from tiny_models import (
+    BACKBONES,
+    ENCODER_HIDDEN_SIZE,
+    VOCAB_SIZE,
+    backbone_config,
+    collate,
+    float64_throughout,
+    random_rows,
+    randomize,
+    tiny_aligner,
+)
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from trl.trainer.utils import add_fused_lm_head
+
+from arcaligner.modeling_arcaligner import ArcAlignerForCausalLM
+
+SLOT_COUNTS = [3, 6, 1, 4]
+
+
+def is_part(name: str, part: str) -> bool:
+    return {"lora": ".lora_", "gate": ".slot_gate.", "projector": ".projector."}[part] in name
+
+
+# --- Stages ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "stage, parts, gate_mode",
+    [
+        ("reconstruction", {"projector", "lora"}, "off"),
+        ("grounding", {"projector", "lora"}, "off"),
+        ("gating", {"projector", "lora", "gate"}, "adaptive"),
+    ],
+)
+def test_stage_trains_exactly_its_parts(stage, parts, gate_mode):
+    model = tiny_aligner("llama")
+    for previous in ("gating", "reconstruction", stage):  # whatever was set before
+        model.set_stage(previous)
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == any(is_part(name, part) for part in parts), name
+    assert model.config.gate_mode == gate_mode
+
+
+@pytest.mark.parametrize("stage", ["reconstruction", "grounding", "gating"])
+def test_step_moves_what_the_stage_trains_and_nothing_else(stage):
+    """Of the last layer only keys and values of slots matter: the rest of its LoRA and its gate get zero gradients."""
+    model = tiny_aligner("llama").train()
+    model.set_stage(stage)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    batch = collate(random_rows(model, SLOT_COUNTS, contiguous=True), "left")
+    batch["labels"][:, :-2] = -100  # only the answer; a label right after a slot would be predicted by that slot
+    model(**batch).loss.backward()
+    optimizer.step()
+    parts = ("projector", "lora", "gate") if stage == "gating" else ("projector", "lora")
+    for name, parameter in model.named_parameters():
+        in_last_layer = ".layers.2." in name and not any(leaf in name for leaf in (".k_proj.", ".v_proj."))
+        moves = any(is_part(name, part) for part in parts) and not in_last_layer
+        assert torch.equal(parameter, before[name]) != moves, name
+
+
+def test_unknown_stage_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="'pretraining'.*reconstruction, grounding, gating"):
+        tiny_aligner("llama").set_stage("pretraining")
+
+
+def save_base_model(folder, backbone="llama", **changes):
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(backbone_config(backbone, **changes))
+    randomize(base)
+    base.save_pretrained(folder)
+    return base
+
+
+SETTINGS = {"encoder_hidden_size": ENCODER_HIDDEN_SIZE, "lora_r": 4, "lora_dropout": 0.0, "gate_hidden_size": 7}
+
+
+@pytest.mark.parametrize("backbone", ["llama", "gemma2", "gemma3_text", "phi3", "cohere"])
+def test_fresh_aligner_starts_from_the_base_model(tmp_path, backbone):
+    """LoRA B is zero, gates are closed, the base weights are the base model's and frozen."""
+    base = save_base_model(tmp_path, backbone)
+    torch.manual_seed(3)
+    torch.randn(1000)  # what an earlier allocation leaves behind must not show up in fresh weights
+    model = ArcAlignerForCausalLM.from_pretrained(tmp_path, **SETTINGS)
+    assert model.config.base_model_name_or_path == str(tmp_path)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            assert not parameter.any(), name
+        elif ".lora_A." in name or (".projector." in name and name.endswith("weight")):
+            assert 1e-4 < parameter.std() < 2, name
+        assert parameter.requires_grad == any(is_part(name, part) for part in ("lora", "gate", "projector")), name
+    rows = random_rows(model, [3, 5])
+    ids = torch.randint(3, VOCAB_SIZE, (2, 11))
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids).logits, base.eval()(ids).logits)
+        assert not model(**collate(rows)).recursion_depth.clamp(min=0).any()
+
+
+def test_stage_three_starts_where_stage_two_ended(tmp_path):
+    """Fresh gates are closed, so switching them on changes no logit and no loss."""
+    save_base_model(tmp_path)
+    model = ArcAlignerForCausalLM.from_pretrained(tmp_path, **SETTINGS)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(0))
+    batch = collate(random_rows(model, SLOT_COUNTS))
+    outputs = {}
+    for stage in ("grounding", "gating"):
+        model.set_stage(stage)
+        for training in (True, False):
+            with torch.no_grad():
+                outputs[stage, training] = model.train(training)(**batch)
+    for training in (False, True):
+        grounding, gating = outputs["grounding", training], outputs["gating", training]
+        torch.testing.assert_close(gating.logits, grounding.logits, rtol=0, atol=2e-6 if training else 0)
+        assert not gating.recursion_depth.clamp(min=0).any()
+
+
+def test_closed_gates_still_learn(tmp_path):
+    """The straight-through estimator gives a closed gate the gradient of its candidate."""
+    save_base_model(tmp_path)
+    model = ArcAlignerForCausalLM.from_pretrained(tmp_path, **SETTINGS).train()
+    model.set_stage("gating")
+    model(**collate(random_rows(model, SLOT_COUNTS))).loss.backward()
+    for name, parameter in model.named_parameters():
+        if name.endswith("slot_gate.out.bias") and ".layers.2." not in name:
+            assert parameter.grad.abs().max() > 0, name
+
+
+def test_last_layer_gate_has_no_effect_at_inference():
+    """Nothing reads a slot after the last layer, so its steps are left out and its gate changes nothing."""
+    model = tiny_aligner("llama")
+    batch = collate(random_rows(model, SLOT_COUNTS))
+    with torch.no_grad():
+        before = model(**batch)
+        gate = model.model.backbone.layers[-1].slot_gate
+        for parameter in gate.parameters():
+            parameter.fill_(9.0)
+        after = model(**batch)
+    assert torch.equal(before.logits, after.logits)
+    assert not after.recursion_depth[:, -1].clamp(min=0).any()
+
+
+# --- The loss ----------------------------------------------------------------------------------------------------------
+
+
+def test_loss_is_divided_by_num_items_in_batch():
+    model = tiny_aligner("llama").train()
+    rows = random_rows(model, SLOT_COUNTS)
+    with float64_throughout():
+        expected = Reference(model).loss(rows, num_items=17)
+        loss = model(**collate(rows), num_items_in_batch=17).loss
+        tensor_loss = model(**collate(rows), num_items_in_batch=torch.tensor(17)).loss
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(tensor_loss, expected, rtol=1e-9, atol=1e-9)
+
+
+class RowCollator:
+    """Indices to a batch of prepared rows."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __call__(self, examples):
+        return collate([self.rows[example["index"]] for example in examples], "left")
+
+
+def train(folder, rows, **arguments):
+    model = tiny_aligner("llama", dtype=torch.float32)
+    model.set_stage("gating")
+    arguments = TrainingArguments(
+        folder,
+        max_steps=3,
+        learning_rate=0.02,
+        remove_unused_columns=False,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        **arguments,
+    )
+    dataset = [{"index": i} for i in range(len(rows))]
+    Trainer(model, arguments, train_dataset=dataset, data_collator=RowCollator(rows)).train()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_accumulating_8_batches_of_1_equals_1_batch_of_8(tmp_path):
+    """Also with rows of different numbers of labels, slots and words."""
+    rows = random_rows(tiny_aligner("llama", dtype=torch.float32), [7, 12, 1, 5, 3, 8, 2, 4] * 3)
+    torch.manual_seed(0)
+    together = train(tmp_path, rows, per_device_train_batch_size=8)
+    apart = train(tmp_path, rows, per_device_train_batch_size=1, gradient_accumulation_steps=8)
+    start = dict(tiny_aligner("llama", dtype=torch.float32).named_parameters())
+    assert any(not torch.equal(together[name], start[name]) for name in start)
+    for name, parameter in together.items():
+        torch.testing.assert_close(apart[name], parameter, msg=name, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("backbone", list(BACKBONES))
+def test_loss_of_trl_equals_loss_of_the_model(backbone):
+    """TRL goes around our forward, through `base_model` and the head's weights, with its own scales and caps."""
+    model = tiny_aligner(backbone, dtype=torch.float32).train()
+    model.set_stage("gating")
+    batch = collate(random_rows(model, SLOT_COUNTS), "left")
+    losses, gradients = [], []
+    for use_trl in (False, True):
+        if use_trl:
+            add_fused_lm_head(model)
+        model.zero_grad()
+        loss = model(**batch, **({"fused_lm_head": True} if use_trl else {})).loss
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+    assert gradients[0].keys() == gradients[1].keys()
+    assert any(is_part(name, "projector") and g.abs().max() > 1e-5 for name, g in gradients[0].items())
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name, rtol=1e-3, atol=1e-5)
+
+
+def test_batch_without_slots_gives_zero_gradients_not_none():
+    """So that a process of DistributedDataParallel that happens on such a batch takes part in the reduction."""
+    model = tiny_aligner("llama").train()
+    batch = collate(random_rows(model, [0, 0], num_text=8))
+    model(**batch, context_embeds=torch.zeros(2, 1, ENCODER_HIDDEN_SIZE)).loss.backward()
+    for name, parameter in model.aligner_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+def test_context_token_as_label_is_ignored():
+    model = tiny_aligner("llama").train()
+    batch = collate(random_rows(model, SLOT_COUNTS))
+    expected = model(**batch).loss
+    batch["labels"] = torch.where(batch["input_ids"] == model.config.context_token_id, batch["input_ids"], batch["labels"])
+    assert torch.equal(model(**batch).loss, expected)
+
+
+# --- Several processes -------------------------------------------------------------------------------------------------
+
+WORKER = """
+import sys
+sys.path[:0] = sys.argv[3:]
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from tiny_models import collate, random_rows, tiny_aligner
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+for stage in ("grounding", "gating"):
+    model = tiny_aligner("llama").train()
+    model.set_stage(stage)
+    if stage == "gating":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if stage == "grounding":
+        for name, parameter in model.named_parameters():
+            assert parameter.requires_grad is False or ".slot_gate." not in name
+    rows = random_rows(model, [3, 6, 1, 4])[2 * rank : 2 * rank + 2]
+    parallel = DistributedDataParallel(model)
+    for _ in range(2):  # a parameter without a gradient would be reported in the second step
+        model.zero_grad()
+        parallel(**collate(rows), num_items_in_batch=20).loss.backward()
+    if rank == 0:
+        torch.save({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, f"{folder}/{stage}.pt")
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_two_processes_give_the_gradient_of_one(tmp_path):
+    """DistributedDataParallel on gloo, without looking for unused parameters."""
+    paths = [str(Path(__file__).parent), *filter(None, sys.path)]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(rank), str(tmp_path), *paths],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    for worker in workers:
+        _, errors = worker.communicate(timeout=120)
+        assert worker.returncode == 0, errors
+    for stage in ("grounding", "gating"):
+        model = tiny_aligner("llama").train()
+        model.set_stage(stage)
+        model(**collate(random_rows(model, [3, 6, 1, 4])), num_items_in_batch=20).loss.backward()
+        parallel = torch.load(tmp_path / f"{stage}.pt")
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:  # DDP averages over the two processes
+                torch.testing.assert_close(2 * parallel[name], parameter.grad, msg=name)
