@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import HfApi
 from safetensors import safe_open
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 from transformers.utils import cached_file
@@ -76,18 +76,21 @@ class AlignerCheckpointMixin:
                 model, state_dict, checkpoint_files, load_config, expected_keys
             )
         source = str(load_config.pretrained_model_name_or_path)
-        needs_renaming = source == resolve_base_model(str(config.base_model_name_or_path))
-        if not needs_renaming:
+        has_base_model = source == resolve_base_model(str(config.base_model_name_or_path))
+        if not has_base_model:
             shapes = _tensor_shapes(checkpoint_files)
             _check_aligner_weights(model, shapes, source, load_config.ignore_mismatched_sizes)
             if all(model.is_aligner_key(key) for key in shapes):
+                _check_base_model_config(config)
                 checkpoint_files = checkpoint_files + _base_model_files(config, load_config)
-                needs_renaming = True
-        renamings = _base_model_renamings(model) if needs_renaming else []
+                has_base_model = True
+        renamings = _base_model_renamings(model) if has_base_model else []
         load_config = replace(load_config, weight_mapping=[*renamings, *(load_config.weight_mapping or [])])
         loaded = PreTrainedModel._load_pretrained_model(
             model, state_dict, checkpoint_files, load_config, expected_keys
         )
+        if has_base_model:
+            _check_base_model_complete(model, loaded[0].missing_keys)
         # Kept, these renamings would be undone when the model is saved.
         model._weight_conversions = [c for c in model._weight_conversions if c not in renamings]
         return loaded
@@ -185,6 +188,43 @@ def _check_aligner_weights(model, shapes, source: str, ignore_mismatched_sizes: 
             f"Checkpoint {source} does not fit {described}: `{others[0]}` has shape {list(found[others[0]])} in the checkpoint "
             f"and {expected[others[0]]} in the model ({len(others)} weights differ). Load it with the backbone, encoder and "
             "LoRA rank it was trained with."
+        )
+
+
+_BASE_MODEL_SIZES = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+
+
+def _check_base_model_config(config) -> None:
+    """Refuses a base model that is not the one the aligner was trained around, by the sizes in its configuration."""
+    name = config.base_model_name_or_path
+    try:
+        found = AutoConfig.from_pretrained(resolve_base_model(name), revision=config.base_model_revision).to_dict()
+    except OSError as error:
+        raise OSError(missing_model_error("base model", name, error)) from error
+    trained = config.text_config.to_dict()
+    others = [field for field in _BASE_MODEL_SIZES if found.get(field) != trained.get(field)]
+    if others:
+        described = ", ".join(f"{field} {trained.get(field)} (found {found.get(field)})" for field in others)
+        raise ValueError(
+            f"The base model {name} is not the one this aligner was trained around: a {config.text_config.model_type} with "
+            f"{described}. Point `base_model_name_or_path` to the right one."
+        )
+
+
+def _check_base_model_complete(model, missing_keys) -> None:
+    lacking = sorted(key for key in missing_keys if not model.is_aligner_key(key) and key not in model.all_tied_weights_keys)
+    if lacking:
+        raise ValueError(
+            f"The base model {model.config.base_model_name_or_path} lacks {len(lacking)} weights of its "
+            f"{model.config.text_config.model_type}, first `{lacking[0]}`. Download it again, or name a complete copy."
         )
 
 

@@ -25,9 +25,7 @@ app = typer.Typer(
 output = Console()
 messages = Console(stderr=True)
 
-Document = typer.Option(
-    help="Text file to answer from; can be repeated.", exists=True, dir_okay=False
-)
+Document = typer.Option(help="A text file; can be repeated.", exists=True, dir_okay=False)
 Checkpoint = Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.")]
 
 
@@ -48,12 +46,14 @@ def load_pipeline(checkpoint: str):
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    if checkpoint == str(DEFAULT_CHECKPOINT) and not DEFAULT_CHECKPOINT.is_dir():
-        raise ValueError(
-            f"The aligner that comes with the source code is not at {DEFAULT_CHECKPOINT}. Name "
-            "another with `--checkpoint`, or train one: see train/sft.py."
-        )
-    model_type = PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")
+    try:
+        model_type = PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")
+    except OSError as error:
+        raise OSError(
+            f"There is no aligner at {checkpoint}: neither a checkpoint folder on this machine nor "
+            f"a repository on the Hub that can be reached ({type(error).__name__}). Name another "
+            "with `--checkpoint`, or train one: see train/sft.py."
+        ) from error
     if model_type != ArcAlignerForCausalLM.config_class.model_type:
         raise ValueError(
             f"{checkpoint} is a checkpoint of type {model_type!r}; expected 'arcaligner', that is "

@@ -92,6 +92,11 @@ class ArcAlignerConfig(PreTrainedConfig):
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         kwargs.setdefault("custom_pipelines", CUSTOM_PIPELINES)
         super().__post_init__(**kwargs)
+        if "vocab_size" not in self.text_config.to_dict():
+            raise ValueError(
+                f"Backbone `{self.text_config.model_type}` is not supported: it has no vocabulary, so transformers has no "
+                "causal language model for it. Choose a decoder-only language model."
+            )
         if self.context_token_id is None:
             self.context_token_id = self.text_config.vocab_size
         # Some backbones say in their own config only whether head and embeddings are one matrix.

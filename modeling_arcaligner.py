@@ -372,6 +372,11 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         slot_mask = self._get_slot_mask(input_ids, context_embeds)  # (batch, seq_len) or None
         depths = None
         if slot_mask is not None:
+            if inputs_embeds is not None:
+                raise ValueError(
+                    "Got both `input_ids` and `inputs_embeds` with slots. Pass `input_ids`: the embeddings of text and slots are "
+                    "looked up and placed here."
+                )
             self._check_slots(slot_mask, context_embeds, past_key_values)
             rows = find_slot_rows(slot_mask, _text_mask(slot_mask, attention_mask), context_embeds.shape[1])
             inputs_embeds = self._embed(input_ids, slot_mask, context_embeds)
@@ -622,10 +627,11 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         # Slots are read once, with the prompt. A step after it, or after a cached prefix, brings text only.
-        new_ids = model_inputs.get("input_ids")
         reads_prompt = is_first_iteration or not kwargs.get("use_cache", True)
-        if context_embeds is not None and reads_prompt and new_ids is not None:
-            if bool((new_ids == self.config.context_token_id).any()):
+        if context_embeds is not None and reads_prompt:
+            new_ids = model_inputs.get("input_ids")
+            continues = past_key_values is not None and past_key_values.get_seq_length() > 0
+            if not continues or bool((new_ids == self.config.context_token_id).any()):
                 model_inputs["context_embeds"] = context_embeds
         return model_inputs
 

@@ -379,9 +379,3 @@ def test_unsupported_backbone_is_refused_by_name_with_the_reason(model_type):
     text_config = AutoConfig.for_model(model_type, **settings)
     with pytest.raises(ValueError, match=rf"(?s)`{model_type}`.*({reason})"):
         ArcAlignerForCausalLM(ArcAlignerConfig(text_config=text_config, encoder_hidden_size=ENCODER_HIDDEN_SIZE))
-
-
-def test_unsupported_base_model_is_refused_before_its_weights_are_read(tmp_path):
-    AutoConfig.for_model("mamba", **REFUSED["mamba"][0]).save_pretrained(tmp_path)  # no weights in there at all
-    with pytest.raises(ValueError, match="`mamba`"):
-        ArcAlignerForCausalLM.from_pretrained(tmp_path, encoder_hidden_size=ENCODER_HIDDEN_SIZE)

@@ -1,4 +1,4 @@
-"""A checkpoint folder stands on its own: it loads where the package is not, and goes to the Hub whole.
+"""A checkpoint folder stands on its own: it loads without the package and goes to the Hub whole.
 
 The loading runs in a fresh process without the package, without network and with an empty cache of
 code, through transformers' Auto classes and `pipeline` alone.

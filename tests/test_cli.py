@@ -1,0 +1,131 @@
+"""The command line answers from files, says what it did, and ends mistakes in one clear line."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from arcaligner import ArcAlignerPipeline, cli, demo
+from arcaligner.segmentation_arcaligner import segment_document
+
+QUESTION = "Who wrote it?"
+TEXT = "It was written by [Ada].  Nobody else knew.\n"
+
+
+@pytest.fixture
+def document(tmp_path):
+    path = tmp_path / "letter.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+def run(capsys, *arguments) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error."""
+    with pytest.raises(SystemExit) as end:
+        cli.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return end.value.code, captured.out, captured.err
+
+
+def test_answer_prints_the_pipelines_answer_and_nothing_else(
+    capsys, checkpoint_dir, document, model, processor
+):
+    ask = ArcAlignerPipeline(model=model, processor=processor, task="text-generation", device="cpu")
+    record = ask({"question": QUESTION, "documents": [TEXT, TEXT]}, return_slots=True)[0]
+    options = ("--document", document, "--document", document, "--checkpoint", checkpoint_dir)
+    code, out, err = run(capsys, "answer", "--question", QUESTION, *options)
+    assert code == 0
+    assert out == record["generated_text"].strip() + "\n"
+    assert f"{record['statistics']['tokens']} tokens of text read as 4 slots" in err
+
+
+def test_show_slots_lists_each_sentence_with_its_place(capsys, checkpoint_dir, document):
+    options = ("--document", document, "--checkpoint", checkpoint_dir, "--show-slots")
+    code, out, _ = run(capsys, "answer", "--question", QUESTION, *options)
+    assert code == 0
+    lines = out.splitlines()
+    for sentence in ("It was written by [Ada].", "Nobody else knew."):
+        start = TEXT.index(sentence)
+        (line,) = [line for line in lines if sentence in line]
+        assert f" {start}-{start + len(sentence)} " in line
+        assert "L0." in line or "LL" in line
+
+
+def test_empty_document_is_one_slot_of_no_passages(capsys, checkpoint_dir, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    options = ("--document", tmp_path / "empty.txt", "--checkpoint", checkpoint_dir, "--show-slots")
+    code, _, err = run(capsys, "answer", "--question", QUESTION, *options)
+    assert code == 0 and "0 tokens of text read as 1 slots" in err
+
+
+def test_mistakes_end_in_one_clear_line(capsys, checkpoint_dir, base_model_dir, document, tmp_path):
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"text \xff")
+    for question, path, checkpoint, message in (
+        (QUESTION, binary, checkpoint_dir, "binary.txt is not UTF-8 text (byte 5)"),
+        (" ", document, checkpoint_dir, "The question is empty"),
+        (QUESTION, document, tmp_path / "none", f"There is no aligner at {tmp_path / 'none'}"),
+        (QUESTION, document, base_model_dir, "of type 'llama'; expected 'arcaligner'"),
+    ):
+        options = ("--question", question, "--document", path, "--checkpoint", checkpoint)
+        code, out, err = run(capsys, "answer", *options)
+        assert code == 1 and out == ""
+        assert err.startswith("Error: ") and message in err
+        assert "Traceback" not in err
+
+
+def test_missing_file_is_a_usage_error(capsys, tmp_path):
+    code, _, err = run(
+        capsys, "answer", "--question", QUESTION, "--document", tmp_path / "none.txt"
+    )
+    assert code == 2 and "does not exist" in err
+
+
+def test_missing_base_model_is_named_with_the_remedy(capsys, checkpoint_dir, document, tmp_path):
+    moved = tmp_path / "checkpoint"
+    moved.mkdir()
+    for path in checkpoint_dir.iterdir():
+        (moved / path.name).write_bytes(path.read_bytes())
+    config = json.loads((moved / "config.json").read_text())
+    config["base_model_name_or_path"] = "someone/base-model"
+    (moved / "config.json").write_text(json.dumps(config))
+    options = ("--document", document, "--checkpoint", moved)
+    code, _, err = run(capsys, "answer", "--question", QUESTION, *options)
+    assert code == 1 and "base model `someone/base-model`" in err and "hf download" in err
+
+
+def test_demo_shows_every_question_answer_gold_and_rate(checkpoint_dir):
+    ask = cli.load_pipeline(str(checkpoint_dir))
+    console = Console(file=io.StringIO(), width=200)
+    demo.run_demo(ask, console)
+    shown = console.file.getvalue()
+    rows = demo.CASE_STUDIES + demo.read_sample()
+    assert len(rows) == 6
+    for row in rows:
+        assert row["question"] in shown
+        assert f"gold: {row['answers'][0]}" in shown
+        documents = {"question": row["question"], "documents": row["passages"]}
+        size = ask(documents, return_slots=True, max_new_tokens=1)[0]["statistics"]
+        assert f"{size['tokens']} → {size['slots']}" in shown
+        assert f"x{size['compression_rate']:.1f}" in shown
+    assert "ms slots" in shown and "ms text" in shown
+    assert "of 6 answers contain a gold answer" in shown
+
+
+def test_case_studies_have_the_papers_sentences():
+    texts = [row["passages"][0]["text"] for row in demo.CASE_STUDIES]
+    sentences = [[segment.text for segment in segment_document(text)] for text in texts]
+    assert [len(each) for each in sentences] == [5, 5, 4]
+    assert sentences[0][0].startswith("was redistributed") and "federal" in sentences[0][1]
+    assert sentences[0][4].endswith("Canadian National Railway.")
+
+
+def test_busiest_layer_is_the_first_with_most_passes():
+    layers = [["L0.", "LL"], ["LLL", "L0."], ["LL", "LL"]]
+    assert demo.busiest_layer(layers) == 1
