@@ -1,7 +1,7 @@
 """ArcAligner on any decoder-only backbone (huggingface.co/papers/2601.05038), bottom-up, in the order of the data flow:
 
     context_embeds -> ContextProjector (Eq. 1) -> rows of the prompt's slots (Eq. 2) -> decoder layers, each with LoRA on
-    slot rows (Eq. 3-4) and, where gated, refinement of the slots its gate opens (Eq. 5-10, Algorithm 1) -> logits
+    slot rows (Eq. 3-4) and, where gated, refinement of the slots its gate opens (Eq. 5-9, Algorithm 1) -> logits
 
 Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text rows before the last slot), hidden.
 """
@@ -158,7 +158,7 @@ class SlotDecoderLayer:
             if self.training:
                 slots = slots + gate.to(slots.dtype) * (candidate - slots)  # Eq. 8
             else:
-                slots = torch.where(gate_open, candidate, slots)  # Eq. 10
+                slots = torch.where(gate_open, candidate, slots)  # Eq. 8 with the hard gate
             depth = depth + gate_open[:, :, 0]
         recording_depths.add(self.layer_idx, depth)
         if reapply is None:
@@ -534,7 +534,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, GenerationMixin):
             context_embeds (`torch.FloatTensor` of shape `(batch, max_slots, encoder_hidden_size)`, *optional*):
                 One embedding a context token, in order, rows padded at the end.
             labels (`torch.LongTensor` of shape `(batch, seq_len)`, *optional*):
-                Targets of the NLL of all three stages; -100 is ignored, and so is a context token.
+                Targets of the NLL (Eq. 10) of all three stages; -100 is ignored, and so is a context token.
             logits_to_keep (`int` or `torch.Tensor`, defaults to 0): Last positions to compute logits for, 0 for all.
         """
         outputs = self.model(

@@ -213,7 +213,7 @@ class ArcAlignerProcessor(ProcessorMixin):
             raise ValueError("`text` is missing; pass a question, or a list of questions.")
         if documents is None and context_embeds is None:
             return BatchFeature(dict(self.tokenizer(text, **kwargs)), skip_tensor_conversion=None)
-        is_single = isinstance(text, str)
+        is_single = not isinstance(text, list | tuple)
         questions = [text] if is_single else list(text)
         for question in questions:
             _check_question(question)

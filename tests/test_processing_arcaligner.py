@@ -1,0 +1,207 @@
+"""Questions and passages to model inputs: prompts, slots, embeddings, and what is refused."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from conftest import ENCODER_WIDTH
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arcaligner import ArcAlignerProcessor
+
+QUESTION = "What sport does he play?"
+DOCUMENTS = ["Radik is a ski jumper. He has competed since 2003.", {"title": "Ada", "text": "It was written by Ada."}]
+PROMPT = "Refer to the background document: {slots}\nQuestion: {question}"
+
+
+def slots_in(processor, input_ids) -> int:
+    return int((torch.as_tensor(input_ids) == processor.context_token_id).sum())
+
+
+def test_prompt_is_the_papers_with_one_slot_a_sentence(processor):
+    inputs = processor(text=QUESTION, documents=DOCUMENTS, return_tensors="pt")
+    assert processor.decode(inputs["input_ids"][0]) == PROMPT.format(slots="<context>" * 3, question=QUESTION)
+    assert inputs["context_embeds"].shape == (1, 3, ENCODER_WIDTH)
+    assert inputs["attention_mask"].all()
+
+
+def test_embeddings_are_those_of_the_sentences_with_their_titles(processor):
+    inputs = processor(text=QUESTION, documents=DOCUMENTS, return_tensors="pt")
+    texts = ["Radik is a ski jumper.", "He has competed since 2003.", "Ada: It was written by Ada."]
+    expected = processor.encode_segments(texts)
+    torch.testing.assert_close(inputs["context_embeds"][0], expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(expected.norm(dim=1), torch.ones(3))
+
+
+@pytest.mark.parametrize("documents", [[], [""], ["  \n"], "", [{"title": "Empty", "text": " "}]])
+def test_no_passage_is_one_slot_with_the_encoding_of_the_empty_string(processor, documents):
+    inputs = processor(text=QUESTION, documents=documents, return_tensors="pt")
+    assert slots_in(processor, inputs["input_ids"]) == 1
+    torch.testing.assert_close(inputs["context_embeds"][0], processor.encode_segments([""]))
+
+
+def test_without_documents_the_tokenizer_alone_speaks(processor):
+    assert dict(processor(text=QUESTION)) == dict(processor.tokenizer(QUESTION))
+
+
+def test_context_token_in_somebodys_text_is_text(processor):
+    question, document = "What is <context>?", "A <context> is a mark."
+    inputs = processor(text=question, documents=[document], return_tensors="pt")
+    assert slots_in(processor, inputs["input_ids"]) == 1
+    assert processor.decode(inputs["input_ids"][0]) == PROMPT.format(slots="<context>", question=question)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_with_different_slots_are_padded_at_the_asked_side_and_embeddings_at_the_end(processor, side):
+    rows = [["One. Two. Three."], ["One."]]
+    inputs = processor(text=["Why?", "Is it so?"], documents=rows, return_tensors="pt", padding_side=side)
+    assert [slots_in(processor, ids) for ids in inputs["input_ids"]] == [3, 1]
+    assert inputs["context_embeds"].shape == (2, 3, ENCODER_WIDTH)
+    assert not inputs["context_embeds"][1, 1:].any()
+    shorter = inputs["attention_mask"].sum(dim=1).argmin()
+    assert inputs["attention_mask"][shorter, 0 if side == "left" else -1] == 0
+    for row, (text, documents) in enumerate(zip(["Why?", "Is it so?"], rows, strict=True)):
+        alone = processor(text=text, documents=documents, return_tensors="pt")
+        real = inputs["input_ids"][row][inputs["attention_mask"][row].bool()]
+        assert torch.equal(real, alone["input_ids"][0])
+
+
+def test_chat_puts_the_background_line_into_the_first_user_message(processor):
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": "Ski jumping."},
+        {"role": "user", "content": "Since when?"},
+    ]
+    text = processor.apply_chat_template(chat, documents=DOCUMENTS, add_generation_prompt=True)
+    asked = PROMPT.format(slots="<context>" * 3, question=QUESTION)
+    assert text == (
+        f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{asked}<|im_end|>\n"
+        "<|im_start|>assistant\nSki jumping.<|im_end|>\n<|im_start|>user\nSince when?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_chat_content_may_be_parts_and_chats_may_come_in_batches(processor):
+    parts = [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]
+    plain = [{"role": "user", "content": QUESTION}]
+    options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    both = processor.apply_chat_template([parts, plain], documents=[DOCUMENTS, DOCUMENTS], **options)
+    one = processor.apply_chat_template(plain, documents=DOCUMENTS, **options)
+    for row in range(2):
+        assert torch.equal(both["input_ids"][row], one["input_ids"][0])
+    torch.testing.assert_close(both["context_embeds"][1], one["context_embeds"][0])
+
+
+def test_chat_ids_are_the_ids_of_the_chat_text(processor):
+    chat = [{"role": "user", "content": "Is <context> it?"}]
+    ids = processor.apply_chat_template(chat, documents=["One. Two."], tokenize=True)[0]
+    assert slots_in(processor, ids) == 2
+    assert processor.decode(ids) == processor.apply_chat_template(chat, documents=["One. Two."])
+
+
+def test_precomputed_embeddings_need_no_encoder(processor):
+    embeds = torch.randn(2, ENCODER_WIDTH)
+    blind = copy.deepcopy(processor)
+    blind._encoder = type(processor._encoder)("nobody/nothing")
+    for given_embeds in (embeds, embeds.numpy(), embeds.tolist()):
+        inputs = blind(text=QUESTION, context_embeds=given_embeds, return_tensors="pt")
+        torch.testing.assert_close(inputs["context_embeds"][0], embeds)
+        assert slots_in(blind, inputs["input_ids"]) == 2
+
+
+def test_segments_and_statistics_trace_each_slot(processor):
+    inputs = processor(text=QUESTION, documents=DOCUMENTS, return_segments=True)
+    traced = [(s.document, s.start, s.end, s.text) for s in inputs["segments"][0]]
+    assert traced == [
+        (0, 0, 22, "Radik is a ski jumper."),
+        (0, 23, 50, "He has competed since 2003."),
+        (1, 0, 22, "It was written by Ada."),
+    ]
+    tokens = sum(len(processor.tokenizer(text)["input_ids"]) for text in (DOCUMENTS[0], DOCUMENTS[1]["text"]))
+    assert inputs["statistics"] == [{"tokens": tokens, "slots": 3, "compression_rate": tokens / 3}]
+
+
+def test_a_sentence_longer_than_the_encoder_reads_is_split_not_cut(processor):
+    sentence = "word " * 300 + "end."
+    inputs = processor(text=QUESTION, documents=[sentence], return_segments=True)
+    pieces = [segment.text for segment in inputs["segments"][0]]
+    assert len(pieces) > 4 and " ".join(pieces) == sentence
+    limit = processor._encoder.model.max_seq_length
+    assert all(len(processor._encoder.model.tokenizer(piece)["input_ids"]) <= limit for piece in pieces)
+
+
+def test_truncation_cuts_text_behind_the_slots_only(processor):
+    whole = processor(text=QUESTION, documents=DOCUMENTS)["input_ids"][0]
+    last_slot = len(whole) - 1 - whole[::-1].index(processor.context_token_id)
+    cut = processor(text=QUESTION, documents=DOCUMENTS, truncation=True, max_length=last_slot + 3)
+    assert cut["input_ids"][0] == whole[: last_slot + 3]
+    with pytest.raises(ValueError, match=rf"`max_length` {last_slot} would cut slots.*position {last_slot + 1}"):
+        processor(text=QUESTION, documents=DOCUMENTS, truncation=True, max_length=last_slot)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        ({"text": "", "documents": ["One."]}, "The question is empty"),
+        ({"text": " \n", "documents": ["One."]}, "The question is empty"),
+        ({"text": 3, "documents": ["One."]}, "A question is of type int"),
+        ({"text": ["a", None], "documents": [[], []]}, "A question is of type NoneType"),
+        ({"text": "a", "documents": ["One.", 7]}, "Document 1 is of type int"),
+        ({"text": "a", "documents": [{"title": "no text"}]}, "Document 0 .*`text` of type NoneType"),
+        ({"text": ["a", "b"], "documents": [["One."]]}, "Got 2 questions but 1 lists of documents"),
+        ({"text": "a", "context_embeds": np.zeros((2, 3))}, rf"shape \(2, 3\); expected .*{ENCODER_WIDTH}"),
+        ({"text": "a", "context_embeds": np.full((1, ENCODER_WIDTH), np.nan)}, "NaN or infinite"),
+        ({"text": "a", "context_embeds": np.full((1, ENCODER_WIDTH), np.inf)}, "NaN or infinite"),
+        (
+            {"text": "a", "documents": ["One. Two."], "context_embeds": np.zeros((3, ENCODER_WIDTH))},
+            "2 segments but 3 precomputed",
+        ),
+        ({"text": None, "documents": ["One."]}, "`text` is missing"),
+    ],
+)
+def test_bad_input_is_refused_with_both_sides(processor, call, message):
+    with pytest.raises(ValueError, match=message):
+        processor(**call)
+
+
+def test_a_context_token_id_of_the_tokenizer_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="`context_token_id` is 5, which the tokenizer uses"):
+        ArcAlignerProcessor(tokenizer, context_token_id=5)
+
+
+def test_a_missing_encoder_is_named_with_how_to_get_it(processor):
+    blind = ArcAlignerProcessor(processor.tokenizer, encoder_name_or_path="nobody/nothing")
+    with pytest.raises(OSError, match="encoder `nobody/nothing` is not on this machine"):
+        blind(text=QUESTION, documents=["One."])
+
+
+def test_settings_survive_a_round_trip(processor, tmp_path):
+    other = copy.deepcopy(processor)
+    other.sentences_per_segment = 3
+    other.save_pretrained(tmp_path)
+    again = ArcAlignerProcessor.from_pretrained(tmp_path)
+    saved = again.to_dict()
+    assert saved.pop("auto_map") == {"AutoProcessor": "processing_arcaligner.ArcAlignerProcessor"}
+    assert saved == other.to_dict()
+    assert again.chat_template == other.chat_template
+    texts = ["One. Two. Three. Four."]
+    assert slots_in(again, again(text="a?", documents=texts)["input_ids"]) == 2
+
+
+def test_a_copied_processor_shares_its_encoder(processor):
+    assert copy.deepcopy(processor)._encoder is processor._encoder
+
+
+document = st.text(st.sampled_from("ab .!?\n<context>\x00é漢"), max_size=60)
+
+
+@settings(max_examples=25, deadline=None)
+@given(texts=st.lists(document, max_size=4))
+def test_slots_embeddings_and_segments_agree_in_number(processor, texts):
+    inputs = processor(text=QUESTION, documents=texts, return_tensors="pt", return_segments=True)
+    num_slots = max(1, len(inputs["segments"][0]))
+    assert slots_in(processor, inputs["input_ids"]) == num_slots == inputs["context_embeds"].shape[1]
+    for segment in inputs["segments"][0]:
+        assert texts[segment.document][segment.start : segment.end] == segment.text

@@ -1,0 +1,41 @@
+"""Training rows for the tests: questions and passages in the schema of the training files."""
+
+import gzip
+import json
+from pathlib import Path
+
+PASSAGES = (
+    ("Toronto Northwest", "It was a federal district. It was created in 1924! Parkdale lost a part to it?"),
+    ("", "Radik Zhaparov is a Kazakh ski jumper. He has competed since 2003."),
+    ("Ada", "Nobody else knew how to read it aloud."),
+)
+
+
+def question_rows(count: int) -> list[dict]:
+    """`count` rows; row n asks about passage n modulo 3."""
+    rows = []
+    for number in range(count):
+        title, text = PASSAGES[number % len(PASSAGES)]
+        rows.append(
+            {
+                "id": f"row-{number}",
+                "question": f"What is said in sentence {number}?",
+                "answers": [text.split()[-1], "another"],
+                "passages": [{"title": title, "text": text}],
+                "dataset": "test",
+            }
+        )
+    return rows
+
+
+def passage_rows(count: int) -> list[dict]:
+    """`count` reconstruction rows: no question, no answer."""
+    return [{**row, "question": "", "answers": []} for row in question_rows(count)]
+
+
+def write_rows(path: Path, rows: list[dict]) -> str:
+    """Writes `rows` as JSON Lines, gzipped when the name says so; returns the path as a recipe has it."""
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    data = text.encode("utf-8")
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return str(path)
