@@ -142,6 +142,8 @@ class SlotDecoderLayer:
 
     def _refine(self, hidden_states: torch.Tensor, rows: SlotRows, kwargs: dict) -> torch.Tensor:
         config = self.arcaligner_config
+        if not self.training and self._all_closed(hidden_states, rows):
+            return hidden_states
         is_slot = (rows.slot_positions >= 0)[:, :, None]  # (batch, max_slots, 1)
         slots = take_rows(hidden_states, rows.slot_positions)  # (batch, max_slots, hidden)
         depth = torch.zeros_like(rows.slot_positions)  # (batch, max_slots)
@@ -166,6 +168,13 @@ class SlotDecoderLayer:
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])  # (batch * seq_len, hidden)
         refined = slots.reshape(-1, slots.shape[-1]).index_select(0, rows.slot_cells)  # (num_slots, hidden)
         return flat.index_copy(0, rows.slot_rows, refined).view_as(hidden_states)  # Eq. 9: text rows stay
+
+    def _all_closed(self, hidden_states: torch.Tensor, rows: SlotRows) -> bool:
+        """Whether no gate is open after the mandatory pass: the usual case, found without laying out a step."""
+        if self.arcaligner_config.gate_mode == "always":
+            return False
+        slots = hidden_states.reshape(-1, hidden_states.shape[-1]).index_select(0, rows.slot_rows)  # (num_slots, hidden)
+        return not bool((self.slot_gate(slots) >= self.arcaligner_config.gate_threshold).any())
 
     def _gate(self, slots: torch.Tensor) -> torch.Tensor:
         """0 or 1 for each slot (batch, max_slots, 1), in training with the probability's gradient."""

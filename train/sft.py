@@ -12,7 +12,7 @@ import logging
 import sys
 from pathlib import Path
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 from trl import TrlParser
 
@@ -87,6 +87,7 @@ def main(recipe: RecipeArguments, args: AlignerTrainingConfig, recipe_text: str)
         held_out = eval_examples(recipe, builder, args.seed)
         eval_dataset = build_dataset(held_out, store) if held_out else None
 
+    set_seed(args.seed)  # a new aligner starts from random weights
     model = load_model(recipe, processor)
     pad_token_id = processor.tokenizer.pad_token_id or 0
     trainer = AlignerTrainer(

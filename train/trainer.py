@@ -148,6 +148,11 @@ class AlignerTrainer(SFTTrainer):
             logs |= self._speed() | self._gate_statistics()
         super().log(logs, start_time)
 
+    def _issue_warnings_after_load(self, load_result) -> None:
+        # A checkpoint holds the aligner; the base model's weights are not missing from it.
+        missing = [key for key in load_result.missing_keys if self.model.is_aligner_key(key)]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
     def _speed(self) -> dict[str, float]:
         now, tokens = time.perf_counter(), float(self._total_train_tokens)
         then, tokens_then = self._last_log

@@ -14,6 +14,7 @@ from arcaligner.train.data import (
     select_examples,
 )
 from arcaligner.train.embedding_store import EmbeddingStore
+from arcaligner.train.templates import choose_template
 
 
 @pytest.fixture
@@ -90,8 +91,6 @@ def test_reconstruction_puts_the_slots_where_the_template_says(processor):
     (example,) = builder.reconstruction_examples(row)
     text = processor.decode(example.input_ids)
     target = "Nobody else knew how to read it aloud."
-    from arcaligner.train.templates import choose_template
-
     template = choose_template("row-2:0:0")
     assert text == (
         f"<|im_start|>user\n{template.before}<context>{template.after}<|im_end|>\n"
@@ -118,7 +117,7 @@ def test_chunks_are_consecutive_and_fixed_by_the_row():
 def test_a_template_that_renders_the_prompt_in_two_ways_is_refused(builder, processor, monkeypatch):
     template = "{% for m in messages %}{{ m['content'] }}|{% endfor %}{% if add_generation_prompt %}?{% endif %}"
     monkeypatch.setattr(processor, "chat_template", template)
-    with pytest.raises(ValueError, match="Row row-0: the prompt .* chat_template_path"):
+    with pytest.raises(ValueError, match="Row row-0: the prompt .* is not how the whole .*chat_template_path"):
         list(builder.question_examples(question_rows(1)[0]))
 
 
