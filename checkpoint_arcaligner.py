@@ -9,6 +9,7 @@ around it.
 import re
 import shutil
 import tempfile
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,10 +34,13 @@ _CODE_FILES = (
     "lora_arcaligner.py",
     "refinement_arcaligner.py",
     "recording_arcaligner.py",
+    "generation_arcaligner.py",
     "checkpoint_arcaligner.py",
     "modeling_arcaligner.py",
     "pipeline_arcaligner.py",
 )
+# With `output_loading_info=True` missing and mismatched keys are reported to the caller, not refused.
+_caller_reads_loading_info = ContextVar("caller_reads_loading_info", default=False)
 
 
 class AlignerCheckpointMixin:
@@ -61,10 +65,14 @@ class AlignerCheckpointMixin:
         name = pretrained_model_name_or_path
         if name is not None:
             resolved = resolve_base_model(str(name))
-            if resolved != str(name):
+            if resolved != str(name) and kwargs.get("config") is None:
                 kwargs.setdefault("base_model_name_or_path", str(name))
             name = resolved
-        model = super().from_pretrained(name, *args, **kwargs)
+        token = _caller_reads_loading_info.set(kwargs.get("output_loading_info", False))
+        try:
+            model = super().from_pretrained(name, *args, **kwargs)
+        finally:
+            _caller_reads_loading_info.reset(token)
         (model[0] if isinstance(model, tuple) else model).freeze_base_model()
         return model
 
@@ -79,7 +87,8 @@ class AlignerCheckpointMixin:
         has_base_model = source == resolve_base_model(str(config.base_model_name_or_path))
         if not has_base_model:
             shapes = _tensor_shapes(checkpoint_files)
-            _check_aligner_weights(model, shapes, source, load_config.ignore_mismatched_sizes)
+            if not _caller_reads_loading_info.get():
+                _check_aligner_weights(model, shapes, source, load_config.ignore_mismatched_sizes)
             if all(model.is_aligner_key(key) for key in shapes):
                 _check_base_model_config(config)
                 checkpoint_files = checkpoint_files + _base_model_files(config, load_config)

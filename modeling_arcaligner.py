@@ -6,15 +6,15 @@
 Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text rows before the last slot), hidden.
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import AutoModel, GenerationMixin, LogitsProcessorList, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
-from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import _active_collector
@@ -27,6 +27,7 @@ from .backbones_arcaligner import (
 )
 from .checkpoint_arcaligner import AlignerCheckpointMixin
 from .configuration_arcaligner import ArcAlignerConfig
+from .generation_arcaligner import SlotGenerationMixin
 from .lora_arcaligner import ADAPTER_NAME, ALL_ROWS, inject_slot_lora, slot_lora_layers, slot_scope
 from .recording_arcaligner import recording_depths
 from .refinement_arcaligner import (
@@ -113,6 +114,9 @@ class SlotDecoderLayer:
 
     arcaligner_config: ArcAlignerConfig
     layer_idx: int
+
+    def __reduce_ex__(self, protocol):
+        return _empty_layer, (type(self).__mro__[2],), self.__dict__
 
     def forward(
         self,
@@ -253,11 +257,22 @@ class _not_recording_outputs:  # noqa: N801 - a context manager, used like a fun
         _active_collector.reset(self.token)
 
 
+@functools.cache
+def _with_slots(layer_class: type[nn.Module]) -> type[nn.Module]:
+    """`layer_class` with `SlotDecoderLayer` mixed in, under the same name."""
+    namespace = {"__module__": layer_class.__module__, "__qualname__": layer_class.__qualname__}
+    return type(layer_class.__name__, (SlotDecoderLayer, layer_class), namespace)
+
+
+def _empty_layer(layer_class: type[nn.Module]) -> nn.Module:
+    """What `pickle` and `copy` fill with a layer's state: pickle cannot find two classes under one name."""
+    slot_layer_class = _with_slots(layer_class)
+    return slot_layer_class.__new__(slot_layer_class)
+
+
 def add_slots_to_layer(layer: nn.Module, layer_idx: int, config: ArcAlignerConfig) -> None:
     """Turns a decoder layer into one that knows slots, in place; gives it a gate where the configuration wants one."""
-    cls = type(layer)
-    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    layer.__class__ = type(cls.__name__, (SlotDecoderLayer, cls), namespace)
+    layer.__class__ = _with_slots(type(layer))
     layer.arcaligner_config = config
     layer.layer_idx = layer_idx
     is_gated = layer_idx in config.gated_layers
@@ -278,8 +293,9 @@ class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
     # Missing aligner weights are fresh around a base model, and an error of our own in an aligner checkpoint.
     _keys_to_ignore_on_load_missing = [r"(^|\.)(projector|slot_gate|lora_A\.slot|lora_B\.slot)\."]
     # The aligner stays in fp32 under a bf16 backbone: at the paper's learning rates bf16 loses half of the updates.
-    _keep_in_fp32_modules = [r".*\.lora_A", r".*\.lora_B", r".*projector", r".*\.slot_gate"]
-    _keep_in_fp32_modules_strict = _keep_in_fp32_modules
+    _keep_in_fp32_modules_strict = [r".*\.lora_A", r".*\.lora_B", r".*projector", r".*\.slot_gate"]
+    # What quantizers leave alone. Other spellings of the same: transformers wants the two lists disjoint.
+    _keep_in_fp32_modules = [r".*lora_[A]", r".*lora_[B]", r".*projecto[r]", r".*slot_gate"]
 
     def initialize_weights(self):
         """Aligner first: the backbone's own initialisation would treat its LoRA and gates like any other linear."""
@@ -497,7 +513,7 @@ def _text_mask(slot_mask: torch.Tensor, attention_mask: torch.Tensor | dict | No
     return ~slot_mask
 
 
-class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, GenerationMixin):
+class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
     """A frozen language model that reads passages as context slots.
 
     Example:
@@ -511,6 +527,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, GenerationMixin):
     """
 
     accepts_loss_kwargs = True
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: ArcAlignerConfig):
         super().__init__(config)
@@ -573,112 +590,6 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             recursion_depth=outputs.recursion_depth,
         )
-
-    @torch.no_grad()
-    def prefill_context(
-        self,
-        input_ids: torch.LongTensor,
-        context_embeds: torch.FloatTensor,
-        attention_mask: torch.Tensor | None = None,
-        **kwargs,
-    ) -> Cache:
-        """Reads the slot prefix of a prompt once, for any number of questions.
-
-        Slots do not depend on what follows them, so the cache of everything up to the last slot can be copied and
-        continued by `generate(input_ids=whole_prompt, past_key_values=copy.deepcopy(cache))` with any question. It holds
-        the mandatory pass only, and the unmodified base model continues from it with the same logits.
-
-        Args:
-            input_ids (`torch.LongTensor` of shape `(batch, seq_len)`):
-                A prompt with slots, or just its prefix. What stands after the last slot is not read.
-            context_embeds (`torch.FloatTensor` of shape `(batch, max_slots, encoder_hidden_size)`): Of the slots.
-            attention_mask (`torch.Tensor` of shape `(batch, seq_len)`, *optional*): 0 on padding.
-
-        Returns:
-            [`~transformers.Cache`]: `last slot + 1` positions long.
-
-        Raises:
-            `ValueError`: no slots, or rows whose last slots stand at different positions.
-        """
-        slot_mask = input_ids == self.config.context_token_id
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        last_slots = torch.where(slot_mask, positions, -1).max(dim=1).values  # (batch,)
-        length = int(last_slots[0]) + 1
-        if length == 0 or bool((last_slots != last_slots[0]).any()):
-            raise ValueError(
-                f"The last slots of the rows stand at {last_slots.tolist()} (-1: none); a common prefix needs one and the "
-                "same position. Pass rows with slots, left-padded so that their slots end together, or one row at a time."
-            )
-        if attention_mask is not None:
-            attention_mask = attention_mask[:, :length]
-        prefix = input_ids[:, :length]
-        outputs = self.model(
-            input_ids=prefix, attention_mask=attention_mask, context_embeds=context_embeds, use_cache=True, **kwargs
-        )
-        return outputs.past_key_values
-
-    def prepare_inputs_for_generation(
-        self,
-        input_ids,
-        past_key_values=None,
-        attention_mask=None,
-        inputs_embeds=None,
-        context_embeds=None,
-        is_first_iteration=False,
-        **kwargs,
-    ):
-        model_inputs = super().prepare_inputs_for_generation(
-            input_ids,
-            past_key_values=past_key_values,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            is_first_iteration=is_first_iteration,
-            **kwargs,
-        )
-        # Slots are read once, with the prompt. A step after it, or after a cached prefix, brings text only.
-        reads_prompt = is_first_iteration or not kwargs.get("use_cache", True)
-        if context_embeds is not None and reads_prompt:
-            new_ids = model_inputs.get("input_ids")
-            continues = past_key_values is not None and past_key_values.get_seq_length() > 0
-            if not continues or bool((new_ids == self.config.context_token_id).any()):
-                model_inputs["context_embeds"] = context_embeds
-        return model_inputs
-
-    def generate(self, inputs=None, *args, **kwargs):
-        """`GenerationMixin.generate`. The context token is never generated and no logits processor sees it.
-
-        Raises:
-            `ValueError`: `prefill_chunk_size`, since slots cannot be split from what they refine with.
-        """
-        generation_config = kwargs.get("generation_config") or self.generation_config
-        if kwargs.get("prefill_chunk_size", generation_config.prefill_chunk_size) is not None:
-            raise ValueError(
-                "`prefill_chunk_size` is set, but slots are refined together with all text before them and cannot be read in "
-                "chunks. Leave it unset: a compressed prompt is short."
-            )
-        return super().generate(inputs, *args, **kwargs)
-
-    def _get_logits_processor(self, *args, **kwargs) -> LogitsProcessorList:
-        processors = super()._get_logits_processor(*args, **kwargs)
-        token_id, vocab_size = self.config.context_token_id, self.config.text_config.vocab_size
-        if token_id < vocab_size:
-            processors.append(SuppressTokensLogitsProcessor([token_id], device=self.device))
-        return _BlindToSlots(processors, token_id)
-
-
-class _BlindToSlots(LogitsProcessorList):
-    """Shows logits processors a prompt whose slots repeat the row's first text token: a slot is no token to penalise."""
-
-    def __init__(self, processors: LogitsProcessorList, context_token_id: int):
-        super().__init__(processors)
-        self.context_token_id = context_token_id
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs) -> torch.FloatTensor:
-        is_slot = input_ids == self.context_token_id
-        if input_ids.shape[1]:
-            first_text = input_ids.gather(1, is_slot.to(torch.int8).argmin(dim=1, keepdim=True))  # (batch, 1)
-            input_ids = torch.where(is_slot, first_text, input_ids)
-        return super().__call__(input_ids, scores, **kwargs)
 
 
 ArcAlignerForCausalLM.register_for_auto_class("AutoModelForCausalLM")

@@ -1,18 +1,18 @@
-"""What compression costs: EM and F1 on SQuAD dev questions, without a passage, with its text, and from slots.
+"""What compression costs: EM and F1 on SQuAD dev, without a passage, with its text, from slots.
 
-    python -m arcaligner.benchmarks.squad_report --model checkpoints/arcaligner-smollm2-135m -n 200 --output report.json
+    python -m arcaligner.benchmarks.squad_report --model CHECKPOINT -n 200 --output report.json
 
 Six ways to answer the same questions with the same frozen model, greedily, at most 24 new tokens:
 
     closed_book           Question: ...
-    full_text             Refer to the background document: <the passage as text> / Question: ...
-    compressed_off        Refer to the background document: <a slot a sentence> / Question: ...  mandatory pass only
-    compressed_adaptive   the same, the gates decide                                            (the paper's ArcAligner)
+    full_text             Refer to the background document: <text> / Question: ...
+    compressed_off        Refer to the background document: <slots> / Question: ...  one pass
+    compressed_adaptive   the same, the gates decide: the paper's ArcAligner
     compressed_always     the same, every slot takes all refinement steps
-    empty_slot            the same with the slot of no passage: what the aligner answers without having read
+    empty_slot            the same with the slot of no passage: what an aligner says unread
 
-Writes a JSON file with each prediction, prints a table. EM is non-strict (`evaluation/metrics.py`); intervals are 95 %
-bootstrap intervals over questions.
+Writes a JSON file with each prediction, prints a table. EM is non-strict (`evaluation/metrics.py`);
+intervals are 95 % bootstrap intervals over questions.
 """
 
 import json
@@ -116,14 +116,18 @@ def score(rows: list[Row], predictions: list[str]) -> dict[str, dict[str, float]
 
 
 @torch.inference_mode()
-def mean_refinement_steps(model: ArcAlignerForCausalLM, batches: list[tuple[list[int], Any]]) -> float:
+def mean_refinement_steps(
+    model: ArcAlignerForCausalLM, batches: list[tuple[list[int], Any]]
+) -> float:
     """Refinement steps of a slot at a layer, on average, in the model's gate mode."""
     depths = [model.model(**inputs).recursion_depth.flatten() for _, inputs in batches]
     depths = torch.cat(depths)
     return depths[depths >= 0].float().mean().item()
 
 
-def context_statistics(processor: ArcAlignerProcessor, rows: list[Row], num_slots: int) -> dict[str, float]:
+def context_statistics(
+    processor: ArcAlignerProcessor, rows: list[Row], num_slots: int
+) -> dict[str, float]:
     """Measured compression: tokens of the passages as text over slots."""
     texts = [passage["text"] for row in rows for passage in row["passages"]]
     ids = processor.tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -149,7 +153,10 @@ def run(
 
     slots = prepare(lambda some: slot_inputs(processor, some))
     ways = {
-        "closed_book": ("off", prepare(lambda some: text_inputs(processor, some, closed_book_text))),
+        "closed_book": (
+            "off",
+            prepare(lambda some: text_inputs(processor, some, closed_book_text)),
+        ),
         "full_text": ("off", prepare(lambda some: text_inputs(processor, some, full_text))),
         "compressed_off": ("off", slots),
         "compressed_adaptive": ("adaptive", slots),
@@ -191,8 +198,9 @@ def markdown_table(report: dict[str, Any]) -> str:
     lines += [
         "",
         f"{len(report['predictions'])} questions, 95 % bootstrap intervals; "
-        f"{context['tokens_per_question']:.0f} tokens -> {context['slots_per_question']:.1f} slots a question "
-        f"(x{context['compression_rate']:.1f}); {report['refinement_steps']:.2f} refinement steps a slot and "
+        f"{context['tokens_per_question']:.0f} tokens -> {context['slots_per_question']:.1f} slots "
+        f"a question (x{context['compression_rate']:.1f}); {report['refinement_steps']:.2f} "
+        f"refinement steps a slot and "
         f"layer with adaptive gates. {report['machine']}",
     ]
     return "\n".join(lines)
@@ -216,7 +224,7 @@ def main(
     device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
 ) -> None:
     """Answers SQuAD questions in six ways and reports EM and F1."""
-    processor = ArcAlignerProcessor.from_pretrained(model)
+    processor = ArcAlignerProcessor.from_pretrained(model, trust_remote_code=False)
     aligner = ArcAlignerForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()
     rows = read_rows(data)[:num_questions]
     report = {"model": model, "data": data.name, "machine": machine()}

@@ -1,8 +1,9 @@
 """Metrics of question answering: non-strict exact match, token F1, bootstrap intervals.
 
-The paper's EM is non-strict: a prediction is right when it contains a gold answer. Here both sides are normalised by
-SQuAD's rule first (lower case, no punctuation, no articles, single spaces). A gold that normalises to nothing would be
-contained in everything and is dropped. `raw_contains_match` compares the strings as they are, as Self-RAG does.
+The paper's EM is non-strict: a prediction is right when it contains a gold answer. Here both sides
+are normalised by SQuAD's rule first (lower case, no punctuation, no articles, single spaces). A
+gold that normalises to nothing would be contained in everything and is dropped.
+`raw_contains_match` compares the strings as they are, as Self-RAG does.
 """
 
 import re

@@ -5,7 +5,10 @@ import json
 from pathlib import Path
 
 PASSAGES = (
-    ("Toronto Northwest", "It was a federal district. It was created in 1924! Parkdale lost a part to it?"),
+    (
+        "Toronto Northwest",
+        "It was a federal district. It was created in 1924! Parkdale lost a part to it?",
+    ),
     ("", "Radik Zhaparov is a Kazakh ski jumper. He has competed since 2003."),
     ("Ada", "Nobody else knew how to read it aloud."),
 )
@@ -34,7 +37,7 @@ def passage_rows(count: int) -> list[dict]:
 
 
 def write_rows(path: Path, rows: list[dict]) -> str:
-    """Writes `rows` as JSON Lines, gzipped when the name says so; returns the path as a recipe has it."""
+    """Writes `rows` as JSON Lines, gzipped when the name says so; returns the path."""
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     data = text.encode("utf-8")
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)

@@ -1,4 +1,4 @@
-"""Training of ArcAligner: one script (`sft.py`), one recipe for each backbone and stage (`recipes/`).
+"""Training of ArcAligner: one script (`sft.py`), a recipe for each backbone and stage.
 
 The way of a training row, file by file:
 

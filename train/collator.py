@@ -11,8 +11,9 @@ from .embedding_store import EmbeddingStore
 @dataclass
 class ContextCollator:
     """
-    Pads rows of `data.build_dataset` and adds the embeddings of their slots. Text is padded on the left, so that the
-    targets of a batch end together and the language model's head is needed for few positions.
+    Pads rows of `data.build_dataset` and adds the embeddings of their slots. Text is padded on the
+    left, so that the targets of a batch end together and the language model's head is needed for
+    few positions.
 
     Args:
         store ([`EmbeddingStore`]): Where the rows' `segment_rows` point to.
@@ -21,8 +22,10 @@ class ContextCollator:
 
     Returns a dictionary of
 
-    - `input_ids`, `attention_mask`, `labels`: `torch.LongTensor` (batch, seq_len), labels -100 where nothing is learned;
-    - `context_embeds`: `torch.FloatTensor` (batch, max_slots, encoder_hidden_size), rows padded with zeros at the end;
+    - `input_ids`, `attention_mask`, `labels`: `torch.LongTensor` (batch, seq_len), labels -100
+      where nothing is learned;
+    - `context_embeds`: `torch.FloatTensor` (batch, max_slots,
+      encoder_hidden_size), rows padded with zeros at the end;
     - `row_ids`: `list[str]`, to name a batch that goes wrong.
 
     Raises:

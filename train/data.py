@@ -4,9 +4,10 @@ A row of a file (`.jsonl` or `.jsonl.gz`) is
 
     {"id": str, "question": str, "answers": [str], "passages": [{"title": str, "text": str}], ...}
 
-and becomes, in stage I, one example for every few consecutive segments of its passages (the slots) with their text as
-the target; in stages II and III one example with all segments as slots and the first answer as the target. Tokenising
-never runs the encoder: a prompt needs the number of its slots only.
+and becomes, in stage I, one example for every few consecutive segments of its passages (the slots)
+with their text as the target; in stages II and III one example with all segments as slots and the
+first answer as the target. Tokenising never runs the encoder: a prompt needs the number of its
+slots only.
 """
 
 import gzip
@@ -36,7 +37,7 @@ ROW_FIELDS = ("id", "question", "answers", "passages")
 
 @dataclass
 class Example:
-    """One tokenised example: ids with context tokens, labels, and the texts its slots stand for, in order."""
+    """Ids with context tokens, labels, and the texts that the slots stand for, in order."""
 
     row_id: str
     input_ids: list[int]
@@ -58,9 +59,7 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
                 row = json.loads(line)
                 missing = [field for field in ROW_FIELDS if field not in row]
             except (json.JSONDecodeError, TypeError) as error:
-                raise ValueError(
-                    f"{path}, line {number} is not a JSON object: {error}."
-                ) from error
+                raise ValueError(f"{path}, line {number} is not a JSON object: {error}.") from error
             if missing:
                 raise ValueError(
                     f"{path}, line {number} has no {', '.join(missing)}; a row needs {ROW_FIELDS}."
@@ -72,7 +71,7 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
 def chunk_segments(
     segments: list[Segment], max_segments: int, row_id: str
 ) -> Iterator[list[Segment]]:
-    """Cuts the segments of one document into consecutive runs of 1 to `max_segments`, fixed by `row_id`."""
+    """Consecutive runs of 1 to `max_segments` segments of one document, fixed by `row_id`."""
     start = 0
     while start < len(segments):
         size = 1 + stable_number(f"chunk:{row_id}:{start}", max_segments)
@@ -112,7 +111,7 @@ class ExampleBuilder:
                 yield self._reconstruction(row["id"], documents, chunk)
 
     def question_examples(self, row: dict[str, Any]) -> Iterator[Example]:
-        """Stages II and III: all passages as slots, the first answer as the target; nothing without an answer."""
+        """Stages II and III: all passages as slots, the first answer as the target, if any."""
         answer = row["answers"][0].strip() if row["answers"] else ""
         if not answer:
             return
@@ -128,10 +127,9 @@ class ExampleBuilder:
         yield self._example(row["id"], prompt, whole, texts)
 
     def _segments(self, documents: list[dict[str, str]]) -> list[Segment]:
-        """Segments of `documents`; many questions share their passages, so the last ones are remembered."""
+        """Segments of `documents`, remembered: many questions share their passages."""
         key = tuple((document["title"], document["text"]) for document in documents)
         if key not in self._segments_of:
-            self._segments_of.clear() if len(self._segments_of) > 50_000 else None
             self._segments_of[key] = self.processor.segment_documents(documents)
         return self._segments_of[key]
 
@@ -146,9 +144,7 @@ class ExampleBuilder:
         ]
         prompt = self._marked_prompt(messages[:1], mark, len(chunk), add_generation_prompt=True)
         whole = self._marked_prompt(messages, mark, len(chunk), add_generation_prompt=False)
-        return self._example(
-            row_id, prompt, whole, self.processor.encoder_texts(chunk, documents)
-        )
+        return self._example(row_id, prompt, whole, self.processor.encoder_texts(chunk, documents))
 
     def _marked_prompt(self, messages: list, mark: str, num_slots: int, **kwargs) -> list[int]:
         """A conversation with `mark` in the place of the slots, as ids."""
@@ -178,12 +174,16 @@ class ExampleBuilder:
         return Example(row_id, prompt + target, [-100] * len(prompt) + target, texts)
 
     def _end_of_turn(self, target: list[int]) -> list[int]:
-        """Cuts white space behind the token that ends the turn; a template that ends none gets the EOS token."""
+        """Cuts what stands behind the end of the turn; a template without gets EOS."""
         tokenizer = self.processor.tokenizer
         special = set(tokenizer.all_special_ids)
         special.update(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
         end = len(target)
-        while end and target[end - 1] not in special and not tokenizer.decode(target[end - 1 : end]).strip():
+        while (
+            end
+            and target[end - 1] not in special
+            and not tokenizer.decode(target[end - 1 : end]).strip()
+        ):
             end -= 1
         target = target[:end]
         return target if target and target[-1] in special else [*target, tokenizer.eos_token_id]
@@ -200,14 +200,17 @@ def select_examples(
     """A mixture of several files.
 
     Args:
-        files (`dict[str, float]`): Path of each file and its weight: its share of the mixture is weight / sum of weights.
-        make_examples (`Callable`): A row to its examples, such as `ExampleBuilder.question_examples`.
-        max_examples (`int` or `None`): Size of the mixture. Nothing is repeated: when a file holds less than its share,
-            the mixture gets smaller and keeps its shares. `None`: as many as that allows.
+        files (`dict[str, float]`): Path of each file and its weight: its share of the mixture is
+            weight / sum of weights.
+        make_examples (`Callable`): A row to its examples, such as
+            `ExampleBuilder.question_examples`.
+        max_examples (`int` or `None`): Size of the mixture. Nothing is repeated: when a file holds
+            less than its share, the mixture gets smaller and keeps its shares. `None`: as many as
+            that allows.
         max_tokens (`int` or `None`): Longer examples are left out, and counted in the log.
         seed (`int`): Order of the rows.
-        max_passages (`int` or `None`): Only rows of this many sets of passages in each file, drawn at random: fewer segments
-            to encode, more questions about each.
+        max_passages (`int` or `None`): Only rows of this many sets of passages in each file, drawn
+            at random: fewer segments to encode, more questions about each.
 
     Raises:
         `ValueError`: a weight that is not positive, or no examples at all.
@@ -224,18 +227,19 @@ def select_examples(
         found[path] = _take(rows, make_examples, quota, max_tokens, Path(path).name)
     size = min(len(found[path]) / share for path, share in shares.items())
     if max_examples is not None and size < max_examples - len(files):
-        logger.warning("%s hold %d examples in these shares, not %d.", list(files), size, max_examples)
-    mixture = [
-        example for path in files for example in found[path][: round(size * shares[path])]
-    ]
+        logger.warning("%s hold %d such examples, not %d.", list(files), size, max_examples)
+    mixture = [example for path in files for example in found[path][: round(size * shares[path])]]
     if not mixture:
         raise ValueError(
-            f"No examples in {list(files)}: {max_examples=}, {max_tokens=}. Raise the limits or name other files."
+            f"No examples in {list(files)}: {max_examples=}, {max_tokens=}. Raise the "
+            "limits or name other files."
         )
     return mixture
 
 
-def _rows_of_passages(rows: list[dict[str, Any]], max_passages: int | None, seed: int) -> list[dict[str, Any]]:
+def _rows_of_passages(
+    rows: list[dict[str, Any]], max_passages: int | None, seed: int
+) -> list[dict[str, Any]]:
     """The rows of `max_passages` different sets of passages, or all."""
     if max_passages is None:
         return rows
@@ -264,7 +268,9 @@ def _take(
                 taken.append(example)
         if quota is not None and len(taken) >= quota:
             break
-    logger.info("%s: %d examples, %d left out (> %s tokens)", name, len(taken), too_long, max_tokens)
+    logger.info(
+        "%s: %d examples, %d left out (> %s tokens)", name, len(taken), too_long, max_tokens
+    )
     return taken[:quota]
 
 
@@ -272,7 +278,8 @@ def build_dataset(examples: list[Example], store: EmbeddingStore) -> datasets.Da
     """
     Examples as the trainer's dataset; segments not in `store` yet are encoded now.
 
-    Columns: `row_id`, `input_ids`, `labels`, `length` (tokens, to group batches by), `segment_rows` (rows of `store`).
+    Columns: `row_id`, `input_ids`, `labels`, `length` (tokens, to group batches by), `segment_rows`
+    (rows of `store`).
     """
     texts = [text for example in examples for text in example.segment_texts]
     rows = store.add(texts)

@@ -2,13 +2,14 @@
 
 A store is a folder for each encoder under `root`:
 
-    <root>/<encoder>-<width>/encoder.json               the encoder's name, width and embedding of a probe sentence
-    <root>/<encoder>-<width>/<digest>.npy               float16 (num_texts, encoder_hidden_size), read as a memmap
-    <root>/<encoder>-<width>/<digest>.keys.npy          uint8 (num_texts, 16), the hash of each text
+    <root>/<encoder>-<width>/encoder.json       the embedding of a probe sentence
+    <root>/<encoder>-<width>/<digest>.npy       float16 (num_texts, encoder_hidden_size), a memmap
+    <root>/<encoder>-<width>/<digest>.keys.npy  uint8 (num_texts, 16), the hash of each text
 
-A text is found by its own hash, so whatever the segmenter cut, a segment seen before is never encoded again and another
-cut is another text. `add` encodes what is missing and writes it in parts as it goes: an interrupted run keeps what it
-has. A part is written under a temporary name and renamed, and one without its keys is not read.
+A text is found by its own hash, so whatever the segmenter cut, a segment seen before is never
+encoded again and another cut is another text. `add` encodes what is missing and writes it in parts
+as it goes: an interrupted run keeps what it has. A part is written under a temporary name and
+renamed, and one without its keys is not read.
 """
 
 import hashlib
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 Encode = Callable[[list[str]], np.ndarray]
 
 PROBE = "The quick brown fox jumps over the lazy dog."
-# Two runs of one encoder differ by rounding only; two encoders differ by about the size of the values themselves.
+# Two runs of one encoder differ by rounding; two encoders by about the size of the values.
 PROBE_TOLERANCE = 1e-2
 TEXTS_PER_PART = 16384
 TEXTS_PER_STEP = 2048
@@ -46,8 +47,8 @@ class EmbeddingStore:
         root (`str` or `Path`): Folder of all stores; made when missing.
         encoder_name_or_path (`str`): Name of the encoder, part of the store's folder name.
         encoder_hidden_size (`int`): Width of an embedding.
-        encode (`Callable`):
-            Texts to embeddings `(num_texts, encoder_hidden_size)`, such as `ArcAlignerProcessor.encode_segments`.
+        encode (`Callable`): Texts to embeddings `(num_texts, encoder_hidden_size)`, such as
+            `ArcAlignerProcessor.encode_segments`.
 
     Raises:
         `ValueError`: the folder holds embeddings of another encoder of the same name.
@@ -101,7 +102,8 @@ class EmbeddingStore:
             texts (`Iterable[str]`): Texts as the encoder reads them; they may repeat.
 
         Returns:
-            `np.ndarray` of shape `(num_texts,)`: the rows of `texts` in this store, valid in this process.
+            `np.ndarray` of shape `(num_texts,)`: the rows of `texts` in this store, valid in this
+            process.
 
         Raises:
             `ValueError`: the encoder returned NaN, infinite values or another width.
@@ -147,13 +149,13 @@ class EmbeddingStore:
         if not np.isfinite(embeddings).all():
             bad = texts[int(np.argmin(np.isfinite(embeddings).all(axis=1)))]
             raise ValueError(
-                f"The encoder {self.encoder_name_or_path} returned NaN or infinite values, first for "
-                f"the segment {bad[:80]!r}. Remove it from the data or use another encoder."
+                f"The encoder {self.encoder_name_or_path} returned NaN or infinite values, first "
+                f"for the segment {bad[:80]!r}. Remove it from the data or use another encoder."
             )
         return embeddings
 
     def _check_encoder(self) -> None:
-        """Two encoders under one name would mix: an embedding of a probe sentence tells them apart."""
+        """Two encoders of a name would mix: the embedding of a probe sentence tells them apart."""
         probe = self._checked([PROBE])[0]  # (encoder_hidden_size,)
         path = self.folder / "encoder.json"
         if path.exists():

@@ -15,22 +15,26 @@ def default_embedding_cache() -> str:
 @dataclass
 class RecipeArguments:
     """
-    The keys of a recipe that are not [`AlignerTrainingConfig`]'s. Paths are relative to the working directory.
+    The keys of a recipe that are not [`AlignerTrainingConfig`]'s. Paths are relative to the working
+    directory.
 
     Args:
-        stage (`str`): `"reconstruction"`, `"grounding"` or `"gating"`: data, prompt and what is trained.
-        model_name_or_path (`str`): A base model for the first stage, the previous stage's `output_dir` for the others.
+        stage (`str`): `"reconstruction"`, `"grounding"` or `"gating"`: data, prompt and what is
+            trained.
+        model_name_or_path (`str`): A base model for the first stage, the previous stage's
+            `output_dir` for the others.
         dtype (`str`): Of the frozen backbone; the aligner is always float32.
         aligner (`dict`): Fields of `ArcAlignerConfig` to set, such as `lora_r`.
-        processor (`dict`): Settings of a new processor, such as `sentences_per_segment`; for a base model only.
+        processor (`dict`): Settings of a new processor, such as `sentences_per_segment`; for a base
+            model only.
         train_files (`dict[str, float]`): JSON Lines files and their weights in the mixture.
         max_train_samples (`int`, *optional*): Examples to train on.
         max_train_passages (`int`, *optional*): Sets of passages of each file to draw them from.
         eval_files, max_eval_samples: The same for the held-out loss.
         max_segments (`int`): The most segments (slots) of a reconstruction example.
         max_tokens (`int`, *optional*): Longer examples are left out.
-        reconstruction_files (`dict[str, float]`), reconstruction_share (`float`):
-            Share of stage-I examples in a later stage's training set, and where they come from.
+        reconstruction_files (`dict[str, float]`), reconstruction_share (`float`): Share of stage-I
+            examples in a later stage's training set, and where they come from.
         embedding_cache_dir (`str`): Where segments' embeddings are kept, for all stages.
 
     Raises:
@@ -76,18 +80,17 @@ class RecipeArguments:
     def __post_init__(self):
         if not 0.0 <= self.reconstruction_share < 1.0:
             raise ValueError(
-                f"`reconstruction_share` is {self.reconstruction_share}; expected at least 0 and less than 1."
+                f"`reconstruction_share` is {self.reconstruction_share}; expected at least 0 and "
+                "less than 1."
             )
         if self.reconstruction_share and not self.reconstruction_files:
             raise ValueError(
-                f"`reconstruction_share` is {self.reconstruction_share} but `reconstruction_files` names none. "
-                "Name files of passages, or leave the share out."
+                f"`reconstruction_share` is {self.reconstruction_share} but `reconstruction_files` "
+                "names none. Name files of passages, or leave the share out."
             )
 
 
-def training_examples(
-    recipe: RecipeArguments, builder: ExampleBuilder, seed: int
-) -> list[Example]:
+def training_examples(recipe: RecipeArguments, builder: ExampleBuilder, seed: int) -> list[Example]:
     """The stage's examples, with stage-I examples mixed in when the recipe says so."""
     share, limit = recipe.reconstruction_share, recipe.max_train_samples
     num_task = None if limit is None else round(limit * (1 - share))

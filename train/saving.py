@@ -1,7 +1,7 @@
 """The end of a stage: a folder that the next stage, and anybody else, can load.
 
-Files are written beside their place and moved, the configuration last: a folder without `config.json` does not load, so
-an interrupted save is never mistaken for a model.
+Files are written beside their place and moved, the configuration last: a folder without
+`config.json` does not load, so an interrupted save is never mistaken for a model.
 """
 
 import os
@@ -19,7 +19,7 @@ def save_stage(
     processor: ArcAlignerProcessor,
     recipe: str,
 ) -> None:
-    """Writes the aligner, the processor and the recipe to `output_dir`, over what an earlier run left there.
+    """Writes aligner, processor and recipe to `output_dir`, over what an earlier run left there.
 
     Args:
         output_dir (`str` or `Path`): The stage's folder; checkpoints in it stay.

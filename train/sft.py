@@ -1,11 +1,12 @@
 """Runs one training stage from a recipe: parse -> data -> model -> train -> save.
 
     python -m arcaligner.train.sft --config train/recipes/smollm2_135m/1_reconstruction.yaml
-    python -m arcaligner.train.sft --config train/recipes/smollm2_135m/2_grounding.yaml --learning_rate 1e-4
+    python -m arcaligner.train.sft --config train/recipes/smollm2_135m/2_grounding.yaml --seed 2
     accelerate launch --num_processes 4 -m arcaligner.train.sft --config ...
 
-Any key of the recipe can be given on the command line. A recipe's keys are those of `RecipeArguments` (stage, model,
-data) and of TRL's `SFTConfig` (batches, optimiser, logs). A run goes on from the last checkpoint in its `output_dir`.
+Any key of the recipe can be given on the command line. A recipe's keys are those of
+`RecipeArguments` (stage, model, data) and of TRL's `SFTConfig` (batches, optimiser, logs). A run
+goes on from the last checkpoint in its `output_dir`.
 """
 
 import logging
@@ -37,15 +38,15 @@ def is_aligner(model_name_or_path: str) -> bool:
 
 
 def load_processor(recipe: RecipeArguments, chat_template_path: str | None) -> ArcAlignerProcessor:
-    """The previous stage's processor, or a new one for a base model, with the recipe's chat template."""
+    """The previous stage's processor or, for a base model, a new one; with the chat template."""
     name = recipe.model_name_or_path
     if is_aligner(name):
         if recipe.processor:
             raise ValueError(
-                f"The recipe sets `processor` {recipe.processor}, but {name} brings its own. Leave the key out; "
-                "another segmentation starts again from stage I."
+                f"The recipe sets `processor` {recipe.processor}, but {name} brings its own. Leave "
+                "the key out; another segmentation starts again from stage I."
             )
-        processor = ArcAlignerProcessor.from_pretrained(name)
+        processor = ArcAlignerProcessor.from_pretrained(name, trust_remote_code=False)
     else:
         processor = ArcAlignerProcessor.from_base_model(name, **recipe.processor)
     if chat_template_path is not None:

@@ -1,8 +1,9 @@
-"""The words around the slots: six templates of stage I and the prompt of stages II and III (paper, appendix).
+"""The words around the slots in stage I: the six templates of the paper's appendix.
 
-A template of stage I reads "... [B] ... [T]": the slots stand for [B]; all words before [T] are the user's turn and [T],
-the text behind the slots, is the assistant's. The prompt of stages II and III belongs to the processor, which writes the
-same one at inference; see `ArcAlignerProcessor.apply_chat_template`.
+A template of stage I reads "... [B] ... [T]": the slots stand for [B]; all words before [T] are the
+user's turn and [T], the text behind the slots, is the assistant's. The prompt of stages II and III
+belongs to the processor, which writes the same one at inference; see
+`ArcAlignerProcessor.apply_chat_template`.
 """
 
 import hashlib
@@ -37,7 +38,7 @@ RECONSTRUCTION_TEMPLATES = (
 
 
 def stable_number(key: str, modulus: int) -> int:
-    """A number below `modulus` that `key` alone decides: the same in each process and on each machine.
+    """A number below `modulus` that `key` alone decides, the same on each machine.
 
     >>> stable_number("recon_train_0", 6) == stable_number("recon_train_0", 6)
     True

@@ -1,10 +1,12 @@
-"""TRL's `SFTTrainer` for ArcAligner: the stage's freezing, useful numbers in the logs, and no silent mistakes.
+"""TRL's `SFTTrainer` for ArcAligner: a stage's freezing, numbers in the logs, loud mistakes.
 
-What would train something else without a word is refused: a `peft_config` (it would train another adapter and switch the
-slots' LoRA off), a missing or foreign collator (it would train without slots), and settings that cut or mix sequences.
+What would train something else without a word is refused: a `peft_config` (it would train another
+adapter and switch the slots' LoRA off), a missing or foreign collator (it would train without
+slots), and settings that cut or mix sequences.
 
-The loss is the model's own, of the positions that have labels and no others: TRL's fused head scores the prompt as well
-where there is no Triton, which costs more than all decoder layers of a small model on a CPU.
+The loss is the model's own, of the positions that have labels and no others: TRL's fused head
+scores the prompt as well where there is no Triton, which costs more than all decoder layers of a
+small model on a CPU.
 """
 
 import time
@@ -23,9 +25,11 @@ class AlignerTrainingConfig(SFTConfig):
     """
     `SFTConfig` with the few values that context slots need.
 
-    Defaults that differ from [`~trl.SFTConfig`]: `max_length=None` and `remove_unused_columns=False` (a cut row or a
-    dropped column loses slots), `dataset_kwargs={"skip_prepare_dataset": True}` (rows come tokenised),
-    `gradient_checkpointing=False`, `ddp_find_unused_parameters=False`, `train_sampling_strategy="group_by_length"`.
+    Defaults that differ from [`~trl.SFTConfig`]: `max_length=None` and
+    `remove_unused_columns=False` (a cut row or a dropped column loses slots),
+    `dataset_kwargs={"skip_prepare_dataset": True}` (rows come tokenised),
+    `gradient_checkpointing=False`, `ddp_find_unused_parameters=False`,
+    `train_sampling_strategy="group_by_length"`.
 
     Raises:
         `ValueError`: packing, padding-free batches, a `max_length` or dropped columns.
@@ -58,8 +62,8 @@ class AlignerTrainingConfig(SFTConfig):
         wrong = [f"`{name}={value}`" for name, value in refused.items() if value]
         if wrong:
             raise ValueError(
-                f"{', '.join(wrong)} would separate context tokens from their embeddings. Leave these "
-                "settings out; `max_tokens` leaves out rows that are too long."
+                f"{', '.join(wrong)} would separate context tokens from their embeddings. Leave "
+                "these settings out; `max_tokens` leaves out rows that are too long."
             )
         super().__post_init__()
 
@@ -69,13 +73,14 @@ class AlignerTrainer(SFTTrainer):
     Trains projector, LoRA and, in the gating stage, the gates of an [`ArcAlignerForCausalLM`].
 
     Args:
-        model ([`ArcAlignerForCausalLM`]): Loaded; `from_pretrained` unfreezes everything, so the stage is set here.
+        model ([`ArcAlignerForCausalLM`]): Loaded; what it trains is set here, by the stage.
         stage (`str`): `"reconstruction"`, `"grounding"` or `"gating"`.
         data_collator ([`ContextCollator`]): Writes the slots' embeddings into the batch.
         **kwargs: Passed to [`~trl.SFTTrainer`].
 
     Added to the logs: `tokens_per_second` (real tokens, padding not counted); in the gating stage
-    `refinement_steps` (mean steps of a slot at a layer) and `open_gates` (share of slots and layers with a step).
+    `refinement_steps` (mean steps of a slot at a layer) and `open_gates` (share of slots and layers
+    with a step).
 
     Raises:
         `ValueError`: a `peft_config`, another collator, a loss that is not finite.
@@ -94,13 +99,14 @@ class AlignerTrainer(SFTTrainer):
     ):
         if peft_config is not None:
             raise ValueError(
-                f"Got a `peft_config` ({type(peft_config).__name__}), which would train another adapter and switch "
-                "the slots' LoRA off. The aligner has its LoRA: set `lora_r` and the like in its configuration."
+                f"Got a `peft_config` ({type(peft_config).__name__}), which would train another "
+                "adapter and switch the slots' LoRA off. The aligner has its LoRA: set `lora_r` "
+                "and the like in its configuration."
             )
         if not isinstance(data_collator, ContextCollator):
             raise ValueError(
-                f"`data_collator` is {type(data_collator).__name__}; expected a `ContextCollator`. Another one would "
-                "train without the slots' embeddings."
+                f"`data_collator` is {type(data_collator).__name__}; expected a `ContextCollator`. "
+                "Another one would train without the slots' embeddings."
             )
         model.set_stage(stage)
         super().__init__(model, data_collator=data_collator, **kwargs)
@@ -123,8 +129,9 @@ class AlignerTrainer(SFTTrainer):
         )
         if not torch.isfinite(loss):
             raise ValueError(
-                f"The loss is {loss.item()} at step {self.state.global_step} for the rows {row_ids}. Check their "
-                f"segments' embeddings, or lower `learning_rate`; checkpoints are in {self.args.output_dir}."
+                f"The loss is {loss.item()} at step {self.state.global_step} for the rows "
+                f"{row_ids}. Check their segments' embeddings, or lower `learning_rate`; "
+                f"checkpoints are in {self.args.output_dir}."
             )
         self._keep_metrics(inputs["attention_mask"], labels, outputs)
         return (loss, outputs) if return_outputs else loss

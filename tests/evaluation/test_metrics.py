@@ -1,4 +1,4 @@
-"""Metrics against the values of the reference implementations (Self-RAG, FlashRAG, SQuAD) in `metric_cases.jsonl`."""
+"""Metrics against the reference implementations' values (Self-RAG, FlashRAG, SQuAD)."""
 
 import json
 from pathlib import Path

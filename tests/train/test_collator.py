@@ -23,7 +23,12 @@ def collator(tmp_path):
 def test_a_batch_is_padded_and_has_its_embeddings(collator):
     batch = collator(
         [
-            {"row_id": "x", "input_ids": [1, SLOT, 2], "labels": [-100, -100, 2], "segment_rows": [2]},
+            {
+                "row_id": "x",
+                "input_ids": [1, SLOT, 2],
+                "labels": [-100, -100, 2],
+                "segment_rows": [2],
+            },
             {
                 "row_id": "y",
                 "input_ids": [1, SLOT, SLOT, 3, 4],

@@ -1,4 +1,4 @@
-"""Rows become examples with the prompt of inference, labels on the answer alone and a segment for each slot."""
+"""Rows become examples: the prompt of inference, labels on the answer, a segment a slot."""
 
 import numpy as np
 import pytest
@@ -115,9 +115,12 @@ def test_chunks_are_consecutive_and_fixed_by_the_row():
 
 
 def test_a_template_that_renders_the_prompt_in_two_ways_is_refused(builder, processor, monkeypatch):
-    template = "{% for m in messages %}{{ m['content'] }}|{% endfor %}{% if add_generation_prompt %}?{% endif %}"
+    template = "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
+    template += "{% if add_generation_prompt %}?{% endif %}"
     monkeypatch.setattr(processor, "chat_template", template)
-    with pytest.raises(ValueError, match="Row row-0: the prompt .* is not how the whole .*chat_template_path"):
+    with pytest.raises(
+        ValueError, match="Row row-0: the prompt .* is not how the whole .*chat_template_path"
+    ):
         list(builder.question_examples(question_rows(1)[0]))
 
 
@@ -141,7 +144,11 @@ def test_rows_are_read_plain_and_gzipped(tmp_path, name):
 
 @pytest.mark.parametrize(
     "line, message",
-    [("{", "line 2 is not a JSON object"), ("7", "line 2"), ('{"id": "1"}', "has no question, answers")],
+    [
+        ("{", "line 2 is not a JSON object"),
+        ("7", "line 2"),
+        ('{"id": "1"}', "has no question, answers"),
+    ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):
     path = tmp_path / "rows.jsonl"
@@ -160,7 +167,8 @@ def two_files(tmp_path):
 
 def counts(examples):
     return {
-        kind: sum(example.row_id.startswith(kind) for example in examples) for kind in ("many", "few")
+        kind: sum(example.row_id.startswith(kind) for example in examples)
+        for kind in ("many", "few")
     }
 
 

@@ -1,4 +1,4 @@
-"""The store encodes each text once, finds it again in another process, and never mixes two encoders."""
+"""The store encodes a text once, finds it again later, and never mixes two encoders."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""Recipes: the shipped ones parse and chain, what cannot be meant is refused, stage-I rows mix in."""
+"""Recipes: the shipped ones parse and chain, nonsense is refused, stage-I rows mix in."""
 
 from pathlib import Path
 
@@ -51,7 +51,8 @@ def test_an_unknown_key_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "setting", ["packing: true", "padding_free: true", "max_length: 64", "remove_unused_columns: true"]
+    "setting",
+    ["packing: true", "padding_free: true", "max_length: 64", "remove_unused_columns: true"],
 )
 def test_settings_that_lose_slots_are_refused(tmp_path, setting):
     path = tmp_path / "recipe.yaml"

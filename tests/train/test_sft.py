@@ -1,4 +1,4 @@
-"""The script: three stages in order, each training its parts only; resuming; saving; what it refuses."""
+"""The script: three stages, each training its parts only; resuming; saving; refusals."""
 
 import json
 import os
@@ -52,7 +52,10 @@ def write_recipe(tmp_path_factory, base_model_dir, encoder_dir):
             "report_to": "none",
         }
         if model == base_model_dir:
-            keys["processor"] = {"encoder_name_or_path": str(encoder_dir), "encoder_hidden_size": 12}
+            keys["processor"] = {
+                "encoder_name_or_path": str(encoder_dir),
+                "encoder_hidden_size": 12,
+            }
             keys["aligner"] = {"lora_r": 4, "gate_hidden_size": 8, "lora_dropout": 0.1}
         path = folder / f"{stage}-{len(list(folder.iterdir()))}.yaml"
         path.write_text(yaml.safe_dump(keys | changes))
@@ -71,7 +74,7 @@ def parameters(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def moved_parts(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
-    """Parts of the aligner with a changed tensor, or the name of a changed tensor of the base model."""
+    """Parts of the aligner with a changed tensor; the full name of one of the base model."""
     names = {name for name in before if not torch.equal(before[name], after[name])}
     return {next((part for part in PARTS["gating"] if part in name), name) for name in names}
 
@@ -107,7 +110,7 @@ def test_a_stage_starts_from_the_one_before(stages):
 
 
 def test_a_stage_leaves_a_folder_that_answers(stages):
-    processor = ArcAlignerProcessor.from_pretrained(str(stages["gating"]))
+    processor = ArcAlignerProcessor.from_pretrained(str(stages["gating"]), trust_remote_code=False)
     model = ArcAlignerForCausalLM.from_pretrained(str(stages["gating"]))
     assert model.config.gate_mode == "adaptive"
     inputs = processor.apply_chat_template(
@@ -129,7 +132,9 @@ def test_a_stage_keeps_its_recipe_and_no_base_weights(stages):
     assert not list(folder.glob(".saving-*"))
     size = (folder / "model.safetensors").stat().st_size
     kept = {name: p for name, p in parameters(folder).items() if "base_layer" not in name}
-    aligner = sum(p.nbytes for name, p in kept.items() if any(part in name for part in PARTS["gating"]))
+    aligner = sum(
+        p.nbytes for name, p in kept.items() if any(part in name for part in PARTS["gating"])
+    )
     assert size < 1.5 * aligner + 50_000
 
 
@@ -145,18 +150,18 @@ def test_logs_tell_speed_and_gates(stages):
 def test_an_interrupted_run_ends_as_if_it_was_not(tmp_path, write_recipe, stages, caplog):
     arguments = write_recipe("reconstruction", tmp_path / "run")
 
-    class Interrupted(Exception):
+    class InterruptError(Exception):
         pass
 
     def stop(self, *args, **kwargs):
         if self.state.global_step == 3:
-            raise Interrupted
+            raise InterruptError
         return original(self, *args, **kwargs)
 
     original = AlignerTrainer.training_step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AlignerTrainer, "training_step", stop)
-        with pytest.raises(Interrupted):
+        with pytest.raises(InterruptError):
             run(arguments)
     assert not (tmp_path / "run/config.json").exists()
     run(arguments)
@@ -193,7 +198,9 @@ def test_processor_settings_for_an_aligner_are_refused(tmp_path, write_recipe, s
 @pytest.fixture
 def trainer_arguments(tmp_path, processor, model):
     """What an `AlignerTrainer` needs, on two batches of questions."""
-    store = EmbeddingStore(tmp_path, "tiny", processor.encoder_hidden_size, processor.encode_segments)
+    store = EmbeddingStore(
+        tmp_path, "tiny", processor.encoder_hidden_size, processor.encode_segments
+    )
     builder = ExampleBuilder(processor)
     examples = [example for row in question_rows(8) for example in builder.question_examples(row)]
     return {

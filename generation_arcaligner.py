@@ -1,0 +1,151 @@
+"""Generation with slots: they are read with the prompt, reused by any question, and never written.
+
+`generate` is transformers' own. What is added here: slots reach the model with the prompt and no later, no logits processor
+or candidate lookup takes a slot for a token, and a slot prefix can be prefilled once (`prefill_context`).
+"""
+
+import torch
+from transformers import GenerationMixin, LogitsProcessorList
+from transformers.cache_utils import Cache
+from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
+from transformers.generation.logits_process import SuppressTokensLogitsProcessor
+
+
+def text_for_slots(input_ids: torch.LongTensor, context_token_id: int) -> torch.LongTensor:
+    """`input_ids` (batch, seq_len) with the row's first text token in the place of each slot.
+
+    >>> text_for_slots(torch.tensor([[9, 9, 4, 5]]), context_token_id=9)
+    tensor([[4, 4, 4, 5]])
+    """
+    if input_ids.shape[1] == 0:
+        return input_ids
+    is_slot = input_ids == context_token_id
+    first_text = input_ids.gather(1, is_slot.to(torch.int8).argmin(dim=1, keepdim=True))  # (batch, 1)
+    return torch.where(is_slot, first_text, input_ids)
+
+
+class SlotGenerationMixin(GenerationMixin):
+    """`GenerationMixin` for prompts with context slots."""
+
+    @torch.no_grad()
+    def prefill_context(
+        self,
+        input_ids: torch.LongTensor,
+        context_embeds: torch.FloatTensor,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs,
+    ) -> Cache:
+        """Reads the slot prefix of a prompt once, for any number of questions.
+
+        Slots do not depend on what follows them, so the cache of everything up to the last slot can be copied and
+        continued by `generate(input_ids=whole_prompt, past_key_values=copy.deepcopy(cache))` with any question. It holds
+        the mandatory pass only, and the unmodified base model continues from it with the same logits.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch, seq_len)`):
+                A prompt with slots, or just its prefix. What stands after the last slot is not read.
+            context_embeds (`torch.FloatTensor` of shape `(batch, max_slots, encoder_hidden_size)`): Of the slots.
+            attention_mask (`torch.Tensor` of shape `(batch, seq_len)`, *optional*): 0 on padding.
+
+        Returns:
+            [`~transformers.Cache`]: `last slot + 1` positions long.
+
+        Raises:
+            `ValueError`: no slots, or rows whose last slots stand at different positions.
+        """
+        slot_mask = input_ids == self.config.context_token_id
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        last_slots = torch.where(slot_mask, positions, -1).max(dim=1).values  # (batch,)
+        length = int(last_slots[0]) + 1
+        if length == 0 or bool((last_slots != last_slots[0]).any()):
+            raise ValueError(
+                f"The last slots of the rows stand at {last_slots.tolist()} (-1: none); a common prefix needs one and the "
+                "same position. Pass rows with slots, left-padded so that their slots end together, or one row at a time."
+            )
+        if attention_mask is not None:
+            attention_mask = attention_mask[:, :length]
+        prefix = input_ids[:, :length]
+        outputs = self.model(
+            input_ids=prefix, attention_mask=attention_mask, context_embeds=context_embeds, use_cache=True, **kwargs
+        )
+        return outputs.past_key_values
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids,
+        past_key_values=None,
+        attention_mask=None,
+        inputs_embeds=None,
+        context_embeds=None,
+        is_first_iteration=False,
+        **kwargs,
+    ):
+        model_inputs = super().prepare_inputs_for_generation(
+            input_ids,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+        # Slots are read once, with the prompt. A step after it, or after a cached prefix, brings text only.
+        new_ids = model_inputs.get("input_ids")
+        has_slots = new_ids is not None and bool((new_ids == self.config.context_token_id).any())
+        continues = past_key_values is not None and past_key_values.get_seq_length() > 0
+        if context_embeds is not None and (has_slots or not continues):
+            model_inputs["context_embeds"] = context_embeds
+        return model_inputs
+
+    def generate(self, inputs=None, *args, **kwargs):
+        """`GenerationMixin.generate`. The context token is never generated and no logits processor sees it.
+
+        Raises:
+            `ValueError`: `prefill_chunk_size`, since slots cannot be split from what they refine with.
+        """
+        generation_config = kwargs.get("generation_config") or self.generation_config
+        if kwargs.get("prefill_chunk_size", generation_config.prefill_chunk_size) is not None:
+            raise ValueError(
+                "`prefill_chunk_size` is set, but slots are refined together with all text before them and cannot be read in "
+                "chunks. Leave it unset: a compressed prompt is short."
+            )
+        return super().generate(inputs, *args, **kwargs)
+
+    def _get_logits_processor(self, *args, **kwargs) -> LogitsProcessorList:
+        processors = super()._get_logits_processor(*args, **kwargs)
+        token_id, vocab_size = self.config.context_token_id, self.config.text_config.vocab_size
+        if token_id < vocab_size:
+            processors.append(SuppressTokensLogitsProcessor([token_id], device=self.device))
+        return _BlindToSlots(processors, token_id)
+
+    def _get_candidate_generator(self, *args, **kwargs):
+        candidates = super()._get_candidate_generator(*args, **kwargs)
+        if isinstance(candidates, PromptLookupCandidateGenerator):
+            return _CandidatesBlindToSlots(candidates, self.config.context_token_id)
+        return candidates
+
+
+class _BlindToSlots(LogitsProcessorList):
+    """Shows logits processors a prompt whose slots repeat the row's first text token: a slot is no token to penalise."""
+
+    def __init__(self, processors: LogitsProcessorList, context_token_id: int):
+        super().__init__(processors)
+        self.context_token_id = context_token_id
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs) -> torch.FloatTensor:
+        return super().__call__(text_for_slots(input_ids, self.context_token_id), scores, **kwargs)
+
+
+class _CandidatesBlindToSlots(CandidateGenerator):
+    """Looks candidates up in a prompt whose slots repeat the row's first text token, so that none is a slot."""
+
+    def __init__(self, candidates: CandidateGenerator, context_token_id: int):
+        self.candidates = candidates
+        self.context_token_id = context_token_id
+
+    def get_candidates(self, input_ids: torch.LongTensor):
+        text_ids = text_for_slots(input_ids, self.context_token_id)
+        found, scores = self.candidates.get_candidates(text_ids)
+        return torch.cat([input_ids, found[:, input_ids.shape[1] :]], dim=1), scores
+
+    def update_candidate_strategy(self, input_ids, scores, num_matches) -> None:
+        self.candidates.update_candidate_strategy(input_ids, scores, num_matches)
