@@ -13,8 +13,10 @@ _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 def _refuse(config: PreTrainedConfig, reason: str):
     raise ValueError(
-        f"Backbone `{config.model_type}` is not supported: {reason}. Choose a decoder-only backbone with rotary attention "
-        "and dense layers, such as Llama, Mistral, Qwen2, Qwen3, Gemma 2 or 3, Phi-3, OLMo-2, SmolLM3, Granite or Cohere."
+        f"Backbone `{config.model_type}` is not supported: {reason}. Choose a decoder-only backbone with rotary "
+        "attention "
+        "and dense layers, such as Llama, Mistral, Qwen2, Qwen3, Gemma 2 or 3, Phi-3, OLMo-2, SmolLM3, Granite "
+        "or Cohere."
     )
 
 
@@ -26,7 +28,9 @@ def check_backbone_config(config: PreTrainedConfig) -> None:
         _refuse(config, "transformers has no causal language model for it")
     other_types = set(getattr(config, "layer_types", None) or ()) - _SUPPORTED_LAYER_TYPES
     if other_types:
-        _refuse(config, f"its layers use {', '.join(sorted(other_types))}, which keeps no keys and values to refine with")
+        _refuse(
+            config, f"its layers use {', '.join(sorted(other_types))}, which keeps no keys and values to refine with"
+        )
 
 
 def find_decoder_layers(backbone: PreTrainedModel) -> nn.ModuleList:

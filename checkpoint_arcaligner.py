@@ -1,6 +1,7 @@
 """Checkpoints: the aligner alone on disk, the base model by name.
 
-`save_pretrained` writes projector, LoRA and gates (tens of MB), the configuration, the code and a model card; `from_pretrained`
+`save_pretrained` writes projector, LoRA and gates (tens of MB), the configuration, the code and a model card;
+`from_pretrained`
 streams the base model's own files beside them, through transformers' loader, so that dtype, device map and quantisation
 work as for any model. A base model's own name or folder can be given to `from_pretrained` too: a fresh aligner is put
 around it.
@@ -13,7 +14,6 @@ from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from huggingface_hub import HfApi
 from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedModel
@@ -95,9 +95,7 @@ class AlignerCheckpointMixin:
                 has_base_model = True
         renamings = _base_model_renamings(model) if has_base_model else []
         load_config = replace(load_config, weight_mapping=[*renamings, *(load_config.weight_mapping or [])])
-        loaded = PreTrainedModel._load_pretrained_model(
-            model, state_dict, checkpoint_files, load_config, expected_keys
-        )
+        loaded = PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
         if has_base_model:
             _check_base_model_complete(model, loaded[0].missing_keys)
         # Kept, these renamings would be undone when the model is saved.
@@ -110,7 +108,8 @@ class AlignerCheckpointMixin:
         Args:
             save_directory (`str` or `os.PathLike`): Folder to write to; made when it is not there.
             save_base_model (`bool`, *optional*):
-                Whether to write the base model's weights too. Default: only when `config.base_model_name_or_path` does not
+                Whether to write the base model's weights too. Default: only when `config.base_model_name_or_path` does
+                not
                 say where they are.
         """
         if save_base_model is None:
@@ -131,8 +130,10 @@ class AlignerCheckpointMixin:
 
         Args:
             repo_id (`str`): `user/name`; made when it is not there.
-            processor (`ArcAlignerProcessor`, *optional*): Default: the one of the checkpoint this model was loaded from.
-            commit_message (`str`, *optional*), private (`bool`, *optional*), token (`str`, *optional*): As for any model.
+            processor (`ArcAlignerProcessor`, *optional*): Default: the one of the checkpoint this model was loaded
+            from.
+            commit_message (`str`, *optional*), private (`bool`, *optional*), token (`str`, *optional*): As for any
+            model.
 
         Returns:
             `huggingface_hub.CommitInfo`: The commit.
@@ -187,15 +188,18 @@ def _check_aligner_weights(model, shapes, source: str, ignore_mismatched_sizes: 
     missing = sorted(expected.keys() - found.keys())
     if missing:
         raise ValueError(
-            f"Checkpoint {source} lacks {len(missing)} of {len(expected)} aligner weights that {described} needs, first "
+            f"Checkpoint {source} lacks {len(missing)} of {len(expected)} aligner weights that {described} needs, "
+            "first "
             f"`{missing[0]}`. It was saved incompletely or for another backbone: check `gate_layers`, "
             "`lora_target_modules` and `text_config` in its config.json."
         )
     others = sorted(key for key in expected if list(found[key]) != expected[key])
     if others and not ignore_mismatched_sizes:
         raise ValueError(
-            f"Checkpoint {source} does not fit {described}: `{others[0]}` has shape {list(found[others[0]])} in the checkpoint "
-            f"and {expected[others[0]]} in the model ({len(others)} weights differ). Load it with the backbone, encoder and "
+            f"Checkpoint {source} does not fit {described}: `{others[0]}` has shape {list(found[others[0]])} in "
+            "the checkpoint "
+            f"and {expected[others[0]]} in the model ({len(others)} weights differ). Load it with the backbone, "
+            "encoder and "
             "LoRA rank it was trained with."
         )
 
@@ -223,13 +227,16 @@ def _check_base_model_config(config) -> None:
     if others:
         described = ", ".join(f"{field} {trained.get(field)} (found {found.get(field)})" for field in others)
         raise ValueError(
-            f"The base model {name} is not the one this aligner was trained around: a {config.text_config.model_type} with "
+            f"The base model {name} is not the one this aligner was trained around: a "
+            f"{config.text_config.model_type} with "
             f"{described}. Point `base_model_name_or_path` to the right one."
         )
 
 
 def _check_base_model_complete(model, missing_keys) -> None:
-    lacking = sorted(key for key in missing_keys if not model.is_aligner_key(key) and key not in model.all_tied_weights_keys)
+    lacking = sorted(
+        key for key in missing_keys if not model.is_aligner_key(key) and key not in model.all_tied_weights_keys
+    )
     if lacking:
         raise ValueError(
             f"The base model {model.config.base_model_name_or_path} lacks {len(lacking)} weights of its "
@@ -248,7 +255,11 @@ def _base_model_files(config, load_config) -> list[str]:
             use_safetensors=True,
             user_agent=None,
             is_remote_code=False,
-            download_kwargs={**(load_config.download_kwargs or {}), "revision": config.base_model_revision, "subfolder": ""},
+            download_kwargs={
+                **(load_config.download_kwargs or {}),
+                "revision": config.base_model_revision,
+                "subfolder": "",
+            },
         )
     except OSError as error:
         raise OSError(missing_model_error("base model", config.base_model_name_or_path, error)) from error
@@ -258,7 +269,9 @@ def _base_model_files(config, load_config) -> list[str]:
 def _base_model_renamings(model) -> list[WeightRenaming]:
     """From the names in a base model's checkpoint to ours: the decoder's prefix, and linears that carry LoRA."""
     prefix = "model." if model.base_model_prefix in dict(model.named_children()) else ""
-    leaves = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if module in set(slot_lora_layers(model))}
+    leaves = {
+        name.rsplit(".", 1)[-1] for name, module in model.named_modules() if module in set(slot_lora_layers(model))
+    }
     linears = "|".join(sorted(leaves))
     return [
         WeightRenaming(r"^(?:model|transformer|gpt_neox)\.(?!backbone\.|projector\.)", f"{prefix}backbone."),
@@ -271,7 +284,8 @@ def _copy_processor(source: str, folder: Path) -> None:
     names = ("processor_config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja")
     if not source or cached_file(source, names[0], _raise_exceptions_for_missing_entries=False) is None:
         raise ValueError(
-            f"No processor was given and none was found beside the model's weights ({source or 'a model made in memory'}). "
+            "No processor was given and none was found beside the model's weights "
+            f"({source or 'a model made in memory'}). "
             "Call `model.push_to_hub(repo_id, processor=processor)`."
         )
     for name in names:
@@ -287,7 +301,11 @@ def _write_model_card(config, folder: Path) -> None:
         return
     base = config.base_model_name_or_path
     is_hub_id = base is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", base)
-    header = ["library_name: transformers", "pipeline_tag: text-generation", "tags: [arcaligner, rag, context-compression]"]
+    header = [
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags: [arcaligner, rag, context-compression]",
+    ]
     header += [f"base_model: {base}"] if is_hub_id else []
     text = "\n".join(
         [

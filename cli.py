@@ -73,9 +73,7 @@ def read_document(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8 text (byte {error.start}). Convert it to plain text first."
-        ) from error
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}). Convert it to plain text first.") from error
 
 
 def slots_table(record: dict[str, Any]) -> Table:
@@ -89,9 +87,7 @@ def slots_table(record: dict[str, Any]) -> Table:
     for number, (segment, each) in enumerate(zip(segments, passes, strict=True)):
         span = f"{segment['start']}-{segment['end']}"
         text = escape(segment["text"])
-        table.add_row(
-            str(number), str(segment["document"]), span, text, format_trajectories([each])
-        )
+        table.add_row(str(number), str(segment["document"]), span, text, format_trajectories([each]))
     return table
 
 
@@ -100,9 +96,7 @@ def answer(
     question: Annotated[str, typer.Option(help="What to ask.")],
     document: Annotated[list[Path], Document],
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
-    show_slots: Annotated[
-        bool, typer.Option("--show-slots", help="Show what each slot stands for.")
-    ] = False,
+    show_slots: Annotated[bool, typer.Option("--show-slots", help="Show what each slot stands for.")] = False,
 ) -> None:
     """Answers a question from your own text files."""
     documents = [read_document(path) for path in document]

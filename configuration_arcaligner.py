@@ -65,9 +65,7 @@ class ArcAlignerConfig(PreTrainedConfig):
     """
 
     model_type = "arcaligner"
-    sub_configs_defaults = {
-        "text_config": SubConfigSpec(config_class=AutoConfig, model_type="llama")
-    }
+    sub_configs_defaults = {"text_config": SubConfigSpec(config_class=AutoConfig, model_type="llama")}
 
     text_config: dict | PreTrainedConfig | None = None
     base_model_name_or_path: str | None = None
@@ -94,7 +92,8 @@ class ArcAlignerConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         if "vocab_size" not in self.text_config.to_dict():
             raise ValueError(
-                f"Backbone `{self.text_config.model_type}` is not supported: it has no vocabulary, so transformers has no "
+                f"Backbone `{self.text_config.model_type}` is not supported: it has no vocabulary, so "
+                "transformers has no "
                 "causal language model for it. Choose a decoder-only language model."
             )
         if self.context_token_id is None:
@@ -107,9 +106,7 @@ class ArcAlignerConfig(PreTrainedConfig):
         num_layers = self.text_config.num_hidden_layers
         if isinstance(self.gate_layers, str):
             if self.gate_layers != "all":
-                raise ValueError(
-                    f'`gate_layers` is {self.gate_layers!r}; expected "all" or a list of layer indices.'
-                )
+                raise ValueError(f'`gate_layers` is {self.gate_layers!r}; expected "all" or a list of layer indices.')
         elif any(not 0 <= layer < num_layers for layer in self.gate_layers):
             raise ValueError(
                 f"`gate_layers` is {self.gate_layers}, but the backbone has layers 0 to {num_layers - 1}. "

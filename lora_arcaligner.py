@@ -30,7 +30,7 @@ _scope = _SlotScope()
 
 @contextlib.contextmanager
 def slot_scope(rows: torch.Tensor | EllipsisType | None):
-    """Within this context LoRA is applied to `rows`: flat indices (num_slots,) into (batch * seq_len), or `ALL_ROWS`."""
+    """Inside, LoRA is applied to `rows`: flat indices (num_slots,) into (batch * seq_len), or `ALL_ROWS`."""
     before, _scope.rows = _scope.rows, rows
     try:
         yield
@@ -51,7 +51,8 @@ class SlotLoraVariant(LoraVariant):
     @staticmethod
     def _refuse_merge(module, active_adapter, orig_weight):
         raise ValueError(
-            f"LoRA adapter `{active_adapter}` cannot be merged: it applies to context slots only, a merged weight would "
+            f"LoRA adapter `{active_adapter}` cannot be merged: it applies to context slots only, a merged weight "
+            "would "
             "apply it to text as well. Keep it unmerged; text rows already run on the frozen weights alone."
         )
 

@@ -1,7 +1,7 @@
 """ArcAligner on any decoder-only backbone (huggingface.co/papers/2601.05038), bottom-up, in the order of the data flow:
 
-    context_embeds -> ContextProjector (Eq. 1) -> rows of the prompt's slots (Eq. 2) -> decoder layers, each with LoRA on
-    slot rows (Eq. 3-4) and, where gated, refinement of the slots its gate opens (Eq. 5-9, Algorithm 1) -> logits
+    context_embeds -> ContextProjector (Eq. 1) -> rows of the prompt's slots (Eq. 2) -> decoder layers, each with
+    LoRA on slot rows (Eq. 3-4) and, where gated, refinement of the slots its gate opens (Eq. 5-9, Algorithm 1) -> logits
 
 Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text rows before the last slot), hidden.
 """
@@ -177,7 +177,8 @@ class SlotDecoderLayer:
         """Whether no gate is open after the mandatory pass: the usual case, found without laying out a step."""
         if self.arcaligner_config.gate_mode == "always":
             return False
-        slots = hidden_states.reshape(-1, hidden_states.shape[-1]).index_select(0, rows.slot_rows)  # (num_slots, hidden)
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])  # (batch * seq_len, hidden)
+        slots = flat.index_select(0, rows.slot_rows)  # (num_slots, hidden)
         return not bool((self.slot_gate(slots) >= self.arcaligner_config.gate_threshold).any())
 
     def _gate(self, slots: torch.Tensor) -> torch.Tensor:
@@ -399,7 +400,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         if slot_mask is not None:
             if inputs_embeds is not None:
                 raise ValueError(
-                    "Got both `input_ids` and `inputs_embeds` with slots. Pass `input_ids`: the embeddings of text and slots are "
+                    "Got both `input_ids` and `inputs_embeds` with slots. Pass `input_ids`: the embeddings of "
+                    "text and slots are "
                     "looked up and placed here."
                 )
             self._check_slots(slot_mask, context_embeds, past_key_values)
@@ -433,7 +435,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         if input_ids is None:
             if context_embeds is not None:
                 raise ValueError(
-                    "Got `context_embeds` without `input_ids`. Slots are found by their context tokens: pass `input_ids` "
+                    "Got `context_embeds` without `input_ids`. Slots are found by their context tokens: pass "
+                    "`input_ids` "
                     f"with `context_token_id` {self.config.context_token_id} where the slots are."
                 )
             return None
@@ -441,7 +444,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         if context_embeds is None:
             if slot_mask.any():
                 raise ValueError(
-                    f"Found {int(slot_mask.sum())} context tokens (id {self.config.context_token_id}) in `input_ids` but no "
+                    f"Found {int(slot_mask.sum())} context tokens (id {self.config.context_token_id}) in "
+                    "`input_ids` but no "
                     "`context_embeds`. Pass the embeddings of the slots, as the processor returns them."
                 )
             return None
@@ -456,7 +460,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             )
         if context_embeds.shape[2] != width:
             raise ValueError(
-                f"`context_embeds` is {context_embeds.shape[2]} wide but the projector takes `encoder_hidden_size` {width}. "
+                f"`context_embeds` is {context_embeds.shape[2]} wide but the projector takes "
+                f"`encoder_hidden_size` {width}. "
                 f"Use the encoder the aligner was trained with: {self.config.encoder_name_or_path}."
             )
         counts = slot_mask.sum(dim=1)  # (batch,)
@@ -470,24 +475,28 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         real = context_embeds[torch.arange(given, device=counts.device) < counts[:, None]]
         if not torch.isfinite(real).all():
             raise ValueError(
-                f"`context_embeds` holds {int((~torch.isfinite(real)).sum())} NaN or infinite values of {real.numel()}. "
+                f"`context_embeds` holds {int((~torch.isfinite(real)).sum())} NaN or infinite values of "
+                f"{real.numel()}. "
                 "Check the encoder's output."
             )
         if most and past_key_values is not None and past_key_values.get_seq_length() > 0:
             raise ValueError(
-                f"Found context tokens after {past_key_values.get_seq_length()} cached tokens. Slots stand in the prompt, "
-                "before any cache: refinement needs the deeper states of earlier tokens, which a cache does not hold. Start "
+                f"Found context tokens after {past_key_values.get_seq_length()} cached tokens. Slots stand in the "
+                "prompt, "
+                "before any cache: refinement needs the deeper states of earlier tokens, which a cache does not "
+                "hold. Start "
                 "with an empty cache, or continue a cached slot prefix with plain text."
             )
         longest = getattr(self.config.text_config, "max_position_embeddings", None)
         if longest is not None and slot_mask.shape[1] > longest:
             raise ValueError(
-                f"The prompt has {slot_mask.shape[1]} tokens but the backbone reads {longest}. Pass fewer passages, or merge "
+                f"The prompt has {slot_mask.shape[1]} tokens but the backbone reads {longest}. Pass fewer "
+                "passages, or merge "
                 "more sentences into a slot."
             )
 
     def _embed(self, input_ids, slot_mask, context_embeds) -> torch.Tensor:
-        """`H^(0,0)` (Eq. 2): projected embeddings on slots, the frozen embedding elsewhere, (batch, seq_len, hidden)."""
+        """`H^(0,0)` (Eq. 2): projected embeddings on slots, frozen ones elsewhere, (batch, seq_len, hidden)."""
         inputs_embeds = self.get_input_embeddings()(input_ids.masked_fill(slot_mask, 0))
         if context_embeds.shape[1] == 0:
             return inputs_embeds
@@ -574,7 +583,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             **kwargs,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, keep, :])
+        logits = self.lm_head(outputs.last_hidden_state[:, keep, :].contiguous())
         logits = postprocess_logits(logits, self.config.text_config)
         loss = None
         if labels is not None:

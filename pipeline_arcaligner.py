@@ -189,9 +189,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             outputs["recursion_depth"] = read.recursion_depth  # (batch, num_layers, max_slots)
         return outputs | {"row": row}
 
-    def postprocess(
-        self, model_outputs: dict, return_type: ReturnType | None = None, **kwargs
-    ) -> list[dict[str, Any]]:
+    def postprocess(self, model_outputs: dict, return_type: ReturnType | None = None, **kwargs) -> list[dict[str, Any]]:
         row = model_outputs.pop("row")
         depth = model_outputs.pop("recursion_depth", None)  # (1, num_layers, max_slots)
         if return_type is None:

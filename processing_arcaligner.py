@@ -75,7 +75,8 @@ class ArcAlignerProcessor(ProcessorMixin):
         encoder_hidden_size (`int`, defaults to 384): Its width `d_r`.
         context_token (`str`, defaults to `"<context>"`): How a slot is shown when ids are decoded.
         context_token_id (`int`, *optional*): Id of a slot, outside of the tokenizer's. Default: `len(tokenizer)`.
-        sentences_per_segment (`int` or `float`, defaults to 1): 0.5, 1 or n sentences a slot (the paper's 12x, 24x, 72x).
+        sentences_per_segment (`int` or `float`, defaults to 1): 0.5, 1 or n sentences a slot (the paper's 12x, 24x,
+        72x).
         spacy_model (`str`, defaults to `"en"`): Language code for rule-based sentences, or an installed spaCy pipeline.
         chat_template (`str`, *optional*): Default: the tokenizer's.
 
@@ -100,7 +101,8 @@ class ArcAlignerProcessor(ProcessorMixin):
         if context_token_id < len(tokenizer):
             raise ValueError(
                 f"`context_token_id` is {context_token_id}, which the tokenizer uses for "
-                f"{tokenizer.convert_ids_to_tokens(context_token_id)!r}; expected an id of at least {len(tokenizer)}, so that no "
+                f"{tokenizer.convert_ids_to_tokens(context_token_id)!r}; expected an id of at least "
+                f"{len(tokenizer)}, so that no "
                 "text can become a slot."
             )
         self.encoder_name_or_path = encoder_name_or_path
@@ -190,12 +192,15 @@ class ArcAlignerProcessor(ProcessorMixin):
             text (`str` or `list[str]`):
                 With documents or embeddings: the questions. Without: plain text, tokenised as it is.
             documents (`str`, `dict`, or list of them, *optional*):
-                Passages of a question, each a string or `{"title", "text"}`; for a list of questions a list of such lists.
-                None but an empty list, or nothing but white space, gives one slot with the encoding of the empty string.
+                Passages of a question, each a string or `{"title", "text"}`; for a list of questions a list of such
+                lists.
+                None but an empty list, or nothing but white space, gives one slot with the encoding of the empty
+                string.
             context_embeds (tensor or array of shape `(num_slots, encoder_hidden_size)`, or a list of them, *optional*):
                 Embeddings made before, one a segment. Neither encoder nor segmenter is needed then.
             return_segments (`bool`, defaults to `False`):
-                Adds `segments` (a list of [`Segment`] a row) and `statistics` (a dict a row: passage `tokens`, `slots` and
+                Adds `segments` (a list of [`Segment`] a row) and `statistics` (a dict a row: passage `tokens`, `slots`
+                and
                 the measured `compression_rate`). Remove both before passing the rest to the model.
             kwargs:
                 The tokenizer's: `return_tensors`, `padding` (on by default for tensors), `padding_side`, `truncation`,
@@ -249,7 +254,8 @@ class ArcAlignerProcessor(ProcessorMixin):
                 self._check_embeds(row_embeds, row)
                 if row_segments is not None and max(1, len(row_segments)) != len(row_embeds):
                     raise ValueError(
-                        f"Row {row} has {max(1, len(row_segments))} segments but {len(row_embeds)} precomputed `context_embeds`. "
+                        f"Row {row} has {max(1, len(row_segments))} segments but {len(row_embeds)} precomputed "
+                        "`context_embeds`. "
                         "Compute them with the same segmentation, or leave `documents` out."
                     )
             return given
@@ -264,7 +270,8 @@ class ArcAlignerProcessor(ProcessorMixin):
         if embeds.dim() != 2 or embeds.shape[1] != self.encoder_hidden_size or embeds.shape[0] == 0:
             raise ValueError(
                 f"The embeddings of row {row} have shape {tuple(embeds.shape)}; expected (num_slots, "
-                f"{self.encoder_hidden_size}), the width of encoder {self.encoder_name_or_path}, with at least one slot."
+                f"{self.encoder_hidden_size}), the width of encoder {self.encoder_name_or_path}, with at least "
+                "one slot."
             )
         if not torch.isfinite(embeds).all():
             raise ValueError(
@@ -278,7 +285,8 @@ class ArcAlignerProcessor(ProcessorMixin):
                 last_slot = len(row_ids) - 1 - row_ids[::-1].index(self.context_token_id)
                 if last_slot >= max_length:
                     raise ValueError(
-                        f"`max_length` {max_length} would cut slots: those of row {row} end at position {last_slot + 1}. Raise it, "
+                        f"`max_length` {max_length} would cut slots: those of row {row} end at position "
+                        f"{last_slot + 1}. Raise it, "
                         "pass fewer documents, or merge more sentences into a slot (`sentences_per_segment`)."
                     )
             ids = [row_ids[:max_length] for row_ids in ids]
@@ -322,8 +330,10 @@ class ArcAlignerProcessor(ProcessorMixin):
 
         Args:
             conversation (`list[dict]` or a list of them): Messages with `role` and `content`.
-            documents, context_embeds, return_segments: As in [`~ArcAlignerProcessor.__call__`], one entry a conversation.
-            processor_kwargs (`dict`, *optional*): For the tokenizer: `padding`, `padding_side`, `truncation`, `max_length`.
+            documents, context_embeds, return_segments: As in [`~ArcAlignerProcessor.__call__`], one entry a
+            conversation.
+            processor_kwargs (`dict`, *optional*): For the tokenizer: `padding`, `padding_side`, `truncation`,
+            `max_length`.
             kwargs: For the template, such as `add_generation_prompt=True`.
 
         Returns:

@@ -66,9 +66,7 @@ def take_rows(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return tensor.gather(1, index)
 
 
-def refinement_mask(
-    attention_mask: torch.Tensor | None, rows: SlotRows, dtype: torch.dtype
-) -> torch.Tensor:
+def refinement_mask(attention_mask: torch.Tensor | None, rows: SlotRows, dtype: torch.dtype) -> torch.Tensor:
     """What each slot may read: the text and the slots that the layer's own mask shows it.
 
     Args:
@@ -110,7 +108,7 @@ class KeysValuesComplete(Exception):  # noqa: N818 - nothing went wrong, the res
 
 
 class KeysValuesRecorder:
-    """Stands in for the cache to learn a layer's keys and values of the text rows: (batch, heads, max_text, head_dim)."""
+    """Stands in for the cache to learn a layer's keys and values of text rows: (batch, heads, max_text, head_dim)."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -121,7 +119,7 @@ class KeysValuesRecorder:
 
 
 class RefinementKeysValues:
-    """Stands in for the cache in a refinement step: slots read the text's keys and values, then their own fresh ones."""
+    """Stands in for the cache in a refinement step: slots read the text's keys and values, then their own."""
 
     def __init__(self, keys: torch.Tensor | None, values: torch.Tensor | None):
         self.keys, self.values = keys, values

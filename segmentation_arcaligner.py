@@ -1,6 +1,7 @@
 """Passages to segments, the units that become one slot each: sentences, halves of them, or several merged.
 
-spaCy finds the sentences. Offsets always count characters of the document's text, so an answer can be traced back to it.
+spaCy finds the sentences. Offsets always count characters of the document's text, so an answer can be traced back to
+it.
 """
 
 import functools
@@ -28,7 +29,8 @@ def _load_spacy(spacy_model: str):
         spacy = importlib.import_module("spacy")
     except ImportError as error:
         raise ImportError(
-            "Passages are split into sentences by spaCy, which is not installed: `pip install spacy`. Or pass precomputed "
+            "Passages are split into sentences by spaCy, which is not installed: `pip install spacy`. Or pass "
+            "precomputed "
             "`context_embeds`, which need no splitting."
         ) from error
     if len(spacy_model) <= 3:  # a language code
@@ -80,7 +82,8 @@ def check_sentences_per_segment(sentences_per_segment: int | float) -> None:
     whole = float(sentences_per_segment).is_integer() and sentences_per_segment >= 1
     if sentences_per_segment != 0.5 and not whole:
         raise ValueError(
-            f"`sentences_per_segment` is {sentences_per_segment}; expected 0.5 (half sentences, the paper's 12x), 1 (sentences, "
+            f"`sentences_per_segment` is {sentences_per_segment}; expected 0.5 (half sentences, the paper's 12x), "
+            "1 (sentences, "
             "24x) or a whole number of sentences to merge (3: 72x)."
         )
 

@@ -2,8 +2,10 @@
 
     python -m arcaligner.benchmarks.overhead [--output overhead.json]
 
-Arms of a comparison take turns in one process, each pair gives a ratio, and the median of the ratios is printed with the
-middle half of them: machines drift, ratios within a moment do not. Memory is the peak resident size of a process of its own.
+Arms of a comparison take turns in one process, each pair gives a ratio, and the median of the ratios is printed with
+the
+middle half of them: machines drift, ratios within a moment do not. Memory is the peak resident size of a process of
+its own.
 """
 
 import copy
@@ -53,7 +55,7 @@ def prompt(model: ArcAlignerForCausalLM, batch: int, seq_len: int) -> dict[str, 
 
 
 def ratios(ours: Callable[[], None], theirs: Callable[[], None], runs: int, title: str) -> list[float]:
-    """Seconds of `ours` over seconds of `theirs`, `runs` times in turn, the first turn being for the way in changing."""
+    """Seconds of `ours` over seconds of `theirs`, `runs` times in turn; who goes first alternates."""
     found = []
     for run in track(range(runs + 3), description=title, transient=True):
         seconds = {}

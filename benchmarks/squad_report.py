@@ -44,8 +44,7 @@ def closed_book_text(row: Row) -> str:
 def full_text(row: Row) -> str:
     """The user's turn with the passages as text, titles as the encoder reads them."""
     passages = (
-        f"{passage['title']}: {passage['text']}" if passage["title"] else passage["text"]
-        for passage in row["passages"]
+        f"{passage['title']}: {passage['text']}" if passage["title"] else passage["text"] for passage in row["passages"]
     )
     return f"Refer to the background document: {' '.join(passages)}\nQuestion: {row['question']}"
 
@@ -96,9 +95,7 @@ def predict(
         start = time.perf_counter()
         output = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
         seconds += time.perf_counter() - start
-        texts = processor.batch_decode(
-            output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
-        )
+        texts = processor.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         answers.update(zip(indices, (text.strip() for text in texts), strict=True))
     return [answers[index] for index in range(len(answers))], seconds
 
@@ -107,27 +104,21 @@ def score(rows: list[Row], predictions: list[str]) -> dict[str, dict[str, float]
     """Mean and 95 % interval of each metric, in percent."""
     report = {}
     for name, metric in METRICS.items():
-        scores = [
-            100 * metric(text, row["answers"]) for row, text in zip(rows, predictions, strict=True)
-        ]
+        scores = [100 * metric(text, row["answers"]) for row, text in zip(rows, predictions, strict=True)]
         low, high = bootstrap_interval(scores)
         report[name] = {"mean": sum(scores) / len(scores), "low": low, "high": high}
     return report
 
 
 @torch.inference_mode()
-def mean_refinement_steps(
-    model: ArcAlignerForCausalLM, batches: list[tuple[list[int], Any]]
-) -> float:
+def mean_refinement_steps(model: ArcAlignerForCausalLM, batches: list[tuple[list[int], Any]]) -> float:
     """Refinement steps of a slot at a layer, on average, in the model's gate mode."""
     depths = [model.model(**inputs).recursion_depth.flatten() for _, inputs in batches]
     depths = torch.cat(depths)
     return depths[depths >= 0].float().mean().item()
 
 
-def context_statistics(
-    processor: ArcAlignerProcessor, rows: list[Row], num_slots: int
-) -> dict[str, float]:
+def context_statistics(processor: ArcAlignerProcessor, rows: list[Row], num_slots: int) -> dict[str, float]:
     """Measured compression: tokens of the passages as text over slots."""
     texts = [passage["text"] for row in rows for passage in row["passages"]]
     ids = processor.tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -146,10 +137,7 @@ def run(
     batches = list(batches_by_length(rows, batch_size))
 
     def prepare(make: Callable[[list[Row]], Any]) -> list[tuple[list[int], Any]]:
-        return [
-            (indices, make([rows[index] for index in indices]).to(model.device))
-            for indices in batches
-        ]
+        return [(indices, make([rows[index] for index in indices]).to(model.device)) for indices in batches]
 
     slots = prepare(lambda some: slot_inputs(processor, some))
     ways = {
@@ -163,9 +151,7 @@ def run(
         "compressed_always": ("always", slots),
         "empty_slot": ("adaptive", prepare(lambda some: slot_inputs(processor, some, False))),
     }
-    num_slots = sum(
-        int((inputs["input_ids"] == model.config.context_token_id).sum()) for _, inputs in slots
-    )
+    num_slots = sum(int((inputs["input_ids"] == model.config.context_token_id).sum()) for _, inputs in slots)
     report: dict[str, Any] = {"context": context_statistics(processor, rows, num_slots), "ways": {}}
     predictions = {}
     for name, (gate_mode, inputs) in ways.items():
@@ -190,8 +176,7 @@ def markdown_table(report: dict[str, Any]) -> str:
     ]
     for name, way in report["ways"].items():
         cells = (
-            f"{way[metric]['mean']:.1f} [{way[metric]['low']:.1f}, {way[metric]['high']:.1f}]"
-            for metric in METRICS
+            f"{way[metric]['mean']:.1f} [{way[metric]['low']:.1f}, {way[metric]['high']:.1f}]" for metric in METRICS
         )
         lines.append(f"| {name.replace('_', ' ')} | {' | '.join(cells)} | {way['seconds']:.0f} |")
     context = report["context"]

@@ -63,7 +63,8 @@ def prompt(model, num_slots=4, **kwargs):
     return {"input_ids": row.input_ids[None], "context_embeds": row.context_embeds[None]}
 
 
-# --- Text without slots ------------------------------------------------------------------------------------------------
+# --- Text without slots
+# ------------------------------------------------------------------------------------------------
 
 
 @every_backbone
@@ -82,7 +83,8 @@ def test_text_without_slots_is_the_base_model_bit_for_bit(backbone, dtype, atten
     assert torch.equal(model.generate(**batch, **settings), base.generate(**batch, **settings))
 
 
-# --- Algorithm 1 -------------------------------------------------------------------------------------------------------
+# --- Algorithm 1
+# -------------------------------------------------------------------------------------------------------
 
 
 @in_float64
@@ -145,7 +147,8 @@ def test_batch_equals_one_by_one(models, backbone, padding_side):
             torch.testing.assert_close(together.logits[i, place], alone.logits[0], **EXACT)
 
 
-# --- Caches and generation ---------------------------------------------------------------------------------------------
+# --- Caches and generation
+# ---------------------------------------------------------------------------------------------
 
 
 @in_float64
@@ -275,7 +278,9 @@ def test_static_cache_equals_dynamic_cache(models):
     inputs = prompt(model)
     settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     expected = model.generate(**inputs, **settings)
-    assert torch.equal(model.generate(**inputs, **settings, cache_implementation="static", disable_compile=True), expected)
+    assert torch.equal(
+        model.generate(**inputs, **settings, cache_implementation="static", disable_compile=True), expected
+    )
     with torch.no_grad():
         cache = StaticCache(config=model.config.text_config, max_cache_len=40)
         static = model(**inputs, past_key_values=cache, use_cache=True)
@@ -290,12 +295,15 @@ def test_context_token_is_never_generated(context_token_id):
         model.lm_head.weight[-1] = 50 * model.lm_head.weight[3]
     inputs = prompt(model)
     for settings in ({"do_sample": False}, {"do_sample": True}, {"num_beams": 3}, {"repetition_penalty": 1.3}):
-        new = model.generate(**inputs, **settings, max_new_tokens=12, min_new_tokens=12)[:, inputs["input_ids"].shape[1] :]
+        new = model.generate(**inputs, **settings, max_new_tokens=12, min_new_tokens=12)[
+            :, inputs["input_ids"].shape[1] :
+        ]
         assert new.numel() > 0
         assert not (new == context_token_id).any()
 
 
-# --- Kernels, checkpointing, precision ---------------------------------------------------------------------------------
+# --- Kernels, checkpointing, precision
+# ---------------------------------------------------------------------------------
 
 
 @in_float64
@@ -358,7 +366,8 @@ def test_bf16_backbone_with_fp32_aligner(backbone, tmp_path):
     assert tokens.shape[0] == len(SLOT_COUNTS)
 
 
-# --- Refused backbones -------------------------------------------------------------------------------------------------
+# --- Refused backbones
+# -------------------------------------------------------------------------------------------------
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 50}
 SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}

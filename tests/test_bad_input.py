@@ -38,7 +38,8 @@ def assert_refused(model, message, **batch):
             call(**batch)
 
 
-# --- Slots and embeddings that do not fit ------------------------------------------------------------------------------
+# --- Slots and embeddings that do not fit
+# ------------------------------------------------------------------------------
 
 
 def test_more_slots_than_embeddings(model):
@@ -117,7 +118,9 @@ def test_embeddings_that_are_not_finite(model, value):
     assert_refused(model, r"(?s)`context_embeds`.*\b1 NaN or infinite.*\b40\b.*encoder", **batch)
 
 
-@pytest.mark.parametrize("shape", [(4, ENCODER_HIDDEN_SIZE), (2, 4, ENCODER_HIDDEN_SIZE), (1, 1, 4, ENCODER_HIDDEN_SIZE)])
+@pytest.mark.parametrize(
+    "shape", [(4, ENCODER_HIDDEN_SIZE), (2, 4, ENCODER_HIDDEN_SIZE), (1, 1, 4, ENCODER_HIDDEN_SIZE)]
+)
 def test_embeddings_of_the_wrong_shape(model, shape):
     batch = inputs(model, 4)
     batch["context_embeds"] = torch.ones(shape, dtype=torch.float64)
@@ -125,7 +128,8 @@ def test_embeddings_of_the_wrong_shape(model, shape):
         model(**batch)
 
 
-# --- Prompts -----------------------------------------------------------------------------------------------------------
+# --- Prompts
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_prompt_longer_than_the_context_of_the_backbone(model):
@@ -186,7 +190,8 @@ def test_refused_call_leaves_no_trace(model, stop):
         assert torch.equal(model(**good).logits, before)
 
 
-# --- Merging -----------------------------------------------------------------------------------------------------------
+# --- Merging
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("safe", [True, False])
@@ -204,7 +209,8 @@ def test_lora_cannot_be_merged(model, safe):
         assert not layers[0].merged and torch.isfinite(model(**row).logits).all()
 
 
-# --- Configurations ----------------------------------------------------------------------------------------------------
+# --- Configurations
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -225,7 +231,8 @@ def test_impossible_configuration(settings, message):
         ArcAlignerConfig(text_config=backbone_config("llama"), **settings)
 
 
-# --- Checkpoints -------------------------------------------------------------------------------------------------------
+# --- Checkpoints
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -33,9 +33,7 @@ def run(capsys, *arguments) -> tuple[int, str, str]:
     return end.value.code, captured.out, captured.err
 
 
-def test_answer_prints_the_pipelines_answer_and_nothing_else(
-    capsys, checkpoint_dir, document, model, processor
-):
+def test_answer_prints_the_pipelines_answer_and_nothing_else(capsys, checkpoint_dir, document, model, processor):
     ask = ArcAlignerPipeline(model=model, processor=processor, task="text-generation", device="cpu")
     record = ask({"question": QUESTION, "documents": [TEXT, TEXT]}, return_slots=True)[0]
     options = ("--document", document, "--document", document, "--checkpoint", checkpoint_dir)
@@ -81,9 +79,7 @@ def test_mistakes_end_in_one_clear_line(capsys, checkpoint_dir, base_model_dir, 
 
 
 def test_missing_file_is_a_usage_error(capsys, tmp_path):
-    code, _, err = run(
-        capsys, "answer", "--question", QUESTION, "--document", tmp_path / "none.txt"
-    )
+    code, _, err = run(capsys, "answer", "--question", QUESTION, "--document", tmp_path / "none.txt")
     assert code == 2 and "does not exist" in err
 
 

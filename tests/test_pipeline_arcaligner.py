@@ -41,9 +41,7 @@ def ask_base_model(base_model_dir, processor):
     base = AutoModelForCausalLM.from_pretrained(base_model_dir)
     settings = {"device": "cpu", "max_new_tokens": NEW_TOKENS, "do_sample": False}
     tokenizer = copy.deepcopy(processor.tokenizer)
-    return TextGenerationPipeline(
-        model=base, tokenizer=tokenizer, task="text-generation", **settings
-    )
+    return TextGenerationPipeline(model=base, tokenizer=tokenizer, task="text-generation", **settings)
 
 
 def encode(processor, messages, documents):
@@ -59,9 +57,7 @@ def encode(processor, messages, documents):
 
 def generate(model, processor, inputs) -> str:
     ids = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
-    return processor.tokenizer.decode(
-        ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
-    )
+    return processor.tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def test_question_gets_the_answer_that_the_model_generates(ask, model, processor):
@@ -165,9 +161,7 @@ def test_trajectory_has_one_letter_for_each_pass():
 
 
 def test_streamer_receives_the_answer_piece_by_piece(ask, processor):
-    streamer = TextIteratorStreamer(
-        processor.tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=30
-    )
+    streamer = TextIteratorStreamer(processor.tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=30)
     answer = ask(ROWS[1], streamer=streamer)[0]["generated_text"]
     assert "".join(streamer) == answer
 
@@ -182,9 +176,7 @@ def test_generation_options_reach_the_model(ask, model, processor):
     beams = ask(ROWS[0], num_beams=3, num_return_sequences=2, return_slots=True)
     inputs = encode(processor, CHAT, DOCUMENTS)
     ids = model.generate(**inputs, max_new_tokens=NEW_TOKENS, num_beams=3, num_return_sequences=2)
-    texts = processor.tokenizer.batch_decode(
-        ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
-    )
+    texts = processor.tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert [record["generated_text"] for record in beams] == texts
     assert beams[0]["trajectories"] == beams[1]["trajectories"]
     assert len(ask(ROWS[0], max_new_tokens=1, return_tensors=True)[0]["generated_token_ids"]) == (

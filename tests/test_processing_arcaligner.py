@@ -79,7 +79,8 @@ def test_chat_puts_the_background_line_into_the_first_user_message(processor):
     asked = PROMPT.format(slots="<context>" * 3, question=QUESTION)
     assert text == (
         f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{asked}<|im_end|>\n"
-        "<|im_start|>assistant\nSki jumping.<|im_end|>\n<|im_start|>user\nSince when?<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>assistant\nSki jumping.<|im_end|>\n<|im_start|>user\nSince "
+        "when?<|im_end|>\n<|im_start|>assistant\n"
     )
 
 

@@ -88,9 +88,7 @@ def aligner_tensors(folder: Path) -> dict[str, torch.Tensor]:
 def test_fresh_process_answers_as_this_one_from_every_save(fresh_process, model, processor):
     results, _ = fresh_process
     settings = {"task": "text-generation", "device": "cpu", "max_new_tokens": 6}
-    expected = ArcAlignerPipeline(model=model, processor=processor, **settings)(
-        ROW, return_slots=True
-    )
+    expected = ArcAlignerPipeline(model=model, processor=processor, **settings)(ROW, return_slots=True)
     inputs = processor(text=QUESTION, documents=DOCUMENTS, return_tensors="pt")
     logits = model(**inputs).logits[0, -1]
     for result in results:
@@ -159,9 +157,7 @@ def check_uploaded(hub: SimpleNamespace, model, checkpoint_dir: Path) -> None:
     card = (hub.folder / "README.md").read_text()
     assert "pipeline_tag: text-generation" in card and "trust_remote_code=True" in card
     loaded = ArcAlignerForCausalLM.from_pretrained(str(hub.folder))
-    for (name, uploaded), (_, ours) in zip(
-        loaded.named_parameters(), model.named_parameters(), strict=True
-    ):
+    for (name, uploaded), (_, ours) in zip(loaded.named_parameters(), model.named_parameters(), strict=True):
         assert torch.equal(uploaded, ours), name
     processor = ArcAlignerProcessor.from_pretrained(hub.folder)
     original = ArcAlignerProcessor.from_pretrained(checkpoint_dir)

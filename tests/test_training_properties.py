@@ -31,7 +31,8 @@ def is_part(name: str, part: str) -> bool:
     return {"lora": ".lora_", "gate": ".slot_gate.", "projector": ".projector."}[part] in name
 
 
-# --- Stages ------------------------------------------------------------------------------------------------------------
+# --- Stages
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,8 @@ def test_last_layer_gate_has_no_effect_at_inference():
     assert not after.recursion_depth[:, -1].clamp(min=0).any()
 
 
-# --- The loss ----------------------------------------------------------------------------------------------------------
+# --- The loss
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_loss_is_divided_by_num_items_in_batch():
@@ -242,11 +244,14 @@ def test_context_token_as_label_is_ignored():
     model = tiny_aligner("llama").train()
     batch = collate(random_rows(model, SLOT_COUNTS))
     expected = model(**batch).loss
-    batch["labels"] = torch.where(batch["input_ids"] == model.config.context_token_id, batch["input_ids"], batch["labels"])
+    batch["labels"] = torch.where(
+        batch["input_ids"] == model.config.context_token_id, batch["input_ids"], batch["labels"]
+    )
     assert torch.equal(model(**batch).loss, expected)
 
 
-# --- Several processes -------------------------------------------------------------------------------------------------
+# --- Several processes
+# -------------------------------------------------------------------------------------------------
 
 WORKER = """
 import sys

@@ -61,16 +61,12 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
             except (json.JSONDecodeError, TypeError) as error:
                 raise ValueError(f"{path}, line {number} is not a JSON object: {error}.") from error
             if missing:
-                raise ValueError(
-                    f"{path}, line {number} has no {', '.join(missing)}; a row needs {ROW_FIELDS}."
-                )
+                raise ValueError(f"{path}, line {number} has no {', '.join(missing)}; a row needs {ROW_FIELDS}.")
             rows.append(row)
     return rows
 
 
-def chunk_segments(
-    segments: list[Segment], max_segments: int, row_id: str
-) -> Iterator[list[Segment]]:
+def chunk_segments(segments: list[Segment], max_segments: int, row_id: str) -> Iterator[list[Segment]]:
     """Consecutive runs of 1 to `max_segments` segments of one document, fixed by `row_id`."""
     start = 0
     while start < len(segments):
@@ -93,9 +89,7 @@ class ExampleBuilder:
 
     def __init__(self, processor: ArcAlignerProcessor, max_segments: int = 1):
         if max_segments < 1:
-            raise ValueError(
-                f"`max_segments` is {max_segments}; an example needs at least 1 segment."
-            )
+            raise ValueError(f"`max_segments` is {max_segments}; an example needs at least 1 segment.")
         self.processor = processor
         self.max_segments = max_segments
         self._segments_of: dict[tuple, list[Segment]] = {}
@@ -103,9 +97,7 @@ class ExampleBuilder:
     def reconstruction_examples(self, row: dict[str, Any]) -> Iterator[Example]:
         """Stage I: each run of segments as slots, its text as the target."""
         documents = row["passages"]
-        for document, segments in itertools.groupby(
-            self._segments(documents), key=lambda segment: segment.document
-        ):
+        for document, segments in itertools.groupby(self._segments(documents), key=lambda segment: segment.document):
             name = f"{row['id']}:{document}"
             for chunk in chunk_segments(list(segments), self.max_segments, name):
                 yield self._reconstruction(row["id"], documents, chunk)
@@ -160,9 +152,7 @@ class ExampleBuilder:
         )
         return inputs["input_ids"][0]
 
-    def _example(
-        self, row_id: str, prompt: list[int], whole: list[int], texts: list[str]
-    ) -> Example:
+    def _example(self, row_id: str, prompt: list[int], whole: list[int], texts: list[str]) -> Example:
         """Labels on what the assistant says and the token that ends its turn, nothing else."""
         if whole[: len(prompt)] != prompt:
             raise ValueError(
@@ -179,11 +169,7 @@ class ExampleBuilder:
         special = set(tokenizer.all_special_ids)
         special.update(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
         end = len(target)
-        while (
-            end
-            and target[end - 1] not in special
-            and not tokenizer.decode(target[end - 1 : end]).strip()
-        ):
+        while end and target[end - 1] not in special and not tokenizer.decode(target[end - 1 : end]).strip():
             end -= 1
         target = target[:end]
         return target if target and target[-1] in special else [*target, tokenizer.eos_token_id]
@@ -231,15 +217,12 @@ def select_examples(
     mixture = [example for path in files for example in found[path][: round(size * shares[path])]]
     if not mixture:
         raise ValueError(
-            f"No examples in {list(files)}: {max_examples=}, {max_tokens=}. Raise the "
-            "limits or name other files."
+            f"No examples in {list(files)}: {max_examples=}, {max_tokens=}. Raise the limits or name other files."
         )
     return mixture
 
 
-def _rows_of_passages(
-    rows: list[dict[str, Any]], max_passages: int | None, seed: int
-) -> list[dict[str, Any]]:
+def _rows_of_passages(rows: list[dict[str, Any]], max_passages: int | None, seed: int) -> list[dict[str, Any]]:
     """The rows of `max_passages` different sets of passages, or all."""
     if max_passages is None:
         return rows
@@ -268,9 +251,7 @@ def _take(
                 taken.append(example)
         if quota is not None and len(taken) >= quota:
             break
-    logger.info(
-        "%s: %d examples, %d left out (> %s tokens)", name, len(taken), too_long, max_tokens
-    )
+    logger.info("%s: %d examples, %d left out (> %s tokens)", name, len(taken), too_long, max_tokens)
     return taken[:quota]
 
 

@@ -44,19 +44,11 @@ class RecipeArguments:
     stage: Literal["reconstruction", "grounding", "gating"] = field(
         metadata={"help": "reconstruction, grounding or gating"}
     )
-    model_name_or_path: str = field(
-        metadata={"help": "Base model, or the previous stage's output_dir"}
-    )
-    train_files: dict[str, float] = field(
-        metadata={"help": "JSON Lines files and their weights in the mixture"}
-    )
+    model_name_or_path: str = field(metadata={"help": "Base model, or the previous stage's output_dir"})
+    train_files: dict[str, float] = field(metadata={"help": "JSON Lines files and their weights in the mixture"})
     dtype: str = field(default="float32", metadata={"help": "dtype of the frozen backbone"})
-    aligner: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "Fields of ArcAlignerConfig"}
-    )
-    processor: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "Settings of a new processor"}
-    )
+    aligner: dict[str, Any] = field(default_factory=dict, metadata={"help": "Fields of ArcAlignerConfig"})
+    processor: dict[str, Any] = field(default_factory=dict, metadata={"help": "Settings of a new processor"})
     max_train_samples: int | None = field(default=None, metadata={"help": "Training examples"})
     max_train_passages: int | None = field(
         default=None, metadata={"help": "Sets of passages to draw training examples from"}
@@ -70,9 +62,7 @@ class RecipeArguments:
     reconstruction_files: dict[str, float] = field(
         default_factory=dict, metadata={"help": "Files for stage-I examples in later stages"}
     )
-    reconstruction_share: float = field(
-        default=0.0, metadata={"help": "Share of stage-I examples in later stages"}
-    )
+    reconstruction_share: float = field(default=0.0, metadata={"help": "Share of stage-I examples in later stages"})
     embedding_cache_dir: str = field(
         default_factory=default_embedding_cache, metadata={"help": "Where embeddings are kept"}
     )
@@ -80,8 +70,7 @@ class RecipeArguments:
     def __post_init__(self):
         if not 0.0 <= self.reconstruction_share < 1.0:
             raise ValueError(
-                f"`reconstruction_share` is {self.reconstruction_share}; expected at least 0 and "
-                "less than 1."
+                f"`reconstruction_share` is {self.reconstruction_share}; expected at least 0 and less than 1."
             )
         if self.reconstruction_share and not self.reconstruction_files:
             raise ValueError(

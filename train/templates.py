@@ -22,18 +22,14 @@ class ReconstructionTemplate(NamedTuple):
 RECONSTRUCTION_TEMPLATES = (
     ReconstructionTemplate("equivalence statement", "Background: ", ". This is equivalent to:"),
     ReconstructionTemplate("direct rewrite", "Rewrite the background in your own words: ", " →"),
-    ReconstructionTemplate(
-        "restatement request", "Provide a restatement of the background: ", ". Return:"
-    ),
+    ReconstructionTemplate("restatement request", "Provide a restatement of the background: ", ". Return:"),
     ReconstructionTemplate("paraphrase-as-question", "", " is a paraphrase of what? Answer with:"),
     ReconstructionTemplate(
         "two-formulation alignment",
         "These two expressions convey the same meaning: (1) ",
         " (2)",
     ),
-    ReconstructionTemplate(
-        "minimal-output constraint", "Restate ", " using a single sentence. Output only"
-    ),
+    ReconstructionTemplate("minimal-output constraint", "Restate ", " using a single sentence. Output only"),
 )
 
 

@@ -56,13 +56,10 @@ def test_answers_come_back_in_the_order_of_the_rows(model, processor):
     rows = question_rows(5)
     single = []
     for index, row in enumerate(rows):
-        texts, _ = predict(
-            model, processor, [(range(1), slot_inputs(processor, [row]))], str(index)
-        )
+        texts, _ = predict(model, processor, [(range(1), slot_inputs(processor, [row]))], str(index))
         single += texts
     batches = [
-        (indices, slot_inputs(processor, [rows[index] for index in indices]))
-        for indices in batches_by_length(rows, 2)
+        (indices, slot_inputs(processor, [rows[index] for index in indices])) for indices in batches_by_length(rows, 2)
     ]
     together, _ = predict(model, processor, batches, "all")
     assert together == single

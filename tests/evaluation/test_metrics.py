@@ -15,10 +15,7 @@ from arcaligner.evaluation.metrics import (
     usable_golds,
 )
 
-CASES = [
-    json.loads(line)
-    for line in Path(__file__).with_name("metric_cases.jsonl").read_text("utf-8").splitlines()
-]
+CASES = [json.loads(line) for line in Path(__file__).with_name("metric_cases.jsonl").read_text("utf-8").splitlines()]
 USABLE = [case for case in CASES if usable_golds(case["golds"]) == case["golds"]]
 
 

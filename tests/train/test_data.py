@@ -71,10 +71,7 @@ def test_reconstruction_covers_each_segment_once_with_its_text_as_target(process
     for row in passage_rows(3):
         examples = list(builder.reconstruction_examples(row))
         (passage,) = row["passages"]
-        targets = [
-            processor.decode([label for label in example.labels if label != -100])
-            for example in examples
-        ]
+        targets = [processor.decode([label for label in example.labels if label != -100]) for example in examples]
         assert all(target.endswith("<|im_end|>") for target in targets)
         assert " ".join(target.removesuffix("<|im_end|>") for target in targets) == passage["text"]
         segments = processor.segment_documents(row["passages"])
@@ -118,9 +115,7 @@ def test_a_template_that_renders_the_prompt_in_two_ways_is_refused(builder, proc
     template = "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
     template += "{% if add_generation_prompt %}?{% endif %}"
     monkeypatch.setattr(processor, "chat_template", template)
-    with pytest.raises(
-        ValueError, match="Row row-0: the prompt .* is not how the whole .*chat_template_path"
-    ):
+    with pytest.raises(ValueError, match="Row row-0: the prompt .* is not how the whole .*chat_template_path"):
         list(builder.question_examples(question_rows(1)[0]))
 
 
@@ -166,10 +161,7 @@ def two_files(tmp_path):
 
 
 def counts(examples):
-    return {
-        kind: sum(example.row_id.startswith(kind) for example in examples)
-        for kind in ("many", "few")
-    }
+    return {kind: sum(example.row_id.startswith(kind) for example in examples) for kind in ("many", "few")}
 
 
 def test_a_mixture_has_the_shares_and_repeats_nothing(two_files):
@@ -219,9 +211,7 @@ def test_no_examples_and_bad_weights_are_refused(two_files):
 
 
 def test_the_dataset_points_to_the_embeddings_of_its_segments(tmp_path, processor, builder):
-    store = EmbeddingStore(
-        tmp_path, "tiny", processor.encoder_hidden_size, processor.encode_segments
-    )
+    store = EmbeddingStore(tmp_path, "tiny", processor.encoder_hidden_size, processor.encode_segments)
     examples = [e for row in question_rows(4) for e in builder.question_examples(row)]
     dataset = build_dataset(examples, store)
     assert dataset.column_names == ["row_id", "input_ids", "labels", "length", "segment_rows"]

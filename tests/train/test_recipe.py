@@ -31,9 +31,7 @@ def test_a_shipped_recipe_parses(path):
 def test_each_stage_starts_where_the_one_before_ended(folder):
     stages = [yaml.safe_load(path.read_text("utf-8")) for path in sorted(folder.glob("*.yaml"))]
     assert [stage["stage"] for stage in stages] == STAGES
-    assert [stage["model_name_or_path"] for stage in stages[1:]] == [
-        stage["output_dir"] for stage in stages[:-1]
-    ]
+    assert [stage["model_name_or_path"] for stage in stages[1:]] == [stage["output_dir"] for stage in stages[:-1]]
 
 
 def test_the_command_line_overrides_the_recipe():

@@ -132,9 +132,7 @@ def test_a_stage_keeps_its_recipe_and_no_base_weights(stages):
     assert not list(folder.glob(".saving-*"))
     size = (folder / "model.safetensors").stat().st_size
     kept = {name: p for name, p in parameters(folder).items() if "base_layer" not in name}
-    aligner = sum(
-        p.nbytes for name, p in kept.items() if any(part in name for part in PARTS["gating"])
-    )
+    aligner = sum(p.nbytes for name, p in kept.items() if any(part in name for part in PARTS["gating"]))
     assert size < 1.5 * aligner + 50_000
 
 
@@ -188,9 +186,7 @@ def test_held_out_loss_is_logged(tmp_path, write_recipe, stages):
 
 
 def test_processor_settings_for_an_aligner_are_refused(tmp_path, write_recipe, stages):
-    arguments = write_recipe(
-        "grounding", tmp_path, stages["reconstruction"], processor={"sentences_per_segment": 3}
-    )
+    arguments = write_recipe("grounding", tmp_path, stages["reconstruction"], processor={"sentences_per_segment": 3})
     with pytest.raises(ValueError, match="brings its own"):
         run(arguments)
 
@@ -198,9 +194,7 @@ def test_processor_settings_for_an_aligner_are_refused(tmp_path, write_recipe, s
 @pytest.fixture
 def trainer_arguments(tmp_path, processor, model):
     """What an `AlignerTrainer` needs, on two batches of questions."""
-    store = EmbeddingStore(
-        tmp_path, "tiny", processor.encoder_hidden_size, processor.encode_segments
-    )
+    store = EmbeddingStore(tmp_path, "tiny", processor.encoder_hidden_size, processor.encode_segments)
     builder = ExampleBuilder(processor)
     examples = [example for row in question_rows(8) for example in builder.question_examples(row)]
     return {
@@ -214,9 +208,7 @@ def trainer_arguments(tmp_path, processor, model):
             per_device_train_batch_size=4,
             max_steps=2,
         ),
-        "data_collator": ContextCollator(
-            store, processor.context_token_id, processor.tokenizer.pad_token_id
-        ),
+        "data_collator": ContextCollator(store, processor.context_token_id, processor.tokenizer.pad_token_id),
         "train_dataset": build_dataset(examples, store),
         "processing_class": processor,
     }
