@@ -1,0 +1,57 @@
+"""What the documents say is so: README code runs, files and tests that are named exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+METHOD = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
+PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.mark.default_backbone
+@pytest.mark.parametrize("block", PYTHON_BLOCKS, ids=range(len(PYTHON_BLOCKS)))
+def test_readme_code_runs(block, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    names = {}
+    exec(compile(block, "README.md", "exec"), names)  # noqa: S102
+    assert len(names) > 1
+
+
+def test_readme_lists_the_flat_files_there_are():
+    listed = set(re.findall(r"^\s*(\w+_arcaligner\.py)", README, flags=re.MULTILINE))
+    assert listed == {path.name for path in ROOT.glob("*_arcaligner.py")}
+
+
+def test_paths_and_links_of_the_documents_exist():
+    paths = re.findall(r"\]\((?!http)([^)#]+)\)", README)
+    paths += re.findall(r"(?:train|docs|benchmarks|checkpoints|tests)/[\w./-]+\w", README)
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    assert not missing
+
+
+def test_make_targets_of_the_readme_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = re.findall(r"^make (\w+)", README, flags=re.MULTILINE)
+    assert targets and all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in targets)
+
+
+def test_every_equation_has_a_test_that_exists():
+    tests = (ROOT / "tests" / "test_algorithm.py").read_text(encoding="utf-8")
+    named = re.findall(r"`(test_\w+)`", METHOD)
+    assert [f"Eq. {n}" in METHOD for n in range(1, 11)] == [True] * 10
+    assert len(named) == 11 and all(f"def {name}(" in tests for name in named)
+
+
+def test_checkpoints_carry_every_flat_file():
+    from arcaligner.checkpoint_arcaligner import _CODE_FILES
+
+    assert set(_CODE_FILES) == {path.name for path in ROOT.glob("*_arcaligner.py")}
+
+
+def test_files_keep_their_size():
+    lengths = {path.name: len(path.read_text().splitlines()) for path in ROOT.glob("*_arcaligner.py")}
+    budgets = {"modeling_arcaligner.py": 700, "processing_arcaligner.py": 500}
+    assert not {name: length for name, length in lengths.items() if length > budgets.get(name, 350)}
