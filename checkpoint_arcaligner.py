@@ -39,6 +39,8 @@ _CODE_FILES = (
     "modeling_arcaligner.py",
     "pipeline_arcaligner.py",
 )
+# Stands for the repository in a model card, until there is one.
+_CARD_REPOSITORY = "THIS_REPOSITORY"
 # With `output_loading_info=True` missing and mismatched keys are reported to the caller, not refused.
 _caller_reads_loading_info = ContextVar("caller_reads_loading_info", default=False)
 
@@ -108,10 +110,17 @@ class AlignerCheckpointMixin:
         Args:
             save_directory (`str` or `os.PathLike`): Folder to write to; made when it is not there.
             save_base_model (`bool`, *optional*):
-                Whether to write the base model's weights too. Default: only when `config.base_model_name_or_path` does
-                not
-                say where they are.
+                Whether to write the base model's weights too. Default: only when `config.base_model_name_or_path` is
+                not set, so that nothing else says where they are.
+
+        Raises:
+            `ValueError`: `push_to_hub=True`, which would upload an incomplete checkpoint.
         """
+        if kwargs.pop("push_to_hub", False):
+            raise ValueError(
+                "`push_to_hub=True` would upload the model without its processor and pipeline. Call "
+                "`model.push_to_hub(repo_id, processor=processor)`."
+            )
         if save_base_model is None:
             save_base_model = self.config.base_model_name_or_path is None
         ignored_before = self._keys_to_ignore_on_save
@@ -149,6 +158,8 @@ class AlignerCheckpointMixin:
             else:
                 _copy_processor(self.config._name_or_path, Path(folder))
             repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+            card = Path(folder, "README.md")
+            card.write_text(card.read_text(encoding="utf-8").replace(_CARD_REPOSITORY, repo_id), encoding="utf-8")
             return api.upload_folder(
                 repo_id=repo_id, folder_path=folder, commit_message=commit_message or "Upload ArcAligner"
             )
@@ -327,7 +338,7 @@ def _write_model_card(config, folder: Path) -> None:
             "```python",
             "from transformers import pipeline",
             "",
-            'ask = pipeline("text-generation", model="THIS_REPOSITORY", trust_remote_code=True)',
+            f'ask = pipeline("text-generation", model="{_CARD_REPOSITORY}", trust_remote_code=True)',
             'ask({"question": "Who wrote it?", "documents": ["It was written by Ada."]})',
             "```",
             "",

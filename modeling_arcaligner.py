@@ -452,6 +452,12 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         return slot_mask
 
     def _check_slots(self, slot_mask, context_embeds, past_key_values) -> None:
+        active = next(slot_lora_layers(self.backbone)).active_adapters
+        if active != [ADAPTER_NAME]:
+            raise ValueError(
+                f"PEFT adapter {active} is active, which switches the slots' own LoRA `{ADAPTER_NAME}` off. ArcAligner "
+                "brings its LoRA: train it with `set_stage` and without a `peft_config`."
+            )
         width = self.config.encoder_hidden_size
         if context_embeds.dim() != 3 or context_embeds.shape[0] != slot_mask.shape[0]:
             raise ValueError(

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from test_training_properties import SETTINGS, save_base_model
@@ -318,3 +319,9 @@ def test_fitting_checkpoint_still_loads(checkpoint):
     again = ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner", base_model_name_or_path=str(moved))
     for (name, first), second in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
         assert torch.equal(first, second), name
+
+
+def test_another_peft_adapter_on_top_is_refused(model):
+    with_adapter = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=r"PEFT adapter \['default'\] is active.*without a `peft_config`"):
+        with_adapter(**inputs(model, 4))

@@ -155,7 +155,8 @@ def check_uploaded(hub: SimpleNamespace, model, checkpoint_dir: Path) -> None:
     assert {"processor_config.json", "tokenizer.json", "tokenizer_config.json"} <= names
     assert "chat_template.jinja" in names
     card = (hub.folder / "README.md").read_text()
-    assert "pipeline_tag: text-generation" in card and "trust_remote_code=True" in card
+    assert "pipeline_tag: text-generation" in card
+    assert 'model="someone/aligner", trust_remote_code=True' in card
     loaded = ArcAlignerForCausalLM.from_pretrained(str(hub.folder))
     for (name, uploaded), (_, ours) in zip(loaded.named_parameters(), model.named_parameters(), strict=True):
         assert torch.equal(uploaded, ours), name
@@ -181,6 +182,12 @@ def test_push_to_hub_without_any_processor_is_refused_before_upload(hub, model):
     with pytest.raises(ValueError, match="push_to_hub\\(repo_id, processor=processor\\)"):
         model.push_to_hub("someone/aligner")
     assert hub.uploads == 0
+
+
+def test_saving_with_push_to_hub_is_refused_before_anything_is_written(model, tmp_path):
+    with pytest.raises(ValueError, match="without its processor.*push_to_hub\\(repo_id, processor=processor\\)"):
+        model.save_pretrained(tmp_path / "out", push_to_hub=True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_importing_the_package_imports_no_library():
