@@ -23,6 +23,7 @@ from transformers.utils import cached_file
 
 from .defaults_arcaligner import missing_model_error, resolve_base_model
 from .lora_arcaligner import slot_lora_layers
+from .model_card_arcaligner import name_repository, write_model_card
 
 _ALIGNER_KEY = re.compile(r"(^|\.)(projector|slot_gate|lora_A\.slot|lora_B\.slot)\.")
 _CODE_FILES = (
@@ -31,16 +32,16 @@ _CODE_FILES = (
     "segmentation_arcaligner.py",
     "processing_arcaligner.py",
     "backbones_arcaligner.py",
+    "subclassing_arcaligner.py",
     "lora_arcaligner.py",
     "refinement_arcaligner.py",
     "recording_arcaligner.py",
     "generation_arcaligner.py",
+    "model_card_arcaligner.py",
     "checkpoint_arcaligner.py",
     "modeling_arcaligner.py",
     "pipeline_arcaligner.py",
 )
-# Stands for the repository in a model card, until there is one.
-_CARD_REPOSITORY = "THIS_REPOSITORY"
 # With `output_loading_info=True` missing and mismatched keys are reported to the caller, not refused.
 _caller_reads_loading_info = ContextVar("caller_reads_loading_info", default=False)
 
@@ -132,7 +133,7 @@ class AlignerCheckpointMixin:
             self._keys_to_ignore_on_save = ignored_before
         if kwargs.get("is_main_process", True):
             self._copy_code(Path(save_directory))
-            _write_model_card(self.config, Path(save_directory))
+            write_model_card(self.config, Path(save_directory))
 
     def push_to_hub(self, repo_id: str, processor=None, *, commit_message: str | None = None, private=None, token=None):
         """Uploads code, aligner weights, processor and model card to the Hub, in one commit.
@@ -158,8 +159,7 @@ class AlignerCheckpointMixin:
             else:
                 _copy_processor(self.config._name_or_path, Path(folder))
             repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-            card = Path(folder, "README.md")
-            card.write_text(card.read_text(encoding="utf-8").replace(_CARD_REPOSITORY, repo_id), encoding="utf-8")
+            name_repository(Path(folder), repo_id)
             return api.upload_folder(
                 repo_id=repo_id, folder_path=folder, commit_message=commit_message or "Upload ArcAligner"
             )
@@ -303,50 +303,6 @@ def _copy_processor(source: str, folder: Path) -> None:
         file = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
         if file is not None:
             shutil.copyfile(file, folder / name)
-
-
-def _write_model_card(config, folder: Path) -> None:
-    """A model card with what the configuration knows; one that is there already is left alone."""
-    card = folder / "README.md"
-    if card.exists():
-        return
-    base = config.base_model_name_or_path
-    is_hub_id = base is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", base)
-    header = [
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        "tags: [arcaligner, rag, context-compression]",
-    ]
-    header += [f"base_model: {base}"] if is_hub_id else []
-    text = "\n".join(
-        [
-            "---",
-            *header,
-            "---",
-            "# ArcAligner",
-            "",
-            "Reads retrieved passages as context slots, one vector a sentence, with a frozen language model "
-            "([paper](https://huggingface.co/papers/2601.05038)).",
-            "",
-            "| | |",
-            "|---|---|",
-            f"| base model | {base or 'in this checkpoint'} |",
-            f"| sentence encoder | {config.encoder_name_or_path} |",
-            f"| LoRA on slots | r {config.lora_r}, alpha {config.lora_alpha} |",
-            f"| gates | {len(config.gated_layers)} layers, at most {config.max_refinement_steps} extra passes |",
-            "",
-            "```python",
-            "from transformers import pipeline",
-            "",
-            f'ask = pipeline("text-generation", model="{_CARD_REPOSITORY}", trust_remote_code=True)',
-            'ask({"question": "Who wrote it?", "documents": ["It was written by Ada."]})',
-            "```",
-            "",
-        ]
-    )
-    temporary = card.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(card)
 
 
 __all__ = ["AlignerCheckpointMixin"]

@@ -16,6 +16,8 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import LoraVariant
 from torch import nn
 
+from .subclassing_arcaligner import InPlaceMixin, mix_in
+
 ADAPTER_NAME = "slot"
 ALL_ROWS = ...
 
@@ -73,6 +75,15 @@ class SlotLoraVariant(LoraVariant):
         return flat.index_add(0, rows, residual).view_as(result)
 
 
+class SlotLoraLayer(InPlaceMixin):
+    """A PEFT layer that is its frozen linear, at the cost of one look, where there are no slots: when decoding."""
+
+    def __call__(self, x: torch.Tensor, *args, **kwargs):
+        if _scope.rows is None and self._active_adapter == [ADAPTER_NAME] and not args and not kwargs:
+            return self._modules["base_layer"](x)
+        return super().__call__(x, *args, **kwargs)
+
+
 def slot_lora_layers(module: nn.Module):
     """The PEFT layers below `module` that carry the slot LoRA."""
     return (m for m in module.modules() if isinstance(m, LoraLayer) and ADAPTER_NAME in m.lora_A)
@@ -96,6 +107,7 @@ def inject_slot_lora(backbone: nn.Module, layers: nn.ModuleList, config) -> None
         target_modules=lora_target_names(layers, prefix, config.lora_target_modules),
     )
     inject_adapter_in_model(lora_config, backbone, ADAPTER_NAME)
-    for layer in slot_lora_layers(backbone):
+    for layer in list(slot_lora_layers(backbone)):
+        mix_in(SlotLoraLayer, layer)
         layer.lora_variant[ADAPTER_NAME] = SlotLoraVariant()
         layer.cast_input_dtype_enabled = False  # the variant casts the slot rows, PEFT would cast all rows

@@ -6,7 +6,6 @@
 Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text rows before the last slot), hidden.
 """
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -39,6 +38,7 @@ from .refinement_arcaligner import (
     refinement_mask,
     take_rows,
 )
+from .subclassing_arcaligner import InPlaceMixin, mix_in
 
 STAGES = ("reconstruction", "grounding", "gating")
 # Below zero: the gates of a model that has not seen stage III are closed, so it computes what stage II taught it.
@@ -106,7 +106,7 @@ def straight_through_gate(gate_prob: torch.Tensor, threshold: float) -> torch.Te
     return gate_prob + (gate_hard - gate_prob).detach()
 
 
-class SlotDecoderLayer:
+class SlotDecoderLayer(InPlaceMixin):
     """What ArcAligner adds to a decoder layer of the backbone. Mixed in before the layer's own class, in place.
 
     The layer keeps its class name, its state-dict keys and its place in checkpointing, sharding and output recording.
@@ -114,9 +114,6 @@ class SlotDecoderLayer:
 
     arcaligner_config: ArcAlignerConfig
     layer_idx: int
-
-    def __reduce_ex__(self, protocol):
-        return _empty_layer, (type(self).__mro__[2],), self.__dict__
 
     def forward(
         self,
@@ -258,22 +255,9 @@ class _not_recording_outputs:  # noqa: N801 - a context manager, used like a fun
         _active_collector.reset(self.token)
 
 
-@functools.cache
-def _with_slots(layer_class: type[nn.Module]) -> type[nn.Module]:
-    """`layer_class` with `SlotDecoderLayer` mixed in, under the same name."""
-    namespace = {"__module__": layer_class.__module__, "__qualname__": layer_class.__qualname__}
-    return type(layer_class.__name__, (SlotDecoderLayer, layer_class), namespace)
-
-
-def _empty_layer(layer_class: type[nn.Module]) -> nn.Module:
-    """What `pickle` and `copy` fill with a layer's state: pickle cannot find two classes under one name."""
-    slot_layer_class = _with_slots(layer_class)
-    return slot_layer_class.__new__(slot_layer_class)
-
-
 def add_slots_to_layer(layer: nn.Module, layer_idx: int, config: ArcAlignerConfig) -> None:
     """Turns a decoder layer into one that knows slots, in place; gives it a gate where the configuration wants one."""
-    layer.__class__ = _with_slots(type(layer))
+    mix_in(SlotDecoderLayer, layer)
     layer.arcaligner_config = config
     layer.layer_idx = layer_idx
     is_gated = layer_idx in config.gated_layers

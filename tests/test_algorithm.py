@@ -18,6 +18,8 @@ from tiny_models import (
     tiny_aligner,
 )
 
+from arcaligner.modeling_arcaligner import SlotDecoderLayer
+
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 
 
@@ -314,3 +316,23 @@ def test_algorithm1_in_random_cases(data):
         gradients, expected = loss_gradients(model, rows, padding_side)
         for name in expected:
             torch.testing.assert_close(gradients[name], expected[name], msg=name, **TOLERANCE)
+
+
+@pytest.mark.parametrize("backbone", ["llama", "mistral_window", "gemma3_text"])
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_attention_without_a_mask_of_rows_and_columns_refines_the_whole_prefix(monkeypatch, backbone, padding_side):
+    """The way of flash attention, walked with an attention that can do both."""
+    model = tiny_aligner(backbone)
+    model.config.gate_mode = "always"
+    batch = for_generate(collate(random_rows(model, [3, 0, 5], seed=3), padding_side))
+    expected = model(**batch).logits
+    calls = []
+
+    def prefix_pass(layer, *args):
+        calls.append(layer)
+        return layer._prefix_pass(*args)
+
+    monkeypatch.setattr(SlotDecoderLayer, "_slot_pass", prefix_pass)
+    is_real = batch["attention_mask"].bool()
+    torch.testing.assert_close(model(**batch).logits[is_real], expected[is_real], **TOLERANCE)
+    assert len(calls) == model.config.text_config.num_hidden_layers - 1
