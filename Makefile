@@ -3,10 +3,9 @@
 #   make test    install, run the tests
 PYTHON ?= python3
 VENV ?= .venv
-# Where the tests and the demo run. Installed once; again only when pyproject.toml changes.
 BIN := $(VENV)/bin
+# Everything is installed once, and again when pyproject.toml changes.
 STAMP := $(VENV)/installed.stamp
-CODE := .
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint format check clean
@@ -23,11 +22,11 @@ test: $(STAMP)  ## Runs all tests, without network
 	$(BIN)/python -m pytest
 
 lint: $(STAMP)  ## Looks for mistakes without changing a file
-	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff check .
 
 format: $(STAMP)  ## Formats the code and sorts imports
-	$(BIN)/ruff check --fix $(CODE)
-	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
 check: lint test  ## Lint and test
 

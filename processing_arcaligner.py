@@ -81,7 +81,7 @@ class ArcAlignerProcessor(ProcessorMixin):
         chat_template (`str`, *optional*): Default: the tokenizer's.
 
     Raises:
-        `ValueError`: a context token id that the tokenizer uses, an impossible `sentences_per_segment`.
+        `ValueError`: an impossible `sentences_per_segment`.
     """
 
     def __init__(
@@ -98,13 +98,6 @@ class ArcAlignerProcessor(ProcessorMixin):
         check_sentences_per_segment(sentences_per_segment)
         if context_token_id is None:
             context_token_id = len(tokenizer)
-        if context_token_id < len(tokenizer):
-            raise ValueError(
-                f"`context_token_id` is {context_token_id}, which the tokenizer uses for "
-                f"{tokenizer.convert_ids_to_tokens(context_token_id)!r}; expected an id of at least "
-                f"{len(tokenizer)}, so that no "
-                "text can become a slot."
-            )
         self.encoder_name_or_path = encoder_name_or_path
         self.encoder_hidden_size = encoder_hidden_size
         self.context_token = context_token
@@ -112,6 +105,7 @@ class ArcAlignerProcessor(ProcessorMixin):
         self.sentences_per_segment = sentences_per_segment
         self.spacy_model = spacy_model
         self._encoder = _Encoder(encoder_name_or_path)
+        self.auto_map = {"AutoProcessor": "processing_arcaligner.ArcAlignerProcessor"}
         super().__init__(tokenizer, chat_template=chat_template or tokenizer.chat_template)
 
     @classmethod
@@ -127,10 +121,6 @@ class ArcAlignerProcessor(ProcessorMixin):
     @encoder_device.setter
     def encoder_device(self, device: str | None) -> None:
         self._encoder.device = device
-
-    @property
-    def model_input_names(self) -> list[str]:
-        return [*self.tokenizer.model_input_names, "context_embeds"]
 
     # Passages to segments to embeddings
 
@@ -174,9 +164,19 @@ class ArcAlignerProcessor(ProcessorMixin):
     # Prompts
 
     def build_prompt(self, before: str, num_slots: int, after: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `before`, then `num_slots` slots, then `after`."""
+        """Ids of `before`, then `num_slots` slots, then `after`.
+
+        Raises:
+            `ValueError`: a text that the tokenizer turns into the context token's id.
+        """
         head = self.tokenizer(before, add_special_tokens=add_special_tokens)["input_ids"]
         tail = self.tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
+        if self.context_token_id in head + tail:
+            raise ValueError(
+                f"The tokenizer reads {self.tokenizer.convert_ids_to_tokens(self.context_token_id)!r} as id "
+                f"{self.context_token_id}, which is `context_token_id` and marks slots. Set it to "
+                f"{len(self.tokenizer)} or more in processor and model, so that no text can become a slot."
+            )
         return head + [self.context_token_id] * num_slots + tail
 
     def __call__(
@@ -184,7 +184,7 @@ class ArcAlignerProcessor(ProcessorMixin):
         text: str | list[str] | None = None,
         documents: Sequence | None = None,
         context_embeds: Any = None,
-        return_segments: bool = False,
+        return_segments: bool | None = None,
         **kwargs: Any,
     ) -> BatchFeature:
         r"""
@@ -198,7 +198,7 @@ class ArcAlignerProcessor(ProcessorMixin):
                 string.
             context_embeds (tensor or array of shape `(num_slots, encoder_hidden_size)`, or a list of them, *optional*):
                 Embeddings made before, one a segment. Neither encoder nor segmenter is needed then.
-            return_segments (`bool`, defaults to `False`):
+            return_segments (`bool`, *optional*):
                 Adds `segments` (a list of [`Segment`] a row) and `statistics` (a dict a row: passage `tokens`, `slots`
                 and
                 the measured `compression_rate`). Remove both before passing the rest to the model.
@@ -315,7 +315,7 @@ class ArcAlignerProcessor(ProcessorMixin):
         chat_template: str | None = None,
         documents: Sequence | None = None,
         context_embeds: Any = None,
-        return_segments: bool = False,
+        return_segments: bool | None = None,
         tokenize: bool = False,
         return_dict: bool = False,
         return_tensors: str | None = None,

@@ -66,8 +66,7 @@ def assert_matches_reference(model, rows, padding_side, training=False):
     return output
 
 
-# --- Eq. 1 and 2: the slots
-# --------------------------------------------------------------------------------------------
+# --- Eq. 1 and 2: the slots -----------------------------------------------------------------------
 
 
 def test_eq1_projector_maps_context_embeds_to_slot_embeds(model):
@@ -86,8 +85,7 @@ def test_eq2_slots_replace_embeddings_and_words_keep_theirs(model):
     assert torch.equal(first[~is_slot], words)
 
 
-# --- Eq. 3 and 4: selective LoRA, the mandatory pass
-# -------------------------------------------------------------------
+# --- Eq. 3 and 4: selective LoRA, the mandatory pass ----------------------------------------------
 
 
 def test_eq3_lora_reaches_slots_and_leaves_text_on_frozen_weights(restored):
@@ -124,8 +122,7 @@ def test_eq4_every_layer_applies_the_mandatory_pass_once(restored):
     assert torch.equal(output.recursion_depth, torch.zeros_like(output.recursion_depth))
 
 
-# --- Eq. 5 to 9: gates and refinement
-# ----------------------------------------------------------------------------------
+# --- Eq. 5 to 9: gates and refinement -------------------------------------------------------------
 
 
 def test_eq5_gate_opens_exactly_at_its_probability(restored):
@@ -202,8 +199,7 @@ def test_closed_gate_stays_closed_so_steps_taken_come_first(restored):
     assert torch.equal(deep[:, 0].clamp(max=1), shallow[:, 0])
 
 
-# --- Eq. 10: the loss
-# --------------------------------------------------------------------------------------------------
+# --- Eq. 10: the loss -----------------------------------------------------------------------------
 
 
 def loss_gradients(model, rows, padding_side):
@@ -235,8 +231,7 @@ def test_eq10_loss_and_gradients_of_every_trainable_parameter(restored, gate_mod
         torch.testing.assert_close(gradients[name], expected[name], msg=name, **TOLERANCE)
 
 
-# --- Algorithm 1
-# -------------------------------------------------------------------------------------------------------
+# --- Algorithm 1 ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("training", [True, False])

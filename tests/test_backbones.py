@@ -63,8 +63,7 @@ def prompt(model, num_slots=4, **kwargs):
     return {"input_ids": row.input_ids[None], "context_embeds": row.context_embeds[None]}
 
 
-# --- Text without slots
-# ------------------------------------------------------------------------------------------------
+# --- Text without slots ---------------------------------------------------------------------------
 
 
 @every_backbone
@@ -83,8 +82,7 @@ def test_text_without_slots_is_the_base_model_bit_for_bit(backbone, dtype, atten
     assert torch.equal(model.generate(**batch, **settings), base.generate(**batch, **settings))
 
 
-# --- Algorithm 1
-# -------------------------------------------------------------------------------------------------------
+# --- Algorithm 1 ----------------------------------------------------------------------------------
 
 
 @in_float64
@@ -147,8 +145,7 @@ def test_batch_equals_one_by_one(models, backbone, padding_side):
             torch.testing.assert_close(together.logits[i, place], alone.logits[0], **EXACT)
 
 
-# --- Caches and generation
-# ---------------------------------------------------------------------------------------------
+# --- Caches and generation ------------------------------------------------------------------------
 
 
 @in_float64
@@ -302,8 +299,7 @@ def test_context_token_is_never_generated(context_token_id):
         assert not (new == context_token_id).any()
 
 
-# --- Kernels, checkpointing, precision
-# ---------------------------------------------------------------------------------
+# --- Kernels, checkpointing, precision ------------------------------------------------------------
 
 
 @in_float64
@@ -366,8 +362,7 @@ def test_bf16_backbone_with_fp32_aligner(backbone, tmp_path):
     assert tokens.shape[0] == len(SLOT_COUNTS)
 
 
-# --- Refused backbones
-# -------------------------------------------------------------------------------------------------
+# --- Refused backbones ----------------------------------------------------------------------------
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 50}
 SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}

@@ -39,8 +39,7 @@ def assert_refused(model, message, **batch):
             call(**batch)
 
 
-# --- Slots and embeddings that do not fit
-# ------------------------------------------------------------------------------
+# --- Slots and embeddings that do not fit ---------------------------------------------------------
 
 
 def test_more_slots_than_embeddings(model):
@@ -129,8 +128,7 @@ def test_embeddings_of_the_wrong_shape(model, shape):
         model(**batch)
 
 
-# --- Prompts
-# -----------------------------------------------------------------------------------------------------------
+# --- Prompts --------------------------------------------------------------------------------------
 
 
 def test_prompt_longer_than_the_context_of_the_backbone(model):
@@ -191,8 +189,7 @@ def test_refused_call_leaves_no_trace(model, stop):
         assert torch.equal(model(**good).logits, before)
 
 
-# --- Merging
-# -----------------------------------------------------------------------------------------------------------
+# --- Merging --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("safe", [True, False])
@@ -210,8 +207,7 @@ def test_lora_cannot_be_merged(model, safe):
         assert not layers[0].merged and torch.isfinite(model(**row).logits).all()
 
 
-# --- Configurations
-# ----------------------------------------------------------------------------------------------------
+# --- Configurations -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -232,8 +228,7 @@ def test_impossible_configuration(settings, message):
         ArcAlignerConfig(text_config=backbone_config("llama"), **settings)
 
 
-# --- Checkpoints
-# -------------------------------------------------------------------------------------------------------
+# --- Checkpoints ----------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -31,8 +31,7 @@ def is_part(name: str, part: str) -> bool:
     return {"lora": ".lora_", "gate": ".slot_gate.", "projector": ".projector."}[part] in name
 
 
-# --- Stages
-# ------------------------------------------------------------------------------------------------------------
+# --- Stages ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -153,8 +152,7 @@ def test_last_layer_gate_has_no_effect_at_inference():
     assert not after.recursion_depth[:, -1].clamp(min=0).any()
 
 
-# --- The loss
-# ----------------------------------------------------------------------------------------------------------
+# --- The loss -------------------------------------------------------------------------------------
 
 
 def test_loss_is_divided_by_num_items_in_batch():
@@ -250,8 +248,7 @@ def test_context_token_as_label_is_ignored():
     assert torch.equal(model(**batch).loss, expected)
 
 
-# --- Several processes
-# -------------------------------------------------------------------------------------------------
+# --- Several processes ----------------------------------------------------------------------------
 
 WORKER = """
 import sys
