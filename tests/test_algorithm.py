@@ -139,6 +139,17 @@ def test_eq5_gate_opens_exactly_at_its_probability(restored):
         assert torch.equal(depths[0][others], depths[1][others])
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_eq7_probability_at_the_threshold_opens_the_gate(training):
+    model = tiny_aligner("llama").train(training)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".slot_gate.out." in name:
+                parameter.zero_()  # sigmoid(0) is 0.5 exactly
+    depth = run(model, random_row(model, 4)).recursion_depth
+    assert (depth[:, : 3 if training else 2] == 2).all()
+
+
 def test_eq6_candidate_is_the_same_layer_applied_to_its_own_output(restored):
     """With gates forced open, one step later the slots are the candidate itself."""
     restored.config.gate_mode, restored.config.max_refinement_steps = "always", 1

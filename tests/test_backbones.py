@@ -365,15 +365,21 @@ def test_bf16_backbone_with_fp32_aligner(backbone, tmp_path):
 # --- Refused backbones ----------------------------------------------------------------------------
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 50}
-SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
 REFUSED = {  # model_type -> (settings, what the reason must speak of)
     "mamba": ({"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 50}, "layers"),
     "falcon": ({"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}, "layers"),
     "gpt2": ({"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50}, "layers"),
     "t5": ({"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}, "encoder-decoder"),
     "vit": ({}, "causal language model"),
+    "gemma3": ({}, "text"),  # with pictures: its text part is supported
     "mixtral": ({**SMALL, "num_local_experts": 2}, "experts"),
     "qwen3_next": ({**SMALL, "head_dim": 8}, "linear_attention"),
+    "minicpm3": ({**SMALL, **LATENT}, "cache"),  # a linear of its attention reads cached rows
+    "doge": ({**SMALL}, "cache"),  # likewise
+    "modernbert-decoder": ({**SMALL, "num_key_value_heads": 2}, "head"),  # more than one linear
+    "gemma3n_text": ({**SMALL, "layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 0}, "layers"),
 }
 
 

@@ -1,0 +1,163 @@
+"""Generation with slots: every decoding method of transformers reads them once and never takes one for a token."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from tiny_models import ENCODER_HIDDEN_SIZE, VOCAB_SIZE, collate, for_generate, random_row, random_rows, tiny_aligner
+
+SIX_TOKENS = {"max_new_tokens": 6, "min_new_tokens": 6}
+
+
+@pytest.fixture(scope="module", params=[VOCAB_SIZE, VOCAB_SIZE - 1], ids=["id-outside-vocab", "id-inside-vocab"])
+def model(request):
+    return tiny_aligner("llama", dtype=torch.float32, context_token_id=request.param)
+
+
+def prompts(model, slot_counts, seed=0):
+    rows = random_rows(model, slot_counts, seed=seed, contiguous=True, num_text=9)
+    for row in rows:  # an id inside the vocabulary may have been drawn as a word
+        is_slot = row.input_ids == model.config.context_token_id
+        row.input_ids[is_slot & (is_slot.cumsum(0) > len(row.context_embeds))] = 5
+    return for_generate(collate(rows, "left"))
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize(
+    "method", [{"do_sample": False}, {"do_sample": True, "top_k": 5}, {"num_beams": 3, "num_return_sequences": 2}]
+)
+def test_hidden_states_and_attentions_are_recorded_once_per_layer(method, use_cache):
+    """Refinement applies a layer again, which must not show as another layer."""
+    model = tiny_aligner("llama", dtype=torch.float32, attn_implementation="eager")
+    batch = prompts(model, [3, 6, 0])
+    length, num_layers = batch["input_ids"].shape[1], model.config.text_config.num_hidden_layers
+    recorded = {"output_hidden_states": True, "output_attentions": True, "return_dict_in_generate": True}
+    output = model.generate(**batch, **SIX_TOKENS, **method, **recorded, use_cache=use_cache)
+    for step, (hidden_states, attentions) in enumerate(zip(output.hidden_states, output.attentions, strict=True)):
+        new = length if step == 0 else 1 if use_cache else length + step
+        assert [h.shape[1] for h in hidden_states] == [new] * (num_layers + 1)
+        assert [a.shape[2:] for a in attentions] == [(new, length + step)] * num_layers
+
+
+def test_prompt_lookup_finds_what_greedy_search_finds(model):
+    """Also when the last word stands right before the slots, which are then looked up as candidates."""
+    batch = prompts(model, [4])
+    batch["input_ids"][0, -1] = batch["input_ids"][0, 2]
+    settings = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+    expected = model.generate(**batch, **settings)
+    for ngram in (1, 2):
+        found = model.generate(**batch, **settings, prompt_lookup_num_tokens=4, max_matching_ngram_size=ngram)
+        assert torch.equal(found, expected)
+    model.generate(**batch, **settings, prompt_lookup_num_tokens=4, repetition_penalty=1.4)
+
+
+def test_assistant_with_slots_changes_nothing(model):
+    batch = prompts(model, [4])
+    expected = model.generate(**batch, **SIX_TOKENS, do_sample=False)
+    assert torch.equal(model.generate(**batch, **SIX_TOKENS, do_sample=False, assistant_model=model), expected)
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        {"repetition_penalty": 1.5},
+        {"no_repeat_ngram_size": 2},
+        {"num_beams": 3, "repetition_penalty": 1.5},
+        {"bad_words_ids": [[4]], "sequence_bias": {(5,): 2.0}},
+        {"guidance_scale": 1.5},
+    ],
+)
+def test_logits_processors_work_on_prompts_of_slots(model, processor):
+    """Also on a prompt without any text."""
+    slots_only = torch.full((1, 4), model.config.context_token_id)
+    embeds = torch.randn(1, 4, ENCODER_HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
+    for batch in (prompts(model, [4]), {"input_ids": slots_only, "context_embeds": embeds}):
+        new = model.generate(**batch, **SIX_TOKENS, **processor)[:, batch["input_ids"].shape[1] :]
+        assert new.shape == (1, 6) and not (new == model.config.context_token_id).any()
+
+
+def test_generation_continues_from_its_own_cache(model):
+    """The whole prompt and its embeddings are given again, as transformers' own tests do."""
+    batch = prompts(model, [3, 6, 0])
+    settings = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    whole = model.generate(**batch, **SIX_TOKENS, **settings)
+    first = model.generate(**batch, max_new_tokens=3, min_new_tokens=3, **settings)
+    mask = torch.cat([batch["attention_mask"], torch.ones(3, 3, dtype=torch.long)], 1)
+    second = model.generate(
+        input_ids=first.sequences,
+        attention_mask=mask,
+        context_embeds=batch["context_embeds"],
+        past_key_values=first.past_key_values,
+        max_new_tokens=3,
+        min_new_tokens=3,
+        **settings,
+    )
+    assert torch.equal(second.sequences, whole.sequences)
+    torch.testing.assert_close(torch.stack(second.logits), torch.stack(whole.logits[3:]), rtol=1e-4, atol=1e-4)
+
+
+def test_text_embeddings_generate_as_their_tokens_do(model):
+    ids = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
+    embeds = model.get_input_embeddings()(ids)
+    expected = model.generate(ids, **SIX_TOKENS, do_sample=False)[:, 9:]
+    assert torch.equal(model.generate(inputs_embeds=embeds, **SIX_TOKENS, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("keep", [2, torch.tensor([1, 5]), torch.tensor([[0, 3], [2, 4], [1, 1]])])
+def test_logits_are_kept_where_asked(model, keep):
+    batch = prompts(model, [3, 6, 0])
+    with torch.no_grad():
+        every = model(**batch).logits
+        kept = model(**batch, logits_to_keep=keep).logits
+    if isinstance(keep, int):
+        expected = every[:, -keep:]
+    else:
+        expected = every[:, keep] if keep.dim() == 1 else every[torch.arange(3)[:, None], keep]
+    torch.testing.assert_close(kept, expected)
+
+
+def test_copy_and_pickle_generate_the_same(model):
+    batch = prompts(model, [3, 6, 0])
+    expected = model.generate(**batch, **SIX_TOKENS, do_sample=False)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(again.generate(**batch, **SIX_TOKENS, do_sample=False), expected)
+        again.config.gate_mode = "off"
+        assert not again(**batch).recursion_depth.clamp(min=0).any()
+    assert model(**batch).recursion_depth.clamp(min=0).any()
+
+
+def test_threads_do_not_see_each_others_slots():
+    model = tiny_aligner("llama", dtype=torch.float32)
+    batches = [prompts(model, [count], seed=count) for count in range(5)]
+    if "context_embeds" not in batches[0]:  # text alone beside slots
+        batches[0]["context_embeds"] = None
+    with torch.no_grad():
+        expected = [model(**batch).logits for batch in batches]
+    wrong = []
+
+    def repeat(i):
+        with torch.no_grad():
+            for _ in range(12):
+                if not torch.equal(model(**batches[i]).logits, expected[i]):
+                    wrong.append(i)
+
+    threads = [threading.Thread(target=repeat, args=(i,)) for i in range(len(batches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_prompt_may_end_with_a_slot(model):
+    row = random_row(model, 3, num_text=5)
+    ids = row.input_ids.sort().values[None] if model.config.context_token_id == VOCAB_SIZE else None
+    if ids is None:
+        pytest.skip("needs the largest id to be the slot's")
+    output = model.generate(input_ids=ids, context_embeds=row.context_embeds[None], **SIX_TOKENS, do_sample=False)
+    uncached = model.generate(
+        input_ids=ids, context_embeds=row.context_embeds[None], **SIX_TOKENS, do_sample=False, use_cache=False
+    )
+    assert torch.equal(output, uncached)
