@@ -76,7 +76,12 @@ class AlignerCheckpointMixin:
             model = super().from_pretrained(name, *args, **kwargs)
         finally:
             _caller_reads_loading_info.reset(token)
-        (model[0] if isinstance(model, tuple) else model).freeze_base_model()
+        loaded = model[0] if isinstance(model, tuple) else model
+        loaded.freeze_base_model()
+        if loaded.can_generate():
+            # transformers reads the aligner's settings as generation settings too.
+            for name in kwargs.keys() & cls.config_class.__annotations__.keys():
+                loaded.generation_config.__dict__.pop(name, None)
         return model
 
     @staticmethod

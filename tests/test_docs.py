@@ -55,3 +55,9 @@ def test_files_keep_their_size():
     lengths = {path.name: len(path.read_text().splitlines()) for path in ROOT.glob("*_arcaligner.py")}
     budgets = {"modeling_arcaligner.py": 700, "processing_arcaligner.py": 500}
     assert not {name: length for name, length in lengths.items() if length > budgets.get(name, 350)}
+
+
+def test_the_shipped_checkpoint_runs_the_code_of_this_tree():
+    folder = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
+    for path in ROOT.glob("*_arcaligner.py"):
+        assert (folder / path.name).read_text() == path.read_text(), f"ln -sf ../../{path.name} {folder}"

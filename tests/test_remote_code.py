@@ -199,3 +199,9 @@ def test_importing_the_package_imports_no_library():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "arcaligner"
+
+
+def test_generation_settings_hold_none_of_the_aligners(base_model_dir):
+    model = ArcAlignerForCausalLM.from_pretrained(str(base_model_dir), encoder_hidden_size=12, lora_r=4)
+    assert not {"encoder_hidden_size", "lora_r"} & model.generation_config.to_dict().keys()
+    assert model.config.lora_r == 4

@@ -1,0 +1,1 @@
+../../checkpoint_arcaligner.py

@@ -1,0 +1,1 @@
+../../defaults_arcaligner.py

@@ -1,0 +1,1 @@
+../../subclassing_arcaligner.py
