@@ -10,6 +10,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 # Ways of attending a layer can have and still be re-applied to its slot rows alone.
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
+# Refused for what neither their configuration nor the signature of their layers shows.
+_UNSUPPORTED = {
+    "minicpm3": "a linear of its attention reads rows of the cache, where LoRA cannot be limited to slots",
+    "doge": "a linear of its attention reads rows of the cache, where LoRA cannot be limited to slots",
+    "modernbert-decoder": "its head is more than one linear",
+    "gemma3n_text": "its layers exchange more than hidden states",
+}
+
 
 def _refuse(config: PreTrainedConfig, reason: str):
     raise ValueError(
@@ -22,6 +30,8 @@ def _refuse(config: PreTrainedConfig, reason: str):
 
 def check_backbone_config(config: PreTrainedConfig) -> None:
     """Refuses, before anything is built, a backbone whose configuration shows that it cannot be refined."""
+    if config.model_type in _UNSUPPORTED:
+        _refuse(config, _UNSUPPORTED[config.model_type])
     if config.is_encoder_decoder:
         _refuse(config, "it is an encoder-decoder model, slots need a causal decoder")
     if type(config) not in AutoModelForCausalLM._model_mapping:

@@ -15,6 +15,7 @@ from transformers import AutoModel, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import _active_collector
 
@@ -572,8 +573,10 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, keep, :].contiguous())
+        hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
+        if labels is not None:
+            hidden_states = hidden_states.contiguous()  # else the head is a batched product over a copied weight
+        logits = self.lm_head(hidden_states)
         logits = postprocess_logits(logits, self.config.text_config)
         loss = None
         if labels is not None:

@@ -66,7 +66,6 @@ def test_assistant_with_slots_changes_nothing(model):
         {"no_repeat_ngram_size": 2},
         {"num_beams": 3, "repetition_penalty": 1.5},
         {"bad_words_ids": [[4]], "sequence_bias": {(5,): 2.0}},
-        {"guidance_scale": 1.5},
     ],
 )
 def test_logits_processors_work_on_prompts_of_slots(model, processor):
