@@ -92,8 +92,8 @@ class ArcAlignerConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         if "vocab_size" not in self.text_config.to_dict():
             raise ValueError(
-                f"Backbone `{self.text_config.model_type}` is not supported: it has no vocabulary of its own, so it is no "
-                "causal language model. Choose a decoder-only one; of a model that also sees pictures, its text part."
+                f"Backbone `{self.text_config.model_type}` is not supported: it has no vocabulary of its own, so "
+                "it is no causal language model. Choose a decoder-only one; of a model that also sees pictures, its text part."
             )
         if self.context_token_id is None:
             self.context_token_id = self.text_config.vocab_size

@@ -149,11 +149,13 @@ def answer_cells(row: Row, record: dict[str, Any], seconds: tuple[float, float])
     color = "green" if contains_match(record["generated_text"], row["answers"]) else "yellow"
     size = record["statistics"]
     layer = busiest_layer(record["trajectories"])
+    trajectories = record["trajectories"][layer]
+    where = "at every layer" if set(trajectories) == {"L0."} else f"at layer {layer}"
     compressed, full = (1000 * each for each in seconds)
     return [
         f"[bold]{escape(row['question'])}[/]\n[{color}]{answer}[/]\n[dim]gold: {gold}[/]",
         f"{size['tokens']} → {size['slots']}\n[bold]x{size['compression_rate']:.1f}[/]",
-        f"{format_trajectories(record['trajectories'][layer])}\n[dim]at layer {layer}[/]",
+        f"{format_trajectories(trajectories)}\n[dim]{where}[/]",
         f"[bold]{compressed:.0f} ms[/] slots\n{full:.0f} ms text",
     ]
 

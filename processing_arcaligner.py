@@ -109,6 +109,12 @@ class ArcAlignerProcessor(ProcessorMixin):
         super().__init__(tokenizer, chat_template=chat_template or tokenizer.chat_template)
 
     @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """As any processor's. The code is this class; transformers need not ask whether to run the checkpoint's."""
+        kwargs.setdefault("trust_remote_code", False)
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+
+    @classmethod
     def from_base_model(cls, base_model: str, **settings: Any) -> "ArcAlignerProcessor":
         """A processor around the tokenizer of a base model, by name or path; `settings` as in `__init__`."""
         return cls(AutoTokenizer.from_pretrained(resolve_base_model(base_model)), **settings)

@@ -122,6 +122,18 @@ def test_case_studies_have_the_papers_sentences():
     assert sentences[0][4].endswith("Canadian National Railway.")
 
 
+def test_closed_gates_are_shown_as_one_pass_at_every_layer():
+    row = demo.CASE_STUDIES[0]
+    statistics = {"tokens": 50, "slots": 2, "compression_rate": 25.0}
+    record = {"generated_text": " Canada", "statistics": statistics}
+    closed = demo.answer_cells(row, record | {"trajectories": [["L0.", "L0."]] * 3}, (0.01, 0.02))
+    assert "at every layer" in closed[2] and "at layer" not in closed[2]
+    some_open = [["L0.", "L0."], ["L0.", "LLL"], ["L0.", "LL"]]
+    cells = demo.answer_cells(row, record | {"trajectories": some_open}, (0.01, 0.02))
+    assert "LLL" in cells[2] and "at layer 1" in cells[2]
+    assert cells[1].startswith("50 → 2") and "10 ms" in cells[3] and "20 ms text" in cells[3]
+
+
 def test_busiest_layer_is_the_first_with_most_passes():
     layers = [["L0.", "LL"], ["LLL", "L0."], ["LL", "LL"]]
     assert demo.busiest_layer(layers) == 1
