@@ -93,7 +93,7 @@ class ArcAlignerConfig(PreTrainedConfig):
         if "vocab_size" not in self.text_config.to_dict():
             raise ValueError(
                 f"Backbone `{self.text_config.model_type}` is not supported: it has no vocabulary of its own, so "
-                "it is no causal language model. Choose a decoder-only one; of a model that also sees pictures, its text part."
+                "it is no causal language model. Choose a decoder-only one; of one with pictures, its text part."
             )
         if self.context_token_id is None:
             self.context_token_id = self.text_config.vocab_size
