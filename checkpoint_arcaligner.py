@@ -14,7 +14,6 @@ from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 
-from huggingface_hub import HfApi
 from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
@@ -22,8 +21,9 @@ from transformers.modeling_utils import _get_resolved_checkpoint_files
 from transformers.utils import cached_file
 
 from .defaults_arcaligner import missing_model_error, resolve_base_model
+from .hub_arcaligner import upload_checkpoint
 from .lora_arcaligner import slot_lora_layers
-from .model_card_arcaligner import name_repository, write_model_card
+from .model_card_arcaligner import write_model_card
 
 _ALIGNER_KEY = re.compile(r"(^|\.)(projector|slot_gate|lora_A\.slot|lora_B\.slot)\.")
 _CODE_FILES = (
@@ -38,6 +38,7 @@ _CODE_FILES = (
     "recording_arcaligner.py",
     "generation_arcaligner.py",
     "model_card_arcaligner.py",
+    "hub_arcaligner.py",
     "checkpoint_arcaligner.py",
     "modeling_arcaligner.py",
     "pipeline_arcaligner.py",
@@ -94,9 +95,9 @@ class AlignerCheckpointMixin:
         source = str(load_config.pretrained_model_name_or_path)
         has_base_model = source == resolve_base_model(str(config.base_model_name_or_path))
         if not has_base_model:
-            shapes = _tensor_shapes(checkpoint_files)
+            shapes = tensor_shapes(checkpoint_files)
             if not _caller_reads_loading_info.get():
-                _check_aligner_weights(model, shapes, source, load_config.ignore_mismatched_sizes)
+                check_aligner_weights(model, shapes, source, load_config.ignore_mismatched_sizes)
             if all(model.is_aligner_key(key) for key in shapes):
                 _check_base_model_config(config)
                 checkpoint_files = checkpoint_files + _base_model_files(config, load_config)
@@ -154,20 +155,16 @@ class AlignerCheckpointMixin:
             `huggingface_hub.CommitInfo`: The commit.
 
         Raises:
-            `ValueError`: no processor given and none found beside the model's weights.
+            `ValueError`: no processor given and none found beside the model's weights, or a name that is none.
+            `PermissionError`, `ConnectionError`: as for [`upload_checkpoint`].
         """
-        api = HfApi(token=token)
         with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
             if processor is not None:
                 processor.save_pretrained(folder)
             else:
                 _copy_processor(self.config._name_or_path, Path(folder))
-            repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-            name_repository(Path(folder), repo_id)
-            return api.upload_folder(
-                repo_id=repo_id, folder_path=folder, commit_message=commit_message or "Upload ArcAligner"
-            )
+            self.save_pretrained(folder)
+            return upload_checkpoint(Path(folder), repo_id, commit_message=commit_message, private=private, token=token)
 
     def _copy_code(self, folder: Path) -> None:
         """The flat code files, from beside this one or, in remote code that has only some, from the checkpoint."""
@@ -179,7 +176,7 @@ class AlignerCheckpointMixin:
                 shutil.copyfile(source, folder / name)
 
 
-def _tensor_shapes(checkpoint_files: list[str]) -> dict[str, list[int]]:
+def tensor_shapes(checkpoint_files: list[str]) -> dict[str, list[int]]:
     """Names and shapes of the tensors in `checkpoint_files`, read from their headers."""
     shapes = {}
     for file in checkpoint_files:
@@ -188,7 +185,7 @@ def _tensor_shapes(checkpoint_files: list[str]) -> dict[str, list[int]]:
     return shapes
 
 
-def _check_aligner_weights(model, shapes, source: str, ignore_mismatched_sizes: bool) -> None:
+def check_aligner_weights(model, shapes, source: str, ignore_mismatched_sizes: bool) -> None:
     """Refuses a checkpoint whose aligner weights are missing or of another shape, before any weight is loaded."""
     prefix = f"{model.base_model_prefix}."
     found = {key.removeprefix(prefix): shape for key, shape in shapes.items() if model.is_aligner_key(key)}
@@ -310,4 +307,4 @@ def _copy_processor(source: str, folder: Path) -> None:
             shutil.copyfile(file, folder / name)
 
 
-__all__ = ["AlignerCheckpointMixin"]
+__all__ = ["AlignerCheckpointMixin", "check_aligner_weights", "tensor_shapes"]

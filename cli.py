@@ -1,7 +1,8 @@
-"""The command line: answer a question from files, or watch the demo.
+"""The command line: answer a question from files, watch the demo, share an aligner.
 
     python -m arcaligner answer --question "Who wrote it?" --document letter.txt
     python -m arcaligner demo
+    python -m arcaligner push --repo-id user/name
 
 Answers go to standard output, all else to standard error.
 """
@@ -26,6 +27,7 @@ output = Console()
 messages = Console(stderr=True)
 
 Document = typer.Option(help="A text file; can be repeated.", exists=True, dir_okay=False)
+Folder = Annotated[Path, typer.Option("--checkpoint", help="Aligner checkpoint: a folder.")]
 Checkpoint = Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.")]
 
 
@@ -123,6 +125,32 @@ def demo(checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT)) -> None:
     with messages.status("Loading the aligner and its base model"):
         ask = load_pipeline(checkpoint)
     run_demo(ask, output)
+
+
+@app.command()
+def push(
+    repo_id: Annotated[str, typer.Option(help="Repository on the Hub, user/name; made when it is not there.")],
+    checkpoint: Folder = DEFAULT_CHECKPOINT,
+    private: Annotated[bool, typer.Option("--private", help="Only its owner may see it.")] = False,
+    peft: Annotated[bool, typer.Option("--peft", help="Add the LoRA as a PEFT adapter, in peft_lora.")] = False,
+) -> None:
+    """Uploads a trained aligner to the Hub, in one commit."""
+    from .train.push import push_checkpoint
+
+    commit = push_checkpoint(repo_id, checkpoint, private=private, peft=peft)
+    output.print(commit.repo_url.url, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def export_peft(
+    folder: Annotated[Path, typer.Option("--output", help="Folder to write.")],
+    checkpoint: Folder = DEFAULT_CHECKPOINT,
+) -> None:
+    """Writes the LoRA of an aligner as a PEFT adapter, to look at: plain PEFT applies it to every token."""
+    from .train.peft_export import export_peft
+
+    export_peft(checkpoint, folder)
+    messages.print(f"Wrote {escape(str(folder))}", soft_wrap=True)
 
 
 def main(arguments: list[str] | None = None) -> None:

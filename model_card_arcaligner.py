@@ -1,60 +1,211 @@
-"""The model card of a checkpoint: what its configuration knows, and a quick start."""
+"""The model card of a checkpoint: what its configuration, recipe and results say, and a quick start.
 
+Results are read from `results.json` beside it, in percent with the ends of their 95 % intervals:
+
+    {"questions": 500, "sets": {"squad": {"compression_rate": 33.6, "methods": {"ours (adaptive)": {"f1": [9.7, 6.5,
+    13.2]}}}}}
+"""
+
+import json
 import re
 from pathlib import Path
 
+import yaml
+from huggingface_hub import EvalResult, ModelCardData
+
+RECIPE_FILE = "recipe.yaml"
+RESULTS_FILE = "results.json"
+
 # Stands for the repository until there is one.
 _REPOSITORY = "THIS_REPOSITORY"
+_QUICK_START = f"""```python
+from transformers import pipeline
+
+ask = pipeline("text-generation", model="{_REPOSITORY}", trust_remote_code=True)
+ask({{"question": "Who wrote it?", "documents": ["It was written by Ada."]}})
+```"""
+_NAMED_IN_QUICK_START = re.compile(r'(pipeline\("text-generation", model=")[^"]*(")')
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".gz", ".csv")
+_MAIN_METHOD = "ours (adaptive)"
+_LIMITS = """\
+- A slot is lossy: names, numbers and dates of a sentence can come out wrong. Check answers against the passages.
+- The aligner reads passages like those it was trained on; other languages and kinds of text it reads less well.
+- What the base model gets wrong or has learnt from biased text, this model does too."""
+_LICENCE = """\
+Code and aligner weights: Apache-2.0. The base model, the sentence encoder and the training data keep their own
+licences."""
 
 
-def write_model_card(config, folder: Path) -> None:
-    """A model card with what the configuration knows; one that is there already is left alone."""
+def write_model_card(config, folder: Path, *, overwrite: bool = False, datasets: tuple[str, ...] = ()) -> None:
+    """A model card with what the configuration and the files in `folder` know.
+
+    Args:
+        config ([`ArcAlignerConfig`]): The checkpoint's.
+        folder (`Path`): With the checkpoint's recipe and results, where it has them.
+        overwrite (`bool`): Whether to write over a card that is there; somebody may have edited it.
+        datasets (`tuple[str, ...]`): Hub ids of data sets that the training files were made from.
+
+    Raises:
+        `ValueError`: results or a recipe that cannot be read.
+    """
     card = folder / "README.md"
-    if card.exists():
+    if card.exists() and not overwrite:
         return
-    base = config.base_model_name_or_path
-    is_hub_id = base is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", base)
-    header = [
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        "tags: [arcaligner, rag, context-compression]",
+    recipes = _read_recipes(folder)
+    results = _read_results(folder)
+    sections = [
+        f"---\n{_metadata(config, folder, recipes, results, datasets).to_yaml()}\n---\n# ArcAligner",
+        "Reads retrieved passages as context slots, one vector a sentence, with a frozen language model "
+        "([paper](https://huggingface.co/papers/2601.05038)).",
+        _settings_table(config),
+        _QUICK_START,
+        *(["## Results", *_results_section(results)] if results else []),
+        *(["## Training", _recipes_table(recipes)] if recipes else []),
+        "## Limits",
+        _LIMITS,
+        "## Licence",
+        _LICENCE,
     ]
-    header += [f"base_model: {base}"] if is_hub_id else []
-    text = "\n".join(
-        [
-            "---",
-            *header,
-            "---",
-            "# ArcAligner",
-            "",
-            "Reads retrieved passages as context slots, one vector a sentence, with a frozen language model "
-            "([paper](https://huggingface.co/papers/2601.05038)).",
-            "",
-            "| | |",
-            "|---|---|",
-            f"| base model | {base or 'in this checkpoint'} |",
-            f"| sentence encoder | {config.encoder_name_or_path} |",
-            f"| LoRA on slots | r {config.lora_r}, alpha {config.lora_alpha} |",
-            f"| gates | {len(config.gated_layers)} layers, at most {config.max_refinement_steps} extra passes |",
-            "",
-            "```python",
-            "from transformers import pipeline",
-            "",
-            f'ask = pipeline("text-generation", model="{_REPOSITORY}", trust_remote_code=True)',
-            'ask({"question": "Who wrote it?", "documents": ["It was written by Ada."]})',
-            "```",
-            "",
-        ]
-    )
     temporary = card.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
     temporary.replace(card)
 
 
 def name_repository(folder: Path, repo_id: str) -> None:
     """Writes the name of the repository into the quick start of the model card in `folder`."""
     card = folder / "README.md"
-    card.write_text(card.read_text(encoding="utf-8").replace(_REPOSITORY, repo_id), encoding="utf-8")
+    text = _NAMED_IN_QUICK_START.sub(rf"\g<1>{repo_id}\g<2>", card.read_text(encoding="utf-8"))
+    card.write_text(text, encoding="utf-8")
 
 
-__all__ = ["name_repository", "write_model_card"]
+def is_hub_id(name: str | None) -> bool:
+    """Whether `name` is one of the Hub, as far as can be told from here: no path, no file."""
+    is_name = name is not None and _HUB_ID.fullmatch(name) is not None
+    return is_name and not name.startswith(".") and not name.endswith(_FILE_SUFFIXES) and not Path(name).exists()
+
+
+def _read_recipes(folder: Path) -> list[dict]:
+    """The recipes of the stages the checkpoint went through, in order."""
+    path = folder / RECIPE_FILE
+    if not path.exists():
+        return []
+    try:
+        recipes = [recipe for recipe in yaml.safe_load_all(path.read_text(encoding="utf-8")) if recipe]
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML ({error}). Put the recipe the aligner was trained with there.") from error
+    return recipes
+
+
+def _read_results(folder: Path) -> dict | None:
+    """The results beside the card; `None` when nothing was measured."""
+    path = folder / RESULTS_FILE
+    if not path.exists():
+        return None
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        _results_section(results)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} does not hold results of an evaluation. Expected "
+            '{"questions": number, "sets": {set: {"compression_rate": number, "methods": {method: {metric: [value, '
+            "low, high]}}}}}. Write them anew, or remove the file."
+        ) from error
+    return results
+
+
+def _metadata(config, folder: Path, recipes, results, datasets: tuple[str, ...]) -> ModelCardData:
+    base = config.base_model_name_or_path
+    has_base = is_hub_id(base)
+    trained_on = {name for recipe in recipes for name in recipe.get("train_files", {}) if is_hub_id(name)}
+    return ModelCardData(
+        license="apache-2.0",
+        language=_language(folder),
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["arcaligner", "rag", "context-compression"],
+        base_model=base if has_base else None,
+        base_model_relation="adapter" if has_base else None,
+        datasets=sorted(trained_on | set(datasets)) or None,
+        model_name="ArcAligner",
+        eval_results=_eval_results(results) if results else None,
+    )
+
+
+def _language(folder: Path) -> str | None:
+    """The language passages are split into sentences in, from the processor beside the card."""
+    path = folder / "processor_config.json"
+    if not path.exists():
+        return None
+    language = json.loads(path.read_text(encoding="utf-8"))["spacy_model"].split("_")[0]
+    return language if re.fullmatch("[a-z]{2,3}", language) and language != "xx" else None
+
+
+def _eval_results(results: dict) -> list[EvalResult] | None:
+    """The main method's numbers, as the Hub lists them."""
+    return [
+        EvalResult(
+            task_type="question-answering",
+            dataset_type=name,
+            dataset_name=name,
+            metric_type=metric,
+            metric_value=value,
+        )
+        for name, each in results["sets"].items()
+        for metric, (value, _, _) in each["methods"].get(_MAIN_METHOD, {}).items()
+    ] or None
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _settings_table(config) -> str:
+    base = config.base_model_name_or_path
+    rows = [
+        ["base model", base or "in this checkpoint"],
+        ["sentence encoder", f"{config.encoder_name_or_path}, {config.encoder_hidden_size} wide"],
+        ["LoRA on slots", f"r {config.lora_r}, alpha {config.lora_alpha}"],
+        ["gates", f"{len(config.gated_layers)} layers, at most {config.max_refinement_steps} extra passes"],
+    ]
+    return _table(["", ""], rows)
+
+
+def _recipes_table(recipes: list[dict]) -> str:
+    rows = []
+    for recipe in recipes:
+        # Of a file only its name: its folder is of the machine it was trained on.
+        files = [name if is_hub_id(name) else Path(name).name for name in recipe.get("train_files", {})]
+        most = recipe.get("max_train_samples")
+        rows.append([str(recipe["stage"]), ", ".join(files), f"{most:,}" if most else "all"])
+    return _table(["stage", "data", "most examples"], rows) + f"\n\nAll settings are in `{RECIPE_FILE}`."
+
+
+def _results_section(results: dict) -> list[str]:
+    """What was measured and, for each metric, a table of methods and sets."""
+    sets = results["sets"]
+    methods = dict.fromkeys(method for each in sets.values() for method in each["methods"])
+    metrics = dict.fromkeys(
+        metric for each in sets.values() for values in each["methods"].values() for metric in values
+    )
+    rates = ", ".join(f"{name} x{each['compression_rate']:.1f}" for name, each in sets.items())
+    section = [
+        f"{results['questions']:,} questions of each set, in percent with 95 % bootstrap intervals. Measured "
+        f"compression rate (tokens of text a slot): {rates}."
+    ]
+    for metric in metrics:
+        rows = [
+            [method, *(_cell(each["methods"].get(method, {}).get(metric)) for each in sets.values())]
+            for method in methods
+            if any(metric in each["methods"].get(method, {}) for each in sets.values())
+        ]
+        section.append(_table([metric.upper(), *sets], rows))
+    return section
+
+
+def _cell(interval: list[float] | None) -> str:
+    return "-" if interval is None else "{:.1f} [{:.1f}, {:.1f}]".format(*interval)
+
+
+__all__ = ["RECIPE_FILE", "RESULTS_FILE", "is_hub_id", "name_repository", "write_model_card"]

@@ -138,13 +138,17 @@ def hub(monkeypatch, tmp_path) -> SimpleNamespace:
     def create_repo(self, repo_id, **kwargs):
         return SimpleNamespace(repo_id=repo_id)
 
-    def upload_folder(self, *, repo_id, folder_path, **kwargs):
+    def create_commit(self, repo_id, operations, **kwargs):
         assert repo_id == "someone/aligner"
-        shutil.copytree(folder_path, hub.folder)
+        hub.folder.mkdir()
+        for operation in operations:
+            shutil.copyfile(operation.path_or_fileobj, hub.folder / operation.path_in_repo)
         hub.uploads += 1
 
+    monkeypatch.setenv("HF_TOKEN", "hf_of_someone")
     monkeypatch.setattr(HfApi, "create_repo", create_repo)
-    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    monkeypatch.setattr(HfApi, "list_repo_files", lambda self, repo_id: [])
+    monkeypatch.setattr(HfApi, "create_commit", create_commit)
     return hub
 
 

@@ -3,23 +3,35 @@
     python -m arcaligner.train.export --stages runs/smollm2_135m --output checkpoints/arcaligner-smollm2-135m
 
 Training keeps the aligner in float32, since small updates would be lost in bfloat16; a finished one does not need it,
-and loads as float32 again. The last stage in the folder is taken.
+and loads as float32 again. The last stage in the folder is taken. The model card is written anew each time: done again
+after an evaluation has put its `results.json` there, the card has the numbers.
 """
 
+import hashlib
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
+from ..model_card_arcaligner import RECIPE_FILE, RESULTS_FILE, name_repository, write_model_card
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
+from .checkpoint_folder import weight_files
 from .saving import save_stage
+
+
+def weights_digest(folder: Path) -> str:
+    """Tells the weights in `folder` from others."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in weight_files(folder))).hexdigest()
 
 
 def main(
     stages: Annotated[Path, typer.Option(help="Folder of the stages' output folders.", exists=True)],
     output: Annotated[Path, typer.Option(help="Folder to write.")],
+    dataset: Annotated[
+        list[str] | None, typer.Option(help="Hub id of a data set the training files are from; can be repeated.")
+    ] = None,
 ) -> None:
     """Writes the aligner of the last stage in `stages` to `output`."""
     folders = sorted(path.parent for path in stages.glob("*/config.json"))
@@ -29,8 +41,14 @@ def main(
     for _, parameter in model.aligner_parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     processor = ArcAlignerProcessor.from_pretrained(folders[-1], trust_remote_code=False)
-    recipes = "---\n".join((folder / "recipe.yaml").read_text(encoding="utf-8") for folder in folders)
+    recipes = "---\n".join((folder / RECIPE_FILE).read_text(encoding="utf-8") for folder in folders)
+    former = weights_digest(output)
     save_stage(output, model, processor, recipes)
+    if weights_digest(output) != former and (output / RESULTS_FILE).exists():
+        (output / RESULTS_FILE).unlink()
+        typer.echo(f"removed {output / RESULTS_FILE}: it was measured with other weights")
+    write_model_card(model.config, output, overwrite=True, datasets=tuple(dataset or ()))
+    name_repository(output, output.as_posix())
     typer.echo(f"wrote {folders[-1]} to {output}")
 
 
