@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 import yaml
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import EvalResult, ModelCardData, metadata_load
 
 RECIPE_FILE = "recipe.yaml"
 RESULTS_FILE = "results.json"
@@ -27,6 +27,9 @@ ask({{"question": "Who wrote it?", "documents": ["It was written by Ada."]}})
 _NAMED_IN_QUICK_START = re.compile(r'(pipeline\("text-generation", model=")[^"]*(")')
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".gz", ".csv")
+_GENERATED = (
+    "<!-- Written from the files beside it, and again when they change. Remove this line to edit it yourself. -->"
+)
 _MAIN_METHOD = "ours (adaptive)"
 _LIMITS = """\
 - A slot is lossy: names, numbers and dates of a sentence can come out wrong. Check answers against the passages.
@@ -38,24 +41,27 @@ licences."""
 
 
 def write_model_card(config, folder: Path, *, overwrite: bool = False, datasets: tuple[str, ...] = ()) -> None:
-    """A model card with what the configuration and the files in `folder` know.
+    """A model card with what the configuration and the files in `folder` know; one that somebody edited is left alone.
 
     Args:
         config ([`ArcAlignerConfig`]): The checkpoint's.
         folder (`Path`): With the checkpoint's recipe and results, where it has them.
-        overwrite (`bool`): Whether to write over a card that is there; somebody may have edited it.
+        overwrite (`bool`): Whether to write over an edited card, too.
         datasets (`tuple[str, ...]`): Hub ids of data sets that the training files were made from.
 
     Raises:
         `ValueError`: results or a recipe that cannot be read.
     """
     card = folder / "README.md"
-    if card.exists() and not overwrite:
-        return
+    if card.exists():
+        if not overwrite and _GENERATED not in card.read_text(encoding="utf-8"):
+            return
+        datasets = (*datasets, *(metadata_load(card) or {}).get("datasets", []))
     recipes = _read_recipes(folder)
     results = _read_results(folder)
     sections = [
-        f"---\n{_metadata(config, folder, recipes, results, datasets).to_yaml()}\n---\n# ArcAligner",
+        f"---\n{_metadata(config, folder, recipes, results, datasets).to_yaml()}\n---\n{_GENERATED}",
+        "# ArcAligner",
         "Reads retrieved passages as context slots, one vector a sentence, with a frozen language model "
         "([paper](https://huggingface.co/papers/2601.05038)).",
         _settings_table(config),

@@ -28,7 +28,6 @@ _CHECKPOINT_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
     "chat_template.jinja",
-    "README.md",
     RECIPE_FILE,
     RESULTS_FILE,
 )
@@ -60,11 +59,9 @@ def push_checkpoint(repo_id: str, checkpoint: str | Path, *, private: bool = Fal
         for pattern in _CHECKPOINT_FILES:
             for path in folder.glob(pattern):
                 (staged / path.name).symlink_to(path.resolve())
-        if (staged / "README.md").exists():  # a copy, since the repository is named in it
-            (staged / "README.md").unlink()
+        if (folder / "README.md").exists():
             shutil.copyfile(folder / "README.md", staged / "README.md")
-        else:
-            write_model_card(config, staged)
+        write_model_card(config, staged)
         if peft:
             export_peft(folder, staged / PEFT_FOLDER)
         return upload_checkpoint(staged, repo_id, private=private or None)

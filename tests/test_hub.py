@@ -1,0 +1,330 @@
+"""A checkpoint goes to the Hub whole or not at all, and comes back in a process that has no copy of the project.
+
+The client is the real one, in processes of its own, since it reads its settings when it is imported; the Hub is
+`hub_server.py`.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from subprocess import DEVNULL, PIPE
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import pytest
+import torch
+from hub_server import OWNER, READER, Repository, running_hub
+from safetensors.torch import load_file, save_file
+
+REPO = "someone/aligner"
+BASE = "someone/base"
+QUESTION = "Who wrote it?"
+DOCUMENTS = ["It was written by Ada. Nobody else knew.", {"title": "T", "text": "So be it."}]
+CODE = {path.name for path in Path(__file__).parents[1].glob("*_arcaligner.py")}
+CHECKPOINT = CODE | {
+    *("config.json", "generation_config.json", "model.safetensors", "README.md", "recipe.yaml", "results.json"),
+    *("processor_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+}
+PEFT = {f"peft_lora/{name}" for name in ("adapter_config.json", "adapter_model.safetensors", "README.md")}
+RESULTS = {
+    "questions": 500,
+    "sets": {
+        "squad": {
+            "compression_rate": 33.6,
+            "methods": {
+                "closed book": {"f1": [4.1, 3.1, 5.3]},
+                "ours (adaptive)": {"f1": [9.7, 6.5, 13.2], "em": [5.0, 2.0, 8.5]},
+            },
+        },
+        "nq": {"compression_rate": 30.04, "methods": {"ours (adaptive)": {"f1": [8.0, 6.0, 10.0]}}},
+    },
+}
+RECIPES = """stage: reconstruction
+train_files: {../data/recon_train.jsonl.gz: 1.0}
+max_train_samples: 2400
+---
+stage: grounding
+train_files: {hotpotqa/hotpot_qa: 0.5, ../data/train_qa.jsonl.gz: 0.5}
+"""
+
+# Runs one command of the command line for each line it reads.
+PUSHER = """
+import contextlib, io, json, os, sys, time
+
+time.sleep = lambda seconds: None  # the client waits before it tries again
+from arcaligner import cli
+
+for line in sys.stdin:
+    arguments, os.environ["HF_TOKEN"] = json.loads(line)
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    cli.output.file, cli.messages.file = out, err
+    try:
+        cli.main(arguments)
+    except SystemExit as end:
+        code = end.code
+    print(json.dumps([code, out.getvalue(), err.getvalue()]), file=sys.__stdout__, flush=True)
+"""
+
+# What somebody does who has transformers and the name of the repository; then the card's own example.
+LOADER = """
+import json, re, sys
+
+sys.modules["arcaligner"] = None  # from here on, importing it is an error
+from huggingface_hub import hf_hub_download
+from transformers import AutoModelForCausalLM, AutoProcessor
+
+repo, question, documents = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+processor = AutoProcessor.from_pretrained(repo, trust_remote_code=True)
+processor.encoder_device = "cpu"
+model = AutoModelForCausalLM.from_pretrained(repo, trust_remote_code=True).eval()
+inputs = processor(text=question, documents=documents, return_tensors="pt")
+adapters = [list(m.lora_A) for m in model.modules() if "lora_A" in m._modules]
+card = open(hf_hub_download(repo, "README.md"), encoding="utf-8").read()
+names = {}
+lines = re.search("```python\\n(.*?)```", card, re.DOTALL)[1].rstrip().split("\\n")
+exec("\\n".join([*lines[:-1], "answer = " + lines[-1]]), names)
+result = {"logits": model(**inputs).logits[0].tolist(), "adapters": adapters, "answer": names["answer"]}
+json.dump(result, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def hub():
+    with running_hub() as hub:
+        yield hub
+
+
+@pytest.fixture(autouse=True)
+def empty_hub(hub):
+    hub.repositories.clear()
+    hub.large_files.clear()
+    hub.requests.clear()
+    hub.broken.clear()
+
+
+@pytest.fixture(scope="module")
+def environment(hub, tmp_path_factory) -> dict[str, str]:
+    """Of a machine that knows the Hub and nothing that was ever on it."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    home = {"HF_HOME": str(tmp_path_factory.mktemp("home")), "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
+    return kept | home | {"HF_HUB_DISABLE_TELEMETRY": "1", "COLUMNS": "160"}
+
+
+@pytest.fixture(scope="module")
+def pusher(environment):
+    """A process that runs commands of the command line, one after the other."""
+    command = [sys.executable, "-c", PUSHER]
+    with subprocess.Popen(command, env=environment, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def run(pusher):
+    """Runs a command with a token; gives its exit code, standard output and standard error."""
+
+    def run(*arguments, token: str = OWNER) -> tuple[int, str, str]:
+        pusher.stdin.write(json.dumps([[str(argument) for argument in arguments], token]) + "\n")
+        pusher.stdin.flush()
+        return tuple(json.loads(pusher.stdout.readline()))
+
+    return run
+
+
+@pytest.fixture
+def folder(checkpoint_dir, tmp_path) -> Path:
+    """A checkpoint with recipe and results whose code is links, in a training stage's folder."""
+    folder = tmp_path / "3_gating"
+    folder.mkdir()
+    for path in checkpoint_dir.iterdir():
+        if path.name in CODE:
+            (folder / path.name).symlink_to(path)
+        else:
+            shutil.copyfile(path, folder / path.name)
+    (folder / "recipe.yaml").write_text(RECIPES)
+    (folder / "results.json").write_text(json.dumps(RESULTS))
+    (folder / "checkpoint-40").mkdir()
+    for left_out in ("checkpoint-40/model.safetensors", "training_args.bin", "trainer_state.json", ".env"):
+        (folder / left_out).write_bytes(b"not for others")
+    return folder
+
+
+def edit_json(path: Path, **changes) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_weights(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+
+
+def main_files(hub) -> dict[str, bytes]:
+    """What is on the main branch, without the Hub's own file."""
+    return {path: content for path, content in hub.repositories[REPO].at("main").files.items() if path[0] != "."}
+
+
+def test_pushed_checkpoint_answers_in_a_process_without_the_project(
+    hub, run, environment, folder, base_model_dir, model, processor, tmp_path
+):
+    edit_json(folder / "config.json", base_model_name_or_path=BASE)
+    base = {path.name: path.read_bytes() for path in base_model_dir.iterdir()}
+    hub.repositories[BASE] = Repository(private=False)
+    hub.repositories[BASE].commit(base)
+    code, out, err = run("push", "--repo-id", REPO, "--checkpoint", folder, "--peft")
+    assert code == 0, err
+    assert out == f"{hub.url}/{REPO}\n"
+    assert len(hub.repositories[REPO].commits) == 2  # the Hub's own, and one
+    files = main_files(hub)
+    assert files.keys() == CHECKPOINT | PEFT
+    for file in CHECKPOINT - {"README.md"}:
+        assert files[file] == (folder / file).read_bytes(), file
+    arguments = [REPO, QUESTION, json.dumps(DOCUMENTS)]
+    loader = subprocess.run(
+        [sys.executable, "-c", LOADER, *arguments],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert loader.returncode == 0, loader.stderr[-4000:]
+    result = json.loads(loader.stdout)
+    inputs = processor(text=QUESTION, documents=DOCUMENTS, return_tensors="pt")
+    torch.testing.assert_close(torch.tensor(result["logits"]), model(**inputs).logits[0], rtol=0, atol=1e-6)
+    assert result["adapters"] == [["slot"]] * 21
+    assert isinstance(result["answer"][0]["generated_text"], str)
+    assert hub.unknown == []
+
+
+@pytest.mark.parametrize("step", ["upload", "commit"])
+def test_push_that_breaks_off_changes_nothing_and_done_again_finishes(hub, run, folder, step):
+    push = ("push", "--repo-id", REPO, "--checkpoint", folder)
+    assert run(*push)[0] == 0
+    before = list(hub.repositories[REPO].commits)
+    change_weights(folder)
+    hub.broken.add(step)
+    code, out, err = run(*push, "--peft")
+    assert code == 1 and out == ""
+    assert "broke off" in err and "visible whole or not at all" in err and "Traceback" not in err
+    assert hub.repositories[REPO].commits == before
+    with pytest.raises(HTTPError, match="404"):
+        urlopen(f"{hub.url}/{REPO}/resolve/main/peft_lora/adapter_config.json")
+    hub.broken.clear()
+    hub.requests.clear()
+    assert run(*push, "--peft")[0] == 0
+    assert main_files(hub).keys() == CHECKPOINT | PEFT
+    assert main_files(hub)["model.safetensors"] == (folder / "model.safetensors").read_bytes()
+    uploads = sum(request.startswith("PUT") for request in hub.requests)
+    assert uploads == (2 if step == "upload" else 0)  # aligner and PEFT adapter, unless they had arrived
+
+
+def test_first_push_that_breaks_off_leaves_an_empty_repository(hub, run, folder):
+    hub.broken.add("upload")
+    push = ("push", "--repo-id", REPO, "--checkpoint", folder)
+    assert run(*push)[0] == 1
+    assert main_files(hub) == {}
+    hub.broken.clear()
+    assert run(*push)[0] == 0
+    assert main_files(hub).keys() == CHECKPOINT
+
+
+def test_commit_whose_answer_is_lost_is_not_made_twice(hub, run, folder):
+    push = ("push", "--repo-id", REPO, "--checkpoint", folder)
+    hub.broken.add("answer")
+    assert run(*push)[0] == 1
+    hub.broken.clear()
+    assert run(*push)[0] == 0
+    assert len(hub.repositories[REPO].commits) == 2 and main_files(hub).keys() == CHECKPOINT
+
+
+def test_next_push_removes_only_what_a_push_wrote_and_has_no_more(hub, run, folder):
+    push = ("push", "--repo-id", REPO, "--checkpoint", folder)
+    assert run(*push, "--peft")[0] == 0
+    theirs = {"figure.png": b"png", "former_arcaligner.py": b"code"}
+    hub.repositories[REPO].commit(hub.repositories[REPO].at("main").files | theirs)
+    assert run(*push)[0] == 0
+    assert main_files(hub).keys() == CHECKPOINT | {"figure.png"}
+
+
+def test_card_on_the_hub_is_written_from_the_run_unless_somebody_edited_it(hub, run, folder):
+    push = ("push", "--repo-id", REPO, "--checkpoint", folder)
+    assert run(*push)[0] == 0
+    card = main_files(hub)["README.md"].decode()
+    assert f'model="{REPO}", trust_remote_code=True' in card
+    assert "| ours (adaptive) | 9.7 [6.5, 13.2] | 8.0 [6.0, 10.0] |" in card
+    assert "recon_train.jsonl.gz" in card and "- hotpotqa/hotpot_qa\n" in card
+    edited = 'license: mit\n---\n# Mine\n\nask = pipeline("text-generation", model="elsewhere")\n'
+    (folder / "README.md").write_text(f"---\n{edited}")
+    assert run(*push)[0] == 0
+    assert main_files(hub)["README.md"].decode() == f"---\n{edited}".replace("elsewhere", REPO)
+    assert "elsewhere" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        ("hf_unknown", "does not accept the token"),
+        (READER, "may not write to `someone/aligner` (403)"),
+        ("", "No token to write to `someone/aligner`"),
+    ],
+)
+@pytest.mark.parametrize("is_there", [False, True])
+def test_token_that_may_not_write_is_refused_with_the_remedy(hub, run, folder, token, message, is_there):
+    if is_there:
+        hub.repositories[REPO] = Repository(private=False)
+        hub.repositories[REPO].commit({".gitattributes": b""})
+    code, out, err = run("push", "--repo-id", REPO, "--checkpoint", folder, token=token)
+    assert code == 1 and out == ""
+    assert message in err and f"{hub.url}/settings/tokens" in err
+    assert not is_there or main_files(hub) == {}
+
+
+def test_private_push_makes_a_private_repository_and_refuses_a_public_one(hub, run, folder):
+    push = ("push", "--repo-id", REPO, "--checkpoint", folder, "--private")
+    assert run(*push)[0] == 0 and hub.repositories[REPO].private
+    hub.repositories[REPO] = Repository(private=False)
+    hub.repositories[REPO].commit({".gitattributes": b""})
+    code, _, err = run(*push)
+    assert code == 1 and "is public; nothing was uploaded" in err
+    assert main_files(hub) == {}
+
+
+def drop_a_weight(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights.pop(next(key for key in weights if "slot_gate" in key))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def cut_the_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "There is no checkpoint in"),
+        (lambda folder: edit_json(folder / "config.json", model_type="llama"), "a model of type 'llama'"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "aligner weights"),
+        (drop_a_weight, "lacks 1 of "),
+        (cut_the_weights, "cannot be read"),
+        (lambda folder: (folder / "processor_config.json").unlink(), "lacks its processor (processor_config.json)"),
+        (lambda folder: (folder / "lora_arcaligner.py").unlink(), "lacks lora_arcaligner.py of its code"),
+        (lambda folder: (folder / "results.json").write_text("{}"), "does not hold results"),
+    ],
+)
+def test_incomplete_checkpoint_is_refused_before_the_hub_is_asked(hub, run, folder, damage, message):
+    damage(folder)
+    code, out, err = run("push", "--repo-id", REPO, "--checkpoint", folder)
+    assert code == 1 and out == "" and message in err
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("repo_id", ["someone/else/where", "some one/aligner", "-/x--y"])
+def test_name_that_is_none_is_refused_before_the_hub_is_asked(hub, run, folder, repo_id):
+    code, _, err = run("push", "--repo-id", repo_id, "--checkpoint", folder)
+    assert code == 1 and "cannot be the name of a repository" in err and "user/name" in err
+    assert hub.requests == []
