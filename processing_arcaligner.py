@@ -30,9 +30,14 @@ class _Encoder:
         self.name_or_path = name_or_path
         self.device = None
         self._model = None
+        self._reading = None
 
     def __deepcopy__(self, memo):
         return self
+
+    def __getstate__(self):
+        # A process that cuts passages asks what the encoder reads; the weights stay where they are.
+        return self.__dict__ | {"_model": None, "_reading": self._reading if self._model is None else self.reading}
 
     @property
     def model(self):
@@ -54,15 +59,22 @@ class _Encoder:
             self._model.to(self.device)
         return self._model
 
+    @property
+    def reading(self) -> tuple:
+        """The most tokens it reads, if there is a limit, and its tokenizer."""
+        if self._model is None and self._reading is not None:
+            return self._reading
+        return self.model.max_seq_length, self.model.tokenizer
+
     def fits(self, text: str) -> bool:
         """Whether the encoder reads `text` whole."""
-        limit = self.model.max_seq_length
+        limit, tokenizer = self.reading
         if limit is None or 2 * len(text) < limit:
             return True
         # Characters that no tokenizer would join bound the work on a huge "sentence".
         if len(text) > 40 * limit:
             return False
-        return len(self.model.tokenizer(text, truncation=False, verbose=False)["input_ids"]) <= limit
+        return len(tokenizer(text, truncation=False, verbose=False)["input_ids"]) <= limit
 
 
 class ArcAlignerProcessor(ProcessorMixin):
@@ -128,6 +140,11 @@ class ArcAlignerProcessor(ProcessorMixin):
     def encoder_device(self, device: str | None) -> None:
         self._encoder.device = device
 
+    @property
+    def sentence_encoder(self):
+        """The `SentenceTransformer`, loaded on first use."""
+        return self._encoder.model
+
     # Passages to segments to embeddings
 
     def segment_documents(self, documents: Sequence[str | dict]) -> list[Segment]:
@@ -153,15 +170,19 @@ class ArcAlignerProcessor(ProcessorMixin):
         return [f"{titles[s.document]}: {s.text}" if titles[s.document] else s.text for s in segments]
 
     def encode_segments(
-        self, texts: Sequence[str], batch_size: int = 64, show_progress_bar: bool = False
+        self, texts: Sequence[str], batch_size: int = 64, show_progress_bar: bool = False, **kwargs: Any
     ) -> torch.FloatTensor:
-        """Normalised embeddings of `texts`, float32, (len(texts), encoder_hidden_size)."""
+        """Normalised embeddings of `texts`, float32, (len(texts), encoder_hidden_size).
+
+        `kwargs` are those of `SentenceTransformer.encode`, such as `pool`.
+        """
         embeds = self._encoder.model.encode(
             list(texts),
             batch_size=batch_size,
             show_progress_bar=show_progress_bar,
             normalize_embeddings=True,
             convert_to_tensor=True,
+            **kwargs,
         )
         embeds = embeds.float().cpu()
         self._check_embeds(embeds, 0)

@@ -30,7 +30,7 @@ from rich.progress import track
 from ..evaluation.metrics import METRICS, bootstrap_interval
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..train.data import read_rows
+from ..train.corpora import read_rows
 
 Row = dict[str, Any]
 MAX_NEW_TOKENS = 24

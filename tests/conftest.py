@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads would wai
 from importlib.util import find_spec
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
@@ -72,6 +73,14 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<|im_end|>",
         chat_template=CHATML,
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def datasets_cache(tmp_path_factory: pytest.TempPathFactory):
+    """A cache of 🤗 Datasets for this session: nothing is found there that an earlier one left."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,38 +1,32 @@
-"""Training rows: JSON Lines of questions and passages to tokenised examples with slots.
+"""Rows to tokenised examples with slots, and examples to the trainer's dataset.
 
-A row of a file (`.jsonl` or `.jsonl.gz`) is
-
-    {"id": str, "question": str, "answers": [str], "passages": [{"title": str, "text": str}], ...}
-
-and becomes, in stage I, one example for every few consecutive segments of its passages (the slots)
-with their text as the target; in stages II and III one example with all segments as slots and the
-first answer as the target. Tokenising never runs the encoder: a prompt needs the number of its
-slots only.
+A row of a corpus (`corpora.py`) becomes, in stage I, one example for every few consecutive segments of its passages
+(the slots) with their text as the target; in stages II and III one example with all segments as slots and the first
+answer as the target. Tokenising never runs the encoder: a prompt needs the number of its slots only.
 """
 
-import gzip
 import itertools
-import json
-import logging
-import random
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import datasets
 import numpy as np
-from rich.progress import track
+import pyarrow as pa
+from datasets import Features, List, Value
 
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import Segment
 from .embedding_store import EmbeddingStore
 from .templates import choose_template, stable_number
 
-logger = logging.getLogger(__name__)
-
-ROW_FIELDS = ("id", "question", "answers", "passages")
+EXAMPLE_FEATURES = Features(
+    row_id=Value("string"),
+    input_ids=List(Value("int32")),
+    labels=List(Value("int32")),
+    segment_texts=List(Value("string")),
+)
 
 
 @dataclass
@@ -43,27 +37,6 @@ class Example:
     input_ids: list[int]
     labels: list[int]
     segment_texts: list[str]
-
-
-def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """Rows of a JSON Lines file, gzipped or not.
-
-    Raises:
-        `ValueError`: a line that is no JSON object with `id`, `question`, `answers` and `passages`.
-    """
-    opener = gzip.open if str(path).endswith(".gz") else open
-    rows = []
-    with opener(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line)
-                missing = [field for field in ROW_FIELDS if field not in row]
-            except (json.JSONDecodeError, TypeError) as error:
-                raise ValueError(f"{path}, line {number} is not a JSON object: {error}.") from error
-            if missing:
-                raise ValueError(f"{path}, line {number} has no {', '.join(missing)}; a row needs {ROW_FIELDS}.")
-            rows.append(row)
-    return rows
 
 
 def chunk_segments(segments: list[Segment], max_segments: int, row_id: str) -> Iterator[list[Segment]]:
@@ -93,6 +66,10 @@ class ExampleBuilder:
         self.processor = processor
         self.max_segments = max_segments
         self._segments_of: dict[tuple, list[Segment]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the remembered segments: what a builder makes, and its fingerprint, do not depend on them."""
+        return self.__dict__ | {"_segments_of": {}}
 
     def reconstruction_examples(self, row: dict[str, Any]) -> Iterator[Example]:
         """Stage I: each run of segments as slots, its text as the target."""
@@ -175,102 +152,34 @@ class ExampleBuilder:
         return target if target and target[-1] in special else [*target, tokenizer.eos_token_id]
 
 
-def select_examples(
-    files: dict[str, float],
-    make_examples: Callable[[dict[str, Any]], Iterator[Example]],
-    max_examples: int | None,
-    max_tokens: int | None,
-    seed: int,
-    max_passages: int | None = None,
-) -> list[Example]:
-    """A mixture of several files.
-
-    Args:
-        files (`dict[str, float]`): Path of each file and its weight: its share of the mixture is
-            weight / sum of weights.
-        make_examples (`Callable`): A row to its examples, such as
-            `ExampleBuilder.question_examples`.
-        max_examples (`int` or `None`): Size of the mixture. Nothing is repeated: when a file holds
-            less than its share, the mixture gets smaller and keeps its shares. `None`: as many as
-            that allows.
-        max_tokens (`int` or `None`): Longer examples are left out, and counted in the log.
-        seed (`int`): Order of the rows.
-        max_passages (`int` or `None`): Only rows of this many sets of passages in each file, drawn
-            at random: fewer segments to encode, more questions about each.
-
-    Raises:
-        `ValueError`: a weight that is not positive, or no examples at all.
-    """
-    if not files or any(weight <= 0 for weight in files.values()):
-        raise ValueError(f"Got files and weights {files}; expected files with positive weights.")
-    total = sum(files.values())
-    shares = {path: weight / total for path, weight in files.items()}
-    found = {}
-    for path, share in shares.items():
-        quota = None if max_examples is None else round(max_examples * share)
-        rows = _rows_of_passages(read_rows(path), max_passages, seed)
-        random.Random(seed).shuffle(rows)
-        found[path] = _take(rows, make_examples, quota, max_tokens, Path(path).name)
-    size = min(len(found[path]) / share for path, share in shares.items())
-    if max_examples is not None and size < max_examples - len(files):
-        logger.warning("%s hold %d such examples, not %d.", list(files), size, max_examples)
-    mixture = [example for path in files for example in found[path][: round(size * shares[path])]]
-    if not mixture:
-        raise ValueError(
-            f"No examples in {list(files)}: {max_examples=}, {max_tokens=}. Raise the limits or name other files."
-        )
-    return mixture
+def examples_dataset(examples: list[Example]) -> datasets.Dataset:
+    """Examples as rows, a column for each field."""
+    return datasets.Dataset.from_list([asdict(example) for example in examples], features=EXAMPLE_FEATURES)
 
 
-def _rows_of_passages(rows: list[dict[str, Any]], max_passages: int | None, seed: int) -> list[dict[str, Any]]:
-    """The rows of `max_passages` different sets of passages, or all."""
-    if max_passages is None:
-        return rows
-    groups: dict[tuple, list] = {}
-    for row in rows:
-        groups.setdefault(tuple(passage["text"] for passage in row["passages"]), []).append(row)
-    keys = sorted(groups)
-    random.Random(seed).shuffle(keys)
-    return [row for key in keys[:max_passages] for row in groups[key]]
-
-
-def _take(
-    rows: list[dict[str, Any]],
-    make_examples: Callable[[dict[str, Any]], Iterator[Example]],
-    quota: int | None,
-    max_tokens: int | None,
-    name: str,
-) -> list[Example]:
-    """The first `quota` examples of `rows` with at most `max_tokens` tokens."""
-    taken, too_long = [], 0
-    for row in track(rows, description=f"tokenising {name}"):
-        for example in make_examples(row):
-            if max_tokens is not None and len(example.input_ids) > max_tokens:
-                too_long += 1
-            else:
-                taken.append(example)
-        if quota is not None and len(taken) >= quota:
-            break
-    logger.info("%s: %d examples, %d left out (> %s tokens)", name, len(taken), too_long, max_tokens)
-    return taken[:quota]
-
-
-def build_dataset(examples: list[Example], store: EmbeddingStore) -> datasets.Dataset:
+def build_dataset(examples: datasets.Dataset | list[Example], store: EmbeddingStore) -> datasets.Dataset:
     """
     Examples as the trainer's dataset; segments not in `store` yet are encoded now.
+
+    Args:
+        examples (`datasets.Dataset` or `list[Example]`): As `ExampleSelector.select` returns them, or a few.
+        store ([`EmbeddingStore`]): Where the embeddings are, and get to.
 
     Columns: `row_id`, `input_ids`, `labels`, `length` (tokens, to group batches by), `segment_rows`
     (rows of `store`).
     """
-    texts = [text for example in examples for text in example.segment_texts]
-    rows = store.add(texts)
-    ends = np.cumsum([len(example.segment_texts) for example in examples])
+    if isinstance(examples, list):
+        examples = examples_dataset(examples)
+    table = examples.with_format("arrow")[:]
+    texts = table["segment_texts"].combine_chunks()
+    rows = pa.array(store.add(texts.flatten().to_pylist()))
+    ends = np.cumsum(texts.value_lengths().to_numpy())
     return datasets.Dataset.from_dict(
         {
-            "row_id": [example.row_id for example in examples],
-            "input_ids": [example.input_ids for example in examples],
-            "labels": [example.labels for example in examples],
-            "length": [len(example.input_ids) for example in examples],
-            "segment_rows": np.split(rows, ends[:-1]),
+            "row_id": table["row_id"],
+            "input_ids": table["input_ids"],
+            "labels": table["labels"],
+            "length": table["input_ids"].combine_chunks().value_lengths(),
+            "segment_rows": pa.ListArray.from_arrays(pa.array(np.insert(ends, 0, 0), type=pa.int32()), rows),
         }
     )

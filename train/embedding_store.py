@@ -2,23 +2,27 @@
 
 A store is a folder for each encoder under `root`:
 
-    <root>/<encoder>-<width>/encoder.json       the embedding of a probe sentence
+    <root>/<encoder>-<width>/encoder.json       the encoder's fingerprint: its settings, its embedding of a probe
     <root>/<encoder>-<width>/<digest>.npy       float16 (num_texts, encoder_hidden_size), a memmap
     <root>/<encoder>-<width>/<digest>.keys.npy  uint8 (num_texts, 16), the hash of each text
 
 A text is found by its own hash, so whatever the segmenter cut, a segment seen before is never
-encoded again and another cut is another text. `add` encodes what is missing and writes it in parts
-as it goes: an interrupted run keeps what it has. A part is written under a temporary name and
-renamed, and one without its keys is not read.
+encoded again and another cut is another text: a store fits every segmenter, and one encoder only.
+`add` encodes what is missing and writes it in parts as it goes: an interrupted run keeps what it
+has. A part is written under a temporary name and renamed, and one without its keys is not read, so
+neither a full disk nor a killed process leaves anything that is read; several processes may write
+at once.
 """
 
 import hashlib
 import json
 import logging
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -32,6 +36,8 @@ PROBE = "The quick brown fox jumps over the lazy dog."
 PROBE_TOLERANCE = 1e-2
 TEXTS_PER_PART = 16384
 TEXTS_PER_STEP = 2048
+# No process takes that long to write a file: one with a temporary name is a killed process's.
+SECONDS_OF_A_LEFTOVER = 24 * 3600
 
 
 def text_key(text: str) -> bytes:
@@ -49,9 +55,12 @@ class EmbeddingStore:
         encoder_hidden_size (`int`): Width of an embedding.
         encode (`Callable`): Texts to embeddings `(num_texts, encoder_hidden_size)`, such as
             `ArcAlignerProcessor.encode_segments`.
+        encoder_settings (`dict`, *optional*): What else decides an embedding, as JSON; see
+            `encoding.encoder_settings`.
 
     Raises:
-        `ValueError`: the folder holds embeddings of another encoder of the same name.
+        `ValueError`: the folder holds embeddings of another encoder of the same name, or of this one
+            with other settings; a part that cannot be read.
 
     Example:
 
@@ -69,9 +78,11 @@ class EmbeddingStore:
         encoder_name_or_path: str,
         encoder_hidden_size: int,
         encode: Encode,
+        encoder_settings: dict[str, Any] | None = None,
     ):
         self.encoder_name_or_path = encoder_name_or_path
         self.encoder_hidden_size = encoder_hidden_size
+        self.encoder_settings = encoder_settings or {}
         self._encode = encode
         name = encoder_name_or_path.rstrip("/").replace("/", "--").strip("-")
         self.folder = Path(root).expanduser() / f"{name}-{encoder_hidden_size}"
@@ -81,6 +92,7 @@ class EmbeddingStore:
         self._rows: dict[bytes, int] = {}
         self._read_names: set[str] = set()
         self._check_encoder()
+        self._remove_leftovers()
         self._read_parts()
 
     def __len__(self) -> int:
@@ -155,42 +167,80 @@ class EmbeddingStore:
         return embeddings
 
     def _check_encoder(self) -> None:
-        """Two encoders of a name would mix: the embedding of a probe sentence tells them apart."""
+        """Two encoders of a name would mix: settings, and the embedding of a probe, tell them apart."""
         probe = self._checked([PROBE])[0]  # (encoder_hidden_size,)
         path = self.folder / "encoder.json"
         if path.exists():
-            stored = np.array(json.loads(path.read_text())["probe"], dtype=np.float32)
-            if not np.allclose(probe, stored, rtol=0.0, atol=PROBE_TOLERANCE):
-                raise ValueError(
-                    f"{self.folder} was made by another encoder named {self.encoder_name_or_path}: "
-                    f"their embeddings of a probe sentence differ by "
-                    f"{np.abs(probe - stored).max():.3g}. Delete the folder or name another one as "
-                    "`embedding_cache_dir`."
-                )
+            self._compare(json.loads(path.read_text(encoding="utf-8")), probe)
             return
-        manifest = {"encoder": self.encoder_name_or_path, "probe": probe.tolist()}
-        temporary = path.with_name(f"{uuid.uuid4().hex}.tmp")
-        temporary.write_text(json.dumps(manifest))
-        os.replace(temporary, path)
+        fingerprint = {
+            "encoder": self.encoder_name_or_path,
+            "encoder_hidden_size": self.encoder_hidden_size,
+            "settings": self.encoder_settings,
+            "probe": probe.tolist(),
+        }
+        self._write("encoder.json", lambda file: file.write(json.dumps(fingerprint).encode("utf-8")))
+
+    def _compare(self, stored: dict[str, Any], probe: np.ndarray) -> None:
+        """Raises `ValueError` unless the store is this encoder's."""
+        advice = "Delete the folder, or name another one as `embedding_cache_dir`."
+        difference = np.abs(probe - np.array(stored["probe"], dtype=np.float32)).max()
+        if difference > PROBE_TOLERANCE:
+            raise ValueError(
+                f"{self.folder} was made by another encoder named {self.encoder_name_or_path}: "
+                f"their embeddings of a probe sentence differ by {difference:.3g}. {advice}"
+            )
+        settings = stored.get("settings", {})  # stores of before settings were kept have none
+        changed = [
+            f"`{name}` is {value!r}, in the store {settings[name]!r}"
+            for name, value in self.encoder_settings.items()
+            if name in settings and settings[name] != value
+        ]
+        if changed:
+            raise ValueError(
+                f"{self.folder} was made by {self.encoder_name_or_path} with other settings: "
+                f"{'; '.join(changed)}. {advice}"
+            )
+
+    def _write(self, name: str, write: Callable[[BinaryIO], Any]) -> None:
+        """A file of the store, whole or not at all."""
+        temporary = self.folder / f"{uuid.uuid4().hex}.tmp"
+        try:
+            with temporary.open("wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.folder / name)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def _remove_leftovers(self) -> None:
+        for path in self.folder.glob("*.tmp"):
+            try:
+                if time.time() - path.stat().st_mtime > SECONDS_OF_A_LEFTOVER:
+                    path.unlink()
+            except FileNotFoundError:  # written to its end, or removed, by another process
+                continue
 
     def _write_part(self, keys: list[bytes], embeddings: np.ndarray) -> None:
         name = hashlib.sha256(b"".join(keys)).hexdigest()[:16]
-        arrays = {
-            f"{name}.npy": embeddings,
-            f"{name}.keys.npy": np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, 16),
-        }
-        for file_name, array in arrays.items():  # keys last: they make the part readable
-            temporary = self.folder / f"{uuid.uuid4().hex}.tmp"
-            with temporary.open("wb") as file:
-                np.save(file, array)
-            os.replace(temporary, self.folder / file_name)
+        digests = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, 16)
+        self._write(f"{name}.npy", lambda file: np.save(file, embeddings))
+        self._write(f"{name}.keys.npy", lambda file: np.save(file, digests))  # last: it makes the part readable
 
     def _read_parts(self) -> None:
         for path in sorted(self.folder.glob("*.keys.npy")):
             if path.name in self._read_names:
                 continue
-            keys = np.load(path)  # (num_texts, 16)
-            part = np.load(path.with_name(path.name.replace(".keys.npy", ".npy")), mmap_mode="r")
+            try:
+                keys = np.load(path)  # (num_texts, 16)
+                part = np.load(path.with_name(path.name.replace(".keys.npy", ".npy")), mmap_mode="r")
+            except (OSError, ValueError, EOFError) as error:
+                raise ValueError(
+                    f"{path} or the file of its embeddings cannot be read ({error}). Delete both files; the texts will "
+                    "be encoded again."
+                ) from error
             if part.shape != (len(keys), self.encoder_hidden_size):
                 raise ValueError(
                     f"{path} names {len(keys)} texts but its embeddings have shape {part.shape}. "

@@ -1,10 +1,21 @@
 """What a recipe says beyond TRL's own training arguments: which stage, which model, which data."""
 
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-from ..defaults_arcaligner import cache_directory
-from .data import Example, ExampleBuilder, select_examples
+import datasets
+from trl import TrlParser
+
+from ..configuration_arcaligner import ArcAlignerConfig
+from ..defaults_arcaligner import cache_directory, resolve_base_model
+from ..processing_arcaligner import ArcAlignerProcessor
+from .data import ExampleBuilder
+from .selection import ExampleSelector
 
 
 def default_embedding_cache() -> str:
@@ -27,25 +38,31 @@ class RecipeArguments:
         aligner (`dict`): Fields of `ArcAlignerConfig` to set, such as `lora_r`.
         processor (`dict`): Settings of a new processor, such as `sentences_per_segment`; for a base
             model only.
-        train_files (`dict[str, float]`): JSON Lines files and their weights in the mixture.
+        train_files (`dict[str, float]`): Sources and their weights in the mixture: JSON Lines or Parquet files, data
+            sets of the Hub; see `corpora.py`.
         max_train_samples (`int`, *optional*): Examples to train on.
-        max_train_passages (`int`, *optional*): Sets of passages of each file to draw them from.
+        max_train_passages (`int`, *optional*): Sets of passages of each source to draw them from.
         eval_files, max_eval_samples: The same for the held-out loss.
         max_segments (`int`): The most segments (slots) of a reconstruction example.
-        max_tokens (`int`, *optional*): Longer examples are left out.
+        max_tokens (`int`, *optional*): Longer examples are left out, as are those that the backbone cannot read.
+        passage_words (`int`): Words of a passage that the texts of a corpus are cut into.
+        min_passages (`int`), max_passages (`int`, *optional*): Passages of a question, drawn evenly from this range:
+            its own and distractors from other questions, in random order. Without a maximum, its own only.
+        strict (`bool`): Stop at a row without a question, answer or passage, rather than leave it out and count it.
         reconstruction_files (`dict[str, float]`), reconstruction_share (`float`): Share of stage-I
             examples in a later stage's training set, and where they come from.
         embedding_cache_dir (`str`): Where segments' embeddings are kept, for all stages.
 
     Raises:
-        `ValueError`: a share outside [0, 1), or a share without files.
+        `ValueError`: a share outside [0, 1), or a share without files; a range of passages that is none; unknown keys
+            in `aligner` or `processor`.
     """
 
     stage: Literal["reconstruction", "grounding", "gating"] = field(
         metadata={"help": "reconstruction, grounding or gating"}
     )
     model_name_or_path: str = field(metadata={"help": "Base model, or the previous stage's output_dir"})
-    train_files: dict[str, float] = field(metadata={"help": "JSON Lines files and their weights in the mixture"})
+    train_files: dict[str, float] = field(metadata={"help": "Files or Hub data sets, with their weights"})
     dtype: str = field(default="float32", metadata={"help": "dtype of the frozen backbone"})
     aligner: dict[str, Any] = field(default_factory=dict, metadata={"help": "Fields of ArcAlignerConfig"})
     processor: dict[str, Any] = field(default_factory=dict, metadata={"help": "Settings of a new processor"})
@@ -59,6 +76,10 @@ class RecipeArguments:
     max_eval_samples: int | None = field(default=None, metadata={"help": "Held-out examples"})
     max_segments: int = field(default=1, metadata={"help": "Most slots of a stage-I example"})
     max_tokens: int | None = field(default=None, metadata={"help": "Leave out longer examples"})
+    passage_words: int = field(default=100, metadata={"help": "Words of a passage that texts are cut into"})
+    min_passages: int = field(default=1, metadata={"help": "Fewest passages of a question, with distractors"})
+    max_passages: int | None = field(default=None, metadata={"help": "Most passages of a question, with distractors"})
+    strict: bool = field(default=False, metadata={"help": "Stop at a row without question, answer or passage"})
     reconstruction_files: dict[str, float] = field(
         default_factory=dict, metadata={"help": "Files for stage-I examples in later stages"}
     )
@@ -68,6 +89,9 @@ class RecipeArguments:
     )
 
     def __post_init__(self):
+        refuse_unknown("`aligner`", self.aligner, [f.name for f in dataclasses.fields(ArcAlignerConfig)])
+        refuse_unknown("`processor`", self.processor, list(inspect.signature(ArcAlignerProcessor).parameters))
+        self._check_passages()
         if not 0.0 <= self.reconstruction_share < 1.0:
             raise ValueError(
                 f"`reconstruction_share` is {self.reconstruction_share}; expected at least 0 and less than 1."
@@ -78,45 +102,96 @@ class RecipeArguments:
                 "names none. Name files of passages, or leave the share out."
             )
 
+    def _check_passages(self) -> None:
+        if self.max_passages is None and self.min_passages == 1:
+            return
+        if self.max_passages is None or not 1 <= self.min_passages <= self.max_passages:
+            raise ValueError(
+                f"`min_passages` is {self.min_passages} and `max_passages` {self.max_passages}; expected 1 <= "
+                "`min_passages` <= `max_passages`, or neither for each question's own passages."
+            )
+        if self.stage == "reconstruction":
+            raise ValueError(
+                "`max_passages` adds distractors to questions, and stage I asks none. Leave it out; `max_segments` "
+                "says how many segments of a passage stage I reads at once."
+            )
 
-def training_examples(recipe: RecipeArguments, builder: ExampleBuilder, seed: int) -> list[Example]:
-    """The stage's examples, with stage-I examples mixed in when the recipe says so."""
+
+def refuse_unknown(place: str, keys: Iterable[str], known: list[str]) -> None:
+    """Raises `ValueError` for the first of `keys` that is not `known`, with the nearest one that is."""
+    for key in keys:
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            raise ValueError(f"Unknown key `{key}` in {place}. Did you mean `{nearest}`?")
+
+
+class RecipeParser(TrlParser):
+    """`TrlParser` that says what an unknown key may have meant."""
+
+    def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
+        refuse_unknown("the recipe", kwargs, [action.dest for action in self._actions])
+        return super().set_defaults_with_config(**kwargs)
+
+    def parse_args_into_dataclasses(self, args: list[str], **kwargs: Any) -> tuple:
+        flags = [argument.split("=")[0].removeprefix("--") for argument in args if argument.startswith("--")]
+        known = [option.removeprefix("--") for action in self._actions for option in action.option_strings]
+        refuse_unknown("the command line", flags, known)
+        return super().parse_args_into_dataclasses(args=args, **kwargs)
+
+
+def training_examples(
+    recipe: RecipeArguments, builder: ExampleBuilder, seed: int, num_proc: int | None = None
+) -> datasets.Dataset:
+    """The stage's examples, with stage-I examples mixed in when the recipe says so, each an [`Example`].
+
+    Args:
+        recipe ([`RecipeArguments`]): Sources and limits.
+        builder ([`ExampleBuilder`]): Makes examples of rows.
+        seed (`int`): Order of the rows.
+        num_proc (`int`, *optional*): Processes that segment and tokenise.
+    """
     share, limit = recipe.reconstruction_share, recipe.max_train_samples
     num_task = None if limit is None else round(limit * (1 - share))
-    examples = select_examples(
-        recipe.train_files,
-        _maker(recipe, builder),
-        num_task,
-        recipe.max_tokens,
-        seed,
-        recipe.max_train_passages,
+    selector = _selector(recipe, builder, seed, num_proc)
+    examples = dataclasses.replace(selector, passage_sets=recipe.max_train_passages).select(
+        recipe.train_files, num_task
     )
     if share:
         num_reconstruction = round(len(examples) * share / (1 - share))
-        examples += select_examples(
-            recipe.reconstruction_files,
-            builder.reconstruction_examples,
-            num_reconstruction,
-            recipe.max_tokens,
-            seed,
-        )
+        reconstruction = dataclasses.replace(
+            selector, make_examples=builder.reconstruction_examples, needs_question=False, max_passages=None
+        ).select(recipe.reconstruction_files, num_reconstruction)
+        examples = datasets.concatenate_datasets([examples, reconstruction])
     return examples
 
 
-def eval_examples(recipe: RecipeArguments, builder: ExampleBuilder, seed: int) -> list[Example]:
+def eval_examples(
+    recipe: RecipeArguments, builder: ExampleBuilder, seed: int, num_proc: int | None = None
+) -> datasets.Dataset | None:
     """The stage's held-out examples; none without `eval_files`."""
     if not recipe.eval_files:
-        return []
-    return select_examples(
-        recipe.eval_files,
-        _maker(recipe, builder),
-        recipe.max_eval_samples,
-        recipe.max_tokens,
-        seed,
+        return None
+    return _selector(recipe, builder, seed, num_proc).select(recipe.eval_files, recipe.max_eval_samples)
+
+
+def _selector(recipe: RecipeArguments, builder: ExampleBuilder, seed: int, num_proc: int | None) -> ExampleSelector:
+    asks = recipe.stage != "reconstruction"
+    return ExampleSelector(
+        builder.question_examples if asks else builder.reconstruction_examples,
+        cache_dir=Path(recipe.embedding_cache_dir) / "examples",
+        seed=seed,
+        needs_question=asks,
+        max_tokens=_token_limit(recipe),
+        min_passages=recipe.min_passages,
+        max_passages=recipe.max_passages,
+        passage_words=recipe.passage_words,
+        strict=recipe.strict,
+        num_proc=num_proc,
     )
 
 
-def _maker(recipe: RecipeArguments, builder: ExampleBuilder):
-    if recipe.stage == "reconstruction":
-        return builder.reconstruction_examples
-    return builder.question_examples
+def _token_limit(recipe: RecipeArguments) -> int:
+    """Tokens of the longest prompt with its target: what the recipe says, and never more than the backbone reads."""
+    config = ArcAlignerConfig.from_pretrained(resolve_base_model(recipe.model_name_or_path))
+    limit = config.text_config.max_position_embeddings
+    return limit if recipe.max_tokens is None else min(limit, recipe.max_tokens)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig, set_seed
 from transformers.trainer_utils import get_last_checkpoint
-from trl import TrlParser
 
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..defaults_arcaligner import resolve_base_model
@@ -24,7 +23,8 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from .collator import ContextCollator
 from .data import ExampleBuilder, build_dataset
 from .embedding_store import EmbeddingStore
-from .recipe import RecipeArguments, eval_examples, training_examples
+from .encoding import DevicePool, all_accelerators, encoder_settings
+from .recipe import RecipeArguments, RecipeParser, eval_examples, training_examples
 from .saving import save_stage
 from .trainer import AlignerTrainer, AlignerTrainingConfig
 
@@ -76,16 +76,20 @@ def last_checkpoint(output_dir: str) -> str | None:
 def main(recipe: RecipeArguments, args: AlignerTrainingConfig, recipe_text: str) -> None:
     """Runs the stage. `recipe_text` is saved with the model."""
     processor = load_processor(recipe, args.chat_template_path)
-    store = EmbeddingStore(
-        recipe.embedding_cache_dir,
-        processor.encoder_name_or_path,
-        processor.encoder_hidden_size,
-        processor.encode_segments,
-    )
     builder = ExampleBuilder(processor, recipe.max_segments)
-    with args.main_process_first(desc="embedding the training segments"):
-        train_dataset = build_dataset(training_examples(recipe, builder, args.seed), store)
-        held_out = eval_examples(recipe, builder, args.seed)
+    with (
+        args.main_process_first(desc="embedding the training segments"),
+        DevicePool(processor, [] if args.use_cpu else all_accelerators()) as encode,
+    ):
+        store = EmbeddingStore(
+            recipe.embedding_cache_dir,
+            processor.encoder_name_or_path,
+            processor.encoder_hidden_size,
+            encode,
+            encoder_settings(processor),
+        )
+        train_dataset = build_dataset(training_examples(recipe, builder, args.seed, args.dataset_num_proc), store)
+        held_out = eval_examples(recipe, builder, args.seed, args.dataset_num_proc)
         eval_dataset = build_dataset(held_out, store) if held_out else None
 
     set_seed(args.seed)  # a new aligner starts from random weights
@@ -109,7 +113,7 @@ def main(recipe: RecipeArguments, args: AlignerTrainingConfig, recipe_text: str)
 
 def parse(arguments: list[str]) -> tuple[RecipeArguments, AlignerTrainingConfig, str]:
     """The recipe named by `--config`, with the command line over it, and its text."""
-    parser = TrlParser((RecipeArguments, AlignerTrainingConfig))
+    parser = RecipeParser((RecipeArguments, AlignerTrainingConfig))
     recipe, args = parser.parse_args_and_config(arguments)
     text = f"# arcaligner.train.sft {' '.join(arguments)}\n"
     if "--config" in arguments:

@@ -2,17 +2,10 @@
 
 import numpy as np
 import pytest
-from training_rows import passage_rows, question_rows, write_rows
+from training_rows import passage_rows, question_rows
 
 from arcaligner.segmentation_arcaligner import Segment
-from arcaligner.train.data import (
-    Example,
-    ExampleBuilder,
-    build_dataset,
-    chunk_segments,
-    read_rows,
-    select_examples,
-)
+from arcaligner.train.data import ExampleBuilder, build_dataset, chunk_segments
 from arcaligner.train.embedding_store import EmbeddingStore
 from arcaligner.train.templates import choose_template
 
@@ -20,11 +13,6 @@ from arcaligner.train.templates import choose_template
 @pytest.fixture
 def builder(processor):
     return ExampleBuilder(processor, max_segments=2)
-
-
-def one_token_examples(row):
-    """A stand-in for a builder: one example a row, of as many tokens as the row says."""
-    yield Example(row["id"], [0] * row.get("tokens", 1), [0], [""])
 
 
 def test_a_question_has_the_prompt_of_inference(processor, builder):
@@ -129,85 +117,6 @@ def test_a_template_that_ends_no_turn_gets_the_eos_token(builder, processor, mon
 def test_max_segments_below_one_is_refused(processor):
     with pytest.raises(ValueError, match="`max_segments` is 0"):
         ExampleBuilder(processor, max_segments=0)
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
-def test_rows_are_read_plain_and_gzipped(tmp_path, name):
-    rows = question_rows(2)
-    assert read_rows(write_rows(tmp_path / name, rows)) == rows
-
-
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("{", "line 2 is not a JSON object"),
-        ("7", "line 2"),
-        ('{"id": "1"}', "has no question, answers"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path, line, message):
-    path = tmp_path / "rows.jsonl"
-    write_rows(path, question_rows(1))
-    path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(ValueError, match=message):
-        read_rows(path)
-
-
-@pytest.fixture
-def two_files(tmp_path):
-    many = [{**row, "id": f"many-{row['id']}"} for row in question_rows(30)]
-    few = [{**row, "id": f"few-{row['id']}"} for row in question_rows(6)]
-    return write_rows(tmp_path / "many.jsonl", many), write_rows(tmp_path / "few.jsonl", few)
-
-
-def counts(examples):
-    return {kind: sum(example.row_id.startswith(kind) for example in examples) for kind in ("many", "few")}
-
-
-def test_a_mixture_has_the_shares_and_repeats_nothing(two_files):
-    many, few = two_files
-    mixture = select_examples({many: 3.0, few: 1.0}, one_token_examples, 16, None, seed=0)
-    assert counts(mixture) == {"many": 12, "few": 4}
-    assert len({example.row_id for example in mixture}) == 16
-
-
-def test_a_short_file_shrinks_the_mixture_but_keeps_its_shares(two_files):
-    many, few = two_files
-    for limit in (30, None):
-        mixture = select_examples({many: 1.0, few: 1.0}, one_token_examples, limit, None, seed=0)
-        assert counts(mixture) == {"many": 6, "few": 6}
-
-
-def test_the_selection_is_random_and_repeatable(two_files):
-    many, _ = two_files
-
-    def ids(seed):
-        return [e.row_id for e in select_examples({many: 1.0}, one_token_examples, 8, None, seed)]
-
-    assert ids(0) == ids(0) != ids(1)
-    assert ids(0) != [f"many-row-{number}" for number in range(8)]
-
-
-def test_long_examples_are_left_out_and_made_up_for(tmp_path):
-    rows = [row | {"tokens": 1 + number % 2} for number, row in enumerate(question_rows(20))]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    mixture = select_examples({path: 1.0}, one_token_examples, 8, max_tokens=1, seed=0)
-    assert [len(example.input_ids) for example in mixture] == [1] * 8
-
-
-def test_max_passages_limits_passages_not_questions(tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", question_rows(30))
-    mixture = select_examples({path: 1.0}, one_token_examples, None, None, 0, max_passages=2)
-    assert len(mixture) == 20
-    assert len({int(example.row_id.split("-")[1]) % 3 for example in mixture}) == 2
-
-
-def test_no_examples_and_bad_weights_are_refused(two_files):
-    many, few = two_files
-    with pytest.raises(ValueError, match="No examples"):
-        select_examples({many: 1.0}, one_token_examples, 8, max_tokens=0, seed=0)
-    with pytest.raises(ValueError, match="positive weights"):
-        select_examples({many: 1.0, few: 0.0}, one_token_examples, 8, None, seed=0)
 
 
 def test_the_dataset_points_to_the_embeddings_of_its_segments(tmp_path, processor, builder):

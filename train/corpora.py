@@ -1,0 +1,264 @@
+"""Where rows come from: a JSON Lines or Parquet file or a data set of the Hub, read once into Arrow, memory-mapped.
+
+A source is a path or a Hub id, with options behind a question mark:
+
+    questions.jsonl.gz                                               rows in our schema
+    letters.parquet?text=body                                        a text a row
+    wikimedia/wikipedia?name=20231101.en&split=train&title=title     a text corpus of the Hub
+    hotpotqa/hotpot_qa?name=distractor&passages=supporting           HotpotQA, the gold paragraphs only
+
+Its columns say which of three kinds it is, and each kind becomes rows of our schema,
+
+    {"id": str, "question": str, "answers": [str], "passages": [{"title": str, "text": str}]}
+
+- `passages`: our schema, taken as it is; further columns are left out;
+- `context` and `supporting_facts`: HotpotQA, with `passages=supporting` (the default: the paragraphs that the answer
+  needs) or `passages=distractor` (all ten);
+- a column of texts: cut into passages of `passage_words` words, each a row without a question.
+"""
+
+import functools
+import gzip
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets import Features, List, Value
+from datasets.exceptions import DatasetGenerationError
+from datasets.fingerprint import Hasher
+
+ROW_FIELDS = ("id", "question", "answers", "passages")
+ROW_FEATURES = Features(
+    id=Value("string"),
+    question=Value("string"),
+    answers=List(Value("string")),
+    passages=List({"title": Value("string"), "text": Value("string")}),
+)
+PASSAGE_FEATURES = Features(id=Value("string"), title=Value("string"), text=Value("string"))
+JSON_LINES = (".jsonl", ".jsonl.gz")
+OPTIONS = {"name": None, "split": "train", "text": "text", "title": None, "passages": "supporting"}
+
+Row = dict[str, Any]
+
+
+def parse_source(source: str) -> tuple[str, dict[str, str | None]]:
+    """A path or Hub id and its options, the missing ones with their defaults.
+
+    Raises:
+        `ValueError`: an unknown option, or `passages` other than `supporting` and `distractor`.
+
+    >>> parse_source("org/corpus?text=body")
+    ('org/corpus', {'name': None, 'split': 'train', 'text': 'body', 'title': None, 'passages': 'supporting'})
+    """
+    path, _, query = source.partition("?")
+    given = dict(pair.partition("=")[::2] for pair in query.split("&") if pair)
+    unknown = sorted(set(given) - set(OPTIONS))
+    if unknown or "" in given.values():
+        raise ValueError(
+            f"The source {source!r} has {f'unknown options {unknown}' if unknown else 'an option without a value'}; "
+            f"expected path?key=value&key=value with keys of {sorted(OPTIONS)}."
+        )
+    options = OPTIONS | given
+    if options["passages"] not in ("supporting", "distractor"):
+        raise ValueError(f"The source {source!r} asks for {options['passages']!r}: `supporting` or `distractor`.")
+    return path, options
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """Rows of a JSON Lines file in our schema, gzipped or not, with all their fields.
+
+    Raises:
+        `ValueError`: a line that is no JSON object with `id`, `question`, `answers` and `passages`.
+    """
+    rows = list(_json_lines(path))
+    for number, row in enumerate(rows, start=1):
+        missing = [field for field in ROW_FIELDS if field not in row]
+        if missing:
+            raise ValueError(f"{path}, line {number} has no {', '.join(missing)}; a row needs {ROW_FIELDS}.")
+    return rows
+
+
+@dataclass
+class Corpus:
+    """Rows of our schema, converted one by one as they are read; a sequence.
+
+    Args:
+        source (`str`): Where they come from, for messages.
+        dataset (`datasets.Dataset`): What is stored.
+        convert (`Callable`): A stored row and its number to a row of our schema.
+        has_questions (`bool`): Whether the rows ask something; else they are passages only.
+    """
+
+    source: str
+    dataset: datasets.Dataset
+    convert: Callable[[dict, int], Row]
+    has_questions: bool
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.convert(self.dataset[index], index)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self.convert(row, index) for index, row in enumerate(self.dataset))
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the data and with how they are read."""
+        return Hasher.hash((self.dataset._fingerprint, self.convert))
+
+
+def open_corpus(source: str, passage_words: int = 100, num_proc: int | None = None) -> Corpus:
+    """
+    Reads a source, or finds it in the cache of 🤗 Datasets.
+
+    Args:
+        source (`str`): See the top of this file.
+        passage_words (`int`): Words of a passage that a longer text is cut into; the last one may be shorter. Texts
+            are cut between words, wherever a sentence ends: passages of a fixed length, as in the paper.
+        num_proc (`int`, *optional*): Processes that cut texts.
+
+    Raises:
+        `ValueError`: columns of none of the three kinds, a file that cannot be read, no rows.
+    """
+    path, options = parse_source(source)
+    dataset = _load(path, options)
+    columns = set(dataset.column_names)
+    if not len(dataset):
+        raise ValueError(f"{source} has no rows.")
+    if "passages" in columns:
+        dataset = dataset.select_columns([field for field in ROW_FIELDS if field in columns])
+        return Corpus(source, dataset, functools.partial(_own_row, source), "question" in columns)
+    if {"context", "supporting_facts"} <= columns:
+        convert = functools.partial(hotpotqa_row, all_paragraphs=options["passages"] == "distractor")
+        return Corpus(source, dataset, convert, True)
+    missing = [options[key] for key in ("text", "title") if options[key] and options[key] not in columns]
+    if missing:
+        raise ValueError(
+            f"{source} has columns {sorted(columns)}, but no {missing}. Expected {ROW_FIELDS}; HotpotQA's; or a column "
+            "of texts, named as in `?text=body`."
+        )
+    return Corpus(source, _cut_texts(dataset, options, passage_words, num_proc), _passage_row, False)
+
+
+def hotpotqa_row(row: dict, index: int, *, all_paragraphs: bool) -> Row:
+    """A row of HotpotQA with its supporting paragraphs, or all ten, in their order."""
+    context, gold = row["context"], set(row["supporting_facts"]["title"])
+    passages = [
+        {"title": title, "text": " ".join(sentence.strip() for sentence in sentences)}
+        for title, sentences in zip(context["title"], context["sentences"], strict=True)
+        if all_paragraphs or title in gold
+    ]
+    answers = [row["answer"]] if row["answer"] else []
+    return {"id": row["id"], "question": row["question"] or "", "answers": answers, "passages": passages}
+
+
+def _load(path: str, options: dict) -> datasets.Dataset:
+    """The stored rows, memory-mapped."""
+    try:
+        if path.endswith(JSON_LINES) and "passages" in next(_json_lines(path), {}):
+            # Not the JSON builder: rows may differ in their other fields, and a bad line is named.
+            status = os.stat(path)
+            version = (os.path.abspath(path), status.st_size, status.st_mtime_ns)
+            return datasets.Dataset.from_generator(
+                _rows_of_file, features=ROW_FEATURES, gen_kwargs={"path": path, "version": version}
+            )
+        if path.endswith((*JSON_LINES, ".json", ".parquet")):
+            builder = "parquet" if path.endswith(".parquet") else "json"
+            return datasets.load_dataset(builder, data_files=path, split=options["split"])
+        return datasets.load_dataset(path, options["name"], split=options["split"])
+    except DatasetGenerationError as error:
+        raise ValueError(f"{path} cannot be read: {error.__cause__ or error}") from error
+
+
+def _json_lines(path: str | Path) -> Iterator[dict]:
+    opener = gzip.open if str(path).endswith(".gz") else open
+    with opener(path, "rt", encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not a JSON object: {error}.") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number} is not a JSON object but a {type(row).__name__}.")
+            yield row
+
+
+def _rows_of_file(path: str, version: tuple) -> Iterator[dict]:
+    """Rows with the fields of `ROW_FEATURES`; `version` makes a changed file another data set."""
+    for number, row in enumerate(_json_lines(path), start=1):
+        try:
+            texts = [row.get("question"), *(row.get("answers") or ())]
+            passages = [{key: passage.get(key) for key in ("title", "text")} for passage in row.get("passages") or ()]
+            texts += [text for passage in passages for text in passage.values()]
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"{path}, line {number}: {error}; expected {_SCHEMA}.") from error
+        wrong = next((text for text in texts if text is not None and not isinstance(text, str)), None)
+        if wrong is not None or isinstance(row.get("answers"), str):
+            wrong = row["answers"] if wrong is None else wrong
+            raise ValueError(f"{path}, line {number}: {wrong!r} is not where it belongs; expected {_SCHEMA}.")
+        yield {
+            "id": str(row.get("id", number - 1)),
+            "question": row.get("question"),
+            "answers": row.get("answers"),
+            "passages": passages,
+        }
+
+
+_SCHEMA = '{"id": str, "question": str, "answers": [str], "passages": [{"title": str, "text": str}]}'
+
+
+def _own_row(source: str, row: dict, index: int) -> Row:
+    """A stored row of our schema; what is missing or null is empty."""
+    try:
+        return {
+            "id": str(index if row.get("id") is None else row["id"]),
+            "question": row.get("question") or "",
+            "answers": [answer.strip() for answer in row.get("answers") or () if answer and answer.strip()],
+            "passages": [
+                {"title": passage.get("title") or "", "text": passage.get("text") or ""}
+                for passage in row["passages"] or ()
+            ],
+        }
+    except AttributeError as error:
+        raise ValueError(f"{source}, row {index}: {error}; expected {_SCHEMA}.") from error
+
+
+def _passage_row(row: dict, index: int) -> Row:
+    passage = {"title": row["title"], "text": row["text"]}
+    return {"id": row["id"], "question": "", "answers": [], "passages": [passage]}
+
+
+def _cut_texts(dataset: datasets.Dataset, options: dict, passage_words: int, num_proc: int | None) -> datasets.Dataset:
+    """A row a passage: `id`, `title`, `text`."""
+    if passage_words < 1:
+        raise ValueError(f"`passage_words` is {passage_words}; a passage needs at least 1 word.")
+    cut = functools.partial(_passages_of_texts, text=options["text"], title=options["title"], words=passage_words)
+    return dataset.map(
+        cut,
+        batched=True,
+        with_indices=True,
+        num_proc=num_proc,
+        remove_columns=dataset.column_names,
+        features=PASSAGE_FEATURES,
+        new_fingerprint=Hasher.hash((dataset._fingerprint, options["text"], options["title"], passage_words)),
+        desc="cutting texts into passages",
+    )
+
+
+def _passages_of_texts(batch: dict, indices: list[int], *, text: str, title: str | None, words: int) -> dict:
+    passages = {"id": [], "title": [], "text": []}
+    ids = batch.get("id", indices)
+    titles = batch[title] if title else [""] * len(indices)
+    for row_id, row_title, row_text in zip(ids, titles, batch[text], strict=True):
+        split = (row_text or "").split() or [""]  # an empty text stays a row, to be counted
+        for number, start in enumerate(range(0, len(split), words)):
+            passages["id"].append(f"{row_id}-{number}")
+            passages["title"].append(row_title or "")
+            passages["text"].append(" ".join(split[start : start + words]))
+    return passages

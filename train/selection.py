@@ -1,0 +1,232 @@
+"""Which rows are trained on: mixtures of sources, limits, and a count of what had to be left out.
+
+Rows are looked at in random order, a block at a time, until there are enough examples. The examples of a block are
+made by several processes and kept as an Arrow file under the block's fingerprint: of the data, the rows, the tokenizer,
+the segmenter, all settings and the code. So a block is made once; a run that was killed goes on at its next block, and
+examples of another segmenter or tokenizer are never taken for these.
+"""
+
+import functools
+import logging
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import datasets
+import numpy as np
+from datasets import Features, Value
+from datasets.fingerprint import Hasher
+
+from .. import processing_arcaligner, segmentation_arcaligner
+from . import corpora, data, distractors, templates
+from .corpora import Corpus, Row, open_corpus
+from .data import EXAMPLE_FEATURES, Example
+from .distractors import Distractors
+
+logger = logging.getLogger(__name__)
+
+ROWS_PER_BLOCK = 2048
+NAMED_ROWS = 5  # ids in a report
+
+_BLOCK_FEATURES = Features(EXAMPLE_FEATURES | {"problem": Value("string")})
+# Code that decides what an example is: another version of it makes blocks of its own.
+_MODULES = (corpora, data, distractors, templates, processing_arcaligner, segmentation_arcaligner)
+_CODE = Hasher.hash([Path(module.__file__).read_bytes() for module in _MODULES])
+
+
+def missing_part(row: Row, needs_question: bool) -> str:
+    """What a row lacks, `"question"`, `"answer"` or `"passage"`; empty when it is whole."""
+    if needs_question and not row["question"].strip():
+        return "question"
+    if needs_question and not any(answer.strip() for answer in row["answers"]):
+        return "answer"
+    if not any(passage["text"].strip() for passage in row["passages"]):
+        return "passage"
+    return ""
+
+
+@dataclass
+class ExampleSelector:
+    """
+    Takes examples from sources.
+
+    Args:
+        make_examples (`Callable`): A row to its examples, such as `ExampleBuilder.question_examples`.
+        cache_dir (`str` or `Path`): Folder of the blocks of examples; made when missing.
+        seed (`int`): Order of the rows, and their distractors.
+        needs_question (`bool`): Whether a row needs a question and an answer besides a passage.
+        max_tokens (`int`, *optional*): Longer examples are left out, and counted in the log.
+        passage_sets (`int`, *optional*): Only rows of this many sets of passages in each source, drawn at random: fewer
+            segments to encode, more questions about each.
+        min_passages (`int`), max_passages (`int`, *optional*): Passages a row, see [`Distractors`]; without a
+            maximum, its own.
+        passage_words (`int`): Words of a passage that a text is cut into.
+        strict (`bool`): Whether a row without a part stops the run, rather than being left out and counted.
+        num_proc (`int`, *optional*): Processes that segment and tokenise.
+    """
+
+    make_examples: Callable[[Row], Iterator[Example]]
+    cache_dir: str | Path
+    seed: int = 0
+    needs_question: bool = False
+    max_tokens: int | None = None
+    passage_sets: int | None = None
+    min_passages: int = 1
+    max_passages: int | None = None
+    passage_words: int = 100
+    strict: bool = False
+    num_proc: int | None = None
+
+    def select(self, sources: dict[str, float], max_examples: int | None = None) -> datasets.Dataset:
+        """A mixture of several sources.
+
+        Args:
+            sources (`dict[str, float]`): Each source and its weight: its share of the mixture is weight / sum of
+                weights.
+            max_examples (`int`, *optional*): Size of the mixture. Nothing is repeated: when a source holds less than
+                its share, the mixture gets smaller and keeps its shares. Default: as many as that allows.
+
+        Returns:
+            `datasets.Dataset`, a row an [`Example`].
+
+        Raises:
+            `ValueError`: a weight that is not positive, a source without questions where they are needed, with `strict`
+                a row that lacks a part, no examples at all.
+        """
+        if not sources or any(weight <= 0 for weight in sources.values()):
+            raise ValueError(f"Got files and weights {sources}; expected files with positive weights.")
+        total = sum(sources.values())
+        shares = {source: weight / total for source, weight in sources.items()}
+        found = {}
+        for source, share in shares.items():
+            quota = None if max_examples is None else round(max_examples * share)
+            found[source] = self._take(source, quota)
+        size = min(len(found[source]) / share for source, share in shares.items())
+        if max_examples is not None and size < max_examples - len(sources):
+            logger.warning("%s hold %d such examples, not %d.", list(sources), size, max_examples)
+        counts = {source: min(len(found[source]), round(size * share)) for source, share in shares.items()}
+        if not sum(counts.values()):
+            raise ValueError(
+                f"No examples in {list(sources)}: {max_examples=}, max_tokens={self.max_tokens}. Raise the limits or "
+                "name other files."
+            )
+        return datasets.concatenate_datasets([found[source].select(range(counts[source])) for source in sources])
+
+    def _take(self, source: str, quota: int | None) -> datasets.Dataset:
+        """The first `quota` examples of a source that are not too long, its rows in random order."""
+        corpus = open_corpus(source, self.passage_words, self.num_proc)
+        if self.needs_question and not corpus.has_questions:
+            raise ValueError(
+                f"{source} has no questions. Stages II and III need rows of {corpora.ROW_FIELDS}, or HotpotQA's."
+            )
+        mix, passages = None, None
+        if self.max_passages is not None:
+            passages = (self.min_passages, self.max_passages, self.seed)
+            mix = Distractors(corpus, *passages)
+        settings = (_CODE, corpus.fingerprint, self.make_examples, self.needs_question, passages)
+        make_block = functools.partial(self._block, corpus, mix, Hasher.hash(settings))
+        report = _Report(source, self.max_tokens, self.strict)
+        taken = [datasets.Dataset.from_dict({name: [] for name in EXAMPLE_FEATURES}, features=EXAMPLE_FEATURES)]
+        order = self._order(corpus)
+        for start in range(0, len(order), ROWS_PER_BLOCK):
+            if quota is not None and sum(map(len, taken)) >= quota:
+                break
+            block = make_block(order[start : start + ROWS_PER_BLOCK])
+            taken.append(block.select(report.usable(block)).remove_columns("problem"))
+        examples = datasets.concatenate_datasets(taken)
+        examples = examples.select(range(min(len(examples), len(examples) if quota is None else quota)))
+        report.log(len(examples))
+        return examples
+
+    def _order(self, corpus: Corpus) -> list[int]:
+        """Numbers of the rows to look at, shuffled."""
+        order = list(range(len(corpus)))
+        if self.passage_sets is not None:
+            groups = defaultdict(list)
+            for number, row in enumerate(corpus):
+                groups[tuple(passage["text"] for passage in row["passages"])].append(number)
+            keys = sorted(groups)
+            random.Random(self.seed).shuffle(keys)
+            order = [number for key in keys[: self.passage_sets] for number in groups[key]]
+        random.Random(self.seed).shuffle(order)
+        return order
+
+    def _block(self, corpus: Corpus, mix: Distractors | None, settings: str, numbers: list[int]) -> datasets.Dataset:
+        """Examples of some rows, and a line for each row that lacks a part; from the cache if they were made before."""
+        fingerprint = Hasher.hash((settings, numbers))
+        folder = Path(self.cache_dir).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        return datasets.Dataset.from_dict({"number": numbers}).map(
+            _examples_of_rows,
+            fn_kwargs={
+                "corpus": corpus,
+                "mix": mix,
+                "make_examples": self.make_examples,
+                "needs_question": self.needs_question,
+            },
+            batched=True,
+            batch_size=64,
+            num_proc=self.num_proc,
+            remove_columns="number",
+            features=_BLOCK_FEATURES,
+            cache_file_name=str(folder / f"{fingerprint}.arrow"),
+            new_fingerprint=fingerprint,
+            desc=f"segmenting and tokenising {corpus.source}",
+        )
+
+
+def _examples_of_rows(batch: dict, corpus, mix, make_examples, needs_question) -> dict[str, list]:
+    columns = {name: [] for name in _BLOCK_FEATURES}
+    for number in batch["number"]:
+        row = corpus[number]
+        problem = missing_part(row, needs_question)
+        if problem:
+            examples = [Example(row["id"], [], [], [])]
+        else:
+            examples = make_examples(row if mix is None else mix(row))
+        for example in examples:
+            for name in EXAMPLE_FEATURES:
+                columns[name].append(getattr(example, name))
+            columns["problem"].append(problem)
+    return columns
+
+
+@dataclass
+class _Report:
+    """Counts what is left out of a source, with the first row ids of each kind."""
+
+    source: str
+    max_tokens: int | None
+    strict: bool
+    left_out: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def usable(self, block: datasets.Dataset) -> np.ndarray:
+        """Numbers of the examples that may be trained on."""
+        table = block.data.table
+        lengths = table["input_ids"].combine_chunks().value_lengths().to_numpy(zero_copy_only=False)
+        problems = np.array(table["problem"].to_pylist(), dtype=object)
+        if self.max_tokens is not None:
+            problems[lengths > self.max_tokens] = "too long"
+        row_ids = table["row_id"].to_pylist()
+        for number in np.flatnonzero(problems != ""):
+            problem = problems[number]
+            if self.strict and problem != "too long":
+                raise ValueError(
+                    f"{self.source}: row {row_ids[number]} has no {problem}. Correct it, or leave `strict` out to "
+                    "train without such rows."
+                )
+            self.left_out[problem].append(row_ids[number])
+        return np.flatnonzero(problems == "")
+
+    def log(self, num_examples: int) -> None:
+        logger.info("%s: %d examples", self.source, num_examples)
+        for problem, row_ids in self.left_out.items():
+            reason = f"without {'an' if problem == 'answer' else 'a'} {problem}"
+            if problem == "too long":
+                reason = (
+                    f"longer than {self.max_tokens} tokens (`max_tokens`, or the backbone's `max_position_embeddings`)"
+                )
+            first = ", ".join(row_ids[:NAMED_ROWS]) + (", ..." if len(row_ids) > NAMED_ROWS else "")
+            logger.warning("%s: left out %d %s: %s", self.source, len(row_ids), reason, first)
