@@ -5,7 +5,6 @@ The folder stands beside a checkpoint or in a subfolder of it: transformers inje
 """
 
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -20,7 +19,9 @@ from ..model_card_arcaligner import is_hub_id
 from .checkpoint_folder import empty_model, weight_files
 
 _PEFT_PREFIX = "base_model.model."
-_CARD = """{metadata}# LoRA of an ArcAligner, in PEFT's format
+_FILES = {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+_TITLE = "# LoRA of an ArcAligner, in PEFT's format"
+_CARD = """{metadata}{title}
 
 **Not the model.** This is one of three parts of an aligner, to look at: projector and gates are not in it, and plain
 PEFT applies the LoRA to every token, where the aligner applies it to context slots only. With
@@ -57,16 +58,17 @@ def export_peft(checkpoint: str | Path, output: str | Path) -> None:
         save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         base = config.base_model_name_or_path
         metadata = f"---\nlibrary_name: peft\nbase_model: {base}\n---\n" if is_hub_id(base) else ""
-        (folder / "README.md").write_text(_CARD.format(metadata=metadata), encoding="utf-8")
+        (folder / "README.md").write_text(_CARD.format(metadata=metadata, title=_TITLE), encoding="utf-8")
         config.save_pretrained(folder)
         if output.exists():
-            shutil.rmtree(output)
+            os.replace(output, Path(temporary) / "former")
         os.replace(folder, output)
 
 
 def _is_free(output: Path) -> bool:
+    """Whether `output` is empty or holds an earlier export: PEFT's own adapters have files of the same names."""
     names = {path.name for path in output.iterdir()} if output.is_dir() else {output.name}
-    return names <= {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    return not names or (names == _FILES and _TITLE in (output / "README.md").read_text(encoding="utf-8"))
 
 
 def _adapter_weights(model, checkpoint: Path) -> dict[str, torch.Tensor]:
