@@ -59,6 +59,8 @@ class ArcAlignerConfig(PreTrainedConfig):
         gate_mode (`"adaptive"`, `"off"` or `"always"`, defaults to `"adaptive"`):
             Gates decide / no refinement (the paper's *w/o Recursion*) / `T` steps for every slot (*w/o Gate*).
             This, the threshold and the number of steps may be changed on a loaded model.
+        training_stage (`"reconstruction"`, `"grounding"` or `"gating"`, *optional*):
+            The last stage it was trained in; the next one looks at it. Set by `set_stage`.
 
     Raises:
         `ValueError`: a gate layer that the backbone does not have, a threshold outside (0, 1], negative steps.
@@ -83,6 +85,7 @@ class ArcAlignerConfig(PreTrainedConfig):
     gate_threshold: float | int = 0.5
     max_refinement_steps: int = 2
     gate_mode: Literal["adaptive", "off", "always"] = "adaptive"
+    training_stage: Literal["reconstruction", "grounding", "gating"] | None = None
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
 

@@ -310,7 +310,8 @@ class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
         return ((name, p) for name, p in self.named_parameters() if self.is_aligner_key(name))
 
     def set_stage(self, stage: str) -> None:
-        """Freezes and unfreezes what the paper's training stage says, and sets `config.gate_mode`.
+        """Freezes and unfreezes what the paper's training stage says, and sets `gate_mode` and `training_stage` of the
+        configuration.
 
         `"reconstruction"` and `"grounding"` train projector and LoRA with the gates off; `"gating"` trains the gates as
         well, adaptively. The backbone is frozen in all of them.
@@ -325,6 +326,7 @@ class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
             is_gate = ".slot_gate." in name
             parameter.requires_grad_(self.is_aligner_key(name) and (trains_gates or not is_gate))
         self.config.gate_mode = "adaptive" if trains_gates else "off"
+        self.config.training_stage = stage
 
     def freeze_base_model(self) -> None:
         """Only the aligner requires gradients."""

@@ -17,6 +17,9 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from .data import ExampleBuilder
 from .selection import ExampleSelector
 
+# Fields of `ArcAlignerConfig` that the processor decides.
+_OF_PROCESSOR = {"encoder_name_or_path", "encoder_hidden_size", "context_token", "context_token_id"}
+
 
 def default_embedding_cache() -> str:
     """Folder of the embedding stores in ArcAligner's cache."""
@@ -91,6 +94,8 @@ class RecipeArguments:
     def __post_init__(self):
         refuse_unknown("`aligner`", self.aligner, [f.name for f in dataclasses.fields(ArcAlignerConfig)])
         refuse_unknown("`processor`", self.processor, list(inspect.signature(ArcAlignerProcessor).parameters))
+        for key in self.aligner.keys() & _OF_PROCESSOR:
+            raise ValueError(f"`{key}` is in `aligner`, but follows from the processor: set it in `processor`.")
         self._check_passages()
         if not 0.0 <= self.reconstruction_share < 1.0:
             raise ValueError(

@@ -26,6 +26,7 @@ from .embedding_store import EmbeddingStore
 from .encoding import DevicePool, all_accelerators, encoder_settings
 from .recipe import RecipeArguments, RecipeParser, eval_examples, training_examples
 from .saving import save_stage
+from .start import check_resume, check_start
 from .trainer import AlignerTrainer, AlignerTrainingConfig
 
 logger = logging.getLogger(__name__)
@@ -38,17 +39,18 @@ def is_aligner(model_name_or_path: str) -> bool:
 
 
 def load_processor(recipe: RecipeArguments, chat_template_path: str | None) -> ArcAlignerProcessor:
-    """The previous stage's processor or, for a base model, a new one; with the chat template."""
+    """The previous stage's processor or, for a base model, a new one; with the chat template.
+
+    Raises:
+        `ValueError`: a start that the stage cannot have, see [`check_start`].
+    """
     name = recipe.model_name_or_path
     if is_aligner(name):
-        if recipe.processor:
-            raise ValueError(
-                f"The recipe sets `processor` {recipe.processor}, but {name} brings its own. Leave "
-                "the key out; another segmentation starts again from stage I."
-            )
-        processor = ArcAlignerProcessor.from_pretrained(name, trust_remote_code=False)
+        processor = ArcAlignerProcessor.from_pretrained(name)
+        check_start(recipe, processor, ArcAlignerConfig.from_pretrained(name))
     else:
         processor = ArcAlignerProcessor.from_base_model(name, **recipe.processor)
+        check_start(recipe, processor, None)
     if chat_template_path is not None:
         processor.chat_template = Path(chat_template_path).read_text(encoding="utf-8")
         processor.tokenizer.chat_template = processor.chat_template
@@ -104,7 +106,10 @@ def main(recipe: RecipeArguments, args: AlignerTrainingConfig, recipe_text: str)
         eval_dataset=eval_dataset,
         processing_class=processor,
     )
-    trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))
+    checkpoint = last_checkpoint(args.output_dir)
+    if checkpoint is not None:
+        check_resume(checkpoint, model.config, processor)
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_state()
     if trainer.is_world_process_zero():
         save_stage(args.output_dir, trainer.accelerator.unwrap_model(model), processor, recipe_text)

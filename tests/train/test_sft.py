@@ -185,12 +185,6 @@ def test_held_out_loss_is_logged(tmp_path, write_recipe, stages):
     assert len(losses) == 2 and all(loss > 0 for loss in losses)
 
 
-def test_processor_settings_for_an_aligner_are_refused(tmp_path, write_recipe, stages):
-    arguments = write_recipe("grounding", tmp_path, stages["reconstruction"], processor={"sentences_per_segment": 3})
-    with pytest.raises(ValueError, match="brings its own"):
-        run(arguments)
-
-
 @pytest.fixture
 def trainer_arguments(tmp_path, processor, model):
     """What an `AlignerTrainer` needs, on two batches of questions."""
