@@ -124,13 +124,11 @@ def open_corpus(source: str, passage_words: int = 100, num_proc: int | None = No
         num_proc (`int`, *optional*): Processes that cut texts.
 
     Raises:
-        `ValueError`: columns of none of the three kinds, a file that cannot be read, no rows.
+        `ValueError`: columns of none of the three kinds, a source that cannot be read or is empty.
     """
     path, options = parse_source(source)
     dataset = _load(path, options)
     columns = set(dataset.column_names)
-    if not len(dataset):
-        raise ValueError(f"{source} has no rows.")
     if "passages" in columns:
         dataset = dataset.select_columns([field for field in ROW_FIELDS if field in columns])
         return Corpus(source, dataset, functools.partial(_own_row, source), "question" in columns)
@@ -161,7 +159,7 @@ def hotpotqa_row(row: dict, index: int, *, all_paragraphs: bool) -> Row:
 def _load(path: str, options: dict) -> datasets.Dataset:
     """The stored rows, memory-mapped."""
     try:
-        if path.endswith(JSON_LINES) and "passages" in next(_json_lines(path), {}):
+        if path.endswith(JSON_LINES) and {"passages", "answers"} & next(_json_lines(path), {}).keys():
             # Not the JSON builder: rows may differ in their other fields, and a bad line is named.
             status = os.stat(path)
             version = (os.path.abspath(path), status.st_size, status.st_mtime_ns)
@@ -172,7 +170,7 @@ def _load(path: str, options: dict) -> datasets.Dataset:
             builder = "parquet" if path.endswith(".parquet") else "json"
             return datasets.load_dataset(builder, data_files=path, split=options["split"])
         return datasets.load_dataset(path, options["name"], split=options["split"])
-    except DatasetGenerationError as error:
+    except (DatasetGenerationError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error.__cause__ or error}") from error
 
 

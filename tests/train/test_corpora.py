@@ -1,22 +1,59 @@
-"""Sources of rows: files and Hub data sets of three kinds become rows of one schema."""
+"""Sources of rows: files and data sets of the Hub, of three kinds, become rows of one schema.
 
+A folder of the working directory stands for a data set of the Hub: 🤗 Datasets reads both by the same name.
+"""
+
+import json
+
+import datasets
 import pytest
 from training_rows import question_rows, write_rows
 
-from arcaligner.train.corpora import read_rows
+from arcaligner.train.corpora import open_corpus, parse_source, read_rows
+
+HOTPOTQA = {
+    "id": "5a8b",
+    "question": "Were both directors of one country?",
+    "answer": "yes",
+    "type": "comparison",
+    "supporting_facts": {"title": ["Ed Wood", "Scott Derrickson", "Ed Wood"], "sent_id": [0, 0, 1]},
+    "context": {
+        "title": ["Scott Derrickson", "Sinister", "Ed Wood"],
+        "sentences": [["He is American.", " He directs."], ["A film."], ["He was American.", " He directed too."]],
+    },
+}
+SUPPORTING = [
+    {"title": "Scott Derrickson", "text": "He is American. He directs."},
+    {"title": "Ed Wood", "text": "He was American. He directed too."},
+]
+WORDS = [f"word{number}" for number in range(23)]
+
+
+def schema_rows(count):
+    """What `question_rows` hold, without what the schema does not name."""
+    return [{key: row[key] for key in ("id", "question", "answers", "passages")} for row in question_rows(count)]
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
 def test_rows_are_read_plain_and_gzipped(tmp_path, name):
     rows = question_rows(2)
-    assert read_rows(write_rows(tmp_path / name, rows)) == rows
+    path = write_rows(tmp_path / name, rows)
+    assert read_rows(path) == rows
+    corpus = open_corpus(path)
+    assert list(corpus) == [corpus[0], corpus[1]] == schema_rows(2)
+    assert corpus.has_questions
 
 
 @pytest.mark.parametrize(
     "line, message",
     [
         ("{", "line 2 is not a JSON object"),
-        ("7", "line 2"),
+        ("7", "line 2 is not a JSON object but a int"),
         ('{"id": "1"}', "has no question, answers"),
     ],
 )
@@ -26,3 +63,153 @@ def test_a_bad_line_is_named(tmp_path, line, message):
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(ValueError, match=message):
         read_rows(path)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"answers": "Ada"}, {"answers": [7]}, {"question": 7}, {"passages": ["text"]}, {"passages": [{"text": 7}]}, []],
+)
+def test_a_row_of_other_types_is_named(tmp_path, row):
+    rows = question_rows(2)
+    rows[1] = rows[1] | row if row else row
+    with pytest.raises(ValueError, match="rows.jsonl, line 2"):
+        open_corpus(write_lines(tmp_path / "rows.jsonl", rows))
+
+
+def test_what_a_row_lacks_is_empty(tmp_path):
+    rows = [
+        {"answers": ["  ", None, " Ada "], "note": 7},
+        {"id": "b", "question": None, "answers": None, "passages": [{"text": "Text."}, {"title": "T"}]},
+        {"id": "c", "passages": None, "note": "another type"},
+    ]
+    assert list(open_corpus(write_lines(tmp_path / "rows.jsonl", rows))) == [
+        {"id": "0", "question": "", "answers": ["Ada"], "passages": []},
+        {
+            "id": "b",
+            "question": "",
+            "answers": [],
+            "passages": [{"title": "", "text": "Text."}, {"title": "T", "text": ""}],
+        },
+        {"id": "c", "question": "", "answers": [], "passages": []},
+    ]
+
+
+def test_a_changed_file_is_read_anew(tmp_path):
+    before = open_corpus(write_lines(tmp_path / "rows.jsonl", question_rows(2)))
+    after = open_corpus(write_lines(tmp_path / "rows.jsonl", question_rows(3)))
+    assert list(after) == schema_rows(3)
+    assert before.fingerprint != after.fingerprint
+    assert after.fingerprint == open_corpus(str(tmp_path / "rows.jsonl")).fingerprint
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json"])
+def test_a_column_of_texts_is_cut_into_passages_of_one_length(tmp_path, suffix):
+    path = tmp_path / f"texts.{suffix}"
+    texts = [" ".join(WORDS), "A  short\none.", "", None]
+    table = datasets.Dataset.from_dict({"body": texts, "head": ["T", None, "U", "V"], "year": [1, 2, 3, 4]})
+    table.to_parquet(path) if suffix == "parquet" else table.to_json(path)
+    corpus = open_corpus(f"{path}?text=body&title=head", passage_words=10)
+    passages = [(row["id"], row["passages"]) for row in corpus]
+    assert passages == [
+        ("0-0", [{"title": "T", "text": " ".join(WORDS[:10])}]),
+        ("0-1", [{"title": "T", "text": " ".join(WORDS[10:20])}]),
+        ("0-2", [{"title": "T", "text": " ".join(WORDS[20:])}]),
+        ("1-0", [{"title": "", "text": "A short one."}]),
+        ("2-0", [{"title": "U", "text": ""}]),
+        ("3-0", [{"title": "V", "text": ""}]),
+    ]
+    assert not corpus.has_questions
+    assert all((row["question"], row["answers"]) == ("", []) for row in corpus)
+
+
+def test_another_length_of_passages_is_another_corpus(tmp_path):
+    path = tmp_path / "texts.parquet"
+    datasets.Dataset.from_dict({"text": [" ".join(WORDS)], "id": ["page"]}).to_parquet(path)
+    long, short = open_corpus(str(path), passage_words=100), open_corpus(str(path), passage_words=1)
+    assert [len(long), len(short)] == [1, 23]
+    assert short[22]["id"] == "page-22"
+    assert long.fingerprint != short.fingerprint
+    with pytest.raises(ValueError, match="`passage_words` is 0"):
+        open_corpus(str(path), passage_words=0)
+
+
+def test_several_processes_cut_as_one(tmp_path):
+    path = tmp_path / "texts.parquet"
+    datasets.Dataset.from_dict({"text": [" ".join(WORDS[:n]) for n in range(1, 20)]}).to_parquet(path)
+    one, two = open_corpus(f"{path}", passage_words=4), open_corpus(f"{path}?split=train", passage_words=4, num_proc=2)
+    assert list(one) == list(two)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Folders that stand for data sets of the Hub, with two configurations and two splits."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "org" / "corpus"
+    for name in ("en", "de"):
+        for split in ("train", "validation"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            table = datasets.Dataset.from_dict({"text": [f"The {split} text, {name}."]})
+            table.to_parquet(folder / name / f"{split}.parquet")
+    configs = "".join(
+        f"- config_name: {name}\n  data_files:\n"
+        + "".join(f"  - split: {split}\n    path: {name}/{split}.parquet\n" for split in ("train", "validation"))
+        for name in ("en", "de")
+    )
+    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    folder = tmp_path / "hotpotqa" / "hotpot_qa"
+    folder.mkdir(parents=True)
+    datasets.Dataset.from_list([HOTPOTQA]).to_parquet(folder / "train.parquet")
+
+
+def test_a_data_set_of_the_hub_is_read_by_configuration_and_split(hub):
+    for query, text in [("name=de", "The train text, de."), ("name=en&split=validation", "The validation text, en.")]:
+        (row,) = open_corpus(f"org/corpus?{query}")
+        assert row["passages"] == [{"title": "", "text": text}]
+
+
+def test_hotpotqa_has_its_supporting_passages_or_all(hub):
+    expected = {"id": "5a8b", "question": HOTPOTQA["question"], "answers": ["yes"]}
+    supporting, explicit = open_corpus("hotpotqa/hotpot_qa"), open_corpus("hotpotqa/hotpot_qa?passages=supporting")
+    assert list(supporting) == list(explicit) == [expected | {"passages": SUPPORTING}]
+    distractor = open_corpus("hotpotqa/hotpot_qa?passages=distractor")
+    passages = [SUPPORTING[0], {"title": "Sinister", "text": "A film."}, SUPPORTING[1]]
+    assert list(distractor) == [expected | {"passages": passages}]
+    assert supporting.has_questions and supporting.fingerprint != distractor.fingerprint
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("rows?splt=train", r"unknown options \['splt'\]; expected .*'split'"),
+        ("rows?split=", "an option without a value"),
+        ("rows?passages=gold", "'gold': `supporting` or `distractor`"),
+    ],
+)
+def test_options_of_a_source_are_checked(source, message):
+    with pytest.raises(ValueError, match=message):
+        parse_source(source)
+
+
+def test_columns_of_no_kind_are_refused(tmp_path):
+    path = tmp_path / "letters.parquet"
+    datasets.Dataset.from_dict({"body": ["Dear Ada."]}).to_parquet(path)
+    with pytest.raises(ValueError, match=r"columns \['body'\], but no \['text'\].*`\?text=body`"):
+        open_corpus(str(path))
+
+
+def test_a_split_that_is_not_there_is_refused(hub):
+    with pytest.raises(ValueError, match="org/corpus cannot be read: .*[Uu]nknown split"):
+        open_corpus("org/corpus?name=en&split=test")
+
+
+def test_no_rows_and_broken_files_are_refused(tmp_path):
+    path = tmp_path / "none.parquet"
+    datasets.Dataset.from_dict({"text": []}, features=datasets.Features(text=datasets.Value("string"))).to_parquet(path)
+    with pytest.raises(ValueError, match="none.parquet cannot be read: .* no data"):
+        open_corpus(str(path))
+    (tmp_path / "none.jsonl").write_text("")
+    with pytest.raises(ValueError, match="none.jsonl cannot be read"):
+        open_corpus(str(tmp_path / "none.jsonl"))
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(ValueError, match="broken.parquet cannot be read"):
+        open_corpus(str(tmp_path / "broken.parquet"))
