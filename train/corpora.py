@@ -159,19 +159,27 @@ def hotpotqa_row(row: dict, index: int, *, all_paragraphs: bool) -> Row:
 def _load(path: str, options: dict) -> datasets.Dataset:
     """The stored rows, memory-mapped."""
     try:
-        if path.endswith(JSON_LINES) and {"passages", "answers"} & next(_json_lines(path), {}).keys():
-            # Not the JSON builder: rows may differ in their other fields, and a bad line is named.
-            status = os.stat(path)
-            version = (os.path.abspath(path), status.st_size, status.st_mtime_ns)
-            return datasets.Dataset.from_generator(
-                _rows_of_file, features=ROW_FEATURES, gen_kwargs={"path": path, "version": version}
-            )
+        if path.endswith(JSON_LINES):
+            first = next(_json_lines(path), None)
+            if first is None:
+                raise ValueError("it is empty.")
+            if {"passages", "answers"} & first.keys():
+                return _load_own(path)
         if path.endswith((*JSON_LINES, ".json", ".parquet")):
             builder = "parquet" if path.endswith(".parquet") else "json"
             return datasets.load_dataset(builder, data_files=path, split=options["split"])
         return datasets.load_dataset(path, options["name"], split=options["split"])
     except (DatasetGenerationError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error.__cause__ or error}") from error
+
+
+def _load_own(path: str) -> datasets.Dataset:
+    """Rows of our schema; not by the JSON builder, for they may differ in other fields, and a bad line is named."""
+    status = os.stat(path)
+    version = (os.path.abspath(path), status.st_size, status.st_mtime_ns)
+    return datasets.Dataset.from_generator(
+        _rows_of_file, features=ROW_FEATURES, gen_kwargs={"path": path, "version": version}
+    )
 
 
 def _json_lines(path: str | Path) -> Iterator[dict]:
