@@ -1,8 +1,9 @@
 """The model card of a checkpoint: what its configuration, recipe and results say, and a quick start.
 
-Results are read from `results.json` beside it, in percent with the ends of their 95 % intervals:
+Results are read from `results.json` beside it, in percent with the ends of their 95 % intervals, as
+`evaluation/report.py` writes it; what else it says is left out here:
 
-    {"questions": 500, "sets": {"squad": {"compression_rate": 33.6, "methods": {"ours (adaptive)": {"f1": [9.7, 6.5,
+    {"questions": 500, "sets": {"SQuAD": {"compression_rate": 33.6, "methods": {"ours (adaptive)": {"f1": [9.7, 6.5,
     13.2]}}}}}
 """
 
@@ -31,6 +32,7 @@ _GENERATED = (
     "<!-- Written from the files beside it, and again when they change. Remove this line to edit it yourself. -->"
 )
 _MAIN_METHOD = "ours (adaptive)"
+_METRICS = {"em": "EM (non-strict)", "f1": "F1", "em_raw": "EM (raw)"}
 _LIMITS = """\
 - A slot is lossy: names, numbers and dates of a sentence can come out wrong. Check answers against the passages.
 - The aligner reads passages like those it was trained on; other languages and kinds of text it reads less well.
@@ -110,12 +112,17 @@ def _read_results(folder: Path) -> dict | None:
         return None
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
+        for each in results["sets"].values():
+            each["methods"] = {
+                method: {metric: values[metric] for metric in _METRICS if metric in values}
+                for method, values in each["methods"].items()
+            }
         _results_section(results)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} does not hold results of an evaluation. Expected "
-            '{"questions": number, "sets": {set: {"compression_rate": number, "methods": {method: {metric: [value, '
-            "low, high]}}}}}. Write them anew, or remove the file."
+            '{"questions": number, "sets": {set: {"compression_rate": number, "methods": {method: {"f1": [value, low, '
+            "high]}}}}}. Write them anew, or remove the file."
         ) from error
     return results
 
@@ -123,7 +130,7 @@ def _read_results(folder: Path) -> dict | None:
 def _metadata(config, folder: Path, recipes, results, datasets: tuple[str, ...]) -> ModelCardData:
     base = config.base_model_name_or_path
     has_base = is_hub_id(base)
-    trained_on = {name for recipe in recipes for name in recipe.get("train_files", {}) if is_hub_id(name)}
+    trained_on = {name for recipe in recipes for name in _sources(recipe) if is_hub_id(name)}
     return ModelCardData(
         license="apache-2.0",
         language=_language(folder),
@@ -181,32 +188,35 @@ def _settings_table(config) -> str:
 def _recipes_table(recipes: list[dict]) -> str:
     rows = []
     for recipe in recipes:
-        # Of a file only its name: its folder is of the machine it was trained on.
-        files = [name if is_hub_id(name) else Path(name).name for name in recipe.get("train_files", {})]
         most = recipe.get("max_train_samples")
-        rows.append([str(recipe["stage"]), ", ".join(files), f"{most:,}" if most else "all"])
+        rows.append([str(recipe["stage"]), ", ".join(_sources(recipe)), f"{most:,}" if most else "all"])
     return _table(["stage", "data", "most examples"], rows) + f"\n\nAll settings are in `{RECIPE_FILE}`."
+
+
+def _sources(recipe: dict) -> list[str]:
+    """What a stage was trained on: Hub ids, and of a file its name, since its folder is of another machine."""
+    names = [source.partition("?")[0] for source in recipe.get("train_files", {})]
+    return [name if is_hub_id(name) else Path(name).name for name in names]
 
 
 def _results_section(results: dict) -> list[str]:
     """What was measured and, for each metric, a table of methods and sets."""
     sets = results["sets"]
     methods = dict.fromkeys(method for each in sets.values() for method in each["methods"])
-    metrics = dict.fromkeys(
-        metric for each in sets.values() for values in each["methods"].values() for metric in values
+    rates = ", ".join(
+        f"{name} x{each['compression_rate']:.1f}" for name, each in sets.items() if "compression_rate" in each
     )
-    rates = ", ".join(f"{name} x{each['compression_rate']:.1f}" for name, each in sets.items())
-    section = [
-        f"{results['questions']:,} questions of each set, in percent with 95 % bootstrap intervals. Measured "
-        f"compression rate (tokens of text a slot): {rates}."
-    ]
-    for metric in metrics:
+    section = [f"{results['questions']:,} questions of each set, in percent with 95 % bootstrap intervals."]
+    if rates:
+        section.append(f"Measured compression rate (tokens of text a slot): {rates}.")
+    for metric, title in _METRICS.items():
         rows = [
             [method, *(_cell(each["methods"].get(method, {}).get(metric)) for each in sets.values())]
             for method in methods
             if any(metric in each["methods"].get(method, {}) for each in sets.values())
         ]
-        section.append(_table([metric.upper(), *sets], rows))
+        if rows:
+            section.append(_table([title, *sets], rows))
     return section
 
 

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import threading
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,6 +54,7 @@ class Hub:
         unknown (`list`): Requests that it has no answer to.
         broken (`set`): Steps in the middle of which it drops the connection: `"upload"` of a large file, `"commit"`, or
             the `"answer"` to a commit that was made.
+        on_break (`Callable`): Called where it drops the connection, before it does.
     """
 
     url: str = ""
@@ -61,6 +63,7 @@ class Hub:
     requests: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
+    on_break: Callable[[], object] = bool
 
 
 @contextmanager
@@ -133,6 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def drop(self) -> None:
+        self.hub.on_break()
         self.unread = 0
         self.close_connection = True
 
@@ -184,12 +188,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.send(200, answer)
 
     def validate(self):
-        header = json.loads(self.body())["content"].split("---\n")[1]
+        header = re.match(r"---\n(.*?)\n---\n", json.loads(self.body())["content"], re.DOTALL)
         try:
-            known = isinstance(yaml.safe_load(header)["license"], str)
-        except (yaml.YAMLError, KeyError, TypeError):
-            known = False
-        self.send(200 if known else 400, {"errors": [] if known else [{"message": "metadata"}], "warnings": []})
+            valid = header is not None and isinstance(yaml.safe_load(header[1]), dict)
+        except yaml.YAMLError:
+            valid = False
+        self.send(200 if valid else 400, {"errors": [] if valid else [{"message": "metadata"}], "warnings": []})
 
     def preupload(self, repo, revision):
         files = self.commit_at(repo, revision).files

@@ -7,8 +7,10 @@ The client is the real one, in processes of its own, since it reads its settings
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from urllib.error import HTTPError
@@ -19,11 +21,14 @@ import torch
 from hub_server import OWNER, READER, Repository, running_hub
 from safetensors.torch import load_file, save_file
 
+from arcaligner import ArcAlignerPipeline
+
+ROOT = Path(__file__).parents[1]
 REPO = "someone/aligner"
 BASE = "someone/base"
 QUESTION = "Who wrote it?"
 DOCUMENTS = ["It was written by Ada. Nobody else knew.", {"title": "T", "text": "So be it."}]
-CODE = {path.name for path in Path(__file__).parents[1].glob("*_arcaligner.py")}
+CODE = {path.name for path in ROOT.glob("*_arcaligner.py")}
 CHECKPOINT = CODE | {
     *("config.json", "generation_config.json", "model.safetensors", "README.md", "recipe.yaml", "results.json"),
     *("processor_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
@@ -50,22 +55,33 @@ stage: grounding
 train_files: {hotpotqa/hotpot_qa: 0.5, ../data/train_qa.jsonl.gz: 0.5}
 """
 
-# Runs one command of the command line for each line it reads.
+# Runs one command of the command line for each line it reads, in a process of its own, whose id it tells first.
 PUSHER = """
-import contextlib, io, json, os, sys, time
+import io, json, os, sys, time, traceback
 
 time.sleep = lambda seconds: None  # the client waits before it tries again
 from arcaligner import cli
+from arcaligner.train import peft_export, push  # once, rather than in each process
 
 for line in sys.stdin:
+    command = os.fork()
+    if command:
+        status = os.waitpid(command, 0)[1]
+        if os.WIFSIGNALED(status):
+            print(json.dumps([-os.WTERMSIG(status), "", ""]), flush=True)
+        continue
+    print(os.getpid(), flush=True)
     arguments, os.environ["HF_TOKEN"] = json.loads(line)
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    cli.output.file, cli.messages.file = out, err
+    out, err = cli.output.file, cli.messages.file = io.StringIO(), io.StringIO()
     try:
         cli.main(arguments)
+        code = 0
     except SystemExit as end:
         code = end.code
-    print(json.dumps([code, out.getvalue(), err.getvalue()]), file=sys.__stdout__, flush=True)
+    except BaseException:
+        code = traceback.format_exc()
+    print(json.dumps([code, out.getvalue(), err.getvalue()]), flush=True)
+    os._exit(0)
 """
 
 # What somebody does who has transformers and the name of the repository; then the card's own example.
@@ -74,20 +90,22 @@ import json, re, sys
 
 sys.modules["arcaligner"] = None  # from here on, importing it is an error
 from huggingface_hub import hf_hub_download
-from transformers import AutoModelForCausalLM, AutoProcessor
+from transformers import AutoModel, AutoModelForCausalLM, AutoProcessor
 
 repo, question, documents = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 processor = AutoProcessor.from_pretrained(repo, trust_remote_code=True)
 processor.encoder_device = "cpu"
-model = AutoModelForCausalLM.from_pretrained(repo, trust_remote_code=True).eval()
 inputs = processor(text=question, documents=documents, return_tensors="pt")
+logits = []
+for auto_class in (AutoModel, AutoModelForCausalLM):
+    model = auto_class.from_pretrained(repo, trust_remote_code=True).eval()
+    logits.append(model(**inputs).logits[0].tolist())
 adapters = [list(m.lora_A) for m in model.modules() if "lora_A" in m._modules]
 card = open(hf_hub_download(repo, "README.md"), encoding="utf-8").read()
 names = {}
 lines = re.search("```python\\n(.*?)```", card, re.DOTALL)[1].rstrip().split("\\n")
 exec("\\n".join([*lines[:-1], "answer = " + lines[-1]]), names)
-result = {"logits": model(**inputs).logits[0].tolist(), "adapters": adapters, "answer": names["answer"]}
-json.dump(result, sys.stdout)
+json.dump({"logits": logits, "adapters": adapters, "answer": names["answer"]}, sys.stdout)
 """
 
 
@@ -103,35 +121,45 @@ def empty_hub(hub):
     hub.large_files.clear()
     hub.requests.clear()
     hub.broken.clear()
+    hub.on_break = bool
 
 
 @pytest.fixture(scope="module")
 def environment(hub, tmp_path_factory) -> dict[str, str]:
     """Of a machine that knows the Hub and nothing that was ever on it."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
-    home = {"HF_HOME": str(tmp_path_factory.mktemp("home")), "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
-    return kept | home | {"HF_HUB_DISABLE_TELEMETRY": "1", "COLUMNS": "160"}
+    home = {"HF_HOME": str(tmp_path_factory.mktemp("home")), "TMPDIR": str(tmp_path_factory.mktemp("temporary"))}
+    settings = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "COLUMNS": "160"}
+    return kept | home | settings
+
+
+class CommandLine:
+    """Commands of the command line, one after the other."""
+
+    def __init__(self, process: subprocess.Popen):
+        self.process = process
+
+    def start(self, *arguments, token: str = OWNER) -> int:
+        """Starts a command with a token; gives the id of its process."""
+        self.process.stdin.write(json.dumps([[str(argument) for argument in arguments], token]) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def result(self) -> tuple[int, str, str]:
+        """Exit code, standard output and standard error of the command that was started."""
+        return tuple(json.loads(self.process.stdout.readline()))
+
+    def __call__(self, *arguments, token: str = OWNER) -> tuple[int, str, str]:
+        self.start(*arguments, token=token)
+        return self.result()
 
 
 @pytest.fixture(scope="module")
-def pusher(environment):
-    """A process that runs commands of the command line, one after the other."""
+def run(environment):
     command = [sys.executable, "-c", PUSHER]
     with subprocess.Popen(command, env=environment, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True) as process:
-        yield process
+        yield CommandLine(process)
         process.stdin.close()
-
-
-@pytest.fixture
-def run(pusher):
-    """Runs a command with a token; gives its exit code, standard output and standard error."""
-
-    def run(*arguments, token: str = OWNER) -> tuple[int, str, str]:
-        pusher.stdin.write(json.dumps([[str(argument) for argument in arguments], token]) + "\n")
-        pusher.stdin.flush()
-        return tuple(json.loads(pusher.stdout.readline()))
-
-    return run
 
 
 @pytest.fixture
@@ -193,22 +221,35 @@ def test_pushed_checkpoint_answers_in_a_process_without_the_project(
     assert loader.returncode == 0, loader.stderr[-4000:]
     result = json.loads(loader.stdout)
     inputs = processor(text=QUESTION, documents=DOCUMENTS, return_tensors="pt")
-    torch.testing.assert_close(torch.tensor(result["logits"]), model(**inputs).logits[0], rtol=0, atol=1e-6)
+    for logits in result["logits"]:
+        torch.testing.assert_close(torch.tensor(logits), model(**inputs).logits[0], rtol=0, atol=1e-6)
     assert result["adapters"] == [["slot"]] * 21
-    assert isinstance(result["answer"][0]["generated_text"], str)
+    ask = ArcAlignerPipeline(model=model, processor=processor, task="text-generation", device="cpu")
+    assert result["answer"] == ask({"question": "Who wrote it?", "documents": ["It was written by Ada."]})
     assert hub.unknown == []
 
 
-@pytest.mark.parametrize("step", ["upload", "commit"])
-def test_push_that_breaks_off_changes_nothing_and_done_again_finishes(hub, run, folder, step):
+def killed_in_the_middle(hub, run, *arguments) -> tuple[int, str, str]:
+    """Runs a command that a kill -9 ends where the Hub would drop the connection."""
+    command = Future()
+    hub.on_break = lambda: os.kill(command.result(), signal.SIGKILL)
+    command.set_result(run.start(*arguments))
+    return run.result()
+
+
+@pytest.mark.parametrize(("step", "is_killed"), [("upload", False), ("commit", False), ("commit", True)])
+def test_push_that_breaks_off_changes_nothing_and_done_again_finishes(hub, run, folder, step, is_killed):
     push = ("push", "--repo-id", REPO, "--checkpoint", folder)
     assert run(*push)[0] == 0
     before = list(hub.repositories[REPO].commits)
     change_weights(folder)
     hub.broken.add(step)
-    code, out, err = run(*push, "--peft")
-    assert code == 1 and out == ""
-    assert "broke off" in err and "visible whole or not at all" in err and "Traceback" not in err
+    if is_killed:
+        assert killed_in_the_middle(hub, run, *push, "--peft") == (-signal.SIGKILL, "", "")
+    else:
+        code, out, err = run(*push, "--peft")
+        assert code == 1 and out == ""
+        assert "broke off" in err and "visible whole or not at all" in err and "Traceback" not in err
     assert hub.repositories[REPO].commits == before
     with pytest.raises(HTTPError, match="404"):
         urlopen(f"{hub.url}/{REPO}/resolve/main/peft_lora/adapter_config.json")
@@ -285,11 +326,35 @@ def test_token_that_may_not_write_is_refused_with_the_remedy(hub, run, folder, t
 def test_private_push_makes_a_private_repository_and_refuses_a_public_one(hub, run, folder):
     push = ("push", "--repo-id", REPO, "--checkpoint", folder, "--private")
     assert run(*push)[0] == 0 and hub.repositories[REPO].private
+    with pytest.raises(HTTPError, match="401"):  # without its owner's token
+        urlopen(f"{hub.url}/{REPO}/resolve/main/config.json")
     hub.repositories[REPO] = Repository(private=False)
     hub.repositories[REPO].commit({".gitattributes": b""})
     code, _, err = run(*push)
     assert code == 1 and "is public; nothing was uploaded" in err
     assert main_files(hub) == {}
+
+
+def test_shipped_checkpoint_can_be_pushed(hub, run):
+    shipped = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
+    code, _, err = run("push", "--repo-id", REPO)
+    assert code == 0, err
+    files = main_files(hub)
+    assert files.keys() == {path.name for path in shipped.iterdir()}
+    assert all(files[path.name] == path.read_bytes() for path in shipped.iterdir() if path.name != "README.md")
+    assert f'model="{REPO}", trust_remote_code=True' in files["README.md"].decode()
+
+
+def test_commands_of_the_readme_share_a_checkpoint(hub, run, folder, tmp_path):
+    block = (ROOT / "README.md").read_text(encoding="utf-8").split("## Share one\n")[1].split("```")[1]
+    commands = [line.partition("#")[0].split()[3:] for line in block.splitlines() if line.startswith("python -m")]
+    assert [command[0] for command in commands] == ["push", "export-peft"]
+    ours = {"user/name": REPO, "runs/mine": folder, "lora": tmp_path / "lora"}
+    for command in commands:
+        code, _, err = run(*(ours.get(argument, argument) for argument in command))
+        assert code == 0, err
+    assert main_files(hub).keys() == CHECKPOINT
+    assert {f"peft_lora/{path.name}" for path in (tmp_path / "lora").iterdir()} == PEFT
 
 
 def drop_a_weight(folder: Path) -> None:
