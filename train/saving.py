@@ -9,6 +9,8 @@ import shutil
 import uuid
 from pathlib import Path
 
+import torch
+
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 
@@ -18,6 +20,7 @@ def save_stage(
     model: ArcAlignerForCausalLM,
     processor: ArcAlignerProcessor,
     recipe: str,
+    state_dict: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Writes aligner, processor and recipe to `output_dir`, over what an earlier run left there.
 
@@ -26,12 +29,15 @@ def save_stage(
         model ([`ArcAlignerForCausalLM`]): Trained; its backbone is not written.
         processor ([`ArcAlignerProcessor`]): With the chat template the stage was trained with.
         recipe (`str`): Text of the recipe, saved as `recipe.yaml`.
+        state_dict (`dict`, *optional*): The weights of a model that is spread over several processes.
     """
     output_dir = Path(output_dir)
+    for leftover in output_dir.glob(".saving-*"):  # of a killed process
+        shutil.rmtree(leftover)
     temporary = output_dir / f".saving-{uuid.uuid4().hex}"
     temporary.mkdir(parents=True)
     try:
-        model.save_pretrained(temporary)
+        model.save_pretrained(temporary, state_dict=state_dict)
         processor.save_pretrained(temporary)
         (temporary / "recipe.yaml").write_text(recipe, encoding="utf-8")
         (output_dir / "config.json").unlink(missing_ok=True)

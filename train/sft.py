@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 from transformers import PreTrainedConfig, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..defaults_arcaligner import resolve_base_model
@@ -25,6 +24,7 @@ from .data import ExampleBuilder, build_dataset
 from .embedding_store import EmbeddingStore
 from .encoding import DevicePool, all_accelerators, encoder_settings
 from .recipe import RecipeArguments, RecipeParser, eval_examples, training_examples
+from .resuming import last_checkpoint
 from .saving import save_stage
 from .start import check_resume, check_start
 from .trainer import AlignerTrainer, AlignerTrainingConfig
@@ -70,11 +70,6 @@ def load_model(recipe: RecipeArguments, processor: ArcAlignerProcessor) -> ArcAl
     )
 
 
-def last_checkpoint(output_dir: str) -> str | None:
-    """Where to go on from, if anywhere."""
-    return get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
-
-
 def main(recipe: RecipeArguments, args: AlignerTrainingConfig, recipe_text: str) -> None:
     """Runs the stage. `recipe_text` is saved with the model."""
     processor = load_processor(recipe, args.chat_template_path)
@@ -111,8 +106,10 @@ def main(recipe: RecipeArguments, args: AlignerTrainingConfig, recipe_text: str)
         check_resume(checkpoint, model.config, processor)
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_state()
+    state_dict = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # by all processes: each may have a part
     if trainer.is_world_process_zero():
-        save_stage(args.output_dir, trainer.accelerator.unwrap_model(model), processor, recipe_text)
+        model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+        save_stage(args.output_dir, model, processor, recipe_text, state_dict)
         logger.info("saved to %s", args.output_dir)
 
 

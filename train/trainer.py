@@ -14,10 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
+from torch.utils.data import RandomSampler, Sampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig, SFTTrainer
 
+from ..backbones_arcaligner import find_decoder_layers
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from .collator import ContextCollator
+from .sampling import EpochOrder
 
 
 @dataclass
@@ -29,7 +34,8 @@ class AlignerTrainingConfig(SFTConfig):
     `remove_unused_columns=False` (a cut row or a dropped column loses slots),
     `dataset_kwargs={"skip_prepare_dataset": True}` (rows come tokenised),
     `gradient_checkpointing=False`, `ddp_find_unused_parameters=False`,
-    `train_sampling_strategy="group_by_length"`.
+    `train_sampling_strategy="group_by_length"`, `ddp_timeout` of a day (the first process computes
+    all embeddings while the others wait).
 
     Raises:
         `ValueError`: packing, padding-free batches, a `max_length` or dropped columns.
@@ -46,6 +52,9 @@ class AlignerTrainingConfig(SFTConfig):
     )
     ddp_find_unused_parameters: bool | None = field(
         default=False, metadata={"help": "Each stage trains all that it unfreezes."}
+    )
+    ddp_timeout: int = field(
+        default=24 * 3600, metadata={"help": "Seconds that a process waits for another, embeddings included."}
     )
     train_sampling_strategy: str = field(
         default="group_by_length", metadata={"help": "Rows of like length share a batch."}
@@ -83,7 +92,8 @@ class AlignerTrainer(SFTTrainer):
     with a step).
 
     Raises:
-        `ValueError`: a `peft_config`, another collator, a loss that is not finite.
+        `ValueError`: a `peft_config`, another collator; in all processes, a loss or gradient of one of
+            them that is not finite.
     """
 
     _tag_names = ["trl", "sft", "arcaligner"]
@@ -112,6 +122,18 @@ class AlignerTrainer(SFTTrainer):
         super().__init__(model, data_collator=data_collator, **kwargs)
         self._last_log: tuple[float, float] | None = None
         self._depths: list[torch.Tensor] = []
+        self._rows_of_step: list[str] = []
+        if self.is_deepspeed_enabled:
+            # ZeRO-3 fetches a layer's weights once, for all of its refinement steps.
+            layer = find_decoder_layers(model.model.backbone)[0]
+            self.accelerator.state.deepspeed_plugin.transformer_moe_cls_names = type(layer).__name__
+
+    def _get_train_sampler(self, train_dataset=None) -> Sampler:
+        sampler = super()._get_train_sampler(train_dataset)
+        if not isinstance(sampler, LengthGroupedSampler | RandomSampler):  # what else there is draws nothing
+            return sampler
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return EpochOrder(sampler, seed, epoch=lambda: int(self.state.epoch or 0))
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         row_ids = inputs.pop("row_ids")
@@ -127,14 +149,36 @@ class AlignerTrainer(SFTTrainer):
             return_outputs=True,
             num_items_in_batch=num_items_in_batch,
         )
-        if not torch.isfinite(loss):
-            raise ValueError(
-                f"The loss is {loss.item()} at step {self.state.global_step} for the rows "
-                f"{row_ids}. Check their segments' embeddings, or lower `learning_rate`; "
-                f"checkpoints are in {self.args.output_dir}."
-            )
+        self._check_finite("loss", loss.detach(), row_ids)
+        if self.model.training:
+            self._rows_of_step += row_ids
         self._keep_metrics(inputs["attention_mask"], labels, outputs)
         return (loss, outputs) if return_outputs else loss
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        """Before the optimizer's step, so that no checkpoint has weights that a gradient made NaN."""
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        if grad_norm is not None and not self.args.fp16:  # the loss scaling of fp16 leaves such steps out
+            norm = torch.tensor(float(grad_norm), device=self.args.device)
+            self._check_finite("gradient norm", norm, self._rows_of_step)
+        self._rows_of_step = []
+        return grad_norm
+
+    def _check_finite(self, name: str, value: torch.Tensor, row_ids: list[str]) -> None:
+        """Stops all processes when `value` of one is not finite: alone it would leave the others waiting for it."""
+        if self.accelerator.gather(torch.isfinite(value).int().reshape(1)).all():
+            return
+        step = self.state.global_step
+        failed = [] if torch.isfinite(value) else [f"{value.item()} at step {step} for the rows {row_ids}"]
+        raise ValueError(
+            f"The {name} is {' and '.join(gather_object(failed))}. Check their segments' embeddings, or lower "
+            f"`learning_rate`; checkpoints are in {self.args.output_dir}."
+        )
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        # `trainer_state.json`, written next, says that the checkpoint is whole: see `resuming.py`.
+        self.accelerator.wait_for_everyone()
 
     @torch.no_grad()
     def _keep_metrics(self, attention_mask, labels, outputs) -> None:
