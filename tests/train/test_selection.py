@@ -1,11 +1,18 @@
 """Mixtures of sources: shares, limits, counted rows, blocks made once."""
 
+import copy
 import logging
+import os
+import re
+from dataclasses import replace
 
+import datasets
 import pytest
 from training_rows import question_rows, write_rows
 
-from arcaligner.train.data import Example
+from arcaligner.train import selection
+from arcaligner.train.corpora import read_rows
+from arcaligner.train.data import Example, ExampleBuilder
 from arcaligner.train.selection import ExampleSelector
 
 
@@ -78,3 +85,160 @@ def test_no_examples_and_bad_weights_are_refused(selector, two_files):
         selector.select({many: 1.0}, 8)
     with pytest.raises(ValueError, match="positive weights"):
         selector.select({many: 1.0, few: 0.0}, 8)
+
+
+@pytest.fixture
+def gaps(tmp_path):
+    """Eight rows, of which four lack a part."""
+    rows = question_rows(8)
+    rows[1]["question"] = " "
+    rows[2]["answers"] = []
+    rows[3]["passages"] = []
+    rows[4]["passages"][0]["text"] = "\n"
+    return write_rows(tmp_path / "gaps.jsonl", rows)
+
+
+def test_rows_without_a_part_are_left_out_and_reported(tmp_path, gaps, caplog):
+    selector = ExampleSelector(one_token_examples, tmp_path / "examples", needs_question=True)
+    with caplog.at_level(logging.INFO):
+        examples = selector.select({gaps: 1.0})
+    assert sorted(examples["row_id"]) == ["row-0", "row-5", "row-6", "row-7"]
+    assert f"{gaps}: 4 examples" in caplog.text
+    assert f"{gaps}: left out 1 without a question: row-1" in caplog.text
+    assert f"{gaps}: left out 1 without an answer: row-2" in caplog.text
+    assert re.search(f"{gaps}: left out 2 without a passage: row-[34], row-[34]\n", caplog.text)
+
+
+def test_reconstruction_needs_passages_only(tmp_path, gaps):
+    examples = ExampleSelector(one_token_examples, tmp_path / "examples").select({gaps: 1.0})
+    assert sorted(examples["row_id"]) == ["row-0", "row-1", "row-2", "row-5", "row-6", "row-7"]
+
+
+def test_a_long_list_of_rows_is_cut_short(tmp_path, caplog):
+    rows = [row | {"answers": []} for row in question_rows(9)] + [question_rows(1)[0] | {"id": "whole"}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    ExampleSelector(one_token_examples, tmp_path / "examples", needs_question=True).select({path: 1.0})
+    (record,) = [record for record in caplog.records if "without an answer" in record.message]
+    assert record.levelname == "WARNING" and "left out 9 " in record.message
+    assert record.message.count("row-") == 5 and record.message.endswith(", ...")
+
+
+@pytest.mark.parametrize("row_id, part", [("row-1", "question"), ("row-2", "answer"), ("row-3", "passage")])
+def test_strict_stops_at_a_row_without_a_part(tmp_path, gaps, row_id, part):
+    (row,) = [row for row in read_rows(gaps) if row["id"] == row_id]
+    path = write_rows(tmp_path / "rows.jsonl", [*question_rows(1), row])
+    selector = ExampleSelector(one_token_examples, tmp_path / "examples", needs_question=True, strict=True)
+    with pytest.raises(ValueError, match=f"{path}: row {row_id} has no {part}.*`strict`"):
+        selector.select({path: 1.0})
+
+
+def test_strict_does_not_stop_at_long_examples(tmp_path):
+    rows = [row | {"question": "Who?" if number else "Who is it?"} for number, row in enumerate(question_rows(4))]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    selector = ExampleSelector(one_token_examples, tmp_path / "examples", max_tokens=1, strict=True)
+    assert sorted(selector.select({path: 1.0})["row_id"]) == ["row-1", "row-2", "row-3"]
+
+
+def test_a_corpus_of_texts_asks_no_questions(tmp_path):
+    path = str(tmp_path / "texts.parquet")
+    datasets.Dataset.from_dict({"text": ["One two three."]}).to_parquet(path)
+    examples = ExampleSelector(one_token_examples, tmp_path / "examples", passage_words=2).select({path: 1.0})
+    assert sorted(examples["row_id"]) == ["0-0", "0-1"]
+    selector = ExampleSelector(one_token_examples, tmp_path / "examples", needs_question=True)
+    with pytest.raises(ValueError, match="texts.parquet has no questions"):
+        selector.select({path: 1.0})
+
+
+def test_questions_get_distractors(tmp_path, processor):
+    path = write_rows(tmp_path / "rows.jsonl", question_rows(6))
+    builder = ExampleBuilder(processor)
+    selector = ExampleSelector(builder.question_examples, tmp_path / "examples", needs_question=True)
+    alone, among = selector.select({path: 1.0}), replace(selector, min_passages=3, max_passages=3).select({path: 1.0})
+    assert list(among["row_id"]) == list(alone["row_id"])
+    own = dict(zip(alone["row_id"], alone["segment_texts"], strict=True))
+    for row_id, texts in zip(among["row_id"], among["segment_texts"], strict=True):
+        assert len(texts) == 6 and set(own[row_id]) < set(texts)
+
+
+def refuse(*args, **kwargs):
+    raise AssertionError("these examples were made before")
+
+
+@pytest.fixture
+def question_selector(tmp_path, processor):
+    builder = ExampleBuilder(processor)
+    return ExampleSelector(builder.question_examples, tmp_path / "examples", needs_question=True)
+
+
+def test_examples_are_made_once(tmp_path, question_selector, monkeypatch):
+    path = write_rows(tmp_path / "rows.jsonl", question_rows(6))
+    made = question_selector.select({path: 1.0})
+    monkeypatch.setattr(selection, "_examples_of_rows", refuse)
+    again = replace(
+        question_selector, make_examples=ExampleBuilder(make_processor(question_selector)).question_examples
+    )
+    assert again.select({path: 1.0}).to_dict() == made.to_dict()
+
+
+def make_processor(selector, **changes):
+    """The selector's processor, written and read anew, with other settings."""
+    processor = copy.deepcopy(selector.make_examples.__self__.processor)
+    for name, value in changes.items():
+        setattr(processor, name, value)
+    return processor
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sentences_per_segment": 0.5},
+        {"spacy_model": "de"},
+        {"context_token_id": 999},
+        {"encoder_name_or_path": "org/another"},
+        {"chat_template": "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_examples_of_another_segmenter_or_prompt_are_not_taken(tmp_path, question_selector, monkeypatch, changes):
+    path = write_rows(tmp_path / "rows.jsonl", question_rows(3))
+    question_selector.select({path: 1.0})
+    builder = ExampleBuilder(make_processor(question_selector, **changes))
+    monkeypatch.setattr(selection, "_examples_of_rows", refuse)
+    with pytest.raises(AssertionError, match="made before"):
+        replace(question_selector, make_examples=builder.question_examples).select({path: 1.0})
+
+
+def test_examples_of_another_tokenizer_are_not_taken(tmp_path, question_selector, monkeypatch):
+    path = write_rows(tmp_path / "rows.jsonl", question_rows(3))
+    question_selector.select({path: 1.0})
+    processor = make_processor(question_selector)
+    processor.tokenizer.add_tokens(["sentence"])
+    monkeypatch.setattr(selection, "_examples_of_rows", refuse)
+    with pytest.raises(AssertionError, match="made before"):
+        replace(question_selector, make_examples=ExampleBuilder(processor).question_examples).select({path: 1.0})
+
+
+def stopping_examples(row):
+    """One example a row; the process stops at the row that the environment names."""
+    if row["id"] == os.environ.get("STOP_AT"):
+        raise KeyboardInterrupt
+    yield from one_token_examples(row)
+
+
+def test_a_stopped_run_goes_on_at_its_next_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(selection, "ROWS_PER_BLOCK", 4)
+    path = write_rows(tmp_path / "rows.jsonl", question_rows(12))
+    whole = ExampleSelector(stopping_examples, tmp_path / "whole").select({path: 1.0})
+    stopped = ExampleSelector(stopping_examples, tmp_path / "examples")
+    monkeypatch.setenv("STOP_AT", whole["row_id"][9])
+    with pytest.raises(KeyboardInterrupt):
+        stopped.select({path: 1.0})
+    assert len(list((tmp_path / "examples").glob("*.arrow"))) == 2
+    monkeypatch.setenv("STOP_AT", whole["row_id"][2])  # a row of the first block: it must not be asked again
+    assert stopped.select({path: 1.0}).to_dict() == whole.to_dict()
+
+
+def test_several_processes_make_the_same_examples(tmp_path, question_selector):
+    path = write_rows(tmp_path / "rows.jsonl", question_rows(6))
+    two = replace(question_selector, num_proc=2, cache_dir=tmp_path / "two")
+    assert two.select({path: 1.0}).to_dict() == question_selector.select({path: 1.0}).to_dict()
