@@ -1,24 +1,21 @@
 """A checkpoint goes to the Hub whole or not at all, and comes back in a process that has no copy of the project.
 
-The client is the real one, in processes of its own, since it reads its settings when it is imported; the Hub is
-`hub_server.py`.
+The Hub is `hub_server.py`; the client is the real one, see `hub_client.py`.
 """
 
 import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from concurrent.futures import Future
 from pathlib import Path
-from subprocess import DEVNULL, PIPE
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
 import torch
-from hub_server import OWNER, READER, Repository, running_hub
+from hub_client import load_and_answer, running_command_line
+from hub_server import READER, Repository, running_hub
 from safetensors.torch import load_file, save_file
 
 from arcaligner import ArcAlignerPipeline
@@ -55,59 +52,6 @@ stage: grounding
 train_files: {hotpotqa/hotpot_qa: 0.5, ../data/train_qa.jsonl.gz: 0.5}
 """
 
-# Runs one command of the command line for each line it reads, in a process of its own, whose id it tells first.
-PUSHER = """
-import io, json, os, sys, time, traceback
-
-time.sleep = lambda seconds: None  # the client waits before it tries again
-from arcaligner import cli
-from arcaligner.train import peft_export, push  # once, rather than in each process
-
-for line in sys.stdin:
-    command = os.fork()
-    if command:
-        status = os.waitpid(command, 0)[1]
-        if os.WIFSIGNALED(status):
-            print(json.dumps([-os.WTERMSIG(status), "", ""]), flush=True)
-        continue
-    print(os.getpid(), flush=True)
-    arguments, os.environ["HF_TOKEN"] = json.loads(line)
-    out, err = cli.output.file, cli.messages.file = io.StringIO(), io.StringIO()
-    try:
-        cli.main(arguments)
-        code = 0
-    except SystemExit as end:
-        code = end.code
-    except BaseException:
-        code = traceback.format_exc()
-    print(json.dumps([code, out.getvalue(), err.getvalue()]), flush=True)
-    os._exit(0)
-"""
-
-# What somebody does who has transformers and the name of the repository; then the card's own example.
-LOADER = """
-import json, re, sys
-
-sys.modules["arcaligner"] = None  # from here on, importing it is an error
-from huggingface_hub import hf_hub_download
-from transformers import AutoModel, AutoModelForCausalLM, AutoProcessor
-
-repo, question, documents = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-processor = AutoProcessor.from_pretrained(repo, trust_remote_code=True)
-processor.encoder_device = "cpu"
-inputs = processor(text=question, documents=documents, return_tensors="pt")
-logits = []
-for auto_class in (AutoModel, AutoModelForCausalLM):
-    model = auto_class.from_pretrained(repo, trust_remote_code=True).eval()
-    logits.append(model(**inputs).logits[0].tolist())
-adapters = [list(m.lora_A) for m in model.modules() if "lora_A" in m._modules]
-card = open(hf_hub_download(repo, "README.md"), encoding="utf-8").read()
-names = {}
-lines = re.search("```python\\n(.*?)```", card, re.DOTALL)[1].rstrip().split("\\n")
-exec("\\n".join([*lines[:-1], "answer = " + lines[-1]]), names)
-json.dump({"logits": logits, "adapters": adapters, "answer": names["answer"]}, sys.stdout)
-"""
-
 
 @pytest.fixture(scope="module")
 def hub():
@@ -133,33 +77,10 @@ def environment(hub, tmp_path_factory) -> dict[str, str]:
     return kept | home | settings
 
 
-class CommandLine:
-    """Commands of the command line, one after the other."""
-
-    def __init__(self, process: subprocess.Popen):
-        self.process = process
-
-    def start(self, *arguments, token: str = OWNER) -> int:
-        """Starts a command with a token; gives the id of its process."""
-        self.process.stdin.write(json.dumps([[str(argument) for argument in arguments], token]) + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
-
-    def result(self) -> tuple[int, str, str]:
-        """Exit code, standard output and standard error of the command that was started."""
-        return tuple(json.loads(self.process.stdout.readline()))
-
-    def __call__(self, *arguments, token: str = OWNER) -> tuple[int, str, str]:
-        self.start(*arguments, token=token)
-        return self.result()
-
-
 @pytest.fixture(scope="module")
 def run(environment):
-    command = [sys.executable, "-c", PUSHER]
-    with subprocess.Popen(command, env=environment, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True) as process:
-        yield CommandLine(process)
-        process.stdin.close()
+    with running_command_line(environment) as run:
+        yield run
 
 
 @pytest.fixture
@@ -209,17 +130,7 @@ def test_pushed_checkpoint_answers_in_a_process_without_the_project(
     assert files.keys() == CHECKPOINT | PEFT
     for file in CHECKPOINT - {"README.md"}:
         assert files[file] == (folder / file).read_bytes(), file
-    arguments = [REPO, QUESTION, json.dumps(DOCUMENTS)]
-    loader = subprocess.run(
-        [sys.executable, "-c", LOADER, *arguments],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert loader.returncode == 0, loader.stderr[-4000:]
-    result = json.loads(loader.stdout)
+    result = load_and_answer(environment, tmp_path, REPO, QUESTION, DOCUMENTS)
     inputs = processor(text=QUESTION, documents=DOCUMENTS, return_tensors="pt")
     for logits in result["logits"]:
         torch.testing.assert_close(torch.tensor(logits), model(**inputs).logits[0], rtol=0, atol=1e-6)
