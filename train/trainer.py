@@ -135,6 +135,10 @@ class AlignerTrainer(SFTTrainer):
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return EpochOrder(sampler, seed, epoch=lambda: int(self.state.epoch or 0))
 
+    def _run_epoch(self, *args, **kwargs) -> None:
+        if self.state.global_step < self.state.max_steps:  # gone on from its end, Trainer would take one more step
+            super()._run_epoch(*args, **kwargs)
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         row_ids = inputs.pop("row_ids")
         if self._last_log is None:

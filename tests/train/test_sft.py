@@ -8,11 +8,12 @@ import pytest
 import torch
 import yaml
 from peft import LoraConfig
-from training_rows import passage_rows, question_rows, write_rows
+from training_recipes import RecipeWriter, parameters, run
+from training_rows import question_rows
 from transformers import default_data_collator
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
-from arcaligner.train import saving, sft
+from arcaligner.train import saving
 from arcaligner.train.collator import ContextCollator
 from arcaligner.train.data import ExampleBuilder, build_dataset
 from arcaligner.train.embedding_store import EmbeddingStore
@@ -26,51 +27,8 @@ PARTS = {
 
 
 @pytest.fixture(scope="session")
-def write_recipe(tmp_path_factory, base_model_dir, encoder_dir):
-    """Writes a recipe of a stage on the tiny base model; `changes` are its keys."""
-    folder = tmp_path_factory.mktemp("recipes")
-    files = {
-        "reconstruction": write_rows(folder / "passages.jsonl.gz", passage_rows(12)),
-        "grounding": write_rows(folder / "questions.jsonl", question_rows(12)),
-    }
-    files["gating"] = files["grounding"]
-
-    def write(stage: str, output_dir: Path, model: Path = base_model_dir, **changes) -> list[str]:
-        keys = {
-            "stage": stage,
-            "model_name_or_path": str(model),
-            "output_dir": str(output_dir),
-            "train_files": {files[stage]: 1.0},
-            "embedding_cache_dir": str(folder / "cache"),
-            "learning_rate": 0.01,
-            "per_device_train_batch_size": 4,
-            "max_steps": 4,
-            "logging_steps": 2,
-            "save_steps": 2,
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": "none",
-        }
-        if model == base_model_dir:
-            keys["processor"] = {
-                "encoder_name_or_path": str(encoder_dir),
-                "encoder_hidden_size": 12,
-            }
-            keys["aligner"] = {"lora_r": 4, "gate_hidden_size": 8, "lora_dropout": 0.1}
-        path = folder / f"{stage}-{len(list(folder.iterdir()))}.yaml"
-        path.write_text(yaml.safe_dump(keys | changes))
-        return ["--config", str(path)]
-
-    return write
-
-
-def run(arguments: list[str]) -> None:
-    sft.main(*sft.parse(arguments))
-
-
-def parameters(folder: Path) -> dict[str, torch.Tensor]:
-    model = ArcAlignerForCausalLM.from_pretrained(str(folder))
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+def write_recipe(tmp_path_factory, base_model_dir, encoder_dir) -> RecipeWriter:
+    return RecipeWriter(tmp_path_factory.mktemp("recipes"), base_model_dir, encoder_dir)
 
 
 def moved_parts(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:

@@ -1,0 +1,57 @@
+"""Recipes on tiny models for the tests, and what a run of one leaves."""
+
+from pathlib import Path
+
+import torch
+import yaml
+from training_rows import passage_rows, question_rows, write_rows
+
+from arcaligner import ArcAlignerForCausalLM
+from arcaligner.train import sft
+
+
+class RecipeWriter:
+    """Writes recipes into `folder`, all on the same twelve rows and with the same store of embeddings."""
+
+    def __init__(self, folder: Path, base_model_dir: Path, encoder_dir: Path):
+        self.folder = folder
+        self.base_model_dir = base_model_dir
+        self.encoder_dir = encoder_dir
+        questions = write_rows(folder / "questions.jsonl", question_rows(12))
+        passages = write_rows(folder / "passages.jsonl.gz", passage_rows(12))
+        self.files = {"reconstruction": passages, "grounding": questions, "gating": questions}
+
+    def __call__(self, stage: str, output_dir: Path, model: Path | None = None, **changes) -> list[str]:
+        """Arguments for `train.sft`: `stage`, from `model` or the base model, with other keys `changes`."""
+        keys = {
+            "stage": stage,
+            "model_name_or_path": str(model or self.base_model_dir),
+            "output_dir": str(output_dir),
+            "train_files": {self.files[stage]: 1.0},
+            "embedding_cache_dir": str(self.folder / "cache"),
+            "learning_rate": 0.01,
+            "per_device_train_batch_size": 4,
+            "max_steps": 4,
+            "logging_steps": 2,
+            "save_steps": 2,
+            "use_cpu": True,
+            "bf16": False,
+            "report_to": "none",
+        }
+        if model is None:
+            keys["processor"] = {"encoder_name_or_path": str(self.encoder_dir), "encoder_hidden_size": 12}
+            keys["aligner"] = {"lora_r": 4, "gate_hidden_size": 8, "lora_dropout": 0.1}
+        path = self.folder / f"{stage}-{len(list(self.folder.iterdir()))}.yaml"
+        path.write_text(yaml.safe_dump(keys | changes))
+        return ["--config", str(path)]
+
+
+def run(arguments: list[str]) -> None:
+    """Trains in this process."""
+    sft.main(*sft.parse(arguments))
+
+
+def parameters(folder: Path) -> dict[str, torch.Tensor]:
+    """The parameters of the aligner in `folder`, by name."""
+    model = ArcAlignerForCausalLM.from_pretrained(str(folder))
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
