@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import ENCODER_HIDDEN_SIZE, tiny_aligner
 from transformers import AutoModelForCausalLM
 
+from arcaligner import ArcAlignerForCausalLM
 from arcaligner.lora_arcaligner import ADAPTER_NAME, slot_lora_layers
 from arcaligner.train.peft_export import export_peft
 
@@ -66,6 +68,20 @@ def test_adapter_changes_text_in_plain_peft_as_its_card_warns(adapter, model, ba
     assert (adapted(TEXT).logits - unchanged).abs().max() > 0.1
     card = (adapter / "README.md").read_text()
     assert "applies the LoRA to every token" in card and "to context slots only" in card
+
+
+@torch.no_grad()
+def test_adapter_in_a_subfolder_loads_by_its_name_and_the_aligner_beside_it_ignores_it(
+    checkpoint_dir, base_model_dir, model, tmp_path
+):
+    shutil.copytree(checkpoint_dir, tmp_path / "checkpoint")
+    export_peft(tmp_path / "checkpoint", tmp_path / "checkpoint" / "peft_lora")
+    base = AutoModelForCausalLM.from_pretrained(base_model_dir)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "checkpoint", subfolder="peft_lora")
+    assert sum(isinstance(module, LoraLayer) for module in adapted.modules()) == 21
+    aligner = ArcAlignerForCausalLM.from_pretrained(str(tmp_path / "checkpoint")).eval()
+    assert torch.equal(aligner(TEXT).logits, model(TEXT).logits)
+    assert all(list(layer.lora_A) == [ADAPTER_NAME] for layer in aligner.modules() if isinstance(layer, LoraLayer))
 
 
 def test_adapter_names_its_base_model_and_the_settings_of_the_lora(adapter, model, base_model_dir):
