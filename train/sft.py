@@ -88,6 +88,7 @@ def main(recipe: RecipeArguments, args: AlignerTrainingConfig, recipe_text: str)
         train_dataset = build_dataset(training_examples(recipe, builder, args.seed, args.dataset_num_proc), store)
         held_out = eval_examples(recipe, builder, args.seed, args.dataset_num_proc)
         eval_dataset = build_dataset(held_out, store) if held_out else None
+    processor.sentence_encoder.to("cpu")  # an encoder may be as large as the backbone: its memory is needed now
 
     set_seed(args.seed)  # a new aligner starts from random weights
     model = load_model(recipe, processor)
