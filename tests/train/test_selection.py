@@ -218,6 +218,19 @@ def test_examples_of_another_tokenizer_are_not_taken(tmp_path, question_selector
         replace(question_selector, make_examples=ExampleBuilder(processor).question_examples).select({path: 1.0})
 
 
+@pytest.mark.parametrize("changed", ["data", "distractors"])
+def test_examples_of_other_data_are_not_taken(tmp_path, question_selector, changed):
+    path = write_rows(tmp_path / "rows.jsonl", question_rows(6))
+    selector = question_selector
+    selector.select({path: 1.0})
+    if changed == "data":
+        path = write_rows(tmp_path / "rows.jsonl", [row | {"question": "Another?"} for row in question_rows(6)])
+    else:
+        selector = replace(selector, min_passages=2, max_passages=3)
+    fresh = replace(selector, cache_dir=tmp_path / "fresh").select({path: 1.0})
+    assert selector.select({path: 1.0}).to_dict() == fresh.to_dict()
+
+
 def stopping_examples(row):
     """One example a row; the process stops at the row that the environment names."""
     if row["id"] == os.environ.get("STOP_AT"):
