@@ -130,13 +130,15 @@ class AlignerCheckpointMixin:
             )
         if save_base_model is None:
             save_base_model = self.config.base_model_name_or_path is None
-        ignored_before = self._keys_to_ignore_on_save
+        ignored_before, class_before = self._keys_to_ignore_on_save, type(self)
         if not save_base_model:
             self._keys_to_ignore_on_save = {key for key in self.state_dict() if not self.is_aligner_key(key)}
+        # FSDP2 puts a class of torch's before ours; the checkpoint would name that one, and hold torch's files.
+        self.__class__ = next(cls for cls in class_before.__mro__ if not cls.__module__.startswith("torch."))
         try:
             super().save_pretrained(save_directory, *args, **kwargs)
         finally:
-            self._keys_to_ignore_on_save = ignored_before
+            self._keys_to_ignore_on_save, self.__class__ = ignored_before, class_before
         if kwargs.get("is_main_process", True):
             self._copy_code(Path(save_directory))
             write_model_card(self.config, Path(save_directory))

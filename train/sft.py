@@ -112,6 +112,7 @@ def main(recipe: RecipeArguments, args: AlignerTrainingConfig, recipe_text: str)
         model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
         save_stage(args.output_dir, model, processor, recipe_text, state_dict)
         logger.info("saved to %s", args.output_dir)
+    trainer.accelerator.wait_for_everyone()
 
 
 def parse(arguments: list[str]) -> tuple[RecipeArguments, AlignerTrainingConfig, str]:

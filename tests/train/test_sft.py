@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -200,6 +201,22 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_rows(trainer_argu
         trainer.model.model.projector.up.weight.fill_(float("nan"))
     with pytest.raises(ValueError, match=r"The loss is nan at step 0 for the rows \['row-"):
         trainer.train()
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_it_changes_a_weight(trainer_arguments):
+    trainer = AlignerTrainer(**trainer_arguments)
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    trainer.model.model.projector.up.weight.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(ValueError, match=r"The gradient norm is (nan|inf) at step 0 for the rows \['row-"):
+        trainer.train()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in trainer.model.named_parameters())
+
+
+def test_an_error_of_the_model_names_the_rows(trainer_arguments, monkeypatch):
+    monkeypatch.setattr(EmbeddingStore, "__getitem__", lambda self, rows: np.full((len(rows), 12), np.nan))
+    with pytest.raises(ValueError, match="NaN or infinite values") as error:
+        AlignerTrainer(**trainer_arguments).train()
+    assert error.value.__notes__[0].startswith("At step 0, in the batch of the rows ['row-")
 
 
 def test_an_interrupted_save_leaves_no_folder_that_loads(tmp_path, processor, monkeypatch, model):

@@ -1,0 +1,107 @@
+"""One of several processes of `test_distributed.py`: runs training stages and reports what this process did.
+
+    accelerate launch ... tests/train/distributed_worker.py RUNS REPORTS
+
+RUNS is a JSON list of `{"arguments", "interrupt_at", "nan_at"}`: what `train.sft` gets, the step at which all processes
+raise, and the step from which on the last process's projector gives NaN. Each process writes its list of reports to
+`REPORTS/<process>.json`: `error` (of the run, if any), `rows` (ids, batch after batch), `encoded` (number of texts that
+the encoder got), `written` (files that this process opened to write, or renamed).
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from transformers import modeling_utils
+
+from arcaligner.processing_arcaligner import ArcAlignerProcessor
+from arcaligner.train import sft
+from arcaligner.train.trainer import AlignerTrainer
+
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+current_run: dict = {}
+report: dict = {}
+
+
+def on_event(event: str, arguments: tuple) -> None:
+    """Writes by Python's own functions; `torch.save` and `save_file` write by others and are recorded below."""
+    if event == "open" and arguments[1] is not None and set(arguments[1]) & set("wxa+"):
+        record_write(arguments[0])
+    elif event in ("os.rename", "os.remove", "shutil.rmtree"):
+        record_write(arguments[0])
+
+
+def record_write(path) -> None:
+    if "written" in report and not isinstance(path, int):
+        report["written"].append(str(path))
+
+
+def recording_path(save):
+    def record_and_save(obj, path, *args, **kwargs):
+        record_write(path)
+        return save(obj, path, *args, **kwargs)
+
+    return record_and_save
+
+
+def recording_texts(encode):
+    def record_and_encode(self, texts, *args, **kwargs):
+        report["encoded"] += len(texts)
+        return encode(self, texts, *args, **kwargs)
+
+    return record_and_encode
+
+
+def recording_rows(compute_loss):
+    def record_and_compute(self, model, inputs, *args, **kwargs):
+        step = self.state.global_step
+        if step == current_run.get("interrupt_at"):
+            raise InterruptedError("interrupted")
+        report["rows"].append(inputs["row_ids"])
+        if step == current_run.get("nan_at") and RANK == WORLD_SIZE - 1:
+            self.model.model.projector.register_forward_hook(lambda module, inputs, output: output * float("nan"))
+        return compute_loss(self, model, inputs, *args, **kwargs)
+
+    return record_and_compute
+
+
+def allowing_fsdp(init):
+    """accelerate shards a model on accelerators only; told that these are some, it does so on CPUs."""
+
+    def init_and_rename(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    return init_and_rename
+
+
+def main(runs: list[dict]) -> list[dict]:
+    reports = []
+    for run in runs:
+        current_run.clear()
+        current_run.update(run)
+        report.update(error=None, rows=[], encoded=0, written=[])
+        try:
+            sft.main(*sft.parse(run["arguments"]))
+        except (ValueError, InterruptedError) as error:
+            report["error"] = str(error)
+        reports.append(dict(report))
+    return reports
+
+
+if __name__ == "__main__":
+    sys.addaudithook(on_event)
+    torch.save = recording_path(torch.save)
+    modeling_utils.safe_save_file = recording_path(modeling_utils.safe_save_file)
+    ArcAlignerProcessor.encode_segments = recording_texts(ArcAlignerProcessor.encode_segments)
+    AlignerTrainer.compute_loss = recording_rows(AlignerTrainer.compute_loss)
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        PartialState.__init__ = allowing_fsdp(PartialState.__init__)
+    reports = main(json.loads(Path(sys.argv[1]).read_text()))
+    report.clear()
+    (Path(sys.argv[2]) / f"{RANK}.json").write_text(json.dumps(reports))

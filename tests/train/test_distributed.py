@@ -1,0 +1,181 @@
+"""Training in two processes on the CPU, launched by accelerate with the shipped configuration.
+
+One launch does all runs, because starting Python twice takes longer than the training.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from training_recipes import RecipeWriter, parameters, run
+
+from arcaligner.train.resuming import last_checkpoint
+
+WORKER = Path(__file__).with_name("distributed_worker.py")
+CONFIGS = Path(__file__).parents[2] / "train" / "accelerate"
+PARTS = {
+    "reconstruction": {"projector", "lora_A", "lora_B"},
+    "grounding": {"projector", "lora_A", "lora_B"},
+    "gating": {"projector", "lora_A", "lora_B", "slot_gate"},
+}
+# Plain gradient descent: what Adam makes of a gradient near zero is rounding.
+COMPARED = {
+    "optim": "sgd",
+    "learning_rate": 0.5,
+    "max_grad_norm": 100.0,
+    "train_sampling_strategy": "random",
+    "logging_steps": 1,
+    "max_steps": 4,
+    "ddp_timeout": 60,
+    "aligner": {"lora_r": 4, "gate_hidden_size": 8, "lora_dropout": 0.0},
+}
+
+LONG = {"per_device_train_batch_size": 2, "max_steps": 8, "save_steps": 2, "ddp_timeout": 60}  # three steps an epoch
+
+
+@dataclass
+class Runs:
+    """Folders of the runs by name, and the report of each process on each."""
+
+    root: Path
+    reports: dict[str, list[dict]]
+
+    def logs(self, name: str, key: str) -> list[float]:
+        state = json.loads((self.root / name / "trainer_state.json").read_text())
+        return [entry[key] for entry in state["log_history"] if key in entry]
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def launch(config: Path, runs: list[dict], folder: Path) -> list[list[dict]]:
+    """Runs `runs` in two processes; the reports of each process on each run."""
+    (folder / "runs.json").write_text(json.dumps(runs))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--num_processes", "2"]
+    command += ["--main_process_port", str(free_port()), str(WORKER), str(folder / "runs.json"), str(folder)]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=200)
+    assert done.returncode == 0, done.stderr.decode()[-5000:]
+    by_process = [json.loads((folder / f"{process}.json").read_text()) for process in (0, 1)]
+    return list(map(list, zip(*by_process, strict=True)))
+
+
+@pytest.fixture(scope="module")
+def write_recipe(tmp_path_factory, base_model_dir, encoder_dir) -> RecipeWriter:
+    return RecipeWriter(tmp_path_factory.mktemp("recipes"), base_model_dir, encoder_dir)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, write_recipe) -> Runs:
+    """All runs: the stages in two processes and in one, one that breaks, and one with a NaN."""
+    root = tmp_path_factory.mktemp("distributed")
+    plan, before = {}, {1: None, 2: None}
+    for stage in PARTS:
+        for processes in (2, 1):
+            keys = COMPARED | {"per_device_train_batch_size": 4 // processes}
+            if before[processes] is not None:
+                keys.pop("aligner")
+            arguments = write_recipe(stage, root / f"{stage}-{processes}", before[processes], **keys)
+            before[processes] = root / f"{stage}-{processes}"
+            plan[f"{stage}-{processes}"] = {"arguments": arguments}
+    broken = write_recipe("grounding", root / "broken", **LONG)
+    plan["whole"] = {"arguments": write_recipe("grounding", root / "whole", **LONG)}
+    plan["interrupted"] = {"arguments": broken, "interrupt_at": 5}
+    plan["resumed"] = {"arguments": broken}
+    plan["nan"] = {"arguments": write_recipe("grounding", root / "nan", **LONG), "nan_at": 3}
+    in_two = {name: entry for name, entry in plan.items() if not name.endswith("-1")}
+    reports = launch(CONFIGS / "ddp.yaml", list(in_two.values()), root)
+    for stage in PARTS:
+        run(plan[f"{stage}-1"]["arguments"])
+    return Runs(root, dict(zip(in_two, reports, strict=True)))
+
+
+@pytest.mark.parametrize("stage", PARTS)
+def test_two_processes_train_as_one_with_the_same_rows(runs, stage):
+    for key in ("loss", "grad_norm"):
+        two, one = (torch.tensor(runs.logs(f"{stage}-{processes}", key)) for processes in (2, 1))
+        torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-6)
+    assert (one.diff().abs() > 1e-3).all()
+    two, one = (parameters(runs.root / f"{stage}-{processes}") for processes in (2, 1))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: name + text)
+
+
+@pytest.mark.parametrize("stage", PARTS)
+def test_a_stage_trains_its_parts_and_nothing_else(runs, stage):
+    before = parameters(runs.root / f"{stage}-2" / "checkpoint-2")
+    after = parameters(runs.root / f"{stage}-2")
+    names = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {next((part for part in PARTS["gating"] if part in name), name) for name in names} == PARTS[stage]
+
+
+def test_each_epoch_reads_each_row_once_in_another_order(runs):
+    batches = list(zip(*(report["rows"] for report in runs.reports["whole"]), strict=True))
+    orders = [[row for batch in batches[start : start + 3] for rows in batch for row in rows] for start in (0, 3)]
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(f"row-{number}" for number in range(12))
+    assert orders[0] != orders[1]
+
+
+def test_a_broken_run_ends_as_if_it_was_not(runs):
+    assert [report["error"] for report in runs.reports["interrupted"]] == ["interrupted"] * 2
+    whole, resumed = runs.reports["whole"], runs.reports["resumed"]
+    assert [report["rows"] for report in resumed] == [report["rows"][4:] for report in whole]
+    for folder in ("checkpoint-6", "checkpoint-8", "."):
+        one, other = parameters(runs.root / "whole" / folder), parameters(runs.root / "broken" / folder)
+        assert one.keys() == other.keys()
+        for name, tensor in one.items():
+            assert torch.equal(other[name], tensor), (folder, name)
+
+
+def test_a_loss_of_nan_in_one_process_stops_all_and_names_its_rows(runs):
+    first, last = runs.reports["nan"]
+    message = f"The loss is nan at step 3 for the rows {last['rows'][-1]}. Check"
+    assert first["error"].startswith(message) and last["error"].startswith(message)
+    assert last_checkpoint(runs.root / "nan") == str(runs.root / "nan" / "checkpoint-2")
+    assert all(tensor.isfinite().all() for tensor in parameters(runs.root / "nan" / "checkpoint-2").values())
+    assert not (runs.root / "nan" / "config.json").exists()
+
+
+def test_only_the_first_process_writes(runs):
+    for name, (first, second) in runs.reports.items():
+        inside = [path for path in second["written"] if path.startswith(str(runs.root))]
+        assert all(path.endswith("rng_state_1.pth") for path in inside), (name, inside)
+        assert {Path(path).name for path in first["written"]} >= {"model.safetensors", "optimizer.pt"}, name
+    one, two = ({path.name for path in (runs.root / f"gating-{n}" / "checkpoint-4").iterdir()} for n in (1, 2))
+    assert two - one == {"rng_state_0.pth", "rng_state_1.pth"} and one - two == {"rng_state.pth"}
+
+
+def test_the_first_process_fills_the_store_and_the_second_reads_it(runs, write_recipe):
+    first, second = runs.reports["reconstruction-2"]
+    assert first["encoded"] > 1 and second["encoded"] == 1  # the probe that tells encoders apart
+    assert not any(path.startswith(str(write_recipe.folder / "cache")) for path in second["written"])
+    assert all(report["encoded"] == 1 for report in runs.reports["whole"])
+
+
+def test_a_sharded_model_trains_resumes_and_is_saved_as_any_other(runs, write_recipe, tmp_path):
+    arguments = write_recipe("grounding", tmp_path / "run", **LONG)
+    interrupted, resumed = launch(
+        CONFIGS / "fsdp2.yaml", [{"arguments": arguments, "interrupt_at": 5}, {"arguments": arguments}], tmp_path
+    )
+    assert [report["error"] for report in interrupted] == ["interrupted"] * 2
+    assert [report["rows"] for report in resumed] == [report["rows"][4:] for report in runs.reports["whole"]]
+    assert {Path(path).name for path in resumed[1]["written"]} <= {"rng_state_1.pth"}
+    for folder in ("checkpoint-8", "."):
+        one, other = parameters(runs.root / "whole" / folder), parameters(tmp_path / "run" / folder)
+        for name, tensor in one.items():
+            torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-6)
+        names = {path.name for path in (runs.root / "whole" / folder).iterdir()}
+        more = {path.name for path in (tmp_path / "run" / folder).iterdir()} - names
+        assert more <= {"pytorch_model_fsdp.bin", "optimizer.bin"}
+        one, other = (
+            json.loads((root / folder / "config.json").read_text()) for root in (runs.root / "whole", tmp_path / "run")
+        )
+        assert one == other
