@@ -8,7 +8,7 @@ answer as the target. Tokenising never runs the encoder: a prompt needs the numb
 import itertools
 import uuid
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import datasets
@@ -26,17 +26,19 @@ EXAMPLE_FEATURES = Features(
     input_ids=List(Value("int32")),
     labels=List(Value("int32")),
     segment_texts=List(Value("string")),
+    answers=List(Value("string")),
 )
 
 
 @dataclass
 class Example:
-    """Ids with context tokens, labels, and the texts that the slots stand for, in order."""
+    """Ids with context tokens, labels, the texts that the slots stand for, in order, and all right answers, if any."""
 
     row_id: str
     input_ids: list[int]
     labels: list[int]
     segment_texts: list[str]
+    answers: list[str] = field(default_factory=list)
 
 
 def chunk_segments(segments: list[Segment], max_segments: int, row_id: str) -> Iterator[list[Segment]]:
@@ -93,7 +95,7 @@ class ExampleBuilder:
         ]
         prompt = self._question_prompt(messages[:1], len(texts), add_generation_prompt=True)
         whole = self._question_prompt(messages, len(texts), add_generation_prompt=False)
-        yield self._example(row["id"], prompt, whole, texts)
+        yield self._example(row["id"], prompt, whole, texts, row["answers"])
 
     def _segments(self, documents: list[dict[str, str]]) -> list[Segment]:
         """Segments of `documents`, remembered: many questions share their passages."""
@@ -129,7 +131,9 @@ class ExampleBuilder:
         )
         return inputs["input_ids"][0]
 
-    def _example(self, row_id: str, prompt: list[int], whole: list[int], texts: list[str]) -> Example:
+    def _example(
+        self, row_id: str, prompt: list[int], whole: list[int], texts: list[str], answers: list[str] | None = None
+    ) -> Example:
         """Labels on what the assistant says and the token that ends its turn, nothing else."""
         if whole[: len(prompt)] != prompt:
             raise ValueError(
@@ -138,7 +142,7 @@ class ExampleBuilder:
                 "told from the prompt. Name another `chat_template_path`."
             )
         target = self._end_of_turn(whole[len(prompt) :])
-        return Example(row_id, prompt + target, [-100] * len(prompt) + target, texts)
+        return Example(row_id, prompt + target, [-100] * len(prompt) + target, texts, answers or [])
 
     def _end_of_turn(self, target: list[int]) -> list[int]:
         """Cuts what stands behind the end of the turn; a template without gets EOS."""
@@ -166,7 +170,7 @@ def build_dataset(examples: datasets.Dataset | list[Example], store: EmbeddingSt
         store ([`EmbeddingStore`]): Where the embeddings are, and get to.
 
     Columns: `row_id`, `input_ids`, `labels`, `length` (tokens, to group batches by), `segment_rows`
-    (rows of `store`).
+    (rows of `store`), `answers`.
     """
     if isinstance(examples, list):
         examples = examples_dataset(examples)
@@ -179,6 +183,7 @@ def build_dataset(examples: datasets.Dataset | list[Example], store: EmbeddingSt
             "row_id": table["row_id"],
             "input_ids": table["input_ids"],
             "labels": table["labels"],
+            "answers": table["answers"],
             "length": table["input_ids"].combine_chunks().value_lengths(),
             "segment_rows": pa.ListArray.from_arrays(pa.array(np.insert(ends, 0, 0), type=pa.int32()), rows),
         }

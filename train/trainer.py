@@ -9,7 +9,7 @@ scores the prompt as well where there is no Triton, which costs more than all de
 small model on a CPU.
 """
 
-import time
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..backbones_arcaligner import find_decoder_layers
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from .collator import ContextCollator
 from .sampling import EpochOrder
+from .watching import Clock, GateWatch, answer_questions
 
 
 @dataclass
@@ -59,6 +60,9 @@ class AlignerTrainingConfig(SFTConfig):
     train_sampling_strategy: str = field(
         default="group_by_length", metadata={"help": "Rows of like length share a batch."}
     )
+    eval_answers: int = field(
+        default=0, metadata={"help": "Held-out questions to answer at each evaluation, for eval_em and eval_f1."}
+    )
 
     def __post_init__(self):
         self.dataset_kwargs = {"skip_prepare_dataset": True} | (self.dataset_kwargs or {})
@@ -87,9 +91,11 @@ class AlignerTrainer(SFTTrainer):
         data_collator ([`ContextCollator`]): Writes the slots' embeddings into the batch.
         **kwargs: Passed to [`~trl.SFTTrainer`].
 
-    Added to the logs: `tokens_per_second` (real tokens, padding not counted); in the gating stage
-    `refinement_steps` (mean steps of a slot at a layer) and `open_gates` (share of slots and layers
-    with a step).
+    Added to the logs: `tokens_per_second` (real tokens, padding not counted) and `minutes_left`; in the
+    gating stage `refinement_steps` (mean steps of a slot at a layer), `open_gates` (share of slots and
+    layers with a step) and `open_gates/layer_N`; at evaluations `eval_perplexity` of the targets and,
+    with `eval_answers`, `eval_em` and `eval_f1` of greedy answers. `metric_for_best_model: eval_f1` with
+    `load_best_model_at_end: true` keeps the best checkpoint and ends with it.
 
     Raises:
         `ValueError`: a `peft_config`, another collator, a model on the meta device; in all processes, a
@@ -125,8 +131,8 @@ class AlignerTrainer(SFTTrainer):
             )
         model.set_stage(stage)
         super().__init__(model, data_collator=data_collator, **kwargs)
-        self._last_log: tuple[float, float] | None = None
-        self._depths: list[torch.Tensor] = []
+        self._clock = Clock()
+        self._gates = GateWatch()
         self._rows_of_step: list[str] = []
         if self.is_deepspeed_enabled:
             # ZeRO-3 fetches a layer's weights once, for all of its refinement steps.
@@ -146,8 +152,7 @@ class AlignerTrainer(SFTTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         row_ids = inputs.pop("row_ids")
-        if self._last_log is None:
-            self._last_log = (time.perf_counter(), float(self._total_train_tokens))
+        self._clock.start(float(self._total_train_tokens), self.state.global_step)
         labels = inputs["labels"]  # (batch, seq_len), padded on the left
         keep = labels.shape[1] - int((labels != -100).any(dim=0).int().argmax()) + 1
         labels = labels[:, -keep:]
@@ -205,34 +210,40 @@ class AlignerTrainer(SFTTrainer):
             self._total_train_tokens += num_tokens
             self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
             if self.model.config.gate_mode != "off" and outputs.recursion_depth is not None:
-                self._depths.append(outputs.recursion_depth)  # (batch, num_layers, max_slots)
+                self._gates.add(outputs.recursion_depth)  # (batch, num_layers, max_slots)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training and "loss" in logs:
-            logs |= self._speed() | self._gate_statistics()
+            logs |= self._clock.read(float(self._total_train_tokens), self.state.global_step, self.state.max_steps)
+            logs |= self._gates.pop(self.accelerator)
+        if "eval_loss" in logs:
+            logs["eval_perplexity"] = math.exp(min(logs["eval_loss"], 700.0))
         super().log(logs, start_time)
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Held-out loss and perplexity and, with `eval_answers`, EM and F1 of greedy answers."""
+        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        if not self.args.eval_answers:
+            return metrics
+        asked = (self.eval_dataset if eval_dataset is None else eval_dataset).filter(bool, input_columns="answers")
+        if not len(asked):
+            raise ValueError(
+                f"`eval_answers` is {self.args.eval_answers}, but no row of `eval_files` has a question. Name files of "
+                "questions, or leave `eval_answers` out."
+            )
+        scores = answer_questions(
+            self.model,
+            self.accelerator,
+            asked.select(range(min(len(asked), self.args.eval_answers))),
+            self.data_collator,
+            self.processing_class.tokenizer,
+            self.args.eval_batch_size,
+        )
+        scores = {f"{metric_key_prefix}_{name}": value for name, value in scores.items()}
+        self.log(scores)
+        return metrics | scores
 
     def _issue_warnings_after_load(self, load_result) -> None:
         # A checkpoint holds the aligner; the base model's weights are not missing from it.
         missing = [key for key in load_result.missing_keys if self.model.is_aligner_key(key)]
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
-
-    def _speed(self) -> dict[str, float]:
-        now, tokens = time.perf_counter(), float(self._total_train_tokens)
-        then, tokens_then = self._last_log
-        self._last_log = (now, tokens)
-        return {"tokens_per_second": (tokens - tokens_then) / (now - then)}
-
-    def _gate_statistics(self) -> dict[str, float]:
-        if not self._depths:
-            return {}
-        # -1 marks no slot: batches differ in their number of slots, so they are flattened first
-        depths = torch.cat([depth.flatten() for depth in self._depths])
-        depths = depths[depths >= 0].float()
-        self._depths.clear()
-        if not depths.numel():
-            return {}
-        return {
-            "refinement_steps": depths.mean().item(),
-            "open_gates": (depths > 0).float().mean().item(),
-        }

@@ -1,0 +1,120 @@
+"""What a run says of itself besides its loss: how open the gates are, how long it takes, what it answers.
+
+All of it goes through `Trainer.log`, so trackers named in `report_to` get it, too.
+"""
+
+import math
+import time
+from typing import Any
+
+import datasets
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object, tqdm
+
+from ..evaluation.metrics import contains_match, token_f1
+from .collator import ContextCollator
+
+MAX_ANSWER_TOKENS = 24
+
+
+class GateWatch:
+    """Refinement steps of slots since the last log."""
+
+    def __init__(self):
+        self._counts: torch.Tensor | None = None  # (num_layers, 2): refinement steps, slots with one or more
+        self._num_slots = 0
+
+    def add(self, depths: torch.Tensor) -> None:
+        """`depths` (batch, num_layers, max_slots): refinement steps, -1 where there is no slot."""
+        steps = depths.clamp(min=0)
+        counts = torch.stack([steps.sum(dim=(0, 2)), (steps > 0).sum(dim=(0, 2))], dim=1).double()
+        self._counts = counts if self._counts is None else self._counts + counts
+        self._num_slots += int((depths[:, 0] >= 0).sum())
+
+    def pop(self, accelerator: Accelerator) -> dict[str, float]:
+        """Of all processes: mean steps of a slot at a layer, share of open gates, the same of each layer."""
+        if self._counts is None:
+            return {}
+        counts = accelerator.reduce(self._counts.to(accelerator.device, torch.float32))  # (num_layers, 2)
+        num_slots = accelerator.reduce(torch.tensor(float(self._num_slots), device=accelerator.device)).item()
+        self._counts, self._num_slots = None, 0
+        steps, opened = (counts / max(1.0, num_slots)).T.tolist()
+        by_layer = {f"open_gates/layer_{layer}": share for layer, share in enumerate(opened)}
+        return {
+            "refinement_steps": sum(steps) / len(steps),
+            "open_gates": sum(opened) / len(opened),
+        } | {name: round(share, 4) for name, share in by_layer.items()}
+
+
+class Clock:
+    """Tokens a second since the last log, and the minutes a run still takes at the pace since its start."""
+
+    def __init__(self):
+        self._last: tuple[float, float] | None = None  # time, tokens
+        self._first: tuple[float, int] | None = None  # time, step
+
+    def start(self, num_tokens: float, step: int) -> None:
+        """Begins with the first batch; later calls do nothing."""
+        if self._last is None:
+            now = time.perf_counter()
+            self._last, self._first = (now, num_tokens), (now, step)
+
+    def read(self, num_tokens: float, step: int, max_steps: int) -> dict[str, float]:
+        """`tokens_per_second` and `minutes_left`."""
+        now = time.perf_counter()
+        (then, tokens_then), (began, first_step) = self._last, self._first
+        self._last = (now, num_tokens)
+        seconds_per_step = (now - began) / max(1, step - first_step)
+        return {
+            "tokens_per_second": (num_tokens - tokens_then) / (now - then),
+            "minutes_left": round(seconds_per_step * (max_steps - step) / 60, 1),
+        }
+
+
+@torch.inference_mode()
+def answer_questions(
+    model,
+    accelerator: Accelerator,
+    questions: datasets.Dataset,
+    collator: ContextCollator,
+    tokenizer,
+    batch_size: int,
+) -> dict[str, float]:
+    """
+    Greedy answers to held-out questions, from slots.
+
+    Args:
+        model ([`ArcAlignerForCausalLM`]): As the trainer wraps it for evaluation.
+        accelerator (`Accelerator`): Processes answer a part of the questions each.
+        questions (`datasets.Dataset`): Rows of `data.build_dataset` with `answers`.
+        collator ([`ContextCollator`]), tokenizer: Of the trainer.
+        batch_size (`int`): Questions at a time in a process.
+
+    Returns:
+        `em` (non-strict) and `f1`, means in percent, the same in each process.
+    """
+    world = accelerator.num_processes
+    mine = list(range(accelerator.process_index, len(questions), world))
+    # All processes take part in each step of a model that is spread over them: they take as many.
+    num_batches = math.ceil(len(questions) / world / batch_size)
+    scores: list[tuple[int, float, float]] = []
+    for start in tqdm(range(0, num_batches * batch_size, batch_size), desc="answering", leave=False):
+        indices = mine[start : start + batch_size]
+        rows = [_prompt(questions[index]) for index in indices or [0]]
+        batch = collator(rows)
+        inputs = {key: batch[key].to(accelerator.device) for key in ("input_ids", "attention_mask", "context_embeds")}
+        output = accelerator.unwrap_model(model).generate(
+            **inputs, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False, synced_gpus=world > 1
+        )
+        texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        for index, row, text in zip(indices, rows, texts, strict=False):
+            scores.append((index, contains_match(text, row["answers"]), token_f1(text, row["answers"])))
+    scores = gather_object(scores)
+    return {name: 100 * sum(score[i] for score in scores) / len(scores) for i, name in ((1, "em"), (2, "f1"))}
+
+
+def _prompt(row: dict[str, Any]) -> dict[str, Any]:
+    """The row without its target."""
+    length = next(index for index, label in enumerate(row["labels"]) if label != -100)
+    return row | {"input_ids": row["input_ids"][:length], "labels": row["labels"][:length]}
