@@ -1,12 +1,14 @@
-"""The command line: answer a question from files, watch the demo, share an aligner.
+"""The command line: answer a question from files, watch the demo, train an aligner, share it.
 
     python -m arcaligner answer --question "Who wrote it?" --document letter.txt
     python -m arcaligner demo
+    python -m arcaligner train --recipe smollm2_135m
     python -m arcaligner push --repo-id user/name
 
 Answers go to standard output, all else to standard error.
 """
 
+import logging
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -125,6 +127,25 @@ def demo(checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT)) -> None:
     with messages.status("Loading the aligner and its base model"):
         ask = load_pipeline(checkpoint)
     run_demo(ask, output)
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Option(help="A recipe of train/recipes, or a folder with a file for each stage.")],
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="--KEY VALUE", help="Keys of the recipe for every stage, behind --.")
+    ] = None,
+    stage: Annotated[int | None, typer.Option(help="Only this stage.", min=1, max=3)] = None,
+    folder: Annotated[str | None, typer.Option("--output", help="Folder for the stages, not the recipe's.")] = None,
+    accelerate: Annotated[
+        str | None, typer.Option(help="Several processes: ddp, fsdp2, zero3, cpu, or a config file of accelerate.")
+    ] = None,
+) -> None:
+    """Trains the stages of a recipe that are not finished, each from the end of the one before."""
+    from .train.stages import find_recipe, read_stages, run_stages
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    run_stages(read_stages(find_recipe(recipe), folder, settings, stage), accelerate)
 
 
 @app.command()

@@ -2,12 +2,14 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from arcaligner import ArcAlignerPipeline, cli, demo
 from arcaligner.segmentation_arcaligner import segment_document
+from arcaligner.train import stages
 
 QUESTION = "Who wrote it?"
 TEXT = "It was written by [Ada].  Nobody else knew.\n"
@@ -94,6 +96,37 @@ def test_missing_base_model_is_named_with_the_remedy(capsys, checkpoint_dir, doc
     options = ("--document", document, "--checkpoint", moved)
     code, _, err = run(capsys, "answer", "--question", QUESTION, *options)
     assert code == 1 and "base model `someone/base-model`" in err and "hf download" in err
+
+
+@pytest.fixture
+def untrained(monkeypatch) -> list:
+    """Stages and launcher that would have run."""
+    asked = []
+    monkeypatch.setattr(stages, "run_stages", lambda *arguments: asked.append(arguments))
+    return asked
+
+
+def test_train_runs_the_stages_of_a_recipe(capsys, untrained):
+    code, out, err = run(capsys, "train", "--recipe", "tiny", "--output", "mine", "--", "--seed", "2", "--max_steps=3")
+    assert (code, out, err) == (0, "", "")
+    folder = stages.RECIPES / "tiny"
+    assert untrained == [(stages.read_stages(folder, "mine", ["--seed", "2", "--max_steps=3"]), None)]
+    code, _, _ = run(capsys, "train", "--recipe", folder, "--stage", "2", "--accelerate", "cpu")
+    assert code == 0 and untrained[1] == (stages.read_stages(folder, only=2), "cpu")
+
+
+def test_mistakes_in_train_end_in_one_clear_line(capsys, monkeypatch):
+    monkeypatch.setattr(stages.subprocess, "run", lambda command: SimpleNamespace(returncode=1))
+    for options, message in (
+        (("--recipe", "none"), "There is no recipe 'none'"),
+        (("--recipe", "tiny", "--", "--output_dir", "x"), "Name a folder for all stages with `--output`"),
+        (("--recipe", "tiny", "--accelerate", "none"), "no accelerate config 'none'"),
+        (("--recipe", "tiny", "--output", "none"), "1_reconstruction failed with exit code 1; what it said stands"),
+    ):
+        code, out, err = run(capsys, "train", *options)
+        assert code == 1 and out == ""
+        assert err.startswith("Error: ") and message in err and err.count("\n") == 1
+    assert run(capsys, "train")[0] == run(capsys, "train", "--recipe", "tiny", "--stage", "4")[0] == 2
 
 
 def test_demo_shows_every_question_answer_gold_and_rate(checkpoint_dir):

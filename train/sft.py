@@ -9,11 +9,14 @@ Any key of the recipe can be given on the command line. A recipe's keys are thos
 goes on from the last checkpoint in its `output_dir`.
 """
 
+import contextlib
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from transformers import PreTrainedConfig, set_seed
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..defaults_arcaligner import resolve_base_model
@@ -26,6 +29,7 @@ from .encoding import DevicePool, all_accelerators, encoder_settings
 from .recipe import RecipeArguments, RecipeParser, eval_examples, training_examples
 from .resuming import last_checkpoint
 from .saving import save_stage
+from .stages import stage_settings
 from .start import check_resume, check_start
 from .trainer import AlignerTrainer, AlignerTrainingConfig
 
@@ -70,12 +74,26 @@ def load_model(recipe: RecipeArguments, processor: ArcAlignerProcessor) -> ArcAl
     )
 
 
+@contextlib.contextmanager
+def encoder_in_one_piece(args: AlignerTrainingConfig) -> Iterator[None]:
+    """With ZeRO-3, transformers spreads each model that it loads over the processes; not those loaded in here."""
+    if args.deepspeed_plugin is None:
+        yield
+        return
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        set_hf_deepspeed_config(args.deepspeed_plugin.dschf)
+
+
 def main(recipe: RecipeArguments, args: AlignerTrainingConfig, recipe_text: str) -> None:
     """Runs the stage. `recipe_text` is saved with the model."""
     processor = load_processor(recipe, args.chat_template_path)
     builder = ExampleBuilder(processor, recipe.max_segments)
     with (
         args.main_process_first(desc="embedding the training segments"),
+        encoder_in_one_piece(args),
         DevicePool(processor, [] if args.use_cpu else all_accelerators()) as encode,
     ):
         store = EmbeddingStore(
@@ -119,10 +137,7 @@ def parse(arguments: list[str]) -> tuple[RecipeArguments, AlignerTrainingConfig,
     """The recipe named by `--config`, with the command line over it, and its text."""
     parser = RecipeParser((RecipeArguments, AlignerTrainingConfig))
     recipe, args = parser.parse_args_and_config(arguments)
-    text = f"# arcaligner.train.sft {' '.join(arguments)}\n"
-    if "--config" in arguments:
-        text += Path(arguments[arguments.index("--config") + 1]).read_text(encoding="utf-8")
-    return recipe, args, text
+    return recipe, args, stage_settings(arguments)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,273 @@
+"""All stages by one command: what is finished is skipped, what is broken goes on, what does not fit is refused."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from training_recipes import RecipeWriter, parameters, run
+
+from arcaligner.train import sft, stages
+from arcaligner.train.stages import RECIPES, find_recipe, read_stages, run_stages, stage_settings
+
+NAMES = ["1_reconstruction", "2_grounding", "3_gating"]
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch) -> Path:
+    """A recipe that is never trained: three files with a key or two."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("recipe")
+    folder.mkdir()
+    for name in NAMES:
+        (folder / f"{name}.yaml").write_text(f"output_dir: runs/{name}\nlearning_rate: 1.0e-3\nseed: 1\n")
+    (folder / "full_text.yaml").write_text("output_dir: runs/full_text\n")
+    return folder
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[list[str]]:
+    """Commands in place of processes; each leaves a stage that looks finished."""
+    made: list[list[str]] = []
+
+    def finish(command):
+        made.append(command)
+        arguments = command[command.index("arcaligner.train.sft") + 1 :]
+        config = yaml.safe_load(Path(arguments[1]).read_text())
+        place = arguments[arguments.index("--output_dir") + 1] if "--output_dir" in arguments else config["output_dir"]
+        Path(place).mkdir(parents=True)
+        Path(place, "recipe.yaml").write_text(stage_settings(arguments))
+        Path(place, "config.json").write_text("{}")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(stages.subprocess, "run", finish)
+    return made
+
+
+def trained(calls: list[list[str]]) -> list[str]:
+    return [Path(command[command.index("--config") + 1]).stem for command in calls]
+
+
+def test_stages_run_in_order_each_from_the_folder_of_the_one_before(recipe, calls):
+    run_stages(read_stages(recipe, output="mine", overrides=["--seed", "2"]))
+    start = [sys.executable, "-m", "arcaligner.train.sft", "--config"]
+    assert calls == [
+        [*start, "recipe/1_reconstruction.yaml", "--output_dir", "mine/1_reconstruction", "--seed", "2"],
+        [
+            *[*start, "recipe/2_grounding.yaml", "--output_dir", "mine/2_grounding"],
+            *["--model_name_or_path", "mine/1_reconstruction", "--seed", "2"],
+        ],
+        [
+            *[*start, "recipe/3_gating.yaml", "--output_dir", "mine/3_gating"],
+            *["--model_name_or_path", "mine/2_grounding", "--seed", "2"],
+        ],
+    ]
+
+
+def test_without_a_folder_the_recipes_own_are_used(recipe, calls):
+    run_stages(read_stages(recipe))
+    assert [command[3:] for command in calls] == [["--config", f"recipe/{name}.yaml"] for name in NAMES]
+
+
+def test_finished_stages_are_skipped_and_said_so(recipe, calls, caplog):
+    run_stages(read_stages(recipe))
+    shutil.rmtree("runs/3_gating")
+    with caplog.at_level("INFO"):
+        run_stages(read_stages(recipe))
+    assert trained(calls) == [*NAMES, "3_gating"]
+    assert "1_reconstruction is finished: runs/1_reconstruction" in caplog.text
+    assert "3_gating -> runs/3_gating" in caplog.text
+
+
+def test_one_stage_alone_leaves_the_others(recipe, calls):
+    run_stages(read_stages(recipe, only=2))
+    assert trained(calls) == ["2_grounding"]
+    assert calls[0][3:] == ["--config", "recipe/2_grounding.yaml"]
+    run_stages(read_stages(recipe, "mine", only=2))
+    assert calls[1][-2:] == ["--model_name_or_path", "mine/1_reconstruction"]
+
+
+def test_a_finished_stage_with_other_settings_is_refused_before_anything_runs(recipe, calls):
+    run_stages(read_stages(recipe))
+    (recipe / "2_grounding.yaml").write_text("output_dir: runs/2_grounding\nlearning_rate: 0.5\nseed: 1\n")
+    shutil.rmtree("runs/3_gating")
+    message = "runs/2_grounding was finished with `learning_rate` 0.001, but 2_grounding now has 0.5"
+    with pytest.raises(ValueError, match=message):
+        run_stages(read_stages(recipe))
+    with pytest.raises(ValueError, match="runs/1_reconstruction was finished with `seed` 1, but .* now has 2"):
+        run_stages(read_stages(recipe, overrides=["--seed=2"]))
+    assert len(calls) == 3
+
+
+def test_a_later_stage_is_trained_again_with_its_own_settings(recipe, calls):
+    run_stages(read_stages(recipe))
+    shutil.rmtree("runs/3_gating")
+    run_stages(read_stages(recipe, overrides=["--seed", "2"], only=3))
+    assert trained(calls) == [*NAMES, "3_gating"]
+    assert calls[-1][-2:] == ["--seed", "2"]
+
+
+def test_comments_and_moved_folders_are_no_other_settings(recipe, calls):
+    run_stages(read_stages(recipe, only=1))
+    path = recipe / "1_reconstruction.yaml"
+    path.write_text("# why\n" + path.read_text().replace("output_dir: runs", "output_dir: elsewhere"))
+    Path("runs").rename("elsewhere")
+    run_stages(read_stages(recipe, only=1))
+    assert len(calls) == 1
+
+
+def test_a_finished_stage_whose_start_is_gone_is_refused(recipe, calls):
+    run_stages(read_stages(recipe))
+    shutil.rmtree("runs/1_reconstruction")
+    with pytest.raises(ValueError, match="runs/2_grounding is finished, but 1_reconstruction, from which it starts"):
+        run_stages(read_stages(recipe))
+    assert len(calls) == 3
+
+
+def test_a_start_that_is_newer_is_warned_of(recipe, calls, caplog):
+    run_stages(read_stages(recipe))
+    later = Path("runs/3_gating/recipe.yaml").stat().st_mtime + 10
+    os.utime("runs/1_reconstruction/recipe.yaml", (later, later))
+    run_stages(read_stages(recipe))
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("runs/2_grounding is older than runs/1_reconstruction")
+
+
+def test_a_finished_stage_that_does_not_say_its_settings_is_refused(recipe, calls):
+    Path("runs/1_reconstruction").mkdir(parents=True)
+    Path("runs/1_reconstruction/config.json").write_text("{}")
+    with pytest.raises(ValueError, match="runs/1_reconstruction holds a model without recipe.yaml"):
+        run_stages(read_stages(recipe))
+
+
+@pytest.mark.parametrize("code, end", [(3, "failed with exit code 3"), (-9, "was killed by signal 9")])
+def test_a_stage_that_fails_stops_the_others(recipe, monkeypatch, code, end):
+    made = []
+    monkeypatch.setattr(
+        stages.subprocess, "run", lambda command: made.append(command) or SimpleNamespace(returncode=code)
+    )
+    with pytest.raises(ChildProcessError, match=f"1_reconstruction {end}"):
+        run_stages(read_stages(recipe))
+    assert len(made) == 1
+
+
+def test_accelerate_launches_the_stages_with_its_config(recipe, calls, tmp_path):
+    run_stages(read_stages(recipe, only=1), accelerate="ddp")
+    shipped = str(RECIPES.parent / "accelerate" / "ddp.yaml")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    assert calls[0][:7] == [*launch, shipped, "-m", "arcaligner.train.sft"]
+    own = tmp_path / "own.yaml"
+    own.touch()
+    run_stages(read_stages(recipe, only=2), accelerate=str(own))
+    assert calls[1][:5] == [*launch, str(own)]
+    with pytest.raises(ValueError, match="no accelerate config 'fsdp3'; name cpu, ddp, fsdp2, zero3 or a file"):
+        run_stages(read_stages(recipe), accelerate="fsdp3")
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["--output_dir", "x"], "`--output_dir` cannot be given.*`--output`"),
+        (["--config=x"], "`--config` cannot be given.*`--recipe`"),
+        (["--model_name_or_path", "x"], "`--model_name_or_path` cannot be given.*`--stage`"),
+    ],
+)
+def test_keys_that_stages_cannot_share_are_refused(recipe, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        read_stages(recipe, overrides=overrides)
+
+
+def test_one_stage_alone_may_start_from_elsewhere(recipe):
+    (stage,) = read_stages(recipe, overrides=["--model_name_or_path", "x"], only=2)
+    assert stage.arguments[-2:] == ["--model_name_or_path", "x"]
+
+
+def test_mistakes_in_a_recipe_are_named(recipe):
+    with pytest.raises(ValueError, match="There is no recipe 'none': neither one of llama_3_1_8b, mistral_7b, smollm2"):
+        find_recipe("none")
+    with pytest.raises(ValueError, match="recipe has no stage 4; it has 1, 2, 3"):
+        read_stages(recipe, only=4)
+    (recipe / "2_grounding.yaml").write_text("seed: 1\n")
+    with pytest.raises(ValueError, match="2_grounding.yaml has no `output_dir`"):
+        read_stages(recipe)
+    (recipe / "2_grounding.yaml").write_text("seed: [\n")
+    with pytest.raises(ValueError, match="2_grounding.yaml is not YAML"):
+        read_stages(recipe)
+
+
+def test_recipes_are_found_by_name_or_folder_and_have_three_stages(recipe):
+    assert find_recipe("smollm2_135m") == RECIPES / "smollm2_135m"
+    assert find_recipe("recipe") == recipe
+    for folder in (recipe, RECIPES / "smollm2_135m"):  # both have a full_text.yaml, too
+        assert [stage.name for stage in read_stages(folder)] == NAMES
+        assert [stage.number for stage in read_stages(folder)] == [1, 2, 3]
+
+
+def test_the_script_keeps_what_the_stage_is_compared_with(base_model_dir, encoder_dir, tmp_path):
+    arguments = RecipeWriter(tmp_path, base_model_dir, encoder_dir)("grounding", tmp_path / "run")
+    arguments += ["--run_name", "it's mine"]
+    assert sft.parse(arguments)[2] == stage_settings(arguments)
+    assert stage_settings(arguments).splitlines()[0].endswith("""--run_name 'it'"'"'s mine'""")
+
+
+# A real run of tiny models
+
+KILLED = """
+import os, signal, sys
+from arcaligner.train import sft, trainer
+
+def step(self, *args, **kwargs):
+    if self.state.global_step == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(self, *args, **kwargs)
+
+original, trainer.AlignerTrainer.training_step = trainer.AlignerTrainer.training_step, step
+sft.main(*sft.parse(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_command_that_was_killed_ends_as_if_it_was_not(tmp_path, base_model_dir, encoder_dir, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write = RecipeWriter(tmp_path, base_model_dir, encoder_dir)
+    Path("recipe").mkdir()
+    before = None
+    for name in NAMES:
+        number, stage = name.split("_")
+        config = write(stage, Path("runs", name), before)[1]
+        shutil.move(config, f"recipe/{name}.yaml")
+        before = Path("runs", name)
+    first, second, _ = read_stages(find_recipe("recipe"))
+    run(first.arguments)  # finished
+    killed = subprocess.run([sys.executable, "-c", KILLED, *second.arguments], capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert not second.is_finished
+
+    command = [sys.executable, "-m", "arcaligner", "train", "--recipe", "recipe"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "1_reconstruction is finished: runs/1_reconstruction" in done.stderr
+    assert (
+        "2_grounding -> runs/2_grounding" in done.stderr
+        and "going on from runs/2_grounding/checkpoint-2" in done.stderr
+    )
+    assert "3_gating -> runs/3_gating" in done.stderr
+
+    run([*second.arguments, "--output_dir", "whole"])
+    whole, resumed = parameters(Path("whole")), parameters(Path("runs/2_grounding"))
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
+
+    again = subprocess.run([*command, "--", "--lora_rank", "3"], capture_output=True, text=True)
+    assert again.returncode == 1 and "was finished with `lora_rank` None, but" in again.stderr
+    assert "Traceback" not in again.stderr
+    failed = subprocess.run([*command, "--output", "new", "--", "--lora_rank", "3"], capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert "Unknown key `lora_rank` in the command line." in failed.stderr  # the stage's own words
+    assert failed.stderr.splitlines()[-1].startswith("Error: 1_reconstruction failed with exit code 1;")
+    assert failed.stderr.count("Traceback") == 1  # the stage's
