@@ -287,11 +287,11 @@ def _base_model_renamings(model) -> list[WeightRenaming]:
     leaves = {
         name.rsplit(".", 1)[-1] for name, module in model.named_modules() if module in set(slot_lora_layers(model))
     }
-    linears = "|".join(sorted(leaves))
-    return [
-        WeightRenaming(r"^(?:model|transformer|gpt_neox)\.(?!backbone\.|projector\.)", f"{prefix}backbone."),
-        WeightRenaming(rf"\.({linears})\.(?=weight$|bias$)", r".\1.base_layer."),
-    ]
+    renamings = [WeightRenaming(r"^(?:model|transformer|gpt_neox)\.(?!backbone\.|projector\.)", f"{prefix}backbone.")]
+    if leaves:
+        linears = "|".join(sorted(leaves))
+        renamings.append(WeightRenaming(rf"\.({linears})\.(?=weight$|bias$)", r".\1.base_layer."))
+    return renamings
 
 
 def _copy_processor(source: str, folder: Path) -> None:

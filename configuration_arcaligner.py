@@ -48,7 +48,8 @@ class ArcAlignerConfig(PreTrainedConfig):
             The id that marks a slot in `input_ids`. It needs no row in the embedding matrix and no logit. Default: the
             backbone's `vocab_size`, the first id it does not use.
         lora_r (`int`, defaults to 128), lora_alpha (`int`, defaults to 32), lora_dropout (`float`, defaults to 0.05):
-            The selective LoRA (Eq. 3); the values of the paper's hyperparameter tables.
+            The selective LoRA (Eq. 3); the values of the paper's hyperparameter tables. Rank 0 is no LoRA: with the
+            gates off, the projector alone aligns a slot, which is xRAG's design.
         lora_target_modules (`str` or `list[str]`, defaults to `"all-linear"`):
             The linears inside the decoder layers that carry LoRA, by PEFT's rules.
         gate_layers (`"all"` or `list[int]`, defaults to `"all"`): Layers with a gate (the paper's `L_gate`).
@@ -63,7 +64,8 @@ class ArcAlignerConfig(PreTrainedConfig):
             The last stage it was trained in; the next one looks at it. Set by `set_stage`.
 
     Raises:
-        `ValueError`: a gate layer that the backbone does not have, a threshold outside (0, 1], negative steps.
+        `ValueError`: a negative rank, a gate layer that the backbone does not have, a threshold outside (0, 1],
+            negative steps.
     """
 
     model_type = "arcaligner"
@@ -102,6 +104,8 @@ class ArcAlignerConfig(PreTrainedConfig):
             self.context_token_id = self.text_config.vocab_size
         # Some backbones say in their own config only whether head and embeddings are one matrix.
         self.tie_word_embeddings = self.tie_word_embeddings or self.text_config.tie_word_embeddings
+        if self.lora_r < 0:
+            raise ValueError(f"`lora_r` is {self.lora_r}; expected a rank, or 0 for an aligner without LoRA.")
         self._check_gates()
 
     def _check_gates(self) -> None:

@@ -97,7 +97,9 @@ def lora_target_names(layers: nn.ModuleList, prefix: str, target_modules: str | 
 
 
 def inject_slot_lora(backbone: nn.Module, layers: nn.ModuleList, config) -> None:
-    """Puts PEFT's LoRA layers (adapter `slot`) into `backbone`, in place. Freezes all its other parameters."""
+    """Puts PEFT's LoRA layers (adapter `slot`) into `backbone`, in place; none with `lora_r=0`."""
+    if config.lora_r == 0:
+        return
     prefix = next(name for name, module in backbone.named_modules() if module is layers)
     lora_config = LoraConfig(
         r=config.lora_r,

@@ -439,10 +439,11 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         return slot_mask
 
     def _check_slots(self, slot_mask, context_embeds, past_key_values) -> None:
-        active = next(slot_lora_layers(self.backbone)).active_adapters
-        if active != [ADAPTER_NAME]:
+        lora_layer = next(slot_lora_layers(self.backbone), None)  # none with `lora_r=0`
+        if lora_layer is not None and lora_layer.active_adapters != [ADAPTER_NAME]:
             raise ValueError(
-                f"PEFT adapter {active} is active, which switches the slots' own LoRA `{ADAPTER_NAME}` off. ArcAligner "
+                f"PEFT adapter {lora_layer.active_adapters} is active, which switches the slots' own LoRA "
+                f"`{ADAPTER_NAME}` off. ArcAligner "
                 "brings its LoRA: train it with `set_stage` and without a `peft_config`."
             )
         width = self.config.encoder_hidden_size

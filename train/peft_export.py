@@ -40,7 +40,7 @@ def export_peft(checkpoint: str | Path, output: str | Path) -> None:
         output (`str` or `Path`): A new folder, an empty one or an earlier export, which is replaced.
 
     Raises:
-        `ValueError`: an incomplete checkpoint, or an `output` with other files in it.
+        `ValueError`: an incomplete checkpoint, one without LoRA, or an `output` with other files in it.
     """
     checkpoint, output = Path(checkpoint), Path(output)
     model = empty_model(checkpoint)
@@ -49,6 +49,8 @@ def export_peft(checkpoint: str | Path, output: str | Path) -> None:
             f"{output} is not an empty folder and no earlier export. A PEFT adapter needs a folder of its own (beside "
             f"a config.json it would be loaded with that model): name a new one, for example {output / 'peft_lora'}."
         )
+    if model.config.lora_r == 0:
+        raise ValueError(f"The aligner in {checkpoint} has no LoRA to export: its `lora_r` is 0.")
     weights = _adapter_weights(model, checkpoint)
     config = _adapter_config(model, weights)
     output.parent.mkdir(parents=True, exist_ok=True)

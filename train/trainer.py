@@ -19,8 +19,7 @@ from torch.utils.data import RandomSampler, Sampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig, SFTTrainer
 
-from ..backbones_arcaligner import find_decoder_layers
-from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..modeling_arcaligner import ArcAlignerForCausalLM, SlotDecoderLayer
 from .collator import ContextCollator
 from .sampling import EpochOrder
 from .watching import Clock, GateWatch, answer_questions
@@ -59,6 +58,9 @@ class AlignerTrainingConfig(SFTConfig):
     )
     train_sampling_strategy: str = field(
         default="group_by_length", metadata={"help": "Rows of like length share a batch."}
+    )
+    gate_learning_rate: float | None = field(
+        default=None, metadata={"help": "Of the gates, which start untrained in stage III. Default: learning_rate."}
     )
     eval_answers: int = field(
         default=0, metadata={"help": "Held-out questions to answer at each evaluation, for eval_em and eval_f1."}
@@ -136,7 +138,7 @@ class AlignerTrainer(SFTTrainer):
         self._rows_of_step: list[str] = []
         if self.is_deepspeed_enabled:
             # ZeRO-3 fetches a layer's weights once, for all of its refinement steps.
-            layer = find_decoder_layers(model.model.backbone)[0]
+            layer = next(module for module in model.modules() if isinstance(module, SlotDecoderLayer))
             self.accelerator.state.deepspeed_plugin.transformer_moe_cls_names = type(layer).__name__
 
     def _get_train_sampler(self, train_dataset=None) -> Sampler:
@@ -145,6 +147,19 @@ class AlignerTrainer(SFTTrainer):
             return sampler
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return EpochOrder(sampler, seed, epoch=lambda: int(self.state.epoch or 0))
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        """As ever, with a learning rate of the gates' own if there is one."""
+        optimizer = super().create_optimizer(model)
+        if self.args.gate_learning_rate is None:
+            return optimizer
+        gates = {parameter for name, parameter in self.model.named_parameters() if ".slot_gate." in name}
+        for group in list(optimizer.param_groups):
+            own = [parameter for parameter in group["params"] if parameter in gates]
+            if own:
+                group["params"] = [parameter for parameter in group["params"] if parameter not in gates]
+                optimizer.add_param_group(group | {"params": own, "lr": self.args.gate_learning_rate})
+        return optimizer
 
     def _run_epoch(self, *args, **kwargs) -> None:
         if self.state.global_step < self.state.max_steps:  # gone on from its end, Trainer would take one more step

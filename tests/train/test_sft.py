@@ -234,3 +234,17 @@ def test_an_interrupted_save_leaves_no_folder_that_loads(tmp_path, processor, mo
         saving.save_stage(tmp_path, model, processor, "stage: gating\n")
     assert not (tmp_path / "config.json").exists()
     assert not list(tmp_path.glob(".saving-*"))
+
+
+def test_the_gates_can_learn_faster_than_the_rest(tmp_path, write_recipe, stages):
+    slow, fast = tmp_path / "slow", tmp_path / "fast"
+    run(write_recipe("gating", slow, stages["grounding"], max_steps=1, warmup_steps=0, learning_rate=1e-3))
+    keys = {"max_steps": 1, "warmup_steps": 0, "learning_rate": 1e-3, "gate_learning_rate": 1e-1}
+    run(write_recipe("gating", fast, stages["grounding"], **keys))
+    before, slow, fast = parameters(stages["grounding"]), parameters(slow), parameters(fast)
+    for name, tensor in before.items():
+        if "slot_gate" not in name:
+            torch.testing.assert_close(fast[name], slow[name], rtol=0, atol=0)
+        else:  # a first step of Adam moves each number by the learning rate
+            torch.testing.assert_close((fast[name] - tensor) / 100, slow[name] - tensor, rtol=1e-2, atol=1e-5)
+    assert any(not torch.equal(fast[name], before[name]) for name in fast if "slot_gate" in name)
