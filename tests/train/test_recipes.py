@@ -31,7 +31,8 @@ def test_all_recipes_have_all_stages():
         for folder in sorted([*PAPERS, "smollm2_135m", "tiny"])
         for n, stage in zip((1, 2, 3), STAGES, strict=True)
     ]
-    assert [recipe_id(path) for path in RECIPES] == expected
+    without_gates = [f"projector_only/{n}_{stage}" for n, stage in zip((1, 2), STAGES, strict=False)]
+    assert [recipe_id(path) for path in RECIPES] == sorted(expected + without_gates)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=recipe_id)
@@ -46,7 +47,7 @@ def test_a_shipped_recipe_parses(path):
 @pytest.mark.parametrize("folder", sorted({path.parent for path in RECIPES}), ids=lambda folder: folder.name)
 def test_each_stage_starts_where_the_one_before_ended(folder):
     stages = [yaml.safe_load(path.read_text("utf-8")) for path in sorted(folder.glob("[1-3]_*.yaml"))]
-    assert [stage["stage"] for stage in stages] == STAGES
+    assert [stage["stage"] for stage in stages] == STAGES[: len(stages)]
     assert [stage["model_name_or_path"] for stage in stages[1:]] == [stage["output_dir"] for stage in stages[:-1]]
 
 
