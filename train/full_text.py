@@ -3,22 +3,29 @@
     python -m arcaligner.train.full_text --config train/recipes/smollm2_135m/full_text.yaml
 
 Same questions, prompt, template and targets as stage II, with the text where the slots would be; LoRA on every row, by
-PEFT and TRL as they come. `evaluation/report.py` puts its answers beside those from slots.
+PEFT and TRL as they come. `evaluation/report.py` puts its answers beside those from slots. A run goes on from the last
+checkpoint in its `output_dir`; a finished one is left alone.
 """
 
 import logging
+import os
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import datasets
 from peft import LoraConfig
+from peft.utils import CONFIG_NAME
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-from trl import SFTConfig, SFTTrainer, TrlParser
+from trl import SFTConfig, SFTTrainer
 
 from ..defaults_arcaligner import resolve_base_model
 from ..evaluation.answering import full_text
-from .corpora import read_rows
+from .corpora import open_corpus
+from .recipe import RecipeParser
+from .resuming import last_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +37,14 @@ class FullTextArguments:
 
     Args:
         model_name_or_path (`str`): The backbone.
-        train_file (`str`): JSON Lines rows of questions, passages and answers.
-        num_skipped_rows, max_train_samples (`int`): Which of the shuffled rows are trained on.
+        train_file (`str`): Rows of questions, passages and answers, a source as in `corpora.py`.
+        max_train_samples (`int`): How many of the shuffled rows are trained on.
         max_tokens (`int`): Longer examples are left out.
         lora_r (`int`), lora_alpha (`int`): Of the LoRA on all linears.
     """
 
     model_name_or_path: str = field(metadata={"help": "Backbone"})
-    train_file: str = field(metadata={"help": "JSON Lines rows"})
+    train_file: str = field(metadata={"help": "Rows of questions"})
     max_train_samples: int = field(metadata={"help": "Training examples"})
     max_tokens: int = field(default=512, metadata={"help": "Leave out longer examples"})
     lora_r: int = field(default=16, metadata={"help": "LoRA rank"})
@@ -45,35 +52,59 @@ class FullTextArguments:
 
 
 def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.Dataset:
-    """Prompts and targets as ids; only the answer and the end of the turn are learned."""
-    rows = datasets.Dataset.from_list(
-        [
-            {"user": full_text(row), "answer": row["answers"][0]}
-            for row in read_rows(recipe.train_file)
-            if row["answers"] and row["passages"] and row["question"]
-        ]
-    ).shuffle(seed=seed)
+    """The first of the shuffled rows that fit, as `input_ids` and `labels`.
 
-    def tokenize(row):
-        messages = [{"role": "user", "content": row["user"]}, {"role": "assistant", "content": row["answer"]}]
-        prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
-        whole = tokenizer.apply_chat_template(messages, tokenize=False).rstrip()
-        prompt, whole = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, whole))
-        return {"input_ids": whole, "completion_mask": [0] * len(prompt) + [1] * (len(whole) - len(prompt))}
+    Raises:
+        `ValueError`: no row that fits; a chat template whose prompt is not the beginning of the whole conversation.
+    """
+    corpus = open_corpus(recipe.train_file)
+    rows = (corpus.convert(row, index) for index, row in enumerate(corpus.dataset.shuffle(seed=seed)))
+    examples, num_long = [], 0
+    for row in rows:
+        if not (row["question"].strip() and row["answers"] and row["passages"]):
+            continue
+        example = tokenize(row, tokenizer)
+        if len(example["input_ids"]) <= recipe.max_tokens:
+            examples.append(example)
+        else:
+            num_long += 1
+        if len(examples) == recipe.max_train_samples:
+            break
+    logger.info("%d examples; %d longer than %d tokens left out", len(examples), num_long, recipe.max_tokens)
+    if not examples:
+        raise ValueError(
+            f"{recipe.train_file} has no row with a question, an answer, a passage and at most {recipe.max_tokens} "
+            "tokens. Raise `max_tokens`, or name another `train_file`."
+        )
+    return datasets.Dataset.from_list(examples)
 
-    rows = rows.select(range(min(len(rows), 2 * recipe.max_train_samples)))
-    rows = rows.map(tokenize, remove_columns=rows.column_names, desc="tokenising")
-    rows = rows.filter(lambda row: len(row["input_ids"]) <= recipe.max_tokens)
-    return rows.select(range(min(len(rows), recipe.max_train_samples)))
+
+def tokenize(row: dict[str, Any], tokenizer) -> dict[str, list[int]]:
+    """Ids of the prompt and the answer; only the answer and the end of its turn are learned."""
+    messages = [{"role": "user", "content": full_text(row)}, {"role": "assistant", "content": row["answers"][0]}]
+    prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    if not whole.startswith(prompt):
+        raise ValueError(
+            f"Row {row['id']}: the prompt {prompt!r} is not how the whole conversation {whole!r} begins, so the answer "
+            "cannot be told from the prompt. Name another `chat_template_path`."
+        )
+    # Not in one piece: the prompt has to be the very ids that an answer is asked for with.
+    parts = prompt, whole.removeprefix(prompt).rstrip()
+    prompt_ids, target_ids = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts)
+    return {"input_ids": prompt_ids + target_ids, "labels": [-100] * len(prompt_ids) + target_ids}
 
 
 def main(recipe: FullTextArguments, args: SFTConfig) -> None:
     """Trains the LoRA and writes it, as PEFT does, to `output_dir`."""
+    if Path(args.output_dir, CONFIG_NAME).exists():
+        logger.info("%s is finished; delete it to train it again", args.output_dir)
+        return
     model_path = resolve_base_model(recipe.model_name_or_path)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     if args.chat_template_path is not None:
         tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
-        args.chat_template_path = None
+    args.max_length = None  # a row that is too long is left out whole; TRL would cut its answer off
     set_seed(args.seed)
     trainer = SFTTrainer(
         AutoModelForCausalLM.from_pretrained(model_path, dtype="float32"),
@@ -84,10 +115,19 @@ def main(recipe: FullTextArguments, args: SFTConfig) -> None:
             r=recipe.lora_r, lora_alpha=recipe.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
         ),
     )
-    trainer.train()
-    trainer.save_model(args.output_dir)
+    trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))
+    save(trainer, Path(args.output_dir))
+
+
+def save(trainer: SFTTrainer, output_dir: Path) -> None:
+    """Writes the LoRA beside its place and moves it, its configuration last: without it, nothing loads."""
+    with tempfile.TemporaryDirectory(dir=output_dir, prefix=".saving-") as temporary:
+        trainer.save_model(temporary)
+        for path in sorted(Path(temporary).iterdir(), key=lambda path: path.name == CONFIG_NAME):
+            os.replace(path, output_dir / path.name)
+    logger.info("saved to %s", output_dir)
 
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    main(*TrlParser((FullTextArguments, SFTConfig)).parse_args_and_config(sys.argv[1:]))
+    main(*RecipeParser((FullTextArguments, SFTConfig)).parse_args_and_config(sys.argv[1:]))

@@ -1,0 +1,183 @@
+"""The upper bound learns answers only, from the very prompt that the report asks with, and survives a kill."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from safetensors.torch import load_file
+from training_rows import question_rows, write_rows
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig
+
+from arcaligner.evaluation.answering import full_text, text_inputs
+from arcaligner.evaluation.report import load_model
+from arcaligner.train import full_text as script
+from arcaligner.train.full_text import FullTextArguments, build_dataset, tokenize
+from arcaligner.train.recipe import RecipeParser
+from arcaligner.train.stages import RECIPES
+
+TEMPLATE = RECIPES / "smollm2_135m" / "chat_template.jinja"
+WEIGHTS = "adapter_model.safetensors"
+
+
+def arguments(folder: Path, base_model_dir: Path, output_dir: Path, **changes) -> list[str]:
+    """A recipe of two steps of four rows each."""
+    keys = {
+        "model_name_or_path": str(base_model_dir),
+        "output_dir": str(output_dir),
+        "train_file": write_rows(folder / "questions.jsonl", question_rows(12)),
+        "max_train_samples": 8,
+        "learning_rate": 0.01,
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": 4,
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "save_steps": 1,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+    }
+    path = folder / f"{output_dir.name}.yaml"
+    path.write_text(yaml.safe_dump(keys | changes))
+    return ["--config", str(path)]
+
+
+def run(options: list[str]) -> None:
+    script.main(*RecipeParser((FullTextArguments, SFTConfig)).parse_args_and_config(options))
+
+
+def of_file(path: str, **limits) -> FullTextArguments:
+    return FullTextArguments("base", path, **{"max_train_samples": 100, "max_tokens": 500, **limits})
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory, base_model_dir) -> Path:
+    """The folder of a run that nothing broke."""
+    folder = tmp_path_factory.mktemp("full_text")
+    run(arguments(folder, base_model_dir, folder / "whole"))
+    return folder / "whole"
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE.read_text("utf-8")], ids=["ChatML", "of the recipe"])
+def test_the_prompt_is_what_the_report_asks_and_the_target_the_answer(processor, tokenizer, monkeypatch, template):
+    if template is not None:
+        monkeypatch.setattr(processor, "chat_template", template)
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+    for row in question_rows(3):
+        example = tokenize(row, tokenizer)
+        asked = text_inputs(processor, [row], full_text)["input_ids"][0].tolist()
+        learned = [label != -100 for label in example["labels"]]
+        assert learned == [False] * len(asked) + [True] * (len(learned) - len(asked))
+        assert example["input_ids"][: len(asked)] == asked
+        target = example["input_ids"][len(asked) :]
+        assert example["labels"][len(asked) :] == target
+        assert tokenizer.decode(target) == row["answers"][0] + "<|im_end|>"
+
+
+def test_the_trainer_learns_the_labels_and_nothing_else(tmp_path, base_model_dir, monkeypatch):
+    seen = []
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        seen.append({key: inputs[key].clone() for key in ("input_ids", "labels")})
+        return original(self, model, inputs, *args, **kwargs)
+
+    original = script.SFTTrainer.compute_loss
+    monkeypatch.setattr(script.SFTTrainer, "compute_loss", compute_loss)
+    run(arguments(tmp_path, base_model_dir, tmp_path / "run"))
+    answers = {row["answers"][0] + "<|im_end|>" for row in question_rows(3)}
+    assert sum(len(batch["labels"]) for batch in seen) == 8
+    for batch in seen:
+        for labels in batch["labels"]:
+            tokenizer = script.AutoTokenizer.from_pretrained(base_model_dir)
+            assert tokenizer.decode(labels[labels != -100]) in answers
+
+
+def test_rows_are_shuffled_and_those_too_long_or_incomplete_left_out(tmp_path, tokenizer):
+    rows = question_rows(6)
+    rows[0]["answers"], rows[1]["question"], rows[2]["passages"] = [], " ", []
+    rows[3]["passages"][0]["text"] *= 100
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    expected = sorted(tokenize(row, tokenizer)["input_ids"] for row in rows[4:])
+    assert sorted(build_dataset(of_file(path), tokenizer, seed=0)["input_ids"]) == expected
+    assert len(build_dataset(of_file(path, max_train_samples=1), tokenizer, seed=0)) == 1
+    with pytest.raises(ValueError, match="rows.jsonl has no row with .* at most 5 tokens"):
+        build_dataset(of_file(path, max_tokens=5), tokenizer, seed=0)
+    path = write_rows(tmp_path / "more.jsonl", question_rows(12))
+    orders = [build_dataset(of_file(path), tokenizer, seed)["input_ids"] for seed in (0, 1)]
+    assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
+
+
+def test_a_template_whose_prompt_is_not_the_beginning_is_refused(tokenizer, monkeypatch):
+    template = "{{ messages | length }}{{ messages[0]['content'] }}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(ValueError, match="Row row-0: the prompt .* is not how the whole conversation"):
+        tokenize(question_rows(1)[0], tokenizer)
+
+
+def test_a_run_leaves_a_lora_that_the_report_loads(whole_run, base_model_dir, checkpoint_dir, processor):
+    lora = load_file(whole_run / WEIGHTS)
+    assert all(key.split(".lora_")[1] in ("A.weight", "B.weight") for key in lora)
+    assert all(tensor.abs().sum() > 0 for tensor in lora.values())
+    assert not list(whole_run.glob(".saving-*"))
+    model, _ = load_model("full text, LoRA", str(whole_run), str(checkpoint_dir))
+    base = AutoModelForCausalLM.from_pretrained(base_model_dir, dtype=torch.float32)
+    inputs = text_inputs(processor, question_rows(2), full_text)
+    with torch.inference_mode():
+        plain = base(**inputs).logits
+        expected = PeftModel.from_pretrained(base, whole_run).eval()(**inputs).logits
+        torch.testing.assert_close(model(**inputs).logits, expected)
+        assert not torch.allclose(plain, expected)
+
+
+KILLED = """
+import os, signal, sys
+from trl import SFTTrainer, SFTConfig
+from arcaligner.train import full_text
+from arcaligner.train.recipe import RecipeParser
+
+def step(self, *args, **kwargs):
+    if self.state.global_step == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(self, *args, **kwargs)
+
+original, SFTTrainer.training_step = SFTTrainer.training_step, step
+full_text.main(*RecipeParser((full_text.FullTextArguments, SFTConfig)).parse_args_and_config(sys.argv[1:]))
+"""
+
+
+def test_a_run_that_was_killed_ends_as_if_it_was_not_and_then_rests(tmp_path, base_model_dir, whole_run, caplog):
+    options = arguments(tmp_path, base_model_dir, tmp_path / "run")
+    killed = subprocess.run([sys.executable, "-c", KILLED, *options], capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert not (tmp_path / "run" / "adapter_config.json").exists()
+    with caplog.at_level("INFO"):
+        run(options)
+    assert f"going on from {tmp_path / 'run' / 'checkpoint-1'}" in caplog.text
+    resumed, whole = load_file(tmp_path / "run" / WEIGHTS), load_file(whole_run / WEIGHTS)
+    assert resumed.keys() == whole.keys() and all(torch.equal(resumed[key], whole[key]) for key in whole)
+    changed = (tmp_path / "run" / WEIGHTS).stat().st_mtime_ns
+    with caplog.at_level("INFO"):
+        run(options)
+    assert "run is finished; delete it to train it again" in caplog.text
+    assert (tmp_path / "run" / WEIGHTS).stat().st_mtime_ns == changed
+
+
+def test_the_shipped_recipe_parses_and_has_the_data_and_template_of_stage_two():
+    path = RECIPES / "smollm2_135m" / "full_text.yaml"
+    parser = RecipeParser((FullTextArguments, SFTConfig))
+    recipe, args = parser.parse_args_and_config(["--config", str(path)])
+    stage = yaml.safe_load((path.parent / "2_grounding.yaml").read_text("utf-8"))
+    start = yaml.safe_load((path.parent / "1_reconstruction.yaml").read_text("utf-8"))
+    assert recipe.train_file in stage["train_files"]
+    assert (recipe.model_name_or_path, args.chat_template_path) == (
+        start["model_name_or_path"],
+        start["chat_template_path"],
+    )
+    assert (recipe.max_train_samples, recipe.max_tokens, args.per_device_train_batch_size) == (1200, 400, 8)
+    with pytest.raises(ValueError, match="Unknown key `max_token` in the recipe. Did you mean `max_tokens`"):
+        parser.set_defaults_with_config(max_token=1)
