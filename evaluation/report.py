@@ -14,13 +14,16 @@
     empty slot        this aligner with the slot of no passage: what it says unread
 
 A set and a way make one file with every prediction in the output folder; a second run, after a kill too, does what
-is missing. Then `report.md` and `results.json` are written. EM is non-strict (`evaluation/metrics.py`); intervals
-are 95 % bootstrap intervals over questions.
+is missing, and several may run at once with other `--sets` or `--only`. Then `report.md` and `results.json` are
+written, from all files that are there; the model card reads the latter. EM is non-strict (`evaluation/metrics.py`);
+intervals are 95 % bootstrap intervals over questions.
 """
 
+import hashlib
 import json
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,15 +34,18 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from ..defaults_arcaligner import resolve_base_model
+from ..model_card_arcaligner import RESULTS_FILE, is_hub_id
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import read_rows
-from .answering import Row, batches_by_length, closed_book_text, full_text, predict, slot_inputs, text_inputs
+from .answering import Batch, Row, batches_by_length, closed_book_text, full_text, predict, slot_inputs, text_inputs
 from .metrics import METRICS, bootstrap_interval
 
 # Name in the tables -> file. HotpotQA is asked with its two gold passages.
 SETS = {"SQuAD": "squad", "NQ": "nq", "HotpotQA": "hotpotqa", "PopQA": "popqa_longtail"}
 GATE_MODES = {"ours (off)": "off", "ours (adaptive)": "adaptive", "ours (always)": "always", "empty slot": "adaptive"}
+WAYS = ("closed book", "full text", "full text, LoRA", "projector only", *GATE_MODES)
+METRIC_TITLES = {"f1": "F1", "em": "EM (non-strict)", "em_raw": "EM (raw)"}
 
 
 @dataclass
@@ -93,9 +99,9 @@ def make_inputs(way: str, processor: ArcAlignerProcessor, rows: list[Row]):
 
 
 @torch.inference_mode()
-def refinement_steps(model, inputs) -> float:
+def refinement_steps(model, batches: list[Batch]) -> float:
     """Refinement steps of a slot at a layer, on average, in the model's gate mode."""
-    depths = model.model(**inputs).recursion_depth
+    depths = torch.cat([model.model(**inputs).recursion_depth.flatten() for _, inputs in batches])
     return depths[depths >= 0].float().mean().item()
 
 
@@ -110,6 +116,7 @@ def measure(way: str, checkpoint: str, aligner: str, rows: list[Row], batch_size
     predictions, seconds = predict(model, processor, batches, way)
     result: dict[str, Any] = {
         "checkpoint": checkpoint,
+        "fingerprint": fingerprint(checkpoint),
         "seconds": seconds,
         "prompt_tokens": sum(int(inputs["attention_mask"].sum()) for _, inputs in batches),
     }
@@ -119,7 +126,7 @@ def measure(way: str, checkpoint: str, aligner: str, rows: list[Row], batch_size
         texts = [passage["text"] for row in rows for passage in row["passages"]]
         num_tokens = sum(len(ids) for ids in processor.tokenizer(texts, add_special_tokens=False)["input_ids"])
         result |= {"passage_tokens": num_tokens, "slots": num_slots}
-        result["refinement_steps"] = refinement_steps(model, batches[0][1])
+        result["refinement_steps"] = refinement_steps(model, batches)
     result["rows"] = [
         {"id": row["id"], "question": row["question"], "answers": row["answers"], "prediction": text}
         | {name: metric(text, row["answers"]) for name, metric in METRICS.items()}
@@ -130,46 +137,50 @@ def measure(way: str, checkpoint: str, aligner: str, rows: list[Row], batch_size
 
 def summarize(results: dict[str, dict[str, dict]]) -> dict[str, Any]:
     """`{set: {way: result}}` to what the model card and the tables show: means and intervals, in percent."""
-    summary: dict[str, Any] = {"machine": machine(), "sets": {}}
+    sets: dict[str, dict] = {}
     for name, ways in results.items():
-        entry: dict[str, Any] = {"methods": {}}
+        sets[name] = {"questions": min(len(result["rows"]) for result in ways.values()), "methods": {}}
         for way, result in ways.items():
+            num_rows = len(result["rows"])
             scores = {metric: [100 * row[metric] for row in result["rows"]] for metric in METRICS}
-            entry["methods"][way] = {
-                metric: [sum(values) / len(values), *bootstrap_interval(values)] for metric, values in scores.items()
-            } | {"seconds": result["seconds"]}
-            summary["questions"] = len(result["rows"])
+            sets[name]["methods"][way] = {
+                metric: [sum(values) / num_rows, *bootstrap_interval(values)] for metric, values in scores.items()
+            } | {"prompt_tokens": result["prompt_tokens"] / num_rows, "seconds": result["seconds"]}
             if "slots" in result:
-                entry["compression_rate"] = result["passage_tokens"] / result["slots"]
-                entry["slots_per_question"] = result["slots"] / len(result["rows"])
-                entry["refinement_steps"] = result["refinement_steps"]
-        summary["sets"][name] = entry
-    return summary
+                sets[name]["compression_rate"] = result["passage_tokens"] / result["slots"]
+                sets[name]["slots_per_question"] = result["slots"] / num_rows
+                sets[name]["refinement_steps"] = result["refinement_steps"]
+    return {"machine": machine(), "questions": min(entry["questions"] for entry in sets.values()), "sets": sets}
 
 
 def markdown(summary: dict[str, Any]) -> str:
-    """A table a metric: ways down, sets across."""
+    """A table a metric, one of the costs: ways down, sets across."""
     sets = summary["sets"]
-    ways = list(dict.fromkeys(way for entry in sets.values() for way in entry["methods"]))
-    titles = {"f1": "F1", "em": "EM (non-strict)", "em_raw": "EM (raw)"}
+    ways = [way for way in WAYS if any(way in entry["methods"] for entry in sets.values())]
     lines = []
-    for metric, title in titles.items():
-        lines += [f"| {title} | {' | '.join(sets)} |", "|---|" + "---|" * len(sets)]
-        for way in ways:
-            cells = []
-            for entry in sets.values():
-                values = entry["methods"].get(way, {}).get(metric)
-                cells.append("" if values is None else "{:.1f} [{:.1f}, {:.1f}]".format(*values))
-            lines.append(f"| {way} | {' | '.join(cells)} |")
-        lines.append("")
+    for metric, title in METRIC_TITLES.items():
+        lines += _table(
+            title, ways, sets, lambda values, metric=metric: "{:.1f} [{:.1f}, {:.1f}]".format(*values[metric])
+        )
+    lines += _table("prompt tokens and slots (seconds)", ways, sets, "{prompt_tokens:.0f} ({seconds:.0f} s)".format_map)
     for name, entry in sets.items():
         if "compression_rate" in entry:
             lines.append(
                 f"- {name}: x{entry['compression_rate']:.1f} fewer rows ({entry['slots_per_question']:.1f} slots a "
                 f"question), {entry['refinement_steps']:.2f} refinement steps a slot and layer with adaptive gates"
             )
-    lines += ["", f"{summary['questions']} questions a set, 95 % bootstrap intervals. {summary['machine']}", ""]
+    counts = ", ".join(f"{name} {entry['questions']}" for name, entry in sets.items())
+    lines += ["", f"Questions: {counts}; 95 % bootstrap intervals. {summary['machine']}", ""]
     return "\n".join(lines)
+
+
+def _table(title: str, ways: list[str], sets: dict[str, dict], show: Callable[[dict], str]) -> list[str]:
+    """Lines of a table, `show` making a cell of the numbers of a way on a set."""
+    lines = [f"| {title} | {' | '.join(sets)} |", "|---|" + "---|" * len(sets)]
+    for way in ways:
+        cells = [show(entry["methods"][way]) if way in entry["methods"] else "" for entry in sets.values()]
+        lines.append(f"| {way} | {' | '.join(cells)} |")
+    return [*lines, ""]
 
 
 def machine() -> str:
@@ -180,27 +191,59 @@ def machine() -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Writes `path` in one step."""
-    temporary = path.with_name(f"{path.name}.tmp")
+    """Writes `path` in one step; another process may do so, too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
-def load_result(path: Path, checkpoint: str, num_questions: int) -> dict[str, Any] | None:
-    """A result of an earlier run, `None` without one.
+def fingerprint(checkpoint: str) -> str:
+    """What tells one checkpoint from another: the hash of a folder's weights, the name of one on the Hub.
 
     Raises:
-        `ValueError`: a result of another checkpoint or number of questions.
+        `ValueError`: neither of both.
     """
-    if not path.exists():
-        return None
-    result = json.loads(path.read_text(encoding="utf-8"))
-    if (result["checkpoint"], len(result["rows"])) != (checkpoint, num_questions):
-        raise ValueError(
-            f"{path} holds {len(result['rows'])} answers of {result['checkpoint']}, not {num_questions} of "
-            f"{checkpoint}. Name another output folder, or delete the file to answer anew."
-        )
-    return result
+    files = sorted(Path(checkpoint).glob("*.safetensors"))
+    if files:
+        return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+    if is_hub_id(checkpoint):
+        return checkpoint
+    raise ValueError(f"There is no checkpoint in {checkpoint}: no weights (*.safetensors). Name a finished folder.")
+
+
+def result_path(output: Path, name: str, way: str) -> Path:
+    """The file of a set and a way."""
+    return output / SETS[name] / f"{way.translate(str.maketrans(' ', '_', '(),'))}.json"
+
+
+def read_results(output: Path) -> dict[str, dict[str, dict]]:
+    """`{set: {way: result}}` of all files there are."""
+    paths = {name: {way: result_path(output, name, way) for way in WAYS} for name in SETS}
+    results = {
+        name: {way: json.loads(path.read_text(encoding="utf-8")) for way, path in ways.items() if path.exists()}
+        for name, ways in paths.items()
+    }
+    return {name: ways for name, ways in results.items() if ways}
+
+
+def check_results(output: Path, ways: dict[str, str], questions: dict[str, list[Row]]) -> None:
+    """Refuses an output folder with answers of other checkpoints, or to other questions.
+
+    Raises:
+        `ValueError`: the file, what it holds and what was expected.
+    """
+    fingerprints = {checkpoint: fingerprint(checkpoint) for checkpoint in set(ways.values())}
+    for name, found in read_results(output).items():
+        for way, result in found.items():
+            is_other = way in ways and result["fingerprint"] != fingerprints[ways[way]]
+            asked = [row["id"] for row in questions.get(name, result["rows"])]
+            if is_other or asked != [row["id"] for row in result["rows"]]:
+                expected = f"{len(asked)} of {ways.get(way, result['checkpoint'])} as it is now"
+                raise ValueError(
+                    f"{result_path(output, name, way)} holds {len(result['rows'])} answers of {result['checkpoint']}, "
+                    f"not the {expected}. Name another output folder, or delete the file to answer anew."
+                )
 
 
 def main(
@@ -211,7 +254,7 @@ def main(
     data: Annotated[Path, typer.Option(help="Folder of the sets' files.")] = Path("../shared/data/eval"),
     sets: Annotated[list[str] | None, typer.Option(help=f"Some of {', '.join(SETS)}; can be repeated.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Ways to answer; can be repeated. Default: all.")] = None,
-    num_questions: Annotated[int, typer.Option("-n", help="The first this many of a set are asked.")] = 500,
+    num_questions: Annotated[int, typer.Option("-n", min=1, help="The first this many of a set are asked.")] = 500,
     batch_size: Annotated[int, typer.Option(help="Questions at a time.")] = 16,
     device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
 ) -> None:
@@ -220,20 +263,16 @@ def main(
     for kind, chosen, known in (("set", sets, SETS), ("way", only, ways)):
         if unknown := set(chosen or ()) - set(known):
             raise typer.BadParameter(f"Unknown {kind} {sorted(unknown)}; known: {', '.join(known)}.")
-    results: dict[str, dict[str, dict]] = {}
-    for name in sets or SETS:
-        rows = read_set(data / f"{SETS[name]}.jsonl.gz", num_questions)
-        for way, checkpoint in ways.items():
-            path = output / SETS[name] / f"{way.translate(str.maketrans(' ', '_', '(),'))}.json"
-            result = load_result(path, checkpoint, len(rows))
-            if result is None and (not only or way in only):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                result = measure(way, checkpoint, aligner, rows, batch_size, device)
+    questions = {name: read_set(data / f"{SETS[name]}.jsonl.gz", num_questions) for name in sets or SETS}
+    check_results(output, ways, questions)
+    for name, rows in questions.items():
+        for way in only or ways:
+            path = result_path(output, name, way)
+            if not path.exists():
+                result = measure(way, ways[way], aligner, rows, batch_size, device)
                 write(path, json.dumps(result, indent=1, ensure_ascii=False))
-            if result is not None:
-                results.setdefault(name, {})[way] = result
-    summary = summarize(results)
-    write(output / "results.json", json.dumps(summary, indent=1))
+    summary = summarize(read_results(output))
+    write(output / RESULTS_FILE, json.dumps(summary, indent=1))
     write(output / "report.md", markdown(summary))
     typer.echo(markdown(summary))
 
