@@ -22,7 +22,7 @@ from trl import SFTConfig, SFTTrainer
 from ..modeling_arcaligner import ArcAlignerForCausalLM, SlotDecoderLayer
 from .collator import ContextCollator
 from .sampling import EpochOrder
-from .watching import Clock, GateWatch, answer_questions
+from .watching import Clock, GateWatch, OtherSlots, answer_questions
 
 
 @dataclass
@@ -62,6 +62,9 @@ class AlignerTrainingConfig(SFTConfig):
     gate_learning_rate: float | None = field(
         default=None, metadata={"help": "Of the gates, which start untrained in stage III. Default: learning_rate."}
     )
+    eval_slot_gap: bool = field(
+        default=False, metadata={"help": "Evaluate with other rows' slots, too, for eval_slot_gap."}
+    )
     eval_answers: int = field(
         default=0, metadata={"help": "Held-out questions to answer at each evaluation, for eval_em and eval_f1."}
     )
@@ -95,9 +98,11 @@ class AlignerTrainer(SFTTrainer):
 
     Added to the logs: `tokens_per_second` (real tokens, padding not counted) and `minutes_left`; in the
     gating stage `refinement_steps` (mean steps of a slot at a layer), `open_gates` (share of slots and
-    layers with a step) and `open_gates/layer_N`; at evaluations `eval_perplexity` of the targets and,
-    with `eval_answers`, `eval_em` and `eval_f1` of greedy answers. `metric_for_best_model: eval_f1` with
-    `load_best_model_at_end: true` keeps the best checkpoint and ends with it.
+    layers with a step) and `open_gates/layer_N`; at evaluations `eval_perplexity` of the targets, with
+    `eval_slot_gap` how much the loss grows with the slots of other rows (a slot teaches the style of the
+    answers, too; this is what it says), and with `eval_answers` `eval_em` and `eval_f1` of greedy answers.
+    `metric_for_best_model: eval_f1` with `load_best_model_at_end: true` keeps the best checkpoint and ends
+    with it.
 
     Raises:
         `ValueError`: a `peft_config`, another collator, a model on the meta device; in all processes, a
@@ -236,17 +241,35 @@ class AlignerTrainer(SFTTrainer):
         super().log(logs, start_time)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Held-out loss and perplexity and, with `eval_answers`, EM and F1 of greedy answers."""
+        """Held-out loss and perplexity and, where asked for, the slots' gap, EM and F1."""
         metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        if not self.args.eval_answers:
-            return metrics
-        asked = (self.eval_dataset if eval_dataset is None else eval_dataset).filter(bool, input_columns="answers")
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        added = {}
+        if self.args.eval_slot_gap:
+            added["slot_gap"] = self._loss_with_other_slots(dataset) - metrics[f"{metric_key_prefix}_loss"]
+        if self.args.eval_answers:
+            added |= self._answers(dataset)
+        if added:
+            added = {f"{metric_key_prefix}_{name}": value for name, value in added.items()}
+            self.log(added)
+        return metrics | added
+
+    def _loss_with_other_slots(self, dataset) -> float:
+        own, self.data_collator = self.data_collator, OtherSlots(self.data_collator)
+        try:
+            loader = self.get_eval_dataloader(dataset)
+            return self.evaluation_loop(loader, "other slots", prediction_loss_only=True).metrics["eval_loss"]
+        finally:
+            self.data_collator = own
+
+    def _answers(self, dataset) -> dict[str, float]:
+        asked = dataset.filter(bool, input_columns="answers")
         if not len(asked):
             raise ValueError(
                 f"`eval_answers` is {self.args.eval_answers}, but no row of `eval_files` has a question. Name files of "
                 "questions, or leave `eval_answers` out."
             )
-        scores = answer_questions(
+        return answer_questions(
             self.model,
             self.accelerator,
             asked.select(range(min(len(asked), self.args.eval_answers))),
@@ -254,9 +277,6 @@ class AlignerTrainer(SFTTrainer):
             self.processing_class.tokenizer,
             self.args.eval_batch_size,
         )
-        scores = {f"{metric_key_prefix}_{name}": value for name, value in scores.items()}
-        self.log(scores)
-        return metrics | scores
 
     def _issue_warnings_after_load(self, load_result) -> None:
         # A checkpoint holds the aligner; the base model's weights are not missing from it.

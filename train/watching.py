@@ -5,6 +5,7 @@ All of it goes through `Trainer.log`, so trackers named in `report_to` get it, t
 
 import math
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -70,6 +71,28 @@ class Clock:
             "tokens_per_second": (num_tokens - tokens_then) / (now - then),
             "minutes_left": round(seconds_per_step * (max_steps - step) / 60, 1),
         }
+
+
+@dataclass
+class OtherSlots:
+    """
+    A collator that gives each row the embeddings of the next row's slots: what a model loses by them is what it read.
+
+    Args:
+        collator ([`ContextCollator`]): Makes the batches. One of a single row keeps its slots.
+    """
+
+    collator: ContextCollator
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = self.collator(rows)
+        embeds = batch["context_embeds"]  # (batch, max_slots, encoder_hidden_size)
+        counts = [len(row["segment_rows"]) for row in rows]
+        swapped = torch.zeros_like(embeds)
+        for index, count in enumerate(counts):
+            other = (index + 1) % len(rows)
+            swapped[index, :count] = embeds[other, torch.arange(count) % counts[other]]  # again from the first
+        return batch | {"context_embeds": swapped}
 
 
 @torch.inference_mode()

@@ -19,7 +19,7 @@ from arcaligner.train import watching
 from arcaligner.train.collator import ContextCollator
 from arcaligner.train.data import ExampleBuilder, build_dataset
 from arcaligner.train.embedding_store import EmbeddingStore
-from arcaligner.train.watching import Clock, GateWatch, answer_questions
+from arcaligner.train.watching import Clock, GateWatch, OtherSlots, answer_questions
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,45 @@ def test_evaluation_logs_perplexity_and_answers(tmp_path, write_recipe, question
     assert [entry["step"] for entry in scores] == [2, 4]
     assert all(0.0 <= entry["eval_f1"] <= 100.0 and 0.0 <= entry["eval_em"] <= 100.0 for entry in scores)
     assert all("minutes_left" in entry and "grad_norm" in entry for entry in history if "loss" in entry)
+
+
+def test_the_gap_is_the_loss_with_other_slots_less_the_loss(tmp_path, write_recipe, questions, monkeypatch):
+    keys = {"eval_files": {str(questions): 1.0}, "eval_strategy": "steps", "eval_steps": 4, "eval_slot_gap": True}
+    run(write_recipe("grounding", tmp_path / "gap", **keys))
+    gap = [entry["eval_slot_gap"] for entry in logs(tmp_path / "gap") if "eval_slot_gap" in entry][-1]
+    loss = [entry["eval_loss"] for entry in logs(tmp_path / "gap") if "eval_loss" in entry][-1]
+    assert abs(gap) > 1e-5
+
+    # The same run again, its evaluation with other slots only.
+    make = trainer_module.AlignerTrainer.get_eval_dataloader
+
+    def with_other_slots(self, dataset=None):
+        own, self.data_collator = self.data_collator, OtherSlots(self.data_collator)
+        loader = make(self, dataset)
+        self.data_collator = own
+        return loader
+
+    monkeypatch.setattr(trainer_module.AlignerTrainer, "get_eval_dataloader", with_other_slots)
+    run(write_recipe("grounding", tmp_path / "other", **keys | {"eval_slot_gap": False}))
+    other = [entry["eval_loss"] for entry in logs(tmp_path / "other") if "eval_loss" in entry][-1]
+    assert gap == pytest.approx(other - loss, abs=1e-5)
+
+
+def test_other_slots_are_the_next_rows_again_from_the_first(asked):
+    rows = [asked.dataset[index] for index in (0, 2, 1)]  # 3, 1 and 2 slots
+    batch, other = asked.collator(rows), OtherSlots(asked.collator)(rows)
+    first, second, third = batch["context_embeds"]
+    zero = torch.zeros_like(first[0])
+    expected = torch.stack(
+        [
+            torch.stack([second[0], second[0], second[0]]),
+            torch.stack([third[0], zero, zero]),
+            torch.stack([first[0], first[1], zero]),
+        ]
+    )
+    torch.testing.assert_close(other["context_embeds"], expected, rtol=0, atol=0)
+    for key in ("input_ids", "attention_mask", "labels"):
+        assert torch.equal(other[key], batch[key])
 
 
 def test_questions_that_are_not_there_are_not_asked(tmp_path, write_recipe, questions):
