@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -208,6 +209,12 @@ def test_mistakes_in_the_options_are_named_before_anything_is_asked(tmp_path, da
     with pytest.raises(ValueError, match="There is no checkpoint in .*unfinished: no weights"):
         run(checkpoint_dir, output, data, full_text_lora=str(tmp_path / "unfinished"))
     assert not measured and not output.exists()
+
+
+def test_refinement_steps_are_those_of_the_slots_of_all_batches():
+    depths = [torch.tensor([[[0, 2], [1, -1]]]), torch.tensor([[[2, 2, 2]]])]  # -1 is no slot
+    model = SimpleNamespace(model=lambda number: SimpleNamespace(recursion_depth=depths[number]))
+    assert report.refinement_steps(model, [([0], {"number": 0}), ([1], {"number": 1})]) == 1.5
 
 
 def results(scores: list[float]) -> dict:
