@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 logger = logging.getLogger(__name__)
@@ -164,7 +165,10 @@ def _launcher(accelerate: str | None) -> list[str]:
     path = known.get(accelerate, Path(accelerate))
     if not path.is_file():
         raise ValueError(f"There is no accelerate config {accelerate!r}; name {', '.join(known)} or a file.")
-    return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
+    if accelerate in known and torch.accelerator.device_count():  # ours name the paper's number of GPUs
+        command += ["--num_processes", str(torch.accelerator.device_count())]
+    return command
 
 
 def _check_settings(stage: Stage) -> None:

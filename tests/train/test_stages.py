@@ -157,7 +157,18 @@ def test_a_stage_that_fails_stops_the_others(recipe, monkeypatch, code, end):
     assert len(made) == 1
 
 
-def test_accelerate_launches_the_stages_with_its_config(recipe, calls, tmp_path):
+def test_shipped_configs_take_all_accelerators_of_the_machine(recipe, calls, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    run_stages(read_stages(recipe, only=1), accelerate="ddp")
+    assert calls[0][5:9] == ["--num_processes", "3", "-m", "arcaligner.train.sft"]
+    own = tmp_path / "own.yaml"
+    own.touch()
+    run_stages(read_stages(recipe, only=2), accelerate=str(own))
+    assert "--num_processes" not in calls[1]
+
+
+def test_accelerate_launches_the_stages_with_its_config(recipe, calls, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     run_stages(read_stages(recipe, only=1), accelerate="ddp")
     shipped = str(RECIPES.parent / "accelerate" / "ddp.yaml")
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
