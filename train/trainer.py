@@ -38,7 +38,8 @@ class AlignerTrainingConfig(SFTConfig):
     all embeddings while the others wait).
 
     Raises:
-        `ValueError`: packing, padding-free batches, a `max_length` or dropped columns.
+        `ValueError`: packing, padding-free batches, a `max_length` or dropped columns; `eval_slot_gap` with
+            batches of one row.
     """
 
     max_length: int | None = field(
@@ -82,6 +83,11 @@ class AlignerTrainingConfig(SFTConfig):
             raise ValueError(
                 f"{', '.join(wrong)} would separate context tokens from their embeddings. Leave "
                 "these settings out; `max_tokens` leaves out rows that are too long."
+            )
+        if self.eval_slot_gap and self.per_device_eval_batch_size < 2:
+            raise ValueError(
+                "`eval_slot_gap` swaps slots between the rows of a batch, and `per_device_eval_batch_size` is "
+                f"{self.per_device_eval_batch_size}. Set it to 2 or more."
             )
         super().__post_init__()
 
@@ -140,6 +146,7 @@ class AlignerTrainer(SFTTrainer):
         super().__init__(model, data_collator=data_collator, **kwargs)
         self._clock = Clock()
         self._gates = GateWatch()
+        self._eval_nll = torch.zeros(2, dtype=torch.float64)  # negative log-likelihood, target tokens
         self._rows_of_step: list[str] = []
         if self.is_deepspeed_enabled:
             # ZeRO-3 fetches a layer's weights once, for all of its refinement steps.
@@ -226,7 +233,11 @@ class AlignerTrainer(SFTTrainer):
         counts = torch.stack([hits, (targets != -100).sum(), attention_mask.sum()])
         hits, num_targets, num_tokens = self.accelerator.gather(counts[None]).sum(dim=0).tolist()
         self._metrics[mode]["mean_token_accuracy"].append(hits / max(1, num_targets))
-        if mode == "train":
+        if mode == "eval":
+            logits = outputs.logits[:, :-1].flatten(0, 1).float()  # (batch * (keep - 1), vocab_size)
+            nll = torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum")  # -100 is ignored
+            self._eval_nll += torch.tensor([self.accelerator.gather(nll.reshape(1)).sum().item(), num_targets])
+        else:
             self._total_train_tokens += num_tokens
             self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
             if self.model.config.gate_mode != "off" and outputs.recursion_depth is not None:
@@ -236,31 +247,36 @@ class AlignerTrainer(SFTTrainer):
         if self.model.training and "loss" in logs:
             logs |= self._clock.read(float(self._total_train_tokens), self.state.global_step, self.state.max_steps)
             logs |= self._gates.pop(self.accelerator)
-        if "eval_loss" in logs:
-            logs["eval_perplexity"] = math.exp(min(logs["eval_loss"], 700.0))
         super().log(logs, start_time)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Held-out loss and perplexity and, where asked for, the slots' gap, EM and F1."""
-        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        """Held-out loss and, over all targets alike, perplexity; where asked for, the slots' gap, EM and F1."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        added = {}
+        self._eval_nll.zero_()
+        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        nll = self._nll_of_a_target()
+        added = {"perplexity": math.exp(min(nll, 700.0))}
         if self.args.eval_slot_gap:
-            added["slot_gap"] = self._loss_with_other_slots(dataset) - metrics[f"{metric_key_prefix}_loss"]
+            self._evaluate_with_other_slots(dataset)
+            added["slot_gap"] = self._nll_of_a_target() - nll
         if self.args.eval_answers:
             added |= self._answers(dataset)
-        if added:
-            added = {f"{metric_key_prefix}_{name}": value for name, value in added.items()}
-            self.log(added)
+        added = {f"{metric_key_prefix}_{name}": value for name, value in added.items()}
+        self.log(added)
         return metrics | added
 
-    def _loss_with_other_slots(self, dataset) -> float:
+    def _nll_of_a_target(self) -> float:
+        nll, num_targets = self._eval_nll.tolist()
+        return nll / max(1.0, num_targets)
+
+    def _evaluate_with_other_slots(self, dataset) -> None:
         own, self.data_collator = self.data_collator, OtherSlots(self.data_collator)
+        self._eval_nll.zero_()
         try:
-            loader = self.get_eval_dataloader(dataset)
-            return self.evaluation_loop(loader, "other slots", prediction_loss_only=True).metrics["eval_loss"]
+            self.evaluation_loop(self.get_eval_dataloader(dataset), "other slots", prediction_loss_only=True)
         finally:
             self.data_collator = own
+            self._metrics["eval"].clear()
 
     def _answers(self, dataset) -> dict[str, float]:
         asked = dataset.filter(bool, input_columns="answers")
@@ -272,7 +288,7 @@ class AlignerTrainer(SFTTrainer):
         return answer_questions(
             self.model,
             self.accelerator,
-            asked.select(range(min(len(asked), self.args.eval_answers))),
+            asked.shuffle(self.args.seed).select(range(min(len(asked), self.args.eval_answers))),  # of each source
             self.data_collator,
             self.processing_class.tokenizer,
             self.args.eval_batch_size,

@@ -76,22 +76,31 @@ class Clock:
 @dataclass
 class OtherSlots:
     """
-    A collator that gives each row the embeddings of the next row's slots: what a model loses by them is what it read.
+    A collator that gives each row the slots of another one: what a model loses by them is what it read.
+
+    The other row is the next one of the batch that has other slots; many questions share a passage. For a batch whose
+    rows all have the same, it is the first row of the batch before.
 
     Args:
-        collator ([`ContextCollator`]): Makes the batches. One of a single row keeps its slots.
+        collator ([`ContextCollator`]): Makes the batches.
     """
 
     collator: ContextCollator
+    _spare: torch.Tensor | None = None  # (num_slots, encoder_hidden_size)
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         batch = self.collator(rows)
         embeds = batch["context_embeds"]  # (batch, max_slots, encoder_hidden_size)
-        counts = [len(row["segment_rows"]) for row in rows]
+        slots = [row["segment_rows"] for row in rows]
         swapped = torch.zeros_like(embeds)
-        for index, count in enumerate(counts):
-            other = (index + 1) % len(rows)
-            swapped[index, :count] = embeds[other, torch.arange(count) % counts[other]]  # again from the first
+        for index, own in enumerate(slots):
+            order = [*range(index + 1, len(rows)), *range(index)]
+            other = next((number for number in order if slots[number] != own), None)
+            found = self._spare if other is None else embeds[other, : len(slots[other])]
+            if found is None:
+                found = embeds[index, : len(own)]
+            swapped[index, : len(own)] = found[torch.arange(len(own)) % len(found)]  # again from the first
+        self._spare = embeds[0, : len(slots[0])]
         return batch | {"context_embeds": swapped}
 
 

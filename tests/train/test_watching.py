@@ -14,11 +14,12 @@ from training_rows import question_rows, write_rows
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.evaluation.answering import slot_inputs
 from arcaligner.evaluation.metrics import contains_match, token_f1
+from arcaligner.train import sft, watching
 from arcaligner.train import trainer as trainer_module
-from arcaligner.train import watching
 from arcaligner.train.collator import ContextCollator
 from arcaligner.train.data import ExampleBuilder, build_dataset
 from arcaligner.train.embedding_store import EmbeddingStore
+from arcaligner.train.recipe import eval_examples
 from arcaligner.train.watching import Clock, GateWatch, OtherSlots, answer_questions
 
 
@@ -67,51 +68,79 @@ def test_evaluation_logs_perplexity_and_answers(tmp_path, write_recipe, question
     keys = {"eval_files": {str(questions): 1.0}, "eval_strategy": "steps", "eval_steps": 2, "eval_answers": 3}
     run(write_recipe("grounding", tmp_path / "run", **keys))
     history = logs(tmp_path / "run")
-    (loss, perplexity) = [(e["eval_loss"], e["eval_perplexity"]) for e in history if "eval_loss" in e][-1]
-    assert perplexity == pytest.approx(math.exp(loss))
+    assert all(entry["eval_perplexity"] > 1.0 for entry in history if "eval_f1" in entry)
     scores = [entry for entry in history if "eval_f1" in entry]
     assert [entry["step"] for entry in scores] == [2, 4]
     assert all(0.0 <= entry["eval_f1"] <= 100.0 and 0.0 <= entry["eval_em"] <= 100.0 for entry in scores)
     assert all("minutes_left" in entry and "grad_norm" in entry for entry in history if "loss" in entry)
 
 
-def test_the_gap_is_the_loss_with_other_slots_less_the_loss(tmp_path, write_recipe, questions, monkeypatch):
-    keys = {"eval_files": {str(questions): 1.0}, "eval_strategy": "steps", "eval_steps": 4, "eval_slot_gap": True}
-    run(write_recipe("grounding", tmp_path / "gap", **keys))
-    gap = [entry["eval_slot_gap"] for entry in logs(tmp_path / "gap") if "eval_slot_gap" in entry][-1]
-    loss = [entry["eval_loss"] for entry in logs(tmp_path / "gap") if "eval_loss" in entry][-1]
-    assert abs(gap) > 1e-5
-
-    # The same run again, its evaluation with other slots only.
-    make = trainer_module.AlignerTrainer.get_eval_dataloader
-
-    def with_other_slots(self, dataset=None):
-        own, self.data_collator = self.data_collator, OtherSlots(self.data_collator)
-        loader = make(self, dataset)
-        self.data_collator = own
-        return loader
-
-    monkeypatch.setattr(trainer_module.AlignerTrainer, "get_eval_dataloader", with_other_slots)
-    run(write_recipe("grounding", tmp_path / "other", **keys | {"eval_slot_gap": False}))
-    other = [entry["eval_loss"] for entry in logs(tmp_path / "other") if "eval_loss" in entry][-1]
-    assert gap == pytest.approx(other - loss, abs=1e-5)
+def test_perplexity_and_gap_weigh_all_targets_alike_whatever_the_batches(tmp_path, write_recipe, questions):
+    keys = {"eval_files": {str(questions): 1.0}, "eval_strategy": "steps", "eval_steps": 2, "eval_slot_gap": True}
+    found = []
+    for batch_size in (2, 7):
+        folder = tmp_path / str(batch_size)
+        run(write_recipe("grounding", folder, max_steps=2, per_device_eval_batch_size=batch_size, **keys))
+        (entry,) = [entry for entry in logs(folder) if "eval_slot_gap" in entry]
+        found.append(entry["eval_perplexity"])
+        assert abs(entry["eval_slot_gap"]) > 1e-5 and "eval_mean_token_accuracy" not in entry
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
-def test_other_slots_are_the_next_rows_again_from_the_first(asked):
-    rows = [asked.dataset[index] for index in (0, 2, 1)]  # 3, 1 and 2 slots
-    batch, other = asked.collator(rows), OtherSlots(asked.collator)(rows)
-    first, second, third = batch["context_embeds"]
+def test_perplexity_and_gap_are_those_of_the_rows_one_by_one(tmp_path, write_recipe, questions):
+    keys = {"eval_files": {str(questions): 1.0}, "eval_strategy": "steps", "eval_steps": 2, "eval_slot_gap": True}
+    keys |= {"train_sampling_strategy": "random", "per_device_eval_batch_size": 7}  # rows are evaluated in their order
+    arguments = write_recipe("grounding", tmp_path / "run", max_steps=2, **keys)
+    run(arguments)
+    (entry,) = [entry for entry in logs(tmp_path / "run") if "eval_slot_gap" in entry]
+    recipe, args, _ = sft.parse(arguments)
+    model = ArcAlignerForCausalLM.from_pretrained(tmp_path / "run").eval()
+    processor = ArcAlignerProcessor.from_pretrained(tmp_path / "run")
+    store = EmbeddingStore(
+        write_recipe.folder / "cache",
+        processor.encoder_name_or_path,
+        processor.encoder_hidden_size,
+        processor.encode_segments,
+    )
+    rows = list(build_dataset(eval_examples(recipe, ExampleBuilder(processor), args.seed), store))
+    collator = ContextCollator(store, processor.context_token_id, processor.tokenizer.pad_token_id or 0)
+    nll = []
+    for collate in (collator, OtherSlots(collator)):
+        batch = collate(rows)
+        batch.pop("row_ids")
+        labels = batch.pop("labels")
+        with torch.no_grad():
+            logits = model(**batch).logits[:, :-1]
+        losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none")
+        nll.append((losses.sum() / (labels[:, 1:] != -100).sum()).item())
+    assert entry["eval_perplexity"] == pytest.approx(math.exp(nll[0]), rel=1e-5)
+    assert entry["eval_slot_gap"] == pytest.approx(nll[1] - nll[0], abs=1e-5)
+
+
+def test_other_slots_are_those_of_the_next_row_with_other_slots(asked):
+    rows = [asked.dataset[index] for index in (0, 0, 2, 1)]  # 3, 3, 1 and 2 slots
+    other_slots = OtherSlots(asked.collator)
+    batch, other = asked.collator(rows), other_slots(rows)
+    first, _, third, fourth = batch["context_embeds"]
     zero = torch.zeros_like(first[0])
     expected = torch.stack(
         [
-            torch.stack([second[0], second[0], second[0]]),
-            torch.stack([third[0], zero, zero]),
+            torch.stack([third[0], third[0], third[0]]),
+            torch.stack([third[0], third[0], third[0]]),
+            torch.stack([fourth[0], zero, zero]),
             torch.stack([first[0], first[1], zero]),
         ]
     )
     torch.testing.assert_close(other["context_embeds"], expected, rtol=0, atol=0)
     for key in ("input_ids", "attention_mask", "labels"):
         assert torch.equal(other[key], batch[key])
+    alone = other_slots(rows[3:])["context_embeds"]
+    torch.testing.assert_close(alone[0], first[:2], rtol=0, atol=0)
+
+
+def test_a_gap_within_batches_of_one_row_is_refused(write_recipe, tmp_path):
+    with pytest.raises(ValueError, match="`per_device_eval_batch_size` is 1"):
+        sft.parse(write_recipe("grounding", tmp_path, eval_slot_gap=True, per_device_eval_batch_size=1))
 
 
 def test_questions_that_are_not_there_are_not_asked(tmp_path, write_recipe, questions):
