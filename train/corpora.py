@@ -153,7 +153,17 @@ def hotpotqa_row(row: dict, index: int, *, all_paragraphs: bool) -> Row:
         if all_paragraphs or title in gold
     ]
     answers = [row["answer"]] if row["answer"] else []
-    return {"id": row["id"], "question": row["question"] or "", "answers": answers, "passages": passages}
+    return {
+        "id": _id_or_number(row.get("id"), index),
+        "question": row["question"] or "",
+        "answers": answers,
+        "passages": passages,
+    }
+
+
+def _id_or_number(row_id: Any, index: int) -> str:
+    """A row's id; its number, from 0, where it has none."""
+    return str(index if row_id is None else row_id)
 
 
 def _load(path: str, options: dict) -> datasets.Dataset:
@@ -209,7 +219,7 @@ def _rows_of_file(path: str, version: tuple) -> Iterator[dict]:
             wrong = row["answers"] if wrong is None else wrong
             raise ValueError(f"{path}, line {number}: {wrong!r} is not where it belongs; expected {_SCHEMA}.")
         yield {
-            "id": str(row.get("id", number - 1)),
+            "id": _id_or_number(row.get("id"), number - 1),
             "question": row.get("question"),
             "answers": row.get("answers"),
             "passages": passages,
@@ -223,7 +233,7 @@ def _own_row(source: str, row: dict, index: int) -> Row:
     """A stored row of our schema; what is missing or null is empty."""
     try:
         return {
-            "id": str(index if row.get("id") is None else row["id"]),
+            "id": _id_or_number(row.get("id"), index),
             "question": row.get("question") or "",
             "answers": [answer.strip() for answer in row.get("answers") or () if answer and answer.strip()],
             "passages": [
@@ -261,10 +271,10 @@ def _passages_of_texts(batch: dict, indices: list[int], *, text: str, title: str
     passages = {"id": [], "title": [], "text": []}
     ids = batch.get("id", indices)
     titles = batch[title] if title else [""] * len(indices)
-    for row_id, row_title, row_text in zip(ids, titles, batch[text], strict=True):
+    for index, row_id, row_title, row_text in zip(indices, ids, titles, batch[text], strict=True):
         split = (row_text or "").split() or [""]  # an empty text stays a row, to be counted
         for number, start in enumerate(range(0, len(split), words)):
-            passages["id"].append(f"{row_id}-{number}")
+            passages["id"].append(f"{_id_or_number(row_id, index)}-{number}")
             passages["title"].append(row_title or "")
             passages["text"].append(" ".join(split[start : start + words]))
     return passages

@@ -94,6 +94,20 @@ def test_what_a_row_lacks_is_empty(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "texts.parquet", "hotpotqa.parquet"])
+def test_rows_whose_id_is_null_get_their_number(tmp_path, name):
+    ids = ["a", None, None]
+    rows = [row | {"id": row_id} for row, row_id in zip(question_rows(3), ids, strict=True)]
+    if name == "texts.parquet":
+        rows = [{"id": row_id, "text": "A text."} for row_id in ids]
+    elif name == "hotpotqa.parquet":
+        rows = [HOTPOTQA | {"id": row_id} for row_id in ids]
+    path = tmp_path / name
+    write_lines(path, rows) if name == "rows.jsonl" else datasets.Dataset.from_list(rows).to_parquet(path)
+    suffix = "-0" if name == "texts.parquet" else ""
+    assert [row["id"] for row in open_corpus(str(path))] == [f"{row_id}{suffix}" for row_id in ("a", 1, 2)]
+
+
 def test_a_changed_file_is_read_anew(tmp_path):
     before = open_corpus(write_lines(tmp_path / "rows.jsonl", question_rows(2)))
     after = open_corpus(write_lines(tmp_path / "rows.jsonl", question_rows(3)))

@@ -132,6 +132,13 @@ def test_strict_stops_at_a_row_without_a_part(tmp_path, gaps, row_id, part):
         selector.select({path: 1.0})
 
 
+def test_a_row_without_an_id_is_reported_by_its_number(tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [*question_rows(1), question_rows(1)[0] | {"id": None, "answers": []}])
+    selector = ExampleSelector(one_token_examples, tmp_path / "examples", needs_question=True, strict=True)
+    with pytest.raises(ValueError, match="row 1 has no answer"):
+        selector.select({path: 1.0})
+
+
 def test_strict_does_not_stop_at_long_examples(tmp_path):
     rows = [row | {"question": "Who?" if number else "Who is it?"} for number, row in enumerate(question_rows(4))]
     path = write_rows(tmp_path / "rows.jsonl", rows)
