@@ -2,7 +2,7 @@
 
     python -m arcaligner.evaluation.report --aligner CHECKPOINT --output runs/report
     python -m arcaligner.evaluation.report --aligner CHECKPOINT --output runs/report \\
-        --full-text-lora runs/smollm2_135m/full_text --projector-only runs/smollm2_135m_projector/2_grounding
+        --full-text-lora runs/smollm2_135m/full_text --projector-only runs/projector_only/2_grounding
 
     closed book       Question: ...
     full text         Refer to the background document: <text> / Question: ...
@@ -117,6 +117,7 @@ def measure(way: str, checkpoint: str, aligner: str, rows: list[Row], batch_size
     result: dict[str, Any] = {
         "checkpoint": checkpoint,
         "fingerprint": fingerprint(checkpoint),
+        "machine": machine(device),
         "seconds": seconds,
         "prompt_tokens": sum(int(inputs["attention_mask"].sum()) for _, inputs in batches),
     }
@@ -150,7 +151,8 @@ def summarize(results: dict[str, dict[str, dict]]) -> dict[str, Any]:
                 sets[name]["compression_rate"] = result["passage_tokens"] / result["slots"]
                 sets[name]["slots_per_question"] = result["slots"] / num_rows
                 sets[name]["refinement_steps"] = result["refinement_steps"]
-    return {"machine": machine(), "questions": min(entry["questions"] for entry in sets.values()), "sets": sets}
+    machines = sorted({result["machine"] for ways in results.values() for result in ways.values()})
+    return {"machine": "; ".join(machines), "questions": min(entry["questions"] for entry in sets.values()), "sets": sets}
 
 
 def markdown(summary: dict[str, Any]) -> str:
@@ -183,10 +185,10 @@ def _table(title: str, ways: list[str], sets: dict[str, dict], show: Callable[[d
     return [*lines, ""]
 
 
-def machine() -> str:
+def machine(device: str) -> str:
     """The processor, or the accelerator, a report was made on."""
-    if torch.cuda.is_available():
-        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    if torch.device(device).type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     return f"{os.cpu_count()} CPU cores ({platform.machine()}), torch {torch.__version__}"
 
 

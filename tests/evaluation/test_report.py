@@ -53,6 +53,7 @@ def measured(monkeypatch) -> list[tuple[str, str, int]]:
             "checkpoint": checkpoint,
             "fingerprint": report.fingerprint(checkpoint),
             "seconds": 2.0,
+            "machine": "here",
             "prompt_tokens": 40,
             "rows": [{"id": row["id"], "prediction": row["answers"][0], **scores} for row in rows],
         }
@@ -219,7 +220,7 @@ def test_refinement_steps_are_those_of_the_slots_of_all_batches():
 
 def results(scores: list[float]) -> dict:
     rows = [{"em": score, "f1": score / 2, "em_raw": 0.0} for score in scores]
-    return {"rows": rows, "seconds": 3.0, "prompt_tokens": 10 * len(scores)}
+    return {"rows": rows, "machine": "here", "seconds": 3.0, "prompt_tokens": 10 * len(scores)}
 
 
 def test_numbers_are_means_in_percent_with_intervals():
