@@ -1,10 +1,10 @@
 """The model card of a checkpoint: what its configuration, recipe and results say, and a quick start.
 
 Results are read from `results.json` beside it, in percent with the ends of their 95 % intervals, as
-`evaluation/report.py` writes it; what else it says is left out here:
+`evaluation/report.py` writes it; what else it says is left out here. A set of another size says its own `questions`:
 
-    {"questions": 500, "sets": {"SQuAD": {"compression_rate": 33.6, "methods": {"ours (adaptive)": {"f1": [9.7, 6.5,
-    13.2]}}}}}
+    {"questions": 500, "sets": {"SQuAD": {"questions": 500, "compression_rate": 33.6, "methods": {"ours (adaptive)":
+    {"f1": [9.7, 6.5, 13.2]}}}}}
 """
 
 import json
@@ -102,6 +102,12 @@ def _read_recipes(folder: Path) -> list[dict]:
         recipes = [recipe for recipe in yaml.safe_load_all(path.read_text(encoding="utf-8")) if recipe]
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML ({error}). Put the recipe the aligner was trained with there.") from error
+    for number, recipe in enumerate(recipes, start=1):
+        if not isinstance(recipe, dict) or "stage" not in recipe:
+            raise ValueError(
+                f"{path}: recipe {number} of {len(recipes)} has no `stage`. Expected the keys that a stage was trained "
+                "with, `stage: grounding` among them, a line of `---` between stages. Add it, or remove the file."
+            )
     return recipes
 
 
@@ -201,12 +207,17 @@ def _sources(recipe: dict) -> list[str]:
 
 def _results_section(results: dict) -> list[str]:
     """What was measured and, for each metric, a table of methods and sets."""
-    sets = results["sets"]
+    sets, asked = results["sets"], results["questions"]
     methods = dict.fromkeys(method for each in sets.values() for method in each["methods"])
     rates = ", ".join(
         f"{name} x{each['compression_rate']:.1f}" for name, each in sets.items() if "compression_rate" in each
     )
-    section = [f"{results['questions']:,} questions of each set, in percent with 95 % bootstrap intervals."]
+    counts = {name: each.get("questions", asked) for name, each in sets.items()}
+    if len(set(counts.values())) > 1:
+        described = ", ".join(f"{name} {count:,}" for name, count in counts.items()) + " questions"
+    else:
+        described = f"{asked:,} questions of each set"
+    section = [f"{described}, in percent with 95 % bootstrap intervals."]
     if rates:
         section.append(f"Measured compression rate (tokens of text a slot): {rates}.")
     for metric, title in _METRICS.items():

@@ -150,6 +150,21 @@ def test_card_is_written_again_when_results_come_and_keeps_named_data_sets(confi
     assert metadata["datasets"] == ["hotpotqa/hotpot_qa", "someone/data", "wikimedia/wikipedia"]
 
 
+def test_sets_of_different_sizes_say_how_many_questions_each_has(config, folder):
+    results = json.loads(json.dumps(RESULTS))
+    results["questions"] = results["sets"]["SQuAD"]["questions"] = 320
+    results["sets"]["NQ"]["questions"] = 1500
+    (folder / "results.json").write_text(json.dumps(results))
+    write_model_card(config, folder)
+    text = read(folder)[1]
+    assert "\nSQuAD 320, NQ 1,500 questions, in percent with 95 % bootstrap intervals.\n" in text
+    assert "of each set" not in text
+    results["sets"]["NQ"]["questions"] = 320
+    (folder / "results.json").write_text(json.dumps(results))
+    write_model_card(config, folder)
+    assert "\n320 questions of each set, in percent" in read(folder)[1]
+
+
 def test_edited_card_is_left_alone_unless_told_otherwise(config, folder):
     (folder / "README.md").write_text("---\nlicense: mit\ndatasets: [someone/data]\n---\n# Mine\n")
     write_model_card(config, folder)
@@ -188,6 +203,14 @@ def test_recipe_that_is_no_yaml_is_refused(config, folder):
     (folder / "recipe.yaml").write_text("stage: [")
     with pytest.raises(ValueError, match="(?s)recipe.yaml is not YAML.*Put the recipe"):
         write_model_card(config, folder)
+
+
+@pytest.mark.parametrize("second", ["train_files: {a.jsonl: 1.0}\n", "- a list\n"])
+def test_recipe_without_a_stage_is_refused_and_no_card_is_written(config, folder, second):
+    (folder / "recipe.yaml").write_text(f"stage: reconstruction\n---\n{second}")
+    with pytest.raises(ValueError, match="recipe.yaml: recipe 2 of 2 has no `stage`.*Add it"):
+        write_model_card(config, folder)
+    assert not (folder / "README.md").exists()
 
 
 @pytest.mark.parametrize(
