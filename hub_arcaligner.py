@@ -13,12 +13,15 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 
-from .model_card_arcaligner import name_repository
+from .model_card_arcaligner import RECIPE_FILE, RESULTS_FILE, name_repository
 
 PEFT_FOLDER = "peft_lora"
 
 # Written by a push and by nobody else: not in the next one, they belong to an aligner that is gone.
-_OWN_FILE = re.compile(rf"\w+_arcaligner\.py|{PEFT_FOLDER}/.*")
+_OWN_FILE = re.compile(
+    rf"\w+_arcaligner\.py|model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|{PEFT_FOLDER}/.*|"
+    + "|".join(map(re.escape, (RECIPE_FILE, RESULTS_FILE)))
+)
 
 
 def upload_checkpoint(
@@ -30,7 +33,7 @@ def upload_checkpoint(
         folder (`Path`): A complete checkpoint and its model card, in which the repository is named. Links are
             followed.
         repo_id (`str`): `user/name`; made when it is not there. Files in it that are not in `folder` stay, except
-            former code and a former PEFT adapter.
+            former code, weights, recipe and results and a former PEFT adapter.
         commit_message (`str`, *optional*), private (`bool`, *optional*), token (`str`, *optional*): As for any model.
 
     Raises:

@@ -201,6 +201,35 @@ def test_next_push_removes_only_what_a_push_wrote_and_has_no_more(hub, run, fold
     assert main_files(hub).keys() == CHECKPOINT | {"figure.png"}
 
 
+def test_next_push_leaves_nothing_of_the_former_aligner_beside_new_weights(hub, run, folder):
+    push = ("push", "--repo-id", REPO, "--checkpoint", folder)
+    assert run(*push)[0] == 0
+    weights = load_file(folder / "model.safetensors")
+    names = sorted(weights)
+    shards = {f"model-{number:05}-of-00002.safetensors": names[number - 1 :: 2] for number in (1, 2)}
+    for shard, keys in shards.items():
+        save_file({key: weights[key] for key in keys}, folder / shard, {"format": "pt"})
+    weight_map = {key: shard for shard, keys in shards.items() for key in keys}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    for name in ("model.safetensors", "recipe.yaml", "results.json"):
+        (folder / name).unlink()
+    theirs = {"figure.png": b"png", "model.gguf": b"weights", "old_results.json": b"{}"}
+    hub.repositories[REPO].commit(hub.repositories[REPO].at("main").files | theirs)
+    num_commits = len(hub.repositories[REPO].commits)
+    assert run(*push)[0] == 0
+    assert len(hub.repositories[REPO].commits) == num_commits + 1
+    gone = {"model.safetensors", "recipe.yaml", "results.json"}
+    sharded = CHECKPOINT - gone | shards.keys() | {"model.safetensors.index.json"}
+    assert main_files(hub).keys() == sharded | theirs.keys()
+    assert "## Results" not in main_files(hub)["README.md"].decode()
+    for name in shards:
+        (folder / name).unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert run(*push)[0] == 0
+    assert main_files(hub).keys() == CHECKPOINT - {"recipe.yaml", "results.json"} | theirs.keys()
+
+
 def test_card_on_the_hub_is_written_from_the_run_unless_somebody_edited_it(hub, run, folder):
     push = ("push", "--repo-id", REPO, "--checkpoint", folder)
     assert run(*push)[0] == 0
