@@ -4,7 +4,7 @@
 
 Same questions, prompt, template and targets as stage II, with the text where the slots would be; LoRA on every row, by
 PEFT and TRL as they come. `evaluation/report.py` puts its answers beside those from slots. A run goes on from the last
-checkpoint in its `output_dir`; a finished one is left alone.
+checkpoint in its `output_dir`, if its settings are those that it was begun with; a finished one is left alone.
 """
 
 import logging
@@ -26,6 +26,8 @@ from ..evaluation.answering import full_text
 from .corpora import open_corpus
 from .recipe import RecipeParser
 from .resuming import last_checkpoint
+from .run_folder import claim_folder
+from .settings import run_settings
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +97,13 @@ def tokenize(row: dict[str, Any], tokenizer) -> dict[str, list[int]]:
     return {"input_ids": prompt_ids + target_ids, "labels": [-100] * len(prompt_ids) + target_ids}
 
 
-def main(recipe: FullTextArguments, args: SFTConfig) -> None:
+def main(recipe: FullTextArguments, args: SFTConfig, settings: str) -> None:
+    """Trains the LoRA, alone in its folder; `settings`, of `run_settings`, are kept there."""
+    with claim_folder(args.output_dir, settings, is_main=args.process_index == 0):
+        train(recipe, args)
+
+
+def train(recipe: FullTextArguments, args: SFTConfig) -> None:
     """Trains the LoRA and writes it, as PEFT does, to `output_dir`."""
     if Path(args.output_dir, CONFIG_NAME).exists():
         logger.info("%s is finished; delete it to train it again", args.output_dir)
@@ -128,6 +136,12 @@ def save(trainer: SFTTrainer, output_dir: Path) -> None:
     logger.info("saved to %s", output_dir)
 
 
+def parse(arguments: list[str]) -> tuple[FullTextArguments, SFTConfig, str]:
+    """The recipe named by `--config`, with the command line over it, and what is kept of both."""
+    recipe, args = RecipeParser((FullTextArguments, SFTConfig)).parse_args_and_config(arguments)
+    return recipe, args, run_settings("arcaligner.train.full_text", arguments)
+
+
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    main(*RecipeParser((FullTextArguments, SFTConfig)).parse_args_and_config(sys.argv[1:]))
+    main(*parse(sys.argv[1:]))

@@ -6,7 +6,7 @@
 
 Any key of the recipe can be given on the command line. A recipe's keys are those of
 `RecipeArguments` (stage, model, data) and of TRL's `SFTConfig` (batches, optimiser, logs). A run
-goes on from the last checkpoint in its `output_dir`.
+goes on from the last checkpoint in its `output_dir`, if its settings are those that it was begun with.
 """
 
 import contextlib
@@ -28,8 +28,9 @@ from .embedding_store import EmbeddingStore
 from .encoding import DevicePool, all_accelerators, encoder_settings
 from .recipe import RecipeArguments, RecipeParser, eval_examples, training_examples
 from .resuming import last_checkpoint
+from .run_folder import claim_folder
 from .saving import save_stage
-from .stages import stage_settings
+from .settings import run_settings
 from .start import check_resume, check_start
 from .trainer import AlignerTrainer, AlignerTrainingConfig
 
@@ -87,8 +88,14 @@ def encoder_in_one_piece(args: AlignerTrainingConfig) -> Iterator[None]:
         set_hf_deepspeed_config(args.deepspeed_plugin.dschf)
 
 
-def main(recipe: RecipeArguments, args: AlignerTrainingConfig, recipe_text: str) -> None:
-    """Runs the stage. `recipe_text` is saved with the model."""
+def main(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -> None:
+    """Runs the stage, alone in its folder; `settings`, of `run_settings`, are kept there."""
+    with claim_folder(args.output_dir, settings, is_main=args.process_index == 0):
+        train(recipe, args, settings)
+
+
+def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -> None:
+    """Data, model, training, saving."""
     processor = load_processor(recipe, args.chat_template_path)
     builder = ExampleBuilder(processor, recipe.max_segments)
     with (
@@ -128,16 +135,16 @@ def main(recipe: RecipeArguments, args: AlignerTrainingConfig, recipe_text: str)
     state_dict = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # by all processes: each may have a part
     if trainer.is_world_process_zero():
         model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-        save_stage(args.output_dir, model, processor, recipe_text, state_dict)
+        save_stage(args.output_dir, model, processor, settings, state_dict)
         logger.info("saved to %s", args.output_dir)
     trainer.accelerator.wait_for_everyone()
 
 
 def parse(arguments: list[str]) -> tuple[RecipeArguments, AlignerTrainingConfig, str]:
-    """The recipe named by `--config`, with the command line over it, and its text."""
+    """The recipe named by `--config`, with the command line over it, and what is kept of both."""
     parser = RecipeParser((RecipeArguments, AlignerTrainingConfig))
     recipe, args = parser.parse_args_and_config(arguments)
-    return recipe, args, stage_settings(arguments)
+    return recipe, args, run_settings("arcaligner.train.sft", arguments)
 
 
 if __name__ == "__main__":

@@ -7,35 +7,39 @@
 
 A recipe is a folder of `train/recipes`, or any folder, with a file for each stage: `1_reconstruction.yaml`,
 `2_grounding.yaml`, `3_gating.yaml`. A finished stage is skipped, a broken one goes on from its last checkpoint, and
-one that was trained with other settings is refused. Each stage is a process of its own.
+one that was begun with other settings is refused. Each stage is a process of its own, which ends with this one.
 """
 
 import logging
-import shlex
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
+
+from ..model_card_arcaligner import RECIPE_FILE
+from .settings import check_settings, read_keys, run_settings
 
 logger = logging.getLogger(__name__)
 
 RECIPES = Path(__file__).parent / "recipes"
 ACCELERATE_CONFIGS = Path(__file__).parent / "accelerate"
 STAGE_FILES = "[1-3]_*.yaml"
+SCRIPT = "arcaligner.train.sft"
 
 
 @dataclass
 class Stage:
-    """One file of a recipe: what `train.sft` is called with, and where its result goes."""
+    """One file of a recipe: what `train.sft` is called with, where its result goes, and which stage it starts from."""
 
     number: int
     name: str
     arguments: list[str]
     output_dir: Path
+    start: "Stage | None" = None
 
     @property
     def is_finished(self) -> bool:
@@ -44,16 +48,8 @@ class Stage:
 
     @property
     def recipe_file(self) -> Path:
-        """Where `train.sft` keeps `stage_settings`."""
-        return self.output_dir / "recipe.yaml"
-
-
-def stage_settings(arguments: list[str]) -> str:
-    """The text kept with a stage's result: the command line, then the recipe file it names."""
-    text = f"# arcaligner.train.sft {shlex.join(arguments)}\n"
-    if "--config" in arguments:
-        text += Path(arguments[arguments.index("--config") + 1]).read_text(encoding="utf-8")
-    return text
+        """Where `train.sft` keeps `run_settings`."""
+        return self.output_dir / RECIPE_FILE
 
 
 def find_recipe(recipe: str) -> Path:
@@ -92,14 +88,17 @@ def read_stages(
     _check_overrides(overrides, only)
     stages: list[Stage] = []
     for path in sorted(folder.glob(STAGE_FILES)):
-        output_dir = Path(_output_dir(path))
+        _check_recipe(path)
         arguments = ["--config", _shown(path)]
         if output is not None:
-            output_dir = Path(output) / path.stem
-            arguments += ["--output_dir", str(output_dir)]
+            arguments += ["--output_dir", str(Path(output, path.stem))]
             if stages:
                 arguments += ["--model_name_or_path", str(stages[-1].output_dir)]
-        stages.append(Stage(int(path.name[0]), path.stem, arguments + overrides, output_dir))
+        arguments += overrides
+        keys = read_keys(run_settings(SCRIPT, arguments))
+        named = Path(str(keys.get("model_name_or_path")))
+        start = next((stage for stage in stages if stage.output_dir == named), None)
+        stages.append(Stage(int(path.name[0]), path.stem, arguments, Path(keys["output_dir"]), start))
     numbers = [stage.number for stage in stages]
     if only is not None and only not in numbers:
         raise ValueError(f"{folder} has no stage {only}; it has {', '.join(map(str, numbers))}.")
@@ -114,26 +113,43 @@ def run_stages(stages: list[Stage], accelerate: str | None = None) -> None:
         accelerate (`str`, *optional*): A config of `train/accelerate` by name, or a file, for `accelerate launch`.
 
     Raises:
-        `ValueError`: an unknown accelerate config, a finished stage with other settings than it has now, or one
-            whose start is not the stage before as it is now.
+        `ValueError`: an unknown accelerate config, a stage that was begun with other settings than it has now, or one
+            whose start is not finished.
         `ChildProcessError`: a stage failed; what it said stands on standard error.
     """
     launcher = _launcher(accelerate)
     for before, stage in zip([None, *stages], stages, strict=False):
+        _check_settings(stage)
         if stage.is_finished:
-            _check_settings(stage)
             _check_start(stage, before)
+        elif stage.start not in (None, *stages) and not stage.start.is_finished:
+            raise ValueError(
+                f"{stage.name} starts from {stage.start.output_dir}, which is no finished stage. Train it first: "
+                f"`--stage {stage.start.number}`, or no `--stage` for all."
+            )
     for stage in stages:
         if stage.is_finished:
             logger.info("%s is finished: %s", stage.name, stage.output_dir)
             continue
         logger.info("%s -> %s", stage.name, stage.output_dir)
-        code = subprocess.run([*launcher, "-m", "arcaligner.train.sft", *stage.arguments]).returncode
+        code = run_to_end([*launcher, "-m", SCRIPT, *stage.arguments])
         if code != 0:
             end = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
             raise ChildProcessError(
                 f"{stage.name} {end}; what it said stands above. The same command goes on from its last checkpoint."
             )
+
+
+def run_to_end(command: list[str]) -> int:
+    """The exit code of a command, which is ended when this process is told to end."""
+    process = subprocess.Popen(command)
+    former = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        return process.wait()
+    finally:
+        signal.signal(signal.SIGTERM, former)
+        process.terminate()  # when this process was interrupted; one that has ended is left alone
+        process.wait()
 
 
 def _check_overrides(overrides: list[str], only: int | None) -> None:
@@ -148,14 +164,13 @@ def _check_overrides(overrides: list[str], only: int | None) -> None:
             raise ValueError(f"`{key}` cannot be given for the stages of a recipe. {remedy}.")
 
 
-def _output_dir(path: Path) -> str:
+def _check_recipe(path: Path) -> None:
     try:
         keys = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
     if not isinstance(keys, dict) or "output_dir" not in keys:
         raise ValueError(f"{path} has no `output_dir`; a stage needs a folder for its result.")
-    return keys["output_dir"]
 
 
 def _launcher(accelerate: str | None) -> list[str]:
@@ -172,21 +187,12 @@ def _launcher(accelerate: str | None) -> list[str]:
 
 
 def _check_settings(stage: Stage) -> None:
-    """Refuses a finished stage whose keys had other values; comments may differ, and the folder may have moved."""
-    if not stage.recipe_file.exists():
+    if stage.is_finished and not stage.recipe_file.exists():
         raise ValueError(
-            f"{stage.output_dir} holds a model without recipe.yaml, which says how it was trained. Name another folder "
-            "with `--output`."
+            f"{stage.output_dir} holds a model without {RECIPE_FILE}, which says how it was trained. Name another "
+            "folder with `--output`."
         )
-    was = _keys(stage.recipe_file.read_text(encoding="utf-8"))
-    now = _keys(stage_settings(stage.arguments))
-    changed = [key for key in {**was, **now} if was.get(key) != now.get(key)]
-    if changed:
-        key = changed[0]
-        raise ValueError(
-            f"{stage.output_dir} was finished with `{key}` {was.get(key)!r}, but {stage.name} now has "
-            f"{now.get(key)!r}. Delete that folder to train it again, or name another one with `--output`."
-        )
+    check_settings(stage.output_dir, run_settings(SCRIPT, stage.arguments))
 
 
 def _check_start(stage: Stage, before: Stage | None) -> None:
@@ -205,20 +211,6 @@ def _check_start(stage: Stage, before: Stage | None) -> None:
             before.output_dir,
             before.name,
         )
-
-
-def _keys(settings: str) -> dict[str, Any]:
-    """Keys and values of a text of `stage_settings`, the command line over the file."""
-    command, _, recipe = settings.partition("\n")
-    keys = yaml.safe_load(recipe) or {}
-    key = None
-    for argument in shlex.split(command)[2:]:  # behind "# arcaligner.train.sft"
-        if argument.startswith("--"):
-            key, has_value, value = argument.removeprefix("--").partition("=")
-            keys[key] = yaml.safe_load(value) if has_value else True
-        elif key is not None:
-            keys[key] = yaml.safe_load(argument)
-    return {key: value for key, value in keys.items() if key not in ("config", "output_dir")}
 
 
 def _shown(path: Path) -> str:

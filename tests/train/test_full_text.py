@@ -12,13 +12,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from training_rows import question_rows, write_rows
 from transformers import AutoModelForCausalLM
-from trl import SFTConfig
 
 from arcaligner.evaluation.answering import full_text, text_inputs
 from arcaligner.evaluation.report import load_model
 from arcaligner.train import full_text as script
 from arcaligner.train.full_text import FullTextArguments, build_dataset, tokenize
-from arcaligner.train.recipe import RecipeParser
 from arcaligner.train.stages import RECIPES
 
 TEMPLATE = RECIPES / "smollm2_135m" / "chat_template.jinja"
@@ -48,7 +46,7 @@ def arguments(folder: Path, base_model_dir: Path, output_dir: Path, **changes) -
 
 
 def run(options: list[str]) -> None:
-    script.main(*RecipeParser((FullTextArguments, SFTConfig)).parse_args_and_config(options))
+    script.main(*script.parse(options))
 
 
 def of_file(path: str, **limits) -> FullTextArguments:
@@ -138,7 +136,6 @@ KILLED = """
 import os, signal, sys
 from trl import SFTTrainer, SFTConfig
 from arcaligner.train import full_text
-from arcaligner.train.recipe import RecipeParser
 
 def step(self, *args, **kwargs):
     if self.state.global_step == 1:
@@ -146,7 +143,7 @@ def step(self, *args, **kwargs):
     return original(self, *args, **kwargs)
 
 original, SFTTrainer.training_step = SFTTrainer.training_step, step
-full_text.main(*RecipeParser((full_text.FullTextArguments, SFTConfig)).parse_args_and_config(sys.argv[1:]))
+full_text.main(*full_text.parse(sys.argv[1:]))
 """
 
 
@@ -155,6 +152,8 @@ def test_a_run_that_was_killed_ends_as_if_it_was_not_and_then_rests(tmp_path, ba
     killed = subprocess.run([sys.executable, "-c", KILLED, *options], capture_output=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     assert not (tmp_path / "run" / "adapter_config.json").exists()
+    with pytest.raises(ValueError, match="run was begun with other settings: `learning_rate` was 0.01 and is now 0.5"):
+        run([*options, "--learning_rate", "0.5"])
     with caplog.at_level("INFO"):
         run(options)
     assert f"going on from {tmp_path / 'run' / 'checkpoint-1'}" in caplog.text
@@ -165,12 +164,14 @@ def test_a_run_that_was_killed_ends_as_if_it_was_not_and_then_rests(tmp_path, ba
         run(options)
     assert "run is finished; delete it to train it again" in caplog.text
     assert (tmp_path / "run" / WEIGHTS).stat().st_mtime_ns == changed
+    assert yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())["max_train_samples"] == 8
+    with pytest.raises(ValueError, match="`lora_r` was None and is now 4"):
+        run([*options, "--lora_r", "4"])
 
 
 def test_the_shipped_recipe_parses_and_has_the_data_and_template_of_stage_two():
     path = RECIPES / "smollm2_135m" / "full_text.yaml"
-    parser = RecipeParser((FullTextArguments, SFTConfig))
-    recipe, args = parser.parse_args_and_config(["--config", str(path)])
+    recipe, args, _ = script.parse(["--config", str(path)])
     stage = yaml.safe_load((path.parent / "2_grounding.yaml").read_text("utf-8"))
     start = yaml.safe_load((path.parent / "1_reconstruction.yaml").read_text("utf-8"))
     assert recipe.train_file in stage["train_files"]
@@ -179,5 +180,5 @@ def test_the_shipped_recipe_parses_and_has_the_data_and_template_of_stage_two():
         start["chat_template_path"],
     )
     assert (recipe.max_train_samples, recipe.max_tokens, args.per_device_train_batch_size) == (1200, 400, 8)
-    with pytest.raises(ValueError, match="Unknown key `max_token` in the recipe. Did you mean `max_tokens`"):
-        parser.set_defaults_with_config(max_token=1)
+    with pytest.raises(ValueError, match="Unknown key `max_token` in the command line. Did you mean `max_tokens`"):
+        script.parse(["--config", str(path), "--max_token", "1"])

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,8 @@ import yaml
 from training_recipes import RecipeWriter, parameters, run
 
 from arcaligner.train import sft, stages
-from arcaligner.train.stages import RECIPES, find_recipe, read_stages, run_stages, stage_settings
+from arcaligner.train.settings import run_settings
+from arcaligner.train.stages import RECIPES, SCRIPT, find_recipe, read_stages, run_stages, run_to_end
 
 NAMES = ["1_reconstruction", "2_grounding", "3_gating"]
 
@@ -42,11 +42,11 @@ def calls(monkeypatch) -> list[list[str]]:
         config = yaml.safe_load(Path(arguments[1]).read_text())
         place = arguments[arguments.index("--output_dir") + 1] if "--output_dir" in arguments else config["output_dir"]
         Path(place).mkdir(parents=True)
-        Path(place, "recipe.yaml").write_text(stage_settings(arguments))
+        Path(place, "recipe.yaml").write_text(run_settings(SCRIPT, arguments))
         Path(place, "config.json").write_text("{}")
-        return SimpleNamespace(returncode=0)
+        return 0
 
-    monkeypatch.setattr(stages.subprocess, "run", finish)
+    monkeypatch.setattr(stages, "run_to_end", finish)
     return made
 
 
@@ -89,19 +89,47 @@ def test_one_stage_alone_leaves_the_others(recipe, calls):
     run_stages(read_stages(recipe, only=2))
     assert trained(calls) == ["2_grounding"]
     assert calls[0][3:] == ["--config", "recipe/2_grounding.yaml"]
-    run_stages(read_stages(recipe, "mine", only=2))
-    assert calls[1][-2:] == ["--model_name_or_path", "mine/1_reconstruction"]
+    for number in (1, 2):
+        run_stages(read_stages(recipe, "mine", only=number))
+    assert calls[2][-2:] == ["--model_name_or_path", "mine/1_reconstruction"]
+
+
+def test_one_stage_alone_is_refused_before_its_start_is_finished(recipe, calls):
+    message = "2_grounding starts from mine/1_reconstruction, which is no finished stage. .*`--stage 1`"
+    with pytest.raises(ValueError, match=message):
+        run_stages(read_stages(recipe, "mine", only=2))
+    Path("mine/1_reconstruction/checkpoint-2").mkdir(parents=True)  # broken
+    with pytest.raises(ValueError, match=message):
+        run_stages(read_stages(recipe, "mine", only=2))
+    assert not calls
+
+
+def test_the_start_that_a_recipe_names_is_looked_for_too(recipe, calls):
+    path = recipe / "3_gating.yaml"
+    path.write_text(path.read_text() + "model_name_or_path: runs/2_grounding/\n")
+    with pytest.raises(ValueError, match="3_gating starts from runs/2_grounding, which is no finished stage"):
+        run_stages(read_stages(recipe, only=3))
+    run_stages(read_stages(recipe, overrides=["--model_name_or_path", "user/aligner"], only=3))
+    assert trained(calls) == ["3_gating"]
 
 
 def test_a_finished_stage_with_other_settings_is_refused_before_anything_runs(recipe, calls):
     run_stages(read_stages(recipe))
     (recipe / "2_grounding.yaml").write_text("output_dir: runs/2_grounding\nlearning_rate: 0.5\nseed: 1\n")
     shutil.rmtree("runs/3_gating")
-    message = "runs/2_grounding was finished with `learning_rate` 0.001, but 2_grounding now has 0.5"
+    message = "runs/2_grounding was begun with other settings: `learning_rate` was 0.001 and is now 0.5.*--output"
     with pytest.raises(ValueError, match=message):
         run_stages(read_stages(recipe))
-    with pytest.raises(ValueError, match="runs/1_reconstruction was finished with `seed` 1, but .* now has 2"):
+    with pytest.raises(ValueError, match="runs/1_reconstruction was begun .* `seed` was 1 and is now 2"):
         run_stages(read_stages(recipe, overrides=["--seed=2"]))
+    assert len(calls) == 3
+
+
+def test_a_broken_stage_with_other_settings_is_refused_before_anything_runs(recipe, calls):
+    run_stages(read_stages(recipe))
+    Path("runs/3_gating/config.json").rename("runs/3_gating/checkpoint-2")
+    with pytest.raises(ValueError, match="runs/3_gating was begun with other settings: `seed` was 1 and is now 2"):
+        run_stages(read_stages(recipe, overrides=["--seed", "2"], only=3))
     assert len(calls) == 3
 
 
@@ -120,6 +148,19 @@ def test_comments_and_moved_folders_are_no_other_settings(recipe, calls):
     Path("runs").rename("elsewhere")
     run_stages(read_stages(recipe, only=1))
     assert len(calls) == 1
+
+
+def test_the_folder_of_all_stages_may_move(recipe, calls):
+    run_stages(read_stages(recipe, "mine"))
+    Path("mine").rename("yours")
+    run_stages(read_stages(recipe, "yours"))
+    assert len(calls) == 3
+
+
+def test_another_start_is_another_setting(recipe, calls):
+    run_stages(read_stages(recipe, "mine"))
+    with pytest.raises(ValueError, match="`model_name_or_path` was 'mine/1_reconstruction' and is now 'user/aligner'"):
+        run_stages(read_stages(recipe, "mine", ["--model_name_or_path", "user/aligner"], only=2))
 
 
 def test_a_finished_stage_whose_start_is_gone_is_refused(recipe, calls):
@@ -149,9 +190,7 @@ def test_a_finished_stage_that_does_not_say_its_settings_is_refused(recipe, call
 @pytest.mark.parametrize("code, end", [(3, "failed with exit code 3"), (-9, "was killed by signal 9")])
 def test_a_stage_that_fails_stops_the_others(recipe, monkeypatch, code, end):
     made = []
-    monkeypatch.setattr(
-        stages.subprocess, "run", lambda command: made.append(command) or SimpleNamespace(returncode=code)
-    )
+    monkeypatch.setattr(stages, "run_to_end", lambda command: made.append(command) or code)
     with pytest.raises(ChildProcessError, match=f"1_reconstruction {end}"):
         run_stages(read_stages(recipe))
     assert len(made) == 1
@@ -225,8 +264,25 @@ def test_recipes_are_found_by_name_or_folder_and_have_three_stages(recipe):
 def test_the_script_keeps_what_the_stage_is_compared_with(base_model_dir, encoder_dir, tmp_path):
     arguments = RecipeWriter(tmp_path, base_model_dir, encoder_dir)("grounding", tmp_path / "run")
     arguments += ["--run_name", "it's mine"]
-    assert sft.parse(arguments)[2] == stage_settings(arguments)
-    assert stage_settings(arguments).splitlines()[0].endswith("""--run_name 'it'"'"'s mine'""")
+    assert sft.parse(arguments)[2] == run_settings(SCRIPT, arguments)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stage_ends_with_the_command_that_runs_it(tmp_path, number):
+    child = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        f"print(os.getpid(), file=open({str(tmp_path / 'pid')!r}, 'w')); "
+        f"os.kill(os.getppid(), {number}); signal.pause()"
+    )
+    former = signal.getsignal(signal.SIGTERM)
+    if number == signal.SIGINT:
+        with pytest.raises(KeyboardInterrupt):
+            run_to_end([sys.executable, "-c", child])
+    else:
+        assert run_to_end([sys.executable, "-c", child]) == -signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert signal.getsignal(signal.SIGTERM) == former
 
 
 # A real run of tiny models
@@ -277,7 +333,7 @@ def test_a_command_that_was_killed_ends_as_if_it_was_not(tmp_path, base_model_di
     assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
 
     again = subprocess.run([*command, "--", "--lora_rank", "3"], capture_output=True, text=True)
-    assert again.returncode == 1 and "was finished with `lora_rank` None, but" in again.stderr
+    assert again.returncode == 1 and "`lora_rank` was None and is now 3" in again.stderr
     assert "Traceback" not in again.stderr
     failed = subprocess.run([*command, "--output", "new", "--", "--lora_rank", "3"], capture_output=True, text=True)
     assert failed.returncode == 1
