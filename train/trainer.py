@@ -160,6 +160,13 @@ class AlignerTrainer(SFTTrainer):
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return EpochOrder(sampler, seed, epoch=lambda: int(self.state.epoch or 0))
 
+    def _init_training_state(self, *args, **kwargs) -> tuple[int, int]:
+        """As ever; a run that goes on counts its tokens on."""
+        progress = super()._init_training_state(*args, **kwargs)
+        counts = [entry["num_tokens"] for entry in self.state.log_history if "num_tokens" in entry]
+        self._total_train_tokens = int(counts[-1]) if counts else 0
+        return progress
+
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         """As ever, with a learning rate of the gates' own if there is one."""
         optimizer = super().create_optimizer(model)

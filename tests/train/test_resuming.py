@@ -35,6 +35,12 @@ def whole_run(tmp_path_factory, write_recipe) -> Path:
     return folder
 
 
+def num_tokens(folder: Path) -> list[float]:
+    """Tokens trained on so far, at each entry of the log."""
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [entry["num_tokens"] for entry in history if "num_tokens" in entry]
+
+
 def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
@@ -63,6 +69,26 @@ def test_a_broken_run_ends_as_if_it_was_not(tmp_path, write_recipe, whole_run, m
         run(arguments)
     assert f"going on from {tmp_path / 'run' / checkpoint}" in caplog.text
     assert same_tensors(parameters(tmp_path / "run"), parameters(whole_run))
+    assert num_tokens(tmp_path / "run") == num_tokens(whole_run)
+
+
+def test_a_broken_run_goes_on_with_no_other_settings(tmp_path, write_recipe, monkeypatch):
+    arguments = write_recipe("grounding", tmp_path / "run", **STEPS)
+
+    def stop(self, *args, **kwargs):
+        if self.state.global_step == 3:
+            raise InterruptError
+        return original(self, *args, **kwargs)
+
+    original = AlignerTrainer.training_step
+    monkeypatch.setattr(AlignerTrainer, "training_step", stop)
+    with pytest.raises(InterruptError):
+        run(arguments)
+    for key, was, value in [("learning_rate", "0.01", "0.5"), ("seed", "None", "7")]:
+        with pytest.raises(ValueError, match=f"run was begun with .*`{key}` was {was} and is now {value}"):
+            run([*arguments, f"--{key}", value])
+    with pytest.raises(InterruptError):
+        run([*arguments, "--save_steps", "1"])
 
 
 def test_a_run_that_broke_when_it_was_trained_is_only_saved(tmp_path, write_recipe, whole_run, monkeypatch):
