@@ -42,22 +42,25 @@ Code and aligner weights: Apache-2.0. The base model, the sentence encoder and t
 licences."""
 
 
-def write_model_card(config, folder: Path, *, overwrite: bool = False, datasets: tuple[str, ...] = ()) -> None:
+def write_model_card(config, folder: Path, *, datasets: tuple[str, ...] = ()) -> bool:
     """A model card with what the configuration and the files in `folder` know; one that somebody edited is left alone.
 
     Args:
         config ([`ArcAlignerConfig`]): The checkpoint's.
         folder (`Path`): With the checkpoint's recipe and results, where it has them.
-        overwrite (`bool`): Whether to write over an edited card, too.
-        datasets (`tuple[str, ...]`): Hub ids of data sets that the training files were made from.
+        datasets (`tuple[str, ...]`): Hub ids of data sets that the training files were made from; those that the card
+            names already stay.
+
+    Returns:
+        `bool`: Whether it was written.
 
     Raises:
         `ValueError`: results or a recipe that cannot be read.
     """
     card = folder / "README.md"
     if card.exists():
-        if not overwrite and _GENERATED not in card.read_text(encoding="utf-8"):
-            return
+        if _GENERATED not in card.read_text(encoding="utf-8"):
+            return False
         datasets = (*datasets, *(metadata_load(card) or {}).get("datasets", []))
     recipes = _read_recipes(folder)
     results = _read_results(folder)
@@ -78,6 +81,7 @@ def write_model_card(config, folder: Path, *, overwrite: bool = False, datasets:
     temporary = card.with_suffix(".tmp")
     temporary.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
     temporary.replace(card)
+    return True
 
 
 def name_repository(folder: Path, repo_id: str) -> None:

@@ -28,7 +28,8 @@ def test_readme_lists_the_flat_files_there_are():
 def test_paths_and_links_of_the_documents_exist():
     paths = re.findall(r"\]\((?!http)([^)#]+)\)", README)
     paths += re.findall(r"(?:train|docs|benchmarks|checkpoints|tests)/[\w./-]+\w", README)
-    missing = [path for path in paths if not (ROOT / path).exists()]
+    written = re.findall(r"--output (\S+)", README)  # by the reader's own commands
+    missing = [path for path in paths if path not in written and not (ROOT / path).exists()]
     assert not missing
 
 

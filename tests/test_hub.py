@@ -287,9 +287,11 @@ def test_shipped_checkpoint_can_be_pushed(hub, run):
 
 def test_commands_of_the_readme_share_a_checkpoint(hub, run, folder, tmp_path):
     block = (ROOT / "README.md").read_text(encoding="utf-8").split("## Share one\n")[1].split("```")[1]
-    commands = [line.partition("#")[0].split()[3:] for line in block.splitlines() if line.startswith("python -m")]
+    commands = [
+        line.partition("#")[0].split()[3:] for line in block.splitlines() if line.startswith("python -m arcaligner ")
+    ]
     assert [command[0] for command in commands] == ["push", "export-peft"]
-    ours = {"user/name": REPO, "runs/mine": folder, "lora": tmp_path / "lora"}
+    ours = {"user/name": REPO, "checkpoints/mine": folder, "lora": tmp_path / "lora"}
     for command in commands:
         code, _, err = run(*(ours.get(argument, argument) for argument in command))
         assert code == 0, err

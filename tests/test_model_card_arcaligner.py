@@ -165,13 +165,14 @@ def test_sets_of_different_sizes_say_how_many_questions_each_has(config, folder)
     assert "\n320 questions of each set, in percent" in read(folder)[1]
 
 
-def test_edited_card_is_left_alone_unless_told_otherwise(config, folder):
-    (folder / "README.md").write_text("---\nlicense: mit\ndatasets: [someone/data]\n---\n# Mine\n")
-    write_model_card(config, folder)
-    assert (folder / "README.md").read_text().endswith("# Mine\n")
-    write_model_card(config, folder, overwrite=True)
-    metadata, text = read(folder)
-    assert "# Mine" not in text and "someone/data" in metadata["datasets"]
+def test_edited_card_is_left_alone_until_it_is_deleted(config, folder):
+    assert write_model_card(config, folder)
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
+    assert not write_model_card(config, folder)
+    assert (folder / "README.md").read_text() == "---\nlicense: mit\n---\n# Mine\n"
+    (folder / "README.md").unlink()
+    assert write_model_card(config, folder)
+    assert read(folder)[1].startswith("<!-- Written from the files beside it")
 
 
 def test_quick_start_gets_the_repositorys_name_each_time(config, folder):

@@ -3,11 +3,12 @@
     python -m arcaligner.train.export --stages runs/smollm2_135m --output checkpoints/arcaligner-smollm2-135m
 
 Training keeps the aligner in float32, since small updates would be lost in bfloat16; a finished one does not need it,
-and loads as float32 again. The last stage in the folder is taken. The model card is written anew each time: done again
-after an evaluation has put its `results.json` there, the card has the numbers.
+and loads as float32 again. The last stage in the folder is taken. The model card is written anew each time, unless
+somebody edited it: done again after an evaluation has put its `results.json` there, the card has the numbers.
 """
 
 import hashlib
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,13 @@ def weights_digest(folder: Path) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in weight_files(folder))).hexdigest()
 
 
+def has_weights(folder: Path, model: ArcAlignerForCausalLM) -> bool:
+    """Whether the weights in `folder` are those that `model` would be saved with."""
+    with tempfile.TemporaryDirectory() as temporary:
+        model.save_pretrained(temporary)
+        return weights_digest(folder) == weights_digest(Path(temporary))
+
+
 def main(
     stages: Annotated[Path, typer.Option(help="Folder of the stages' output folders.", exists=True)],
     output: Annotated[Path, typer.Option(help="Folder to write.")],
@@ -41,14 +49,15 @@ def main(
     for _, parameter in model.aligner_parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     processor = ArcAlignerProcessor.from_pretrained(folders[-1], trust_remote_code=False)
-    recipes = "---\n".join((folder / RECIPE_FILE).read_text(encoding="utf-8") for folder in folders)
-    former = weights_digest(output)
-    save_stage(output, model, processor, recipes)
-    if weights_digest(output) != former and (output / RESULTS_FILE).exists():
-        (output / RESULTS_FILE).unlink()
+    recipes = [(folder / RECIPE_FILE).read_text(encoding="utf-8").strip() for folder in folders]
+    if (output / RESULTS_FILE).exists() and not has_weights(output, model):
+        (output / RESULTS_FILE).unlink()  # before the weights change: a kill leaves no numbers of others
         typer.echo(f"removed {output / RESULTS_FILE}: it was measured with other weights")
-    write_model_card(model.config, output, overwrite=True, datasets=tuple(dataset or ()))
-    name_repository(output, output.as_posix())
+    save_stage(output, model, processor, "\n---\n".join(recipes) + "\n")
+    if write_model_card(model.config, output, datasets=tuple(dataset or ())):
+        name_repository(output, output.as_posix())
+    else:
+        typer.echo(f"left {output / 'README.md'} as it is: it was edited. Delete it to have one written.")
     typer.echo(f"wrote {folders[-1]} to {output}")
 
 

@@ -25,7 +25,7 @@ def save_stage(
     """Writes aligner, processor and recipe to `output_dir`, over what an earlier run left there.
 
     Args:
-        output_dir (`str` or `Path`): The stage's folder; checkpoints in it stay.
+        output_dir (`str` or `Path`): The stage's folder; checkpoints in it stay, and a model card that was edited.
         model ([`ArcAlignerForCausalLM`]): Trained; its backbone is not written.
         processor ([`ArcAlignerProcessor`]): With the chat template the stage was trained with.
         recipe (`str`): Text of the recipe, saved as `recipe.yaml`.
@@ -37,6 +37,8 @@ def save_stage(
     temporary = output_dir / f".saving-{uuid.uuid4().hex}"
     temporary.mkdir(parents=True)
     try:
+        if (output_dir / "README.md").exists():  # the new card keeps what the former one was told
+            shutil.copyfile(output_dir / "README.md", temporary / "README.md")
         model.save_pretrained(temporary, state_dict=state_dict)
         processor.save_pretrained(temporary)
         (temporary / "recipe.yaml").write_text(recipe, encoding="utf-8")

@@ -1,0 +1,154 @@
+"""The exported aligner has bfloat16 weights, all recipes and a model card; exporting again loses nothing of the card,
+and keeps results for as long as they are of these weights."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+import yaml
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner, Result
+
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
+from arcaligner.train import export
+from arcaligner.train.checkpoint_folder import check_loads_from_hub, empty_model
+
+README = Path(__file__).parents[2] / "README.md"
+
+RECIPES = {
+    "1_reconstruction": "# I\nstage: reconstruction\ntrain_files: {someone/texts: 1.0}",  # no newline at the end
+    "2_grounding": "# II\nstage: grounding\ntrain_files: {someone/questions: 1.0}\n\n",
+    "3_gating": "# III\nstage: gating\ntrain_files: {../data/questions.jsonl: 1.0}\n",
+}
+RESULTS = {"questions": 5, "sets": {"NQ": {"methods": {"ours (adaptive)": {"f1": [9.7, 6.5, 13.2]}}}}}
+
+
+@pytest.fixture
+def stages(checkpoint_dir, tmp_path) -> Path:
+    """Three finished stages and one that broke off; stage n has weights that are n larger."""
+    weights = load_file(checkpoint_dir / "model.safetensors")
+    for number, (name, recipe) in enumerate(RECIPES.items(), start=1):
+        folder = tmp_path / "runs" / name
+        shutil.copytree(checkpoint_dir, folder)
+        (folder / "recipe.yaml").write_text(recipe)
+        change_weights(folder, weights, number)
+    (tmp_path / "runs" / "4_broken").mkdir()
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def output(tmp_path) -> Path:
+    return tmp_path / "exported"
+
+
+def change_weights(folder: Path, weights: dict[str, torch.Tensor], added: float) -> None:
+    weights = {name: tensor + added for name, tensor in weights.items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def run(*arguments) -> Result:
+    app = typer.Typer()
+    app.command()(export.main)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+def write(stages: Path, output: Path, *arguments) -> str:
+    """Exports; what was said."""
+    result = run("--stages", stages, "--output", output, *arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def card_datasets(output: Path) -> list[str]:
+    return yaml.safe_load((output / "README.md").read_text().split("---\n")[1])["datasets"]
+
+
+def test_the_last_stage_is_written_in_bfloat16_with_processor_and_card(stages, output):
+    write(stages, output)
+    weights, trained = load_file(output / "model.safetensors"), load_file(stages / "3_gating" / "model.safetensors")
+    assert weights.keys() == trained.keys()
+    for name, tensor in weights.items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, trained[name].to(torch.bfloat16)), name
+    assert {p.dtype for _, p in ArcAlignerForCausalLM.from_pretrained(output).aligner_parameters()} == {torch.float32}
+    assert ArcAlignerProcessor.from_pretrained(output, trust_remote_code=False).encoder_hidden_size == 12
+    assert (
+        f'pipeline("text-generation", model="{output}", trust_remote_code=True)' in (output / "README.md").read_text()
+    )
+
+
+def test_recipes_of_all_stages_are_joined_whether_or_not_they_end_in_a_newline(stages, output):
+    write(stages, output)
+    text = (output / "recipe.yaml").read_text()
+    assert list(yaml.safe_load_all(text)) == [yaml.safe_load(recipe) for recipe in RECIPES.values()]
+    assert text == "---\n".join(f"{recipe.strip()}\n" for recipe in RECIPES.values())
+    assert card_datasets(output) == ["someone/questions", "someone/texts"]
+
+
+def test_another_export_keeps_the_data_sets_that_were_named(stages, output):
+    write(stages, output, "--dataset", "someone/squad", "--dataset", "someone/nq")
+    write(stages, output)
+    assert card_datasets(output) == ["someone/nq", "someone/questions", "someone/squad", "someone/texts"]
+
+
+def test_another_export_leaves_an_edited_card_alone_until_it_is_deleted(stages, output):
+    write(stages, output)
+    edited = '---\nlicense: mit\n---\n# Mine\n\nask = pipeline("text-generation", model="someone/mine")\n'
+    (output / "README.md").write_text(edited)
+    assert "left" in (said := write(stages, output)) and "Delete it" in said
+    assert (output / "README.md").read_text() == edited
+    (output / "README.md").unlink()
+    assert "left" not in write(stages, output)
+    assert "# Mine" not in (output / "README.md").read_text()
+
+
+def test_results_of_the_same_weights_stay_and_come_into_the_card(stages, output):
+    write(stages, output)
+    (output / "results.json").write_text(json.dumps(RESULTS))
+    assert "removed" not in write(stages, output)
+    assert json.loads((output / "results.json").read_text()) == RESULTS
+    assert "| ours (adaptive) | 9.7 [6.5, 13.2] |" in (output / "README.md").read_text()
+
+
+def test_results_of_other_weights_go_with_their_numbers(stages, output):
+    write(stages, output)
+    (output / "results.json").write_text(json.dumps(RESULTS))
+    write(stages, output)
+    change_weights(stages / "3_gating", load_file(stages / "3_gating" / "model.safetensors"), 1.0)
+    assert "removed" in write(stages, output)
+    assert not (output / "results.json").exists()
+    assert "9.7" not in (output / "README.md").read_text()
+
+
+def test_results_are_gone_before_other_weights_are_there(stages, output, monkeypatch):
+    write(stages, output)
+    (output / "results.json").write_text(json.dumps(RESULTS))
+    change_weights(stages / "3_gating", load_file(stages / "3_gating" / "model.safetensors"), 1.0)
+    save = export.save_stage
+
+    def save_and_break_off(*arguments):
+        save(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(export, "save_stage", save_and_break_off)
+    assert run("--stages", stages, "--output", output).exit_code != 0
+    assert load_file(output / "model.safetensors").keys() and not (output / "results.json").exists()
+
+
+def test_command_of_the_readme_exports_what_a_push_takes(stages, output):
+    block = README.read_text(encoding="utf-8").split("## Share one\n")[1].split("```")[1]
+    (line,) = [line for line in block.splitlines() if "arcaligner.train.export" in line]
+    ours = {"runs/mine": stages, "checkpoints/mine": output}
+    result = run(*(ours.get(argument, argument) for argument in line.partition("#")[0].split()[3:]))
+    assert result.exit_code == 0, result.output
+    check_loads_from_hub(output)
+    assert empty_model(output).config.model_type == "arcaligner"
+
+
+def test_a_folder_without_a_finished_stage_is_refused(stages, output):
+    result = run("--stages", stages / "4_broken", "--output", output)
+    assert result.exit_code == 2 and "holds no finished stage" in " ".join(result.output.replace("│", "").split())
+    assert not output.exists()
