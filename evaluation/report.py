@@ -152,7 +152,11 @@ def summarize(results: dict[str, dict[str, dict]]) -> dict[str, Any]:
                 sets[name]["slots_per_question"] = result["slots"] / num_rows
                 sets[name]["refinement_steps"] = result["refinement_steps"]
     machines = sorted({result["machine"] for ways in results.values() for result in ways.values()})
-    return {"machine": "; ".join(machines), "questions": min(entry["questions"] for entry in sets.values()), "sets": sets}
+    return {
+        "machine": "; ".join(machines),
+        "questions": min(entry["questions"] for entry in sets.values()),
+        "sets": sets,
+    }
 
 
 def markdown(summary: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 import io
 import json
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -116,7 +115,7 @@ def test_train_runs_the_stages_of_a_recipe(capsys, untrained):
 
 
 def test_mistakes_in_train_end_in_one_clear_line(capsys, monkeypatch):
-    monkeypatch.setattr(stages.subprocess, "run", lambda command: SimpleNamespace(returncode=1))
+    monkeypatch.setattr(stages, "run_to_end", lambda command: 1)
     for options, message in (
         (("--recipe", "none"), "There is no recipe 'none'"),
         (("--recipe", "tiny", "--", "--output_dir", "x"), "Name a folder for all stages with `--output`"),

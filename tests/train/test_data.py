@@ -123,7 +123,7 @@ def test_the_dataset_points_to_the_embeddings_of_its_segments(tmp_path, processo
     store = EmbeddingStore(tmp_path, "tiny", processor.encoder_hidden_size, processor.encode_segments)
     examples = [e for row in question_rows(4) for e in builder.question_examples(row)]
     dataset = build_dataset(examples, store)
-    assert dataset.column_names == ["row_id", "input_ids", "labels", "length", "segment_rows"]
+    assert dataset.column_names == ["row_id", "input_ids", "labels", "answers", "length", "segment_rows"]
     for row, example in zip(dataset, examples, strict=True):
         assert (row["row_id"], row["input_ids"], row["labels"], row["length"]) == (
             example.row_id,

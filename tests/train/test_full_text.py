@@ -179,6 +179,6 @@ def test_the_shipped_recipe_parses_and_has_the_data_and_template_of_stage_two():
         start["model_name_or_path"],
         start["chat_template_path"],
     )
-    assert (recipe.max_train_samples, recipe.max_tokens, args.per_device_train_batch_size) == (1200, 400, 8)
+    assert (recipe.max_train_samples, recipe.max_tokens, args.per_device_train_batch_size) == (640, 400, 4)
     with pytest.raises(ValueError, match="Unknown key `max_token` in the command line. Did you mean `max_tokens`"):
         script.parse(["--config", str(path), "--max_token", "1"])
