@@ -32,7 +32,7 @@ _GENERATED = (
     "<!-- Written from the files beside it, and again when they change. Remove this line to edit it yourself. -->"
 )
 _MAIN_METHOD = "ours (adaptive)"
-_METRICS = {"em": "EM (non-strict)", "f1": "F1", "em_raw": "EM (raw)"}
+METRIC_TITLES = {"em": "EM (non-strict)", "f1": "F1", "em_raw": "EM (raw)"}
 _LIMITS = """\
 - A slot is lossy: names, numbers and dates of a sentence can come out wrong. Check answers against the passages.
 - The aligner reads passages like those it was trained on; other languages and kinds of text it reads less well.
@@ -124,7 +124,7 @@ def _read_results(folder: Path) -> dict | None:
         results = json.loads(path.read_text(encoding="utf-8"))
         for each in results["sets"].values():
             each["methods"] = {
-                method: {metric: values[metric] for metric in _METRICS if metric in values}
+                method: {metric: values[metric] for metric in METRIC_TITLES if metric in values}
                 for method, values in each["methods"].items()
             }
         _results_section(results)
@@ -224,7 +224,7 @@ def _results_section(results: dict) -> list[str]:
     section = [f"{described}, in percent with 95 % bootstrap intervals."]
     if rates:
         section.append(f"Measured compression rate (tokens of text a slot): {rates}.")
-    for metric, title in _METRICS.items():
+    for metric, title in METRIC_TITLES.items():
         rows = [
             [method, *(_cell(each["methods"].get(method, {}).get(metric)) for each in sets.values())]
             for method in methods

@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM
 from ..defaults_arcaligner import DEFAULT_BASE_MODEL, resolve_base_model
 from ..lora_arcaligner import lora_target_names
 from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..train.saving import write_whole
 
 NUM_SLOTS, PROMPT_TOKENS, LORA_R = 25, 64, 16
 TRAIN_BATCH, TRAIN_TOKENS = 8, 128
@@ -151,9 +152,7 @@ def main(
     machine = {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
     report = {"summary": summary, "peak_mib": peaks, "runs": runs, "torch": torch.__version__, "machine": machine}
     if output is not None:
-        temporary = output.with_suffix(".tmp")
-        temporary.write_text(json.dumps(report, indent=2) + "\n")
-        temporary.replace(output)
+        write_whole(output, json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -46,10 +46,11 @@ from ..defaults_arcaligner import resolve_base_model
 from ..lora_arcaligner import lora_target_names
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..train.collator import ContextCollator
+from ..train.collator import ContextCollator, labelled_columns
 from ..train.corpora import read_rows
 from ..train.data import ExampleBuilder, build_dataset
 from ..train.embedding_store import EmbeddingStore
+from ..train.saving import write_whole
 
 Batch = dict[str, torch.Tensor]
 ROOT = Path(__file__).parents[1]
@@ -88,11 +89,6 @@ def make_batches(processor: ArcAlignerProcessor, rows: list[dict[str, Any]], bat
 def num_tokens(batch: Batch) -> int:
     """Real tokens, slots included."""
     return int(batch["attention_mask"].sum())
-
-
-def labelled_columns(labels: torch.Tensor) -> int:
-    """Columns from the first one with a label on, and the one before it, whose logits predict it."""
-    return labels.shape[1] - int((labels != -100).any(dim=0).int().argmax()) + 1
 
 
 def load_plain(aligner: ArcAlignerForCausalLM, device: str) -> torch.nn.Module:
@@ -239,13 +235,6 @@ def make_table(report: dict[str, Any]) -> Table:
     return table
 
 
-def write(path: Path, text: str) -> None:
-    """The file, whole or not at all."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-
-
 def main(
     output: Annotated[Path | None, typer.Option(help="Write the JSON line here, the table beside it as .txt.")] = None,
     steps: Annotated[int, typer.Option(help="Measured steps of each arm.", min=2)] = 30,
@@ -281,8 +270,8 @@ def main(
     console.print(make_table(report))
     typer.echo(line)
     if output is not None:
-        write(output, line + "\n")
-        write(output.with_suffix(".txt"), console.export_text())
+        write_whole(output, line + "\n")
+        write_whole(output.with_suffix(".txt"), console.export_text())
 
 
 if __name__ == "__main__":

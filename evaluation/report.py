@@ -19,7 +19,6 @@ written, from all files that are there; the model card reads the latter. EM is n
 intervals are 95 % bootstrap intervals over questions.
 """
 
-import hashlib
 import json
 import os
 import platform
@@ -34,10 +33,12 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from ..defaults_arcaligner import resolve_base_model
-from ..model_card_arcaligner import RESULTS_FILE, is_hub_id
+from ..model_card_arcaligner import METRIC_TITLES, RESULTS_FILE, is_hub_id
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
+from ..train.checkpoint_folder import weights_digest
 from ..train.corpora import read_rows
+from ..train.saving import write_whole
 from .answering import Batch, Row, batches_by_length, closed_book_text, full_text, predict, slot_inputs, text_inputs
 from .metrics import METRICS, bootstrap_interval
 
@@ -45,7 +46,6 @@ from .metrics import METRICS, bootstrap_interval
 SETS = {"SQuAD": "squad", "NQ": "nq", "HotpotQA": "hotpotqa", "PopQA": "popqa_longtail"}
 GATE_MODES = {"ours (off)": "off", "ours (adaptive)": "adaptive", "ours (always)": "always", "empty slot": "adaptive"}
 WAYS = ("closed book", "full text", "full text, LoRA", "projector only", *GATE_MODES)
-METRIC_TITLES = {"f1": "F1", "em": "EM (non-strict)", "em_raw": "EM (raw)"}
 
 
 @dataclass
@@ -164,9 +164,12 @@ def markdown(summary: dict[str, Any]) -> str:
     sets = summary["sets"]
     ways = [way for way in WAYS if any(way in entry["methods"] for entry in sets.values())]
     lines = []
-    for metric, title in METRIC_TITLES.items():
+    for metric in ("f1", "em", "em_raw"):
         lines += _table(
-            title, ways, sets, lambda values, metric=metric: "{:.1f} [{:.1f}, {:.1f}]".format(*values[metric])
+            METRIC_TITLES[metric],
+            ways,
+            sets,
+            lambda values, metric=metric: "{:.1f} [{:.1f}, {:.1f}]".format(*values[metric]),
         )
     lines += _table("prompt tokens and slots (seconds)", ways, sets, "{prompt_tokens:.0f} ({seconds:.0f} s)".format_map)
     for name, entry in sets.items():
@@ -196,14 +199,6 @@ def machine(device: str) -> str:
     return f"{os.cpu_count()} CPU cores ({platform.machine()}), torch {torch.__version__}"
 
 
-def write(path: Path, text: str) -> None:
-    """Writes `path` in one step; another process may do so, too."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-
-
 def fingerprint(checkpoint: str) -> str:
     """What tells one checkpoint from another: the hash of a folder's weights, the name of one on the Hub.
 
@@ -212,7 +207,7 @@ def fingerprint(checkpoint: str) -> str:
     """
     files = sorted(Path(checkpoint).glob("*.safetensors"))
     if files:
-        return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+        return weights_digest(files)[:16]
     if is_hub_id(checkpoint):
         return checkpoint
     raise ValueError(f"There is no checkpoint in {checkpoint}: no weights (*.safetensors). Name a finished folder.")
@@ -276,10 +271,10 @@ def main(
             path = result_path(output, name, way)
             if not path.exists():
                 result = measure(way, ways[way], aligner, rows, batch_size, device)
-                write(path, json.dumps(result, indent=1, ensure_ascii=False))
+                write_whole(path, json.dumps(result, indent=1, ensure_ascii=False))
     summary = summarize(read_results(output))
-    write(output / RESULTS_FILE, json.dumps(summary, indent=1))
-    write(output / "report.md", markdown(summary))
+    write_whole(output / RESULTS_FILE, json.dumps(summary, indent=1))
+    write_whole(output / "report.md", markdown(summary))
     typer.echo(markdown(summary))
 
 

@@ -1,5 +1,6 @@
 """A checkpoint folder on this machine, looked at without its base model: complete, or refused."""
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -15,6 +16,11 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM
 def weight_files(folder: Path) -> list[Path]:
     """The files of the aligner's weights in `folder`."""
     return sorted(folder.glob("model*.safetensors"))
+
+
+def weights_digest(files: list[Path]) -> str:
+    """Tells the weights in `files` from others."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def empty_model(folder: Path) -> ArcAlignerForCausalLM:

@@ -8,6 +8,11 @@ import torch
 from .embedding_store import EmbeddingStore
 
 
+def labelled_columns(labels: torch.Tensor) -> int:
+    """Columns of `labels` (batch, seq_len) from the first one with a label on, and the one whose logits predict it."""
+    return labels.shape[1] - int((labels != -100).any(dim=0).int().argmax()) + 1
+
+
 @dataclass
 class ContextCollator:
     """

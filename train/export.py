@@ -7,7 +7,6 @@ and loads as float32 again. The last stage in the folder is taken. The model car
 somebody edited it: done again after an evaluation has put its `results.json` there, the card has the numbers.
 """
 
-import hashlib
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -18,20 +17,15 @@ import typer
 from ..model_card_arcaligner import RECIPE_FILE, RESULTS_FILE, name_repository, write_model_card
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from .checkpoint_folder import weight_files
+from .checkpoint_folder import weight_files, weights_digest
 from .saving import save_stage
-
-
-def weights_digest(folder: Path) -> str:
-    """Tells the weights in `folder` from others."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in weight_files(folder))).hexdigest()
 
 
 def has_weights(folder: Path, model: ArcAlignerForCausalLM) -> bool:
     """Whether the weights in `folder` are those that `model` would be saved with."""
     with tempfile.TemporaryDirectory() as temporary:
         model.save_pretrained(temporary)
-        return weights_digest(folder) == weights_digest(Path(temporary))
+        return weights_digest(weight_files(folder)) == weights_digest(weight_files(Path(temporary)))
 
 
 def main(

@@ -27,6 +27,7 @@ from .corpora import open_corpus
 from .recipe import RecipeParser
 from .resuming import last_checkpoint
 from .run_folder import claim_folder
+from .selection import missing_part
 from .settings import run_settings
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.D
     rows = (corpus.convert(row, index) for index, row in enumerate(corpus.dataset.shuffle(seed=seed)))
     examples, num_long = [], 0
     for row in rows:
-        if not (row["question"].strip() and row["answers"] and row["passages"]):
+        if missing_part(row, needs_question=True):
             continue
         example = tokenize(row, tokenizer)
         if len(example["input_ids"]) <= recipe.max_tokens:

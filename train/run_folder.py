@@ -1,13 +1,13 @@
 """The folder of a run: for one trainer at a time, and for one set of settings."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from ..model_card_arcaligner import RECIPE_FILE
+from .saving import write_whole
 from .settings import check_settings, has_begun
 
 LOCK_FILE = ".lock"
@@ -39,7 +39,5 @@ def claim_folder(output_dir: str, settings: str, is_main: bool) -> Iterator[None
     with lock:
         check_settings(folder, settings)
         if not has_begun(folder):
-            temporary = folder / f".{RECIPE_FILE}"
-            temporary.write_text(settings, encoding="utf-8")
-            os.replace(temporary, folder / RECIPE_FILE)
+            write_whole(folder / RECIPE_FILE, settings)
         yield

@@ -15,6 +15,14 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file in one step, its folder as well; another process may write it, too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
 def save_stage(
     output_dir: str | Path,
     model: ArcAlignerForCausalLM,

@@ -20,7 +20,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig, SFTTrainer
 
 from ..modeling_arcaligner import ArcAlignerForCausalLM, SlotDecoderLayer
-from .collator import ContextCollator
+from .collator import ContextCollator, labelled_columns
 from .sampling import EpochOrder
 from .watching import Clock, GateWatch, OtherSlots, answer_questions
 
@@ -188,7 +188,7 @@ class AlignerTrainer(SFTTrainer):
         row_ids = inputs.pop("row_ids")
         self._clock.start(float(self._total_train_tokens), self.state.global_step)
         labels = inputs["labels"]  # (batch, seq_len), padded on the left
-        keep = labels.shape[1] - int((labels != -100).any(dim=0).int().argmax()) + 1
+        keep = labelled_columns(labels)
         labels = labels[:, -keep:]
         # SFTTrainer's loss is the fused head's; Trainer's is the model's.
         try:

@@ -13,10 +13,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, tqdm
 
+from ..evaluation.answering import MAX_NEW_TOKENS
 from ..evaluation.metrics import contains_match, token_f1
 from .collator import ContextCollator
-
-MAX_ANSWER_TOKENS = 24
 
 
 class GateWatch:
@@ -137,7 +136,7 @@ def answer_questions(
         batch = collator(rows)
         inputs = {key: batch[key].to(accelerator.device) for key in ("input_ids", "attention_mask", "context_embeds")}
         output = accelerator.unwrap_model(model).generate(
-            **inputs, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False, synced_gpus=world > 1
+            **inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, synced_gpus=world > 1
         )
         texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         for index, row, text in zip(indices, rows, texts, strict=False):

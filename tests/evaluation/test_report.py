@@ -169,11 +169,11 @@ def test_another_process_writing_the_same_file_is_not_disturbed(tmp_path, monkey
         with monkeypatch.context() as patch:
             patch.setattr(report.os, "replace", replace)
             patch.setattr(report.os, "getpid", lambda: -1)
-            report.write(path, "theirs")
+            report.write_whole(path, "theirs")
         replace(source, target)
 
     monkeypatch.setattr(report.os, "replace", other_first)
-    report.write(path, "ours")
+    report.write_whole(path, "ours")
     assert path.read_text() == "ours" and list(path.parent.iterdir()) == [path]
 
 

@@ -202,7 +202,7 @@ def reference_scores(asked) -> list[tuple[float, float]]:
     scores = []
     for row in asked.rows:
         inputs = slot_inputs(asked.processor, [row])
-        output = asked.model.generate(**inputs, max_new_tokens=watching.MAX_ANSWER_TOKENS, do_sample=False)
+        output = asked.model.generate(**inputs, max_new_tokens=watching.MAX_NEW_TOKENS, do_sample=False)
         text = asked.processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         scores.append((contains_match(text, row["answers"]), token_f1(text, row["answers"])))
     return scores
@@ -211,7 +211,7 @@ def reference_scores(asked) -> list[tuple[float, float]]:
 def make_an_answer_right(asked) -> None:
     """Row 2's golds become what the model says first, so that a score is not zero."""
     inputs = slot_inputs(asked.processor, [asked.rows[2]])
-    output = asked.model.generate(**inputs, max_new_tokens=watching.MAX_ANSWER_TOKENS, do_sample=False)
+    output = asked.model.generate(**inputs, max_new_tokens=watching.MAX_NEW_TOKENS, do_sample=False)
     text = asked.processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     asked.rows[2]["answers"] = [*asked.rows[2]["answers"], text]
     golds = [row["answers"] for row in asked.rows]
