@@ -1,0 +1,37 @@
+"""The analyses as commands: each draws a figure and writes its data, with a line on how to read it.
+
+    python -m arcaligner.evaluation.analyses --help
+"""
+
+import logging
+from collections.abc import Callable
+
+import typer
+from rich.markup import escape
+
+from ...cli import messages
+
+COMMANDS: tuple[Callable[..., None], ...] = ()
+
+app = typer.Typer(
+    help="Draws the paper's figures: a picture as PNG and SVG, its data as JSON, and how to read it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in COMMANDS:
+    app.command()(command)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs a command; a mistake of the caller ends in one clear line and exit code 1."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    try:
+        app(arguments)
+    except (ValueError, OSError, ImportError) as error:
+        messages.print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True)
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    main()
