@@ -1,8 +1,9 @@
-"""The command line: answer a question from files, watch the demo, train an aligner, share it.
+"""The command line: answer a question from files, watch the demo, train an aligner, measure it, share it.
 
     python -m arcaligner answer --question "Who wrote it?" --document letter.txt
     python -m arcaligner demo
     python -m arcaligner train --recipe smollm2_135m
+    python -m arcaligner evaluate --recipe smollm2_135m
     python -m arcaligner push --repo-id user/name
 
 Answers go to standard output, all else to standard error.
@@ -146,6 +147,39 @@ def train(
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     run_stages(read_stages(find_recipe(recipe), folder, settings, stage), accelerate)
+
+
+@app.command()
+def evaluate(
+    recipe: Annotated[str | None, typer.Option(help="A recipe of evaluation/recipes, or a YAML file.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks, with commas between; without a recipe, all.")] = None,
+    methods: Annotated[str | None, typer.Option(help="Methods, with commas between; without a recipe, all.")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="The aligner: a folder or a Hub id.")] = None,
+    xrag: Annotated[str | None, typer.Option(help="An aligner as xRAG's: a projector, one slot a passage.")] = None,
+    projector_only: Annotated[str | None, typer.Option(help="An aligner of a projector alone.")] = None,
+    full_text_lora: Annotated[str | None, typer.Option(help="A LoRA that reads text, of train/full_text.py.")] = None,
+    folder: Annotated[Path | None, typer.Option("--output", help="Folder for answers and tables.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of local files, TASK.jsonl.gz; else from the Hub.")] = None,
+    num_questions: Annotated[int | None, typer.Option("-n", help="At most so many questions of each task.")] = None,
+    passages: Annotated[str | None, typer.Option(help="given, gold or retrieved.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="The first so many passages.")] = None,
+    corpus: Annotated[str | None, typer.Option(help="Where passages are retrieved from: a file or a Hub id.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Questions at a time.")] = None,
+    device: Annotated[str | None, typer.Option(help="Where models run: cpu, cuda.")] = None,
+) -> None:
+    """Answers questions with several methods, and compares them in tables."""
+    from .evaluation.evaluate import evaluate
+    from .evaluation.settings import read_settings
+    from .evaluation.tables import results_page
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    given = {"output": folder, "data": data, "batch_size": batch_size, "device": device, "checkpoint": checkpoint}
+    given |= {"xrag": xrag, "projector_only": projector_only, "full_text_lora": full_text_lora}
+    given |= {"tasks": tasks and tasks.split(","), "methods": methods and methods.split(",")}
+    given |= {"retrieval": corpus and {"corpus": corpus}}
+    of_tasks = {"num_questions": num_questions, "passages": passages, "top_k": top_k}
+    results = evaluate(read_settings(recipe, given, of_tasks))
+    output.print(results_page(results), markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

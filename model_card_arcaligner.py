@@ -1,7 +1,7 @@
 """The model card of a checkpoint: what its configuration, recipe and results say, and a quick start.
 
 Results are read from `results.json` beside it, in percent with the ends of their 95 % intervals, as
-`evaluation/report.py` writes it; what else it says is left out here. A set of another size says its own `questions`:
+`evaluation/results.py` writes it; what else it says is left out here. A set of another size says its own `questions`:
 
     {"questions": 500, "sets": {"SQuAD": {"questions": 500, "compression_rate": 33.6, "methods": {"ours (adaptive)":
     {"f1": [9.7, 6.5, 13.2]}}}}}
@@ -31,7 +31,7 @@ _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".gz", ".csv")
 _GENERATED = (
     "<!-- Written from the files beside it, and again when they change. Remove this line to edit it yourself. -->"
 )
-_MAIN_METHOD = "ours (adaptive)"
+_MAIN_METHOD = "ArcAligner"
 METRIC_TITLES = {"em": "EM (non-strict)", "f1": "F1", "em_raw": "EM (raw)"}
 _LIMITS = """\
 - A slot is lossy: names, numbers and dates of a sentence can come out wrong. Check answers against the passages.

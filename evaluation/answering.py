@@ -1,18 +1,14 @@
-"""Questions to answers: the prompts of the ways to answer, and greedy generation in batches of like length.
+"""Questions to prompts: the user's turn and the model's inputs, in batches of like length.
 
 The prompt with the passages' text differs from the one with slots in the passages alone.
 """
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
-
-from rich.progress import track
 
 from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE, ArcAlignerProcessor
 
 Row = dict[str, Any]
-Batch = tuple[list[int], Any]
 MAX_NEW_TOKENS = 24
 
 
@@ -28,14 +24,19 @@ def passages_text(row: Row) -> str:
     )
 
 
+def text_prompt(row: Row, context: str) -> str:
+    """The user's turn with text that stands for the passages; where there is none, as without a passage."""
+    return f"{BACKGROUND_LINE}{context}{QUESTION_LINE}{row['question']}" if context else closed_book_text(row)
+
+
 def full_text(row: Row) -> str:
-    """The user's turn with the passages as text."""
-    return BACKGROUND_LINE + passages_text(row) + QUESTION_LINE + row["question"]
+    """The user's turn with the passages' whole text."""
+    return text_prompt(row, passages_text(row))
 
 
-def text_inputs(processor: ArcAlignerProcessor, rows: list[Row], content: Callable[[Row], str]):
-    """Prompts without slots, left-padded: `input_ids` and `attention_mask` (batch, seq_len)."""
-    return _render(processor, [[{"role": "user", "content": content(row)}] for row in rows])
+def text_inputs(processor: ArcAlignerProcessor, contents: list[str]):
+    """Prompts of the user's turns `contents`, left-padded: `input_ids` and `attention_mask` (batch, seq_len)."""
+    return _render(processor, [[{"role": "user", "content": content}] for content in contents])
 
 
 def slot_inputs(processor: ArcAlignerProcessor, rows: list[Row], with_passages: bool = True):
@@ -56,22 +57,8 @@ def _render(processor: ArcAlignerProcessor, conversations: list, **kwargs: Any):
     )
 
 
-def batches_by_length(rows: list[Row], batch_size: int) -> Iterator[list[int]]:
-    """Indices of `rows`, those of like passage length together."""
-    lengths = [sum(len(passage["text"]) for passage in row["passages"]) for row in rows]
-    order = sorted(range(len(rows)), key=lambda index: lengths[index])
-    for start in range(0, len(order), batch_size):
-        yield order[start : start + batch_size]
-
-
-def predict(model, processor: ArcAlignerProcessor, batches: list[Batch], name: str) -> tuple[list[str], float]:
-    """Greedy answers in the rows' order, and the seconds they took to generate, behind a progress bar."""
-    answers: dict[int, str] = {}
-    seconds = 0.0
-    for indices, inputs in track(batches, description=name):
-        start = time.perf_counter()
-        output = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
-        seconds += time.perf_counter() - start
-        texts = processor.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        answers.update(zip(indices, (text.strip() for text in texts), strict=True))
-    return [answers[index] for index in range(len(answers))], seconds
+def batches_by_length(rows: list[Row], batch_size: int) -> Iterator[list[Row]]:
+    """The rows, those of like passage length together, the longest first: a lack of memory shows at once."""
+    by_length = sorted(rows, key=lambda row: sum(len(passage["text"]) for passage in row["passages"]), reverse=True)
+    for start in range(0, len(by_length), batch_size):
+        yield by_length[start : start + batch_size]

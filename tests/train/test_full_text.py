@@ -14,7 +14,7 @@ from training_rows import question_rows, write_rows
 from transformers import AutoModelForCausalLM
 
 from arcaligner.evaluation.answering import full_text, text_inputs
-from arcaligner.evaluation.report import load_model
+from arcaligner.evaluation.reading import load_text_lora
 from arcaligner.train import full_text as script
 from arcaligner.train.full_text import FullTextArguments, build_dataset, tokenize
 from arcaligner.train.stages import RECIPES
@@ -122,9 +122,9 @@ def test_a_run_leaves_a_lora_that_the_report_loads(whole_run, base_model_dir, ch
     assert all(key.split(".lora_")[1] in ("A.weight", "B.weight") for key in lora)
     assert all(tensor.abs().sum() > 0 for tensor in lora.values())
     assert not list(whole_run.glob(".saving-*"))
-    model, _ = load_model("full text, LoRA", str(whole_run), str(checkpoint_dir))
+    model, _ = load_text_lora(str(checkpoint_dir), str(whole_run), "cpu")
     base = AutoModelForCausalLM.from_pretrained(base_model_dir, dtype=torch.float32)
-    inputs = text_inputs(processor, question_rows(2), full_text)
+    inputs = text_inputs(processor, [full_text(row) for row in question_rows(2)])
     with torch.inference_mode():
         plain = base(**inputs).logits
         expected = PeftModel.from_pretrained(base, whole_run).eval()(**inputs).logits

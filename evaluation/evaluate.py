@@ -1,0 +1,161 @@
+"""Answers the questions of tasks with methods, scores them, and writes tables: `python -m arcaligner evaluate`.
+
+    python -m arcaligner evaluate --recipe smollm2_135m
+    python -m arcaligner evaluate --checkpoint runs/mine --tasks squad,nq --methods naive,arcaligner -n 200 \\
+        --output runs/try
+
+A second run, after a kill too, does what is missing; several may run at once with other tasks or methods. A method
+whose weights or package are not here is skipped by name. When it ends, `results.json` and `results.md` are written from
+all answers in the folder.
+"""
+
+import logging
+import os
+import platform
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from rich.progress import Progress
+
+from ..configuration_arcaligner import ArcAlignerConfig
+from ..model_card_arcaligner import is_hub_id
+from ..train.checkpoint_folder import weights_digest
+from .answering import MAX_NEW_TOKENS, Row, batches_by_length
+from .methods import METHODS, Method
+from .metrics import METRICS, contains_match
+from .reading import Answer, MissingMethodError, Reader
+from .retrieval import retrieve
+from .results import write_results
+from .runs import AnswerFile, digest, text_digest
+from .settings import EvaluationSettings, TaskSettings
+from .tasks import TASKS, choose_passages
+
+logger = logging.getLogger(__name__)
+
+
+def evaluate(settings: EvaluationSettings) -> dict[str, Any]:
+    """
+    Answers what is not answered yet, and writes the tables.
+
+    Returns:
+        `dict`: What `results.json` holds.
+
+    Raises:
+        `ValueError`: answers in the folder that were made otherwise.
+    """
+    rows = {name: load_rows(name, task, settings) for name, task in settings.tasks.items()}
+    for method in (METHODS[name] for name in settings.methods):
+        try:
+            answer_tasks(method, rows, settings)
+        except MissingMethodError as error:
+            logger.warning("skipped %s: %s", method.title, error)
+    return write_results(settings.output)
+
+
+def load_rows(name: str, task: TaskSettings, settings: EvaluationSettings) -> list[Row]:
+    """The questions of a task with the passages that are read."""
+    rows = TASKS[name].load(settings.data, task.num_questions)
+    if task.passages == "retrieved":
+        rows = retrieve(rows, settings.retrieval, settings.cache_dir, settings.checkpoints.device)
+    rows = choose_passages(rows, task.passages, task.top_k)
+    if num_empty := sum(not row["passages"] for row in rows):
+        logger.warning("%s: %d of %d questions have no passage", TASKS[name].title, num_empty, len(rows))
+    return rows
+
+
+def answer_tasks(method: Method, rows: dict[str, list[Row]], settings: EvaluationSettings) -> None:
+    """All tasks with one method, which is loaded when there is something left to answer."""
+    files = {name: AnswerFile(settings.output, name, method.name) for name in rows}
+    todo = {}
+    for name, file in files.items():
+        made_with = {
+            "weights": weights_of(method, settings),
+            "checkpoint": getattr(settings.checkpoints, method.checkpoint or "aligner"),
+            "passages": settings.tasks[name].passages,
+            "top_k": settings.tasks[name].top_k,
+            "max_new_tokens": MAX_NEW_TOKENS,
+            "batch_size": settings.batch_size,
+            "machine": machine(settings.checkpoints.device),
+        }
+        todo[name] = file.open(made_with, rows[name]) if made_with["weights"] else rows[name]
+    if not any(todo.values()):
+        return
+    reader = method.load(settings.checkpoints)
+    for name, left in todo.items():
+        with Progress(transient=True) as progress:
+            bar = progress.add_task(f"{TASKS[name].title}: {method.title}", total=len(left))
+            for batch, answers, seconds in answer_rows(reader, left, settings.batch_size):
+                files[name].append(map(record, batch, answers, [seconds / len(batch)] * len(batch)))
+                progress.advance(bar, len(batch))
+
+
+def answer_rows(reader: Reader, rows: list[Row], batch_size: int) -> Iterator[tuple[list[Row], list[Answer], float]]:
+    """Batches of rows of like length, their answers and the seconds these took; halved when memory lacks."""
+    while rows:
+        batch = next(batches_by_length(rows, batch_size))
+        start = time.perf_counter()
+        try:
+            answers = reader.answer(batch)
+        except (RuntimeError, MemoryError) as error:
+            if batch_size == 1 or not (isinstance(error, MemoryError) or should_reduce_batch_size(error)):
+                raise
+            batch_size //= 2
+            logger.warning("out of memory: going on with batches of %d", batch_size)
+            clear_device_cache(garbage_collection=True)
+            continue
+        yield batch, answers, time.perf_counter() - start
+        answered = {row["id"] for row in batch}
+        rows = [row for row in rows if row["id"] not in answered]
+
+
+def record(row: Row, answer: Answer, seconds: float) -> dict[str, Any]:
+    """The line of an answer."""
+    texts = " ".join(passage["text"] for passage in row["passages"])
+    return {
+        "id": row["id"],
+        "question": row["question"],
+        "answers": row["answers"],
+        "prediction": answer.text,
+        **{name: metric(answer.text, row["answers"]) for name, metric in METRICS.items()},
+        "recall": contains_match(texts, row["answers"]),
+        "prompt_tokens": len(answer.prompt_ids),
+        "context_tokens": answer.context_tokens,
+        "passage_tokens": answer.passage_tokens,
+        "seconds": round(seconds, 4),
+        "prompt": text_digest(answer.prompt_ids),
+        "row": digest(row),
+    }
+
+
+def weights_of(method: Method, settings: EvaluationSettings) -> str | None:
+    """What the answers of a method depend on: the hash of its checkpoint's weights, or the backbone's name."""
+    if method.checkpoint is None:
+        config = ArcAlignerConfig.from_pretrained(settings.checkpoints.aligner)
+        return f"{config.base_model_name_or_path}@{config.base_model_revision or 'main'}"
+    checkpoint = getattr(settings.checkpoints, method.checkpoint)
+    return None if checkpoint is None else fingerprint(checkpoint)
+
+
+def fingerprint(checkpoint: str) -> str:
+    """What tells one checkpoint from another: the hash of a folder's weights, the name of one on the Hub.
+
+    Raises:
+        `ValueError`: neither of both.
+    """
+    files = sorted(Path(checkpoint).glob("*.safetensors"))
+    if files:
+        return weights_digest(files)[:16]
+    if is_hub_id(checkpoint):
+        return checkpoint
+    raise ValueError(f"There is no checkpoint in {checkpoint}: no weights (*.safetensors). Name a finished folder.")
+
+
+def machine(device: str) -> str:
+    """The processor, or the accelerator, that answers."""
+    if torch.device(device).type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    return f"{os.cpu_count()} CPU cores ({platform.machine()}), torch {torch.__version__}"

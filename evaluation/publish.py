@@ -1,0 +1,107 @@
+"""From a run to what readers see: the checkpoint's results and card, `docs/results.md`, the README's table.
+
+    python -m arcaligner.evaluation.publish --run runs/evaluation --figures runs/figures
+
+No number in these is typed by hand; each comes from the run's answers, or from the data beside a figure.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..configuration_arcaligner import ArcAlignerConfig
+from ..model_card_arcaligner import METRIC_TITLES, RESULTS_FILE, name_repository, write_model_card
+from ..train.saving import write_whole
+from .methods import METHODS
+from .results import write_results
+from .tables import method_table, results_page
+
+ROOT = Path(__file__).parents[1]
+README_SETS = ("SQuAD", "NaturalQA", "HotpotQA", "PopQA_longtail")
+README_METHODS = [
+    METHODS[name].title
+    for name in (
+        "naive",
+        "empty_slot",
+        "truncated",
+        "projector_only",
+        "no_recursion",
+        "max_loop",
+        "arcaligner",
+        "standard_rag",
+        "full_text_lora",
+    )
+]
+MARKS = "<!-- results: evaluation/publish.py -->", "<!-- end of results -->"
+INTRODUCTION = """\
+# Results
+
+The shipped aligner and what it is compared with, written by `python -m arcaligner.evaluation.publish` from the answers
+of `python -m arcaligner evaluate --recipe smollm2_135m`: the same frozen SmolLM2-135M-Instruct, chat template,
+questions and greedy decoding (24 new tokens) in all rows. `evaluation/recipes/smollm2_135m.yaml` says which passages are read.
+"""
+
+
+def publish(run: Path, checkpoint: Path, figures: Path | None, root: Path) -> None:
+    """Writes all of it; pictures are copied to `docs/figures`."""
+    results = write_results(run)
+    write_whole(checkpoint / RESULTS_FILE, (run / RESULTS_FILE).read_text(encoding="utf-8"))
+    write_model_card(ArcAlignerConfig.from_pretrained(checkpoint), checkpoint)
+    if checkpoint.resolve().is_relative_to(root.resolve()):
+        name_repository(checkpoint, checkpoint.resolve().relative_to(root.resolve()).as_posix())
+    shown = copy_figures(figures, root / "docs" / "figures") if figures else []
+    page = "\n".join([INTRODUCTION, results_page(results), *shown])
+    write_whole(root / "docs" / "results.md", page.rstrip() + "\n")
+    readme = root / "README.md"
+    write_whole(readme, with_block(readme.read_text(encoding="utf-8"), readme_tables(results)))
+
+
+def readme_tables(results: dict[str, Any]) -> str:
+    """F1 and EM of the README's sets and methods."""
+    sets = {name: results["sets"][name] for name in README_SETS if name in results["sets"]}
+    lines = [line for m in ("f1", "em") for line in method_table(METRIC_TITLES[m], sets, m, README_METHODS)]
+    return "\n".join(lines).rstrip()
+
+
+def with_block(text: str, block: str) -> str:
+    """`text` with what stands between `MARKS` replaced.
+
+    Raises:
+        `ValueError`: the marks are not there once each, in order.
+    """
+    start, end = MARKS
+    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
+        raise ValueError(f"Expected {start!r} and behind it {end!r}, each once, to know where the tables go.")
+    return f"{text.partition(start)[0]}{start}\n{block}\n{end}{text.partition(end)[2]}"
+
+
+def copy_figures(source: Path, folder: Path) -> list[str]:
+    """Copies the SVG and data of each analysis; the lines that show them, each with its reading help."""
+    lines = ["## Figures", ""]
+    folder.mkdir(parents=True, exist_ok=True)
+    for data in sorted(source.glob("*.json")):
+        picture = data.with_suffix(".svg")
+        if picture.exists():
+            for path in (data, picture):
+                shutil.copyfile(path, folder / path.name)
+            reading = json.loads(data.read_text(encoding="utf-8"))["reading"]
+            lines += [f"![{data.stem.replace('_', ' ')}](figures/{picture.name})", "", reading, ""]
+    return lines if len(lines) > 2 else []
+
+
+def main(
+    run: Annotated[Path, typer.Option(help="Folder of an evaluation.")] = Path("runs/evaluation"),
+    checkpoint: Annotated[Path, typer.Option(help="The aligner that was measured.")] = (
+        ROOT / "checkpoints" / "arcaligner-smollm2-135m"
+    ),
+    figures: Annotated[Path | None, typer.Option(help="Folder of the analyses.")] = None,
+) -> None:
+    """Writes results, card, docs/results.md and the README's table from a run."""
+    publish(run, checkpoint, figures, ROOT)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,109 @@
+"""From the answers of a run to `results.json`: means with intervals, and differences on the same questions."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..model_card_arcaligner import RESULTS_FILE
+from ..train.saving import write_whole
+from .methods import METHODS
+from .metrics import METRICS, bootstrap_interval
+from .runs import AnswerFile, answer_files
+from .tables import results_page
+from .tasks import TASKS
+
+MAIN = "arcaligner"
+# A method of text, whose rate is that of the text: no compression.
+FULL_TEXTS = ("standard_rag", "full_text_lora")
+
+
+def write_results(run: Path) -> dict[str, Any]:
+    """Writes `results.json` and `results.md` of all answers in a run's folder, and returns the former.
+
+    Raises:
+        `ValueError`: there are none.
+    """
+    results = summarize(run)
+    write_whole(run / RESULTS_FILE, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    write_whole(run / "results.md", results_page(results))
+    return results
+
+
+def summarize(run: Path) -> dict[str, Any]:
+    """
+    What a run found, in percent.
+
+    Returns:
+        `dict`: `{"machine", "questions", "sets": {title: {"questions", "recall", "compression_rate", "methods",
+        "differences"}}}`. `methods` has, by title, `[mean, low, high]` of each metric with 95 % bootstrap intervals
+        over questions, and the costs. `differences` has the same of ArcAligner less a method, paired by question.
+    """
+    files = {(file.task, file.method): file for file in answer_files(run)}
+    if not files:
+        raise ValueError(f"{run} holds no answers. `python -m arcaligner evaluate` writes them.")
+    answers = {key: {each["id"]: each for each in file.read()} for key, file in files.items()}
+    sets = {}
+    for task in TASKS:
+        of_task = {name: answers[task, name] for name in METHODS if answers.get((task, name))}
+        if of_task:
+            sets[TASKS[task].title] = _summarize_task(task, of_task)
+    machines = sorted({file.settings()["machine"] for file in files.values()})
+    return {
+        "machine": "; ".join(machines),
+        "questions": min(entry["questions"] for entry in sets.values()),
+        "sets": sets,
+    }
+
+
+def _summarize_task(task: str, of_task: dict[str, dict[str, dict]]) -> dict[str, Any]:
+    first = next(iter(of_task.values())).values()
+    entry: dict[str, Any] = {
+        "task": task,
+        "questions": min(len(found) for found in of_task.values()),
+        "recall": _percent_interval([each["recall"] for each in first]),
+        "methods": {METHODS[name].title: _summarize_method(name, found) for name, found in of_task.items()},
+    }
+    if MAIN in of_task:
+        found = of_task[MAIN].values()
+        entry["compression_rate"] = _rate(found)
+        entry["slots_per_question"] = sum(each["context_tokens"] for each in found) / len(found)
+        entry["differences"] = {
+            METHODS[name].title: compare(of_task[MAIN], other) for name, other in of_task.items() if name != MAIN
+        }
+    return entry
+
+
+def _summarize_method(name: str, found: dict[str, dict]) -> dict[str, Any]:
+    rows = list(found.values())
+    numbers: dict[str, Any] = {
+        "questions": len(rows),
+        "context_tokens": sum(row["context_tokens"] for row in rows) / len(rows),
+        "prompt_tokens": sum(row["prompt_tokens"] for row in rows) / len(rows),
+        "seconds": sum(row["seconds"] for row in rows) / len(rows),
+    }
+    if name not in FULL_TEXTS and numbers["context_tokens"]:
+        numbers["compression_rate"] = _rate(rows)
+    return numbers | {metric: _percent_interval([row[metric] for row in rows]) for metric in METRICS}
+
+
+def compare(ours: dict[str, dict], other: dict[str, dict]) -> dict[str, Any]:
+    """A paired bootstrap over the questions that both answered: `[difference, low, high]` of each metric."""
+    shared = [key for key in ours if key in other]
+    if not shared:
+        return {"questions": 0}
+    return {"questions": len(shared)} | {
+        metric: _percent_interval([ours[key][metric] - other[key][metric] for key in shared]) for metric in METRICS
+    }
+
+
+def _rate(rows) -> float:
+    """Tokens of the passages for each position of the prompt that stands for them."""
+    return sum(row["passage_tokens"] for row in rows) / sum(row["context_tokens"] for row in rows)
+
+
+def _percent_interval(scores: list[float]) -> list[float]:
+    percents = [100 * score for score in scores]
+    return [sum(percents) / len(percents), *bootstrap_interval(percents)]
+
+
+__all__ = ["AnswerFile", "compare", "summarize", "write_results"]

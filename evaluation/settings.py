@@ -1,0 +1,156 @@
+"""What an evaluation is asked for: the keys of a recipe with those of the command line over them."""
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..defaults_arcaligner import cache_directory
+from .methods import METHODS, Checkpoints
+from .retrieval import RetrievalSettings
+from .tasks import TASKS
+
+RECIPES = Path(__file__).parent / "recipes"
+PASSAGES = ("given", "gold", "retrieved")
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """
+    How a task is asked.
+
+    Args:
+        passages (`str`): `"given"`, those of its rows; `"gold"`, those that the answer needs; `"retrieved"`, those
+            found in a corpus.
+        top_k (`int`, *optional*): The first so many of them; all where it is left out.
+        num_questions (`int`, *optional*): The most questions; the task's own number where it is left out.
+    """
+
+    passages: str = "given"
+    top_k: int | None = None
+    num_questions: int | None = None
+
+    def __post_init__(self):
+        if self.passages not in PASSAGES:
+            raise ValueError(f"`passages` is {self.passages!r}; expected one of {', '.join(PASSAGES)}.")
+        for key in ("top_k", "num_questions"):
+            value = getattr(self, key)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"`{key}` is {value!r}; expected a whole number of at least 1, or nothing for all.")
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """
+    An evaluation.
+
+    Args:
+        tasks (`dict[str, TaskSettings]`): By name.
+        methods (`list[str]`): Names.
+        checkpoints ([`Checkpoints`]): What there is to read with.
+        output (`Path`): The run's folder.
+        data (`Path`, *optional*): Folder of local files of tasks.
+        retrieval ([`RetrievalSettings`], *optional*): Needed for passages that are retrieved.
+        batch_size (`int`): Questions at a time.
+        cache_dir (`Path`): Where indices and retrieved passages are kept.
+    """
+
+    tasks: dict[str, TaskSettings]
+    methods: list[str]
+    checkpoints: Checkpoints
+    output: Path
+    data: Path | None = None
+    retrieval: RetrievalSettings | None = None
+    batch_size: int = 16
+    cache_dir: Path = field(default_factory=lambda: cache_directory() / "retrieval")
+
+    def __post_init__(self):
+        _check_names("task", self.tasks, TASKS)
+        _check_names("method", self.methods, METHODS)
+        if self.batch_size < 1:
+            raise ValueError(f"`batch_size` is {self.batch_size}; at least 1 question is asked at a time.")
+        needing = [name for name, task in self.tasks.items() if task.passages == "retrieved"]
+        if needing and self.retrieval is None:
+            raise ValueError(
+                f"{', '.join(needing)}: passages are to be retrieved, but from where? Give `retrieval: {{corpus: ...}}`"
+                " in the recipe, or `--corpus`."
+            )
+
+
+# A recipe is flat: the fields of `Checkpoints` stand beside those of `EvaluationSettings`.
+_CHECKPOINT_KEYS = {"checkpoint": "aligner"} | {
+    each.name: each.name for each in dataclasses.fields(Checkpoints) if each.name != "aligner"
+}
+_KEYS = {"tasks", "methods", "output", "data", "retrieval", "batch_size", "cache_dir"} | set(_CHECKPOINT_KEYS)
+
+
+def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str, Any]) -> EvaluationSettings:
+    """
+    Settings of a recipe and the command line.
+
+    Args:
+        recipe (`str`, *optional*): Name of one in `evaluation/recipes`, or a file.
+        given (`dict`): Keys of the command line, over those of the recipe; `None` is not given.
+        of_tasks (`dict`): Keys of `TaskSettings` of the command line, for all tasks.
+
+    Raises:
+        `ValueError`: an unknown recipe, key, task or method, with those that are known.
+    """
+    keys = read_recipe(recipe) if recipe else {}
+    of_recipe = _by_name(keys.get("tasks", {}))
+    keys |= {key: value for key, value in given.items() if value is not None}
+    if unknown := sorted(set(keys) - _KEYS):
+        raise ValueError(f"Unknown keys: {', '.join(unknown)}. Known: {', '.join(sorted(_KEYS))}.")
+    tasks = _by_name(keys.get("tasks", list(TASKS)), of_recipe)
+    over = {key: value for key, value in of_tasks.items() if value is not None}
+    checkpoints = {field: keys[key] for key, field in _CHECKPOINT_KEYS.items() if key in keys}
+    if "aligner" not in checkpoints:
+        raise ValueError("There is nothing to read with: name an aligner with `--checkpoint`.")
+    if "output" not in keys:
+        raise ValueError("Name a folder for the answers with `--output`.")
+    rest = {key: keys[key] for key in ("methods", "batch_size") if key in keys}
+    rest |= {key: Path(keys[key]) for key in ("data", "cache_dir") if key in keys}
+    if "retrieval" in keys:
+        rest["retrieval"] = _dataclass(RetrievalSettings, keys["retrieval"], "retrieval")
+    return EvaluationSettings(
+        **({"methods": list(METHODS)} | rest),
+        tasks={name: _dataclass(TaskSettings, each | over, name) for name, each in tasks.items()},
+        checkpoints=Checkpoints(**checkpoints),
+        output=Path(keys["output"]),
+    )
+
+
+def read_recipe(recipe: str) -> dict[str, Any]:
+    """The keys of a recipe, by its name or file."""
+    for path in (RECIPES / f"{recipe}.yaml", Path(recipe)):
+        if path.is_file():
+            return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    known = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
+    raise ValueError(f"There is no recipe {recipe!r}: neither one of {known} nor a YAML file.")
+
+
+def _by_name(tasks: list[str] | dict[str, dict | None], known: dict[str, dict] | None = None) -> dict[str, dict]:
+    """Tasks with their settings; those that are only named have the `known` ones."""
+    if isinstance(tasks, list):
+        return {name: (known or {}).get(name, {}) for name in tasks}
+    return {name: each or {} for name, each in tasks.items()}
+
+
+def _dataclass(kind: type, keys: dict[str, Any], where: str) -> Any:
+    known = {each.name for each in dataclasses.fields(kind)}
+    if unknown := sorted(set(keys) - known):
+        raise ValueError(f"{where}: unknown keys {', '.join(unknown)}; known: {', '.join(sorted(known))}.")
+    return kind(**keys)
+
+
+def _check_names(kind: str, names, known: dict[str, Any]) -> None:
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise ValueError(f"There is no {kind} {name!r}.{hint} Known: {', '.join(known)}.")
+    if not names:
+        raise ValueError(f"No {kind} is named; known: {', '.join(known)}.")

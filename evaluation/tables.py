@@ -1,0 +1,119 @@
+"""`results.json` as Markdown: the paper's tables with our numbers, beside the paper's."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..model_card_arcaligner import METRIC_TITLES
+from .methods import ABLATIONS, METHODS
+
+PAPER = json.loads((Path(__file__).parent / "paper_results.json").read_text(encoding="utf-8"))
+METHOD_TITLES = [method.title for method in METHODS.values()]
+ABLATION_TITLES = [METHODS[name].title for name in ABLATIONS]
+MAIN_TITLE = METHODS["arcaligner"].title
+# Titles of the same design here and in the paper.
+SAME_IN_PAPER = {"xRAG (our training)": "xRAG", "xRAG (released)": "xRAG"}
+
+
+def results_page(results: dict[str, Any]) -> str:
+    """All tables of a run."""
+    sets = results["sets"]
+    lines: list[str] = []
+    for metric in ("f1", "em", "em_raw", "acc"):
+        lines += method_table(METRIC_TITLES.get(metric, metric), sets, metric)
+    lines += ["## Ablation", ""]
+    for metric in ("em", "f1", "acc"):
+        lines += method_table(METRIC_TITLES.get(metric, metric), sets, metric, ABLATION_TITLES)
+    lines += [f"## {MAIN_TITLE} less another method, on the same questions", ""]
+    for metric in ("f1", "em"):
+        lines += difference_table(METRIC_TITLES[metric], sets, metric)
+    lines += ["## Costs", "", *cost_table(sets), "## The paper's numbers", "", *paper_table(sets)]
+    return "\n".join([*lines, *described(results), ""])
+
+
+def method_table(title: str, sets: dict, metric: str, methods: list[str] = METHOD_TITLES) -> list[str]:
+    """Methods down, sets across, a mean with its interval in each cell; nothing where none has the metric."""
+    return table(title, methods, sets, lambda entry, method: _interval(entry["methods"].get(method, {}).get(metric)))
+
+
+def difference_table(title: str, sets: dict, metric: str) -> list[str]:
+    """The main method's mean less another's."""
+
+    def show(entry: dict, method: str) -> str | None:
+        return _interval(entry.get("differences", {}).get(method, {}).get(metric), sign="+")
+
+    return table(f"{title}, {MAIN_TITLE} less", METHOD_TITLES, sets, show)
+
+
+def cost_table(sets: dict) -> list[str]:
+    """Positions that stand for the passages, the rate of that, and seconds a question."""
+
+    def show(entry: dict, method: str) -> str | None:
+        numbers = entry["methods"].get(method)
+        if numbers is None:
+            return None
+        rate = f", x{numbers['compression_rate']:.1f}" if "compression_rate" in numbers else ""
+        return f"{numbers['context_tokens']:.1f}{rate}, {numbers['seconds']:.2f} s"
+
+    return table("positions for the passages, rate, seconds a question", METHOD_TITLES, sets, show)
+
+
+def paper_table(sets: dict) -> list[str]:
+    """EM / F1 / Acc as the paper has them, of the sets that were measured here."""
+    shared = {name: {"paper": PAPER["sets"][name]} for name in sets if name in PAPER["sets"]}
+    methods = list(dict.fromkeys(method for entry in shared.values() for method in entry["paper"]))
+
+    def show(entry: dict, method: str) -> str | None:
+        numbers = entry["paper"].get(method)
+        return None if numbers is None else " / ".join(f"{number:.1f}" for number in numbers)
+
+    return [*table("EM / F1 / Acc, Mistral 7B", methods, shared, show), *order_lines(sets)]
+
+
+def order_lines(sets: dict, metric: str = "f1") -> list[str]:
+    """For each set of the paper, the order of the methods that both have, there and here."""
+    lines = []
+    column = PAPER["metrics"].index(metric)
+    for name, entry in sets.items():
+        paper = PAPER["sets"].get(name, {})
+        ours = {
+            SAME_IN_PAPER.get(title, title): numbers[metric][0]
+            for title, numbers in entry["methods"].items()
+            if SAME_IN_PAPER.get(title, title) in paper
+        }
+        if len(ours) < 2:
+            continue
+        theirs = {title: paper[title][column] for title in ours}
+        there, here = (sorted(scores, key=scores.get, reverse=True) for scores in (theirs, ours))
+        said = "the same order here" if there == here else f"here {' > '.join(here)}"
+        lines.append(f"- {name}, {METRIC_TITLES[metric]}: in the paper {' > '.join(there)}; {said}.")
+    return [*lines, ""] if lines else []
+
+
+def described(results: dict) -> list[str]:
+    """What the numbers are."""
+    counts = ", ".join(f"{name} {entry['questions']}" for name, entry in results["sets"].items())
+    recalls = ", ".join(f"{name} {entry['recall'][0]:.0f} %" for name, entry in results["sets"].items())
+    return [
+        f"Questions: {counts}. Percent, with 95 % bootstrap intervals over questions; differences are paired. "
+        f"EM is non-strict: the answer contains a gold. A gold stands in the passages read: {recalls}. "
+        f"{results['machine']}."
+    ]
+
+
+def table(title: str, rows: list[str], sets: dict, show: Callable[[dict, str], str | None]) -> list[str]:
+    """Lines of a Markdown table, whose cells `show` makes of a set's entry and a row's title, without empty rows."""
+    cells = {row: [show(entry, row) for entry in sets.values()] for row in rows}
+    shown = {row: found for row, found in cells.items() if any(cell is not None for cell in found)}
+    if not shown:
+        return []
+    lines = [f"| {title} | {' | '.join(sets)} |", "|---" * (len(sets) + 1) + "|"]
+    for row, found in shown.items():
+        name = f"**{row}**" if row == MAIN_TITLE else row
+        lines.append(f"| {name} | {' | '.join('-' if cell is None else cell for cell in found)} |")
+    return [*lines, ""]
+
+
+def _interval(values: list[float] | None, sign: str = "") -> str | None:
+    return None if values is None else f"{values[0]:{sign}.1f} [{values[1]:{sign}.1f}, {values[2]:{sign}.1f}]"

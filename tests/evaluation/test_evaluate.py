@@ -1,0 +1,218 @@
+"""An evaluation answers each question with each method once, goes on after a kill, and skips what is not here."""
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from training_rows import question_rows, write_rows
+from transformers import AutoModelForCausalLM
+
+from arcaligner.evaluation import evaluate as module
+from arcaligner.evaluation import reading
+from arcaligner.evaluation.evaluate import answer_rows, evaluate, fingerprint, weights_of
+from arcaligner.evaluation.methods import METHODS, truncated_texts
+from arcaligner.evaluation.metrics import METRICS
+from arcaligner.evaluation.reading import Answer
+from arcaligner.evaluation.runs import AnswerFile
+from arcaligner.evaluation.settings import read_settings
+
+OWN = ["naive", "standard_rag", "truncated", "arcaligner", "no_recursion", "max_loop", "no_lora", "empty_slot"]
+GIVEN = ["full_text_lora", "xrag", "projector_only"]
+
+
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch):
+    monkeypatch.setattr(reading, "MAX_NEW_TOKENS", 4)
+    reading.load_aligner.cache_clear()
+    yield
+    reading.load_aligner.cache_clear()
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Four questions of SQuAD, and of HotpotQA four with a distractor among their passages."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = question_rows(4)
+    write_rows(folder / "squad.jsonl.gz", rows)
+    for row in rows:
+        row["passages"] = [{"title": "", "text": "This is one. Not that."}, *row["passages"]]
+        row["meta"] = {"gold": [1]}
+    write_rows(folder / "hotpotqa.jsonl", rows)
+    return folder
+
+
+@pytest.fixture
+def settings(tmp_path, data, checkpoint_dir):
+    """Settings of an evaluation of two tasks, with changes to the keys."""
+
+    def make(tasks=("squad", "hotpotqa"), methods=("naive", "arcaligner"), of_tasks=None, **changes):
+        keys = {"checkpoint": str(checkpoint_dir), "data": data, "output": tmp_path / "run", "batch_size": 2}
+        given = keys | {"tasks": list(tasks), "methods": list(methods)} | changes
+        return read_settings(None, given, of_tasks or {})
+
+    return make
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[list[str]]:
+    """Ids of each batch that a reader was given."""
+    batches = []
+    original = module.answer_rows
+
+    def watched(*args):
+        for found in original(*args):
+            batches.append([row["id"] for row in found[0]])
+            yield found
+
+    monkeypatch.setattr(module, "answer_rows", watched)
+    return batches
+
+
+def answers(settings, task: str, method: str) -> list[dict]:
+    return AnswerFile(settings.output, task, method).read()
+
+
+def test_every_question_gets_an_answer_and_its_scores_from_every_method(settings, checkpoint_dir, tmp_path, model):
+    lora = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    base = AutoModelForCausalLM.from_pretrained(model.config.base_model_name_or_path)
+    get_peft_model(base, lora).save_pretrained(tmp_path / "lora")
+    shutil.copytree(checkpoint_dir, tmp_path / "projector")
+    others = {"xrag": str(tmp_path / "projector"), "projector_only": str(tmp_path / "projector")}
+    all_of_them = settings(methods=OWN + GIVEN, full_text_lora=str(tmp_path / "lora"), **others)
+    results = evaluate(all_of_them)
+    assert list(results["sets"]) == ["HotpotQA", "SQuAD"]
+    for entry in results["sets"].values():
+        assert set(entry["methods"]) == {METHODS[name].title for name in OWN + GIVEN}
+    for task in all_of_them.tasks:
+        for method in OWN + GIVEN:
+            found = answers(all_of_them, task, method)
+            assert sorted(row["id"] for row in found) == [f"row-{number}" for number in range(4)]
+            for row in found:
+                scores = {name: metric(row["prediction"], row["answers"]) for name, metric in METRICS.items()}
+                assert scores.items() <= row.items()
+                assert row["recall"] == 1.0 and row["seconds"] > 0 and row["prompt_tokens"] > 0
+    whole, cut = (answers(all_of_them, "squad", name) for name in ("standard_rag", "truncated"))
+    slots = answers(all_of_them, "squad", "arcaligner")
+    assert sum(row["context_tokens"] for row in whole) > sum(row["context_tokens"] for row in cut)
+    assert sorted(row["context_tokens"] for row in slots) == sorted(row["context_tokens"] for row in cut)
+
+
+def test_gold_passages_alone_are_read_where_they_are_asked_for(settings):
+    two, one = settings(["hotpotqa"], ["standard_rag"]), settings(["hotpotqa"], ["standard_rag"], {"passages": "gold"})
+    evaluate(two)
+    with pytest.raises(ValueError, match="`passages` was 'given' and is now 'gold'"):
+        evaluate(one)
+    both = sum(row["passage_tokens"] for row in answers(two, "hotpotqa", "standard_rag"))
+    shutil.rmtree(two.output)
+    evaluate(one)
+    assert sum(row["passage_tokens"] for row in answers(one, "hotpotqa", "standard_rag")) < both
+
+
+def test_a_second_run_asks_nothing_and_a_broken_one_the_rest(settings, asked):
+    results = evaluate(settings())
+    assert len(asked) == 8
+    assert evaluate(settings()) == results and len(asked) == 8
+    file = AnswerFile(settings().output, "squad", "arcaligner")
+    lines = file.path.read_bytes().splitlines(keepends=True)
+    file.path.write_bytes(b"".join(lines[:2]) + lines[2][:30])
+    seconds = {row["id"]: row.pop("seconds") for row in file.read()}
+    evaluate(settings())
+    assert [sorted(ids) for ids in asked[8:]] == [sorted(json.loads(line)["id"] for line in lines[2:])]
+    again = [{key: value for key, value in row.items() if key != "seconds"} for row in file.read()]
+    first = [{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in lines]
+    assert again == first and len(seconds) == 2
+
+
+def test_a_method_that_is_not_here_is_skipped_by_name_and_never_replaced(settings, caplog):
+    with caplog.at_level(logging.WARNING):
+        results = evaluate(settings(["squad"], ["naive", "xrag", "full_text_lora"]))
+    assert set(results["sets"]["SQuAD"]["methods"]) == {"Naive"}
+    assert "skipped xRAG (our training): name its checkpoint with `--xrag`" in caplog.text
+    assert "skipped StandardRAG, fine-tuned: name its checkpoint with `--full-text-lora`" in caplog.text
+
+
+def test_another_aligner_is_refused_but_the_backbones_answers_are_kept(settings, model, processor, tmp_path, asked):
+    evaluate(settings(["squad"], ["naive", "arcaligner"]))
+    with torch.no_grad():
+        next(model.model.projector.parameters()).add_(1.0)
+    model.save_pretrained(tmp_path / "other")
+    processor.save_pretrained(tmp_path / "other")
+    evaluate(settings(["squad"], ["naive"], checkpoint=str(tmp_path / "other")))
+    assert len(asked) == 4
+    with pytest.raises(ValueError, match="`weights` was"):
+        evaluate(settings(["squad"], ["arcaligner"], checkpoint=str(tmp_path / "other")))
+
+
+def test_weights_are_told_apart_by_what_they_are(settings, checkpoint_dir):
+    made = settings()
+    assert weights_of(METHODS["arcaligner"], made) == fingerprint(str(checkpoint_dir))
+    assert weights_of(METHODS["naive"], made).endswith("@main")
+    assert weights_of(METHODS["xrag"], made) is None
+    assert fingerprint("user/name") == "user/name"
+    with pytest.raises(ValueError, match="There is no checkpoint in"):
+        fingerprint(str(checkpoint_dir / "nowhere" / "at" / "all"))
+
+
+class Forgetful:
+    """Answers batches of at most two rows; for more it lacks memory."""
+
+    def __init__(self, error: Exception):
+        self.error, self.sizes = error, []
+
+    def answer(self, rows):
+        self.sizes.append(len(rows))
+        if len(rows) > 2:
+            raise self.error
+        return [Answer(row["id"], [], 0, 0) for row in rows]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+    ],
+)
+def test_a_lack_of_memory_halves_the_batch_and_goes_on(error):
+    reader, rows = Forgetful(error), question_rows(9)
+    batches = list(answer_rows(reader, rows, 8))
+    assert reader.sizes == [8, 4, 2, 2, 2, 2, 1]
+    answered = {row["id"]: answer.text for batch, found, _ in batches for row, answer in zip(batch, found, strict=True)}
+    assert answered == {row["id"]: row["id"] for row in rows}
+
+
+def test_other_errors_and_a_lack_of_memory_for_one_row_are_raised():
+    with pytest.raises(RuntimeError, match="a bug"):
+        list(answer_rows(Forgetful(RuntimeError("a bug")), question_rows(4), 4))
+
+    class Full:
+        def answer(self, rows):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        list(answer_rows(Full(), question_rows(4), 4))
+
+
+def test_truncated_text_has_as_many_tokens_as_there_are_slots(processor):
+    rows = question_rows(3)
+    for row, text in zip(rows, truncated_texts(processor, rows), strict=True):
+        num_slots = len(processor.segment_documents(row["passages"]))
+        assert len(processor.tokenizer(text, add_special_tokens=False)["input_ids"]) <= num_slots
+        assert text and row["passages"][0]["title"].startswith(text[:3]) or not row["passages"][0]["title"]
+
+
+def test_questions_without_a_passage_are_counted_and_asked(settings, data, caplog):
+    rows = question_rows(2)
+    rows[0]["passages"] = []
+    write_rows(data / "nq.jsonl", rows)
+    with caplog.at_level(logging.WARNING):
+        made = settings(["nq"], ["standard_rag", "arcaligner"])
+        evaluate(made)
+    assert "NaturalQA: 1 of 2 questions have no passage" in caplog.text
+    by_id = {row["id"]: row for row in answers(made, "nq", "arcaligner")}
+    assert by_id["row-0"]["context_tokens"] == 1 and by_id["row-0"]["recall"] == 0.0

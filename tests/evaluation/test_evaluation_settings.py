@@ -1,0 +1,87 @@
+"""Recipes and the command line say what is evaluated; what they cannot mean is refused, with what is known."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from arcaligner.evaluation.methods import METHODS
+from arcaligner.evaluation.settings import RECIPES, read_settings
+from arcaligner.evaluation.tasks import PAPER_TASKS, TASKS
+
+NEEDED = {"checkpoint": "user/aligner", "output": "runs/x"}
+
+
+def test_without_a_recipe_all_tasks_and_methods_are_meant():
+    settings = read_settings(None, NEEDED, {})
+    assert list(settings.tasks) == list(TASKS) and settings.methods == list(METHODS)
+    assert settings.checkpoints.aligner == "user/aligner" and settings.output == Path("runs/x")
+
+
+def test_the_command_line_goes_over_the_recipe(tmp_path):
+    recipe = {"checkpoint": "a", "tasks": {"squad": {"top_k": 3}, "nq": None}, "batch_size": 4, "output": "o"}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
+    path = str(tmp_path / "r.yaml")
+    settings = read_settings(path, {"checkpoint": "b", "methods": ["naive"], "device": None}, {"num_questions": 7})
+    assert settings.checkpoints.aligner == "b" and settings.methods == ["naive"] and settings.batch_size == 4
+    assert {name: (task.top_k, task.num_questions) for name, task in settings.tasks.items()} == {
+        "squad": (3, 7),
+        "nq": (None, 7),
+    }
+
+
+def test_tasks_that_the_command_line_names_keep_the_recipes_settings():
+    settings = read_settings("smollm2_135m", NEEDED | {"tasks": ["hotpotqa", "2wikimultihopqa"]}, {})
+    assert {name: task.passages for name, task in settings.tasks.items()} == {
+        "hotpotqa": "gold",
+        "2wikimultihopqa": "given",
+    }
+
+
+@pytest.mark.parametrize("name", [path.stem for path in RECIPES.glob("*.yaml")])
+def test_every_recipe_reads(name):
+    settings = read_settings(name, NEEDED, {})
+    assert settings.tasks and settings.methods
+
+
+def test_the_papers_recipe_is_the_papers():
+    settings = read_settings("paper", NEEDED, {})
+    assert tuple(settings.tasks) == PAPER_TASKS
+    assert {task.passages for task in settings.tasks.values()} == {"retrieved"}
+    retrieval = settings.retrieval
+    assert (retrieval.retriever, retrieval.top_n, retrieval.top_k) == ("facebook/contriever", 20, 1)
+    assert "rank_zephyr" in retrieval.reranker
+
+
+@pytest.mark.parametrize(
+    "given, of_tasks, message",
+    [
+        ({"tasks": ["squat"]}, {}, r"no task 'squat'\. Did you mean squad\? Known: 2wikimultihopqa, hotpotqa"),
+        ({"methods": ["arcalinger"]}, {}, r"no method 'arcalinger'\. Did you mean arcaligner\? Known: naive"),
+        ({"methods": []}, {}, "No method is named"),
+        ({"colour": "red"}, {}, "Unknown keys: colour"),
+        ({"tasks": {"squad": {"topk": 1}}}, {}, "squad: unknown keys topk; known: num_questions, passages, top_k"),
+        (
+            {"tasks": ["squad"]},
+            {"passages": "golden"},
+            "`passages` is 'golden'; expected one of given, gold, retrieved",
+        ),
+        ({"tasks": ["squad"]}, {"top_k": 0}, "`top_k` is 0; expected a whole number of at least 1"),
+        ({"tasks": ["squad"]}, {"passages": "retrieved"}, "squad: passages are to be retrieved, but from where"),
+        ({"batch_size": 0}, {}, "`batch_size` is 0"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(given, of_tasks, message):
+    with pytest.raises(ValueError, match=message):
+        read_settings(None, NEEDED | given, of_tasks)
+
+
+@pytest.mark.parametrize("missing, message", [("checkpoint", "nothing to read with"), ("output", "Name a folder")])
+def test_an_aligner_and_a_folder_are_needed(missing, message):
+    with pytest.raises(ValueError, match=message):
+        read_settings(None, {key: value for key, value in NEEDED.items() if key != missing}, {})
+
+
+def test_an_unknown_recipe_names_those_there_are():
+    with pytest.raises(ValueError, match="no recipe 'mine': neither one of paper, smollm2_135m nor a YAML file"):
+        read_settings("mine", NEEDED, {})

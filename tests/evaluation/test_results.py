@@ -1,0 +1,120 @@
+"""Tables say what the answers say: means, intervals, paired differences, the paper's numbers beside them."""
+
+import json
+
+import pytest
+
+from arcaligner.evaluation.metrics import bootstrap_interval
+from arcaligner.evaluation.results import compare, summarize, write_results
+from arcaligner.evaluation.runs import AnswerFile
+from arcaligner.evaluation.tables import PAPER, method_table, order_lines, paper_table, results_page
+from arcaligner.model_card_arcaligner import write_model_card
+
+
+def answer(number: int, f1: float, em: float = 0.0, context: int = 2) -> dict:
+    return {
+        "id": str(number),
+        "row": "same",
+        "f1": f1,
+        "em": em,
+        "em_raw": 0.0,
+        "recall": 1.0,
+        "context_tokens": context,
+        "passage_tokens": 60,
+        "prompt_tokens": 30,
+        "seconds": 0.5,
+    }
+
+
+@pytest.fixture
+def run(tmp_path):
+    """ArcAligner and Naive on four questions of HotpotQA, StandardRAG on three of them."""
+    scores = {
+        "arcaligner": [1.0, 0.5, 0.0, 0.5],
+        "naive": [0.0, 0.5, 0.0, 0.0],
+        "standard_rag": [1.0, 1.0, 0.5],
+    }
+    contexts = {"arcaligner": 2, "naive": 0, "standard_rag": 60}
+    for method, f1s in scores.items():
+        file = AnswerFile(tmp_path, "hotpotqa", method)
+        file.open({"machine": "here"}, [])
+        file.append(answer(number, f1, context=contexts[method]) for number, f1 in enumerate(f1s))
+    return tmp_path
+
+
+def test_a_mean_has_the_bootstrap_interval_of_its_questions(run):
+    numbers = summarize(run)["sets"]["HotpotQA"]["methods"]["ArcAligner"]
+    assert numbers["f1"] == [50.0, *bootstrap_interval([100.0, 50.0, 0.0, 50.0])]
+    assert numbers["questions"] == 4 and numbers["seconds"] == 0.5 and numbers["context_tokens"] == 2
+
+
+def test_the_rate_is_measured_and_full_text_has_none(run):
+    entry = summarize(run)["sets"]["HotpotQA"]
+    assert entry["compression_rate"] == entry["methods"]["ArcAligner"]["compression_rate"] == 30.0
+    assert entry["slots_per_question"] == 2 and entry["questions"] == 3
+    assert "compression_rate" not in entry["methods"]["Naive"] | entry["methods"]["StandardRAG"]
+
+
+def test_a_difference_is_paired_over_the_questions_that_both_answered(run):
+    differences = summarize(run)["sets"]["HotpotQA"]["differences"]
+    assert set(differences) == {"Naive", "StandardRAG"}
+    pairs = [100.0, 0.0, 0.0, 50.0]
+    assert differences["Naive"]["f1"] == [37.5, *bootstrap_interval(pairs)]
+    assert differences["StandardRAG"]["questions"] == 3
+    assert differences["StandardRAG"]["f1"][0] == pytest.approx(-100 / 3)
+    assert compare({"a": {}}, {"b": {}}) == {"questions": 0}
+
+
+def test_a_folder_without_answers_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no answers"):
+        summarize(tmp_path)
+
+
+def test_results_are_written_for_machines_and_for_people(run, tmp_path):
+    results = write_results(run)
+    assert json.loads((run / "results.json").read_text("utf-8")) == results
+    page = (run / "results.md").read_text("utf-8")
+    assert page == results_page(results)
+    assert "| **ArcAligner** | 50.0 [12.5, 87.5] |" in page
+    low, high = bootstrap_interval([100.0, 0.0, 0.0, 50.0])
+    assert f"| Naive | +37.5 [{low:+.1f}, {high:+.1f}] |" in page
+    assert "| StandardRAG | 60.0, 0.50 s |" in page and "| **ArcAligner** | 2.0, x30.0, 0.50 s |" in page
+    assert "Questions: HotpotQA 3." in page and "A gold stands in the passages read: HotpotQA 100 %." in page
+
+
+def test_the_model_card_shows_them(run, tmp_path, model):
+    write_results(run)
+    write_model_card(model.config, run)
+    card = (run / "README.md").read_text("utf-8")
+    assert "| ArcAligner | 50.0 [12.5, 87.5] |" in card and "HotpotQA x30.0" in card
+    assert "value: 50.0" in card
+
+
+def test_a_table_leaves_out_methods_without_a_number_and_marks_single_gaps():
+    sets = {"A": {"methods": {"Naive": {"f1": [1.0, 0.0, 2.0]}}}, "B": {"methods": {"StandardRAG": {"f1": [3, 2, 4]}}}}
+    assert method_table("F1", sets, "f1") == [
+        "| F1 | A | B |",
+        "|---|---|---|",
+        "| Naive | 1.0 [0.0, 2.0] | - |",
+        "| StandardRAG | - | 3.0 [2.0, 4.0] |",
+        "",
+    ]
+    assert method_table("Acc", sets, "acc") == []
+
+
+def test_the_papers_numbers_stand_beside_and_another_order_is_said(run):
+    sets = summarize(run)["sets"]
+    assert "| **ArcAligner** | 26.6 / 34.9 / 33.4 |" in paper_table(sets)
+    assert order_lines(sets) == [
+        "- HotpotQA, F1: in the paper ArcAligner > StandardRAG > Naive; here StandardRAG > ArcAligner > Naive.",
+        "",
+    ]
+    sets["HotpotQA"]["methods"]["StandardRAG"]["f1"][0] = 30.0
+    assert order_lines(sets)[0].endswith("; the same order here.")
+
+
+def test_the_papers_tables_are_whole():
+    assert len(PAPER["sets"]) == 6
+    for methods in PAPER["sets"].values():
+        assert {"Naive", "StandardRAG", "xRAG", "COCOM x4", "COCOM x16", "LLMLingua-2", "ArcAligner"} <= set(methods)
+        assert all(len(numbers) == len(PAPER["metrics"]) for numbers in methods.values())

@@ -1,0 +1,72 @@
+"""Answers are kept line by line: what is there is not asked again, what does not belong is refused."""
+
+import json
+
+import pytest
+from training_rows import question_rows
+
+from arcaligner.evaluation.runs import AnswerFile, answer_files, digest
+
+SETTINGS = {"weights": "abc", "passages": "given", "top_k": None, "machine": "here", "checkpoint": "runs/a"}
+ROWS = question_rows(4)
+
+
+def line(row: dict) -> dict:
+    return {"id": row["id"], "prediction": "é", "row": digest(row)}
+
+
+@pytest.fixture
+def file(tmp_path) -> AnswerFile:
+    """Answers to the first two rows."""
+    file = AnswerFile(tmp_path, "squad", "naive")
+    assert file.open(SETTINGS, ROWS) == ROWS
+    file.append(map(line, ROWS[:2]))
+    return file
+
+
+def test_what_is_answered_is_not_asked_again(file):
+    assert file.open(SETTINGS, ROWS) == ROWS[2:]
+    file.append(map(line, ROWS[2:]))
+    assert file.open(SETTINGS, ROWS) == []
+    assert file.read() == [line(row) for row in ROWS]
+
+
+def test_more_questions_of_the_same_task_go_into_the_same_file(file):
+    assert file.open(SETTINGS, ROWS[:1]) == []
+    assert file.open(SETTINGS, ROWS[:3]) == ROWS[2:3]
+
+
+@pytest.mark.parametrize("kept", [1, 20, -1])
+def test_a_line_that_a_kill_cut_off_is_answered_anew(file, kept):
+    whole = file.path.read_bytes()
+    broken = json.dumps(line(ROWS[2]), ensure_ascii=False).encode()[:kept]
+    file.path.write_bytes(whole + broken)
+    assert file.read() == [line(row) for row in ROWS[:2]]
+    assert file.open(SETTINGS, ROWS) == ROWS[2:]
+    assert file.path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("key, value", [("weights", "other"), ("passages", "gold"), ("top_k", 1)])
+def test_answers_made_otherwise_are_refused_and_stay(file, key, value):
+    before = file.path.read_bytes()
+    with pytest.raises(ValueError, match=rf"2 answers made otherwise: `{key}` was .* and is now {value!r}"):
+        file.open(SETTINGS | {key: value}, ROWS)
+    assert file.path.read_bytes() == before and file.settings() == SETTINGS
+
+
+@pytest.mark.parametrize("key, value", [("question", "Else?"), ("answers", ["x"]), ("passages", [])])
+def test_another_row_of_the_same_id_is_refused(file, key, value):
+    with pytest.raises(ValueError, match="row row-1 is another"):
+        file.open(SETTINGS, [ROWS[0], ROWS[1] | {key: value}])
+
+
+def test_another_machine_or_place_of_the_same_weights_goes_on(file):
+    moved = SETTINGS | {"machine": "there", "checkpoint": "runs/b"}
+    assert file.open(moved, ROWS) == ROWS[2:]
+
+
+def test_the_files_of_a_run_are_found_by_task_and_method(file, tmp_path):
+    other = AnswerFile(tmp_path, "nq", "arcaligner")
+    other.open(SETTINGS, ROWS)  # nothing answered yet
+    (tmp_path / "results.json").write_text("{}")
+    assert answer_files(tmp_path) == [file]

@@ -1,0 +1,169 @@
+"""Each task reads its data set's rows and local files alike, and asks only what can be scored."""
+
+import logging
+
+import datasets
+import pytest
+from training_rows import write_rows
+
+from arcaligner.evaluation.tasks import PAPER_TASKS, TASKS, choose_passages
+from arcaligner.evaluation.tasks.task import Task
+
+HOTPOT = {
+    "id": "h1",
+    "question": "Who was born earlier?",
+    "answer": "Ada",
+    "supporting_facts": {"title": ["Ada", "Ben"], "sent_id": [0, 1]},
+    "context": {"title": ["Cy", "Ada", "Ben"], "sentences": [["No."], ["Ada was born. ", "In 1815."], ["Ben. "]]},
+}
+# A row as the data set of the Hub has it, and the row that is asked.
+HUB_ROWS = {
+    "2wikimultihopqa": (HOTPOT, None),
+    "hotpotqa": (
+        HOTPOT,
+        {
+            "id": "h1",
+            "question": "Who was born earlier?",
+            "answers": ["Ada"],
+            "passages": [
+                {"title": "Cy", "text": "No."},
+                {"title": "Ada", "text": "Ada was born. In 1815."},
+                {"title": "Ben", "text": "Ben."},
+            ],
+            "meta": {"gold": [1, 2]},
+        },
+    ),
+    "nq": (
+        {"question": "who wrote it", "answer": ["Ada", "Ada L."]},
+        {"id": "who wrote it", "question": "who wrote it", "answers": ["Ada", "Ada L."], "passages": []},
+    ),
+    "popqa_longtail": (
+        {"id": 7, "question": "What is Ada's occupation?", "s_pop": 99, "possible_answers": '["poet", "writer"]'},
+        {"id": "7", "question": "What is Ada's occupation?", "answers": ["poet", "writer"], "passages": []},
+    ),
+    "triviaqa": (
+        {"question_id": "t1", "question": "Which?", "answer": {"value": "Bill", "aliases": ["Bill", "The Bill"]}},
+        {"id": "t1", "question": "Which?", "answers": ["Bill", "The Bill"], "passages": []},
+    ),
+    "webq": (
+        {"url": "u", "question": "what?", "answers": ["Ada"]},
+        {"id": "what?", "question": "what?", "answers": ["Ada"], "passages": []},
+    ),
+    "squad": (
+        {"id": "s1", "title": "Ada_L", "context": "Ada.", "question": "Who?", "answers": {"text": ["Ada", "Ada"]}},
+        {"id": "s1", "question": "Who?", "answers": ["Ada"], "passages": [{"title": "Ada L", "text": "Ada."}]},
+    ),
+    "musique": (
+        {
+            "id": "m1",
+            "question": "Who?",
+            "answer": "Ada",
+            "answer_aliases": ["A."],
+            "answerable": True,
+            "paragraphs": [
+                {"title": "x", "paragraph_text": "y", "is_supporting": False},
+                {"title": "z", "paragraph_text": "w", "is_supporting": True},
+            ],
+        },
+        {
+            "id": "m1",
+            "question": "Who?",
+            "answers": ["Ada", "A."],
+            "passages": [{"title": "x", "text": "y"}, {"title": "z", "text": "w"}],
+            "meta": {"gold": [1]},
+        },
+    ),
+}
+HUB_ROWS["2wikimultihopqa"] = HUB_ROWS["hotpotqa"]
+HUB_ROWS["adversarialqa"] = HUB_ROWS["squad"]
+
+
+def row(number: int, answers=("Ada",), question="Who?") -> dict:
+    return {"id": str(number), "question": question, "answers": list(answers), "passages": []}
+
+
+def test_the_papers_six_tasks_ask_as_many_questions_as_its_table_says():
+    counts = {name: TASKS[name].num_questions for name in PAPER_TASKS}
+    assert counts == {
+        "2wikimultihopqa": 500,
+        "hotpotqa": 500,
+        "nq": 3610,
+        "popqa_longtail": 1399,
+        "triviaqa": 500,
+        "webq": 2032,
+    }
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_row_of_the_hub_becomes_one_of_our_schema(name, monkeypatch):
+    stored, expected = HUB_ROWS[name]
+    calls = []
+
+    def load_dataset(*args, **kwargs):
+        calls.append((*args, kwargs["split"]))
+        return datasets.Dataset.from_list([stored])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert TASKS[name].load() == [expected]
+    assert calls == [(TASKS[name].hub_id, TASKS[name].config, TASKS[name].split)]
+
+
+def test_rows_outside_of_a_task_are_not_asked():
+    popular = HUB_ROWS["popqa_longtail"][0] | {"s_pop": 100}
+    assert TASKS["popqa_longtail"].to_row(popular) is None
+    assert TASKS["musique"].to_row(HUB_ROWS["musique"][0] | {"answerable": False}) is None
+
+
+def test_a_sample_of_the_hub_is_random_and_always_the_same(monkeypatch):
+    rows = [row(number) for number in range(50)]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
+    task = Task("t", "T", "org/t", None, "test", dict, num_questions=10)
+    ids = [each["id"] for each in task.load()]
+    assert ids == [each["id"] for each in task.load()] and len(ids) == 10
+    assert ids != [str(number) for number in range(10)]
+    assert [each["id"] for each in task.load(num_questions=3)] == ids[:3]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl"])
+def test_a_local_file_takes_the_place_of_the_hub_in_its_order(tmp_path, suffix):
+    rows = [row(number) for number in range(4)]
+    write_rows(tmp_path / f"squad{suffix}", rows)
+    assert TASKS["squad"].load(tmp_path) == rows
+    assert TASKS["squad"].load(tmp_path, num_questions=2) == rows[:2]
+
+
+def test_rows_that_cannot_be_scored_are_counted_and_left_out(tmp_path, caplog):
+    rows = [row(0), row(1, answers=["The", "..."]), row(2, answers=[]), row(3, question=" ")]
+    write_rows(tmp_path / "squad.jsonl", rows)
+    with caplog.at_level(logging.WARNING):
+        assert TASKS["squad"].load(tmp_path) == rows[:1]
+    assert "SQuAD: 3 rows left out" in caplog.text
+
+
+def test_a_file_without_a_row_to_ask_is_refused(tmp_path):
+    write_rows(tmp_path / "squad.jsonl", [row(0, answers=[])])
+    with pytest.raises(ValueError, match="no row with a question and an answer"):
+        TASKS["squad"].load(tmp_path)
+
+
+def test_a_task_that_is_nowhere_says_where_it_could_be(tmp_path, monkeypatch):
+    def offline(*args, **kwargs):
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(OSError, match=r"rajpurkar/squad: ConnectionError.*squad\.jsonl\.gz into the folder"):
+        TASKS["squad"].load(tmp_path)
+
+
+def test_passages_are_those_given_or_the_gold_ones_and_the_first_of_them():
+    texts = [{"title": "", "text": text} for text in "abcd"]
+    rows = [row(0) | {"passages": texts, "meta": {"gold": [3, 1]}}, row(1) | {"passages": texts}]
+
+    def read(*choice) -> list[str]:
+        return ["".join(each["text"] for each in found["passages"]) for found in choose_passages(rows, *choice)]
+
+    assert read() == ["abcd", "abcd"]
+    assert read("given", 2) == ["ab", "ab"]
+    assert read("gold") == ["db", "abcd"]
+    assert read("gold", 1) == ["d", "a"]
+    assert rows[0]["passages"] == texts
