@@ -79,7 +79,21 @@ class ExampleBuilder:
         for document, segments in itertools.groupby(self._segments(documents), key=lambda segment: segment.document):
             name = f"{row['id']}:{document}"
             for chunk in chunk_segments(list(segments), self.max_segments, name):
-                yield self._reconstruction(row["id"], documents, chunk)
+                yield self.reconstruction_example(row["id"], documents, chunk)
+
+    def reconstruction_example(self, row_id: str, documents: list, chunk: list[Segment]) -> Example:
+        """Consecutive segments of one of `documents` as slots, their text as the target."""
+        first, last = chunk[0], chunk[-1]
+        target = documents[first.document]["text"][first.start : last.end].strip()
+        template = choose_template(f"{row_id}:{first.document}:{first.start}")
+        mark = uuid.uuid4().hex
+        messages = [
+            {"role": "user", "content": template.before + mark + template.after},
+            {"role": "assistant", "content": target},
+        ]
+        prompt = self._marked_prompt(messages[:1], mark, len(chunk), add_generation_prompt=True)
+        whole = self._marked_prompt(messages, mark, len(chunk), add_generation_prompt=False)
+        return self._example(row_id, prompt, whole, self.processor.encoder_texts(chunk, documents))
 
     def question_examples(self, row: dict[str, Any]) -> Iterator[Example]:
         """Stages II and III: all passages as slots, the first answer as the target, if any."""
@@ -103,19 +117,6 @@ class ExampleBuilder:
         if key not in self._segments_of:
             self._segments_of[key] = self.processor.segment_documents(documents)
         return self._segments_of[key]
-
-    def _reconstruction(self, row_id: str, documents: list, chunk: list[Segment]) -> Example:
-        first, last = chunk[0], chunk[-1]
-        target = documents[first.document]["text"][first.start : last.end].strip()
-        template = choose_template(f"{row_id}:{first.document}:{first.start}")
-        mark = uuid.uuid4().hex
-        messages = [
-            {"role": "user", "content": template.before + mark + template.after},
-            {"role": "assistant", "content": target},
-        ]
-        prompt = self._marked_prompt(messages[:1], mark, len(chunk), add_generation_prompt=True)
-        whole = self._marked_prompt(messages, mark, len(chunk), add_generation_prompt=False)
-        return self._example(row_id, prompt, whole, self.processor.encoder_texts(chunk, documents))
 
     def _marked_prompt(self, messages: list, mark: str, num_slots: int, **kwargs) -> list[int]:
         """A conversation with `mark` in the place of the slots, as ids."""
