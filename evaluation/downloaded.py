@@ -1,4 +1,4 @@
-"""Weights of other people's methods: they are looked for on this machine alone, and never fetched."""
+"""Weights of others' methods: looked for in the local cache of the Hub, never fetched."""
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
