@@ -1,17 +1,23 @@
 """The analyses as commands: each draws a figure and writes its data, with a line on how to read it.
 
-    python -m arcaligner.evaluation.analyses --help
+python -m arcaligner.evaluation.analyses --help
 """
 
 import logging
-from collections.abc import Callable
 
 import typer
 from rich.markup import escape
 
 from ...cli import messages
+from .gates import gates
+from .reconstruction import reconstruction
+from .trajectories import trajectories
 
-COMMANDS: tuple[Callable[..., None], ...] = ()
+COMMANDS = (
+    gates,
+    reconstruction,
+    trajectories,
+)
 
 app = typer.Typer(
     help="Draws the paper's figures: a picture as PNG and SVG, its data as JSON, and how to read it.",

@@ -1,0 +1,122 @@
+"""How many loops the gates trigger at each layer: the paper's analysis of gate behaviour.
+
+    python -m arcaligner.evaluation.analyses gates --checkpoint runs/mine --data ../data
+
+A slot takes one loop, the pass that every row takes, and one more for each refinement step.
+"""
+
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from rich.progress import track
+
+from ...cli import Checkpoint
+from ...modeling_arcaligner import ArcAlignerForCausalLM
+from ...processing_arcaligner import ArcAlignerProcessor
+from ..answering import Row, batches_by_length, slot_inputs
+from ..reading import load_aligner
+from ..tasks import TASKS, choose_passages
+from .figures import new_figure, save_analysis
+from .intervals import ratio_interval
+from .options import FIGURES, BatchSize, Data, Device, Folder
+
+READING = (
+    "Each line is a set of questions: how many loops a slot takes at a layer, the mean over all slots of the set's "
+    "gold passages. 1 is the single pass that every slot takes, {max_loops} the most. The band is a 95 % bootstrap "
+    "interval over questions. The last layer never loops when an aligner answers: no later layer reads its slots."
+)
+
+
+def gates(
+    checkpoint: Checkpoint,
+    folder: Folder = FIGURES,
+    data: Data = None,
+    tasks: Annotated[str, typer.Option(help="Tasks, with commas between.")] = "squad,nq,hotpotqa,popqa_longtail",
+    num_questions: Annotated[int, typer.Option("-n", help="At most so many questions of each task.", min=1)] = 500,
+    batch_size: BatchSize = 16,
+    device: Device = "cpu",
+) -> None:
+    """Draws how many loops the gates trigger at each layer, on several sets."""
+    names = tasks.split(",")
+    if unknown := [name for name in names if name not in TASKS]:
+        raise ValueError(f"There is no task {', '.join(map(repr, unknown))}; known: {', '.join(TASKS)}.")
+    rows = {name: rows_with_passages(name, TASKS[name].load(data, num_questions)) for name in names}
+    model, processor = load_aligner(checkpoint, device)
+    check_gates(model, checkpoint)
+    sets = {
+        TASKS[name].title: summarize(count_loops(model, processor, asked, batch_size, TASKS[name].title))
+        for name, asked in rows.items()
+    }
+    reading = READING.format(max_loops=model.config.max_refinement_steps + 1)
+    numbers = {"checkpoint": checkpoint, "gate_mode": model.config.gate_mode, "sets": sets}
+    save_analysis(folder, "gates", draw(sets), numbers, reading)
+    typer.echo(reading)
+
+
+def rows_with_passages(name: str, rows: list[Row]) -> list[Row]:
+    """The rows with the passages that their answer needs, without those that have none: nothing is compressed there."""
+    found = [row for row in choose_passages(rows, "gold") if row["passages"]]
+    if not found:
+        raise ValueError(f"No question of {name} has a passage, so there are no slots. Name another task.")
+    return found
+
+
+def check_gates(model: ArcAlignerForCausalLM, checkpoint: str) -> None:
+    """Raises `ValueError` where no gate decides anything."""
+    config = model.config
+    if config.gate_mode != "adaptive" or not config.gated_layers:
+        raise ValueError(
+            f"The gates of {checkpoint} decide nothing: its `gate_mode` is {config.gate_mode!r}, and "
+            f"{len(config.gated_layers)} of its layers have a gate. Name a checkpoint of stage III, which trains them."
+        )
+
+
+@torch.inference_mode()
+def count_loops(
+    model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: list[Row], batch_size: int, title: str
+) -> np.ndarray:
+    """How many slots of a row took 1, 2, ... loops at a layer, (num_rows, num_layers, max_loops)."""
+    counts = []
+    for batch in track(list(batches_by_length(rows, batch_size)), title, transient=True):
+        inputs = slot_inputs(processor, batch).to(model.device)
+        depth = model.model(**inputs, use_cache=False).recursion_depth  # (batch, num_layers, max_slots), -1 no slot
+        steps = range(model.config.max_refinement_steps + 1)
+        counts.append(torch.stack([(depth == number).sum(dim=2) for number in steps], dim=2))
+    return torch.cat(counts).cpu().numpy()
+
+
+def summarize(counts: np.ndarray) -> dict[str, Any]:
+    """
+    A set's numbers from `count_loops`.
+
+    Returns:
+        `dict` with `questions`, `slots`, `loops` (for each layer the mean over slots, with the ends of its interval)
+        and `shares` (for each layer the shares of slots that took 1, 2, ... loops).
+    """
+    slots = counts.sum(axis=2)  # (num_rows, num_layers)
+    loops = counts @ np.arange(1, counts.shape[2] + 1)  # (num_rows, num_layers)
+    mean = loops.sum(axis=0) / slots.sum(axis=0)  # (num_layers,)
+    return {
+        "questions": len(counts),
+        "slots": int(slots[:, 0].sum()),
+        "loops": np.stack([mean, *ratio_interval(loops, slots)], axis=1).tolist(),
+        "shares": (counts.sum(axis=0) / slots.sum(axis=0)[:, None]).tolist(),
+    }
+
+
+def draw(sets: dict[str, dict[str, Any]]) -> Figure:
+    """Loops by layer, a line a set."""
+    figure, axes = new_figure()
+    for title, numbers in sets.items():
+        mean, low, high = np.transpose(numbers["loops"])  # each (num_layers,)
+        (line,) = axes.plot(mean, marker="o", markersize=3, label=f"{title} ({numbers['slots']} slots)")
+        axes.fill_between(range(len(mean)), low, high, alpha=0.2, color=line.get_color(), linewidth=0)
+    axes.set_xlabel("layer")
+    axes.set_ylabel("loops of a slot, mean")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend()
+    return figure

@@ -1,0 +1,117 @@
+"""Trajectories of single questions: how many loops each slot takes at each layer, as in the paper's case studies.
+
+    python -m arcaligner.evaluation.analyses trajectories --checkpoint runs/mine
+    python -m arcaligner.evaluation.analyses trajectories --question "Who wrote it?" --document letter.txt
+
+Draws the paper's three cases and, where one is asked, a question of your own.
+"""
+
+import re
+import textwrap
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib
+import numpy as np
+import typer
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from rich.progress import track
+
+from ...cli import DEFAULT_CHECKPOINT, Checkpoint, Document, load_pipeline, read_document
+from ...demo import CASE_STUDIES, MAX_NEW_TOKENS
+from ...pipeline_arcaligner import ArcAlignerPipeline, format_trajectory
+from ..answering import Row
+from .figures import new_figure, save_analysis
+from .options import FIGURES, Folder
+
+READING = (
+    "Each row is a slot, the text that it stands for on its left, each column a layer. The darker, the more loops the "
+    "slot takes there: L0. is the single pass that every slot takes, LL two loops, LLL three."
+)
+SLOT_WIDTH = 60  # characters of a slot's text
+
+
+def trajectories(
+    checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
+    folder: Folder = FIGURES,
+    question: Annotated[str | None, typer.Option(help="Draw this question, too.")] = None,
+    document: Annotated[list[Path] | None, Document] = None,
+) -> None:
+    """Draws the loops of each slot at each layer, a figure for each of the paper's cases."""
+    cases = [*CASE_STUDIES, *own_case(question, document or [])]
+    ask = load_pipeline(checkpoint)
+    for row in track(cases, "Trajectories", transient=True):
+        case = trace(ask, row)
+        figure = draw(case, ask.model.config.max_refinement_steps + 1)
+        save_analysis(folder, file_name(row["question"]), figure, {"checkpoint": checkpoint, **case}, READING)
+    typer.echo(READING)
+
+
+def own_case(question: str | None, documents: list[Path]) -> list[Row]:
+    """The question of the command line as a row, if there is one.
+
+    Raises:
+        `ValueError`: a question without a document, or a document without a question.
+    """
+    if (question is None) != (not documents):
+        given, missing = ("--document", "--question") if question is None else ("--question", "--document")
+        raise ValueError(f"`{given}` is given without `{missing}`; a question and what it is about belong together.")
+    if question is None:
+        return []
+    passages = [{"title": "", "text": read_document(path)} for path in documents]
+    return [{"question": question, "answers": [], "passages": passages}]
+
+
+def trace(ask: ArcAlignerPipeline, row: Row) -> dict[str, Any]:
+    """
+    Asks a question.
+
+    Returns:
+        `dict` with `question`, `answer`, `gold`, `segments` (what each slot stands for) and `trajectories` (for each
+        layer the loops of each slot, as the paper writes them).
+    """
+    asked = {"question": row["question"], "documents": row["passages"]}
+    record = ask(asked, return_slots=True, max_new_tokens=MAX_NEW_TOKENS)[0]
+    return {
+        "question": row["question"],
+        "answer": record["generated_text"].strip(),
+        "gold": row["answers"],
+        "segments": record["segments"],
+        "trajectories": record["trajectories"],
+    }
+
+
+def draw(case: dict[str, Any], max_loops: int) -> Figure:
+    """Slots down, layers across, loops as colour."""
+    loops = np.array([[each.count("L") for each in layer] for layer in case["trajectories"]]).T  # (slots, layers)
+    texts = [segment["text"] for segment in case["segments"]] or ["(no passage)"]
+    labels = [textwrap.shorten(text, SLOT_WIDTH, placeholder=" …") for text in texts]
+    figure, axes = new_figure(width=10.0, height=1.6 + 0.3 * len(labels))
+    shades = matplotlib.colormaps["Blues"].resampled(max_loops)  # one for each number of loops
+    image = axes.imshow(loops, cmap=shades, vmin=0.5, vmax=max_loops + 0.5, aspect="auto")
+    bar = figure.colorbar(image, ax=axes, ticks=range(1, max_loops + 1), label="loops")
+    bar.ax.set_yticklabels([format_trajectory(steps) for steps in range(max_loops)])
+    axes.set_yticks(range(len(labels)), labels, parse_math=False)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("layer")
+    axes.grid(False)
+    axes.set_title(title(case), parse_math=False, loc="left")
+    return figure
+
+
+def title(case: dict[str, Any]) -> str:
+    """The question, the answer and the gold, if it is known."""
+    answer = textwrap.shorten(f"answer: {case['answer']}", 100, placeholder=" …")
+    gold = f"\ngold: {' / '.join(case['gold'])}" if case["gold"] else ""
+    return f"{textwrap.fill(case['question'], 100)}\n{answer}{gold}"
+
+
+def file_name(question: str) -> str:
+    """A name for the files of a question.
+
+    >>> file_name("In what country is Toronto Northwest?")
+    'trajectory_in_what_country_is_toronto_northwest'
+    """
+    words = re.findall(r"\w+", question.lower())
+    return "_".join(["trajectory", *words])[:80]
