@@ -9,7 +9,10 @@ import typer
 from rich.markup import escape
 
 from ...cli import messages
+from .backbones import backbones
+from .four_way import four_way
 from .gates import gates
+from .rates import rates
 from .reconstruction import reconstruction
 from .trajectories import trajectories
 
@@ -17,6 +20,9 @@ COMMANDS = (
     gates,
     reconstruction,
     trajectories,
+    four_way,
+    rates,
+    backbones,
 )
 
 app = typer.Typer(

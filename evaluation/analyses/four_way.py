@@ -1,0 +1,134 @@
+"""Where compressed passages help: right answers by whether Naive and StandardRAG succeed, the paper's 4-way analysis.
+
+    python -m arcaligner.evaluation.analyses four-way --run runs/evaluation
+    python -m arcaligner.evaluation.analyses four-way --run runs/paper --judge Qwen/Qwen3-30B-A3B-Instruct-2507
+
+TT: both are right; TF: Naive alone; FT: StandardRAG alone; FF: neither. The answers of the run are read, no model runs.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..judge import judged_scores
+from ..methods import METHODS
+from ..runs import AnswerFile, answer_files
+from ..tasks import TASKS
+from .bars import draw_panels
+from .figures import save_analysis
+from .options import FIGURES, Folder
+from .percents import percent_interval
+
+CATEGORIES = ("TT", "TF", "FT", "FF")
+NAIVE, FULL_TEXT, MAIN = "naive", "standard_rag", "arcaligner"
+COMPARED = (
+    MAIN,
+    "xrag",
+    "xrag_released",
+    "projector_only",
+    "cocom_4",
+    "cocom_16",
+    "llmlingua",
+    "llmlingua2",
+)
+
+
+def analyse(run: Path, tasks: list[str] | None = None, judge: str | None = None) -> dict[str, Any]:
+    """
+    Shares of right answers in each category.
+
+    Args:
+        run (`Path`): Folder with answers.
+        tasks (`list[str]`, *optional*): Names; all that the run has.
+        judge (`str`, *optional*): What it says is right; without a judge, a non-strict exact match.
+
+    Returns:
+        `dict`: `{"right", "sets": {title: {"questions", "categories": {"TT": {"questions", "methods": {title:
+        {"questions", "right", "share"}}}}}}}`, `share` with its interval, in percent.
+
+    Raises:
+        `ValueError`: answers or verdicts that are not there, with the command that makes them.
+    """
+    answered = {file.task for file in answer_files(run)}
+    known = [name for name in TASKS if name in answered]
+    missing = [name for name in tasks or known if name not in known]
+    if missing or not known:
+        raise ValueError(
+            f"{run} has no answers to {', '.join(missing) or 'any task'}; it has some to {', '.join(known) or 'none'}. "
+            f"`python -m arcaligner evaluate --output {run}` with `--tasks` and `--methods` writes them."
+        )
+    return {
+        "right": f"judged by {judge}" if judge else "non-strict EM",
+        "sets": {TASKS[name].title: analyse_task(run, name, judge) for name in tasks or known},
+    }
+
+
+def analyse_task(run: Path, task: str, judge: str | None = None) -> dict[str, Any]:
+    """The entry of a task, over the questions that Naive and StandardRAG answered."""
+    right = {method: right_answers(run, task, method, judge) for method in (NAIVE, FULL_TEXT, *COMPARED)}
+    if missing := [method for method in (NAIVE, FULL_TEXT, MAIN) if not right[method]]:
+        raise ValueError(_missing(run, task, missing, judge))
+    members: dict[str, list[str]] = {category: [] for category in CATEGORIES}
+    for key in right[NAIVE]:
+        if key in right[FULL_TEXT]:
+            members["".join("T" if right[method][key] else "F" for method in (NAIVE, FULL_TEXT))].append(key)
+    categories = {}
+    for category, keys in members.items():
+        scores = {method: [right[method][key] for key in keys if key in right[method]] for method in COMPARED}
+        categories[category] = {
+            "questions": len(keys),
+            "methods": {
+                METHODS[method].title: {"questions": len(own), "right": sum(own), "share": percent_interval(own)}
+                for method, own in scores.items()
+                if own
+            },
+        }
+    return {"questions": sum(map(len, members.values())), "categories": categories}
+
+
+def right_answers(run: Path, task: str, method: str, judge: str | None) -> dict[str, bool]:
+    """By id, whether an answer is right; nothing where there is no answer, or no verdict on it."""
+    if judge is None:
+        return {answer["id"]: answer["em"] == 1 for answer in AnswerFile(run, task, method).read()}
+    return {key: score == 1 for key, score in judged_scores(run, task, method, judge).items()}
+
+
+def _missing(run: Path, task: str, methods: list[str], judge: str | None) -> str:
+    unanswered = [method for method in methods if not AnswerFile(run, task, method).read()]
+    if unanswered:
+        names = ",".join(unanswered)
+        return (
+            f"{run} has no answers to {task} of {', '.join(unanswered)}. `python -m arcaligner evaluate --tasks {task} "
+            f"--methods {names} --output {run}`, with the other options of that run, writes them."
+        )
+    return (
+        f"{run} has no verdicts of {judge} on the answers to {task} of {', '.join(methods)}. "
+        f"`python -m arcaligner.evaluation.judge --run {run} --model {judge}` writes them."
+    )
+
+
+def four_way(
+    run: Annotated[Path, typer.Option(help="Folder of a run, with answers.")] = Path("runs/evaluation"),
+    tasks: Annotated[str | None, typer.Option(help="Tasks, with commas between; else all of the run.")] = None,
+    judge: Annotated[str | None, typer.Option(help="Right is what this judge finds so, in place of EM.")] = None,
+    folder: Folder = FIGURES,
+) -> None:
+    """Right answers by whether Naive and StandardRAG succeed."""
+    data = analyse(run, tasks and tasks.split(","), judge)
+    panels = {
+        title: {
+            f"{category}\nn = {found['questions']}": {
+                method: each["share"] for method, each in found["methods"].items()
+            }
+            for category, found in entry["categories"].items()
+        }
+        for title, entry in data["sets"].items()
+    }
+    reading = (
+        "Of the n questions that Naive (first letter) and StandardRAG (second) answer rightly (T) or wrongly (F), the "
+        f"share that compressed passages get right ({data['right']}), with 95 % bootstrap intervals: FT shows what "
+        "survives compression, TF how far misleading passages are resisted."
+    )
+    save_analysis(folder, "four_way", draw_panels(panels, "right answers, %"), data, reading)
+    typer.echo(reading)
