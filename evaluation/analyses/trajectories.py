@@ -29,7 +29,7 @@ READING = (
     "Each row is a slot, the text that it stands for on its left, each column a layer. The darker, the more loops the "
     "slot takes there: L0. is the single pass that every slot takes, LL two loops, LLL three."
 )
-SLOT_WIDTH = 60  # characters of a slot's text
+SLOT_WIDTH, TITLE_WIDTH = 60, 100  # characters
 
 
 def trajectories(
@@ -86,7 +86,7 @@ def draw(case: dict[str, Any], max_loops: int) -> Figure:
     """Slots down, layers across, loops as colour."""
     loops = np.array([[each.count("L") for each in layer] for layer in case["trajectories"]]).T  # (slots, layers)
     texts = [segment["text"] for segment in case["segments"]] or ["(no passage)"]
-    labels = [textwrap.shorten(text, SLOT_WIDTH, placeholder=" …") for text in texts]
+    labels = [one_line(text, SLOT_WIDTH) for text in texts]
     figure, axes = new_figure(width=10.0, height=1.6 + 0.3 * len(labels))
     shades = matplotlib.colormaps["Blues"].resampled(max_loops)  # one for each number of loops
     image = axes.imshow(loops, cmap=shades, vmin=0.5, vmax=max_loops + 0.5, aspect="auto")
@@ -102,9 +102,20 @@ def draw(case: dict[str, Any], max_loops: int) -> Figure:
 
 def title(case: dict[str, Any]) -> str:
     """The question, the answer and the gold, if it is known."""
-    answer = textwrap.shorten(f"answer: {case['answer']}", 100, placeholder=" …")
-    gold = f"\ngold: {' / '.join(case['gold'])}" if case["gold"] else ""
-    return f"{textwrap.fill(case['question'], 100)}\n{answer}{gold}"
+    parts = [case["question"], f"answer: {case['answer']}"]
+    if case["gold"]:
+        parts.append(f"gold: {' / '.join(case['gold'])}")
+    return "\n".join(one_line(part, TITLE_WIDTH) for part in parts)
+
+
+def one_line(text: str, width: int) -> str:
+    """The beginning of a text, without the control characters that no picture, and no SVG, may hold.
+
+    >>> one_line("It was written\\x0e by Ada.", 17)
+    'It was written …'
+    """
+    printable = "".join(each if each.isprintable() else " " for each in text)
+    return textwrap.shorten(printable, width, placeholder=" …")
 
 
 def file_name(question: str) -> str:

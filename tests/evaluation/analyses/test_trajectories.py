@@ -1,0 +1,91 @@
+"""A trajectory's figure shows what the pipeline returns of a question, slot by slot and layer by layer."""
+
+import json
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from arcaligner import ArcAlignerPipeline
+from arcaligner.demo import CASE_STUDIES
+from arcaligner.evaluation.analyses.figures import save_analysis
+from arcaligner.evaluation.analyses.trajectories import draw, file_name, own_case, title, trace, trajectories
+
+QUESTION = "Who wrote it?"
+TEXT = "It was written by Ada. Nobody else knew."
+
+
+@pytest.fixture
+def ask(model, processor) -> ArcAlignerPipeline:
+    return ArcAlignerPipeline(model=model, processor=processor, task="text-generation", device="cpu")
+
+
+def test_colours_are_the_loops_of_each_slot_at_each_layer(ask):
+    row = CASE_STUDIES[0]
+    case = trace(ask, row)
+    inputs = ask.processor.apply_chat_template(
+        [{"role": "user", "content": row["question"]}],
+        documents=row["passages"],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    loops = ask.model(**inputs).recursion_depth[0].numpy().T + 1  # (num_slots, num_layers)
+    figure = draw(case, max_loops=3)
+    axes, bar = figure.axes
+    np.testing.assert_array_equal(axes.images[0].get_array(), loops)
+    assert axes.images[0].get_clim() == (0.5, 3.5)
+    assert len(set(loops.flat)) > 1
+    notation = {1: "L0.", 2: "LL", 3: "LLL"}
+    assert case["trajectories"] == [[notation[each] for each in layer] for layer in loops.T.tolist()]
+    assert [label.get_text() for label in bar.get_yticklabels()] == ["L0.", "LL", "LLL"]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels[2] == "It was located in the city of Toronto in the province of …"
+    assert len(labels) == len(case["segments"]) == len(loops)
+    assert axes.get_title(loc="left") == title(case)
+
+
+def test_the_command_draws_the_cases_of_the_paper_and_ones_own(ask, checkpoint_dir, tmp_path):
+    letter = tmp_path / "letter.txt"
+    letter.write_text(TEXT, encoding="utf-8")
+    trajectories(checkpoint=str(checkpoint_dir), folder=tmp_path / "figures", question=QUESTION, document=[letter])
+    names = [file_name(question) for question in (*(row["question"] for row in CASE_STUDIES), QUESTION)]
+    files = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert files == {f"{name}.{suffix}" for name in names for suffix in ("png", "svg", "json")}
+    data = json.loads((tmp_path / "figures" / "trajectory_who_wrote_it.json").read_text(encoding="utf-8"))
+    record = ask({"question": QUESTION, "documents": [TEXT]}, return_slots=True, max_new_tokens=32)[0]
+    assert data["answer"] == record["generated_text"].strip()
+    assert data["segments"] == record["segments"]
+    assert data["trajectories"] == record["trajectories"]
+    assert data["gold"] == []
+    assert "each column a layer" in data["reading"]
+
+
+def test_the_title_has_the_answer_and_the_gold_where_it_is_known():
+    case = {"question": QUESTION, "answer": "Ada", "gold": ["Ada", "Ada L."]}
+    assert title(case) == "Who wrote it?\nanswer: Ada\ngold: Ada / Ada L."
+    assert title(case | {"gold": []}) == "Who wrote it?\nanswer: Ada"
+
+
+def test_dollar_signs_control_characters_and_an_empty_document_can_be_drawn(tmp_path):
+    case = {
+        "question": "Is it $5^ or $6_?",
+        "answer": "$_{\x0e\x00",
+        "gold": [],
+        "segments": [],
+        "trajectories": [["L0."]],
+    }
+    save_analysis(tmp_path, "own", draw(case, max_loops=1), case, "")
+    priced = case | {"segments": [{"text": "From $5^ to $6_."}], "trajectories": [["LL"], ["L0."]]}
+    save_analysis(tmp_path, "priced", draw(priced, max_loops=2), priced, "")
+    for name in ("own", "priced"):
+        ElementTree.parse(tmp_path / f"{name}.svg")  # well-formed
+
+
+def test_a_question_and_its_documents_belong_together(tmp_path):
+    assert own_case(None, []) == []
+    with pytest.raises(ValueError, match="`--question` is given without `--document`"):
+        own_case(QUESTION, [])
+    with pytest.raises(ValueError, match="`--document` is given without `--question`"):
+        own_case(None, [tmp_path])
