@@ -165,8 +165,9 @@ class EndpointJudge:
                 status = error.response.status_code
                 if status < 500 and status != _BUSY:
                     raise ValueError(
-                        f"{self.url} refuses to let `{self.name}` judge (status {status}: {error.response.text[:300]}). "
-                        f"Check the address, the model's name there, and the key in ${KEY_VARIABLE}."
+                        f"{self.url} refuses to let `{self.name}` judge (status {status}: "
+                        f"{error.response.text[:300]}). Check the address, the model's name there, and the key in "
+                        f"${KEY_VARIABLE}."
                     ) from error
                 problem = f"status {status}"
             except HTTPError as error:

@@ -49,7 +49,7 @@ OTHER_JUDGES = {
     "text-davinci-003": "NQ301_text-davinci-003.tsv",
 }
 _EXPECTED = "Expected the files of the folder `data` of https://github.com/ehsk/OpenQA-eval."
-STRING_METRICS = {"EM": contains_match, "EM, raw": raw_contains_match, "F1 of at least 0.5": token_f1}
+STRING_METRICS = {"EM": contains_match, "EM, raw": raw_contains_match, "F1 >= 0.5": token_f1}
 
 
 def read_judgements(folder: Path) -> tuple[list[Row], list[bool]]:
@@ -137,7 +137,7 @@ def compare(rows: list[Row], human: list[bool], judged: Judged, others: dict[str
 
 def show(found: dict[str, dict], model: str) -> Table:
     """The table of what `compare` found."""
-    columns = ("judgements", "agreement [95 %]", "Cohen's kappa", "unreadable", "unjudged")
+    columns = ("n", "agreement [95 %]", "kappa", "unreadable", "unjudged")
     table = Table("judge", *columns, title="agreement with people on NQ301")
     for name, numbers in found.items():
         share = "-" if numbers["agreement"] is None else "{:.1f} [{:.1f}, {:.1f}]".format(*numbers["agreement"])

@@ -71,7 +71,7 @@ def test_string_metrics_agree_where_they_accept_what_people_accept(folder):
     accepted = {
         "EM": [True, True, True, False, False, False],
         "EM, raw": [False, True, True, False, False, False],
-        "F1 of at least 0.5": [True, False, False, True, True, False],
+        "F1 >= 0.5": [True, False, False, True, True, False],
     }
     assert {name: found[name] for name in accepted} == {
         name: agreement(verdicts, human) for name, verdicts in accepted.items()
@@ -117,7 +117,7 @@ def test_the_command_prints_and_writes_the_agreement_of_all(folder, tmp_path, en
     expected = compare(rows, human, judged, other_verdicts(folder, [row["question"] for row in rows]))
     assert json.loads((tmp_path / "out" / "NQ301.a--judge.json").read_text("utf-8")) == expected
     table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if "│" in line]
-    names = ["a/judge", "GPT-4", "BEM", "text-davinci-003", "EM", "EM, raw", "F1 of at least 0.5"]
+    names = ["a/judge", "GPT-4", "BEM", "text-davinci-003", "EM", "EM, raw", "F1 >= 0.5"]
     assert [row[0] for row in table] == names
     share = "{:.1f} [{:.1f}, {:.1f}]".format(*expected["judge"]["agreement"])
     assert table[0][1:] == ["6", share, f"{expected['judge']['kappa']:.2f}", "0", "0"]
