@@ -6,7 +6,9 @@ They read with a Mistral-7B of their own and their own prompts, so they are no p
 import math
 
 import torch
-from transformers import AutoModel, AutoTokenizer
+from accelerate import load_checkpoint_in_model
+from transformers import AutoConfig, AutoTokenizer
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from .answering import MAX_NEW_TOKENS, Row, passages_text
 from .downloaded import downloaded
@@ -55,7 +57,7 @@ def load_cocom(rate: int):
         downloaded(MISTRAL, "14.5 GB, Apache-2.0")
         if torch.device(checkpoints.device).type != "cuda":
             raise MissingMethodError("COCOM's own code runs on a CUDA device alone; name one with `--device cuda`")
-        return CocomReader(load_cocom_model(folder), rate)
+        return CocomReader(load_cocom_model(folder).to(checkpoints.device), rate)
 
     return load
 
@@ -67,9 +69,13 @@ def load_cocom_model(folder: str):
         `MissingMethodError`: a package that its code asks for is missing, as flash-attn.
     """
     try:
-        return AutoModel.from_pretrained(folder, trust_remote_code=True, dtype="auto").eval()
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        # Not by `from_pretrained`: the model loads its decoder while it is made, which transformers 5 forbids there.
+        model = get_class_from_dynamic_module(config.auto_map["AutoModel"], folder)(config)
     except ImportError as error:
         raise MissingMethodError(f"COCOM's own code asks for a package that is not installed: {error}") from error
+    load_checkpoint_in_model(model, folder)
+    return model.to(config.dtype).eval()
 
 
 class XragReader:
@@ -105,7 +111,8 @@ class XragReader:
             pad_token_id=self.tokenizer.pad_token_id,
         )
         texts = self.tokenizer.batch_decode(output, skip_special_tokens=True)
-        prompt_ids = [ids[mask.bool()].tolist() for ids, mask in zip(*map(inputs.get, _PROMPT_KEYS), strict=True)]
+        prompts = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
+        prompt_ids = [ids[is_real].tolist() for ids, is_real in prompts]
         num_tokens = _lengths(self.tokenizer, [passages_text(row) for row in rows])
         columns = zip(texts, prompt_ids, map(len, passages), num_tokens, strict=True)
         return [Answer(text.strip(), *rest) for text, *rest in columns]
@@ -118,9 +125,6 @@ class XragReader:
         return self.retriever.get_doc_embedding(
             input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]
         ).to(self.model.device)
-
-
-_PROMPT_KEYS = ("input_ids", "attention_mask")
 
 
 def load_released_xrag(checkpoints) -> Reader:
