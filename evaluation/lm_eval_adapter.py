@@ -1,0 +1,103 @@
+"""An aligner as a model of lm-evaluation-harness, with our sets of questions as its tasks.
+
+    python -m arcaligner.evaluation.lm_eval_adapter --model_args pretrained=CHECKPOINT --tasks arcaligner_squad
+
+This is the command line of `lm_eval` with `--model arcaligner` and the tasks of `lm_eval_tasks` known to it. In Python,
+importing this module registers the model.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+from rich.progress import track
+
+from .answering import MAX_NEW_TOKENS, Row, batches_by_length
+from .reading import SlotReader, load_aligner
+
+TASKS_DIRECTORY = Path(__file__).parent / "lm_eval_tasks"
+DECODING = {"do_sample": False, "max_gen_toks": MAX_NEW_TOKENS, "until": []}
+
+
+@register_model("arcaligner")
+class ArcAlignerLM(LM):
+    """
+    Answers prompts that are JSON with a question and documents.
+
+    Args:
+        pretrained (`str`): An aligner's folder or Hub id.
+        batch_size (`int`): Questions that are read together.
+        device (`str`, *optional*): Where the model runs; a CUDA device where there is one.
+    """
+
+    def __init__(self, pretrained: str, batch_size: int | str = 1, device: str | None = None):
+        super().__init__()
+        if not str(batch_size).isdecimal() or int(batch_size) < 1:
+            raise ValueError(f"Got batch_size={batch_size}; expected a number of questions, such as 16.")
+        self.batch_size = int(batch_size)
+        model, processor = load_aligner(pretrained, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.reader = SlotReader(model, processor, model.config.gate_mode)
+
+    def generate_until(self, requests: list[Instance]) -> list[str]:
+        """An answer to each request, whose arguments are a prompt and how to decode."""
+        for request in requests:
+            if request.args[1] != DECODING:
+                raise ValueError(
+                    f"Got generation settings {request.args[1]}; the aligner answers as in `arcaligner evaluate`, with "
+                    f"{DECODING}. Leave out `--gen_kwargs`, and take a task of {TASKS_DIRECTORY.name}."
+                )
+        rows = [{"number": number, **parse_prompt(request.args[0])} for number, request in enumerate(requests)]
+        answers = [""] * len(rows)
+        batches = list(batches_by_length(rows, self.batch_size))
+        for batch in track(batches, description="Answering"):
+            for row, answer in zip(batch, self.reader.answer(batch), strict=True):
+                answers[row["number"]] = answer.text
+                self.cache_hook.add_partial("generate_until", requests[row["number"]].args, answer.text)
+        return answers
+
+    def loglikelihood(self, requests: list[Instance]):
+        raise ValueError(_ANSWERS_ONLY)
+
+    def loglikelihood_rolling(self, requests: list[Instance]):
+        raise ValueError(_ANSWERS_ONLY)
+
+    @property
+    def tokenizer_name(self) -> str:  # asked for with `--apply_chat_template` alone
+        raise ValueError("The aligner's processor applies the chat template itself; leave out `--apply_chat_template`.")
+
+
+_ANSWERS_ONLY = (
+    "The aligner answers questions about documents (`output_type: generate_until`) and gives no likelihoods. Without "
+    "documents it is its backbone, which `lm_eval --model hf --model_args pretrained=BACKBONE` measures."
+)
+
+
+def parse_prompt(prompt: str) -> Row:
+    """Question and passages of a prompt.
+
+    Raises:
+        `ValueError`: a prompt of another form.
+    """
+    try:
+        request = json.loads(prompt)
+        return {"question": request["question"], "passages": request["documents"]}
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f'Got the prompt {prompt[:80]!r}; expected JSON, {{"question": str, "documents": [{{"title", "text"}}]}}, '
+            f"as the tasks of {TASKS_DIRECTORY.name} write it. {_ANSWERS_ONLY}"
+        ) from error
+
+
+def main() -> None:
+    """The command line of `lm_eval`; what is given overrides what is put before it here."""
+    sys.argv[1:] = ["run", "--model", "arcaligner", "--include_path", str(TASKS_DIRECTORY), *sys.argv[1:]]
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

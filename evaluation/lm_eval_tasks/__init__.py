@@ -1,0 +1,36 @@
+"""Our sets of questions as tasks of lm-evaluation-harness: what the YAML files here name.
+
+A prompt is JSON, so that the model gets question and documents apart: `{"question": str, "documents": [...]}`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from ...train.corpora import ROW_FEATURES, ROW_FIELDS
+from ..metrics import contains_match, token_f1
+from ..tasks import TASKS
+
+
+def rows(task: str, data: str | None = None, **_: Any) -> dict[str, Dataset]:
+    """The rows of `task`: of `<task>.jsonl(.gz)` in the folder `data` (`--metadata data=...`), else of the Hub."""
+    found = TASKS[task].load(Path(data) if data else None)
+    return {"test": Dataset.from_list([{key: row[key] for key in ROW_FIELDS} for row in found], features=ROW_FEATURES)}
+
+
+def prompt(row: dict) -> str:
+    """Question and documents of a row."""
+    return json.dumps({"question": row["question"], "documents": row["passages"]}, ensure_ascii=False)
+
+
+def first_answer(row: dict) -> str:
+    """The answer that is shown beside a prediction."""
+    return row["answers"][0]
+
+
+def scores(row: dict, predictions: list[str]) -> dict[str, float]:
+    """Non-strict EM and token F1 of the one prediction."""
+    (prediction,) = predictions
+    return {"em": contains_match(prediction, row["answers"]), "f1": token_f1(prediction, row["answers"])}

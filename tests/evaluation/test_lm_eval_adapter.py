@@ -1,0 +1,120 @@
+"""lm-evaluation-harness asks an aligner our questions and scores its answers as we do."""
+
+import json
+import sys
+
+import pytest
+from training_rows import question_rows, write_rows
+
+lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: `pip install lm-eval==0.4.13`")
+
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+from arcaligner.evaluation import lm_eval_adapter  # noqa: E402
+from arcaligner.evaluation.lm_eval_adapter import DECODING, TASKS_DIRECTORY, ArcAlignerLM, parse_prompt  # noqa: E402
+from arcaligner.evaluation.metrics import contains_match, token_f1  # noqa: E402
+from arcaligner.evaluation.reading import SlotReader, load_aligner  # noqa: E402
+from arcaligner.evaluation.tasks import TASKS  # noqa: E402
+
+
+def manager(**metadata: str) -> TaskManager:
+    return TaskManager(include_path=str(TASKS_DIRECTORY), include_defaults=False, metadata=metadata)
+
+
+def request(prompt: str, **decoding) -> Instance:
+    return Instance("generate_until", {}, (prompt, DECODING | decoding), 0)
+
+
+@pytest.fixture(scope="module")
+def aligner(checkpoint_dir) -> ArcAlignerLM:
+    return ArcAlignerLM(str(checkpoint_dir), batch_size=2, device="cpu")
+
+
+def test_the_harness_reports_the_scores_of_the_aligners_own_answers(tmp_path, checkpoint_dir):
+    rows = question_rows(5)
+    rows[3]["passages"] = rows[0]["passages"] + rows[1]["passages"]
+    model, processor = load_aligner(str(checkpoint_dir), "cpu")
+    predictions = [answer.text for answer in SlotReader(model, processor, "adaptive").answer(rows)]
+    assert len(set(predictions)) > 1
+    rows[1]["answers"] = [predictions[1]]
+    rows[4]["answers"] = ["nothing of it", predictions[4]]
+    write_rows(tmp_path / "squad.jsonl.gz", rows)
+
+    results = lm_eval.simple_evaluate(
+        model="arcaligner",
+        model_args={"pretrained": str(checkpoint_dir)},
+        tasks=["arcaligner_squad"],
+        batch_size=2,
+        device="cpu",
+        task_manager=manager(data=str(tmp_path)),
+        bootstrap_iters=0,
+    )
+    samples = sorted(results["samples"]["arcaligner_squad"], key=lambda sample: sample["doc_id"])
+    assert [sample["resps"][0][0] for sample in samples] == predictions
+    columns = list(zip(predictions, [row["answers"] for row in rows], strict=True))
+    scores = results["results"]["arcaligner_squad"]
+    em = [contains_match(*column) for column in columns]
+    assert scores["em,none"] == pytest.approx(sum(em) / 5) and em[1] == em[4] == 1.0
+    assert scores["f1,none"] == pytest.approx(sum(token_f1(*column) for column in columns) / 5)
+
+
+def test_each_set_of_questions_is_a_task():
+    assert sorted(manager().all_tasks) == sorted(f"arcaligner_{name}" for name in TASKS)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_asks_its_own_rows(tmp_path, name):
+    (row,) = question_rows(1)
+    write_rows(tmp_path / f"{name}.jsonl", [row])
+    task = manager(data=str(tmp_path)).load([f"arcaligner_{name}"])["tasks"][f"arcaligner_{name}"]
+    (document,) = task.test_docs()
+    asked = parse_prompt(task.doc_to_text(document))
+    assert asked == {"question": row["question"], "passages": row["passages"]}
+    assert task.doc_to_target(document) == row["answers"][0]
+    assert task.config.generation_kwargs == DECODING
+
+
+def test_answers_come_in_the_order_of_the_requests(aligner):
+    rows = question_rows(3)[::-1]
+    prompts = [json.dumps({"question": row["question"], "documents": row["passages"]}) for row in rows]
+    alone = [aligner.generate_until([request(prompt)])[0] for prompt in prompts]
+    assert aligner.generate_until([request(prompt) for prompt in prompts]) == alone
+    assert len(set(alone)) > 1
+
+
+@pytest.mark.parametrize("prompt", ["Question: Who?\nAnswer:", "5", '"text"', '{"question": "Who?"}', "[]"])
+def test_a_prompt_of_another_task_is_refused(aligner, prompt):
+    with pytest.raises(ValueError, match=r"expected JSON.*lm_eval --model hf"):
+        aligner.generate_until([request(prompt)])
+
+
+def test_another_decoding_is_refused(aligner):
+    with pytest.raises(ValueError, match="'max_gen_toks': 64.*Leave out `--gen_kwargs`"):
+        aligner.generate_until([request('{"question": "Who?", "documents": []}', max_gen_toks=64)])
+
+
+@pytest.mark.parametrize("batch_size", ["auto", "0", -1])
+def test_a_batch_size_is_a_number(batch_size):
+    with pytest.raises(ValueError, match=f"batch_size={batch_size}; expected a number"):
+        ArcAlignerLM("unused", batch_size=batch_size)
+
+
+@pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling"])
+def test_likelihoods_are_refused(aligner, kind):
+    with pytest.raises(ValueError, match="gives no likelihoods"):
+        getattr(aligner, kind)([])
+
+
+def test_a_chat_template_of_the_harness_is_refused(aligner):
+    with pytest.raises(ValueError, match="leave out `--apply_chat_template`"):
+        _ = aligner.tokenizer_name
+
+
+def test_the_command_line_knows_model_and_tasks(monkeypatch):
+    seen = []
+    monkeypatch.setattr(lm_eval_adapter, "cli_evaluate", lambda: seen.extend(sys.argv[1:]))
+    monkeypatch.setattr(sys, "argv", ["program", "--tasks", "arcaligner_squad"])
+    lm_eval_adapter.main()
+    assert seen == ["run", "--model", "arcaligner", "--include_path", str(TASKS_DIRECTORY), "--tasks", seen[-1]]
+    assert seen[-1] == "arcaligner_squad"
