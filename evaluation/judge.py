@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from ..cli import run_command
 from ..train.saving import write_whole
 from .answering import Row
 from .judge_models import KEY_VARIABLE, EndpointJudge, Judge, LocalJudge, Reply
@@ -34,6 +35,7 @@ from .metrics import bootstrap_interval, usable_golds
 from .runs import AnswerFile, answer_files, text_digest
 
 YES, NO, UNREADABLE = "yes", "no", "unreadable"
+VERDICTS = ".verdicts.jsonl"
 _NEEDED = ("id", "question", "answers", "prediction")
 _FIRST_WORD = re.compile(r"\W*(yes|no)\b", re.IGNORECASE)
 
@@ -107,7 +109,7 @@ def judge_slug(judge: str) -> str:
 
 def verdict_path(file: AnswerFile, judge: str) -> Path:
     """Where the verdicts of a judge on a file of answers are."""
-    return file.path.with_name(f"{file.method}.{judge_slug(judge)}.verdicts.jsonl")
+    return file.path.with_name(f"{file.method}.{judge_slug(judge)}{VERDICTS}")
 
 
 def judged_scores(run: Path, task: str, method: str, judge: str) -> dict[str, float]:
@@ -117,6 +119,12 @@ def judged_scores(run: Path, task: str, method: str, judge: str) -> dict[str, fl
     """
     file = AnswerFile(run, task, method)
     return read_verdicts(verdict_path(file, judge), file.read()).scores
+
+
+def judges_of(file: AnswerFile) -> list[str]:
+    """Slugs of the judges that have judged answers in a file."""
+    paths = sorted(file.path.parent.glob(f"{file.method}.*{VERDICTS}"))
+    return [path.name.removeprefix(f"{file.method}.").removesuffix(VERDICTS) for path in paths]
 
 
 def read_verdicts(path: Path, rows: Sequence[Row]) -> Judged:
@@ -221,4 +229,4 @@ def problem_counts(paths) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from sklearn.metrics import cohen_kappa_score
 
+from ..cli import run_command
 from ..train.saving import write_whole
 from .answering import Row
 from .judge import (
@@ -174,4 +175,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

@@ -12,12 +12,13 @@ from typing import Annotated, Any
 
 import typer
 
+from ..cli import run_command
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..model_card_arcaligner import METRIC_TITLES, RESULTS_FILE, name_repository, write_model_card
 from ..train.saving import write_whole
 from .methods import METHODS
 from .results import write_results
-from .tables import method_table, results_page
+from .tables import described, method_table, ratio_lines, results_page
 
 ROOT = Path(__file__).parents[1]
 README_SETS = ("SQuAD", "NaturalQA", "HotpotQA", "PopQA_longtail")
@@ -63,7 +64,7 @@ def readme_tables(results: dict[str, Any]) -> str:
     """F1 and EM of the README's sets and methods."""
     sets = {name: results["sets"][name] for name in README_SETS if name in results["sets"]}
     lines = [line for m in ("f1", "em") for line in method_table(METRIC_TITLES[m], sets, m, README_METHODS)]
-    return "\n".join(lines).rstrip()
+    return "\n".join([*lines, *ratio_lines(sets), "", *described(results | {"sets": sets})])
 
 
 def with_block(text: str, block: str) -> str:
@@ -104,4 +105,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

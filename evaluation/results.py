@@ -6,6 +6,7 @@ from typing import Any
 
 from ..model_card_arcaligner import RESULTS_FILE
 from ..train.saving import write_whole
+from .judge import judges_of, read_verdicts, verdict_path
 from .methods import METHODS
 from .metrics import METRICS, bootstrap_interval
 from .runs import AnswerFile, answer_files
@@ -36,12 +37,12 @@ def summarize(run: Path) -> dict[str, Any]:
     Returns:
         `dict`: `{"machine", "questions", "sets": {title: {"questions", "recall", "compression_rate", "methods",
         "differences"}}}`. `methods` has, by title, `[mean, low, high]` of each metric with 95 % bootstrap intervals
-        over questions, and the costs. `differences` has the same of ArcAligner less a method, paired by question.
+        over questions, `acc` by judge, and the costs. `differences` has the same of ArcAligner less a method, paired by question.
     """
     files = {(file.task, file.method): file for file in answer_files(run)}
     if not files:
         raise ValueError(f"{run} holds no answers. `python -m arcaligner evaluate` writes them.")
-    answers = {key: {each["id"]: each for each in file.read()} for key, file in files.items()}
+    answers = {key: {each["id"]: each for each in judged(file)} for key, file in files.items()}
     sets = {}
     for task in TASKS:
         of_task = {name: answers[task, name] for name in METHODS if answers.get((task, name))}
@@ -53,6 +54,14 @@ def summarize(run: Path) -> dict[str, Any]:
         "questions": min(entry["questions"] for entry in sets.values()),
         "sets": sets,
     }
+
+
+def judged(file: AnswerFile) -> list[dict[str, Any]]:
+    """The answers in a file, each with the `acc` it has from each judge that judged it."""
+    rows = file.read()
+    verdicts = {judge: read_verdicts(verdict_path(file, judge), rows).scores for judge in judges_of(file)}
+    accs = [{judge: scores[row["id"]] for judge, scores in verdicts.items() if row["id"] in scores} for row in rows]
+    return [row | {"acc": acc} for row, acc in zip(rows, accs, strict=True)]
 
 
 def _summarize_task(task: str, of_task: dict[str, dict[str, dict]]) -> dict[str, Any]:
@@ -83,6 +92,10 @@ def _summarize_method(name: str, found: dict[str, dict]) -> dict[str, Any]:
     }
     if name not in FULL_TEXTS and numbers["context_tokens"]:
         numbers["compression_rate"] = _rate(rows)
+    judges = sorted({judge for row in rows for judge in row["acc"]})
+    numbers["acc"] = {
+        judge: _percent_interval([row["acc"][judge] for row in rows if judge in row["acc"]]) for judge in judges
+    }
     return numbers | {metric: _percent_interval([row[metric] for row in rows]) for metric in METRICS}
 
 

@@ -34,6 +34,7 @@ from rich.progress import track
 from rich.table import Table
 from sentence_transformers import SentenceTransformer
 
+from ..cli import run_command
 from ..defaults_arcaligner import cache_directory, missing_model_error, resolve_encoder
 from ..train.corpora import JSON_LINES, read_rows
 from ..train.saving import write_whole
@@ -284,4 +285,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

@@ -20,21 +20,45 @@ def results_page(results: dict[str, Any]) -> str:
     """All tables of a run."""
     sets = results["sets"]
     lines: list[str] = []
-    for metric in ("f1", "em", "em_raw", "acc"):
-        lines += method_table(METRIC_TITLES.get(metric, metric), sets, metric)
+    for metric in ("f1", "em", "em_raw"):
+        lines += method_table(METRIC_TITLES[metric], sets, metric)
+    lines += accuracy_tables(sets)
     lines += ["## Ablation", ""]
-    for metric in ("em", "f1", "acc"):
-        lines += method_table(METRIC_TITLES.get(metric, metric), sets, metric, ABLATION_TITLES)
+    for metric in ("em", "f1"):
+        lines += method_table(METRIC_TITLES[metric], sets, metric, ABLATION_TITLES)
+    lines += accuracy_tables(sets, ABLATION_TITLES)
     lines += [f"## {MAIN_TITLE} less another method, on the same questions", ""]
     for metric in ("f1", "em"):
         lines += difference_table(METRIC_TITLES[metric], sets, metric)
-    lines += ["## Costs", "", *cost_table(sets), "## The paper's numbers", "", *paper_table(sets)]
+    lines += [
+        *ratio_lines(sets),
+        "",
+        "## Costs",
+        "",
+        *cost_table(sets),
+        "## The paper's numbers",
+        "",
+        *paper_table(sets),
+    ]
     return "\n".join([*lines, *described(results), ""])
 
 
 def method_table(title: str, sets: dict, metric: str, methods: list[str] = METHOD_TITLES) -> list[str]:
     """Methods down, sets across, a mean with its interval in each cell; nothing where none has the metric."""
     return table(title, methods, sets, lambda entry, method: _interval(entry["methods"].get(method, {}).get(metric)))
+
+
+def accuracy_tables(sets: dict, methods: list[str] = METHOD_TITLES) -> list[str]:
+    """A table for each judge, of its judged accuracy."""
+    judges = sorted({judge for entry in sets.values() for each in entry["methods"].values() for judge in each["acc"]})
+    lines = []
+    for judge in judges:
+
+        def show(entry: dict, method: str, judge: str = judge) -> str | None:
+            return _interval(entry["methods"].get(method, {"acc": {}})["acc"].get(judge))
+
+        lines += table(f"Acc, judged by {judge}", methods, sets, show)
+    return lines
 
 
 def difference_table(title: str, sets: dict, metric: str) -> list[str]:
@@ -57,6 +81,21 @@ def cost_table(sets: dict) -> list[str]:
         return f"{numbers['context_tokens']:.1f}{rate}, {numbers['seconds']:.2f} s"
 
     return table("positions for the passages, rate, seconds a question", METHOD_TITLES, sets, show)
+
+
+def ratio_lines(sets: dict, metric: str = "f1") -> list[str]:
+    """The main method's mean over that of nothing read, of an empty slot, and of the fine-tuned upper bound."""
+    lines = []
+    for name in ("naive", "empty_slot", "projector_only", "full_text_lora"):
+        other = METHODS[name].title
+        ratios = [
+            f"{title} {entry['methods'][MAIN_TITLE][metric][0] / entry['methods'][other][metric][0]:.2f}"
+            for title, entry in sets.items()
+            if {MAIN_TITLE, other} <= set(entry["methods"])
+        ]
+        if ratios:
+            lines.append(f"- {METRIC_TITLES[metric]} of {MAIN_TITLE} over that of {other}: {', '.join(ratios)}.")
+    return lines
 
 
 def paper_table(sets: dict) -> list[str]:
@@ -95,9 +134,15 @@ def described(results: dict) -> list[str]:
     """What the numbers are."""
     counts = ", ".join(f"{name} {entry['questions']}" for name, entry in results["sets"].items())
     recalls = ", ".join(f"{name} {entry['recall'][0]:.0f} %" for name, entry in results["sets"].items())
+    rates = ", ".join(
+        f"{name} {entry['slots_per_question']:.1f} (x{entry['compression_rate']:.0f})"
+        for name, entry in results["sets"].items()
+        if "compression_rate" in entry
+    )
     return [
         f"Questions: {counts}. Percent, with 95 % bootstrap intervals over questions; differences are paired. "
         f"EM is non-strict: the answer contains a gold. A gold stands in the passages read: {recalls}. "
+        f"Slots a question, and tokens of text for each: {rates or 'none'}. "
         f"{results['machine']}."
     ]
 

@@ -3,8 +3,9 @@
     python -m arcaligner.train.full_text --config train/recipes/smollm2_135m/full_text.yaml
 
 Same questions, prompt, template and targets as stage II, with the text where the slots would be; LoRA on every row, by
-PEFT and TRL as they come. `arcaligner evaluate --full-text-lora` puts its answers beside those from slots. A run goes on from the last
-checkpoint in its `output_dir`, if its settings are those that it was begun with; a finished one is left alone.
+PEFT and TRL as they come. `arcaligner evaluate --full-text-lora` puts its answers beside those from slots. A run goes
+on from the last checkpoint in its `output_dir`, if its settings are those that it was begun with; a finished one is
+left alone.
 """
 
 import logging

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from arcaligner.evaluation.judge import judge_prompt, verdict_path
 from arcaligner.evaluation.metrics import bootstrap_interval
 from arcaligner.evaluation.results import compare, summarize, write_results
-from arcaligner.evaluation.runs import AnswerFile
+from arcaligner.evaluation.runs import AnswerFile, text_digest
 from arcaligner.evaluation.tables import PAPER, method_table, order_lines, paper_table, results_page
 from arcaligner.model_card_arcaligner import write_model_card
 
@@ -15,6 +16,9 @@ def answer(number: int, f1: float, em: float = 0.0, context: int = 2) -> dict:
     return {
         "id": str(number),
         "row": "same",
+        "question": f"Question {number}?",
+        "answers": ["gold"],
+        "prediction": "said",
         "f1": f1,
         "em": em,
         "em_raw": 0.0,
@@ -24,6 +28,17 @@ def answer(number: int, f1: float, em: float = 0.0, context: int = 2) -> dict:
         "prompt_tokens": 30,
         "seconds": 0.5,
     }
+
+
+def judge_all(run, method: str, verdicts: dict[str, str]) -> None:
+    """Writes what a judge said of a method's answers."""
+    file = AnswerFile(run, "hotpotqa", method)
+    rows = {row["id"]: row for row in file.read()}
+    lines = [
+        {"id": row_id, "prompt": text_digest(judge_prompt(rows[row_id])), "verdict": verdict, "reply": verdict}
+        for row_id, verdict in verdicts.items()
+    ]
+    verdict_path(file, "org/judge").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.fixture
@@ -46,6 +61,16 @@ def test_a_mean_has_the_bootstrap_interval_of_its_questions(run):
     numbers = summarize(run)["sets"]["HotpotQA"]["methods"]["ArcAligner"]
     assert numbers["f1"] == [50.0, *bootstrap_interval([100.0, 50.0, 0.0, 50.0])]
     assert numbers["questions"] == 4 and numbers["seconds"] == 0.5 and numbers["context_tokens"] == 2
+
+
+def test_verdicts_become_accuracy_over_the_answers_that_are_judged(run):
+    judge_all(run, "arcaligner", {"0": "yes", "1": "no", "2": "unreadable"})
+    results = summarize(run)
+    numbers = results["sets"]["HotpotQA"]["methods"]["ArcAligner"]
+    assert numbers["acc"] == {"org--judge": [pytest.approx(100 / 3), *bootstrap_interval([100.0, 0.0, 0.0])]}
+    assert results["sets"]["HotpotQA"]["methods"]["Naive"]["acc"] == {}
+    page = results_page(results)
+    assert page.count("| Acc, judged by org--judge | HotpotQA |") == 2 and "| **ArcAligner** | 33.3 [" in page
 
 
 def test_the_rate_is_measured_and_full_text_has_none(run):
