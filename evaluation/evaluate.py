@@ -29,8 +29,8 @@ from .answering import MAX_NEW_TOKENS, Row, batches_by_length
 from .methods import METHODS, Method
 from .metrics import METRICS, contains_match
 from .reading import Answer, MissingMethodError, Reader
-from .retrieval import retrieve
 from .results import write_results
+from .retrieval import retrieve
 from .runs import AnswerFile, digest, text_digest
 from .settings import EvaluationSettings, TaskSettings
 from .tasks import TASKS, choose_passages

@@ -37,7 +37,8 @@ def summarize(run: Path) -> dict[str, Any]:
     Returns:
         `dict`: `{"machine", "questions", "sets": {title: {"questions", "recall", "compression_rate", "methods",
         "differences"}}}`. `methods` has, by title, `[mean, low, high]` of each metric with 95 % bootstrap intervals
-        over questions, `acc` by judge, and the costs. `differences` has the same of ArcAligner less a method, paired by question.
+        over questions, `acc` by judge, and the costs. `differences` has the same of ArcAligner less a method, paired
+        by question.
     """
     files = {(file.task, file.method): file for file in answer_files(run)}
     if not files:

@@ -31,7 +31,11 @@ def test_all_recipes_have_all_stages():
         for folder in sorted([*PAPERS, "smollm2_135m", "tiny"])
         for n, stage in zip((1, 2, 3), STAGES, strict=True)
     ]
-    without_gates = [f"projector_only/{n}_{stage}" for n, stage in zip((1, 2), STAGES, strict=False)]
+    without_gates = [
+        f"{folder}/{n}_{stage}"
+        for folder in ("projector_only", "xrag")
+        for n, stage in zip((1, 2), STAGES, strict=False)
+    ]
     assert [recipe_id(path) for path in RECIPES] == sorted(expected + without_gates)
 
 
