@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+from matplotlib.ticker import LogLocator, ScalarFormatter
 from rich.progress import Progress
 
 from ...processing_arcaligner import ArcAlignerProcessor
@@ -157,7 +157,8 @@ def draw(sets: dict[str, list[dict[str, Any]]]) -> Figure:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(base=2, subs=(1.0, 1.5)))  # 8, 12, 16, 24, 32, 48, ...
         axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
         axes.set_xlabel("tokens of passages a slot")
         axes.set_ylabel(f"{label}, %")
     handles, labels = panels[0].get_legend_handles_labels()

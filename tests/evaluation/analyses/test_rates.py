@@ -124,6 +124,20 @@ def test_a_point_has_the_mean_of_its_questions_and_the_rate_of_all_their_tokens(
     }
 
 
+def test_each_set_is_a_line_through_its_rates_on_a_logarithmic_axis():
+    points = [
+        {"compression_rate": rate, "f1": [f1, f1 - 1, f1 + 2], "em": [2 * f1, f1, 3 * f1]}
+        for rate, f1 in ((12.0, 30.0), (24.0, 20.0))
+    ]
+    f1_axes, em_axes = rates.draw({"SQuAD": points, "NaturalQA": points[:1]}).axes
+    assert f1_axes.get_xscale() == em_axes.get_xscale() == "log"
+    line, (lower, upper), _ = f1_axes.containers[0]
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([12.0, 24.0], [30.0, 20.0])
+    assert (list(lower.get_ydata()), list(upper.get_ydata())) == ([29.0, 19.0], [32.0, 22.0])
+    assert list(em_axes.containers[0][0].get_ydata()) == [60.0, 40.0]
+    assert [each.get_label() for each in f1_axes.containers] == ["SQuAD", "NaturalQA"]
+
+
 def test_answers_of_another_aligner_are_not_mixed_in(command, checkpoint_dir, aligner, tmp_path, capsys):
     command(str(checkpoint_dir))
     other = aligner(1)
