@@ -51,4 +51,4 @@ class BackboneCompressor(PromptCompressor):
             return text
         # In equal parts: the package leaves a last one that is shorter than the others as it is.
         part_size = num_tokens // math.ceil(num_tokens / PART_SIZE)
-        return self.compress_prompt([text], rate=rate)["compressed_prompt"]
+        return self.compress_prompt([text], rate=rate, iterative_size=part_size)["compressed_prompt"]
