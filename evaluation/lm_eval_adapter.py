@@ -6,6 +6,7 @@ This is the command line of `lm_eval` with `--model arcaligner` and the tasks of
 importing this module registers the model.
 """
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -40,7 +41,7 @@ class ArcAlignerLM(LM):
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise ValueError(f"Got batch_size={batch_size}; expected a number of questions, such as 16.")
         self.batch_size = int(batch_size)
-        model, processor = load_aligner(pretrained, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        model, processor = load_aligner(pretrained, device or default_device())
         self.reader = SlotReader(model, processor, model.config.gate_mode)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
@@ -93,9 +94,15 @@ def parse_prompt(prompt: str) -> Row:
         ) from error
 
 
+def default_device() -> str:
+    """Where a model runs unless a device is named; the harness alone would say `cuda:0` everywhere."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def main() -> None:
     """The command line of `lm_eval`; what is given overrides what is put before it here."""
-    sys.argv[1:] = ["run", "--model", "arcaligner", "--include_path", str(TASKS_DIRECTORY), *sys.argv[1:]]
+    defaults = {"--model": "arcaligner", "--include_path": str(TASKS_DIRECTORY), "--device": default_device()}
+    sys.argv[1:] = ["run", *itertools.chain(*defaults.items()), *sys.argv[1:]]
     cli_evaluate()
 
 

@@ -4,10 +4,12 @@ import json
 import sys
 
 import pytest
+import torch
 from training_rows import question_rows, write_rows
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: `pip install lm-eval==0.4.13`")
 
+from lm_eval._cli import HarnessCLI  # noqa: E402
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
@@ -111,10 +113,18 @@ def test_a_chat_template_of_the_harness_is_refused(aligner):
         _ = aligner.tokenizer_name
 
 
-def test_the_command_line_knows_model_and_tasks(monkeypatch):
+def test_the_command_line_knows_model_tasks_and_a_device_that_is_there(monkeypatch):
     seen = []
-    monkeypatch.setattr(lm_eval_adapter, "cli_evaluate", lambda: seen.extend(sys.argv[1:]))
-    monkeypatch.setattr(sys, "argv", ["program", "--tasks", "arcaligner_squad"])
+    monkeypatch.setattr(lm_eval_adapter, "cli_evaluate", lambda: seen.append(HarnessCLI().parse_args()))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    given = ["--model_args", "pretrained=somewhere", "--tasks", "arcaligner_squad", "--metadata", "data=rows"]
+    monkeypatch.setattr(sys, "argv", ["program", *given])
     lm_eval_adapter.main()
-    assert seen == ["run", "--model", "arcaligner", "--include_path", str(TASKS_DIRECTORY), "--tasks", seen[-1]]
-    assert seen[-1] == "arcaligner_squad"
+    (args,) = seen
+    assert (args.model, args.include_path, args.device) == ("arcaligner", str(TASKS_DIRECTORY), "cpu")
+    assert (args.model_args, args.metadata) == ({"pretrained": "somewhere"}, {"data": "rows"})
+    assert args.tasks == ["arcaligner_squad"]
+
+    monkeypatch.setattr(sys, "argv", ["program", *given, "--device", "cuda:1"])
+    lm_eval_adapter.main()
+    assert seen[-1].device == "cuda:1"
