@@ -4,8 +4,6 @@ Both methods are those of the package `llmlingua`, at a third of the tokens. LLM
 for what to keep; LLMLingua keeps what a language model, here the backbone itself, finds surprising.
 """
 
-import requests
-
 from .answering import Row, passages_text, text_prompt
 from .downloaded import downloaded
 from .reading import MissingMethodError, Reader, TextReader, load_aligner
@@ -32,6 +30,7 @@ def load_llmlingua2(checkpoints) -> Reader:
     """LLMLingua-2 with the classifier of its paper."""
     try:
         from llmlingua import PromptCompressor
+        from requests import RequestException  # of tiktoken, which llmlingua needs
     except ModuleNotFoundError as error:
         raise MissingMethodError(_INSTALL) from error
     folder = downloaded(LLMLINGUA2_MODEL, "2.2 GB")
@@ -39,7 +38,7 @@ def load_llmlingua2(checkpoints) -> Reader:
         compressor = PromptCompressor(
             folder, checkpoints.device, model_config={"trust_remote_code": False}, use_llmlingua2=True
         )
-    except requests.RequestException as error:
+    except RequestException as error:
         raise MissingMethodError(
             "LLMLingua-2 counts tokens with OpenAI's tokenizer; once, with a network, "
             "`python -c \"import tiktoken; tiktoken.encoding_for_model('gpt-3.5-turbo')\"` gets it "
