@@ -262,5 +262,6 @@ def draw(arms: dict[str, dict[str, Any]]) -> Figure:
     axes.bar_label(bars, labels=[f"{each:.2f}" for each in mean], padding=3)
     axes.set_yscale("log")
     axes.set_ylim(1, 1.5 * max(high))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylabel("perplexity")
     return figure
