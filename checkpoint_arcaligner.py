@@ -36,6 +36,8 @@ _CODE_FILES = (
     "lora_arcaligner.py",
     "refinement_arcaligner.py",
     "recording_arcaligner.py",
+    "slot_prefix_arcaligner.py",
+    "prefix_store_arcaligner.py",
     "generation_arcaligner.py",
     "model_card_arcaligner.py",
     "hub_arcaligner.py",

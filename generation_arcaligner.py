@@ -11,6 +11,8 @@ from transformers.cache_utils import Cache
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 
+from .prefix_store_arcaligner import SlotPrefixStore
+
 
 def text_for_slots(input_ids: torch.LongTensor, context_token_id: int) -> torch.LongTensor:
     """`input_ids` (batch, seq_len) with the row's first text token in the place of each slot.
@@ -50,7 +52,8 @@ class SlotGenerationMixin(GenerationMixin):
             attention_mask (`torch.Tensor` of shape `(batch, seq_len)`, *optional*): 0 on padding.
 
         Returns:
-            [`~transformers.Cache`]: `last slot + 1` positions long.
+            [`~transformers.Cache`]: `last slot + 1` positions long; a row's positions are counted behind its padding,
+            as `generate` does.
 
         Raises:
             `ValueError`: no slots, or rows whose last slots stand at different positions.
@@ -68,11 +71,16 @@ class SlotGenerationMixin(GenerationMixin):
             )
         if attention_mask is not None:
             attention_mask = attention_mask[:, :length]
+            kwargs.setdefault("position_ids", (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0))
         prefix = input_ids[:, :length]
         outputs = self.model(
             input_ids=prefix, attention_mask=attention_mask, context_embeds=context_embeds, use_cache=True, **kwargs
         )
         return outputs.past_key_values
+
+    def slot_prefix_store(self, processor, max_bytes: int = 2**30, folder: str | None = None) -> SlotPrefixStore:
+        """Keeps the slot prefixes of passages for further questions; arguments as for [`SlotPrefixStore`]."""
+        return SlotPrefixStore(self, processor, max_bytes, folder)
 
     def prepare_inputs_for_generation(
         self,

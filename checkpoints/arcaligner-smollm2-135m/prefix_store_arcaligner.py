@@ -1,0 +1,1 @@
+../../prefix_store_arcaligner.py

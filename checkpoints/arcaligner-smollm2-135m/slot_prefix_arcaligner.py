@@ -1,0 +1,1 @@
+../../slot_prefix_arcaligner.py

@@ -1,0 +1,256 @@
+"""Slot prefixes kept: passages that are asked about again are not read again.
+
+questions, passages -> fingerprints -> prefixes (in memory, in files, or prefilled) -> one batch -> `generate`
+"""
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers.cache_utils import Cache, DynamicCache
+
+from .slot_prefix_arcaligner import (
+    check_length,
+    fingerprint_weights,
+    join_slot_prefixes,
+    load_slot_prefix,
+    save_slot_prefix,
+    slot_prefix_fingerprint,
+    split_slot_prefixes,
+)
+
+
+class SlotPrefixStore:
+    """
+    Slot prefixes of passages by their fingerprint, the least recently used dropped first, for any number of questions.
+
+    Gate settings, encoder, segmentation and weights may change between two calls: a prefix made with others is another.
+
+    Args:
+        model ([`ArcAlignerForCausalLM`]): In evaluation mode.
+        processor ([`ArcAlignerProcessor`]): The model's.
+        max_bytes (`int`, defaults to 1 GiB): Of keys and values kept in memory; 0 keeps none.
+        folder (`str` or `Path`, *optional*): Where every prefix is written and looked for, also by other processes.
+
+    Attributes: `hits`, `loads` and `misses` count prefixes found in memory, read from the folder and prefilled; `bytes`
+    are in use.
+
+    Example:
+
+    ```python
+    >>> store = model.slot_prefix_store(processor, folder="prefixes")
+    >>> inputs = store.prepare(["Who wrote it?", "When?"], documents=[passages, passages])
+    >>> answers = model.generate(**inputs, max_new_tokens=16)
+    >>> processor.batch_decode(answers[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    ```
+    """
+
+    def __init__(self, model, processor, max_bytes: int = 2**30, folder: str | Path | None = None):
+        if max_bytes < 0:
+            raise ValueError(f"`max_bytes` is {max_bytes}; expected 0 (keep nothing in memory) or more.")
+        self.model, self.processor, self.max_bytes = model, processor, max_bytes
+        self.folder = None if folder is None else Path(folder)
+        self.hits = self.loads = self.misses = self.bytes = 0
+        self._prefixes: OrderedDict[str, DynamicCache] = OrderedDict()  # least recently used first
+        self._aligner = [parameter for _, parameter in model.aligner_parameters()]
+        self._weights, self._versions = {}, None
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._prefixes)
+
+    def get(self, documents=None, question: str | list[dict] = "?", *, context_embeds=None, **kwargs) -> DynamicCache:
+        """The prefix of one question's passages, to be continued or saved; arguments as in `prepare`.
+
+        Of the question only what stands before its slots matters, such as a system message.
+        """
+        heads, _ = self._split_prompts([question], kwargs)
+        prefixes = self._fetch(heads, _passages_of_rows(documents, context_embeds, is_single=True, num_rows=1))
+        return join_slot_prefixes(prefixes, self.model.config.text_config)[0]
+
+    @torch.no_grad()
+    def prepare(self, questions, documents=None, *, context_embeds=None, **template_kwargs) -> dict[str, Any]:
+        """What `generate` needs to answer questions, their passages read or found: prefixes that are missing are
+        prefilled together, equal ones once.
+
+        Args:
+            questions (`str`, chat, or a list of them): With slots before the first user message.
+            documents (`list`, *optional*): Passages, as the processor takes them; for a list of questions, a list each.
+            context_embeds (tensor or a list, *optional*): Instead, embeddings (num_slots, encoder_hidden_size).
+            template_kwargs: For the chat template; `add_generation_prompt` is on.
+
+        Returns:
+            `dict` with `input_ids`, `attention_mask` (batch, seq_len) and `past_key_values`. For beams or several
+            answers to a question, call `past_key_values.batch_repeat_interleave(n)` first.
+
+        Raises:
+            `ValueError`: as the processor; a file that cannot be used; prompts longer than the backbone's context.
+        """
+        is_single = isinstance(questions, str) or isinstance(questions[0], dict)
+        rows = [questions] if is_single else list(questions)
+        passages = _passages_of_rows(documents, context_embeds, is_single, len(rows))
+        heads, tails = self._split_prompts(rows, template_kwargs)
+        prefixes = self._fetch(heads, passages)
+        config, slot_id = self.model.config.text_config, self.processor.context_token_id
+        ids = [
+            head + [slot_id] * (prefix.get_seq_length() - len(head))
+            for head, prefix in zip(heads, prefixes, strict=True)
+        ]
+        longest = max(len(before) + len(after) for before, after in zip(ids, tails, strict=True))
+        check_length(longest, "The prompt", config)
+        if any(prefixes[0].is_sliding):
+            ids, tails, prefixes = self._align_tails(ids, tails, prefixes)
+        cache, prefix_mask = join_slot_prefixes(prefixes, config)
+        before, after = self._left_padded(ids), self._left_padded(tails)
+        after_mask = self._left_padded([[1] * len(tail) for tail in tails], padding_value=0)
+        return {
+            "input_ids": torch.cat([before, after], dim=1),
+            "attention_mask": torch.cat([prefix_mask.to(after_mask.device), after_mask], dim=1),
+            "past_key_values": cache,
+        }
+
+    # Questions to ids, ids to a batch
+
+    def _split_prompts(self, questions: list, template_kwargs: dict) -> tuple[list[list[int]], list[list[int]]]:
+        """Ids before and behind the slots of each question, written with one slot and cut there."""
+        embeds = [torch.zeros(1, self.processor.encoder_hidden_size)] * len(questions)
+        if self.processor.chat_template is None:
+            prompts = self.processor(text=questions, context_embeds=embeds)["input_ids"]
+        else:
+            prompts = self.processor.apply_chat_template(
+                [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in questions],
+                context_embeds=embeds,
+                tokenize=True,
+                return_dict=True,
+                **{"add_generation_prompt": True, **template_kwargs},
+            )["input_ids"]
+        slots = [ids.index(self.processor.context_token_id) for ids in prompts]
+        heads = [ids[:slot] for ids, slot in zip(prompts, slots, strict=True)]
+        return heads, [ids[slot + 1 :] for ids, slot in zip(prompts, slots, strict=True)]
+
+    def _left_padded(self, rows: list[list[int]], padding_value: int | None = None) -> torch.LongTensor:
+        if padding_value is None:
+            padding_value = self.processor.tokenizer.pad_token_id or 0  # masked, so any id does
+        rows = [torch.tensor(row) for row in rows]
+        padded = pad_sequence(rows, batch_first=True, padding_value=padding_value, padding_side="left")
+        return padded.to(self.model.device)
+
+    def _align_tails(self, ids, tails, prefixes) -> tuple[list[list[int]], list[list[int]], list[Cache]]:
+        """Tails of one length: what is longer is read with the prefix.
+
+        Padding between a prefix and its question would push the prefix out of a sliding window, which counts columns.
+        """
+        shortest = min(len(tail) for tail in tails)
+        extended = []
+        for tail, prefix in zip(tails, prefixes, strict=True):
+            if len(tail) > shortest:
+                prefix, _ = join_slot_prefixes([prefix], self.model.config.text_config)
+                new = torch.tensor([tail[:-shortest]], device=self.model.device)
+                self.model.model(input_ids=new, past_key_values=prefix, use_cache=True)
+            extended.append(prefix)
+        ids = [before + tail[:-shortest] for before, tail in zip(ids, tails, strict=True)]
+        return ids, [tail[-shortest:] for tail in tails], extended
+
+    # Passages to prefixes
+
+    def _fetch(self, heads: list[list[int]], passages: list) -> list[Cache]:
+        """The prefix of each row, found or prefilled. They are the store's own: copy before use."""
+        weights = self._current_weights()
+        prints = [
+            slot_prefix_fingerprint(self.model, self.processor, head, row, weights)
+            for head, row in zip(heads, passages, strict=True)
+        ]
+        keys = [hashlib.sha256(json.dumps(each).encode()).hexdigest() for each in prints]
+        found: dict[str, Cache] = {}
+        missing: dict[str, int] = {}  # key to the first row that needs it
+        with self._lock:
+            for row, key in enumerate(keys):
+                if key in found or key in missing:
+                    self.hits += 1
+                elif (prefix := self._find(key, prints[row])) is not None:
+                    found[key] = prefix
+                else:
+                    missing[key] = row
+            if missing:
+                self.misses += len(missing)
+                rows = missing.values()
+                made = self._prefill([heads[row] for row in rows], [passages[row] for row in rows])
+                for (key, row), prefix in zip(missing.items(), made, strict=True):
+                    found[key] = prefix
+                    if self.folder is not None:
+                        self.folder.mkdir(parents=True, exist_ok=True)
+                        save_slot_prefix(self._path(key), prefix, prints[row])
+                    self._keep(key, prefix)
+        return [found[key] for key in keys]
+
+    def _current_weights(self) -> dict[str, str]:
+        """Digests of the weights, computed again only when the aligner's were written to."""
+        versions = [parameter._version for parameter in self._aligner]
+        if versions != self._versions:
+            self._weights, self._versions = fingerprint_weights(self.model), versions
+        return self._weights
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.safetensors"
+
+    def _find(self, key: str, fingerprint: dict[str, Any]) -> Cache | None:
+        if key in self._prefixes:
+            self.hits += 1
+            self._prefixes.move_to_end(key)
+            return self._prefixes[key]
+        if self.folder is None or not self._path(key).exists():
+            return None
+        prefix = load_slot_prefix(self._path(key), fingerprint, self.model.config.text_config, self.model.device)
+        self.loads += 1
+        self._keep(key, prefix)
+        return prefix
+
+    def _prefill(self, heads: list[list[int]], passages: list) -> list[DynamicCache]:
+        if self.model.training:
+            raise ValueError("The model is in training mode, where dropout changes slots. Call `model.eval()` first.")
+        name = "context_embeds" if isinstance(passages[0], torch.Tensor) else "documents"
+        read = self.processor(text=["?"] * len(heads), return_tensors="pt", **{name: passages})
+        slot_id, device = self.processor.context_token_id, self.model.device
+        counts = (read["input_ids"] == slot_id).sum(dim=1).tolist()
+        ids = [head + [slot_id] * count for head, count in zip(heads, counts, strict=True)]
+        mask = self._left_padded([[1] * len(row) for row in ids], padding_value=0)
+        cache = self.model.prefill_context(self._left_padded(ids), read["context_embeds"].to(device), mask)
+        return split_slot_prefixes(cache, [len(row) for row in ids], self.model.config.text_config)
+
+    def _keep(self, key: str, prefix: Cache) -> None:
+        """As the most recently used, within the budget; one larger than the budget is not kept."""
+        size = _num_bytes(prefix)
+        if size > self.max_bytes:
+            return
+        while self.bytes + size > self.max_bytes:
+            _, oldest = self._prefixes.popitem(last=False)
+            self.bytes -= _num_bytes(oldest)
+        self._prefixes[key] = prefix
+        self.bytes += size
+
+
+def _num_bytes(cache: Cache) -> int:
+    return sum(x.untyped_storage().nbytes() for layer in cache.layers for x in (layer.keys, layer.values))
+
+
+def _passages_of_rows(documents, context_embeds, is_single: bool, num_rows: int) -> list:
+    """For each row its list of documents, or the tensor of their embeddings."""
+    if (documents is None) == (context_embeds is None):
+        raise ValueError(
+            f"Got {'no' if documents is None else 'both'} `documents` and `context_embeds`; expected one of the two."
+        )
+    name, rows = ("documents", documents) if context_embeds is None else ("context_embeds", context_embeds)
+    rows = [rows] if is_single else list(rows)
+    if len(rows) != num_rows:
+        raise ValueError(f"Got {num_rows} questions but {len(rows)} entries of `{name}`; each question needs its own.")
+    if context_embeds is not None:
+        return [torch.as_tensor(row) for row in rows]
+    return [[row] if isinstance(row, str | dict) else list(row) for row in rows]
+
+
+__all__ = ["SlotPrefixStore"]

@@ -1,0 +1,327 @@
+"""The slot-prefix store: passages are read once, and questions get the answers they get without it."""
+
+import functools
+
+import pytest
+import torch
+from conftest import ENCODER_WIDTH
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from tiny_models import BACKBONES, backbone_config, float64_throughout, tiny_aligner
+
+from arcaligner import ArcAlignerProcessor
+
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
+FIVE_TOKENS = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+QUESTIONS = ["Who wrote it?", "What sport does Radik Zhaparov play, and since when?", "When?"]
+ADA = ["It was written by Ada. Nobody knew how to read it aloud."]
+RADIK = [{"title": "Radik", "text": "He is a ski jumper. He has competed since 2003."}, "Parkdale is in Canada."]
+
+
+def make_model(processor, backbone="llama", **changes):
+    """A random aligner, in float64, that reads the processor's ids and embeddings.
+
+    Windows are shorter than a prompt, and three layers of them reach from the answer to the slots.
+    """
+    changes = {"vocab_size": len(processor.tokenizer), "max_position_embeddings": 300, **changes}
+    if BACKBONES[backbone][1].get("sliding_window"):
+        changes["sliding_window"] = 25
+    return tiny_aligner(
+        backbone_config(backbone, **changes),
+        encoder_hidden_size=ENCODER_WIDTH,
+        context_token_id=processor.context_token_id,
+    )
+
+
+@pytest.fixture(scope="module")
+def model(processor):
+    return make_model(processor)
+
+
+@pytest.fixture(scope="module")
+def models(processor):
+    return functools.cache(functools.partial(make_model, processor))
+
+
+@pytest.fixture
+def float64_model_code():
+    with float64_throughout():
+        yield
+
+
+def embeddings(num_slots, seed=0):
+    return torch.randn(num_slots, ENCODER_WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def generate(model, inputs, **kwargs):
+    """New ids (batch, 5) and their logits (batch, 5, vocab_size)."""
+    output = model.generate(**inputs, **FIVE_TOKENS, **kwargs, output_logits=True, return_dict_in_generate=True)
+    return output.sequences[:, inputs["input_ids"].shape[1] :], torch.stack(output.logits, dim=1)
+
+
+def without_store(model, processor, question, documents=None, context_embeds=None):
+    chat = [{"role": "user", "content": question}] if isinstance(question, str) else question
+    inputs = processor.apply_chat_template(
+        chat,
+        documents=documents,
+        context_embeds=context_embeds,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    return generate(model, inputs)
+
+
+def assert_answers_alone(model, processor, store, questions, embeds):
+    """The batch's ids and logits are those of each question without a store."""
+    ids, logits = generate(model, store.prepare(questions, context_embeds=embeds))
+    for row, (question, row_embeds) in enumerate(zip(questions, embeds, strict=True)):
+        expected_ids, expected_logits = without_store(model, processor, question, context_embeds=row_embeds)
+        torch.testing.assert_close(logits[row], expected_logits[0], **EXACT)
+        assert torch.equal(ids[row], expected_ids[0])
+    return ids, logits
+
+
+# Answers
+
+
+@pytest.mark.usefixtures("float64_model_code")
+@pytest.mark.parametrize(
+    "backbone", ["llama", "mistral_window", "qwen3", "gemma2", "gemma3_text", "phi3_window", "smollm3", "cohere"]
+)
+def test_batch_of_kept_and_missing_prefixes_answers_as_each_question_alone(models, processor, backbone):
+    """Prefixes and questions of different lengths, longer than a window; a second time all prefixes are kept."""
+    model = models(backbone)
+    store = model.slot_prefix_store(processor)
+    embeds = [embeddings(num_slots, seed=num_slots) for num_slots in (2, 9, 1)]
+    store.get(context_embeds=embeds[1])
+    first = assert_answers_alone(model, processor, store, QUESTIONS, embeds)
+    assert (store.hits, store.misses) == (1, 3)
+    second = generate(model, store.prepare(QUESTIONS, context_embeds=embeds))
+    assert (store.hits, store.misses) == (4, 3)
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+    assert_answers_alone(model, processor, store, QUESTIONS[::-1], embeds)
+    _, of_other_slots = generate(model, store.prepare(QUESTIONS, context_embeds=embeds[::-1]))
+    assert ((of_other_slots - first[1])[::2].abs().amax(dim=(1, 2)) > 1e-3).all()  # slots are read
+
+
+@pytest.mark.usefixtures("float64_model_code")
+@settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate, Phase.shrink])
+@given(data=st.data())
+def test_random_batches_answer_as_each_question_alone(models, processor, data):
+    """A store too small for all: hits, misses, evictions and equal prefixes in one batch, as they come."""
+    model = models(data.draw(st.sampled_from(["llama", "mistral_window", "gemma2"]), label="backbone"))
+    model.config.gate_mode = data.draw(st.sampled_from(["adaptive", "off", "always"]), label="mode")
+    store = model.slot_prefix_store(processor, max_bytes=data.draw(st.sampled_from([0, 60_000, 10**6]), label="bytes"))
+    for step in range(2):
+        slots = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4), label=f"slots of step {step}")
+        words = data.draw(st.lists(st.integers(1, 9), min_size=len(slots), max_size=len(slots)), label="words")
+        questions = [" ".join(["why"] * number) + "?" for number in words]
+        assert_answers_alone(model, processor, store, questions, [embeddings(count, seed=count) for count in slots])
+        assert store.bytes <= store.max_bytes
+    model.config.gate_mode = "adaptive"
+
+
+@pytest.mark.usefixtures("float64_model_code")
+def test_documents_are_encoded_once_for_all_questions(model, processor, monkeypatch):
+    store = model.slot_prefix_store(processor)
+    questions = [QUESTIONS[0], QUESTIONS[2], QUESTIONS[1]]
+    documents = [ADA, ADA, RADIK]
+    encoded = []
+    encode = ArcAlignerProcessor.encode_segments
+    monkeypatch.setattr(
+        ArcAlignerProcessor, "encode_segments", lambda self, texts, **kw: encoded.append(texts) or encode(self, texts)
+    )
+    ids, logits = generate(model, store.prepare(questions, documents))
+    assert [len(texts) for texts in encoded] == [5]
+    again = generate(model, store.prepare(questions[0], documents[0]))
+    with_score = generate(model, store.prepare(questions[2], [{**RADIK[0], "score": 0.5}, RADIK[1]]))
+    assert [len(texts) for texts in encoded] == [5] and (store.hits, store.misses) == (3, 2)
+    for row, (question, row_documents) in enumerate(zip(questions, documents, strict=True)):
+        expected_ids, expected_logits = without_store(model, processor, question, row_documents)
+        assert torch.equal(ids[row], expected_ids[0])
+        torch.testing.assert_close(logits[row], expected_logits[0], **EXACT)
+    assert torch.equal(again[0][0], ids[0]) and torch.equal(with_score[0][0], ids[2])
+
+
+@pytest.mark.usefixtures("float64_model_code")
+def test_text_before_the_slots_belongs_to_the_prefix(model, processor):
+    store = model.slot_prefix_store(processor)
+    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ada."}]
+    turns += [{"role": "user", "content": "When?"}]
+    chats = [turns[:1], turns, [{"role": "system", "content": "Be brief."}, *turns[:1]]]
+    embeds = [embeddings(3)] * 3
+    assert_answers_alone(model, processor, store, chats, embeds)
+    assert (store.hits, store.misses) == (1, 2)
+
+
+@pytest.mark.usefixtures("float64_model_code")
+def test_questions_without_a_chat_template(model, processor):
+    plain = ArcAlignerProcessor(
+        processor.tokenizer, encoder_hidden_size=ENCODER_WIDTH, context_token_id=processor.context_token_id
+    )
+    plain.chat_template = None
+    store = model.slot_prefix_store(plain)
+    embeds = [embeddings(3), embeddings(1, seed=1)]
+    ids, _ = generate(model, store.prepare(QUESTIONS[:2], context_embeds=embeds))
+    for row in range(2):
+        alone = plain(text=QUESTIONS[row], context_embeds=embeds[row], return_tensors="pt")
+        assert torch.equal(ids[row], generate(model, alone)[0][0])
+
+
+def test_beams_continue_from_kept_prefixes(model, processor):
+    store = model.slot_prefix_store(processor)
+    embeds = [embeddings(4), embeddings(2, seed=1)]
+    inputs = store.prepare(QUESTIONS[:2], context_embeds=embeds)
+    inputs["past_key_values"].batch_repeat_interleave(3)
+    answers = model.generate(**inputs, **FIVE_TOKENS, num_beams=3)[:, inputs["input_ids"].shape[1] :]
+    for row in range(2):
+        chat = [{"role": "user", "content": QUESTIONS[row]}]
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        alone = processor.apply_chat_template(chat, context_embeds=embeds[row], **options)
+        expected = model.generate(**alone, **FIVE_TOKENS, num_beams=3)[0, alone["input_ids"].shape[1] :]
+        assert torch.equal(answers[row], expected)
+
+
+def test_continuing_a_prefix_leaves_the_kept_one(model, processor):
+    store = model.slot_prefix_store(processor)
+    prefix = store.get(context_embeds=embeddings(3))
+    length = prefix.get_seq_length()
+    before = [layer.keys.clone() for layer in prefix.layers]
+    model(input_ids=torch.tensor([[5, 6, 7]]), past_key_values=prefix)
+    prefix.layers[0].keys.zero_()
+    again = store.get(context_embeds=embeddings(3))
+    assert store.hits == 1 and again.get_seq_length() == length
+    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(again.layers, before, strict=True))
+
+
+# What is kept
+
+
+def test_least_recently_used_prefix_leaves_first(model, processor):
+    size_of_one = model.slot_prefix_store(processor)
+    size_of_one.get(context_embeds=embeddings(3))
+    store = model.slot_prefix_store(processor, max_bytes=3 * size_of_one.bytes)
+
+    def get(seed):
+        misses = store.misses
+        store.get(context_embeds=embeddings(3, seed=seed))
+        assert store.bytes <= store.max_bytes and store.bytes == len(store) * size_of_one.bytes
+        return "miss" if store.misses > misses else "hit"
+
+    assert [get(seed) for seed in (0, 1, 2, 0)] == ["miss", "miss", "miss", "hit"]
+    assert len(store) == 3
+    assert get(3) == "miss"  # 1 leaves
+    assert [get(seed) for seed in (0, 2, 3)] == ["hit", "hit", "hit"]
+    assert get(1) == "miss"  # 0 leaves
+    assert [get(seed) for seed in (2, 3, 1, 0)] == ["hit", "hit", "hit", "miss"]
+
+
+def test_bytes_are_those_of_keys_and_values_alone(model, processor):
+    """Not those of the batch they were prefilled in."""
+    store = model.slot_prefix_store(processor)
+    store.prepare(["Who?", "Who?"], context_embeds=[embeddings(1), embeddings(40)])
+    config = model.config.text_config
+    short = store.get(context_embeds=embeddings(1)).get_seq_length()
+    positions = short + (short + 39)
+    assert store.bytes == positions * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 8
+
+
+def test_prefix_above_the_budget_is_used_and_not_kept(model, processor):
+    store = model.slot_prefix_store(processor)
+    small = store.get(context_embeds=embeddings(1))
+    store.max_bytes = store.bytes
+    assert store.get(context_embeds=embeddings(40)).get_seq_length() == small.get_seq_length() + 39
+    assert len(store) == 1
+    store.get(context_embeds=embeddings(1))
+    assert store.hits == 1
+
+
+def test_settings_and_weights_that_change_make_other_prefixes(processor):
+    model = make_model(processor)
+    store = model.slot_prefix_store(processor)
+    expected = {}
+    for mode in ("adaptive", "off", "adaptive", "off"):
+        model.config.gate_mode = mode
+        keys = store.get(context_embeds=embeddings(5)).layers[-1].keys
+        assert torch.equal(keys, expected.setdefault(mode, keys))
+    assert (store.hits, store.misses) == (2, 2) and not torch.equal(expected["off"], expected["adaptive"])
+    with torch.no_grad():
+        model.model.projector.out.bias.add_(1.0)
+    assert not torch.equal(store.get(context_embeds=embeddings(5)).layers[-1].keys, expected["off"])
+
+
+# Files
+
+
+@pytest.mark.usefixtures("float64_model_code")
+def test_another_process_answers_from_the_folder(model, processor, tmp_path, monkeypatch):
+    folder = tmp_path / "new" / "prefixes"
+    first = generate(model, model.slot_prefix_store(processor, folder=folder).prepare(QUESTIONS[:2], [ADA, RADIK]))
+    assert len(list(folder.glob("*.safetensors"))) == 2 and len(list(folder.iterdir())) == 2
+    monkeypatch.setattr(processor, "_encoder", None)  # no segmentation, no encoder
+    store = model.slot_prefix_store(processor, folder=folder)
+    second = generate(model, store.prepare(QUESTIONS[:2], [ADA, RADIK]))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+    store.prepare(QUESTIONS[2], ADA)
+    assert (store.hits, store.loads, store.misses) == (1, 2, 0)
+
+
+def test_what_left_memory_is_read_from_the_folder(model, processor, tmp_path):
+    store = model.slot_prefix_store(processor, max_bytes=0, folder=tmp_path)
+    for _ in range(2):
+        store.get(context_embeds=embeddings(3))
+    assert (store.hits, store.loads, store.misses, store.bytes) == (0, 1, 1, 0)
+
+
+def test_broken_file_of_the_folder_is_refused_by_name(model, processor, tmp_path):
+    model.slot_prefix_store(processor, folder=tmp_path).get(context_embeds=embeddings(3))
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=f"{path.name} cannot be read"):
+        model.slot_prefix_store(processor, folder=tmp_path).get(context_embeds=embeddings(3))
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({}, "Got no `documents` and `context_embeds`; expected one of the two"),
+        ({"documents": [ADA], "context_embeds": [embeddings(1)]}, "Got both `documents` and `context_embeds`"),
+        ({"documents": [ADA, ADA]}, "Got 1 questions but 2 entries of `documents`"),
+        ({"documents": [[3]]}, "Document 0 is of type int"),
+        ({"context_embeds": [torch.zeros(2, 5)]}, "expected \\(num_slots, 12\\)"),
+    ],
+)
+def test_passages_that_cannot_be_read_are_refused(model, processor, call, message):
+    with pytest.raises(ValueError, match=message):
+        model.slot_prefix_store(processor).prepare(["Who?"], **call)
+
+
+def test_empty_question_is_refused(model, processor):
+    with pytest.raises(ValueError, match="The question is empty"):
+        model.slot_prefix_store(processor).prepare([" "], context_embeds=[embeddings(1)])
+
+
+def test_negative_budget_is_refused(model, processor):
+    with pytest.raises(ValueError, match="`max_bytes` is -1"):
+        model.slot_prefix_store(processor, max_bytes=-1)
+
+
+def test_prompt_longer_than_the_context_is_refused(processor):
+    model = make_model(processor, max_position_embeddings=80)
+    store = model.slot_prefix_store(processor)
+    store.prepare("Who?", context_embeds=embeddings(9))
+    with pytest.raises(ValueError, match="The prompt has .* positions but the backbone llama reads 80"):
+        store.prepare("Who? " * 40, context_embeds=embeddings(9))
+    with pytest.raises(ValueError, match="the backbone reads 80"):
+        store.prepare("Who?", context_embeds=embeddings(99))
+
+
+def test_model_in_training_mode_is_refused(processor):
+    model = make_model(processor).train()
+    with pytest.raises(ValueError, match="Call `model.eval\\(\\)` first"):
+        model.slot_prefix_store(processor).get(context_embeds=embeddings(2))
