@@ -118,5 +118,5 @@ def draw(sets: dict[str, dict[str, Any]]) -> Figure:
     axes.set_xlabel("layer")
     axes.set_ylabel("loops of a slot, mean")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
     return figure
