@@ -72,29 +72,43 @@ def load_rows(name: str, task: TaskSettings, settings: EvaluationSettings) -> li
 def answer_tasks(method: Method, rows: dict[str, list[Row]], settings: EvaluationSettings) -> None:
     """All tasks with one method, which is loaded when there is something left to answer."""
     files = {name: AnswerFile(settings.output, name, method.name) for name in rows}
-    todo = {}
-    for name, file in files.items():
-        made_with = {
-            "weights": weights_of(method, settings),
-            "checkpoint": getattr(settings.checkpoints, method.checkpoint or "aligner"),
-            "passages": settings.tasks[name].passages,
-            "top_k": settings.tasks[name].top_k,
-            "max_new_tokens": MAX_NEW_TOKENS,
-            "batch_size": settings.batch_size,
-            "machine": machine(settings.checkpoints.device),
-        }
-        if settings.tasks[name].passages == "retrieved":
-            made_with["retrieval"] = dataclasses.asdict(settings.retrieval)
-        todo[name] = file.open(made_with, rows[name]) if made_with["weights"] else rows[name]
-    if not any(todo.values()):
-        return
-    reader = method.load(settings.checkpoints)
-    for name, left in todo.items():
-        with Progress(transient=True) as progress:
-            bar = progress.add_task(f"{TASKS[name].title}: {method.title}", total=len(left))
-            for batch, answers, seconds in answer_rows(reader, left, settings.batch_size):
-                files[name].append(map(record, batch, answers, [seconds / len(batch)] * len(batch)))
-                progress.advance(bar, len(batch))
+    weights = weights_of(method, settings)
+    of_method = {
+        "weights": weights,
+        "checkpoint": getattr(settings.checkpoints, method.checkpoint or "aligner"),
+    }
+    todo = {
+        name: file.open(of_method | made_with(name, settings), rows[name]) if weights else rows[name]
+        for name, file in files.items()
+    }
+    if any(todo.values()):
+        reader = method.load(settings.checkpoints)
+        for name, left in todo.items():
+            answer_file(reader, files[name], left, settings.batch_size, f"{TASKS[name].title}: {method.title}")
+
+
+def made_with(task: str, settings: EvaluationSettings) -> dict[str, Any]:
+    """What the answers to a task are made with, whichever method answers."""
+    chosen = settings.tasks[task]
+    keys = {
+        "passages": chosen.passages,
+        "top_k": chosen.top_k,
+        "max_new_tokens": MAX_NEW_TOKENS,
+        "batch_size": settings.batch_size,
+        "machine": machine(settings.checkpoints.device),
+    }
+    if chosen.passages == "retrieved":
+        keys["retrieval"] = dataclasses.asdict(settings.retrieval)
+    return keys
+
+
+def answer_file(reader: Reader, file: AnswerFile, rows: list[Row], batch_size: int, title: str) -> None:
+    """Appends the answers to `rows`, behind a progress bar."""
+    with Progress(transient=True) as progress:
+        bar = progress.add_task(title, total=len(rows))
+        for batch, answers, seconds in answer_rows(reader, rows, batch_size):
+            file.append(map(record, batch, answers, [seconds / len(batch)] * len(batch)))
+            progress.advance(bar, len(batch))
 
 
 def answer_rows(reader: Reader, rows: list[Row], batch_size: int) -> Iterator[tuple[list[Row], list[Answer], float]]:

@@ -31,7 +31,7 @@ from ..cli import run_command
 from ..train.saving import write_whole
 from .answering import Row
 from .judge_models import KEY_VARIABLE, EndpointJudge, Judge, LocalJudge, Reply
-from .metrics import bootstrap_interval, usable_golds
+from .metrics import percent_interval, shown_interval, usable_golds
 from .runs import AnswerFile, answer_files, text_digest
 
 YES, NO, UNREADABLE = "yes", "no", "unreadable"
@@ -178,14 +178,6 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
-def percent_interval(scores: Sequence[float]) -> str:
-    """Mean and 95 % bootstrap interval in percent; a dash for no scores."""
-    if not scores:
-        return "-"
-    low, high = bootstrap_interval(scores)
-    return f"{100 * sum(scores) / len(scores):.1f} [{100 * low:.1f}, {100 * high:.1f}]"
-
-
 def load_judge(model: str, endpoint: str | None, device: str, batch_size: int, timeout: float) -> Judge:
     """The judge of the command's options."""
     if endpoint is None:
@@ -215,7 +207,9 @@ def main(
     for file in rows:
         judged = read_verdicts(paths[file], rows[file])
         counts = [len(judged.scores), judged.count(UNREADABLE), judged.count(None)]
-        table.add_row(file.task, file.method, percent_interval([*judged.scores.values()]), *map(str, counts))
+        scores = [*judged.scores.values()]
+        shown = shown_interval(percent_interval(scores)) if scores else "-"
+        table.add_row(file.task, file.method, shown, *map(str, counts))
     Console().print(table)
     if problems := problem_counts(paths.values()):
         typer.echo(f"Unjudged answers are asked for again by the same command: {problems}.", err=True)

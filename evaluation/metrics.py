@@ -98,3 +98,22 @@ def bootstrap_interval(
     tails = [(1 - confidence) / 2, (1 + confidence) / 2]
     low, high = np.quantile(values[picks].mean(axis=1), tails)
     return float(low), float(high)
+
+
+def percent_interval(scores: Sequence[float]) -> list[float]:
+    """Mean of `scores` in percent, and the ends of its 95 % bootstrap interval.
+
+    >>> percent_interval([0.5, 0.5])
+    [50.0, 50.0, 50.0]
+    """
+    percents = [100 * score for score in scores]
+    return [sum(percents) / len(percents), *bootstrap_interval(percents)]
+
+
+def shown_interval(values: Sequence[float], sign: str = "") -> str:
+    """A mean and its interval for people.
+
+    >>> shown_interval([1.25, 0.0, 2.5])
+    '1.2 [0.0, 2.5]'
+    """
+    return "{:{sign}.1f} [{:{sign}.1f}, {:{sign}.1f}]".format(*values, sign=sign)

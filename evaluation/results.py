@@ -8,7 +8,7 @@ from ..model_card_arcaligner import RESULTS_FILE
 from ..train.saving import write_whole
 from .judge import judges_of, read_verdicts, verdict_path
 from .methods import METHODS
-from .metrics import METRICS, bootstrap_interval
+from .metrics import METRICS, percent_interval
 from .runs import AnswerFile, answer_files
 from .tables import results_page
 from .tasks import TASKS
@@ -70,7 +70,7 @@ def _summarize_task(task: str, of_task: dict[str, dict[str, dict]]) -> dict[str,
     entry: dict[str, Any] = {
         "task": task,
         "questions": min(len(found) for found in of_task.values()),
-        "recall": _percent_interval([each["recall"] for each in first]),
+        "recall": percent_interval([each["recall"] for each in first]),
         "methods": {METHODS[name].title: _summarize_method(name, found) for name, found in of_task.items()},
     }
     if MAIN in of_task:
@@ -95,9 +95,9 @@ def _summarize_method(name: str, found: dict[str, dict]) -> dict[str, Any]:
         numbers["compression_rate"] = _rate(rows)
     judges = sorted({judge for row in rows for judge in row["acc"]})
     numbers["acc"] = {
-        judge: _percent_interval([row["acc"][judge] for row in rows if judge in row["acc"]]) for judge in judges
+        judge: percent_interval([row["acc"][judge] for row in rows if judge in row["acc"]]) for judge in judges
     }
-    return numbers | {metric: _percent_interval([row[metric] for row in rows]) for metric in METRICS}
+    return numbers | {metric: percent_interval([row[metric] for row in rows]) for metric in METRICS}
 
 
 def compare(ours: dict[str, dict], other: dict[str, dict]) -> dict[str, Any]:
@@ -106,18 +106,10 @@ def compare(ours: dict[str, dict], other: dict[str, dict]) -> dict[str, Any]:
     if not shared:
         return {"questions": 0}
     return {"questions": len(shared)} | {
-        metric: _percent_interval([ours[key][metric] - other[key][metric] for key in shared]) for metric in METRICS
+        metric: percent_interval([ours[key][metric] - other[key][metric] for key in shared]) for metric in METRICS
     }
 
 
 def _rate(rows) -> float:
     """Tokens of the passages for each position of the prompt that stands for them."""
     return sum(row["passage_tokens"] for row in rows) / sum(row["context_tokens"] for row in rows)
-
-
-def _percent_interval(scores: list[float]) -> list[float]:
-    percents = [100 * score for score in scores]
-    return [sum(percents) / len(percents), *bootstrap_interval(percents)]
-
-
-__all__ = ["AnswerFile", "compare", "summarize", "write_results"]

@@ -266,14 +266,11 @@ def main(
 ) -> None:
     """Retrieves passages for the questions of a file and prints Recall@k."""
     if not output.name.endswith(JSON_LINES):
-        raise typer.BadParameter(f"--output is {output}; expected a name with {' or '.join(JSON_LINES)}.")
+        raise ValueError(f"`--output` is {output}; expected a name with {' or '.join(JSON_LINES)}.")
     cache_dir = cache_dir or cache_directory() / "retrieval"
-    try:
-        settings = RetrievalSettings(corpus, retriever, None if reranker == "none" else reranker, top_n, top_k)
-        rows = read_rows(questions)[:num_questions]
-        ranked = retrieve(rows, replace(settings, top_k=top_n), cache_dir, device)  # all of them, for the recall
-    except (ValueError, OSError, ImportError) as error:
-        raise typer.BadParameter(str(error)) from error
+    settings = RetrievalSettings(corpus, retriever, None if reranker == "none" else reranker, top_n, top_k)
+    rows = read_rows(questions)[:num_questions]
+    ranked = retrieve(rows, replace(settings, top_k=top_n), cache_dir, device)  # all of them, for the recall
     output.parent.mkdir(parents=True, exist_ok=True)
     write_rows(output, retrieve(rows, settings, cache_dir, device))
     console = Console()

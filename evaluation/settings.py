@@ -100,7 +100,7 @@ def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str,
         `ValueError`: an unknown recipe, key, task or method, with those that are known.
     """
     keys = read_recipe(recipe) if recipe else {}
-    of_recipe = _by_name(keys.get("tasks", {}))
+    of_recipe, retrieval = _by_name(keys.get("tasks", {})), keys.get("retrieval", {})
     keys |= {key: value for key, value in given.items() if value is not None}
     if unknown := sorted(set(keys) - _KEYS):
         raise ValueError(f"Unknown keys: {', '.join(unknown)}. Known: {', '.join(sorted(_KEYS))}.")
@@ -114,7 +114,7 @@ def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str,
     rest = {key: keys[key] for key in ("methods", "batch_size") if key in keys}
     rest |= {key: Path(keys[key]) for key in ("data", "cache_dir") if key in keys}
     if "retrieval" in keys:
-        rest["retrieval"] = _dataclass(RetrievalSettings, keys["retrieval"], "retrieval")
+        rest["retrieval"] = _dataclass(RetrievalSettings, retrieval | keys["retrieval"], "retrieval")
     return EvaluationSettings(
         **({"methods": list(METHODS)} | rest),
         tasks={name: _dataclass(TaskSettings, each | over, name) for name, each in tasks.items()},

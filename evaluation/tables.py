@@ -7,6 +7,7 @@ from typing import Any
 
 from ..model_card_arcaligner import METRIC_TITLES
 from .methods import ABLATIONS, METHODS
+from .metrics import shown_interval
 
 PAPER = json.loads((Path(__file__).parent / "paper_results.json").read_text(encoding="utf-8"))
 METHOD_TITLES = [method.title for method in METHODS.values()]
@@ -91,7 +92,7 @@ def ratio_lines(sets: dict, metric: str = "f1") -> list[str]:
         ratios = [
             f"{title} {entry['methods'][MAIN_TITLE][metric][0] / entry['methods'][other][metric][0]:.2f}"
             for title, entry in sets.items()
-            if {MAIN_TITLE, other} <= set(entry["methods"])
+            if {MAIN_TITLE, other} <= set(entry["methods"]) and entry["methods"][other][metric][0]
         ]
         if ratios:
             lines.append(f"- {METRIC_TITLES[metric]} of {MAIN_TITLE} over that of {other}: {', '.join(ratios)}.")
@@ -161,4 +162,4 @@ def table(title: str, rows: list[str], sets: dict, show: Callable[[dict, str], s
 
 
 def _interval(values: list[float] | None, sign: str = "") -> str | None:
-    return None if values is None else f"{values[0]:{sign}.1f} [{values[1]:{sign}.1f}, {values[2]:{sign}.1f}]"
+    return None if values is None else shown_interval(values, sign)

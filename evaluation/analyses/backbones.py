@@ -76,8 +76,14 @@ def read_sets(folder: Path) -> dict[str, dict]:
 
 
 def shown_methods(entry: dict[str, Any]) -> dict[str, dict]:
-    """The numbers of a set's shown methods."""
-    return {title: entry["methods"][title] for title in SHOWN if title in entry["methods"]}
+    """The numbers of a set's shown methods; `acc` is the judge's where there is one alone."""
+    shown = {}
+    for title in SHOWN:
+        if numbers := entry["methods"].get(title):
+            judges = list(numbers["acc"].values())
+            shown[title] = {key: value for key, value in numbers.items() if key != "acc"}
+            shown[title] |= {"acc": judges[0]} if len(judges) == 1 else {}
+    return shown
 
 
 def without(numbers: dict[tuple, dict[str, dict]], metric: str) -> list[tuple]:

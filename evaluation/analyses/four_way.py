@@ -13,12 +13,12 @@ import typer
 
 from ..judge import judged_scores
 from ..methods import METHODS
+from ..metrics import percent_interval
 from ..runs import AnswerFile, answer_files
 from ..tasks import TASKS
 from .bars import draw_panels
 from .figures import save_analysis
 from .options import FIGURES, Folder
-from .percents import percent_interval
 
 CATEGORIES = ("TT", "TF", "FT", "FF")
 NAIVE, FULL_TEXT, MAIN = "naive", "standard_rag", "arcaligner"

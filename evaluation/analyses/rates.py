@@ -9,6 +9,7 @@ One aligner is read with each of these segmentations. Several are read with thei
 """
 
 import copy
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,18 +17,17 @@ from typing import Annotated, Any
 import typer
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, ScalarFormatter
-from rich.progress import Progress
 
 from ...processing_arcaligner import ArcAlignerProcessor
-from ..answering import MAX_NEW_TOKENS, Row
-from ..evaluate import answer_rows, fingerprint, load_rows, machine, record
-from ..reading import Reader, SlotReader, load_aligner
+from ..answering import Row
+from ..evaluate import answer_file, fingerprint, load_rows, made_with
+from ..metrics import percent_interval
+from ..reading import SlotReader, load_aligner
 from ..runs import AnswerFile
 from ..settings import EvaluationSettings, read_settings
 from ..tasks import TASKS
 from .figures import new_figure, save_analysis
 from .options import FIGURES, Data, Folder
-from .percents import percent_interval
 
 SEGMENTATIONS = (0.5, 1, 3)  # of the paper: 12x, 24x, 72x
 METRICS = {"f1": "F1", "em": "EM (non-strict)"}
@@ -94,17 +94,8 @@ def answer_tasks(reading: Reading, rows: dict[str, list[Row]], settings: Evaluat
     """All tasks, with an aligner that is loaded when there is something left to answer."""
     todo = {}
     for name, asked in rows.items():
-        made_with = {
-            "weights": reading.weights,
-            "checkpoint": reading.checkpoint,
-            "sentences_per_segment": reading.sentences_per_segment,
-            "passages": settings.tasks[name].passages,
-            "top_k": settings.tasks[name].top_k,
-            "max_new_tokens": MAX_NEW_TOKENS,
-            "batch_size": settings.batch_size,
-            "machine": machine(settings.checkpoints.device),
-        }
-        todo[name] = answers_in(settings.output, name, reading).open(made_with, asked)
+        of_reading = dataclasses.asdict(reading) | made_with(name, settings)
+        todo[name] = answers_in(settings.output, name, reading).open(of_reading, asked)
     if not any(todo.values()):
         return
     reader = load_reader(reading, settings.checkpoints.device)
@@ -119,15 +110,6 @@ def load_reader(reading: Reading, device: str) -> SlotReader:
     processor = copy.copy(processor)
     processor.sentences_per_segment = reading.sentences_per_segment
     return SlotReader(model, processor, gate_mode="adaptive")
-
-
-def answer_file(reader: Reader, file: AnswerFile, rows: list[Row], batch_size: int, title: str) -> None:
-    """Appends the answers to `rows`."""
-    with Progress(transient=True) as progress:
-        bar = progress.add_task(title, total=len(rows))
-        for batch, answers, seconds in answer_rows(reader, rows, batch_size):
-            file.append(map(record, batch, answers, [seconds / len(batch)] * len(batch)))
-            progress.advance(bar, len(batch))
 
 
 def measure(reading: Reading, answers: list[dict[str, Any]], rows: list[Row]) -> dict[str, Any]:

@@ -38,6 +38,12 @@ def test_tasks_that_the_command_line_names_keep_the_recipes_settings():
     }
 
 
+def test_another_corpus_keeps_the_recipes_models():
+    settings = read_settings("paper", NEEDED | {"retrieval": {"corpus": "mine.jsonl"}}, {})
+    assert (settings.retrieval.corpus, settings.retrieval.top_n) == ("mine.jsonl", 20)
+    assert settings.retrieval.retriever == "facebook/contriever"
+
+
 @pytest.mark.parametrize("name", [path.stem for path in RECIPES.glob("*.yaml")])
 def test_every_recipe_reads(name):
     settings = read_settings(name, NEEDED, {})

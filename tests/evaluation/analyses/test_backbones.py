@@ -8,6 +8,10 @@ from arcaligner.evaluation.analyses.__main__ import main
 from arcaligner.evaluation.analyses.backbones import analyse, read_runs
 
 
+def interval(mean: float) -> list[float]:
+    return [mean, mean - 1, mean + 1]
+
+
 def write(folder, sets: dict):
     """Results with `{set: {method: {metric: mean}}}`, each interval one point wide to both sides."""
     folder.mkdir()
@@ -15,8 +19,11 @@ def write(folder, sets: dict):
         name: {
             "questions": 10,
             "methods": {
-                title: {"questions": 10, "seconds": 0.1}
-                | {metric: [mean, mean - 1, mean + 1] for metric, mean in numbers.items()}
+                title: {"questions": 10, "seconds": 0.1, "acc": {}}
+                | {
+                    metric: {"judge": interval(mean)} if metric == "acc" else interval(mean)
+                    for metric, mean in numbers.items()
+                }
                 for title, numbers in methods.items()
             },
         }

@@ -98,9 +98,11 @@ def test_answers_that_are_there_are_kept_and_only_those_asked_for_are_measured(
 ):
     command(str(checkpoint_dir), num_questions=2)
     asked = []
-    original = rates.answer_rows
+    original = rates.answer_file
     monkeypatch.setattr(
-        rates, "answer_rows", lambda reader, rows, size: asked.append(rows) or original(reader, rows, size)
+        rates,
+        "answer_file",
+        lambda reader, file, rows, *rest: asked.append(rows) or original(reader, file, rows, *rest),
     )
     command(str(checkpoint_dir))
     assert [[row["id"] for row in rows] for rows in asked] == [["row-2"]] * 3
