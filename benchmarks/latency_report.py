@@ -1,0 +1,121 @@
+"""The latency benchmark's report: targets, and the tables in which people read it."""
+
+from typing import Any
+
+from rich.table import Table
+
+from .timing import spread
+
+SPEED_UPS = {5: 8.0, 20: 15.0}  # over `standard_rag`, without refinement, by passages
+REFINED_SHARE = 0.8  # of these with adaptive refinement
+CACHED_SPEED_UPS = {20: 25.0}
+CACHE_RATIO = 24.0  # bytes of the text's cached prefix over those of the slots'
+DECODING_BOUND = 1.02  # seconds a token, over those of the bare backbone
+PLAIN_RATIO = 4.0  # seconds that plain refinement adds, over those that adaptive refinement adds
+
+Seconds = list[dict[str, float]]  # a round's, by arm
+
+
+def ratio(seconds: Seconds, slow: str, fast: str) -> dict[str, float]:
+    """How many times faster `fast` is, by rounds."""
+    return spread([each[slow] / each[fast] for each in seconds])
+
+
+def refinement_ratio(seconds: Seconds) -> float | None:
+    """Median seconds that plain refinement adds to `off`, over those of adaptive; `None` where that adds none."""
+    plain, adaptive = (spread([each[arm] - each["off"] for each in seconds])["median"] for arm in ("plain", "adaptive"))
+    return plain / adaptive if adaptive > 0 else None
+
+
+def targets(size: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is aimed at with this many passages: `what`, the `value` reached, its `bound`, whether `met`."""
+    k, arms = size["k"], size["arms"]
+    speed_up = {name: arm["speed_up"]["median"] for name, arm in arms.items()}
+    found = []
+
+    def at_least(what: str, value: float | None, bound: float) -> None:
+        # Refinement that takes no time at all is cheap enough.
+        met = value is None or value >= bound
+        found.append({"what": what, "value": value, "bound": bound, "at_least": True, "met": met})
+
+    if k in SPEED_UPS:
+        at_least("first token, off", speed_up["off"], SPEED_UPS[k])
+        at_least("first token, adaptive", speed_up["adaptive"], REFINED_SHARE * SPEED_UPS[k])
+    if k in CACHED_SPEED_UPS:
+        at_least("first token, slots cached", speed_up["slots_cached"], CACHED_SPEED_UPS[k])
+        at_least("first token, slots cached over text cached", size["cached_speed_up"]["median"], 1.0)
+        at_least("bytes of the text's cached prefix over the slots'", size["prefix_bytes_ratio"], CACHE_RATIO)
+    at_least("added by refinement, plain over adaptive", size["refinement_ratio"], PLAIN_RATIO)
+    decoding = size["decoding_ratio"]["median"]
+    found.append(
+        {
+            "what": "time per output token over the bare backbone's",
+            "value": decoding,
+            "bound": DECODING_BOUND,
+            "at_least": False,
+            "met": decoding <= DECODING_BOUND,
+        }
+    )
+    return found
+
+
+def size_table(size: dict[str, Any]) -> Table:
+    """An arm a row."""
+    title = f"{size['k']} passages x {size['batch_size']} questions, {size['dtype']}: "
+    title += f"{size['text_tokens']:.0f} tokens of text or {size['slots']:.0f} slots a question"
+    columns = ("Arm", "First token, ms", "x text", "x limit", "ms/token", "questions/s", "peak", "cache", "GFLOP")
+    table = Table(*columns, title=title)
+    for name, arm in size["arms"].items():
+        first = arm["first_token"]
+        table.add_row(
+            name,
+            f"{1000 * first['median']:.0f} ({1000 * first['lower']:.0f} to {1000 * first['upper']:.0f})",
+            f"{arm['speed_up']['median']:.1f}",
+            f"{first['median'] / arm['first_token_limit']:.1f}",
+            f"{1000 * arm['per_token']['median']:.1f}",
+            f"{arm['questions_per_second']['median']:.2f}",
+            _mebibytes(arm["peak_bytes"]),
+            _mebibytes(arm["cache_bytes"]),
+            f"{arm['flops'] / 1e9:.1f} ({arm['flops_counted'] / 1e9:.1f})",
+        )
+    table.caption = _caption(size)
+    return table
+
+
+def _caption(size: dict[str, Any]) -> str:
+    parts = [
+        f"{size['rounds']} rounds",
+        f"open: {size['open_share']:.1%} of gates, {size['open_layers']:.0%} of layers",
+    ]
+    for name, seconds in size["encoder"].items():
+        parts.append(f"{name} {1000 * seconds['median']:.0f} ms, not included")
+    bare = size["arms"]["adaptive"]["per_token"]["median"] / size["per_token_limit"]
+    parts.append(f"decoding {bare:.1f} x its limit")
+    return "; ".join(parts)
+
+
+def _mebibytes(count: float | None) -> str:
+    return "-" if count is None else f"{count / 2**20:.1f} MiB"
+
+
+def targets_table(sizes: list[dict[str, Any]]) -> Table:
+    """A target a row, of every size."""
+    table = Table("Size", "Target", "Reached", "Bound", "Met", title="Targets")
+    for size in sizes:
+        where = f"{size['k']}x{size['batch_size']} {size['dtype']}"
+        for each in size["targets"]:
+            value = "no time added" if each["value"] is None else f"{each['value']:.2f}"
+            bound = f"{'at least' if each['at_least'] else 'at most'} {each['bound']:g}"
+            table.add_row(where, each["what"], value, bound, "yes" if each["met"] else "no")
+    return table
+
+
+def machine_line(report: dict[str, Any]) -> str:
+    """The machine, its peaks and the versions."""
+    made_on = report["machine"]
+    peaks = [
+        f"{dtype} {each['flops_per_second'] / 1e9:.0f} GFLOP/s, {each['bytes_per_second'] / 1e9:.1f} GB/s"
+        for dtype, each in report["peaks"].items()
+    ]
+    line = f"{made_on['device']}, {made_on['cpu']}, {made_on['threads']} threads, load {made_on['load']:.1f}; "
+    return line + "; ".join(peaks) + f"; torch {made_on['torch']}, transformers {made_on['transformers']}"

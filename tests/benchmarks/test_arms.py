@@ -1,0 +1,180 @@
+"""The arms of the latency benchmark: what must read the same does, whatever was made before and however it refines."""
+
+import pytest
+import torch
+from tiny_models import backbone_config
+from training_rows import question_rows
+from transformers import AutoModelForCausalLM
+
+from arcaligner.benchmarks.arms import ARMS, SAME_AS, Decoding, cache_bytes, make_arms, share
+from arcaligner.benchmarks.models import SHAPE_ENCODER_WIDTH, load_models, random_models
+from arcaligner.benchmarks.plain_algorithm import plain_algorithm
+from arcaligner.benchmarks.prompts import both_prompts, pick_rows
+
+
+@pytest.fixture(scope="module")
+def models(checkpoint_dir):
+    return load_models(str(checkpoint_dir), torch.float64, "cpu")
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def prompts(processor, request):
+    """Of text and of slots; the rows of the larger batch differ in length and in slots."""
+    rows = pick_rows(question_rows(6), processor, k=2, batch_size=request.param)
+    segments = [processor.segment_documents(row["passages"]) for row in rows]
+    texts = [processor.encoder_texts(own, row["passages"]) for own, row in zip(segments, rows, strict=True)]
+    embeds = [processor.encode_segments(own).double() for own in texts]
+    return both_prompts(processor, rows, embeds, vocab_size=len(processor.tokenizer))
+
+
+@pytest.fixture(scope="module")
+def read(models, prompts):
+    """What each arm reads."""
+    arms, _ = make_arms(*models, *prompts)
+    found = {}
+    with torch.no_grad():
+        for name, arm in arms.items():
+            with arm.state():
+                found[name] = arm.run()
+    return found
+
+
+def real_rows(found, ids):
+    """Keys and values of all layers without padding, (rows, features)."""
+    mask = ids.attention_mask.bool()
+    states = [tensor for layer in found.cache.layers for tensor in (layer.keys, layer.values)]
+    return torch.cat([state.transpose(1, 2)[mask].flatten(1) for state in states], dim=1)
+
+
+def columns(name, prompts):
+    """The ids that an arm's cache holds."""
+    own = prompts[0] if name.startswith("standard_rag") else prompts[1]
+    return own.prefix.then(own.tail) if name.endswith("_cached") else own.whole
+
+
+def test_the_arms_come_in_their_order(read):
+    assert tuple(read) == ARMS
+
+
+@pytest.mark.parametrize(("name", "other"), SAME_AS.items())
+def test_cached_and_plain_arms_read_what_their_counterparts_read(name, other, read, prompts):
+    assert torch.equal(read[name].tokens, read[other].tokens)
+    torch.testing.assert_close(
+        real_rows(read[name], columns(name, prompts)), real_rows(read[other], columns(other, prompts))
+    )
+
+
+def test_gate_modes_are_told_apart(read, prompts):
+    depth = {name: read[name].recursion_depth for name in ("off", "adaptive", "always")}
+    is_slot = depth["always"] >= 0
+    assert set(depth["off"][is_slot].tolist()) == {0}
+    assert {0, 2} <= set(depth["adaptive"][is_slot].tolist())
+    assert set(depth["always"][:, :-1][is_slot[:, :-1]].tolist()) == {2}
+    states = [real_rows(read[name], prompts[1].whole) for name in ("off", "adaptive", "always")]
+    assert not torch.allclose(states[0], states[1]) and not torch.allclose(states[1], states[2])
+
+
+def test_the_bare_model_reads_the_text(models, prompts, read):
+    text = prompts[0].whole
+    inputs = {"input_ids": text.input_ids, "attention_mask": text.attention_mask, "position_ids": text.position_ids}
+    expected = models[1](**inputs).logits[:, -1].argmax(dim=-1)
+    assert torch.equal(read["standard_rag"].tokens, expected)
+    assert not any("lora" in name for name, _ in models[1].named_parameters())
+
+
+def test_an_arm_leaves_the_models_and_the_prefix_as_they_were(models, prompts):
+    aligner, base = models
+    arms, prefixes = make_arms(aligner, base, *prompts)
+    before = {name: (cache_bytes(cache), cache.get_seq_length()) for name, cache in prefixes.items()}
+    gate_mode = aligner.config.gate_mode
+    with torch.no_grad():
+        for arm in arms.values():
+            with arm.state():
+                arm.run()
+    assert {name: (cache_bytes(cache), cache.get_seq_length()) for name, cache in prefixes.items()} == before
+    assert aligner.config.gate_mode == gate_mode
+    assert not any(module._forward_hooks for module in aligner.modules())
+
+
+def test_plain_steps_are_over_all_rows_of_all_gated_layers(models, prompts, monkeypatch):
+    aligner, _ = models
+    seen = []
+
+    def noting(forward):
+        return lambda hidden, **kwargs: seen.append(tuple(hidden.shape)) or forward(hidden, **kwargs)
+
+    for layer in aligner.model.backbone.layers:
+        monkeypatch.setattr(layer, "forward", noting(layer.forward))
+    slots = prompts[1].whole
+    with plain_algorithm(aligner), torch.no_grad():
+        aligner(slots.input_ids, attention_mask=slots.attention_mask, context_embeds=prompts[1].context_embeds)
+    steps = 1 + aligner.config.max_refinement_steps
+    assert seen == [(*slots.input_ids.shape, 32)] * (len(aligner.config.gated_layers) * steps)
+
+
+def test_the_plain_algorithm_has_nothing_to_refine_while_decoding(models, prompts, read):
+    aligner, _ = models
+    after = Decoding(aligner, prompts[1].whole, read["adaptive"])
+    after.restart()
+    with torch.no_grad(), plain_algorithm(aligner):
+        after.step()
+    plain = after.ids.input_ids
+    after.restart()
+    with torch.no_grad():
+        after.step()
+    assert torch.equal(after.ids.input_ids, plain)
+
+
+def test_the_bare_model_goes_on_from_the_aligners_cache_as_the_aligner_does(models, prompts, read):
+    found = []
+    for model in models:
+        decoding = Decoding(model, prompts[1].whole, read["adaptive"])
+        decoding.restart()
+        with torch.no_grad():
+            for _ in range(5):
+                decoding.step()
+        found.append(decoding.ids.input_ids)
+    assert torch.equal(*found)
+    start = prompts[1].whole.input_ids
+    assert found[0].shape[1] == start.shape[1] + 6 and torch.equal(found[0][:, : start.shape[1]], start)
+    assert read["adaptive"].cache.get_seq_length() == start.shape[1]
+
+
+def test_decoding_is_that_of_generate(models, prompts, read):
+    aligner, _ = models
+    slots = prompts[1]
+    decoding = Decoding(aligner, slots.whole, read["adaptive"])
+    decoding.restart()
+    with torch.no_grad():
+        for _ in range(4):
+            decoding.step()
+    inputs = {"input_ids": slots.whole.input_ids, "attention_mask": slots.whole.attention_mask}
+    aligner.generation_config.eos_token_id = None
+    expected = aligner.generate(**inputs, context_embeds=slots.context_embeds, max_new_tokens=5, do_sample=False)
+    assert torch.equal(decoding.ids.input_ids, expected)
+
+
+def test_a_shared_cache_goes_on_by_itself_and_copies_nothing_before(read):
+    cache = read["standard_rag"].cache
+    own = share(cache)
+    assert all(one.keys is other.keys for one, other in zip(own.layers, cache.layers, strict=True))
+    size, length = cache_bytes(cache), cache.get_seq_length()
+    own.update(torch.zeros_like(cache.layers[0].keys), torch.zeros_like(cache.layers[0].values), 0)
+    assert (cache_bytes(cache), cache.get_seq_length()) == (size, length) and own.get_seq_length() == 2 * length
+
+
+@pytest.mark.parametrize("backbone", ["llama", "mistral"])
+def test_random_models_share_weights_and_open_the_gates_of_every_fourth_layer(backbone):
+    shape = backbone_config(backbone, num_hidden_layers=6).to_dict()
+    aligner, base = random_models(shape, torch.bfloat16, "cpu", context_token_id=70)
+    assert type(base) is AutoModelForCausalLM._model_mapping[type(base.config)]
+    own = aligner.model.backbone.layers[0].mlp.up_proj.base_layer.weight
+    assert base.model.layers[0].mlp.up_proj.weight.data_ptr() == own.data_ptr() and own.dtype is torch.bfloat16
+    ids = torch.tensor([[4, 70, 70, 5]])
+    embeds = torch.nn.functional.normalize(torch.randn(1, 2, SHAPE_ENCODER_WIDTH), dim=-1)
+    with torch.no_grad():
+        outputs = aligner(ids, context_embeds=embeds, use_cache=True)
+        assert torch.isfinite(base(ids.clamp(max=5)).logits).all()
+    assert outputs.recursion_depth[0, :, 0].tolist() == [2, 0, 0, 0, 2, 0]
+    assert outputs.logits.dtype is torch.bfloat16
+    assert {p.dtype for name, p in aligner.named_parameters() if aligner.is_aligner_key(name)} == {torch.float32}

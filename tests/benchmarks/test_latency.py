@@ -1,0 +1,210 @@
+"""The latency benchmark: rounds and their end, ratios within a round, targets, one command for all of it."""
+
+import json
+
+import pytest
+import torch
+from tiny_models import backbone_config
+from training_rows import question_rows, write_rows
+from typer.testing import CliRunner
+
+from arcaligner.benchmarks import latency, latency_report
+from arcaligner.benchmarks.arms import ARMS
+from arcaligner.benchmarks.latency import Bench, main, measure_rounds, measure_size, parse_dtypes, parse_sizes, shape_of
+from arcaligner.benchmarks.models import load_models
+from arcaligner.benchmarks.profiling import profile_arm
+from arcaligner.benchmarks.timing import Turn
+
+PEAKS = {"flops_per_second": 1e9, "bytes_per_second": 1e9}
+
+
+class Counting:
+    """A decoder that counts."""
+
+    def __init__(self):
+        self.log = ""
+
+    def restart(self):
+        self.log += "|"
+
+    def step(self):
+        self.log += "."
+
+
+@pytest.fixture(scope="module")
+def bench(checkpoint_dir, processor):
+    models = load_models(str(checkpoint_dir), torch.float32, "cpu")
+    return Bench(*models, processor, question_rows(6), has_encoder=True, peaks=PEAKS)
+
+
+@pytest.fixture(scope="module")
+def size(bench):
+    return {"dtype": "float32", **measure_size(bench, 3, 2, rounds=3, seconds=0.0, profile=True)}
+
+
+def test_at_least_three_rounds_are_timed_each_with_a_whole_answer():
+    decoding = {"a": Counting(), "b": Counting()}
+    found, tokens = measure_rounds({"x": Turn(lambda: None)}, decoding, "cpu", rounds=9, seconds=0.0)
+    assert len(found) == 3 and len(tokens) == 3 * 15
+    assert decoding["a"].log == decoding["b"].log == ("|" + "." * 15) * 3
+
+
+def test_rounds_end_at_their_number_when_there_is_time():
+    found, _ = measure_rounds({"x": Turn(lambda: None)}, {"a": Counting()}, "cpu", rounds=5, seconds=1e6)
+    assert len(found) == 5
+
+
+def test_a_size_has_all_figures_of_all_arms(size, bench):
+    assert tuple(size["arms"]) == ARMS and (size["k"], size["batch_size"], size["rounds"]) == (3, 2, 3)
+    for name, arm in size["arms"].items():
+        assert arm["first_token"]["lower"] <= arm["first_token"]["median"] <= arm["first_token"]["upper"]
+        assert arm["first_token_limit"] == max(arm["flops"], arm["bytes"]) / 1e9
+        assert arm["flops_counted"] > 0 and arm["per_token"]["median"] > 0 and arm["questions_per_second"]["median"] > 0
+        length = size["text_tokens" if name.startswith("standard") else "slot_tokens"]
+        assert arm["cache_bytes"] >= 3 * 2 * 2 * 8 * 4 * length  # layers, keys and values, heads, head_dim, float32
+    assert set(size["encoder"]) == {"segmenting", "encoding"}
+    assert size["arms"]["standard_rag"]["speed_up"] == {"lower": 1.0, "median": 1.0, "upper": 1.0}
+    _, slots = bench.prompts(latency.pick_rows(bench.rows, bench.processor, 3, 2))
+    is_slot = slots.whole.input_ids == bench.processor.context_token_id
+    assert size["slots"] == int(is_slot.sum()) / 2 and 0 < size["open_share"] < 1
+    assert set(size["profile"]) == set(ARMS)
+    assert size["same_first_token"] == {"standard_rag_cached": 1.0, "slots_cached": 1.0, "plain": 1.0}
+    assert size["refinement_flops_ratio"] > 1
+    assert size["prefix_bytes_ratio"] > 1
+
+
+def test_the_prefix_bytes_are_those_of_everything_before_the_question(bench, size):
+    rows = latency.pick_rows(bench.rows, bench.processor, 3, 2)
+    text, slots = bench.prompts(rows)
+    row_bytes = 3 * 2 * 2 * 8 * 4
+    assert size["prefix_bytes"] == {
+        "standard_rag_cached": row_bytes * text.prefix.input_ids.shape[1],
+        "slots_cached": row_bytes * slots.prefix.input_ids.shape[1],
+    }
+
+
+def test_arms_and_encoder_take_turns_in_a_rotating_order(bench, monkeypatch):
+    seen = []
+
+    def in_turn(turns, first, device):
+        seen.append((list(turns), first))
+        return dict.fromkeys(turns, 1.0)
+
+    monkeypatch.setattr(latency, "in_turn", in_turn)
+    measure_size(bench, 1, 1, rounds=3, seconds=0.0, profile=False)
+    prefills = [(turns, first) for turns, first in seen if "plain" in turns]
+    assert prefills == [([*ARMS, "segmenting", "encoding"], number) for number in range(3)]
+    steps = [(turns, first) for turns, first in seen if "plain" not in turns]
+    assert steps == [(["standard_rag", "slots", "backbone"], number) for number in range(45)]
+
+
+def test_a_prompt_longer_than_the_backbones_context_is_refused(bench, monkeypatch):
+    monkeypatch.setattr(bench.base.config, "max_position_embeddings", 64)
+    with pytest.raises(ValueError, match="A prompt with 3 passages and its answer have .* tokens, but"):
+        measure_size(bench, 3, 1, rounds=3, seconds=0.0, profile=False)
+
+
+def test_ratios_are_taken_within_a_round():
+    seconds = [{"a": 2.0, "b": 1.0}, {"a": 40.0, "b": 10.0}, {"a": 9.0, "b": 3.0}]
+    assert latency_report.ratio(seconds, "a", "b") == {"lower": 2.5, "median": 3.0, "upper": 3.5}
+
+
+def test_refinement_is_compared_by_what_it_adds():
+    rounds = [{"off": base, "adaptive": base + 1.0, "plain": base + 6.0} for base in (1.0, 50.0, 3.0)]
+    assert latency_report.refinement_ratio(rounds) == 6.0
+    assert latency_report.refinement_ratio([{**each, "adaptive": each["off"]} for each in rounds]) is None
+
+
+def size_with(k, **speed_ups):
+    """What the targets look at."""
+    names = ("off", "adaptive", "slots_cached")
+    return {
+        "k": k,
+        "arms": {name: {"speed_up": {"median": speed_ups.get(name, 0.0)}} for name in names},
+        "cached_speed_up": {"median": 1.2},
+        "prefix_bytes_ratio": 23.0,
+        "refinement_ratio": None,
+        "decoding_ratio": {"median": 1.03},
+    }
+
+
+def test_targets_are_those_of_their_number_of_passages():
+    met = {
+        each["what"]: (each["bound"], each["met"]) for each in latency_report.targets(size_with(5, off=8, adaptive=6))
+    }
+    assert met == {
+        "first token, off": (8.0, True),
+        "first token, adaptive": (6.4, False),
+        "added by refinement, plain over adaptive": (4.0, True),
+        "time per output token over the bare backbone's": (1.02, False),
+    }
+    found = latency_report.targets(size_with(20, off=14.9, adaptive=12.0, slots_cached=25.0))
+    assert [(each["bound"], each["met"]) for each in found] == [
+        (15.0, False),
+        (12.0, True),
+        (25.0, True),
+        (1.0, True),
+        (24.0, False),
+        (4.0, True),
+        (1.02, False),
+    ]
+    assert len(latency_report.targets(size_with(1))) == 2
+
+
+def test_the_profile_tells_weights_from_the_rest_and_adds_up_to_the_pass():
+    weight = torch.randn(300, 300)
+    found = profile_arm(Turn(lambda: torch.cat([weight @ weight, weight]).exp()), "cpu")
+    assert list(found) == ["weights", "attention", "moving rows", "other operators", "outside of operators"]
+    assert found["weights"] > 0 and found["moving rows"] > 0 and found["other operators"] > 0
+    assert found["attention"] == 0.0
+
+
+def test_the_command_writes_one_json_line_tables_and_a_picture(tmp_path, checkpoint_dir, monkeypatch):
+    data, output = tmp_path / "rows.jsonl", tmp_path / "found"
+    write_rows(data, question_rows(6))
+    monkeypatch.setattr(latency, "measured_peaks", lambda device, dtype: PEAKS)
+    app = latency.typer.Typer()
+    app.command()(main)
+    options = ["--sizes", "1x1,2x2", "--dtype", "float32,bfloat16", "--seconds", "0"]
+    options += ["--checkpoint", str(checkpoint_dir), "--data", str(data), "--output", str(output)]
+    result = CliRunner().invoke(app, options, catch_exceptions=False)
+    assert result.exit_code == 0
+    lines = [line for line in result.output.splitlines() if line.startswith("{")]
+    report = json.loads(lines[0])
+    assert len(lines) == 1 and report["data"] == "rows.jsonl" and list(report["peaks"]) == ["float32", "bfloat16"]
+    assert [(each["dtype"], each["k"], each["batch_size"]) for each in report["sizes"]] == [
+        ("float32", 1, 1),
+        ("float32", 2, 2),
+        ("bfloat16", 1, 1),
+        ("bfloat16", 2, 2),
+    ]
+    assert all(each["targets"] and "profile" not in each for each in report["sizes"])
+    table = (output / "latency.txt").read_text("utf-8")
+    assert all(name in table for name in ARMS) and "2 passages x 2 questions, bfloat16" in table
+    assert json.loads((output / "latency.json").read_text("utf-8"))["sizes"] == report["sizes"]
+    assert {path.name for path in output.iterdir()} == {f"latency.{end}" for end in ("json", "txt", "png", "svg")}
+
+
+def test_a_shape_is_measured_with_random_weights_and_without_an_encoder(tmp_path, checkpoint_dir, monkeypatch, capsys):
+    data = tmp_path / "rows.jsonl"
+    write_rows(data, question_rows(6))
+    monkeypatch.setitem(latency.SHAPES, "mistral_7b", backbone_config("mistral", max_position_embeddings=512).to_dict())
+    monkeypatch.setattr(latency, "measured_peaks", lambda device, dtype: PEAKS)
+    options = {"checkpoint": str(checkpoint_dir), "data": data, "seconds": 0.0, "rounds": 3, "device": "cpu"}
+    main(sizes="2x2", dtype="bfloat16", shape="mistral_7b", layers=5, profile=False, output=None, **options)
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    size = report["sizes"][0]
+    assert (report["model"], report["layers"], size["encoder"]) == ("mistral_7b", 5, {})
+    assert size["open_layers"] == pytest.approx(1 / 5) and tuple(size["arms"]) == ARMS
+
+
+def test_sizes_dtypes_and_shapes_that_are_none_are_refused():
+    for text in ("5", "0x1", "5x1x1", "ax1", "", "5x1,"):
+        with pytest.raises(ValueError, match="expected passages x questions of a batch"):
+            parse_sizes(text)
+    assert parse_sizes("1x1,20x8") == [(1, 1), (20, 8)]
+    with pytest.raises(ValueError, match="`--dtype` names float64; expected float32, bfloat16"):
+        parse_dtypes("float32,float64")
+    with pytest.raises(ValueError, match="expected mistral_7b or llama_3_1_8b"):
+        shape_of("gpt", None)
+    assert shape_of("llama_3_1_8b", 4)["num_hidden_layers"] == 4
