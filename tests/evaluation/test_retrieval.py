@@ -381,4 +381,4 @@ def test_the_command_writes_rows_and_prints_recall(rows, settings, tmp_path):
     assert "50.0" in result.output and "[0.0, 100.0]" in result.output
     assert "2 of 3 questions have a gold" in result.output
     refused = CliRunner().invoke(app, [*options, "--top-k", "6", "--output", str(output)])
-    assert refused.exit_code == 2 and "top_k" in refused.output
+    assert isinstance(refused.exception, ValueError) and "`top_k` is 6" in str(refused.exception)
