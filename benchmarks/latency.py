@@ -290,6 +290,8 @@ def main(
             size["targets"] = latency_report.targets(size)
             report["sizes"].append(size)
             console.print(latency_report.size_table(size))
+            if profile:
+                console.print(latency_report.profile_table(size))
         del models, bench  # before the next dtype's are loaded
     console.print(latency_report.targets_table(report["sizes"]))
     console.print(latency_report.machine_line(report))

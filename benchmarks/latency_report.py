@@ -85,13 +85,25 @@ def size_table(size: dict[str, Any]) -> Table:
 def _caption(size: dict[str, Any]) -> str:
     parts = [
         f"{size['rounds']} rounds",
-        f"open: {size['open_share']:.1%} of gates, {size['open_layers']:.0%} of layers",
+        f"{size['open_share']:.1%} of gates open, in {size['open_layers']:.0%} of layers",
     ]
+    if (times := size["refinement_flops_ratio"]) is not None:
+        parts.append(f"plain refinement takes {times:.1f} x the operations")
+    decoding = size["arms"]["adaptive"]["per_token"]["median"] / size["per_token_limit"]
+    parts.append(f"decoding after slots {decoding:.1f} x its limit")
     for name, seconds in size["encoder"].items():
         parts.append(f"{name} {1000 * seconds['median']:.0f} ms, not included")
-    bare = size["arms"]["adaptive"]["per_token"]["median"] / size["per_token_limit"]
-    parts.append(f"decoding {bare:.1f} x its limit")
     return "; ".join(parts)
+
+
+def profile_table(size: dict[str, Any]) -> Table:
+    """Milliseconds of one pass of each arm, by kind of work."""
+    kinds = next(iter(size["profile"].values()))
+    title = f"Where the time goes: {size['k']} passages x {size['batch_size']} questions, {size['dtype']}, ms"
+    table = Table("Arm", *kinds, title=title)
+    for name, seconds in size["profile"].items():
+        table.add_row(name, *(f"{1000 * each:.1f}" for each in seconds.values()))
+    return table
 
 
 def _mebibytes(count: float | None) -> str:

@@ -3,18 +3,13 @@
     python -m arcaligner.benchmarks.overhead [--output overhead.json]
 
 Arms of a comparison take turns in one process, each pair gives a ratio, and the median of the ratios is printed with
-the
-middle half of them: machines drift, ratios within a moment do not. Memory is the peak resident size of a process of
-its own.
+the middle half of them. Memory is the peak resident size of a process of its own.
 """
 
 import copy
 import json
 import multiprocessing
-import platform
 import resource
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -31,6 +26,8 @@ from ..defaults_arcaligner import DEFAULT_BASE_MODEL, resolve_base_model
 from ..lora_arcaligner import lora_target_names
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..train.saving import write_whole
+from .machine import machine
+from .timing import Turn, in_turn, spread
 
 NUM_SLOTS, PROMPT_TOKENS, LORA_R = 25, 64, 16
 TRAIN_BATCH, TRAIN_TOKENS = 8, 128
@@ -57,16 +54,10 @@ def prompt(model: ArcAlignerForCausalLM, batch: int, seq_len: int) -> dict[str, 
 
 def ratios(ours: Callable[[], None], theirs: Callable[[], None], runs: int, title: str) -> list[float]:
     """Seconds of `ours` over seconds of `theirs`, `runs` times in turn; who goes first alternates."""
-    found = []
-    for run in track(range(runs + 3), description=title, transient=True):
-        seconds = {}
-        for arm in (ours, theirs) if run % 2 else (theirs, ours):
-            start = time.perf_counter()
-            arm()
-            seconds[arm] = time.perf_counter() - start
-        if run >= 3:
-            found.append(seconds[ours] / seconds[theirs])
-    return found
+    turns = {"theirs": Turn(theirs), "ours": Turn(ours)}
+    rounds = track(range(runs + 3), description=title, transient=True)
+    seconds = [in_turn(turns, number, "cpu") for number in rounds][3:]
+    return [each["ours"] / each["theirs"] for each in seconds]
 
 
 @torch.inference_mode()
@@ -139,18 +130,14 @@ def main(
     found = {"decoding": measure_decoding(runs), "prefill with closed gates": measure_prefill(runs)}
     peaks = measure_memory()
     bounds = {"decoding": 1.02, "prefill with closed gates": 1.05, "memory of a training step": 1.2}
-    summary = {
-        name: dict(zip(("lower", "ratio", "upper"), statistics.quantiles(values, n=4), strict=True))
-        for name, values in found.items()
-    }
-    ratio = peaks["arcaligner"] / peaks["peft_lora"]
-    summary["memory of a training step"] = {"lower": ratio, "ratio": ratio, "upper": ratio}
+    summary = {name: spread(values) for name, values in found.items()}
+    memory = peaks["arcaligner"] / peaks["peft_lora"]
+    summary["memory of a training step"] = {"lower": memory, "median": memory, "upper": memory}
     table = Table("Cost", "Ratio", "Middle half", "Bound", title="Slots over none")
     for name, row in summary.items():
-        table.add_row(name, f"{row['ratio']:.3f}", f"{row['lower']:.3f} to {row['upper']:.3f}", f"{bounds[name]}")
+        table.add_row(name, f"{row['median']:.3f}", f"{row['lower']:.3f} to {row['upper']:.3f}", f"{bounds[name]}")
     Console().print(table)
-    machine = {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
-    report = {"summary": summary, "peak_mib": peaks, "runs": runs, "torch": torch.__version__, "machine": machine}
+    report = {"summary": summary, "peak_mib": peaks, "runs": runs, "machine": machine("cpu")}
     if output is not None:
         write_whole(output, json.dumps(report, indent=2) + "\n")
 

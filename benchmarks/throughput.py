@@ -21,14 +21,10 @@ not. Tokens are real ones, slots included and padding not.
 """
 
 import json
-import os
-import platform
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +47,8 @@ from ..train.corpora import read_rows
 from ..train.data import ExampleBuilder, build_dataset
 from ..train.embedding_store import EmbeddingStore
 from ..train.saving import write_whole
+from .machine import machine
+from .timing import spread, wait_for
 
 Batch = dict[str, torch.Tensor]
 ROOT = Path(__file__).parents[1]
@@ -161,16 +159,15 @@ def make_arms(aligner: ArcAlignerForCausalLM, plain: torch.nn.Module) -> dict[st
 def seconds_of_step(arm: Arm, batch: Batch) -> float:
     """Forward, backward and the optimizer's step; in bfloat16 on an accelerator, as the recipes say."""
     device = batch["input_ids"].device
-    wait = (lambda: None) if device.type == "cpu" else torch.accelerator.synchronize
     arm.prepare()
-    wait()
+    wait_for(device)
     start = time.perf_counter()
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
         loss = arm.loss(batch)
     loss.backward()
     arm.optimizer.step()
     arm.optimizer.zero_grad()
-    wait()
+    wait_for(device)
     return time.perf_counter() - start
 
 
@@ -187,12 +184,6 @@ def measure(arms: dict[str, Arm], batches: list[Batch], steps: int) -> tuple[lis
     return seconds, tokens
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Median and the middle half."""
-    lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
-    return {"lower": lower, "median": median, "upper": upper}
-
-
 def summarise(seconds: list[dict[str, float]], tokens: list[int]) -> dict[str, dict[str, Any]]:
     """For each arm `tokens_per_second`, and its ratio to each baseline: above 1 is faster than it."""
     summary = {}
@@ -201,25 +192,6 @@ def summarise(seconds: list[dict[str, float]], tokens: list[int]) -> dict[str, d
         ratios = {base: spread([step[base] / step[arm] for step in seconds]) for base in BASELINES}
         summary[arm] = {"tokens_per_second": spread(rates), "ratio": ratios, "target": TARGETS.get(arm)}
     return summary
-
-
-def machine(device: str) -> dict[str, Any]:
-    """What the numbers were made on, and with; `load` tells whether others worked on it."""
-    names = [line.split(":")[1].strip() for line in _cpu_lines() if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load": os.getloadavg()[0],
-        "device": "cpu" if device == "cpu" else torch.cuda.get_device_name(device),
-        "python": platform.python_version(),
-        **{package: version(package) for package in ("torch", "transformers", "peft", "trl")},
-    }
-
-
-def _cpu_lines() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
 
 
 def make_table(report: dict[str, Any]) -> Table:

@@ -22,7 +22,7 @@ class Turn:
     state: Callable[[], AbstractContextManager] = nullcontext
 
 
-def wait_for(device: str) -> None:
+def wait_for(device: str | torch.device) -> None:
     """Until everything that was started on `device` is done."""
     if torch.device(device).type != "cpu":
         torch.accelerator.synchronize(device)

@@ -67,7 +67,8 @@ def test_a_size_has_all_figures_of_all_arms(size, bench):
     _, slots = bench.prompts(latency.pick_rows(bench.rows, bench.processor, 3, 2))
     is_slot = slots.whole.input_ids == bench.processor.context_token_id
     assert size["slots"] == int(is_slot.sum()) / 2 and 0 < size["open_share"] < 1
-    assert set(size["profile"]) == set(ARMS)
+    table = latency_report.profile_table(size)
+    assert tuple(size["profile"]) == tuple(table.columns[0].cells) == ARMS and table.columns[1].header == "weights"
     assert size["same_first_token"] == {"standard_rag_cached": 1.0, "slots_cached": 1.0, "plain": 1.0}
     assert size["refinement_flops_ratio"] > 1
     assert size["prefix_bytes_ratio"] > 1

@@ -8,6 +8,7 @@ from training_rows import question_rows, write_rows
 
 from arcaligner.benchmarks import throughput
 from arcaligner.benchmarks.throughput import load_plain, make_arms, make_batches, measure, num_tokens, summarise
+from arcaligner.train import saving
 from arcaligner.train.data import ExampleBuilder
 
 ARMS = ["plain", "plain_labelled", "stage_2", "stage_3", "stage_3_always"]
@@ -159,7 +160,7 @@ def test_a_result_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeyp
     def full_disk(*args):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(throughput.os, "replace", full_disk)
+    monkeypatch.setattr(saving.os, "replace", full_disk)
     with pytest.raises(OSError, match="No space"):
         throughput.write_whole(path, "after")
     assert path.read_text() == "before"
