@@ -31,6 +31,15 @@ from transformers.cache_utils import Cache, DynamicCache
 FORMAT = "arcaligner-slot-prefix-1"
 # Enough of a parameter to tell two backbones of one name from each other.
 SAMPLED_VALUES = 64
+# Settings of the aligner that change no slot; one that is added later is taken to change them.
+_WITHOUT_EFFECT = (
+    "text_config",  # among the backbone's weights
+    "context_token",
+    "initializer_range",
+    "lora_dropout",
+    "tie_word_embeddings",
+    "training_stage",
+)
 # What two copies of one backbone's configuration may differ in.
 _NOT_COMPUTED_WITH = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 
@@ -41,7 +50,6 @@ def fingerprint_weights(model) -> dict[str, str]:
     config = model.config.text_config.to_dict()
     config = {name: value for name, value in config.items() if name not in _NOT_COMPUTED_WITH}
     backbone.update(json.dumps(config, sort_keys=True, default=str).encode())
-    aligner.update(f"{model.config.lora_r} {model.config.lora_alpha}".encode())
     for name, parameter in model.named_parameters():
         values = parameter.detach().flatten()
         if model.is_aligner_key(name):
@@ -66,18 +74,15 @@ def slot_prefix_fingerprint(
             (num_slots, encoder_hidden_size).
         weights (`dict`, *optional*): Of `fingerprint_weights`, when it was called before.
     """
-    config = model.config
+    settings = {
+        name: getattr(model.config, name) for name in type(model.config).__annotations__ if name not in _WITHOUT_EFFECT
+    }
     return {
-        "base_model": config.base_model_name_or_path,
-        "base_model_revision": config.base_model_revision,
+        **settings,
         "dtype": str(model.get_input_embeddings().weight.dtype),
         **(weights or fingerprint_weights(model)),
-        "gate_mode": config.gate_mode,
-        "gate_threshold": float(config.gate_threshold),
-        "max_refinement_steps": config.max_refinement_steps,
         "encoder": processor.encoder_name_or_path,
-        "encoder_hidden_size": processor.encoder_hidden_size,
-        "sentences_per_segment": float(processor.sentences_per_segment),
+        "sentences_per_segment": processor.sentences_per_segment,
         "spacy_model": processor.spacy_model,
         "prompt": _digest(list(prompt_ids)),
         "passages": _passages_digest(passages),
