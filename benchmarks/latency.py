@@ -50,6 +50,10 @@ class Bench:
         self.peaks = peaks
         self.device = str(aligner.device)
         self.sizes = Sizes.of(aligner, base)
+        # Weights come from the disk when they are first read, which must not count as memory of an arm.
+        with torch.no_grad():
+            for model in (aligner, base):
+                model(torch.zeros(1, 1, dtype=torch.long, device=self.device))
 
     def prompts(self, rows: list[Row]) -> tuple[Prompts, Prompts]:
         """Of text and of slots, on the device.

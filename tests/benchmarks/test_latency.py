@@ -99,6 +99,21 @@ def test_arms_and_encoder_take_turns_in_a_rotating_order(bench, monkeypatch):
     assert steps == [(["standard_rag", "slots", "backbone"], number) for number in range(45)]
 
 
+def test_all_weights_are_read_before_an_arm_is_measured(bench):
+    read = []
+    hooks = [
+        module.register_forward_hook(lambda module, *_: read.append(module))
+        for model in (bench.aligner, bench.base)
+        for module in (model.lm_head, *model.get_decoder().modules())
+        if isinstance(module, torch.nn.Linear) and "lora" not in type(module).__module__
+    ]
+    Bench(bench.aligner, bench.base, bench.processor, bench.rows, has_encoder=True, peaks=PEAKS)
+    for hook in hooks:
+        hook.remove()
+    heads = [bench.aligner.lm_head, bench.base.lm_head]
+    assert all(any(module is head for module in read) for head in heads) and len(read) >= 2 * (1 + 3 * 7)
+
+
 def test_a_prompt_longer_than_the_backbones_context_is_refused(bench, monkeypatch):
     monkeypatch.setattr(bench.base.config, "max_position_embeddings", 64)
     with pytest.raises(ValueError, match="A prompt with 3 passages and its answer have .* tokens, but"):
