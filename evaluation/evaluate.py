@@ -1,7 +1,7 @@
 """Answers the questions of tasks with methods, scores them, and writes tables: `python -m arcaligner evaluate`.
 
     python -m arcaligner evaluate --recipe smollm2_135m
-    python -m arcaligner evaluate --checkpoint runs/mine --tasks squad,nq --methods naive,arcaligner -n 200 \\
+    python -m arcaligner evaluate --checkpoint runs/mine --tasks squad --methods naive,arcaligner -n 200 \\
         --output runs/try
 
 A second run, after a kill too, does what is missing; several may run at once with other tasks or methods. A method
@@ -15,20 +15,16 @@ import os
 import platform
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from rich.progress import Progress
 
-from ..configuration_arcaligner import ArcAlignerConfig
-from ..model_card_arcaligner import is_hub_id
-from ..train.checkpoint_folder import weights_digest
 from .answering import MAX_NEW_TOKENS, Row, batches_by_length
 from .methods import METHODS, Method
 from .metrics import METRICS, contains_match
-from .reading import Answer, MissingMethodError, Reader
+from .reading import Answer, MissingMethodError, Reader, dtype_on
 from .results import write_results
 from .retrieval import retrieve
 from .runs import AnswerFile, digest, text_digest
@@ -64,6 +60,11 @@ def load_rows(name: str, task: TaskSettings, settings: EvaluationSettings) -> li
         retrieval = dataclasses.replace(settings.retrieval, top_k=task.top_k or settings.retrieval.top_k)
         rows = retrieve(rows, retrieval, settings.cache_dir, settings.checkpoints.device)
     rows = choose_passages(rows, task.passages, task.top_k)
+    if not any(row["passages"] for row in rows) and set(settings.methods) - {"naive", "empty_slot"}:
+        raise ValueError(
+            f"{TASKS[name].title} has no passages of its own. Retrieve some with `--passages retrieved --corpus "
+            f"SOURCE`, or name with `--data` a folder whose {name}.jsonl.gz has them."
+        )
     if num_empty := sum(not row["passages"] for row in rows):
         logger.warning("%s: %d of %d questions have no passage", TASKS[name].title, num_empty, len(rows))
     return rows
@@ -72,15 +73,11 @@ def load_rows(name: str, task: TaskSettings, settings: EvaluationSettings) -> li
 def answer_tasks(method: Method, rows: dict[str, list[Row]], settings: EvaluationSettings) -> None:
     """All tasks with one method, which is loaded when there is something left to answer."""
     files = {name: AnswerFile(settings.output, name, method.name) for name in rows}
-    weights = weights_of(method, settings)
     of_method = {
-        "weights": weights,
-        "checkpoint": getattr(settings.checkpoints, method.checkpoint or "aligner"),
+        "weights": method.fingerprint_of(settings.checkpoints),
+        "checkpoint": method.checkpoint_of(settings.checkpoints),
     }
-    todo = {
-        name: file.open(of_method | made_with(name, settings), rows[name]) if weights else rows[name]
-        for name, file in files.items()
-    }
+    todo = {name: file.open(of_method | made_with(name, settings), rows[name]) for name, file in files.items()}
     if any(todo.values()):
         reader = method.load(settings.checkpoints)
         for name, left in todo.items():
@@ -94,6 +91,7 @@ def made_with(task: str, settings: EvaluationSettings) -> dict[str, Any]:
         "passages": chosen.passages,
         "top_k": chosen.top_k,
         "max_new_tokens": MAX_NEW_TOKENS,
+        "dtype": str(dtype_on(settings.checkpoints.device)),
         "batch_size": settings.batch_size,
         "machine": machine(settings.checkpoints.device),
     }
@@ -104,7 +102,7 @@ def made_with(task: str, settings: EvaluationSettings) -> dict[str, Any]:
 
 def answer_file(reader: Reader, file: AnswerFile, rows: list[Row], batch_size: int, title: str) -> None:
     """Appends the answers to `rows`, behind a progress bar."""
-    with Progress(transient=True) as progress:
+    with file.claim(), Progress(transient=True) as progress:
         bar = progress.add_task(title, total=len(rows))
         for batch, answers, seconds in answer_rows(reader, rows, batch_size):
             file.append(map(record, batch, answers, [seconds / len(batch)] * len(batch)))
@@ -147,29 +145,6 @@ def record(row: Row, answer: Answer, seconds: float) -> dict[str, Any]:
         "prompt": text_digest(answer.prompt_ids),
         "row": digest(row),
     }
-
-
-def weights_of(method: Method, settings: EvaluationSettings) -> str | None:
-    """What the answers of a method depend on: the hash of its checkpoint's weights, or the backbone's name."""
-    if method.checkpoint is None:
-        config = ArcAlignerConfig.from_pretrained(settings.checkpoints.aligner)
-        return f"{config.base_model_name_or_path}@{config.base_model_revision or 'main'}"
-    checkpoint = getattr(settings.checkpoints, method.checkpoint)
-    return None if checkpoint is None else fingerprint(checkpoint)
-
-
-def fingerprint(checkpoint: str) -> str:
-    """What tells one checkpoint from another: the hash of a folder's weights, the name of one on the Hub.
-
-    Raises:
-        `ValueError`: neither of both.
-    """
-    files = sorted(Path(checkpoint).glob("*.safetensors"))
-    if files:
-        return weights_digest(files)[:16]
-    if is_hub_id(checkpoint):
-        return checkpoint
-    raise ValueError(f"There is no checkpoint in {checkpoint}: no weights (*.safetensors). Name a finished folder.")
 
 
 def machine(device: str) -> str:

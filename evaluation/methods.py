@@ -6,12 +6,12 @@ raises `MissingMethodError`: it is skipped by name, never replaced.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from .answering import Row, closed_book_text, passages_text, text_prompt
-from .prompt_compression import load_llmlingua, load_llmlingua2
+from .fingerprints import backbone_fingerprint, fingerprint
+from .prompt_compression import LLMLINGUA2_MODEL, load_llmlingua, load_llmlingua2
 from .reading import MissingMethodError, Reader, SlotReader, TextReader, load_aligner, load_text_lora
-from .released import load_cocom, load_released_xrag
+from .released import COCOM, XRAG_MODEL, load_cocom, load_released_xrag
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,44 @@ class Method:
         name (`str`): In commands and of files.
         title (`str`): In tables.
         load (`Callable`): From checkpoints to a reader.
-        checkpoint (`str`, *optional*): The field of `Checkpoints` whose weights decide the answers; `None` where these
-            are those of the backbone alone.
+        checkpoint (`str`, *optional*): The field of `Checkpoints` that decides the answers; `None` where the backbone
+            alone does.
+        made_by (`str`, *optional*): The command that makes such a checkpoint.
+        weights (`str`, *optional*): Name of weights that decide, besides or in place of the backbone's.
     """
 
     name: str
     title: str
     load: Callable[[Checkpoints], Reader]
     checkpoint: str | None = None
+    made_by: str | None = None
+    weights: str | None = None
+
+    def checkpoint_of(self, checkpoints: Checkpoints) -> str:
+        """The checkpoint that the method reads with."""
+        return getattr(checkpoints, self.checkpoint or "aligner")
+
+    def fingerprint_of(self, checkpoints: Checkpoints) -> str:
+        """What the answers of this method depend on.
+
+        Raises:
+            `MissingMethodError`: a checkpoint that is not named, or not there.
+        """
+        if self.checkpoint is None:
+            backbone = backbone_fingerprint(checkpoints.aligner)
+            return f"{self.weights}, {backbone}" if self.weights else backbone
+        checkpoint = self.checkpoint_of(checkpoints)
+        if self.made_by is None:
+            return fingerprint(checkpoint)
+        option = f"--{self.checkpoint.replace('_', '-')}"
+        if checkpoint is None:
+            raise MissingMethodError(f"name its checkpoint with `{option}`; `{self.made_by}` makes one")
+        try:
+            return fingerprint(checkpoint)
+        except (ValueError, OSError) as error:
+            raise MissingMethodError(
+                f"there is no {checkpoint}, named with `{option}`; `{self.made_by}` makes one"
+            ) from error
 
 
 def load_naive(checkpoints: Checkpoints) -> Reader:
@@ -73,8 +103,7 @@ def load_truncated(checkpoints: Checkpoints) -> Reader:
 
 def load_full_text_lora(checkpoints: Checkpoints) -> Reader:
     """The passages' whole text, read by the backbone with a LoRA that was trained for it."""
-    lora = _needed(checkpoints.full_text_lora, "full_text_lora", "python -m arcaligner.train.full_text --config ...")
-    model, processor = load_text_lora(checkpoints.aligner, lora, checkpoints.device)
+    model, processor = load_text_lora(checkpoints.aligner, checkpoints.full_text_lora, checkpoints.device)
     return TextReader(model, processor, text_prompt, whole_texts)
 
 
@@ -85,12 +114,18 @@ def load_slots(gate_mode: str, **options) -> Callable[[Checkpoints], Reader]:
     )
 
 
-def load_projector(field: str, recipe: str) -> Callable[[Checkpoints], Reader]:
+def load_projector(field: str) -> Callable[[Checkpoints], Reader]:
     """An aligner of a projector alone, named by a field of `Checkpoints`."""
 
     def load(checkpoints: Checkpoints) -> Reader:
-        checkpoint = _needed(getattr(checkpoints, field), field, f"python -m arcaligner train --recipe {recipe}")
-        return SlotReader(*load_aligner(checkpoint, checkpoints.device), gate_mode="off")
+        checkpoint = getattr(checkpoints, field)
+        model, processor = load_aligner(checkpoint, checkpoints.device)
+        if model.config.lora_r:
+            raise ValueError(
+                f"{checkpoint} has a LoRA of rank {model.config.lora_r}; for `--{field.replace('_', '-')}` expected an "
+                "aligner of a projector alone, trained with `aligner: {lora_r: 0, gate_layers: []}`."
+            )
+        return SlotReader(model, processor, gate_mode="off")
 
     return load
 
@@ -110,30 +145,28 @@ def truncated_texts(processor, rows: list[Row]) -> list[str]:
     return texts
 
 
-def _needed(checkpoint: str | None, field: str, command: str) -> str:
-    option = f"--{field.replace('_', '-')}"
-    if checkpoint is None:
-        raise MissingMethodError(f"name its checkpoint with `{option}`; `{command}` makes one")
-    if checkpoint.startswith((".", "/")) and not Path(checkpoint).is_dir():
-        raise MissingMethodError(f"there is no folder {checkpoint}, named with `{option}`; `{command}` makes one")
-    return checkpoint
-
+_TRAIN = "python -m arcaligner train --recipe"
+_FULL_TEXT = "python -m arcaligner.train.full_text --config train/recipes/smollm2_135m/full_text.yaml"
 
 METHODS = {
     method.name: method
     for method in (
         Method("naive", "Naive", load_naive),
         Method("standard_rag", "StandardRAG", load_standard_rag),
-        Method("full_text_lora", "StandardRAG, fine-tuned", load_full_text_lora, "full_text_lora"),
-        Method("truncated", "truncated text", load_truncated),
+        Method("full_text_lora", "StandardRAG, fine-tuned", load_full_text_lora, "full_text_lora", _FULL_TEXT),
+        Method("truncated", "truncated text", load_truncated, "aligner"),
         Method("llmlingua", "LLMLingua (the backbone scores)", load_llmlingua),
-        Method("llmlingua2", "LLMLingua-2", load_llmlingua2),
-        Method("cocom_4", "COCOM x4", load_cocom(4)),
-        Method("cocom_16", "COCOM x16", load_cocom(16)),
-        Method("xrag_released", "xRAG (released)", load_released_xrag),
-        Method("xrag", "xRAG (our training)", load_projector("xrag", "xrag"), "xrag"),
+        Method("llmlingua2", "LLMLingua-2", load_llmlingua2, weights=LLMLINGUA2_MODEL),
+        Method("cocom_4", "COCOM x4", load_cocom(4), weights=COCOM.format(4)),
+        Method("cocom_16", "COCOM x16", load_cocom(16), weights=COCOM.format(16)),
+        Method("xrag_released", "xRAG (released)", load_released_xrag, weights=XRAG_MODEL),
+        Method("xrag", "xRAG (our training)", load_projector("xrag"), "xrag", f"{_TRAIN} xrag"),
         Method(
-            "projector_only", "projector only", load_projector("projector_only", "projector_only"), "projector_only"
+            "projector_only",
+            "projector only",
+            load_projector("projector_only"),
+            "projector_only",
+            f"{_TRAIN} projector_only",
         ),
         Method("arcaligner", "ArcAligner", load_slots("adaptive"), "aligner"),
         Method("no_recursion", "w/o Recursion", load_slots("off"), "aligner"),

@@ -16,8 +16,10 @@ from ..cli import run_command
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..model_card_arcaligner import METRIC_TITLES, RESULTS_FILE, name_repository, write_model_card
 from ..train.saving import write_whole
+from .fingerprints import fingerprint
 from .methods import METHODS
 from .results import write_results
+from .runs import answer_files
 from .tables import described, method_table, ratio_lines, results_page
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +51,7 @@ are read.
 
 def publish(run: Path, checkpoint: Path, figures: Path | None, root: Path) -> None:
     """Writes all of it; pictures are copied to `docs/figures`."""
+    check_weights(run, checkpoint)
     results = write_results(run)
     write_whole(checkpoint / RESULTS_FILE, (run / RESULTS_FILE).read_text(encoding="utf-8"))
     write_model_card(ArcAlignerConfig.from_pretrained(checkpoint), checkpoint)
@@ -59,6 +62,18 @@ def publish(run: Path, checkpoint: Path, figures: Path | None, root: Path) -> No
     write_whole(root / "docs" / "results.md", page.rstrip() + "\n")
     readme = root / "README.md"
     write_whole(readme, with_block(readme.read_text(encoding="utf-8"), readme_tables(results)))
+
+
+def check_weights(run: Path, checkpoint: Path) -> None:
+    """Refuses a run of another aligner.
+
+    Raises:
+        `ValueError`: with both fingerprints.
+    """
+    expected = fingerprint(str(checkpoint))
+    for file in answer_files(run):
+        if METHODS[file.method].checkpoint == "aligner" and (found := file.settings()["weights"]) != expected:
+            raise ValueError(f"{file.path} was answered by weights {found}, {checkpoint} has {expected}.")
 
 
 def readme_tables(results: dict[str, Any]) -> str:

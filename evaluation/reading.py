@@ -51,11 +51,15 @@ class Reader(Protocol):
         """An answer to each row, in order."""
 
 
+def dtype_on(device: str) -> torch.dtype:
+    """What models compute in: float32 on a CPU and else bfloat16."""
+    return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+
+
 @functools.lru_cache(maxsize=1)  # the methods of one checkpoint follow each other
 def load_aligner(checkpoint: str, device: str) -> tuple[ArcAlignerForCausalLM, ArcAlignerProcessor]:
-    """Model, in float32 on a CPU and else in bfloat16, and processor of an aligner, ready to generate."""
-    dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
-    model = ArcAlignerForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval().to(device)
+    """Model and processor of an aligner, ready to generate."""
+    model = ArcAlignerForCausalLM.from_pretrained(checkpoint, dtype=dtype_on(device)).eval().to(device)
     return model, ArcAlignerProcessor.from_pretrained(checkpoint)
 
 
@@ -127,8 +131,9 @@ def lora_off(model: ArcAlignerForCausalLM) -> Iterator[None]:
 
 def load_text_lora(aligner: str, lora: str, device: str):
     """The aligner's backbone with a LoRA of `train/full_text.py` merged into it, and the processor."""
-    name = ArcAlignerForCausalLM.config_class.from_pretrained(aligner).base_model_name_or_path
-    base = AutoModelForCausalLM.from_pretrained(resolve_base_model(name), dtype=torch.float32)
+    config = ArcAlignerForCausalLM.config_class.from_pretrained(aligner)
+    name, revision = resolve_base_model(config.base_model_name_or_path), config.base_model_revision
+    base = AutoModelForCausalLM.from_pretrained(name, revision=revision or "main", dtype=dtype_on(device))
     model = PeftModel.from_pretrained(base, lora).merge_and_unload().eval().to(device)
     return model, ArcAlignerProcessor.from_pretrained(aligner)
 

@@ -15,6 +15,7 @@ from .downloaded import downloaded
 from .reading import Answer, MissingMethodError, Reader
 
 MISTRAL = "mistralai/Mistral-7B-Instruct-v0.2"
+COCOM = "naver/cocom-v1-{}-mistral-7b"  # with the rate
 XRAG_MODEL, XRAG_RETRIEVER = "Hannibal046/xrag-7b", "Salesforce/SFR-Embedding-Mistral"
 XRAG_TOKEN = "<xRAG>"
 XRAG_PROMPT = (
@@ -53,7 +54,7 @@ def load_cocom(rate: int):
     """COCOM, compressed `rate` times; its own code runs on a CUDA device alone."""
 
     def load(checkpoints) -> Reader:
-        folder = downloaded(f"naver/cocom-v1-{rate}-mistral-7b", "14.6 GB, CC BY-NC")
+        folder = downloaded(COCOM.format(rate), "14.6 GB, CC BY-NC")
         downloaded(MISTRAL, "14.5 GB, Apache-2.0")
         if torch.device(checkpoints.device).type != "cuda":
             raise MissingMethodError("COCOM's own code runs on a CUDA device alone; name one with `--device cuda`")

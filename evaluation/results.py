@@ -14,8 +14,8 @@ from .tables import results_page
 from .tasks import TASKS
 
 MAIN = "arcaligner"
-# A method of text, whose rate is that of the text: no compression.
-FULL_TEXTS = ("standard_rag", "full_text_lora")
+# Methods that read all of the text, or nothing of it.
+NOT_COMPRESSED = ("standard_rag", "full_text_lora", "empty_slot")
 
 
 def write_results(run: Path) -> dict[str, Any]:
@@ -48,6 +48,7 @@ def summarize(run: Path) -> dict[str, Any]:
     for task in TASKS:
         of_task = {name: answers[task, name] for name in METHODS if answers.get((task, name))}
         if of_task:
+            _check_pairs(run, task, of_task)
             sets[TASKS[task].title] = _summarize_task(task, of_task)
     machines = sorted({file.settings()["machine"] for file in files.values()})
     return {
@@ -65,11 +66,24 @@ def judged(file: AnswerFile) -> list[dict[str, Any]]:
     return [row | {"acc": acc} for row, acc in zip(rows, accs, strict=True)]
 
 
+def _check_pairs(run: Path, task: str, of_task: dict[str, dict[str, dict]]) -> None:
+    """Refuses answers of two methods to questions of one id with other passages or golds."""
+    rows: dict[str, tuple[str, str]] = {}
+    for method, found in of_task.items():
+        for key, answer in found.items():
+            other, row = rows.setdefault(key, (method, answer["row"]))
+            if row != answer["row"]:
+                raise ValueError(
+                    f"{run / task}: {other} and {method} answered question {key} with other passages or golds, so they "
+                    "cannot be compared. Delete the files of one of them and answer anew, or in another folder."
+                )
+
+
 def _summarize_task(task: str, of_task: dict[str, dict[str, dict]]) -> dict[str, Any]:
     first = next(iter(of_task.values())).values()
     entry: dict[str, Any] = {
         "task": task,
-        "questions": min(len(found) for found in of_task.values()),
+        "questions": max(len(found) for found in of_task.values()),
         "recall": percent_interval([each["recall"] for each in first]),
         "methods": {METHODS[name].title: _summarize_method(name, found) for name, found in of_task.items()},
     }
@@ -91,7 +105,7 @@ def _summarize_method(name: str, found: dict[str, dict]) -> dict[str, Any]:
         "prompt_tokens": sum(row["prompt_tokens"] for row in rows) / len(rows),
         "seconds": sum(row["seconds"] for row in rows) / len(rows),
     }
-    if name not in FULL_TEXTS and numbers["context_tokens"]:
+    if name not in NOT_COMPRESSED and numbers["context_tokens"]:
         numbers["compression_rate"] = _rate(rows)
     judges = sorted({judge for row in rows for judge in row["acc"]})
     numbers["acc"] = {

@@ -6,13 +6,16 @@
 Answers are appended batch by batch: a killed run goes on where it was, and several processes may fill different files.
 """
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from ..train.saving import write_whole
 from .answering import Row
@@ -62,9 +65,26 @@ class AnswerFile:
         known = {answer["id"]: answer["row"] for answer in self.read()}
         if known:
             self._check(settings, rows, known)
-        self._cut_broken_line()
-        write_whole(self.settings_path, json.dumps(settings, indent=1, ensure_ascii=False))
-        return [row for row in rows if row["id"] not in known]
+        left = [row for row in rows if row["id"] not in known]
+        if left:
+            write_whole(self.settings_path, json.dumps(settings, indent=1, ensure_ascii=False))
+        return left
+
+    @contextlib.contextmanager
+    def claim(self) -> Iterator[None]:
+        """Inside, this process alone appends; a line that a kill cut off is gone.
+
+        Raises:
+            `ValueError`: another process appends.
+        """
+        try:
+            with FileLock(self.path.with_suffix(".lock"), timeout=0):
+                self._cut_broken_line()
+                yield
+        except Timeout as error:
+            raise ValueError(
+                f"Another process answers into {self.path}. Let it finish, or choose other `--tasks` or `--methods`."
+            ) from error
 
     def append(self, records: Iterable[dict[str, Any]]) -> None:
         """Adds answers, all of them on disk when it returns."""

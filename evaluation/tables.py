@@ -45,8 +45,14 @@ def results_page(results: dict[str, Any]) -> str:
 
 
 def method_table(title: str, sets: dict, metric: str, methods: list[str] = METHOD_TITLES) -> list[str]:
-    """Methods down, sets across, a mean with its interval in each cell; nothing where none has the metric."""
-    return table(title, methods, sets, lambda entry, method: _interval(entry["methods"].get(method, {}).get(metric)))
+    """Methods down, sets across, a mean with its interval in each cell, and of how many questions where not of all."""
+
+    def show(entry: dict, method: str) -> str | None:
+        numbers = entry["methods"].get(method, {})
+        shown = _interval(numbers.get(metric))
+        return f"{shown} of {numbers['questions']}" if shown and numbers["questions"] < entry["questions"] else shown
+
+    return table(title, methods, sets, show)
 
 
 def accuracy_tables(sets: dict, methods: list[str] = METHOD_TITLES) -> list[str]:

@@ -6,9 +6,8 @@ python -m arcaligner.evaluation.analyses --help
 import logging
 
 import typer
-from rich.markup import escape
 
-from ...cli import messages
+from ...cli import run_app
 from .backbones import backbones
 from .four_way import four_way
 from .gates import gates
@@ -38,11 +37,7 @@ for command in COMMANDS:
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command; a mistake of the caller ends in one clear line and exit code 1."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    try:
-        app(arguments)
-    except (ValueError, OSError, ImportError) as error:
-        messages.print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True)
-        raise SystemExit(1) from error
+    run_app(app, arguments)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from matplotlib.ticker import LogLocator, ScalarFormatter
 
 from ...processing_arcaligner import ArcAlignerProcessor
 from ..answering import Row
-from ..evaluate import answer_file, fingerprint, load_rows, made_with
+from ..evaluate import answer_file, load_rows, made_with
+from ..fingerprints import fingerprint
 from ..metrics import percent_interval
 from ..reading import SlotReader, load_aligner
 from ..runs import AnswerFile

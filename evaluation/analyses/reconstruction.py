@@ -37,7 +37,8 @@ from ...train.data import Example, ExampleBuilder
 from ...train.embedding_store import EmbeddingStore
 from ...train.encoding import encoder_settings
 from ..answering import Row, batches_by_length
-from ..evaluate import fingerprint, machine
+from ..evaluate import machine
+from ..fingerprints import fingerprint
 from ..reading import load_aligner, lora_off
 from ..runs import AnswerFile, digest
 from .figures import COLOURS, new_figure, save_analysis

@@ -1,6 +1,7 @@
 """A set of questions: where it comes from, and which of its rows can be asked."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,31 +47,38 @@ class Task:
         """Rows with a question and a gold that does not normalise to nothing; others are counted and left out.
 
         Args:
-            data (`Path`, *optional*): Folder in which `<name>.jsonl.gz` or `<name>.jsonl` is taken in the place of the
-                Hub's, its rows in their order.
+            data (`Path`, *optional*): Folder with a file `<name>.jsonl.gz` or `<name>.jsonl` that takes the Hub's
+                place, its rows in their order.
             num_questions (`int`, *optional*): How many to ask at most, in place of the task's own number.
 
         Raises:
-            `ValueError`: no row to ask; a row that lacks a field.
-            `OSError`: neither a local file nor the Hub has it.
+            `ValueError`: no row to ask; a row that is not of the schema; two rows of one id.
+            `OSError`: no such file in `data`; without `data`, the Hub does not have it or is not there.
         """
         num_questions = num_questions or self.num_questions
-        path = self.local_file(data)
-        rows = read_rows(path) if path else self._from_hub(num_questions)
+        path = self._local_file(data) if data else None
+        rows = [_checked(path, row) for row in read_rows(path)] if path else self._from_hub()
         asked = [row for row in rows if row["question"].strip() and usable_golds(row["answers"])]
         if len(asked) < len(rows):
             num_lost = len(rows) - len(asked)
             logger.warning("%s: %d rows left out, without a question or a usable gold", self.title, num_lost)
         if not asked:
             raise ValueError(f"{path or self.hub_id} has no row with a question and an answer to compare with.")
+        twice = [each for each, count in Counter(row["id"] for row in asked).items() if count > 1]
+        if twice:
+            raise ValueError(f"{path or self.hub_id} has {len(twice)} ids more than once, such as {twice[0]!r}.")
         return asked[:num_questions]
 
-    def local_file(self, data: Path | None) -> Path | None:
-        """The file of this task in `data`, if there is one."""
-        places = [data / f"{self.name}{suffix}" for suffix in LOCAL_SUFFIXES] if data else []
-        return next((path for path in places if path.is_file()), None)
+    def _local_file(self, data: Path) -> Path:
+        for suffix in LOCAL_SUFFIXES:
+            if (path := data / f"{self.name}{suffix}").is_file():
+                return path
+        raise FileNotFoundError(
+            f"There is no {self.name}{LOCAL_SUFFIXES[0]} in {data}. Put it there, or leave `--data` out to take "
+            f"{self.hub_id} of the Hub."
+        )
 
-    def _from_hub(self, num_questions: int | None) -> list[Row]:
+    def _from_hub(self) -> list[Row]:
         try:
             dataset = datasets.load_dataset(self.hub_id, self.config, split=self.split)
         except (OSError, ValueError) as error:
@@ -80,7 +88,27 @@ class Task:
                 'a line a question: {"id", "question", "answers", "passages": [{"title", "text"}]}.'
             ) from error
         rows = [row for row in map(self.to_row, dataset.shuffle(seed=SAMPLE_SEED)) if row is not None]
-        return rows[:num_questions]
+        return rows
+
+
+def _checked(path: Path, row: Row) -> Row:
+    """The row, if it is of the schema; a title that is left out is empty.
+
+    Raises:
+        `ValueError`: it is not.
+    """
+    answers, passages = row["answers"], row["passages"]
+    is_right = isinstance(row["question"], str) and isinstance(answers, list) and isinstance(passages, list)
+    is_right = is_right and all(isinstance(answer, str) for answer in answers)
+    is_right = is_right and all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in passages)
+    gold = (row.get("meta") or {}).get("gold") or []
+    if not is_right or not all(index in range(len(passages)) for index in gold):
+        raise ValueError(
+            f"{path}, row {row['id']!r} is not of the schema: a text `question`, a list of texts `answers`, a list "
+            '`passages` of {"title", "text"}, and in `meta.gold` numbers of passages.'
+        )
+    titled = [{"title": each.get("title") or "", "text": each["text"]} for each in passages]
+    return row | {"id": str(row["id"]), "passages": titled}
 
 
 def choose_passages(rows: list[Row], passages: str = "given", top_k: int | None = None) -> list[Row]:

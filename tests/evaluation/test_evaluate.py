@@ -10,9 +10,10 @@ from peft import LoraConfig, get_peft_model
 from training_rows import question_rows, write_rows
 from transformers import AutoModelForCausalLM
 
+from arcaligner import ArcAlignerForCausalLM
 from arcaligner.evaluation import evaluate as module
 from arcaligner.evaluation import reading
-from arcaligner.evaluation.evaluate import answer_rows, evaluate, fingerprint, weights_of
+from arcaligner.evaluation.evaluate import answer_rows, evaluate
 from arcaligner.evaluation.methods import METHODS, truncated_texts
 from arcaligner.evaluation.metrics import METRICS
 from arcaligner.evaluation.reading import Answer
@@ -72,15 +73,29 @@ def asked(monkeypatch) -> list[list[str]]:
     return batches
 
 
+def save_projector(base_model: str, processor, folder) -> None:
+    """An aligner of a projector alone."""
+    aligner = ArcAlignerForCausalLM.from_pretrained(
+        base_model,
+        encoder_name_or_path=processor.encoder_name_or_path,
+        encoder_hidden_size=processor.encoder_hidden_size,
+        context_token_id=processor.context_token_id,
+        lora_r=0,
+        gate_layers=[],
+    )
+    aligner.save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
 def answers(settings, task: str, method: str) -> list[dict]:
     return AnswerFile(settings.output, task, method).read()
 
 
-def test_every_question_gets_an_answer_and_its_scores_from_every_method(settings, checkpoint_dir, tmp_path, model):
+def test_every_question_gets_an_answer_and_its_scores_from_every_method(settings, tmp_path, model, processor):
     lora = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     base = AutoModelForCausalLM.from_pretrained(model.config.base_model_name_or_path)
     get_peft_model(base, lora).save_pretrained(tmp_path / "lora")
-    shutil.copytree(checkpoint_dir, tmp_path / "projector")
+    save_projector(model.config.base_model_name_or_path, processor, tmp_path / "projector")
     others = {"xrag": str(tmp_path / "projector"), "projector_only": str(tmp_path / "projector")}
     all_of_them = settings(methods=OWN + GIVEN, full_text_lora=str(tmp_path / "lora"), **others)
     results = evaluate(all_of_them)
@@ -132,7 +147,21 @@ def test_a_method_that_is_not_here_is_skipped_by_name_and_never_replaced(setting
         results = evaluate(settings(["squad"], ["naive", "xrag", "full_text_lora"]))
     assert set(results["sets"]["SQuAD"]["methods"]) == {"Naive"}
     assert "skipped xRAG (our training): name its checkpoint with `--xrag`" in caplog.text
+    assert "`python -m arcaligner train --recipe xrag` makes one" in caplog.text
     assert "skipped StandardRAG, fine-tuned: name its checkpoint with `--full-text-lora`" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["/nowhere/at/all", "runs/not_there", "user/not-there"])
+def test_a_checkpoint_that_is_named_but_not_there_is_skipped_too(settings, caplog, place):
+    with caplog.at_level(logging.WARNING):
+        results = evaluate(settings(["squad"], ["projector_only", "naive"], projector_only=place))
+    assert set(results["sets"]["SQuAD"]["methods"]) == {"Naive"}
+    assert f"skipped projector only: there is no {place}, named with `--projector-only`" in caplog.text
+
+
+def test_an_aligner_with_lora_is_no_projector_alone(settings, checkpoint_dir):
+    with pytest.raises(ValueError, match="LoRA of rank 4; for `--xrag` expected an aligner of a projector alone"):
+        evaluate(settings(["squad"], ["xrag"], xrag=str(checkpoint_dir)))
 
 
 def test_another_aligner_is_refused_but_the_backbones_answers_are_kept(settings, model, processor, tmp_path, asked):
@@ -145,16 +174,6 @@ def test_another_aligner_is_refused_but_the_backbones_answers_are_kept(settings,
     assert len(asked) == 4
     with pytest.raises(ValueError, match="`weights` was"):
         evaluate(settings(["squad"], ["arcaligner"], checkpoint=str(tmp_path / "other")))
-
-
-def test_weights_are_told_apart_by_what_they_are(settings, checkpoint_dir):
-    made = settings()
-    assert weights_of(METHODS["arcaligner"], made) == fingerprint(str(checkpoint_dir))
-    assert weights_of(METHODS["naive"], made).endswith("@main")
-    assert weights_of(METHODS["xrag"], made) is None
-    assert fingerprint("user/name") == "user/name"
-    with pytest.raises(ValueError, match="There is no checkpoint in"):
-        fingerprint(str(checkpoint_dir / "nowhere" / "at" / "all"))
 
 
 class Forgetful:
@@ -204,6 +223,14 @@ def test_truncated_text_has_as_many_tokens_as_there_are_slots(processor):
         num_slots = len(processor.segment_documents(row["passages"]))
         assert len(processor.tokenizer(text, add_special_tokens=False)["input_ids"]) <= num_slots
         assert text and row["passages"][0]["title"].startswith(text[:3]) or not row["passages"][0]["title"]
+
+
+def test_a_task_without_any_passage_is_asked_of_those_that_read_none_alone(settings, data):
+    write_rows(data / "nq.jsonl", [row | {"passages": []} for row in question_rows(2)])
+    with pytest.raises(ValueError, match="NaturalQA has no passages of its own. Retrieve some"):
+        evaluate(settings(["nq"], ["naive", "arcaligner"]))
+    assert len(answers(settings(["nq"], ["naive"]), "nq", "naive")) == 0
+    evaluate(settings(["nq"], ["naive", "empty_slot"]))
 
 
 def test_questions_without_a_passage_are_counted_and_asked(settings, data, caplog):

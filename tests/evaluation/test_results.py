@@ -52,7 +52,7 @@ def run(tmp_path):
     contexts = {"arcaligner": 2, "naive": 0, "standard_rag": 60}
     for method, f1s in scores.items():
         file = AnswerFile(tmp_path, "hotpotqa", method)
-        file.open({"machine": "here"}, [])
+        file.open({"machine": "here"}, [{"id": "new"}])
         file.append(answer(number, f1, context=contexts[method]) for number, f1 in enumerate(f1s))
     return tmp_path
 
@@ -76,7 +76,7 @@ def test_verdicts_become_accuracy_over_the_answers_that_are_judged(run):
 def test_the_rate_is_measured_and_full_text_has_none(run):
     entry = summarize(run)["sets"]["HotpotQA"]
     assert entry["compression_rate"] == entry["methods"]["ArcAligner"]["compression_rate"] == 30.0
-    assert entry["slots_per_question"] == 2 and entry["questions"] == 3
+    assert entry["slots_per_question"] == 2 and entry["questions"] == 4
     assert "compression_rate" not in entry["methods"]["Naive"] | entry["methods"]["StandardRAG"]
 
 
@@ -90,6 +90,16 @@ def test_a_difference_is_paired_over_the_questions_that_both_answered(run):
     assert compare({"a": {}}, {"b": {}}) == {"questions": 0}
 
 
+def test_answers_to_other_passages_are_not_paired(run):
+    file = AnswerFile(run, "hotpotqa", "max_loop")
+    file.open({"machine": "here"}, [{"id": "0"}])
+    file.append([answer(0, 1.0) | {"row": "other"}])
+    with pytest.raises(
+        ValueError, match="max_loop answered question 0 with other passages"
+    ):
+        summarize(run)
+
+
 def test_a_folder_without_answers_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no answers"):
         summarize(tmp_path)
@@ -100,11 +110,11 @@ def test_results_are_written_for_machines_and_for_people(run, tmp_path):
     assert json.loads((run / "results.json").read_text("utf-8")) == results
     page = (run / "results.md").read_text("utf-8")
     assert page == results_page(results)
-    assert "| **ArcAligner** | 50.0 [12.5, 87.5] |" in page
+    assert "| **ArcAligner** | 50.0 [12.5, 87.5] |" in page and "| StandardRAG | 83.3 [50.0, 100.0] of 3 |" in page
     low, high = bootstrap_interval([100.0, 0.0, 0.0, 50.0])
     assert f"| Naive | +37.5 [{low:+.1f}, {high:+.1f}] |" in page
     assert "| StandardRAG | 60.0, 0.50 s |" in page and "| **ArcAligner** | 2.0, x30.0, 0.50 s |" in page
-    assert "Questions: HotpotQA 3." in page and "A gold stands in the passages read: HotpotQA 100 %." in page
+    assert "Questions: HotpotQA 4." in page and "A gold stands in the passages read: HotpotQA 100 %." in page
 
 
 def test_the_model_card_shows_them(run, tmp_path, model):
@@ -116,7 +126,10 @@ def test_the_model_card_shows_them(run, tmp_path, model):
 
 
 def test_a_table_leaves_out_methods_without_a_number_and_marks_single_gaps():
-    sets = {"A": {"methods": {"Naive": {"f1": [1.0, 0.0, 2.0]}}}, "B": {"methods": {"StandardRAG": {"f1": [3, 2, 4]}}}}
+    sets = {
+        "A": {"questions": 5, "methods": {"Naive": {"questions": 5, "f1": [1.0, 0.0, 2.0]}}},
+        "B": {"questions": 5, "methods": {"StandardRAG": {"questions": 5, "f1": [3, 2, 4]}}},
+    }
     assert method_table("F1", sets, "f1") == [
         "| F1 | A | B |",
         "|---|---|---|",

@@ -43,7 +43,22 @@ def test_a_line_that_a_kill_cut_off_is_answered_anew(file, kept):
     file.path.write_bytes(whole + broken)
     assert file.read() == [line(row) for row in ROWS[:2]]
     assert file.open(SETTINGS, ROWS) == ROWS[2:]
-    assert file.path.read_bytes() == whole
+    with file.claim():
+        file.append([line(ROWS[2])])
+    assert file.read() == [line(row) for row in ROWS[:3]] and file.path.read_bytes().startswith(whole)
+
+
+def test_a_second_process_in_the_same_file_is_refused(file):
+    with file.claim(), pytest.raises(ValueError, match=r"Another process answers into .*naive\.jsonl"):
+        with AnswerFile(file.run, file.task, file.method).claim():
+            pass
+    with file.claim():
+        file.append([line(ROWS[2])])
+
+
+def test_where_it_was_answered_stays_when_nothing_is_left(file):
+    assert file.open(SETTINGS | {"machine": "there"}, ROWS[:2]) == []
+    assert file.settings()["machine"] == "here"
 
 
 @pytest.mark.parametrize("key, value", [("weights", "other"), ("passages", "gold"), ("top_k", 1)])

@@ -146,13 +146,48 @@ def test_a_file_without_a_row_to_ask_is_refused(tmp_path):
         TASKS["squad"].load(tmp_path)
 
 
-def test_a_task_that_is_nowhere_says_where_it_could_be(tmp_path, monkeypatch):
+def test_a_folder_without_the_file_is_not_replaced_by_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", None)
+    with pytest.raises(FileNotFoundError, match=r"no squad\.jsonl\.gz in .*leave `--data` out to take rajpurkar/squad"):
+        TASKS["squad"].load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"answers": "Paris"},
+        {"answers": [1]},
+        {"question": None},
+        {"passages": "text"},
+        {"passages": [{"title": "x"}]},
+        {"passages": ["text"]},
+        {"meta": {"gold": [0]}},
+    ],
+)
+def test_a_row_that_is_not_of_the_schema_is_named(tmp_path, change):
+    write_rows(tmp_path / "squad.jsonl", [row(0), row(1) | change])
+    with pytest.raises(ValueError, match=r"squad\.jsonl, row '1' is not of the schema"):
+        TASKS["squad"].load(tmp_path)
+
+
+def test_two_rows_of_one_id_are_refused(tmp_path):
+    write_rows(tmp_path / "squad.jsonl", [row(0), row(1), row(0, question="Else?")])
+    with pytest.raises(ValueError, match="has 1 ids more than once, such as '0'"):
+        TASKS["squad"].load(tmp_path)
+
+
+def test_a_title_that_is_left_out_is_empty(tmp_path):
+    write_rows(tmp_path / "squad.jsonl", [row(0) | {"passages": [{"text": "a"}, {"title": None, "text": "b"}]}])
+    assert TASKS["squad"].load(tmp_path)[0]["passages"] == [{"title": "", "text": "a"}, {"title": "", "text": "b"}]
+
+
+def test_a_task_that_is_nowhere_says_where_it_could_be(monkeypatch):
     def offline(*args, **kwargs):
         raise ConnectionError("offline")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(OSError, match=r"rajpurkar/squad: ConnectionError.*squad\.jsonl\.gz into the folder"):
-        TASKS["squad"].load(tmp_path)
+        TASKS["squad"].load()
 
 
 def test_passages_are_those_given_or_the_gold_ones_and_the_first_of_them():
