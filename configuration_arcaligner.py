@@ -4,6 +4,7 @@ First of the flat files, in the order of the data flow:
 configuration -> processing (passages to slots) -> modeling (slots to logits) -> pipeline (question to answer).
 """
 
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
@@ -27,6 +28,26 @@ CUSTOM_PIPELINES = {
         "type": "text",
     }
 }
+
+
+def check_gates(gate_mode: str | None, gate_threshold: float | None, max_refinement_steps: int | None) -> None:
+    """Raises `ValueError` for gates that cannot be; `None` is not looked at."""
+    if gate_mode is not None and gate_mode not in GATE_MODES:
+        raise ValueError(f"`gate_mode` is {gate_mode!r}; expected one of {', '.join(GATE_MODES)}.")
+    if gate_threshold is not None and not (_is_number(gate_threshold, Real) and 0.0 < gate_threshold <= 1.0):
+        raise ValueError(
+            f"`gate_threshold` is {gate_threshold!r}; a gate's probability is compared with it, so it must "
+            "lie in (0, 1]."
+        )
+    steps = max_refinement_steps
+    if steps is not None and not (_is_number(steps, Integral) and steps >= 0):
+        raise ValueError(
+            f"`max_refinement_steps` is {steps!r}; it counts extra passes, so it must be a whole number of at least 0."
+        )
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 @strict
@@ -59,7 +80,8 @@ class ArcAlignerConfig(PreTrainedConfig):
             `T`, the extra passes a gated layer may take; the paper's "max loops 3" is the mandatory pass plus these 2.
         gate_mode (`"adaptive"`, `"off"` or `"always"`, defaults to `"adaptive"`):
             Gates decide / no refinement (the paper's *w/o Recursion*) / `T` steps for every slot (*w/o Gate*).
-            This, the threshold and the number of steps may be changed on a loaded model.
+            This, the threshold and the number of steps may be changed on a loaded model, or for one call: `generate`
+            and `forward` take them as arguments.
         training_stage (`"reconstruction"`, `"grounding"` or `"gating"`, *optional*):
             The last stage it was trained in; the next one looks at it. Set by `set_stage`.
 
@@ -118,16 +140,7 @@ class ArcAlignerConfig(PreTrainedConfig):
                 f"`gate_layers` is {self.gate_layers}, but the backbone has layers 0 to {num_layers - 1}. "
                 "Name only layers that exist."
             )
-        if not 0.0 < self.gate_threshold <= 1.0:
-            raise ValueError(
-                f"`gate_threshold` is {self.gate_threshold}; a gate's probability is compared with it, so it must "
-                "lie in (0, 1]."
-            )
-        if self.max_refinement_steps < 0:
-            raise ValueError(
-                f"`max_refinement_steps` is {self.max_refinement_steps}; it counts extra passes, so it must be at "
-                "least 0."
-            )
+        check_gates(self.gate_mode, self.gate_threshold, self.max_refinement_steps)
 
     @property
     def gated_layers(self) -> tuple[int, ...]:

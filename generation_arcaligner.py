@@ -12,6 +12,7 @@ from transformers.generation.candidate_generator import CandidateGenerator, Prom
 from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 
 from .prefix_store_arcaligner import SlotPrefixStore
+from .refinement_settings_arcaligner import REFINEMENT_SETTINGS, check_refinement_settings
 
 
 def text_for_slots(input_ids: torch.LongTensor, context_token_id: int) -> torch.LongTensor:
@@ -90,6 +91,10 @@ class SlotGenerationMixin(GenerationMixin):
         inputs_embeds=None,
         context_embeds=None,
         is_first_iteration=False,
+        gate_mode=None,
+        gate_threshold=None,
+        max_refinement_steps=None,
+        refinement_budget=None,
         **kwargs,
     ):
         model_inputs = super().prepare_inputs_for_generation(
@@ -106,14 +111,22 @@ class SlotGenerationMixin(GenerationMixin):
         continues = past_key_values is not None and past_key_values.get_seq_length() > 0
         if context_embeds is not None and (has_slots or not continues):
             model_inputs["context_embeds"] = context_embeds
+            wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
+            model_inputs |= dict(zip(REFINEMENT_SETTINGS, wanted, strict=True))
         return model_inputs
 
     def generate(self, inputs=None, *args, **kwargs):
         """`GenerationMixin.generate`. The context token is never generated and no logits processor sees it.
 
+        How slots are refined can be set for a call: `gate_mode`, `gate_threshold`, `max_refinement_steps` instead of
+        the configuration's, and `refinement_budget`, the most operations it may take as a share of the prefill up to
+        the last slot. A slot prefix that is in the cache stays as it was read.
+
         Raises:
-            `ValueError`: `prefill_chunk_size`, since slots cannot be split from what they refine with.
+            `ValueError`: `prefill_chunk_size`, since slots cannot be split from what they refine with; gates or a
+                budget that cannot be.
         """
+        check_refinement_settings(**{name: kwargs.get(name) for name in REFINEMENT_SETTINGS})
         generation_config = kwargs.get("generation_config") or self.generation_config
         if kwargs.get("prefill_chunk_size", generation_config.prefill_chunk_size) is not None:
             raise ValueError(

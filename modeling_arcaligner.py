@@ -35,9 +35,20 @@ from .refinement_arcaligner import (
     KeysValuesRecorder,
     RefinementKeysValues,
     SlotRows,
+    StepRows,
+    every_slot,
     find_slot_rows,
+    open_slots_first,
     refinement_mask,
+    some_slots,
     take_rows,
+)
+from .refinement_budget_arcaligner import LayerCost, count_layer_cost
+from .refinement_settings_arcaligner import (
+    ROW_KERNELS,
+    RefinementSettings,
+    check_refinement_settings,
+    settings_of_forward,
 )
 from .subclassing_arcaligner import InPlaceMixin, mix_in
 
@@ -115,6 +126,7 @@ class SlotDecoderLayer(InPlaceMixin):
 
     arcaligner_config: ArcAlignerConfig
     layer_idx: int
+    slot_cost: LayerCost
 
     def forward(
         self,
@@ -123,6 +135,7 @@ class SlotDecoderLayer(InPlaceMixin):
         text_positions: torch.Tensor | None = None,
         slot_rows: torch.Tensor | None = None,
         slot_cells: torch.Tensor | None = None,
+        refinement: RefinementSettings | None = None,
         **kwargs,
     ) -> torch.Tensor:
         """`hidden_states` (batch, seq_len, hidden) through Algorithm 1's loop body for this layer."""
@@ -131,69 +144,116 @@ class SlotDecoderLayer(InPlaceMixin):
         rows = SlotRows(slot_positions, text_positions, slot_rows, slot_cells)
         with slot_scope(rows.slot_rows):
             hidden_states = super().forward(hidden_states, **kwargs)  # Eq. 4, the mandatory pass
-        if not self._refines():
+        if not self._refines(refinement):
             return hidden_states
-        return self._refine(hidden_states, rows, kwargs)
+        return self._refine(hidden_states, rows, refinement, kwargs)
 
-    def _refines(self) -> bool:
-        config = self.arcaligner_config
-        if self.slot_gate is None or config.gate_mode == "off":
+    def _refines(self, refinement: RefinementSettings) -> bool:
+        if self.slot_gate is None or refinement.gate_mode == "off" or refinement.max_refinement_steps == 0:
             return False
         # No later layer reads the slots of the last one. Only training runs its steps, for Algorithm 1 to the letter.
-        return self.training or self.layer_idx < config.text_config.num_hidden_layers - 1
+        return self.training or self.layer_idx < self.arcaligner_config.text_config.num_hidden_layers - 1
 
-    def _refine(self, hidden_states: torch.Tensor, rows: SlotRows, kwargs: dict) -> torch.Tensor:
-        config = self.arcaligner_config
-        if not self.training and self._all_closed(hidden_states, rows):
+    def _refine(
+        self, hidden_states: torch.Tensor, rows: SlotRows, refinement: RefinementSettings, kwargs: dict
+    ) -> torch.Tensor:
+        steps = self._every_step if self.training else self._open_steps
+        refined = steps(hidden_states, rows, refinement, kwargs)
+        if refined is None:
             return hidden_states
-        is_slot = (rows.slot_positions >= 0)[:, :, None]  # (batch, max_slots, 1)
+        slots, depth = refined  # (batch, max_slots, hidden), (batch, max_slots)
+        recording_depths.add(self.layer_idx, depth)
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])  # (batch * seq_len, hidden)
+        slots = slots.reshape(-1, slots.shape[-1]).index_select(0, rows.slot_cells)  # (num_slots, hidden)
+        return flat.index_copy(0, rows.slot_rows, slots).view_as(hidden_states)  # Eq. 9: text rows stay
+
+    def _every_step(self, hidden_states, rows, refinement, kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Training: all steps of all slots, since the gradient of a closed gate needs its candidate (Eq. 7)."""
         slots = take_rows(hidden_states, rows.slot_positions)  # (batch, max_slots, hidden)
         depth = torch.zeros_like(rows.slot_positions)  # (batch, max_slots)
-        reapply = None
-        for _step in range(config.max_refinement_steps):
-            gate = self._gate(slots)  # (batch, max_slots, 1)
-            gate_open = (gate > 0.5) & is_slot
-            # Exact: a closed gate reads an unchanged slot, so it stays closed. Training needs the candidates (Eq. 7).
-            if not self.training and not gate_open.any():
-                break
-            if reapply is None:
-                reapply = self._slot_pass(hidden_states, rows, kwargs)
+        reapply = self._slot_pass(hidden_states, rows, kwargs)
+        for _step in range(refinement.max_refinement_steps):
+            gate = straight_through_gate(self._gate_prob(slots, refinement), refinement.gate_threshold)
             candidate = reapply(slots)  # Eq. 6, (batch, max_slots, hidden)
-            if self.training:
-                slots = slots + gate.to(slots.dtype) * (candidate - slots)  # Eq. 8
-            else:
-                slots = torch.where(gate_open, candidate, slots)  # Eq. 8 with the hard gate
-            depth = depth + gate_open[:, :, 0]
-        recording_depths.add(self.layer_idx, depth)
-        if reapply is None:
-            return hidden_states
-        flat = hidden_states.reshape(-1, hidden_states.shape[-1])  # (batch * seq_len, hidden)
-        refined = slots.reshape(-1, slots.shape[-1]).index_select(0, rows.slot_cells)  # (num_slots, hidden)
-        return flat.index_copy(0, rows.slot_rows, refined).view_as(hidden_states)  # Eq. 9: text rows stay
+            slots = slots + gate.to(slots.dtype) * (candidate - slots)  # Eq. 8
+            depth = depth + ((gate[:, :, 0] > 0.5) & (rows.slot_positions >= 0))
+        return slots, depth
 
-    def _all_closed(self, hidden_states: torch.Tensor, rows: SlotRows) -> bool:
-        """Whether no gate is open after the mandatory pass: the usual case, found without laying out a step."""
-        if self.arcaligner_config.gate_mode == "always":
-            return False
-        flat = hidden_states.reshape(-1, hidden_states.shape[-1])  # (batch * seq_len, hidden)
-        slots = flat.index_select(0, rows.slot_rows)  # (num_slots, hidden)
-        return not bool((self.slot_gate(slots) >= self.arcaligner_config.gate_threshold).any())
+    def _open_steps(self, hidden_states, rows, refinement, kwargs) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Inference: the steps of slots whose gate is open, exactly, since a closed gate reads an unchanged slot and
+        stays closed. `None` when there is none after the mandatory pass."""
+        gate_open = self._first_open(hidden_states, rows, refinement)  # (batch, max_slots)
+        if gate_open is None:
+            return None
+        slots = take_rows(hidden_states, rows.slot_positions)  # (batch, max_slots, hidden)
+        if self._takes_all(refinement):
+            cells, taken, step_rows = None, slots, None
+        else:  # (batch, width): of the fullest row; others are filled up with slots that do not move
+            cells = open_slots_first(gate_open)
+            gate_open = gate_open.gather(1, cells)
+            taken, step_rows = take_rows(slots, cells), some_slots(rows, cells, gate_open)
+        is_taken, depth = gate_open, torch.zeros_like(gate_open, dtype=torch.long)
+        reapply = self._slot_pass(hidden_states, rows, kwargs, step_rows)
+        for step in range(refinement.max_refinement_steps):
+            if step > 0 and (gate_open := self._still_open(taken, is_taken, rows, refinement)) is None:
+                break
+            taken = torch.where(gate_open[:, :, None], reapply(taken), taken)  # Eq. 6, and Eq. 8 with the hard gate
+            depth = depth + gate_open
+        if cells is None:
+            return taken, depth
+        slots = slots.scatter(1, cells[:, :, None].expand_as(taken), taken)
+        return slots, torch.zeros_like(rows.slot_positions).scatter(1, cells, depth)
 
-    def _gate(self, slots: torch.Tensor) -> torch.Tensor:
-        """0 or 1 for each slot (batch, max_slots, 1), in training with the probability's gradient."""
-        config = self.arcaligner_config
-        if config.gate_mode == "always":
+    def _takes_all(self, refinement: RefinementSettings) -> bool:
+        """Whether a step computes closed slots too: where none is, or the attention kernel has no choice."""
+        always = refinement.gate_mode == "always" and refinement.budget is None
+        return always or self.arcaligner_config.text_config._attn_implementation not in ROW_KERNELS
+
+    def _first_open(self, hidden_states, rows, refinement) -> torch.Tensor | None:
+        """Open slots (batch, max_slots) after the mandatory pass, as far as the budget goes; `None` for none."""
+        budget = refinement.budget
+        if budget is not None and not budget.pay_gates(self._cost(refinement), (rows.slot_positions >= 0).sum(dim=1)):
+            return None
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])  # (batch * seq_len, hidden)
+        prob = self._gate_prob(flat.index_select(0, rows.slot_rows), refinement)  # (num_slots, 1)
+        if not bool((prob >= refinement.gate_threshold).any()):
+            return None  # the usual case, found without laying out a step
+        cells = prob.new_zeros(rows.slot_positions.numel()).index_copy(0, rows.slot_cells, prob[:, 0])
+        gate_prob = cells.view_as(rows.slot_positions)
+        gate_open = gate_prob >= refinement.gate_threshold
+        if budget is None:
+            return gate_open
+        gate_open = budget.take_slots(gate_prob, gate_open, self._cost(refinement), rows)
+        return gate_open if bool(gate_open.any()) else None
+
+    def _still_open(self, taken, is_taken, rows, refinement) -> torch.Tensor | None:
+        """Open slots (batch, width) of those that took the steps before; `None` for none."""
+        budget = refinement.budget
+        if budget is not None and not budget.pay_gates(self._cost(refinement), is_taken.sum(dim=1)):
+            return None
+        gate_open = (self._gate_prob(taken, refinement)[:, :, 0] >= refinement.gate_threshold) & is_taken
+        if budget is not None:
+            gate_open = budget.take_step(gate_open, is_taken, self._cost(refinement), rows)
+        return gate_open if bool(gate_open.any()) else None
+
+    def _gate_prob(self, slots: torch.Tensor, refinement: RefinementSettings) -> torch.Tensor:
+        """Eq. 5, slot states (..., hidden) to (..., 1); 1 where no gate is asked."""
+        if refinement.gate_mode == "always":
             return slots.new_ones(*slots.shape[:-1], 1)
-        return straight_through_gate(self.slot_gate(slots), config.gate_threshold)
+        return self.slot_gate(slots)
 
-    def _slot_pass(self, hidden_states: torch.Tensor, rows: SlotRows, kwargs: dict):
-        """The layer as a function of its slot rows (batch, max_slots, hidden), text rows held fixed (Eq. 9)."""
-        if self.arcaligner_config.text_config._attn_implementation not in ("eager", "sdpa"):
+    def _cost(self, refinement: RefinementSettings) -> LayerCost:
+        return self.slot_cost._replace(gate=0) if refinement.gate_mode == "always" else self.slot_cost
+
+    def _slot_pass(self, hidden_states: torch.Tensor, rows: SlotRows, kwargs: dict, step_rows: StepRows | None = None):
+        """The layer as a function of slot rows (batch, width, hidden), all slots or some, other rows held fixed."""
+        if self.arcaligner_config.text_config._attn_implementation not in ROW_KERNELS:
             return self._prefix_pass(hidden_states, rows, kwargs)
+        step_rows = every_slot(rows) if step_rows is None else step_rows
         step_kwargs = {**kwargs, "use_cache": False}
-        step_kwargs["attention_mask"] = refinement_mask(kwargs["attention_mask"], rows, hidden_states.dtype)
-        step_kwargs |= self._at_positions(kwargs, rows.slot_positions)
-        cache = RefinementKeysValues(*self._text_keys_values(hidden_states, rows, kwargs))
+        step_kwargs["attention_mask"] = refinement_mask(kwargs["attention_mask"], step_rows, hidden_states.dtype)
+        step_kwargs |= self._at_positions(kwargs, step_rows.slot_positions)
+        cache = RefinementKeysValues(*self._fixed_keys_values(hidden_states, step_rows, kwargs))
 
         def reapply(slots: torch.Tensor) -> torch.Tensor:
             with slot_scope(ALL_ROWS), _not_recording_outputs():
@@ -201,17 +261,17 @@ class SlotDecoderLayer(InPlaceMixin):
 
         return reapply
 
-    def _text_keys_values(self, hidden_states, rows, kwargs) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Keys and values of the text before the last slot, each (batch, heads, max_text, head_dim)."""
-        if rows.text_positions.shape[1] == 0:
+    def _fixed_keys_values(self, hidden_states, step_rows, kwargs) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Keys and values of the rows that stay in a step, each (batch, heads, max_fixed, head_dim)."""
+        if step_rows.fixed_positions.shape[1] == 0:
             return None, None
         recorder = KeysValuesRecorder()
-        text = take_rows(hidden_states, rows.text_positions)  # (batch, max_text, hidden)
-        text_kwargs = {**kwargs, "attention_mask": None, "past_key_values": recorder, "use_cache": False}
-        text_kwargs |= self._at_positions(kwargs, rows.text_positions)
-        with slot_scope(None), _not_recording_outputs():
+        fixed = take_rows(hidden_states, step_rows.fixed_positions)  # (batch, max_fixed, hidden)
+        fixed_kwargs = {**kwargs, "attention_mask": None, "past_key_values": recorder, "use_cache": False}
+        fixed_kwargs |= self._at_positions(kwargs, step_rows.fixed_positions)
+        with slot_scope(step_rows.fixed_slots), _not_recording_outputs():
             try:
-                super().forward(text, **text_kwargs)
+                super().forward(fixed, **fixed_kwargs)
             except KeysValuesComplete:
                 return recorder.keys, recorder.values
         raise AssertionError("the layer's attention did not write its keys and values to the cache it was given")
@@ -263,6 +323,7 @@ def add_slots_to_layer(layer: nn.Module, layer_idx: int, config: ArcAlignerConfi
     layer.layer_idx = layer_idx
     is_gated = layer_idx in config.gated_layers
     layer.slot_gate = SlotGate(config.text_config.hidden_size, config.gate_hidden_size) if is_gated else None
+    layer.slot_cost = count_layer_cost(layer, config.text_config)
 
 
 class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
@@ -351,6 +412,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         inject_slot_lora(self.backbone, layers, config)
         for layer_idx, layer in enumerate(layers):
             add_slots_to_layer(layer, layer_idx, config)
+        self.layer_costs = [layer.slot_cost for layer in layers]
         self.post_init()
         self.freeze_base_model()
 
@@ -370,6 +432,10 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         context_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
+        gate_mode: str | None = None,
+        gate_threshold: float | None = None,
+        max_refinement_steps: int | None = None,
+        refinement_budget: float | None = None,
         **kwargs,
     ) -> ArcAlignerModelOutputWithPast:
         r"""
@@ -377,11 +443,17 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             input_ids (`torch.LongTensor` of shape `(batch, seq_len)`): Tokens; `config.context_token_id` marks a slot.
             context_embeds (`torch.FloatTensor` of shape `(batch, max_slots, encoder_hidden_size)`, *optional*):
                 The embeddings `E` of the slots, in the order of the context tokens of a row, padded at the end.
+            gate_mode, gate_threshold, max_refinement_steps (*optional*): For this forward, not the configuration's.
+            refinement_budget (`float`, *optional*):
+                The most operations that a row's refinement may take, as a share of the prefill up to its last slot;
+                see `refinement_budget_arcaligner.py`. 0 is no refinement, infinity all that the gates want.
 
         Raises:
             `ValueError`: slots and embeddings that do not fit each other, slots after a non-empty cache, a prompt
-                longer than the backbone's context.
+                longer than the backbone's context, a setting of the gates or a budget that cannot be.
         """
+        wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
+        check_refinement_settings(*wanted)
         slot_mask = self._get_slot_mask(input_ids, context_embeds)  # (batch, seq_len) or None
         depths = None
         if slot_mask is not None:
@@ -395,7 +467,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             rows = find_slot_rows(slot_mask, _text_mask(slot_mask, attention_mask), context_embeds.shape[1])
             inputs_embeds = self._embed(input_ids, slot_mask, context_embeds)
             input_ids = None
-            kwargs.update(rows._asdict())
+            refinement = settings_of_forward(self.config, self.layer_costs, rows, self.training, *wanted)
+            kwargs.update(rows._asdict(), refinement=refinement)
             depths = recording_depths.start()
         try:
             outputs = self.backbone(
@@ -565,6 +638,8 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             labels (`torch.LongTensor` of shape `(batch, seq_len)`, *optional*):
                 Targets of the NLL (Eq. 10) of all three stages; -100 is ignored, and so is a context token.
             logits_to_keep (`int` or `torch.Tensor`, defaults to 0): Last positions to compute logits for, 0 for all.
+            kwargs: `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget` of
+                [`ArcAlignerModel`], and what the backbone takes.
         """
         outputs = self.model(
             input_ids=input_ids,

@@ -17,6 +17,8 @@ from transformers import GenerationConfig, TextGenerationPipeline
 from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
+from .refinement_settings_arcaligner import REFINEMENT_SETTINGS
+
 
 def format_trajectory(depth: int) -> str:
     """Passes of a slot through a layer as the paper's case studies write them, one `L` for each.
@@ -78,9 +80,13 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             documents (`list`, *optional*): The passages of every input without its own.
             return_slots (`bool`, *optional*, defaults to `False`):
                 Adds what became of the passages. Costs one more pass over the prompt.
+            max_slots (`int`, *optional*), slot_policy (`str`, *optional*, defaults to `"drop"`):
+                The most slots of an input with documents, and what happens to more segments: `"drop"` or `"merge"`;
+                see [`ArcAlignerProcessor`].
             batch_size (`int`, *optional*, defaults to 1): Inputs computed at a time.
             kwargs (`dict`):
-                As for the built-in pipeline: `return_full_text`, `streamer`, generation options...
+                As for the built-in pipeline: `return_full_text`, `streamer`, generation options, among them
+                `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget`.
 
         Returns:
             As the built-in pipeline: for each input a list of one dictionary for each sequence.
@@ -92,7 +98,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             - **trajectories** (`list[list[str]]`) -- With `return_slots`, for each layer and slot
               the passes taken, see `format_trajectory`.
             - **statistics** (`dict`) -- With `return_slots`, `tokens` of the passages, `slots` and
-              `compression_rate`, the measured tokens a slot.
+              `compression_rate`, the measured tokens a slot; with `max_slots`, the segments `merged` and `dropped`.
 
         Raises:
             `ValueError`: an input of another kind, an empty question, documents that are not text,
@@ -100,8 +106,18 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         """
         return super().__call__(text_inputs, **kwargs)
 
-    def _sanitize_parameters(self, return_slots: bool | None = None, **kwargs):
+    def _sanitize_parameters(
+        self,
+        return_slots: bool | None = None,
+        max_slots: int | None = None,
+        slot_policy: str | None = None,
+        **kwargs,
+    ):
         preprocess, forward, postprocess = super()._sanitize_parameters(**kwargs)
+        if max_slots is not None:
+            preprocess["max_slots"] = max_slots
+        if slot_policy is not None:
+            preprocess["slot_policy"] = slot_policy
         if return_slots is not None:
             preprocess["return_slots"] = forward["return_slots"] = return_slots
         return preprocess, forward, postprocess
@@ -111,6 +127,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         prompt_text: str | dict | Chat,
         documents: list | None = None,
         return_slots: bool = False,
+        max_slots: int | None = None,
+        slot_policy: str = "drop",
         **kwargs,
     ) -> dict[str, Any]:
         """`input_ids`, `attention_mask` (1, seq_len) and, in `row`, what is not padded."""
@@ -118,7 +136,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
         else:
-            encoded = self._encode(prompt, documents, return_slots, **kwargs)
+            slots = {"documents": documents, "return_segments": return_slots}
+            slots |= {"max_slots": max_slots, "slot_policy": slot_policy}
+            encoded = self._encode(prompt, slots, **kwargs)
         return {
             "input_ids": encoded["input_ids"],
             "attention_mask": encoded["attention_mask"],
@@ -129,8 +149,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     def _encode(
         self,
         prompt: str | Chat,
-        documents: list | None,
-        return_slots: bool,
+        slots: dict[str, Any],
         truncation: bool | str | None = None,
         padding: bool | str | None = None,
         max_length: int | None = None,
@@ -150,7 +169,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         options = {"truncation": truncation, "padding": padding, "max_length": max_length}
         options = {name: value for name, value in options.items() if value is not None}
         options |= tokenizer_encode_kwargs or {}
-        slots = {"documents": documents, "return_segments": return_slots, "return_tensors": "pt"}
+        slots = slots | {"return_tensors": "pt"}
         if isinstance(prompt, str):
             if self.processor.chat_template is None:
                 return self.processor(text=prompt, **slots, **options)
@@ -180,11 +199,13 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             slots["context_embeds"] = pad_sequence(embeds, batch_first=True)
         outputs = super()._forward(model_inputs, **slots, **generate_kwargs)
         if return_slots and slots:
+            settings = {name: generate_kwargs[name] for name in REFINEMENT_SETTINGS if name in generate_kwargs}
             read = self.model.model(
                 input_ids=model_inputs["input_ids"],
                 attention_mask=model_inputs["attention_mask"],
                 use_cache=False,
                 **slots,
+                **settings,
             )
             outputs["recursion_depth"] = read.recursion_depth  # (batch, num_layers, max_slots)
         return outputs | {"row": row}

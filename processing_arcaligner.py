@@ -7,7 +7,6 @@ The context token is never part of the tokenizer: its id is written into `input_
 characters in somebody's text are text.
 """
 
-import importlib
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -16,65 +15,13 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, BatchFeature, ProcessorMixin
 
-from .defaults_arcaligner import DEFAULT_ENCODER, missing_model_error, resolve_base_model, resolve_encoder
+from .defaults_arcaligner import DEFAULT_ENCODER, resolve_base_model
+from .encoder_arcaligner import LazyEncoder
 from .segmentation_arcaligner import Segment, check_sentences_per_segment, segment_document
+from .slot_budget_arcaligner import FittedSegments, check_slot_budget, fit_segments
 
 BACKGROUND_LINE = "Refer to the background document: "
 QUESTION_LINE = "\nQuestion: "
-
-
-class _Encoder:
-    """The sentence encoder, loaded on first use. Shared, not copied, when a processor is copied or saved."""
-
-    def __init__(self, name_or_path: str):
-        self.name_or_path = name_or_path
-        self.device = None
-        self._model = None
-        self._reading = None
-
-    def __deepcopy__(self, memo):
-        return self
-
-    def __getstate__(self):
-        # A process that cuts passages asks what the encoder reads; the weights stay where they are.
-        return self.__dict__ | {"_model": None, "_reading": self._reading if self._model is None else self.reading}
-
-    @property
-    def model(self):
-        if self._model is None:
-            try:
-                sentence_transformers = importlib.import_module("sentence_transformers")
-            except ImportError as error:
-                raise ImportError(
-                    "Passages are encoded by sentence-transformers, which is not installed: `pip install "
-                    "sentence-transformers`. Or pass precomputed `context_embeds`."
-                ) from error
-            try:
-                self._model = sentence_transformers.SentenceTransformer(
-                    resolve_encoder(self.name_or_path), device=self.device
-                )
-            except OSError as error:
-                raise OSError(missing_model_error("encoder", self.name_or_path, error)) from error
-        elif self.device is not None:
-            self._model.to(self.device)
-        return self._model
-
-    @property
-    def reading(self) -> tuple:
-        """The most tokens it reads, if there is a limit, and its tokenizer."""
-        if self._model is None and self._reading is not None:
-            return self._reading
-        return self.model.max_seq_length, self.model.tokenizer
-
-    def fits(self, text: str) -> bool:
-        """Whether the encoder reads `text` whole."""
-        limit, tokenizer = self.reading
-        if limit is None or 2 * len(text) < limit:
-            return True
-        # Characters that no tokenizer would join bound the work on a huge "sentence".
-        if len(text) > 40 * limit:
-            return False
-        return len(tokenizer(text, truncation=False, verbose=False)["input_ids"]) <= limit
 
 
 class ArcAlignerProcessor(ProcessorMixin):
@@ -116,7 +63,7 @@ class ArcAlignerProcessor(ProcessorMixin):
         self.context_token_id = context_token_id
         self.sentences_per_segment = sentences_per_segment
         self.spacy_model = spacy_model
-        self._encoder = _Encoder(encoder_name_or_path)
+        self._encoder = LazyEncoder(encoder_name_or_path)
         self.auto_map = {"AutoProcessor": "processing_arcaligner.ArcAlignerProcessor"}
         super().__init__(tokenizer, chat_template=chat_template or tokenizer.chat_template)
 
@@ -212,6 +159,8 @@ class ArcAlignerProcessor(ProcessorMixin):
         documents: Sequence | None = None,
         context_embeds: Any = None,
         return_segments: bool | None = None,
+        max_slots: int | None = None,
+        slot_policy: str = "drop",
         **kwargs: Any,
     ) -> BatchFeature:
         r"""
@@ -227,8 +176,13 @@ class ArcAlignerProcessor(ProcessorMixin):
                 Embeddings made before, one a segment. Neither encoder nor segmenter is needed then.
             return_segments (`bool`, *optional*):
                 Adds `segments` (a list of [`Segment`] a row) and `statistics` (a dict a row: passage `tokens`, `slots`
-                and
-                the measured `compression_rate`). Remove both before passing the rest to the model.
+                and the measured `compression_rate` of what they stand for; with `max_slots` also how many segments are
+                `merged` with others and `dropped`). Remove both before passing the rest to the model.
+            max_slots (`int`, *optional*): The most slots of a question. Default: one for each segment.
+            slot_policy (`str`, defaults to `"drop"`):
+                What happens to more segments. `"drop"`: the first ones are kept, so documents come best first.
+                `"merge"`: neighbours in a document share a slot, evenly, none longer than the encoder reads; where
+                that is not enough, the last are dropped. Embeddings made before can be dropped, not merged.
             kwargs:
                 The tokenizer's: `return_tensors`, `padding` (on by default for tensors), `padding_side`, `truncation`,
                 `max_length`, `add_special_tokens`. Truncation cuts text behind the slots, never slots.
@@ -251,28 +205,54 @@ class ArcAlignerProcessor(ProcessorMixin):
             _check_question(question)
         prompts = [(BACKGROUND_LINE, QUESTION_LINE + question) for question in questions]
         kwargs.setdefault("add_special_tokens", True)
+        kwargs |= {"max_slots": max_slots, "slot_policy": slot_policy}
         return self._with_slots(prompts, is_single, documents, context_embeds, return_segments, **kwargs)
 
     def _with_slots(
-        self, prompts, is_single, documents, context_embeds, return_segments, add_special_tokens, **kwargs
+        self,
+        prompts,
+        is_single,
+        documents,
+        context_embeds,
+        return_segments,
+        add_special_tokens,
+        max_slots=None,
+        slot_policy="drop",
+        **kwargs,
     ) -> BatchFeature:
         """Batch of prompts, each cut in two where its slots belong."""
+        check_slot_budget(max_slots, slot_policy)
         documents = _documents_of_rows(documents, is_single, len(prompts))
         given = _embeds_of_rows(context_embeds, is_single, len(prompts))
+        if given[0] is not None and max_slots is not None and slot_policy == "merge":
+            raise ValueError(
+                '`slot_policy` is "merge", but `context_embeds` made before cannot be merged. Pass `documents` '
+                'alone, or `slot_policy="drop"`.'
+            )
         segments = [None if row is None else self.segment_documents(row) for row in documents]
-        embeds = self._embeds(documents, segments, given)
+        fitted = [
+            None if row is None else self._fit(row, row_documents, max_slots, slot_policy)
+            for row, row_documents in zip(segments, documents, strict=True)
+        ]
+        if given[0] is None:
+            segments = [row.segments for row in fitted]
+        embeds = [row[:max_slots] for row in self._embeds(documents, segments, given)]
         ids = [
             self.build_prompt(before, len(row), after, add_special_tokens)
             for (before, after), row in zip(prompts, embeds, strict=True)
         ]
         features = self._pad(ids, embeds, **kwargs)
         if return_segments:
-            features["segments"] = segments
+            features["segments"] = [None if row is None else row.segments for row in fitted]
             features["statistics"] = [
-                None if row is None else self._statistics(row, len(row_embeds))
-                for row, row_embeds in zip(documents, embeds, strict=True)
+                None if row is None else self._statistics(row, len(row_embeds), row_fitted, max_slots is not None)
+                for row, row_embeds, row_fitted in zip(documents, embeds, fitted, strict=True)
             ]
         return features
+
+    def _fit(self, segments, documents, max_slots, slot_policy) -> FittedSegments:
+        texts = [_document_text(document, number) for number, document in enumerate(documents)]
+        return fit_segments(segments, texts, max_slots, slot_policy, self._encoder.fits)
 
     def _embeds(self, documents, segments, given) -> list[torch.FloatTensor]:
         """Embeddings of each row, (num_slots, encoder_hidden_size): as given, or all rows' segments encoded at once."""
@@ -331,10 +311,17 @@ class ArcAlignerProcessor(ProcessorMixin):
             padded = padded.numpy() if return_tensors == "np" else padded.tolist()
         return BatchFeature({**features, "context_embeds": padded})
 
-    def _statistics(self, documents, num_slots: int) -> dict[str, float]:
+    def _statistics(self, documents, num_slots: int, fitted: FittedSegments, has_budget: bool) -> dict[str, float]:
         texts = [_document_text(document, number) for number, document in enumerate(documents)]
-        tokens = sum(len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else 0
-        return {"tokens": tokens, "slots": num_slots, "compression_rate": tokens / num_slots}
+        tokens = kept = self._count_tokens(texts)
+        if fitted.dropped:
+            last = fitted.segments[-1]
+            kept = self._count_tokens([*texts[: last.document], texts[last.document][: last.end]])
+        statistics = {"tokens": tokens, "slots": num_slots, "compression_rate": kept / num_slots}
+        return statistics | ({"merged": fitted.num_merged, "dropped": len(fitted.dropped)} if has_budget else {})
+
+    def _count_tokens(self, texts: list[str]) -> int:
+        return sum(len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else 0
 
     def apply_chat_template(
         self,
@@ -343,6 +330,8 @@ class ArcAlignerProcessor(ProcessorMixin):
         documents: Sequence | None = None,
         context_embeds: Any = None,
         return_segments: bool | None = None,
+        max_slots: int | None = None,
+        slot_policy: str = "drop",
         tokenize: bool = False,
         return_dict: bool = False,
         return_tensors: str | None = None,
@@ -357,10 +346,11 @@ class ArcAlignerProcessor(ProcessorMixin):
 
         Args:
             conversation (`list[dict]` or a list of them): Messages with `role` and `content`.
-            documents, context_embeds, return_segments: As in [`~ArcAlignerProcessor.__call__`], one entry a
-            conversation.
-            processor_kwargs (`dict`, *optional*): For the tokenizer: `padding`, `padding_side`, `truncation`,
-            `max_length`.
+            documents, context_embeds, return_segments, max_slots, slot_policy:
+                As in [`~ArcAlignerProcessor.__call__`], documents and embeddings with one entry a conversation.
+            processor_kwargs (`dict`, *optional*):
+                For the tokenizer: `padding`, `padding_side`, `truncation`, `max_length`. `max_slots` and `slot_policy`
+                may stand here as well.
             kwargs: For the template, such as `add_generation_prompt=True`.
 
         Returns:
@@ -393,7 +383,7 @@ class ArcAlignerProcessor(ProcessorMixin):
             return_segments,
             add_special_tokens=False,
             return_tensors=return_tensors,
-            **(processor_kwargs or {}),
+            **{"max_slots": max_slots, "slot_policy": slot_policy, **(processor_kwargs or {})},
         )
         if not tokenize:
             texts = [

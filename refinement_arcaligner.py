@@ -1,9 +1,10 @@
 """Row selection for refinement: a decoder layer re-applied to its slot rows alone.
 
-A refinement step (Eq. 6) applies layer `l` to its own output. Only slot rows change, so a step needs
+A refinement step (Eq. 6) applies layer `l` to its own output. Only slots with an open gate change, so a step needs
 
-    queries           of the slots (all rows of the step are slots)
-    keys and values   of the text before the last slot, computed once from the layer's output, and of the slots, afresh
+    queries           of these slots (in training of all slots)
+    keys and values   of the text before the last slot and of the other slots, once from the layer's output, and of the
+                      slots that change, afresh
 
 This file picks rows, positions and the part of the attention mask which belong to them, and hands the layer a stand-in
 for the cache: the layer writes the slots' keys and values to it and gets all of them back. The real cache holds the
@@ -22,6 +23,43 @@ class SlotRows(NamedTuple):
     text_positions: torch.Tensor  # (batch, max_text), text before the row's last slot, -1 padding
     slot_rows: torch.Tensor  # (num_slots,), flat indices into (batch * seq_len)
     slot_cells: torch.Tensor  # (num_slots,), flat indices into (batch * max_slots)
+
+
+class StepRows(NamedTuple):
+    """The rows of a refinement step of one layer: those it computes and those it only reads."""
+
+    slot_positions: torch.Tensor  # (batch, width), slots that are computed, -1 padding
+    fixed_positions: torch.Tensor  # (batch, max_fixed), before the row's last slot, -1 padding
+    fixed_slots: torch.Tensor | None  # flat indices into (batch * max_fixed) that carry LoRA; None where all is text
+
+
+def every_slot(rows: SlotRows) -> StepRows:
+    """A step that computes all slots."""
+    return StepRows(rows.slot_positions, rows.text_positions, None)
+
+
+def open_slots_first(gate_open: torch.Tensor) -> torch.Tensor:
+    """Cells of the open slots of `gate_open` (batch, max_slots), in order; others fill up to the fullest row.
+
+    >>> open_slots_first(torch.tensor([[False, True, True], [True, False, False]]))
+    tensor([[1, 2],
+            [0, 1]])
+    """
+    width = int(gate_open.sum(dim=1).max())
+    return torch.argsort((~gate_open).to(torch.int8), dim=1, stable=True)[:, :width]
+
+
+def some_slots(rows: SlotRows, cells: torch.Tensor, is_taken: torch.Tensor) -> StepRows:
+    """A step that computes the slots in `cells` (batch, width) where `is_taken`, and reads the others like text."""
+    max_text, max_slots = rows.text_positions.shape[1], rows.slot_positions.shape[1]
+    filler = rows.slot_positions.gather(1, cells).masked_fill(is_taken, -1)
+    others = rows.slot_positions.scatter(1, cells, filler)  # (batch, max_slots), -1 where taken
+    batch_index = rows.slot_cells // max_slots
+    return StepRows(
+        slot_positions=rows.slot_positions.gather(1, cells).masked_fill(~is_taken, -1),
+        fixed_positions=torch.cat([rows.text_positions, others], dim=1),
+        fixed_slots=rows.slot_cells + (batch_index + 1) * max_text,  # of all slots: masked ones do no harm
+    )
 
 
 def _packed_positions(mask: torch.Tensor) -> torch.Tensor:
@@ -66,19 +104,19 @@ def take_rows(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return tensor.gather(1, index)
 
 
-def refinement_mask(attention_mask: torch.Tensor | None, rows: SlotRows, dtype: torch.dtype) -> torch.Tensor:
-    """What each slot may read: the text and the slots that the layer's own mask shows it.
+def refinement_mask(attention_mask: torch.Tensor | None, rows: StepRows, dtype: torch.dtype) -> torch.Tensor:
+    """What each slot of a step may read: the text and the slots that the layer's own mask shows it.
 
     Args:
         attention_mask: The layer's mask, (batch or 1, 1, seq_len, kv_len), boolean or additive; `None` means causal.
-        rows (`SlotRows`): Rows of the batch.
+        rows (`StepRows`): Rows of the step.
         dtype (`torch.dtype`): Of the hidden states, for an additive mask.
 
     Returns:
-        `torch.Tensor` of shape `(batch, 1, max_slots, max_text + max_slots)`, of the kind that was given.
+        `torch.Tensor` of shape `(batch, 1, width, max_fixed + width)`, of the kind that was given.
     """
-    queries = rows.slot_positions  # (batch, max_slots)
-    keys = torch.cat([rows.text_positions, rows.slot_positions], dim=1)  # (batch, max_text + max_slots)
+    queries = rows.slot_positions  # (batch, width)
+    keys = torch.cat([rows.fixed_positions, rows.slot_positions], dim=1)  # (batch, max_fixed + width)
     batch, num_queries = queries.shape
     num_keys = keys.shape[1]
     real_keys = (keys >= 0)[:, None, None, :]
@@ -94,9 +132,9 @@ def refinement_mask(attention_mask: torch.Tensor | None, rows: SlotRows, dtype: 
     mask = attention_mask.expand(batch, -1, -1, -1)
     heads = mask.shape[1]
     row_index = queries.clamp(min=0)[:, None, :, None].expand(-1, heads, -1, mask.shape[-1])
-    mask = mask.gather(2, row_index)  # (batch, 1, max_slots, kv_len)
+    mask = mask.gather(2, row_index)  # (batch, 1, width, kv_len)
     column_index = keys.clamp(min=0)[:, None, None, :].expand(-1, heads, num_queries, -1)
-    mask = mask.gather(3, column_index)  # (batch, 1, max_slots, max_text + max_slots)
+    mask = mask.gather(3, column_index)  # (batch, 1, width, max_fixed + width)
     if mask.dtype == torch.bool:
         return (mask & real_keys) | (own_key & padding_row)
     mask = mask.masked_fill(~real_keys, torch.finfo(dtype).min)
@@ -108,7 +146,7 @@ class KeysValuesComplete(Exception):  # noqa: N818 - nothing went wrong, the res
 
 
 class KeysValuesRecorder:
-    """Stands in for the cache to learn a layer's keys and values of text rows: (batch, heads, max_text, head_dim)."""
+    """Stands in for the cache to learn a layer's keys and values of fixed rows: (batch, heads, max_fixed, head_dim)."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -119,7 +157,7 @@ class KeysValuesRecorder:
 
 
 class RefinementKeysValues:
-    """Stands in for the cache in a refinement step: slots read the text's keys and values, then their own."""
+    """Stands in for the cache in a refinement step: slots read the fixed rows' keys and values, then their own."""
 
     def __init__(self, keys: torch.Tensor | None, values: torch.Tensor | None):
         self.keys, self.values = keys, values

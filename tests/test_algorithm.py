@@ -334,9 +334,9 @@ def test_attention_without_a_mask_of_rows_and_columns_refines_the_whole_prefix(m
     expected = model(**batch).logits
     calls = []
 
-    def prefix_pass(layer, *args):
+    def prefix_pass(layer, hidden_states, rows, kwargs, step_rows=None):
         calls.append(layer)
-        return layer._prefix_pass(*args)
+        return layer._prefix_pass(hidden_states, rows, kwargs)
 
     monkeypatch.setattr(SlotDecoderLayer, "_slot_pass", prefix_pass)
     is_real = batch["attention_mask"].bool()

@@ -218,3 +218,33 @@ def test_backbone_without_chat_template_gets_the_plain_prompt(ask, model, proces
 def test_bad_input_is_refused_with_what_was_given(ask, given, options, message):
     with pytest.raises(ValueError, match=message):
         ask(given, **options)
+
+
+@pytest.mark.parametrize("slot_policy", ["drop", "merge"])
+def test_budget_of_slots_reaches_the_processor(ask, processor, slot_policy):
+    record = ask(ROWS[0], max_slots=2, slot_policy=slot_policy, return_slots=True)[0]
+    policy = {"max_slots": 2, "slot_policy": slot_policy}
+    expected = processor(text=QUESTION, documents=DOCUMENTS, return_segments=True, **policy)
+    assert record["segments"] == [vars(segment) for segment in expected["segments"][0]]
+    assert record["statistics"] == expected["statistics"][0]
+    assert [len(layer) for layer in record["trajectories"]] == [2, 2, 2]
+    assert ask("Once upon a time", max_slots=2) == ask("Once upon a time")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"gate_mode": "off"}, {"max_refinement_steps": 1}, {"gate_mode": "always", "max_refinement_steps": 3}],
+)
+def test_settings_of_the_gates_hold_for_answer_and_trajectories(ask, settings):
+    found = ask(ROWS[3], return_slots=True, **settings)
+    plain = ask(ROWS[3], return_slots=True)
+    ask.model.config.update(settings)
+    assert found == ask(ROWS[3], return_slots=True)
+    assert found[0]["trajectories"] != plain[0]["trajectories"]
+
+
+def test_refinement_budget_of_zero_is_no_refinement(ask):
+    found = ask(ROWS[3], return_slots=True, refinement_budget=0)
+    assert {each for layer in found[0]["trajectories"] for each in layer} == {"L0."}
+    ask.model.config.gate_mode = "off"
+    assert found == ask(ROWS[3], return_slots=True)

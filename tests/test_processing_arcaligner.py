@@ -205,3 +205,73 @@ def test_slots_embeddings_and_segments_agree_in_number(processor, texts):
     assert slots_in(processor, inputs["input_ids"]) == num_slots == inputs["context_embeds"].shape[1]
     for segment in inputs["segments"][0]:
         assert texts[segment.document][segment.start : segment.end] == segment.text
+
+
+def test_slots_beyond_the_budget_are_dropped_and_the_statistics_say_so(processor):
+    inputs = processor(text=QUESTION, documents=DOCUMENTS, max_slots=2, return_segments=True, return_tensors="pt")
+    whole = processor(text=QUESTION, documents=DOCUMENTS, return_segments=True, return_tensors="pt")
+    assert slots_in(processor, inputs["input_ids"]) == 2
+    assert torch.equal(inputs["context_embeds"], whole["context_embeds"][:, :2])
+    assert inputs["segments"][0] == whole["segments"][0][:2]
+    kept = len(processor.tokenizer(DOCUMENTS[0])["input_ids"])
+    tokens = whole["statistics"][0]["tokens"]
+    expected = {"tokens": tokens, "slots": 2, "compression_rate": kept / 2, "merged": 0, "dropped": 1}
+    assert inputs["statistics"] == [expected]
+
+
+def test_merged_slots_are_encoded_as_one_text(processor):
+    documents = ["One. Two.", {"title": "Ada", "text": "It was written. Nobody knew."}]
+    inputs = processor(text=QUESTION, documents=documents, max_slots=2, slot_policy="merge", return_segments=True)
+    assert [s.text for s in inputs["segments"][0]] == ["One. Two.", "It was written. Nobody knew."]
+    expected = processor.encode_segments(["One. Two.", "Ada: It was written. Nobody knew."])
+    torch.testing.assert_close(torch.as_tensor(inputs["context_embeds"][0]), expected, atol=1e-5, rtol=0)
+    statistics = inputs["statistics"][0]
+    assert (statistics["slots"], statistics["merged"], statistics["dropped"]) == (2, 4, 0)
+    assert statistics["compression_rate"] == statistics["tokens"] / 2
+
+
+def test_merged_slots_are_read_whole_by_the_encoder(processor):
+    sentence = "word " * 4 + "end. "
+    inputs = processor(text=QUESTION, documents=[sentence * 8], max_slots=2, slot_policy="merge", return_segments=True)
+    limit, encoder_tokenizer = processor._encoder.reading
+    assert len(inputs["segments"][0]) == 2
+    assert all(len(encoder_tokenizer(s.text)["input_ids"]) <= limit for s in inputs["segments"][0])
+    statistics = inputs["statistics"][0]
+    assert statistics["merged"] + statistics["dropped"] == 8 and statistics["merged"] > 2 and statistics["dropped"] > 0
+
+
+@pytest.mark.parametrize("policy", [{"max_slots": 2}, {"max_slots": 2, "slot_policy": "merge"}])
+def test_chats_have_a_budget_of_slots_too(processor, policy):
+    chat = [{"role": "user", "content": QUESTION}]
+    options = {"documents": DOCUMENTS, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    expected = processor(text=QUESTION, documents=DOCUMENTS, return_tensors="pt", **policy)["context_embeds"]
+    for given_policy in (policy, {"processor_kwargs": policy}):
+        inputs = processor.apply_chat_template(chat, **options, **given_policy)
+        assert slots_in(processor, inputs["input_ids"]) == 2
+        torch.testing.assert_close(inputs["context_embeds"], expected)
+
+
+def test_each_row_has_the_budget_for_itself(processor):
+    rows = [["One. Two. Three."], ["One."]]
+    inputs = processor(text=["Why?", "Is it so?"], documents=rows, max_slots=2, return_tensors="pt")
+    assert [slots_in(processor, ids) for ids in inputs["input_ids"]] == [2, 1]
+
+
+def test_embeddings_made_before_are_dropped_but_not_merged(processor):
+    embeds = torch.randn(3, ENCODER_WIDTH)
+    for given_documents in (None, DOCUMENTS):
+        inputs = processor(
+            text=QUESTION, documents=given_documents, context_embeds=embeds, max_slots=2, return_tensors="pt"
+        )
+        assert torch.equal(inputs["context_embeds"][0], embeds[:2])
+    with pytest.raises(ValueError, match='`slot_policy` is "merge", but `context_embeds` made before'):
+        processor(text=QUESTION, context_embeds=embeds, max_slots=2, slot_policy="merge")
+
+
+@pytest.mark.parametrize(
+    "policy, message",
+    [({"max_slots": 0}, "`max_slots` is 0; expected"), ({"max_slots": 2, "slot_policy": "cut"}, "is 'cut'; expected")],
+)
+def test_impossible_budgets_of_slots_are_refused(processor, policy, message):
+    with pytest.raises(ValueError, match=message):
+        processor(text=QUESTION, documents=DOCUMENTS, **policy)

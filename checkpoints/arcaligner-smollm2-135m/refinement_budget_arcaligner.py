@@ -1,0 +1,1 @@
+../../refinement_budget_arcaligner.py

@@ -1,0 +1,1 @@
+../../refinement_settings_arcaligner.py

@@ -1,0 +1,1 @@
+../../slot_budget_arcaligner.py

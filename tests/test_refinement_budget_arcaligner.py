@@ -1,0 +1,158 @@
+"""A budget of operations: kept to, spent on the most confident slots, and never worse for being larger."""
+
+import pytest
+import torch
+from frugal_reference import FrugalReference
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from tiny_models import collate, float64_throughout, for_generate, random_row, random_rows, text_slice, tiny_aligner
+from torch.utils.flop_counter import FlopCounterMode
+
+from arcaligner.modeling_arcaligner import SlotDecoderLayer
+
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
+SHARES = [0.01, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6]
+RANDOM_CASES = settings(max_examples=15, deadline=None, derandomize=True, phases=[Phase.generate, Phase.shrink])
+
+
+@pytest.fixture(autouse=True)
+def all_float64():
+    with float64_throughout():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_aligner("llama")
+
+
+def read(model, batch, share=None, **kwargs):
+    with torch.no_grad():
+        return model(**for_generate(batch), refinement_budget=share, **kwargs)
+
+
+def random_case(data):
+    """A random model with a batch of random prompts, rows and padding side."""
+    seed = data.draw(st.integers(0, 10_000), label="seed")
+    model = tiny_aligner(
+        data.draw(st.sampled_from(["llama", "mistral_window", "gemma2"]), label="backbone"),
+        seed=seed,
+        max_refinement_steps=data.draw(st.integers(1, 3), label="steps"),
+        gate_mode=data.draw(st.sampled_from(["adaptive", "adaptive", "always"]), label="mode"),
+        gate_threshold=data.draw(st.sampled_from([0.5, 0.3]), label="threshold"),
+        gate_layers=data.draw(st.sampled_from(["all", [1]]), label="gate_layers"),
+    )
+    slot_counts = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=4), label="slots")
+    padding_side = data.draw(st.sampled_from(["left", "right"]), label="padding")
+    return model, random_rows(model, slot_counts, seed=seed), padding_side
+
+
+@RANDOM_CASES
+@given(data=st.data(), share=st.floats(0.0, 2.0))
+def test_most_confident_slots_are_refined_within_the_budget_of_each_row(data, share):
+    """Rows of a batch do what a plain implementation does with each alone, and that stays below its share."""
+    model, rows, padding_side = random_case(data)
+    batch = collate(rows, padding_side)
+    output = read(model, batch, share)
+    reference = FrugalReference(model, share)
+    for i, row in enumerate(rows):
+        expected = reference(row.input_ids, row.context_embeds)
+        place = text_slice(row, batch["input_ids"].shape[1], padding_side)
+        torch.testing.assert_close(output.logits[i, place], expected.logits, **TOLERANCE)
+        assert reference.spent <= share * reference.prefill
+        if "context_embeds" in batch:
+            assert torch.equal(output.recursion_depth[i, :, : len(row.context_embeds)], expected.recursion_depth)
+
+
+@RANDOM_CASES
+@given(data=st.data(), shares=st.lists(st.floats(0.0, 3.0), min_size=4, max_size=4))
+def test_a_larger_budget_takes_no_step_away_from_any_slot(data, shares):
+    model, rows, padding_side = random_case(data)
+    batch = collate(rows, padding_side)
+    if "context_embeds" not in batch:
+        return
+    depths = [read(model, batch, share).recursion_depth for share in [*sorted(shares), float("inf")]]
+    for smaller, larger in zip(depths, depths[1:], strict=False):
+        assert (smaller <= larger).all()
+
+
+@pytest.mark.parametrize("gate_mode", ["adaptive", "always"])
+def test_operations_that_are_counted_while_it_runs_stay_within_the_share(gate_mode):
+    model = tiny_aligner("llama", attn_implementation="eager", gate_mode=gate_mode)
+    row = random_row(model, 12, num_text=6, contiguous=True)
+    end = int((row.input_ids == model.config.context_token_id).nonzero().max()) + 1
+    prefix = {"input_ids": row.input_ids[None, :end], "context_embeds": row.context_embeds[None]}
+
+    def measured(**settings) -> int:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model.model(**prefix, **settings)
+        return counter.get_total_flops()
+
+    off = measured(gate_mode="off")
+    extra = [measured(refinement_budget=share) / off - 1 for share in SHARES]
+    assert all(taken <= share for taken, share in zip(extra, SHARES, strict=True))
+    assert extra == sorted(extra) and extra[-1] > 0.2
+    assert measured(refinement_budget=0) == off
+
+
+def test_a_budget_without_end_leaves_the_gates_to_themselves(model):
+    batch = collate(random_rows(model, [5, 0, 9]), "left")
+    free = read(model, batch)
+    for share in (float("inf"), 1e300, 1000):
+        output = read(model, batch, share)
+        assert torch.equal(output.recursion_depth, free.recursion_depth)
+        torch.testing.assert_close(output.logits, free.logits, **TOLERANCE)
+    assert (free.recursion_depth == 2).any()
+
+
+@pytest.mark.parametrize("share", [0, 0.0, 1e-9])
+def test_a_budget_of_nothing_is_no_refinement(model, share):
+    batch = collate(random_rows(model, [5, 0, 9]), "left")
+    output, off = read(model, batch, share), read(model, batch, gate_mode="off")
+    assert torch.equal(output.logits, off.logits)
+    assert torch.equal(output.recursion_depth, off.recursion_depth) and not output.recursion_depth.clamp(min=0).any()
+
+
+def test_slots_do_not_depend_on_what_is_asked_behind_them(model):
+    row = random_row(model, 6, num_text=8, contiguous=True)
+    end = int((row.input_ids == model.config.context_token_id).nonzero().max()) + 1
+    depths = [
+        read(model, {"input_ids": ids[None], "context_embeds": row.context_embeds[None]}, 0.2).recursion_depth
+        for ids in (row.input_ids, row.input_ids[:end], torch.cat([row.input_ids, row.input_ids[:2]]))
+    ]
+    assert torch.equal(depths[0], depths[1]) and torch.equal(depths[0], depths[2])
+    assert depths[0].any()
+
+
+def test_slots_of_equal_confidence_are_taken_in_order(model):
+    batch = collate([random_row(model, 8, contiguous=True)])
+    for share in SHARES[2:5]:
+        depth = read(model, batch, share, gate_mode="always").recursion_depth[0, 0]
+        assert torch.equal(depth, depth.sort(descending=True).values)
+    assert 0 < (read(model, batch, 0.3, gate_mode="always").recursion_depth[0, 0] > 0).sum() < 8
+
+
+def test_gates_of_a_spent_budget_are_not_asked(model, monkeypatch):
+    asked = []
+    first_open = SlotDecoderLayer._gate_prob
+    monkeypatch.setattr(
+        SlotDecoderLayer, "_gate_prob", lambda layer, *args: asked.append(layer.layer_idx) or first_open(layer, *args)
+    )
+    batch = collate([random_row(model, 8, contiguous=True)])
+    read(model, batch, 1e-9)
+    assert asked == []
+    read(model, batch, 0.2)
+    assert set(asked) == {0}
+
+
+def test_training_with_a_budget_is_refused():
+    model = tiny_aligner("llama").train()
+    with pytest.raises(ValueError, match=r"`refinement_budget` is 0.1 in training.*`model.eval\(\)`"):
+        model(**collate(random_rows(model, [3])), refinement_budget=0.1)
+
+
+def test_kernels_that_refine_all_slots_or_none_are_refused(monkeypatch):
+    model = tiny_aligner("llama")
+    monkeypatch.setattr(model.config.text_config, "_attn_implementation_internal", "flash_attention_2")
+    with pytest.raises(ValueError, match="attention `flash_attention_2` can only refine .* eager or sdpa"):
+        model(**for_generate(collate(random_rows(model, [3]))), refinement_budget=0.1)

@@ -1,0 +1,135 @@
+"""Gates set for one call: as if the configuration said so, which it never does."""
+
+import threading
+
+import pytest
+import torch
+from test_generation_arcaligner import SIX_TOKENS, prompts
+from tiny_models import collate, random_rows, tiny_aligner
+
+OTHER_GATES = [
+    {"gate_threshold": 0.7},
+    {"max_refinement_steps": 1},
+    {"gate_mode": "off"},
+    {"gate_mode": "always", "max_refinement_steps": 3},
+    {"gate_mode": "adaptive", "gate_threshold": 0.2, "max_refinement_steps": 4},
+]
+
+
+@pytest.fixture
+def model():
+    return tiny_aligner("llama", dtype=torch.float32)
+
+
+def with_config(model, gates, call):
+    """What `call` gives with `gates` in the configuration."""
+    before = {name: getattr(model.config, name) for name in gates}
+    model.config.update(gates)
+    try:
+        return call()
+    finally:
+        model.config.update(before)
+
+
+@pytest.mark.parametrize("gates", OTHER_GATES)
+@pytest.mark.parametrize(
+    "method", [{"do_sample": False}, {"do_sample": False, "use_cache": False}, {"num_beams": 3, "do_sample": False}]
+)
+def test_generate_with_other_gates_is_the_configuration_with_them(model, gates, method):
+    batch = prompts(model, [3, 6, 0])
+    recorded = {"return_dict_in_generate": True, "output_logits": True}
+    config, generation_config = model.config.to_dict(), model.generation_config.to_dict()
+    found = model.generate(**batch, **SIX_TOKENS, **method, **recorded, **gates)
+    expected = with_config(model, gates, lambda: model.generate(**batch, **SIX_TOKENS, **method, **recorded))
+    plain = model.generate(**batch, **SIX_TOKENS, **method, **recorded)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert torch.equal(torch.stack(found.logits), torch.stack(expected.logits))
+    assert not torch.equal(found.logits[0], plain.logits[0])
+    assert (model.config.to_dict(), model.generation_config.to_dict()) == (config, generation_config)
+
+
+@pytest.mark.parametrize("gates", OTHER_GATES)
+@pytest.mark.parametrize("training", [True, False])
+def test_forward_with_other_gates_is_the_configuration_with_them(model, gates, training):
+    batch = collate(random_rows(model, [3, 6, 0]), "left")
+    model.train(training)
+    with torch.no_grad():
+        found = model(**batch, **gates)
+        expected = with_config(model, gates, lambda: model(**batch))
+    assert torch.equal(found.loss, expected.loss)
+    assert torch.equal(found.logits, expected.logits)
+    assert torch.equal(found.recursion_depth, expected.recursion_depth)
+
+
+def test_gradient_checkpointing_runs_layers_again_with_the_gates_of_the_call(model):
+    batch = collate(random_rows(model, [3, 6]), "left")
+    model.train()
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.zero_grad()
+        model(**batch, gate_threshold=0.3, max_refinement_steps=1).loss.backward()
+        gradients.append([parameter.grad.clone() for _, parameter in model.aligner_parameters()])
+    assert all(torch.equal(plain, again) for plain, again in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("gates", OTHER_GATES)
+def test_slot_prefix_is_read_with_the_gates_of_its_call(model, gates):
+    batch = prompts(model, [4])
+    ids, embeds = batch["input_ids"], batch["context_embeds"]
+    found = model.prefill_context(ids, embeds, **gates)
+    expected = with_config(model, gates, lambda: model.prefill_context(ids, embeds))
+    for layer, other in zip(found.layers, expected.layers, strict=True):
+        assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values)
+    continued = model.generate(**batch, past_key_values=found, **SIX_TOKENS, do_sample=False, gate_mode="off")
+    assert torch.equal(continued, model.generate(**batch, **SIX_TOKENS, do_sample=False, **gates))
+
+
+def test_threads_read_with_gates_of_their_own(model):
+    batch = prompts(model, [5, 3])
+    settings = [*OTHER_GATES, {}, {"refinement_budget": 0.3}]
+    with torch.no_grad():
+        expected = [model(**batch, **gates).logits for gates in settings]
+    wrong = []
+
+    def repeat(i):
+        with torch.no_grad():
+            for _ in range(8):
+                if not torch.equal(model(**batch, **settings[i]).logits, expected[i]):
+                    wrong.append(settings[i])
+
+    threads = [threading.Thread(target=repeat, args=(i,)) for i in range(len(settings))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ({"gate_mode": "sometimes"}, "`gate_mode` is 'sometimes'; expected one of adaptive, off, always"),
+        ({"gate_threshold": 0}, r"`gate_threshold` is 0; .*\(0, 1\]"),
+        ({"gate_threshold": 1.01}, r"`gate_threshold` is 1.01; .*\(0, 1\]"),
+        ({"gate_threshold": "0.5"}, r"`gate_threshold` is '0.5'; .*\(0, 1\]"),
+        ({"gate_threshold": float("nan")}, r"`gate_threshold` is nan; .*\(0, 1\]"),
+        ({"max_refinement_steps": -1}, "`max_refinement_steps` is -1; .*whole number of at least 0"),
+        ({"max_refinement_steps": 1.5}, "`max_refinement_steps` is 1.5; .*whole number of at least 0"),
+        ({"refinement_budget": -0.1}, "`refinement_budget` is -0.1; expected a share .*at least 0"),
+        ({"refinement_budget": float("nan")}, "`refinement_budget` is nan; expected a share"),
+        ({"refinement_budget": "10%"}, "`refinement_budget` is '10%'; expected a share"),
+        ({"refinement_budget": True}, "`refinement_budget` is True; expected a share"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_with_slots_and_without(model, setting, message):
+    for batch in (prompts(model, [4]), {"input_ids": torch.tensor([[5, 6, 7]])}):
+        for call in (model, model.model, lambda **batch: model.generate(**batch, max_new_tokens=2)):
+            with pytest.raises(ValueError, match=message):
+                call(**batch, **setting)
+
+
+def test_a_setting_that_is_misspelt_is_refused(model):
+    with pytest.raises(ValueError, match="gate_treshold"):
+        model.generate(**prompts(model, [4]), max_new_tokens=2, gate_treshold=0.7)
