@@ -66,7 +66,7 @@ class AnswerFile:
         if known:
             self._check(settings, rows, known)
         left = [row for row in rows if row["id"] not in known]
-        if left:
+        if left or not self.settings_path.exists():
             write_whole(self.settings_path, json.dumps(settings, indent=1, ensure_ascii=False))
         return left
 

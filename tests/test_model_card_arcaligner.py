@@ -20,12 +20,12 @@ RESULTS = {
             "refinement_steps": 0.1,
             "methods": {
                 "closed book": {"em": [3.0, 1.0, 5.5], "f1": [4.1, 3.1, 5.3], "seconds": 33.0},
-                "ours (adaptive)": {"em": [5.0, 2.0, 8.5], "f1": [9.7, 6.5, 13.2], "seconds": 35.0},
+                "ArcAligner": {"em": [5.0, 2.0, 8.5], "f1": [9.7, 6.5, 13.2], "seconds": 35.0},
             },
         },
         "NQ": {
             "compression_rate": 30.04,
-            "methods": {"ours (adaptive)": {"f1": [8.0, 6.0, 10.0], "em_raw": [1.0, 0.0, 2.0], "seconds": 9.0}},
+            "methods": {"ArcAligner": {"f1": [8.0, 6.0, 10.0], "em_raw": [1.0, 0.0, 2.0], "seconds": 9.0}},
         },
     },
 }
@@ -48,16 +48,16 @@ Measured compression rate (tokens of text a slot): SQuAD x33.6, NQ x30.0.
 | EM (non-strict) | SQuAD | NQ |
 | --- | --- | --- |
 | closed book | 3.0 [1.0, 5.5] | - |
-| ours (adaptive) | 5.0 [2.0, 8.5] | - |
+| ArcAligner | 5.0 [2.0, 8.5] | - |
 
 | F1 | SQuAD | NQ |
 | --- | --- | --- |
 | closed book | 4.1 [3.1, 5.3] | - |
-| ours (adaptive) | 9.7 [6.5, 13.2] | 8.0 [6.0, 10.0] |
+| ArcAligner | 9.7 [6.5, 13.2] | 8.0 [6.0, 10.0] |
 
 | EM (raw) | SQuAD | NQ |
 | --- | --- | --- |
-| ours (adaptive) | - | 1.0 [0.0, 2.0] |
+| ArcAligner | - | 1.0 [0.0, 2.0] |
 """
 TRAINING = """\
 | stage | data | most examples |
@@ -189,8 +189,8 @@ def test_quick_start_gets_the_repositorys_name_each_time(config, folder):
         "[]",
         '{"sets": {}}',
         '{"questions": 5, "sets": {"NQ": []}}',
-        '{"questions": 5, "sets": {"NQ": {"methods": {"ours (adaptive)": {"f1": 3.0}}}}}',
-        '{"questions": 5, "sets": {"NQ": {"methods": {"ours (adaptive)": {"f1": [3.0, 2.0]}}}}}',
+        '{"questions": 5, "sets": {"NQ": {"methods": {"ArcAligner": {"f1": 3.0}}}}}',
+        '{"questions": 5, "sets": {"NQ": {"methods": {"ArcAligner": {"f1": [3.0, 2.0]}}}}}',
     ],
 )
 def test_results_that_are_none_are_refused_and_no_card_is_written(config, folder, results):

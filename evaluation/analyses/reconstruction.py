@@ -171,7 +171,7 @@ def measure(arm: Arm, rows: list[Row], file: AnswerFile, max_segments: int | Non
     if arm.reads == "text":
         examples = {key: [with_text(each, processor.context_token_id) for each in of] for key, of in examples.items()}
     collator = make_collator(processor, [each for of_row in examples.values() for each in of_row])
-    with lora_off(model) if arm.reads == "slots, LoRA off" else contextlib.nullcontext():
+    with file.claim(), lora_off(model) if arm.reads == "slots, LoRA off" else contextlib.nullcontext():
         for batch in track(list(batches_by_length(left, batch_size)), arm.title, transient=True):
             file.append(records(model, collator, batch, [examples[row["id"]] for row in batch]))
 

@@ -68,7 +68,7 @@ def test_the_prompt_is_what_the_report_asks_and_the_target_the_answer(processor,
         monkeypatch.setattr(tokenizer, "chat_template", template)
     for row in question_rows(3):
         example = tokenize(row, tokenizer)
-        asked = text_inputs(processor, [row], full_text)["input_ids"][0].tolist()
+        asked = text_inputs(processor, [full_text(row)])["input_ids"][0].tolist()
         learned = [label != -100 for label in example["labels"]]
         assert learned == [False] * len(asked) + [True] * (len(learned) - len(asked))
         assert example["input_ids"][: len(asked)] == asked

@@ -239,9 +239,7 @@ def test_one_stage_alone_may_start_from_elsewhere(recipe):
 
 
 def test_mistakes_in_a_recipe_are_named(recipe):
-    with pytest.raises(
-        ValueError, match="There is no recipe 'none': neither one of llama_3_1_8b, mistral_7b, .*smollm2_135m, tiny nor"
-    ):
+    with pytest.raises(ValueError, match="There is no recipe 'none': neither one of llama_3_1_8b, .*tiny, xrag nor"):
         find_recipe("none")
     with pytest.raises(ValueError, match="recipe has no stage 4; it has 1, 2, 3"):
         read_stages(recipe, only=4)
