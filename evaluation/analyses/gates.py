@@ -26,8 +26,9 @@ from .options import FIGURES, BatchSize, Data, Device, Folder
 
 READING = (
     "Each line is a set of questions: how many loops a slot takes at a layer, the mean over all slots of the set's "
-    "gold passages. 1 is the single pass that every slot takes, {max_loops} the most. The band is a 95 % bootstrap "
-    "interval over questions. The last layer never loops when an aligner answers: no later layer reads its slots."
+    "passages, the gold ones where these are marked. 1 is the single pass that every slot takes, {max_loops} the most. "
+    "The band is a 95 % bootstrap interval over questions. The last layer never loops when an aligner answers: no "
+    "later layer reads its slots."
 )
 
 
