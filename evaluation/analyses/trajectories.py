@@ -44,7 +44,8 @@ def trajectories(
     for row in track(cases, "Trajectories", transient=True):
         case = trace(ask, row)
         figure = draw(case, ask.model.config.max_refinement_steps + 1)
-        save_analysis(folder, file_name(row["question"]), figure, {"checkpoint": Path(checkpoint).name, **case}, READING)
+        data = {"checkpoint": Path(checkpoint).name, **case}
+        save_analysis(folder, file_name(row["question"]), figure, data, READING)
     typer.echo(READING)
 
 
