@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from arcaligner import ArcAlignerForCausalLM
 from arcaligner.evaluation import evaluate as module
-from arcaligner.evaluation import reading
 from arcaligner.evaluation.evaluate import answer_rows, evaluate
 from arcaligner.evaluation.methods import METHODS, truncated_texts
 from arcaligner.evaluation.metrics import METRICS
@@ -24,12 +23,7 @@ OWN = ["naive", "standard_rag", "truncated", "arcaligner", "no_recursion", "max_
 GIVEN = ["full_text_lora", "xrag", "projector_only"]
 
 
-@pytest.fixture(autouse=True)
-def few_tokens(monkeypatch):
-    monkeypatch.setattr(reading, "MAX_NEW_TOKENS", 4)
-    reading.load_aligner.cache_clear()
-    yield
-    reading.load_aligner.cache_clear()
+pytestmark = pytest.mark.usefixtures("few_tokens")
 
 
 @pytest.fixture

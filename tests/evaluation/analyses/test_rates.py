@@ -14,13 +14,7 @@ from arcaligner.evaluation.analyses.rates import Reading, measure, readings_of
 from arcaligner.evaluation.metrics import bootstrap_interval
 from arcaligner.evaluation.runs import AnswerFile
 
-
-@pytest.fixture(autouse=True)
-def few_tokens(monkeypatch):
-    monkeypatch.setattr(reading, "MAX_NEW_TOKENS", 4)
-    reading.load_aligner.cache_clear()
-    yield
-    reading.load_aligner.cache_clear()
+pytestmark = pytest.mark.usefixtures("few_tokens")
 
 
 @pytest.fixture

@@ -80,7 +80,8 @@ def test_dollar_signs_control_characters_and_an_empty_document_can_be_drawn(tmp_
     priced = case | {"segments": [{"text": "From $5^ to $6_."}], "trajectories": [["LL"], ["L0."]]}
     save_analysis(tmp_path, "priced", draw(priced, max_loops=2), priced, "")
     for name in ("own", "priced"):
-        ElementTree.parse(tmp_path / f"{name}.svg")  # well-formed
+        picture = ElementTree.parse(tmp_path / f"{name}.svg").getroot()  # well-formed
+        assert picture.tag == "{http://www.w3.org/2000/svg}svg"
 
 
 def test_a_question_and_its_documents_belong_together(tmp_path):
