@@ -25,6 +25,8 @@ ALL_ROWS = ...
 class _SlotScope(threading.local):
     # None: LoRA off. A (num_slots,) tensor: flat indices of the slot rows. ALL_ROWS: each row is a slot.
     rows: torch.Tensor | EllipsisType | None = None
+    # The last input that slot rows were taken from, and these rows: query, key and value linears read the same.
+    taken: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 _scope = _SlotScope()
@@ -33,11 +35,20 @@ _scope = _SlotScope()
 @contextlib.contextmanager
 def slot_scope(rows: torch.Tensor | EllipsisType | None):
     """Inside, LoRA is applied to `rows`: flat indices (num_slots,) into (batch * seq_len), or `ALL_ROWS`."""
-    before, _scope.rows = _scope.rows, rows
+    before, _scope.rows, _scope.taken = _scope.rows, rows, None
     try:
         yield
     finally:
-        _scope.rows = before
+        _scope.rows, _scope.taken = before, None
+
+
+def _take_slots(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of `x` (batch, seq_len, in_features) -> (num_slots, in_features), once for the linears that share `x`."""
+    if (taken := _scope.taken) is not None and taken[0] is x:
+        return taken[1]
+    slots = x.reshape(-1, x.shape[-1]).index_select(0, rows)
+    _scope.taken = x, slots
+    return slots
 
 
 class SlotLoraVariant(LoraVariant):
@@ -67,21 +78,39 @@ class SlotLoraVariant(LoraVariant):
             return result
         down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
         dropout, scaling = module.lora_dropout[active_adapter], module.scaling[active_adapter]
+        slots = x if rows is ALL_ROWS else _take_slots(x, rows)  # (num_slots, in_features)
+        residual = (up(down(dropout(slots.to(down.weight.dtype)))) * scaling).to(result.dtype)
         if rows is ALL_ROWS:
-            return result + (up(down(dropout(x.to(down.weight.dtype)))) * scaling).to(result.dtype)
-        slots = x.reshape(-1, x.shape[-1]).index_select(0, rows).to(down.weight.dtype)  # (num_slots, in_features)
-        residual = (up(down(dropout(slots))) * scaling).to(result.dtype)  # (num_slots, out_features)
+            return result + residual
         flat = result.reshape(-1, result.shape[-1])  # (batch * seq_len, out_features)
         return flat.index_add(0, rows, residual).view_as(result)
 
 
 class SlotLoraLayer(InPlaceMixin):
-    """A PEFT layer that is its frozen linear, at the cost of one look, where there are no slots: when decoding."""
+    """A PEFT layer at the cost of its frozen linear where there are no slots, as when decoding, and without PEFT's
+    bookkeeping where there are no gradients. Between the large products of a short prompt each small one counts."""
 
     def __call__(self, x: torch.Tensor, *args, **kwargs):
-        if _scope.rows is None and self._active_adapter == [ADAPTER_NAME] and not args and not kwargs:
+        if self._active_adapter != [ADAPTER_NAME] or args or kwargs:
+            return super().__call__(x, *args, **kwargs)
+        if (rows := _scope.rows) is None:
             return self._modules["base_layer"](x)
-        return super().__call__(x, *args, **kwargs)
+        if self.training or self._disable_adapters or torch.is_grad_enabled():
+            return super().__call__(x)
+        return self._add_in_place(x, self._modules["base_layer"](x), rows)
+
+    def _add_in_place(self, x: torch.Tensor, result: torch.Tensor, rows: torch.Tensor | EllipsisType) -> torch.Tensor:
+        """Eq. 3 as `SlotLoraVariant.forward` has it, written into `result` (batch, seq_len, out_features)."""
+        down, up = self._modules["lora_A"]._modules[ADAPTER_NAME], self._modules["lora_B"]._modules[ADAPTER_NAME]
+        slots = x if rows is ALL_ROWS else _take_slots(x, rows)  # (num_slots, in_features)
+        if slots.dtype != down.weight.dtype:  # a half-precision backbone; the aligner stays in float32
+            residual = up(down(slots.to(down.weight.dtype))).to(result.dtype)
+        else:
+            residual = up(down(slots))
+        if rows is ALL_ROWS:
+            return result.add_(residual, alpha=self.scaling[ADAPTER_NAME])
+        result.view(-1, result.shape[-1]).index_add_(0, rows, residual, alpha=self.scaling[ADAPTER_NAME])
+        return result
 
 
 def slot_lora_layers(module: nn.Module):

@@ -454,7 +454,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         """
         wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
         check_refinement_settings(*wanted)
-        slot_mask = self._get_slot_mask(input_ids, context_embeds)  # (batch, seq_len) or None
+        slot_mask = self._get_slot_mask(input_ids, context_embeds, past_key_values)  # (batch, seq_len) or None
         depths = None
         if slot_mask is not None:
             if inputs_embeds is not None:
@@ -490,7 +490,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             recursion_depth=None if depths is None else self._stack_depths(depths, rows.slot_positions),
         )
 
-    def _get_slot_mask(self, input_ids, context_embeds) -> torch.BoolTensor | None:
+    def _get_slot_mask(self, input_ids, context_embeds, past_key_values) -> torch.BoolTensor | None:
         """`M_r` (batch, seq_len): where `input_ids` holds context tokens. `None` for an input without slots."""
         if input_ids is None:
             if context_embeds is not None:
@@ -500,6 +500,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                     f"with `context_token_id` {self.config.context_token_id} where the slots are."
                 )
             return None
+        if context_embeds is None and past_key_values is not None and input_ids.shape[1] == 1:
+            return None  # a generated token is no slot, and to look would make the host wait for the device
         slot_mask = input_ids == self.config.context_token_id
         if context_embeds is None:
             if slot_mask.any():

@@ -1,0 +1,108 @@
+"""Eq. 3 in one linear: the residual reaches slot rows alone, with and without gradients alike."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from tiny_models import tiny_aligner
+from torch import nn
+
+from arcaligner.lora_arcaligner import ADAPTER_NAME, ALL_ROWS, slot_lora_layers, slot_scope
+
+SLOTS = torch.tensor([1, 2, 5, 9])  # flat, of two rows of five
+
+
+@pytest.fixture(scope="module")
+def layer():
+    """The first LoRA linear of an aligner."""
+    return next(slot_lora_layers(tiny_aligner("llama"))).eval()
+
+
+@pytest.fixture
+def states(layer):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, 5, layer.in_features, generator=generator, dtype=layer.base_layer.weight.dtype)
+
+
+def by_eq_3(layer, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """W x + M_r * s * B A x with whole matrices, in float64."""
+    down, up = layer.lora_A[ADAPTER_NAME].weight.double(), layer.lora_B[ADAPTER_NAME].weight.double()
+    states = states.double()
+    mask = torch.zeros(states.shape[0] * states.shape[1], 1, dtype=torch.float64)
+    mask[rows] = 1.0
+    frozen = states @ layer.base_layer.weight.double().T
+    return frozen + mask.view(*states.shape[:2], 1) * layer.scaling[ADAPTER_NAME] * (states @ down.T @ up.T)
+
+
+@pytest.mark.parametrize("with_gradients", [True, False])
+@pytest.mark.parametrize("rows", [SLOTS, torch.arange(10), torch.tensor([], dtype=torch.long)])
+def test_residual_is_that_of_eq_3_on_slot_rows(layer, states, rows, with_gradients):
+    with torch.set_grad_enabled(with_gradients), slot_scope(rows):
+        found = layer(states)
+    torch.testing.assert_close(found.double(), by_eq_3(layer, states, rows), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_all_rows_are_slots_where_a_step_computes_slots_alone(layer, states, with_gradients):
+    with torch.set_grad_enabled(with_gradients), slot_scope(ALL_ROWS):
+        found = layer(states)
+    torch.testing.assert_close(found.double(), by_eq_3(layer, states, torch.arange(10)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [SLOTS, ALL_ROWS])
+def test_half_precision_backbone_keeps_the_residual_in_float32(layer, states, rows):
+    layer = copy.deepcopy(layer)
+    layer.base_layer.to(torch.bfloat16)
+    states = states.bfloat16()
+    with torch.no_grad(), slot_scope(rows):
+        found = layer(states)
+    assert found.dtype == torch.bfloat16
+    expected = by_eq_3(layer, states, torch.arange(10) if rows is ALL_ROWS else rows)
+    torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02)
+
+
+def test_input_is_left_as_it_was(layer, states):
+    before = states.clone()
+    with torch.no_grad(), slot_scope(SLOTS):
+        layer(states)
+    assert torch.equal(states, before)
+
+
+def test_rows_of_another_input_are_taken_anew(layer, states):
+    others = states.flip(0)
+    with torch.no_grad(), slot_scope(SLOTS):
+        layer(states)
+        found = layer(others)
+    torch.testing.assert_close(found.double(), by_eq_3(layer, others, SLOTS), rtol=1e-5, atol=1e-6)
+
+
+def test_no_slots_is_the_frozen_linear_to_the_bit(layer, states):
+    with torch.no_grad(), slot_scope(None):
+        assert torch.equal(layer(states), layer.base_layer(states))
+
+
+def test_disabled_adapter_is_the_frozen_linear_to_the_bit(layer, states):
+    layer = copy.deepcopy(layer)
+    layer.enable_adapters(False)
+    with torch.no_grad(), slot_scope(SLOTS):
+        assert torch.equal(layer(states), layer.base_layer(states))
+
+
+def test_dropout_of_a_model_in_training_is_kept_without_gradients(layer, states):
+    layer = copy.deepcopy(layer).train()
+    layer.lora_dropout[ADAPTER_NAME] = nn.Dropout(p=1.0)
+    with torch.no_grad(), slot_scope(SLOTS):
+        assert torch.equal(layer(states), layer.base_layer(states))
+
+
+def test_adapter_of_another_name_is_peft_s_own_matter(layer, states):
+    holder = nn.ModuleDict({"linear": copy.deepcopy(layer)})
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["linear"], init_lora_weights=False), holder, "other")
+    both = holder["linear"]
+    both.set_adapter("other")
+    with torch.no_grad():
+        residual = both.lora_B["other"](both.lora_A["other"](states)) * both.scaling["other"]
+        for rows in (None, SLOTS):
+            with slot_scope(rows):
+                torch.testing.assert_close(both(states), layer.base_layer(states) + residual)
