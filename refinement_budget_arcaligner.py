@@ -68,6 +68,16 @@ def prefix_flops(costs: list[LayerCost], num_text: int, num_slots: int) -> int:
     return sum(c.linears * length + c.lora * num_slots + c.key * length * length // 2 for c in costs)
 
 
+def keys_values_flops(cost: LayerCost, num_text, num_slots):
+    """Operations of the keys and values of a slot prefix, once before a layer's first step; of counts or tensors."""
+    return cost.keys_values * (num_text + num_slots) + cost.keys_values_lora * num_slots
+
+
+def pass_flops(cost: LayerCost, num_text, num_slots):
+    """Operations of one slot through the layer again. It reads the prefix, and at most as many slots afresh."""
+    return cost.linears + cost.lora + cost.key * (num_text + 2 * num_slots)
+
+
 class RefinementBudget:
     """What each row of one forward has left for refinement. The layers of that forward draw on it in turn.
 
@@ -93,8 +103,8 @@ class RefinementBudget:
     ) -> torch.Tensor:
         """The open slots (batch, max_slots) that a row can pay a first step for: by probability, then by position."""
         num_text, num_slots = _text_and_slots(rows)
-        once = cost.keys_values * (num_text + num_slots) + cost.keys_values_lora * num_slots
-        each = _pass_price(cost, rows)
+        once = keys_values_flops(cost, num_text, num_slots)
+        each = pass_flops(cost, num_text, num_slots)
         wanted = gate_open.sum(dim=1)
         affordable = torch.div(self.left - once, each, rounding_mode="floor").clamp(min=0)
         taken = torch.minimum(wanted, affordable)
@@ -107,7 +117,8 @@ class RefinementBudget:
         self, gate_open: torch.Tensor, is_taken: torch.Tensor, cost: LayerCost, rows: SlotRows
     ) -> torch.Tensor:
         """The slots (batch, width) that are still open, where a row can pay another step of all that are taken."""
-        price = torch.where(gate_open.any(dim=1), is_taken.sum(dim=1) * _pass_price(cost, rows), 0)
+        each = pass_flops(cost, *_text_and_slots(rows))
+        price = torch.where(gate_open.any(dim=1), is_taken.sum(dim=1) * each, 0)
         affords = self.left >= price
         self.left = torch.where(affords, self.left - price, 0)
         return gate_open & affords[:, None]
@@ -116,9 +127,3 @@ class RefinementBudget:
 def _text_and_slots(rows: SlotRows) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of text before the last slot and slots, each (batch,)."""
     return (rows.text_positions >= 0).sum(dim=1), (rows.slot_positions >= 0).sum(dim=1)
-
-
-def _pass_price(cost: LayerCost, rows: SlotRows) -> torch.Tensor:
-    """Of one slot through the layer again, (batch,). It reads the prefix, and at most as many slots afresh."""
-    num_text, num_slots = _text_and_slots(rows)
-    return cost.linears + cost.lora + cost.key * (num_text + 2 * num_slots)

@@ -39,10 +39,14 @@ def text_inputs(processor: ArcAlignerProcessor, contents: list[str]):
     return _render(processor, [[{"role": "user", "content": content}] for content in contents])
 
 
-def slot_inputs(processor: ArcAlignerProcessor, rows: list[Row], with_passages: bool = True):
-    """Prompts with slots, left-padded, and `context_embeds` (batch, max_slots, encoder_hidden_size)."""
+def slot_inputs(processor: ArcAlignerProcessor, rows: list[Row], with_passages: bool = True, **slot_budget: Any):
+    """Prompts with slots, left-padded, and `context_embeds` (batch, max_slots, encoder_hidden_size).
+
+    `slot_budget` are the processor's `max_slots` and `slot_policy`.
+    """
     conversations = [[{"role": "user", "content": row["question"]}] for row in rows]
-    return _render(processor, conversations, documents=[row["passages"] if with_passages else [] for row in rows])
+    documents = [row["passages"] if with_passages else [] for row in rows]
+    return _render(processor, conversations, documents=documents, **slot_budget)
 
 
 def _render(processor: ArcAlignerProcessor, conversations: list, **kwargs: Any):

@@ -14,7 +14,8 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from rich.progress import Progress
 
 from .answering import MAX_NEW_TOKENS, Row, batches_by_length
-from .methods import METHODS, Method
+from .methods import METHODS, Checkpoints, Method
 from .metrics import METRICS, contains_match
 from .reading import Answer, MissingMethodError, Reader, dtype_on
 from .results import write_results
@@ -32,6 +33,24 @@ from .settings import EvaluationSettings, TaskSettings
 from .tasks import TASKS, choose_passages
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """
+    A way to answer whose answers have files of their own.
+
+    Args:
+        name (`str`): Of these files.
+        title (`str`): Beside the progress bar.
+        made_with (`dict`): What its answers are made with, besides `made_with` of each task.
+        load (`Callable`): Makes the reader.
+    """
+
+    name: str
+    title: str
+    made_with: dict[str, Any]
+    load: Callable[[], Reader]
 
 
 def evaluate(settings: EvaluationSettings) -> dict[str, Any]:
@@ -47,7 +66,7 @@ def evaluate(settings: EvaluationSettings) -> dict[str, Any]:
     rows = {name: load_rows(name, task, settings) for name, task in settings.tasks.items()}
     for method in (METHODS[name] for name in settings.methods):
         try:
-            answer_tasks(method, rows, settings)
+            answer_tasks(variant_of(method, settings.checkpoints), rows, settings)
         except MissingMethodError as error:
             logger.warning("skipped %s: %s", method.title, error)
     return write_results(settings.output)
@@ -70,18 +89,20 @@ def load_rows(name: str, task: TaskSettings, settings: EvaluationSettings) -> li
     return rows
 
 
-def answer_tasks(method: Method, rows: dict[str, list[Row]], settings: EvaluationSettings) -> None:
-    """All tasks with one method, which is loaded when there is something left to answer."""
-    files = {name: AnswerFile(settings.output, name, method.name) for name in rows}
-    of_method = {
-        "weights": method.fingerprint_of(settings.checkpoints),
-        "checkpoint": method.checkpoint_of(settings.checkpoints),
-    }
-    todo = {name: file.open(of_method | made_with(name, settings), rows[name]) for name, file in files.items()}
+def variant_of(method: Method, checkpoints: Checkpoints) -> Variant:
+    """A method as a way to answer."""
+    of_method = {"weights": method.fingerprint_of(checkpoints), "checkpoint": method.checkpoint_of(checkpoints)}
+    return Variant(method.name, method.title, of_method, lambda: method.load(checkpoints))
+
+
+def answer_tasks(variant: Variant, rows: dict[str, list[Row]], settings: EvaluationSettings) -> None:
+    """What is left of all tasks in one way, by a reader that is loaded when something is."""
+    files = {name: AnswerFile(settings.output, name, variant.name) for name in rows}
+    todo = {name: file.open(variant.made_with | made_with(name, settings), rows[name]) for name, file in files.items()}
     if any(todo.values()):
-        reader = method.load(settings.checkpoints)
+        reader = variant.load()
         for name, left in todo.items():
-            answer_file(reader, files[name], left, settings.batch_size, f"{TASKS[name].title}: {method.title}")
+            answer_file(reader, files[name], left, settings.batch_size, f"{TASKS[name].title}: {variant.title}")
 
 
 def made_with(task: str, settings: EvaluationSettings) -> dict[str, Any]:
@@ -142,6 +163,7 @@ def record(row: Row, answer: Answer, seconds: float) -> dict[str, Any]:
         "context_tokens": answer.context_tokens,
         "passage_tokens": answer.passage_tokens,
         "seconds": round(seconds, 4),
+        **answer.measured,
         "prompt": text_digest(answer.prompt_ids),
         "row": digest(row),
     }

@@ -7,8 +7,8 @@ nothing, text, or slots.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from peft import PeftModel
@@ -36,12 +36,14 @@ class Answer:
             method does not tell.
         context_tokens (`int`): Positions of the prompt that stand for the passages: tokens of text, or slots.
         passage_tokens (`int`): Tokens of the passages' whole text.
+        measured (`dict`): What else the reader measured, by its key in the answer's line.
     """
 
     text: str
     prompt_ids: list[int]
     context_tokens: int
     passage_tokens: int
+    measured: dict[str, Any] = field(default_factory=dict)
 
 
 class Reader(Protocol):
@@ -99,21 +101,30 @@ class SlotReader:
         gate_mode (`str`): `"off"`, `"adaptive"` or `"always"`.
         use_lora (`bool`): `False` leaves the slots to the projector alone.
         with_passages (`bool`): `False` gives each question the one slot of no passage.
+        refinement (`dict`, *optional*): `gate_threshold`, `max_refinement_steps` and `refinement_budget` of `generate`.
+        slot_budget (`dict`, *optional*): `max_slots` and `slot_policy` of the processor.
     """
 
-    def __init__(self, model, processor, gate_mode: str, use_lora: bool = True, with_passages: bool = True):
+    def __init__(
+        self,
+        model,
+        processor: ArcAlignerProcessor,
+        gate_mode: str,
+        use_lora: bool = True,
+        with_passages: bool = True,
+        refinement: dict[str, Any] | None = None,
+        slot_budget: dict[str, Any] | None = None,
+    ):
         self.model, self.processor = model, processor
-        self.gate_mode, self.use_lora, self.with_passages = gate_mode, use_lora, with_passages
+        self.use_lora, self.with_passages = use_lora, with_passages
+        self.refinement = {"gate_mode": gate_mode, **(refinement or {})}
+        self.slot_budget = slot_budget or {}
 
     def answer(self, rows: list[Row]) -> list[Answer]:
-        inputs = slot_inputs(self.processor, rows, self.with_passages).to(self.model.device)
+        inputs = slot_inputs(self.processor, rows, self.with_passages, **self.slot_budget).to(self.model.device)
         num_slots = (inputs["input_ids"] == self.model.config.context_token_id).sum(dim=1).tolist()
-        before, self.model.config.gate_mode = self.model.config.gate_mode, self.gate_mode
-        try:
-            with contextlib.nullcontext() if self.use_lora else lora_off(self.model):
-                return _answers(self.model, self.processor, inputs, rows, num_slots)
-        finally:
-            self.model.config.gate_mode = before
+        with contextlib.nullcontext() if self.use_lora else lora_off(self.model):
+            return _answers(self.model, self.processor, inputs, rows, num_slots, **self.refinement)
 
 
 @contextlib.contextmanager
@@ -144,9 +155,9 @@ def count_tokens(processor: ArcAlignerProcessor, texts: list[str]) -> list[int]:
 
 
 @torch.inference_mode()
-def _answers(model, processor, inputs, rows: list[Row], context_tokens: list[int]) -> list[Answer]:
+def _answers(model, processor, inputs, rows: list[Row], context_tokens: list[int], **refinement: Any) -> list[Answer]:
     """Greedy answers to prompts, left-padded, `input_ids` (batch, seq_len)."""
-    output = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+    output = model.generate(**inputs, **refinement, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
     texts = processor.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     prompts = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
     prompt_ids = [ids[is_real].tolist() for ids, is_real in prompts]

@@ -9,9 +9,7 @@ One aligner is read with each of these segmentations. Several are read with thei
 """
 
 import copy
-import dataclasses
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
@@ -19,19 +17,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, ScalarFormatter
 
 from ...processing_arcaligner import ArcAlignerProcessor
-from ..answering import Row
-from ..evaluate import answer_file, load_rows, made_with
+from ..evaluate import Variant, answer_tasks, load_rows
 from ..fingerprints import fingerprint
-from ..metrics import percent_interval
 from ..reading import SlotReader, load_aligner
-from ..runs import AnswerFile
 from ..settings import EvaluationSettings, read_settings
 from ..tasks import TASKS
+from .curves import METRICS, answers_to, draw_curve, quality
 from .figures import new_figure, save_analysis
 from .options import FIGURES, Data, Folder
 
 SEGMENTATIONS = (0.5, 1, 3)  # of the paper: 12x, 24x, 72x
-METRICS = {"f1": "F1", "em": "EM (non-strict)"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +36,11 @@ class Reading:
     checkpoint: str
     weights: str
     sentences_per_segment: float
+
+    @property
+    def name(self) -> str:
+        """Of its answers' files."""
+        return f"sentences_{self.sentences_per_segment:g}"
 
 
 def readings_of(checkpoints: list[str]) -> list[Reading]:
@@ -78,31 +78,18 @@ def analyse(settings: EvaluationSettings, checkpoints: list[str]) -> dict[str, A
     readings = readings_of(checkpoints)
     rows = {name: load_rows(name, task, settings) for name, task in settings.tasks.items()}
     for reading in readings:
-        answer_tasks(reading, rows, settings)
+        answer_tasks(variant_of(reading, settings.checkpoints.device), rows, settings)
     sets = {
-        TASKS[name].title: [measure(each, answers_in(settings.output, name, each).read(), asked) for each in readings]
+        TASKS[name].title: [measure(each, answers_to(asked, settings.output, name, each.name)) for each in readings]
         for name, asked in rows.items()
     }
     return {"trained_for_each": len(checkpoints) > 1, "sets": sets}
 
 
-def answers_in(folder: Path, task: str, reading: Reading) -> AnswerFile:
-    """Where the answers of a reading are."""
-    return AnswerFile(folder, task, f"sentences_{reading.sentences_per_segment:g}")
-
-
-def answer_tasks(reading: Reading, rows: dict[str, list[Row]], settings: EvaluationSettings) -> None:
-    """All tasks, with an aligner that is loaded when there is something left to answer."""
-    todo = {}
-    for name, asked in rows.items():
-        of_reading = dataclasses.asdict(reading) | made_with(name, settings)
-        todo[name] = answers_in(settings.output, name, reading).open(of_reading, asked)
-    if not any(todo.values()):
-        return
-    reader = load_reader(reading, settings.checkpoints.device)
-    for name, left in todo.items():
-        title = f"{TASKS[name].title}: {reading.sentences_per_segment:g} sentences a slot"
-        answer_file(reader, answers_in(settings.output, name, reading), left, settings.batch_size, title)
+def variant_of(reading: Reading, device: str) -> Variant:
+    """A reading as a way to answer."""
+    title = f"{reading.sentences_per_segment:g} sentences a slot"
+    return Variant(reading.name, title, asdict(reading), lambda: load_reader(reading, device))
 
 
 def load_reader(reading: Reading, device: str) -> SlotReader:
@@ -113,17 +100,14 @@ def load_reader(reading: Reading, device: str) -> SlotReader:
     return SlotReader(model, processor, gate_mode="adaptive")
 
 
-def measure(reading: Reading, answers: list[dict[str, Any]], rows: list[Row]) -> dict[str, Any]:
-    """Quality of the answers to `rows`, and tokens of their passages for each slot."""
-    asked = {row["id"] for row in rows}
-    answers = [answer for answer in answers if answer["id"] in asked]
+def measure(reading: Reading, answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Quality of the answers, and tokens of their passages for each slot."""
     return {
         "sentences_per_segment": reading.sentences_per_segment,
         "weights": reading.weights,
-        "questions": len(answers),
         "compression_rate": sum(each["passage_tokens"] for each in answers)
         / sum(each["context_tokens"] for each in answers),
-        **{metric: percent_interval([each[metric] for each in answers]) for metric in METRICS},
+        **quality(answers),
     }
 
 
@@ -132,11 +116,7 @@ def draw(sets: dict[str, list[dict[str, Any]]]) -> Figure:
     figure, panels = new_figure(9.0, 3.8, ncols=len(METRICS))
     for axes, (metric, label) in zip(panels, METRICS.items(), strict=True):
         for title, points in sets.items():
-            rates = [point["compression_rate"] for point in points]
-            means, lows, highs = zip(*(point[metric] for point in points), strict=True)
-            below = [max(0.0, mean - low) for mean, low in zip(means, lows, strict=True)]
-            above = [max(0.0, high - mean) for mean, high in zip(means, highs, strict=True)]
-            axes.errorbar(rates, means, [below, above], marker="o", markersize=4, capsize=2, label=title)
+            draw_curve(axes, points, "compression_rate", metric, label=title)
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(base=2, subs=(1.0, 1.5)))  # 8, 12, 16, 24, 32, 48, ...
         axes.xaxis.set_major_formatter(ScalarFormatter())

@@ -59,6 +59,21 @@ def test_the_ways_to_read_slots_differ(model, processor):
     assert len(set(texts)) == len(readers)
 
 
+def test_gates_and_slots_are_those_that_are_asked_for(model, processor):
+    refinement = {"gate_threshold": 0.3, "max_refinement_steps": 1, "refinement_budget": 0.5}
+    slot_budget = {"max_slots": 2, "slot_policy": "merge"}
+    everything = SlotReader(model, processor, "adaptive").answer(ROWS)
+    asked = []
+    model.model.register_forward_pre_hook(lambda module, args, kwargs: asked.append(kwargs), with_kwargs=True)
+    answers = SlotReader(model, processor, "adaptive", refinement=refinement, slot_budget=slot_budget).answer(ROWS)
+    assert (refinement | {"gate_mode": "adaptive"}).items() <= asked[0].items()
+    inputs = slot_inputs(processor, ROWS, **slot_budget)
+    assert torch.equal(asked[0]["input_ids"], inputs["input_ids"])
+    torch.testing.assert_close(asked[0]["context_embeds"], inputs["context_embeds"])
+    assert [answer.context_tokens for answer in answers] == [2, 2, 1, 2, 2]
+    assert [answer.context_tokens for answer in everything] == [3, 2, 1, 3, 2]
+
+
 def test_without_lora_the_slots_are_the_projectors_alone(model, processor, checkpoint_dir):
     inputs = slot_inputs(processor, ROWS[:2])
     model.config.gate_mode = "off"
