@@ -9,6 +9,7 @@ import typer
 
 from ...cli import run_app
 from .backbones import backbones
+from .budgets import budgets
 from .four_way import four_way
 from .gates import gates
 from .rates import rates
@@ -21,6 +22,7 @@ COMMANDS = (
     trajectories,
     four_way,
     rates,
+    budgets,
     backbones,
 )
 

@@ -1,0 +1,245 @@
+"""Quality against operations: one aligner read with several settings of refinement and numbers of slots.
+
+    python -m arcaligner.evaluation.analyses budgets --recipe smollm2_135m --tasks squad,hotpotqa -n 200
+    python -m arcaligner.evaluation.analyses budgets --recipe smollm2_135m --tasks hotpotqa --knobs max_slots
+
+Each knob is turned alone, and its curve goes through the aligner as it is configured. The operations of an answer are
+those of its prefill, with the steps that its own slots took.
+
+    <output>/budgets/<task>/<setting>.jsonl   the answers, with their operations; a killed run goes on
+"""
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from ...configuration_arcaligner import ArcAlignerConfig
+from ...refinement_budget_arcaligner import prefix_flops
+from ..answering import Row, full_text, text_inputs
+from ..evaluate import Variant, answer_tasks, load_rows
+from ..fingerprints import fingerprint
+from ..operations import count_operations, recorded_depths
+from ..reading import Answer, SlotReader, load_aligner
+from ..settings import EvaluationSettings, read_settings
+from ..tasks import TASKS
+from .curves import METRICS, answers_to, draw_curve, quality
+from .figures import COLOURS, new_figure, save_analysis
+from .gates import check_gates
+from .options import FIGURES, Data, Folder
+
+BUDGETS = (0.05, 0.1, 0.2)
+THRESHOLDS = (0.3, 0.5, 0.7, 0.9)
+MAX_SLOTS = (4, 8, 16)
+# The curves of each knob, and how their lines look.
+KNOBS = {
+    "refinement_budget": {"refinement_budget": "-"},
+    "gate_threshold": {"gate_threshold": "-"},
+    "max_refinement_steps": {"max_refinement_steps": "-"},
+    "max_slots": {"drop": "-", "merge": "--"},
+}
+READING = (
+    "In each panel one setting of the aligner is turned (its value stands at the point), all others stay as they are "
+    "configured. To the right: operations of the prefill of all questions, with the LoRA of the slots and the "
+    "refinement that they really took, in percent of what StandardRAG's prefill of the same questions takes; sentence "
+    "encoder and output head are not counted. Bars are 95 % bootstrap intervals over questions."
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is other than the aligner's configuration, at inference; `None` is as it is configured."""
+
+    refinement_budget: float | None = None
+    gate_threshold: float | None = None
+    max_refinement_steps: int | None = None
+    max_slots: int | None = None
+    slot_policy: str | None = None
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+
+    @property
+    def name(self) -> str:
+        """Of its answers' files."""
+        return "_".join(f"{key}_{value}" for key, value in self.changed.items()) or "as_configured"
+
+
+AS_CONFIGURED, NO_REFINEMENT = Setting(), Setting(max_refinement_steps=0)
+Curves = dict[str, dict[str, Setting]]  # settings by value of the knob, by curve
+
+
+def curves_of(knobs: list[str], config: ArcAlignerConfig) -> Curves:
+    """The settings of each curve of the knobs, in the order of their cost or against it. Equal ones are read once."""
+    threshold, steps = config.gate_threshold, config.max_refinement_steps
+    thresholds = {each: Setting(gate_threshold=each) for each in THRESHOLDS} | {threshold: AS_CONFIGURED}
+    budgets = {f"{each:g}": Setting(refinement_budget=each) for each in BUDGETS}
+    numbers = {str(each): Setting(max_refinement_steps=each) for each in range(steps)}
+    curves = {
+        "refinement_budget": {"0": NO_REFINEMENT, **budgets, "∞": AS_CONFIGURED},
+        "gate_threshold": {f"{each:g}": thresholds[each] for each in sorted(thresholds)},
+        "max_refinement_steps": numbers | {str(steps): AS_CONFIGURED},
+    }
+    for policy in KNOBS["max_slots"]:
+        slots = {str(each): Setting(max_slots=each, slot_policy=policy) for each in MAX_SLOTS}
+        curves[policy] = slots | {"all": AS_CONFIGURED}
+    return {curve: curves[curve] for knob in knobs for curve in KNOBS[knob]}
+
+
+class MeasuringReader:
+    """
+    Answers as a [`SlotReader`] does, and measures the operations of each answer's prefill and of StandardRAG's.
+
+    Args:
+        reader ([`SlotReader`]): Of an aligner with adaptive gates.
+        max_refinement_steps (`int`): Steps that a slot may take.
+    """
+
+    def __init__(self, reader: SlotReader, max_refinement_steps: int):
+        self.reader, self.max_refinement_steps = reader, max_refinement_steps
+
+    def answer(self, rows: list[Row]) -> list[Answer]:
+        model = self.reader.model
+        with recorded_depths(model) as depths:
+            answers = self.reader.answer(rows)
+        (depth,) = depths  # (batch, num_layers, max_slots), of the one prefill
+        texts = text_inputs(self.reader.processor, [full_text(row) for row in rows])["attention_mask"].sum(dim=1)
+        measured = []
+        for answer, depth_of_row, length in zip(answers, depth, texts.tolist(), strict=True):
+            operations = count_operations(model, answer.prompt_ids, depth_of_row, self.max_refinement_steps)
+            operations["standard_rag_flops"] = prefix_flops(model.model.layer_costs, length, num_slots=0)
+            measured.append(dataclasses.replace(answer, measured=operations))
+        return measured
+
+
+def load_reader(checkpoint: str, setting: Setting, device: str) -> MeasuringReader:
+    """The aligner, read with a setting."""
+    model, processor = load_aligner(checkpoint, device)
+    check_gates(model, checkpoint)
+    slot_budget = {key: value for key, value in setting.changed.items() if key in ("max_slots", "slot_policy")}
+    refinement = {key: value for key, value in setting.changed.items() if key not in slot_budget}
+    reader = SlotReader(model, processor, "adaptive", refinement=refinement, slot_budget=slot_budget)
+    return MeasuringReader(reader, refinement.get("max_refinement_steps", model.config.max_refinement_steps))
+
+
+def variant_of(setting: Setting, checkpoint: str, weights: str, device: str) -> Variant:
+    """A setting as a way to answer."""
+    made_with = {"checkpoint": checkpoint, "weights": weights, **dataclasses.asdict(setting)}
+    return Variant(setting.name, setting.name, made_with, lambda: load_reader(checkpoint, setting, device))
+
+
+def analyse(settings: EvaluationSettings, knobs: list[str]) -> dict[str, Any]:
+    """
+    Answers what is not answered yet, and measures quality and operations.
+
+    Args:
+        settings ([`EvaluationSettings`]): Aligner, tasks, data and device, and the folder for answers; its methods are
+            not used.
+        knobs (`list[str]`): Of `KNOBS`.
+
+    Returns:
+        `dict`: `{"checkpoint", "weights", "sets": {title: {curve: [point, ...]}}}`, a point as of `measure`.
+    """
+    checkpoint, device = settings.checkpoints.aligner, settings.checkpoints.device
+    curves = curves_of(knobs, ArcAlignerConfig.from_pretrained(checkpoint))
+    weights = fingerprint(checkpoint)
+    rows = {name: load_rows(name, task, settings) for name, task in settings.tasks.items()}
+    for setting in dict.fromkeys(setting for points in curves.values() for setting in points.values()):
+        answer_tasks(variant_of(setting, checkpoint, weights, device), rows, settings)
+    sets = {
+        TASKS[name].title: {
+            curve: [
+                {"value": value, **measure(answers_to(asked, settings.output, name, setting.name))}
+                for value, setting in points.items()
+            ]
+            for curve, points in curves.items()
+        }
+        for name, asked in rows.items()
+    }
+    return {"checkpoint": checkpoint, "weights": weights, "sets": sets}
+
+
+def measure(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """
+    A point of a curve.
+
+    Returns:
+        `dict`: `cost`, the operations of the prefills in percent of StandardRAG's; `refinement`, those of refinement in
+        percent of the prefills up to the last slot without it, the share that a budget bounds; `slots` of a question;
+        and the answers' quality.
+    """
+    total = {key: sum(answer[key] for answer in answers) for key in answers[0] if key.endswith("_flops")}
+    return {
+        "cost": 100 * (total["prefill_flops"] + total["refinement_flops"]) / total["standard_rag_flops"],
+        "refinement": 100 * total["refinement_flops"] / total["prefix_flops"],
+        "slots": sum(answer["context_tokens"] for answer in answers) / len(answers),
+        **quality(answers),
+    }
+
+
+def draw(sets: dict[str, dict[str, list[dict[str, Any]]]], knobs: list[str]) -> Figure:
+    """A column for each knob, a row for each metric, a colour for each set of questions."""
+    width, height = 3.2 * len(knobs) + 0.6, 2.6 * len(METRICS) + 0.7
+    figure, grid = new_figure(
+        width, height, nrows=len(METRICS), ncols=len(knobs), sharex="col", sharey="row", squeeze=False
+    )
+    colours = dict(zip(sets, itertools.cycle(COLOURS), strict=False))
+    for panels, metric in zip(grid, METRICS, strict=True):
+        for axes, knob in zip(panels, knobs, strict=True):
+            for (title, curves), (curve, line) in itertools.product(sets.items(), KNOBS[knob].items()):
+                draw_curve(axes, curves[curve], "cost", metric, color=colours[title], linestyle=line, elinewidth=0.7)
+                write_values(axes, curves[curve], metric, above=line == "-")
+            axes.margins(x=0.1)
+        panels[0].set_ylabel(f"{METRICS[metric]}, %")
+    for axes, knob in zip(grid[0], knobs, strict=True):
+        axes.set_title(knob)
+        if len(KNOBS[knob]) > 1:
+            axes.legend(
+                handles=[
+                    Line2D([], [], color="grey", linestyle=each, label=curve) for curve, each in KNOBS[knob].items()
+                ]
+            )
+    figure.supxlabel("operations of the prefill, % of StandardRAG's", fontsize=10)
+    handles = [Line2D([], [], color=colour, marker="o", markersize=4, label=title) for title, colour in colours.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=4)
+    return figure
+
+
+def write_values(axes: Axes, points: list[dict[str, Any]], metric: str, above: bool) -> None:
+    """The value of the knob beside each point."""
+    for point in points:
+        place = {"xytext": (3, 3 if above else -3), "va": "bottom" if above else "top"}
+        axes.annotate(
+            point["value"], (point["cost"], point[metric][0]), textcoords="offset points", fontsize=7, **place
+        )
+
+
+def budgets(
+    checkpoint: Annotated[str | None, typer.Option(help="An aligner, not the recipe's.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="A recipe of evaluation/recipes, or a YAML file.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks, with commas between; else those of the recipe.")] = None,
+    knobs: Annotated[str, typer.Option(help="What is turned, with commas between.")] = ",".join(KNOBS),
+    data: Data = None,
+    num_questions: Annotated[int | None, typer.Option("-n", help="At most so many questions of each task.")] = None,
+    device: Annotated[str | None, typer.Option(help="Where models run: cpu, cuda.")] = None,
+    folder: Folder = FIGURES,
+) -> None:
+    """F1 and EM against operations, for budgets of refinement and numbers of slots.
+
+    Takes long: all four knobs ask each question 15 times. Two cores answer 500 questions of a task once in one to ten
+    minutes, so a task takes a quarter of an hour to two and a half hours. A killed run goes on where it was.
+    """
+    names = knobs.split(",")
+    if unknown := [name for name in names if name not in KNOBS]:
+        raise ValueError(f"There is no knob {', '.join(map(repr, unknown))}; known: {', '.join(KNOBS)}.")
+    given = {"checkpoint": checkpoint, "tasks": tasks and tasks.split(","), "data": data, "device": device}
+    settings = read_settings(recipe, given | {"output": folder / "budgets"}, {"num_questions": num_questions})
+    numbers = analyse(settings, names)
+    save_analysis(folder, "budgets", draw(numbers["sets"], names), numbers, READING)
+    typer.echo(READING)

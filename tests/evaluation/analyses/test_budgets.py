@@ -1,0 +1,216 @@
+"""One aligner read with several settings: quality against the operations that its slots really took."""
+
+import json
+
+import pytest
+import torch
+from training_rows import PASSAGES, question_rows, write_rows
+
+from arcaligner.configuration_arcaligner import ArcAlignerConfig
+from arcaligner.evaluation import evaluate
+from arcaligner.evaluation.analyses import budgets
+from arcaligner.evaluation.analyses.__main__ import main
+from arcaligner.evaluation.analyses.budgets import (
+    AS_CONFIGURED,
+    KNOBS,
+    NO_REFINEMENT,
+    MeasuringReader,
+    Setting,
+    curves_of,
+    load_reader,
+    measure,
+)
+from arcaligner.evaluation.answering import full_text, slot_inputs, text_inputs
+from arcaligner.evaluation.metrics import bootstrap_interval
+from arcaligner.evaluation.operations import refinement_flops
+from arcaligner.evaluation.reading import SlotReader
+from arcaligner.evaluation.runs import AnswerFile
+from arcaligner.refinement_budget_arcaligner import prefix_flops
+
+pytestmark = pytest.mark.usefixtures("few_tokens")
+
+
+@pytest.fixture
+def rows() -> list[dict]:
+    """Questions with 3, 2, 1 and 6 slots."""
+    rows = question_rows(4)
+    rows[3]["passages"] = [{"title": title, "text": text} for title, text in PASSAGES]
+    return rows
+
+
+@pytest.fixture
+def command(tmp_path, checkpoint_dir, rows):
+    """Runs the command on questions of SQuAD; the data it wrote."""
+    (tmp_path / "data").mkdir()
+    write_rows(tmp_path / "data" / "squad.jsonl", rows)
+
+    def run(knobs, num_questions=4, code=0):
+        arguments = ["budgets", "--checkpoint", str(checkpoint_dir), "--tasks", "squad", "--knobs", knobs]
+        arguments += ["--data", str(tmp_path / "data"), "-n", str(num_questions)]
+        with pytest.raises(SystemExit) as end:
+            main([*arguments, "--output", str(tmp_path / "figures")])
+        assert end.value.code == code
+        return json.loads((tmp_path / "figures" / "budgets.json").read_text()) if code == 0 else None
+
+    return run
+
+
+def answers(tmp_path, setting: Setting) -> dict[str, dict]:
+    found = AnswerFile(tmp_path / "figures" / "budgets", "squad", setting.name).read()
+    return {answer["id"]: answer for answer in found}
+
+
+def set_gates(model, bias: float) -> None:
+    """Opens all gates, or closes them."""
+    for layer in model.model.backbone.layers:
+        layer.slot_gate.out.bias.data.fill_(bias)
+
+
+def test_each_curve_goes_through_the_configuration_and_equal_settings_are_read_once():
+    curves = curves_of(list(KNOBS), ArcAlignerConfig(gate_threshold=0.6))
+    assert {curve: list(points) for curve, points in curves.items()} == {
+        "refinement_budget": ["0", "0.05", "0.1", "0.2", "∞"],
+        "gate_threshold": ["0.3", "0.5", "0.6", "0.7", "0.9"],
+        "max_refinement_steps": ["0", "1", "2"],
+        "drop": ["4", "8", "16", "all"],
+        "merge": ["4", "8", "16", "all"],
+    }
+    assert all(list(points.values()).count(AS_CONFIGURED) == 1 for points in curves.values())
+    assert curves["gate_threshold"]["0.6"] is AS_CONFIGURED
+    assert curves["refinement_budget"]["0"] == curves["max_refinement_steps"]["0"] == NO_REFINEMENT
+    curves = curves_of(list(KNOBS), ArcAlignerConfig())
+    settings = {setting for points in curves.values() for setting in points.values()}
+    assert len(settings) == len({setting.name for setting in settings}) == 15
+
+
+def test_operations_are_those_of_the_steps_that_the_slots_of_each_question_took(model, processor, rows):
+    """The same settings cost what the gates make of them, in a batch as alone."""
+    costs = model.model.layer_costs
+    reader = MeasuringReader(SlotReader(model, processor, "adaptive"), max_refinement_steps=2)
+    measured = {}
+    for gates, bias in (("mixed", None), ("open", 1e6), ("closed", -1e6)):
+        if bias is not None:
+            set_gates(model, bias)
+        measured[gates] = [answer.measured for answer in reader.answer(rows)]
+        for row, found in zip(rows, measured[gates], strict=True):
+            inputs = slot_inputs(processor, [row])
+            with torch.no_grad():
+                depth = model(**inputs).recursion_depth[0]
+            num_slots = depth.shape[1]
+            is_slot = inputs["input_ids"][0] == model.config.context_token_id
+            num_text = int(is_slot.nonzero().max()) + 1 - num_slots
+            standard = text_inputs(processor, [full_text(row)])["input_ids"].shape[1]
+            assert found == {
+                "prefill_flops": prefix_flops(costs, len(is_slot) - num_slots, num_slots),
+                "prefix_flops": prefix_flops(costs, num_text, num_slots),
+                "refinement_flops": refinement_flops(costs, depth, num_text, 2),
+                "standard_rag_flops": prefix_flops(costs, standard, 0),
+            }
+    asked = [num_slots * sum(cost.gate for cost in costs[:-1]) for num_slots in (3, 2, 1, 6)]
+    assert [found["refinement_flops"] for found in measured["closed"]] == asked
+    for closed, mixed, all_open in zip(measured["closed"], measured["mixed"], measured["open"], strict=True):
+        assert closed["refinement_flops"] <= mixed["refinement_flops"] < all_open["refinement_flops"]
+    assert sum(found["refinement_flops"] for found in measured["mixed"]) > 2 * sum(asked)
+
+
+def test_a_setting_is_read_as_the_model_and_the_processor_read_it(checkpoint_dir, model, processor, rows):
+    for setting in (
+        Setting(refinement_budget=0.2),
+        Setting(gate_threshold=0.9),
+        Setting(max_refinement_steps=1),
+        Setting(max_slots=2, slot_policy="drop"),
+        Setting(max_slots=2, slot_policy="merge"),
+    ):
+        refinement = {key: value for key, value in setting.changed.items() if "slot" not in key}
+        slots = {key: value for key, value in setting.changed.items() if "slot" in key}
+        answers = load_reader(str(checkpoint_dir), setting, "cpu").answer(rows)
+        for row, answer in zip(rows, answers, strict=True):
+            inputs = slot_inputs(processor, [row], **slots)
+            output = model.generate(**inputs, **refinement, max_new_tokens=4, do_sample=False)
+            text = processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            assert answer.text == text.strip()
+            assert answer.prompt_ids == inputs["input_ids"][0].tolist()
+
+
+def test_the_command_writes_the_figure_and_a_point_for_each_value(command, tmp_path):
+    data = command("max_refinement_steps,max_slots")
+    assert data["sets"].keys() == {"SQuAD"}
+    curves = data["sets"]["SQuAD"]
+    assert {curve: [point["value"] for point in points] for curve, points in curves.items()} == {
+        "max_refinement_steps": ["0", "1", "2"],
+        "drop": ["4", "8", "16", "all"],
+        "merge": ["4", "8", "16", "all"],
+    }
+    steps, drop = curves["max_refinement_steps"], curves["drop"]
+    assert steps[0]["cost"] < steps[1]["cost"] < steps[2]["cost"] == drop[3]["cost"] < 100
+    assert steps[0]["refinement"] == 0 < steps[1]["refinement"]
+    assert [point["slots"] for point in drop] == [10 / 4, 3, 3, 3]
+    assert steps[2] == curves["merge"][3] | {"value": "2"}
+    assert steps[2] == {"value": "2", **measure(list(answers(tmp_path, AS_CONFIGURED).values()))}
+    files = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert files == {"budgets", "budgets.png", "budgets.svg", "budgets.json"}
+
+
+def test_answers_that_are_there_are_kept_with_their_operations(command, tmp_path, monkeypatch):
+    command("max_refinement_steps", num_questions=3)
+    before = answers(tmp_path, AS_CONFIGURED)
+    asked = []
+    original = evaluate.answer_file
+    monkeypatch.setattr(
+        evaluate,
+        "answer_file",
+        lambda reader, file, rows, *rest: asked.append(rows) or original(reader, file, rows, *rest),
+    )
+    command("max_refinement_steps")
+    assert [[row["id"] for row in left] for left in asked] == [["row-3"]] * 3
+    assert before.items() <= answers(tmp_path, AS_CONFIGURED).items()
+    monkeypatch.setattr(budgets, "load_aligner", None)  # there is nothing left to answer
+    points = command("max_refinement_steps", num_questions=3)["sets"]["SQuAD"]["max_refinement_steps"]
+    assert points[2] == {"value": "2", **measure(list(before.values()))}
+
+
+def test_a_point_has_the_means_of_its_questions_and_the_ratio_of_all_their_operations():
+    found = [
+        {"f1": 0.5, "em": 1.0, "context_tokens": 2, "prefill_flops": 30, "prefix_flops": 10, "refinement_flops": 5},
+        {"f1": 0.0, "em": 0.0, "context_tokens": 5, "prefill_flops": 50, "prefix_flops": 40, "refinement_flops": 15},
+    ]
+    for answer, standard in zip(found, (100, 300), strict=True):
+        answer["standard_rag_flops"] = standard
+    assert measure(found) == {
+        "cost": 25.0,
+        "refinement": 40.0,
+        "slots": 3.5,
+        "questions": 2,
+        "f1": [25.0, *bootstrap_interval([50.0, 0.0])],
+        "em": [50.0, *bootstrap_interval([100.0, 0.0])],
+    }
+
+
+def test_each_knob_is_a_column_of_lines_through_its_costs():
+    points = [
+        {"value": value, "cost": cost, "f1": [f1, f1 - 1, f1 + 2], "em": [2 * f1, f1, 3 * f1]}
+        for value, cost, f1 in (("4", 20.0, 30.0), ("all", 25.0, 40.0))
+    ]
+    curves = {"max_refinement_steps": points[1:], "drop": points, "merge": points[::-1]}
+    figure = budgets.draw({"SQuAD": curves, "NaturalQA": curves}, ["max_refinement_steps", "max_slots"])
+    steps_f1, slots_f1, _, slots_em = figure.axes
+    assert [axes.get_title() for axes in (steps_f1, slots_f1)] == ["max_refinement_steps", "max_slots"]
+    assert [len(axes.containers) for axes in figure.axes] == [2, 4, 2, 4]
+    line, (lower, upper), _ = slots_f1.containers[0]
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([20.0, 25.0], [30.0, 40.0])
+    assert (list(lower.get_ydata()), list(upper.get_ydata())) == ([29.0, 39.0], [32.0, 42.0])
+    assert list(slots_em.containers[1][0].get_ydata()) == [80.0, 60.0]
+    assert [each[0].get_linestyle() for each in slots_f1.containers] == ["-", "--", "-", "--"]
+    assert [text.get_text() for text in slots_f1.texts[:2]] == ["4", "all"]
+
+
+def test_an_unknown_knob_is_refused(command, capsys):
+    command("max_slots,depth", code=1)
+    assert "There is no knob 'depth'; known: refinement_budget, gate" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_an_aligner_whose_gates_decide_nothing_is_refused(model, processor, monkeypatch):
+    model.config.gate_mode = "off"
+    monkeypatch.setattr(budgets, "load_aligner", lambda checkpoint, device: (model, processor))
+    with pytest.raises(ValueError, match="The gates of there decide nothing"):
+        load_reader("there", AS_CONFIGURED, "cpu")
