@@ -22,6 +22,7 @@ import torch
 import typer
 from rich.console import Console
 
+from ..cli import run_command
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import read_rows
 from ..train.saving import write_whole
@@ -308,4 +309,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

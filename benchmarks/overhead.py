@@ -22,6 +22,7 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
+from ..cli import run_command
 from ..defaults_arcaligner import DEFAULT_BASE_MODEL, resolve_base_model
 from ..lora_arcaligner import lora_target_names
 from ..modeling_arcaligner import ArcAlignerForCausalLM
@@ -143,4 +144,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

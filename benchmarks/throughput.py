@@ -38,6 +38,7 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from ..backbones_arcaligner import find_decoder_layers
+from ..cli import run_command
 from ..defaults_arcaligner import resolve_base_model
 from ..lora_arcaligner import lora_target_names
 from ..modeling_arcaligner import ArcAlignerForCausalLM
@@ -247,4 +248,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

@@ -2,6 +2,8 @@
 
 import io
 import json
+import runpy
+import sys
 
 import pytest
 from rich.console import Console
@@ -169,3 +171,13 @@ def test_closed_gates_are_shown_as_one_pass_at_every_layer():
 def test_busiest_layer_is_the_first_with_most_passes():
     layers = [["L0.", "LL"], ["LLL", "L0."], ["LL", "LL"]]
     assert demo.busiest_layer(layers) == 1
+
+
+def test_benchmarks_end_mistakes_in_one_clear_line(capsys, monkeypatch):
+    """They are commands by themselves, `python -m` of their modules."""
+    monkeypatch.setattr(sys, "argv", ["latency", "--sizes", "5y1"])
+    monkeypatch.delitem(sys.modules, "arcaligner.benchmarks.latency", raising=False)
+    with pytest.raises(SystemExit, match="1"):
+        runpy.run_module("arcaligner.benchmarks.latency", run_name="__main__")
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("Error: `--sizes` is '5y1'") and err.count("\n") == 1

@@ -14,6 +14,7 @@ from typing import Annotated
 import torch
 import typer
 
+from ..cli import run_command
 from ..model_card_arcaligner import RECIPE_FILE, RESULTS_FILE, name_repository, write_model_card
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
@@ -56,4 +57,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)
