@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from ..cli import run_command
 from ..evaluation.analyses.intervals import ratio_interval
 from ..evaluation.answering import MAX_NEW_TOKENS
 from ..modeling_arcaligner import ArcAlignerForCausalLM
@@ -251,4 +252,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)
