@@ -35,7 +35,7 @@ from .options import FIGURES, Data, Folder
 
 BUDGETS = (0.05, 0.1, 0.2)
 THRESHOLDS = (0.3, 0.5, 0.7, 0.9)
-MAX_SLOTS = (4, 8, 16)
+MAX_SLOTS = (2, 4, 8)
 # The curves of each knob, and how their lines look.
 KNOBS = {
     "refinement_budget": {"refinement_budget": "-"},
@@ -43,11 +43,12 @@ KNOBS = {
     "max_refinement_steps": {"max_refinement_steps": "-"},
     "max_slots": {"drop": "-", "merge": "--"},
 }
+MARKERS = "os^Dvp"  # of the values of a knob, in order
 READING = (
-    "In each panel one setting of the aligner is turned (its value stands at the point), all others stay as they are "
+    "In each column one setting of the aligner is turned (a mark for each value), all others stay as they are "
     "configured. To the right: operations of the prefill of all questions, with the LoRA of the slots and the "
-    "refinement that they really took, in percent of what StandardRAG's prefill of the same questions takes; sentence "
-    "encoder and output head are not counted. Bars are 95 % bootstrap intervals over questions."
+    "refinement that they really took; 100 % are those of the same questions with all their slots and no refinement. "
+    "Sentence encoder and output head are not counted. Bars are 95 % bootstrap intervals over questions."
 )
 
 
@@ -152,31 +153,38 @@ def analyse(settings: EvaluationSettings, knobs: list[str]) -> dict[str, Any]:
     rows = {name: load_rows(name, task, settings) for name, task in settings.tasks.items()}
     for setting in dict.fromkeys(setting for points in curves.values() for setting in points.values()):
         answer_tasks(variant_of(setting, checkpoint, weights, device), rows, settings)
-    sets = {
-        TASKS[name].title: {
+    sets = {}
+    for name, asked in rows.items():
+        as_configured = answers_to(asked, settings.output, name, AS_CONFIGURED.name)
+        sets[TASKS[name].title] = {
             curve: [
-                {"value": value, **measure(answers_to(asked, settings.output, name, setting.name))}
+                {"value": value, **measure(answers_to(asked, settings.output, name, setting.name), as_configured)}
                 for value, setting in points.items()
             ]
             for curve, points in curves.items()
         }
-        for name, asked in rows.items()
-    }
     return {"checkpoint": checkpoint, "weights": weights, "sets": sets}
 
 
-def measure(answers: list[dict[str, Any]]) -> dict[str, Any]:
+def measure(answers: list[dict[str, Any]], as_configured: list[dict[str, Any]]) -> dict[str, Any]:
     """
     A point of a curve.
 
+    Args:
+        answers (`list[dict]`): With the setting.
+        as_configured (`list[dict]`): To the same questions, with all slots.
+
     Returns:
-        `dict`: `cost`, the operations of the prefills in percent of StandardRAG's; `refinement`, those of refinement in
-        percent of the prefills up to the last slot without it, the share that a budget bounds; `slots` of a question;
-        and the answers' quality.
+        `dict`: `cost`, the operations of the prefills in percent of those with all slots and no refinement;
+        `of_standard_rag`, the same in percent of StandardRAG's; `refinement`, those of refinement in percent of the
+        prefills up to the last slot without it, the share that a budget bounds; `slots` of a question; and the answers'
+        quality.
     """
     total = {key: sum(answer[key] for answer in answers) for key in answers[0] if key.endswith("_flops")}
+    taken = total["prefill_flops"] + total["refinement_flops"]
     return {
-        "cost": 100 * (total["prefill_flops"] + total["refinement_flops"]) / total["standard_rag_flops"],
+        "cost": 100 * taken / sum(answer["prefill_flops"] for answer in as_configured),
+        "of_standard_rag": 100 * taken / total["standard_rag_flops"],
         "refinement": 100 * total["refinement_flops"] / total["prefix_flops"],
         "slots": sum(answer["context_tokens"] for answer in answers) / len(answers),
         **quality(answers),
@@ -185,39 +193,50 @@ def measure(answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 def draw(sets: dict[str, dict[str, list[dict[str, Any]]]], knobs: list[str]) -> Figure:
     """A column for each knob, a row for each metric, a colour for each set of questions."""
-    width, height = 3.2 * len(knobs) + 0.6, 2.6 * len(METRICS) + 0.7
-    figure, grid = new_figure(
-        width, height, nrows=len(METRICS), ncols=len(knobs), sharex="col", sharey="row", squeeze=False
-    )
+    shape = {"nrows": len(METRICS), "ncols": len(knobs), "sharex": "col", "sharey": "row", "squeeze": False}
+    figure, grid = new_figure(3.2 * len(knobs) + 0.6, 2.6 * len(METRICS) + 1.0, **shape)
     colours = dict(zip(sets, itertools.cycle(COLOURS), strict=False))
     for panels, metric in zip(grid, METRICS, strict=True):
         for axes, knob in zip(panels, knobs, strict=True):
             for (title, curves), (curve, line) in itertools.product(sets.items(), KNOBS[knob].items()):
-                draw_curve(axes, curves[curve], "cost", metric, color=colours[title], linestyle=line, elinewidth=0.7)
-                write_values(axes, curves[curve], metric, above=line == "-")
-            axes.margins(x=0.1)
+                draw_points(axes, curves[curve], metric, colours[title], line)
         panels[0].set_ylabel(f"{METRICS[metric]}, %")
     for axes, knob in zip(grid[0], knobs, strict=True):
-        axes.set_title(knob)
-        if len(KNOBS[knob]) > 1:
-            axes.legend(
-                handles=[
-                    Line2D([], [], color="grey", linestyle=each, label=curve) for curve, each in KNOBS[knob].items()
-                ]
-            )
-    figure.supxlabel("operations of the prefill, % of StandardRAG's", fontsize=10)
-    handles = [Line2D([], [], color=colour, marker="o", markersize=4, label=title) for title, colour in colours.items()]
-    figure.legend(handles=handles, loc="outside upper center", ncols=4)
+        explain(axes, knob, next(iter(sets.values())))
+    figure.supxlabel("operations of the prefill, % of that with all slots and no refinement", fontsize=10)
+    handles = [set_line(colour, title, sets[title]) for title, colour in colours.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=2, frameon=False)
     return figure
 
 
-def write_values(axes: Axes, points: list[dict[str, Any]], metric: str, above: bool) -> None:
-    """The value of the knob beside each point."""
-    for point in points:
-        place = {"xytext": (3, 3 if above else -3), "va": "bottom" if above else "top"}
-        axes.annotate(
-            point["value"], (point["cost"], point[metric][0]), textcoords="offset points", fontsize=7, **place
-        )
+def draw_points(axes: Axes, points: list[dict[str, Any]], metric: str, colour: str, line: str) -> None:
+    """A curve with another mark for each value; hollow where the line is broken."""
+    draw_curve(axes, points, "cost", metric, color=colour, linestyle=line, linewidth=1, elinewidth=0.6, marker="")
+    filling = colour if line == "-" else "white"
+    for point, marker in zip(points, MARKERS, strict=False):
+        axes.scatter(point["cost"], point[metric][0], s=28, marker=marker, color=filling, edgecolors=colour, zorder=3)
+
+
+def explain(axes: Axes, knob: str, curves: dict[str, list[dict[str, Any]]]) -> None:
+    """Above a column: the name of the knob, the marks of its values and, where there are several, its lines."""
+    look = {"color": "grey", "markersize": 5}
+    lines = KNOBS[knob]
+    values = [point["value"] for point in curves[next(iter(lines))]]
+    marks = [
+        Line2D([], [], linestyle="", marker=marker, label=value, **look)
+        for marker, value in zip(MARKERS, values, strict=False)
+    ]
+    if len(lines) > 1:
+        marks += [Line2D([], [], linestyle=line, label=curve, **look) for curve, line in lines.items()]
+    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": len(marks), "frameon": False}
+    axes.legend(handles=marks, title=knob, fontsize=8, handlelength=1.6, handletextpad=0.2, columnspacing=0.7, **place)
+
+
+def set_line(colour: str, title: str, curves: dict[str, list[dict[str, Any]]]) -> Line2D:
+    """A set of questions in the legend, and what 100 % of its operations are."""
+    point = next(iter(curves.values()))[0]
+    share = 100 * point["of_standard_rag"] / point["cost"]
+    return Line2D([], [], color=colour, label=f"{title} (100 % are {share:.0f} % of StandardRAG's)")
 
 
 def budgets(
@@ -232,8 +251,8 @@ def budgets(
 ) -> None:
     """F1 and EM against operations, for budgets of refinement and numbers of slots.
 
-    Takes long: all four knobs ask each question 15 times. Two cores answer 500 questions of a task once in one to ten
-    minutes, so a task takes a quarter of an hour to two and a half hours. A killed run goes on where it was.
+    Takes long: all four knobs ask each question 15 times. Two cores answer 500 questions of a task once in two to four
+    minutes, so each task takes half an hour to an hour. A killed run goes on where it was.
     """
     names = knobs.split(",")
     if unknown := [name for name in names if name not in KNOBS]:

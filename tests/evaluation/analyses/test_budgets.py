@@ -72,8 +72,8 @@ def test_each_curve_goes_through_the_configuration_and_equal_settings_are_read_o
         "refinement_budget": ["0", "0.05", "0.1", "0.2", "∞"],
         "gate_threshold": ["0.3", "0.5", "0.6", "0.7", "0.9"],
         "max_refinement_steps": ["0", "1", "2"],
-        "drop": ["4", "8", "16", "all"],
-        "merge": ["4", "8", "16", "all"],
+        "drop": ["2", "4", "8", "all"],
+        "merge": ["2", "4", "8", "all"],
     }
     assert all(list(points.values()).count(AS_CONFIGURED) == 1 for points in curves.values())
     assert curves["gate_threshold"]["0.6"] is AS_CONFIGURED
@@ -138,15 +138,17 @@ def test_the_command_writes_the_figure_and_a_point_for_each_value(command, tmp_p
     curves = data["sets"]["SQuAD"]
     assert {curve: [point["value"] for point in points] for curve, points in curves.items()} == {
         "max_refinement_steps": ["0", "1", "2"],
-        "drop": ["4", "8", "16", "all"],
-        "merge": ["4", "8", "16", "all"],
+        "drop": ["2", "4", "8", "all"],
+        "merge": ["2", "4", "8", "all"],
     }
     steps, drop = curves["max_refinement_steps"], curves["drop"]
-    assert steps[0]["cost"] < steps[1]["cost"] < steps[2]["cost"] == drop[3]["cost"] < 100
+    assert steps[0]["cost"] == 100 < steps[1]["cost"] < steps[2]["cost"] == drop[3]["cost"]
     assert steps[0]["refinement"] == 0 < steps[1]["refinement"]
-    assert [point["slots"] for point in drop] == [10 / 4, 3, 3, 3]
+    assert [point["slots"] for point in drop] == [7 / 4, 10 / 4, 3, 3]
+    assert drop[0]["cost"] < drop[1]["cost"] < drop[2]["cost"] == drop[3]["cost"]
     assert steps[2] == curves["merge"][3] | {"value": "2"}
-    assert steps[2] == {"value": "2", **measure(list(answers(tmp_path, AS_CONFIGURED).values()))}
+    found = list(answers(tmp_path, AS_CONFIGURED).values())
+    assert steps[2] == {"value": "2", **measure(found, found)}
     files = {path.name for path in (tmp_path / "figures").iterdir()}
     assert files == {"budgets", "budgets.png", "budgets.svg", "budgets.json"}
 
@@ -166,7 +168,7 @@ def test_answers_that_are_there_are_kept_with_their_operations(command, tmp_path
     assert before.items() <= answers(tmp_path, AS_CONFIGURED).items()
     monkeypatch.setattr(budgets, "load_aligner", None)  # there is nothing left to answer
     points = command("max_refinement_steps", num_questions=3)["sets"]["SQuAD"]["max_refinement_steps"]
-    assert points[2] == {"value": "2", **measure(list(before.values()))}
+    assert points[2] == {"value": "2", **measure(list(before.values()), list(before.values()))}
 
 
 def test_a_point_has_the_means_of_its_questions_and_the_ratio_of_all_their_operations():
@@ -176,8 +178,9 @@ def test_a_point_has_the_means_of_its_questions_and_the_ratio_of_all_their_opera
     ]
     for answer, standard in zip(found, (100, 300), strict=True):
         answer["standard_rag_flops"] = standard
-    assert measure(found) == {
-        "cost": 25.0,
+    assert measure(found, [{"prefill_flops": 60}, {"prefill_flops": 65}]) == {
+        "cost": 80.0,
+        "of_standard_rag": 25.0,
         "refinement": 40.0,
         "slots": 3.5,
         "questions": 2,
@@ -188,20 +191,32 @@ def test_a_point_has_the_means_of_its_questions_and_the_ratio_of_all_their_opera
 
 def test_each_knob_is_a_column_of_lines_through_its_costs():
     points = [
-        {"value": value, "cost": cost, "f1": [f1, f1 - 1, f1 + 2], "em": [2 * f1, f1, 3 * f1]}
-        for value, cost, f1 in (("4", 20.0, 30.0), ("all", 25.0, 40.0))
+        {
+            "value": value,
+            "cost": cost,
+            "of_standard_rag": cost / 5,
+            "f1": [f1, f1 - 1, f1 + 2],
+            "em": [2 * f1, f1, 3 * f1],
+        }
+        for value, cost, f1 in (("4", 90.0, 30.0), ("all", 110.0, 40.0))
     ]
     curves = {"max_refinement_steps": points[1:], "drop": points, "merge": points[::-1]}
     figure = budgets.draw({"SQuAD": curves, "NaturalQA": curves}, ["max_refinement_steps", "max_slots"])
     steps_f1, slots_f1, _, slots_em = figure.axes
-    assert [axes.get_title() for axes in (steps_f1, slots_f1)] == ["max_refinement_steps", "max_slots"]
+    legends = [axes.get_legend() for axes in (steps_f1, slots_f1)]
+    assert [legend.get_title().get_text() for legend in legends] == ["max_refinement_steps", "max_slots"]
+    assert [[text.get_text() for text in legend.get_texts()] for legend in legends] == [
+        ["all"],
+        ["4", "all", "drop", "merge"],
+    ]
     assert [len(axes.containers) for axes in figure.axes] == [2, 4, 2, 4]
     line, (lower, upper), _ = slots_f1.containers[0]
-    assert (list(line.get_xdata()), list(line.get_ydata())) == ([20.0, 25.0], [30.0, 40.0])
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([90.0, 110.0], [30.0, 40.0])
     assert (list(lower.get_ydata()), list(upper.get_ydata())) == ([29.0, 39.0], [32.0, 42.0])
     assert list(slots_em.containers[1][0].get_ydata()) == [80.0, 60.0]
     assert [each[0].get_linestyle() for each in slots_f1.containers] == ["-", "--", "-", "--"]
-    assert [text.get_text() for text in slots_f1.texts[:2]] == ["4", "all"]
+    sets = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert sets == ["SQuAD (100 % are 20 % of StandardRAG's)", "NaturalQA (100 % are 20 % of StandardRAG's)"]
 
 
 def test_an_unknown_knob_is_refused(command, capsys):
