@@ -6,7 +6,7 @@
 Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text rows before the last slot), hidden.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,7 @@ from .recording_arcaligner import recording_depths
 from .refinement_arcaligner import (
     KeysValuesComplete,
     KeysValuesRecorder,
+    LayerKeysValues,
     RefinementKeysValues,
     SlotRows,
     StepRows,
@@ -126,7 +127,9 @@ class SlotDecoderLayer(InPlaceMixin):
 
     arcaligner_config: ArcAlignerConfig
     layer_idx: int
+    is_last: bool
     slot_cost: LayerCost
+    _compiled_compute: Callable | None = None
 
     def forward(
         self,
@@ -139,44 +142,87 @@ class SlotDecoderLayer(InPlaceMixin):
         **kwargs,
     ) -> torch.Tensor:
         """`hidden_states` (batch, seq_len, hidden) through Algorithm 1's loop body for this layer."""
-        if slot_rows is None:
-            return super().forward(hidden_states, **kwargs)
-        rows = SlotRows(slot_positions, text_positions, slot_rows, slot_cells)
+        rows = None if slot_rows is None else SlotRows(slot_positions, text_positions, slot_rows, slot_cells)
+        if self._compiled_compute is None:
+            hidden_states, depth = self._compute(hidden_states, rows, refinement, kwargs)
+        else:
+            hidden_states, depth = self._compute_compiled(hidden_states, rows, refinement, kwargs)
+        if depth is not None:
+            recording_depths.add(self.layer_idx, depth)
+        return hidden_states
+
+    def compile(self, *args, **kwargs) -> None:
+        """As `nn.Module.compile`, but for what tells one layer from another, so that layers share compiled code: its
+        number, its place in the cache and in the record of depths stay outside.
+
+        Compiled code takes the same operations whatever the gates decide, with no read of the host, so that it can be
+        captured in a CUDA graph: every slot is computed in each of `max_refinement_steps` steps. What cannot be so
+        runs as if it were not compiled: a forward with a budget, with an offloaded cache, or whose cache has no place
+        for the layer yet (a static cache before `early_initialization`, `DynamicCache` without a configuration).
+        """
+        self._compiled_compute = torch.compile(self._compute, *args, **kwargs)
+
+    def __getstate__(self):
+        state = super().__getstate__()
+        state.pop("_compiled_compute", None)  # as of any module: it holds this layer, a copy would run its weights
+        return state
+
+    def _compute_compiled(self, hidden_states, rows, refinement, kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        has_budget = refinement is not None and refinement.budget is not None
+        cache = kwargs.get("past_key_values")
+        if has_budget or not LayerKeysValues.fits(cache, self.layer_idx):
+            return self._compute(hidden_states, rows, refinement, kwargs)
+        if cache is not None:
+            kwargs = {**kwargs, "past_key_values": LayerKeysValues(cache.layers[self.layer_idx])}
+        return self._compiled_compute(hidden_states, rows, refinement, kwargs)
+
+    def _compute(
+        self, hidden_states: torch.Tensor, rows: SlotRows | None, refinement: RefinementSettings | None, kwargs: dict
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The layer's output (batch, seq_len, hidden), and the steps of its slots (batch, max_slots) if it took any."""
+        if rows is None:
+            return super().forward(hidden_states, **kwargs), None
         with slot_scope(rows.slot_rows):
             hidden_states = super().forward(hidden_states, **kwargs)  # Eq. 4, the mandatory pass
         if not self._refines(refinement):
-            return hidden_states
+            return hidden_states, None
         return self._refine(hidden_states, rows, refinement, kwargs)
 
     def _refines(self, refinement: RefinementSettings) -> bool:
         if self.slot_gate is None or refinement.gate_mode == "off" or refinement.max_refinement_steps == 0:
             return False
         # No later layer reads the slots of the last one. Only training runs its steps, for Algorithm 1 to the letter.
-        return self.training or self.layer_idx < self.arcaligner_config.text_config.num_hidden_layers - 1
+        return self.training or not self.is_last
 
     def _refine(
         self, hidden_states: torch.Tensor, rows: SlotRows, refinement: RefinementSettings, kwargs: dict
-    ) -> torch.Tensor:
-        steps = self._every_step if self.training else self._open_steps
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        every = self.training or torch.compiler.is_compiling()
+        steps = self._every_step if every else self._open_steps
         refined = steps(hidden_states, rows, refinement, kwargs)
         if refined is None:
-            return hidden_states
+            return hidden_states, None
         slots, depth = refined  # (batch, max_slots, hidden), (batch, max_slots)
-        recording_depths.add(self.layer_idx, depth)
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])  # (batch * seq_len, hidden)
         slots = slots.reshape(-1, slots.shape[-1]).index_select(0, rows.slot_cells)  # (num_slots, hidden)
-        return flat.index_copy(0, rows.slot_rows, slots).view_as(hidden_states)  # Eq. 9: text rows stay
+        return flat.index_copy(0, rows.slot_rows, slots).view_as(hidden_states), depth  # Eq. 9: text rows stay
 
     def _every_step(self, hidden_states, rows, refinement, kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Training: all steps of all slots, since the gradient of a closed gate needs its candidate (Eq. 7)."""
+        """All steps of all slots: in training, since the gradient of a closed gate needs its candidate (Eq. 7), and in
+        compiled code, whose operations may not depend on what the gates decide."""
         slots = take_rows(hidden_states, rows.slot_positions)  # (batch, max_slots, hidden)
         depth = torch.zeros_like(rows.slot_positions)  # (batch, max_slots)
         reapply = self._slot_pass(hidden_states, rows, kwargs)
         for _step in range(refinement.max_refinement_steps):
-            gate = straight_through_gate(self._gate_prob(slots, refinement), refinement.gate_threshold)
+            gate_prob = self._gate_prob(slots, refinement)
+            gate_open = gate_prob >= refinement.gate_threshold
             candidate = reapply(slots)  # Eq. 6, (batch, max_slots, hidden)
-            slots = slots + gate.to(slots.dtype) * (candidate - slots)  # Eq. 8
-            depth = depth + ((gate[:, :, 0] > 0.5) & (rows.slot_positions >= 0))
+            if self.training:
+                gate = straight_through_gate(gate_prob, refinement.gate_threshold)
+                slots = slots + gate.to(slots.dtype) * (candidate - slots)  # Eq. 8
+            else:
+                slots = torch.where(gate_open, candidate, slots)  # Eq. 8 with the hard gate
+            depth = depth + (gate_open[:, :, 0] & (rows.slot_positions >= 0))
         return slots, depth
 
     def _open_steps(self, hidden_states, rows, refinement, kwargs) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -269,12 +315,14 @@ class SlotDecoderLayer(InPlaceMixin):
         fixed = take_rows(hidden_states, step_rows.fixed_positions)  # (batch, max_fixed, hidden)
         fixed_kwargs = {**kwargs, "attention_mask": None, "past_key_values": recorder, "use_cache": False}
         fixed_kwargs |= self._at_positions(kwargs, step_rows.fixed_positions)
-        with slot_scope(step_rows.fixed_slots), _not_recording_outputs():
-            try:
+        try:
+            with slot_scope(step_rows.fixed_slots), _not_recording_outputs():
                 super().forward(fixed, **fixed_kwargs)
-            except KeysValuesComplete:
-                return recorder.keys, recorder.values
-        raise AssertionError("the layer's attention did not write its keys and values to the cache it was given")
+        except KeysValuesComplete:
+            pass
+        if recorder.keys is None:
+            raise AssertionError("the layer's attention did not write its keys and values to the cache it was given")
+        return recorder.keys, recorder.values
 
     @staticmethod
     def _at_positions(kwargs: dict, positions: torch.Tensor) -> dict:
@@ -287,7 +335,8 @@ class SlotDecoderLayer(InPlaceMixin):
 
     def _prefix_pass(self, hidden_states: torch.Tensor, rows: SlotRows, kwargs: dict):
         """As `_slot_pass` for attention kernels without a mask of rows by columns: the whole prefix is re-applied."""
-        length = int(rows.slot_positions.max()) + 1
+        compiling = torch.compiler.is_compiling()
+        length = hidden_states.shape[1] if compiling else int(rows.slot_positions.max()) + 1
         prefix = hidden_states[:, :length]
         batch, _, hidden = prefix.shape
         prefix_rows = rows.slot_rows // hidden_states.shape[1] * length + rows.slot_rows % hidden_states.shape[1]
@@ -321,6 +370,7 @@ def add_slots_to_layer(layer: nn.Module, layer_idx: int, config: ArcAlignerConfi
     mix_in(SlotDecoderLayer, layer)
     layer.arcaligner_config = config
     layer.layer_idx = layer_idx
+    layer.is_last = layer_idx == config.text_config.num_hidden_layers - 1
     is_gated = layer_idx in config.gated_layers
     layer.slot_gate = SlotGate(config.text_config.hidden_size, config.gate_hidden_size) if is_gated else None
     layer.slot_cost = count_layer_cost(layer, config.text_config)

@@ -14,6 +14,7 @@ mandatory pass only and is never touched.
 from typing import NamedTuple
 
 import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class SlotRows(NamedTuple):
@@ -148,11 +149,13 @@ class KeysValuesComplete(Exception):  # noqa: N818 - nothing went wrong, the res
 class KeysValuesRecorder:
     """Stands in for the cache to learn a layer's keys and values of fixed rows: (batch, heads, max_fixed, head_dim)."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: torch.Tensor | None = None
+    values: torch.Tensor | None = None
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs):
         self.keys, self.values = keys, values
+        if torch.compiler.is_compiling():
+            return keys, values  # the compiler follows no exception; it drops what nobody reads, the rest of the layer
         raise KeysValuesComplete
 
 
@@ -166,3 +169,24 @@ class RefinementKeysValues:
         if self.keys is None:
             return keys, values
         return torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
+
+
+class LayerKeysValues:
+    """Stands in for the cache in compiled code: the part of one layer, under any number."""
+
+    def __init__(self, layer: CacheLayerMixin):
+        self.layer = layer
+
+    @staticmethod
+    def fits(cache: Cache | None, layer_idx: int) -> bool:
+        """Whether the layer's part of `cache`, if there is one, can be written to by itself and by compiled code."""
+        if cache is None:
+            return True
+        if cache.offloading or len(cache) <= layer_idx:
+            return False
+        layer = cache.layers[layer_idx]
+        # A static layer that compiled code lays out would have no fixed address for CUDA graphs.
+        return layer.is_initialized or not layer.is_compileable
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args, **kwargs):
+        return self.layer.update(keys, values, *args, **kwargs)

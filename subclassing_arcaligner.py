@@ -24,7 +24,7 @@ class InPlaceMixin:
     """Base of the mixins for `mix_in`; they come before the module's own class."""
 
     def __reduce_ex__(self, protocol):
-        return _empty_module, type(self).__bases__, self.__dict__
+        return _empty_module, type(self).__bases__, self.__getstate__()
 
 
 def mix_in(mixin: type[InPlaceMixin], module: nn.Module) -> None:
