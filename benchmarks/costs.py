@@ -88,7 +88,8 @@ class Sizes:
 
     def refinement(self, depth: torch.Tensor, text: list[int]) -> Work:
         """
-        Steps of slots on their own, after text whose keys and values are made anew once a layer.
+        Steps of slots on their own, after the keys and values of the text and of closed slots are made anew once a
+        layer (the closed slots' without LoRA).
 
         Args:
             depth (`torch.Tensor` of shape `(batch, num_layers, max_slots)`): Steps, -1 where there is no slot.
@@ -98,8 +99,9 @@ class Sizes:
         taken = depth.clamp(min=0).sum(dim=2)  # (batch, num_layers)
         before = torch.tensor(text, device=depth.device)  # (batch,)
         each = 2 * (self.weights + self.lora) + 4 * self.attention * (before + slots)  # (batch,)
-        once = 2 * self.hidden * self.keys_values * before  # (batch,)
-        flops = (taken * each[:, None]).sum() + ((taken > 0) * once[:, None]).sum()
+        fixed = (before + slots)[:, None] - (depth > 0).sum(dim=2)  # (batch, num_layers), rows that stay
+        once = 2 * self.hidden * self.keys_values * fixed
+        flops = (taken * each[:, None]).sum() + ((taken > 0) * once).sum()
         passes = int(depth.clamp(min=0).amax(dim=(0, 2)).sum())
         return Work(float(flops), passes * self._layer_bytes)
 

@@ -110,15 +110,24 @@ def _mebibytes(count: float | None) -> str:
     return "-" if count is None else f"{count / 2**20:.1f} MiB"
 
 
+def target_cells(size: dict[str, Any], target: dict[str, Any]) -> list[str]:
+    """Of a row: size, what is aimed at, what was reached, the bound, and whether it is met."""
+    value = "no time added" if target["value"] is None else f"{target['value']:.2f}"
+    bound = f"{'at least' if target['at_least'] else 'at most'} {target['bound']:g}"
+    return [size_name(size), target["what"], value, bound, "yes" if target["met"] else "no"]
+
+
+def size_name(size: dict[str, Any]) -> str:
+    """Passages x questions, and the dtype."""
+    return f"{size['k']}x{size['batch_size']} {size['dtype']}"
+
+
 def targets_table(sizes: list[dict[str, Any]]) -> Table:
     """A target a row, of every size."""
     table = Table("Size", "Target", "Reached", "Bound", "Met", title="Targets")
     for size in sizes:
-        where = f"{size['k']}x{size['batch_size']} {size['dtype']}"
         for each in size["targets"]:
-            value = "no time added" if each["value"] is None else f"{each['value']:.2f}"
-            bound = f"{'at least' if each['at_least'] else 'at most'} {each['bound']:g}"
-            table.add_row(where, each["what"], value, bound, "yes" if each["met"] else "no")
+            table.add_row(*target_cells(size, each))
     return table
 
 

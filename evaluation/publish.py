@@ -1,4 +1,4 @@
-"""From a run to what readers see: the checkpoint's results and card, `docs/results.md`, the README's table.
+"""From a run to what readers see: results and card of the checkpoint, `docs/results.md`, `docs/speed.md`, the README.
 
     python -m arcaligner.evaluation.publish --run runs/evaluation --figures runs/figures
 
@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..benchmarks.latency_page import first_token_table, speed_page
 from ..cli import run_command
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..model_card_arcaligner import METRIC_TITLES, RESULTS_FILE, name_repository, write_model_card
@@ -39,6 +40,8 @@ README_METHODS = [
     )
 ]
 MARKS = "<!-- results: evaluation/publish.py -->", "<!-- end of results -->"
+SPEED_MARKS = "<!-- speed: evaluation/publish.py -->", "<!-- end of speed -->"
+SPEED_FIGURES = ("latency", "budgets")  # on the page of speed, the others on that of results
 INTRODUCTION = """\
 # Results
 
@@ -57,11 +60,18 @@ def publish(run: Path, checkpoint: Path, figures: Path | None, root: Path) -> No
     write_model_card(ArcAlignerConfig.from_pretrained(checkpoint), checkpoint)
     if checkpoint.resolve().is_relative_to(root.resolve()):
         name_repository(checkpoint, checkpoint.resolve().relative_to(root.resolve()).as_posix())
-    shown = copy_figures(figures, root / "docs" / "figures") if figures else []
-    page = "\n".join([INTRODUCTION, results_page(results), *shown])
+    shown = copy_figures(figures, root / "docs" / "figures") if figures else {}
+    lines = [line for name, each in shown.items() if name not in SPEED_FIGURES for line in each]
+    page = "\n".join([INTRODUCTION, results_page(results), *(["## Figures", "", *lines] if lines else [])])
     write_whole(root / "docs" / "results.md", page.rstrip() + "\n")
-    readme = root / "README.md"
-    write_whole(readme, with_block(readme.read_text(encoding="utf-8"), readme_tables(results)))
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    readme = with_block(readme, readme_tables(results))
+    if "latency" in shown:
+        report = json.loads((figures / "latency.json").read_text(encoding="utf-8"))
+        lines = [line for name in SPEED_FIGURES for line in shown.get(name, [])]
+        write_whole(root / "docs" / "speed.md", speed_page(report, lines))
+        readme = with_block(readme, "\n".join(first_token_table(report)), SPEED_MARKS)
+    write_whole(root / "README.md", readme)
 
 
 def check_weights(run: Path, checkpoint: Path) -> None:
@@ -83,21 +93,21 @@ def readme_tables(results: dict[str, Any]) -> str:
     return "\n".join([*lines, *ratio_lines(sets), "", *described(results | {"sets": sets})])
 
 
-def with_block(text: str, block: str) -> str:
-    """`text` with what stands between `MARKS` replaced.
+def with_block(text: str, block: str, marks: tuple[str, str] = MARKS) -> str:
+    """`text` with what stands between two marks replaced.
 
     Raises:
         `ValueError`: the marks are not there once each, in order.
     """
-    start, end = MARKS
+    start, end = marks
     if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
         raise ValueError(f"Expected {start!r} and behind it {end!r}, each once, to know where the tables go.")
     return f"{text.partition(start)[0]}{start}\n{block}\n{end}{text.partition(end)[2]}"
 
 
-def copy_figures(source: Path, folder: Path) -> list[str]:
-    """Copies the SVG and data of each analysis; the lines that show them, each with its reading help."""
-    lines = ["## Figures", ""]
+def copy_figures(source: Path, folder: Path) -> dict[str, list[str]]:
+    """Copies the SVG and data of each analysis; by its name, the lines that show it with its reading help."""
+    lines = {}
     folder.mkdir(parents=True, exist_ok=True)
     for data in sorted(source.glob("*.json")):
         picture = data.with_suffix(".svg")
@@ -105,8 +115,8 @@ def copy_figures(source: Path, folder: Path) -> list[str]:
             for path in (data, picture):
                 shutil.copyfile(path, folder / path.name)
             reading = json.loads(data.read_text(encoding="utf-8"))["reading"]
-            lines += [f"![{data.stem.replace('_', ' ')}](figures/{picture.name})", "", reading, ""]
-    return lines if len(lines) > 2 else []
+            lines[data.stem] = [f"![{data.stem.replace('_', ' ')}](figures/{picture.name})", "", reading, ""]
+    return lines
 
 
 def main(

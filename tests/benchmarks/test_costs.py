@@ -102,6 +102,13 @@ def test_a_step_reads_its_layer_again_however_many_slots_take_it(models):
     )
 
 
+def test_a_step_of_some_slots_makes_keys_and_values_of_the_closed_ones(models):
+    sizes = Sizes.of(*models)
+    depth = torch.tensor([[[2, 0, 0], [0, 0, 0]]])
+    each = 2 * (sizes.weights + sizes.lora) + 4 * sizes.attention * (4 + 3)
+    assert sizes.refinement(depth, [4]).flops == 2 * each + 2 * sizes.hidden * sizes.keys_values * (4 + 2)
+
+
 def test_the_limit_is_the_slower_of_operations_and_memory():
     peaks = {"flops_per_second": 10.0, "bytes_per_second": 5.0}
     assert Work(flops=100, bytes=20).limit(peaks) == 10.0

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from arcaligner.evaluation.publish import INTRODUCTION, MARKS, readme_tables, with_block
+from arcaligner.benchmarks.latency_page import first_token_table, speed_page
+from arcaligner.evaluation.publish import INTRODUCTION, MARKS, SPEED_MARKS, readme_tables, with_block
 from arcaligner.evaluation.tables import results_page
 
 ROOT = Path(__file__).parents[2]
@@ -22,11 +23,19 @@ def test_the_results_page_is_that_of_the_shipped_results():
     assert page.startswith("\n".join([INTRODUCTION, results_page(SHIPPED)]).rstrip())
 
 
-def test_figures_of_the_results_page_are_there_with_their_reading_help():
-    page = (ROOT / "docs/results.md").read_text("utf-8")
+def test_figures_are_shown_on_one_of_the_pages_with_their_reading_help():
+    pages = (ROOT / "docs/results.md").read_text("utf-8") + (ROOT / "docs/speed.md").read_text("utf-8")
     for data in (ROOT / "docs/figures").glob("*.json"):
-        assert f"(figures/{data.with_suffix('.svg').name})\n\n{json.loads(data.read_text('utf-8'))['reading']}" in page
+        shown = f"(figures/{data.with_suffix('.svg').name})\n\n{json.loads(data.read_text('utf-8'))['reading']}"
+        assert pages.count(shown) == 1
         assert data.with_suffix(".svg").exists()
+
+
+def test_the_readme_and_the_page_of_speed_are_those_of_the_latency_report():
+    report = json.loads((ROOT / "docs/figures/latency.json").read_text("utf-8"))
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert with_block(readme, "\n".join(first_token_table(report)), SPEED_MARKS) == readme
+    assert (ROOT / "docs/speed.md").read_text("utf-8").startswith(speed_page(report, []).rstrip())
 
 
 def test_a_block_is_replaced_between_its_marks_alone():
