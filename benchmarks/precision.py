@@ -14,7 +14,6 @@ A shape has random weights and random gates (`gate_probes.spread_gates`): half o
 as a normal distribution has it. It tells how rounding grows with depth and width, not what a trained aligner does.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +21,6 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
@@ -32,12 +30,12 @@ from ..evaluation.answering import MAX_NEW_TOKENS
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import read_rows
-from ..train.saving import write_whole
 from .gate_probes import asked_gates, first_decisions, layers_read, spread_gates
 from .latency import ROOT, shape_of
 from .machine import machine
 from .models import random_models
 from .prompts import Row, both_prompts, random_embeds
+from .reports import show_report
 
 CAUSES = ("gate", "layer", "backbone")
 FITTED_ROWS = 8  # whose slots the gates of random weights are spread over
@@ -242,13 +240,7 @@ def main(
         **summarise(found, sorted(asked_gates(full)), full.config.gate_threshold),
         "machine": machine(device),
     }
-    console = Console(record=True, width=120)
-    console.print(make_table(report))
-    line = json.dumps(report)
-    typer.echo(line)
-    if output is not None:
-        write_whole(output, line + "\n")
-        write_whole(output.with_suffix(".txt"), console.export_text())
+    show_report(report, [make_table(report)], output)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ A decoded token is counted in two ways: a forward after the cache, and `generate
 lengths is taken. The bare base model does the same beside it.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,20 +17,19 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ..cli import run_command
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import read_rows
-from ..train.saving import write_whole
 from .arms import Decoding, make_arms
 from .host_reads import Read, ReadCounter, waits_on_cuda
 from .latency import DTYPES, ROOT, Bench, shape_of
 from .machine import machine
 from .models import load_models, random_models
 from .prompts import Prompts, pick_rows
+from .reports import show_report
 
 PASSAGES, QUESTIONS = 5, 2  # a batch with padding
 SHORT, LONG = 3, 11  # tokens of two answers whose difference is taken
@@ -191,14 +189,7 @@ def main(
         "reads": report_of(found),
         "machine": machine(device),
     }
-    console = Console(record=True, width=170)
-    for way in next(iter(found.values())):
-        console.print(make_table(report, way))
-    line = json.dumps(report)
-    typer.echo(line)
-    if output is not None:
-        write_whole(output, line + "\n")
-        write_whole(output.with_suffix(".txt"), console.export_text())
+    show_report(report, [make_table(report, way) for way in next(iter(found.values()))], output, width=170)
 
 
 if __name__ == "__main__":

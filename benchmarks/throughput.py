@@ -20,7 +20,6 @@ steps of the plain arm's seconds over its own, beside the middle half of them: m
 not. Tokens are real ones, slots included and padding not.
 """
 
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,7 +30,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from peft import LoraConfig, get_peft_model
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from transformers import AutoModelForCausalLM
@@ -47,8 +45,8 @@ from ..train.collator import ContextCollator, labelled_columns
 from ..train.corpora import read_rows
 from ..train.data import ExampleBuilder, build_dataset
 from ..train.embedding_store import EmbeddingStore
-from ..train.saving import write_whole
 from .machine import machine
+from .reports import show_report
 from .timing import spread, wait_for
 
 Batch = dict[str, torch.Tensor]
@@ -238,13 +236,7 @@ def main(
         "model": model.rstrip("/").split("/")[-1],
         "machine": about,
     }
-    line = json.dumps(report)
-    console = Console(record=True)
-    console.print(make_table(report))
-    typer.echo(line)
-    if output is not None:
-        write_whole(output, line + "\n")
-        write_whole(output.with_suffix(".txt"), console.export_text())
+    show_report(report, [make_table(report)], output)
 
 
 if __name__ == "__main__":

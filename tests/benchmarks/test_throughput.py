@@ -155,12 +155,12 @@ def test_the_command_writes_one_json_line_and_its_table(tmp_path, checkpoint_dir
 
 def test_a_result_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
     path = tmp_path / "throughput.json"
-    throughput.write_whole(path, "before")
+    saving.write_whole(path, "before")
 
     def full_disk(*args):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(saving.os, "replace", full_disk)
     with pytest.raises(OSError, match="No space"):
-        throughput.write_whole(path, "after")
+        saving.write_whole(path, "after")
     assert path.read_text() == "before"
