@@ -91,24 +91,30 @@ class SlotLoraLayer(InPlaceMixin):
     bookkeeping where there are no gradients. Between the large products of a short prompt each small one counts."""
 
     def __call__(self, x: torch.Tensor, *args, **kwargs):
-        if self._active_adapter != [ADAPTER_NAME] or args or kwargs:
+        if args or kwargs or not self._is_plain():
             return super().__call__(x, *args, **kwargs)
-        if (rows := _scope.rows) is None:
-            return self._modules["base_layer"](x)
-        if self.training or self._disable_adapters or torch.is_grad_enabled():
+        base_layer, rows = self._modules["base_layer"], _scope.rows
+        if rows is None:
+            return base_layer(x)
+        # In place only what nobody else holds: no graph of gradients, no hook that was shown it.
+        if self.training or torch.is_grad_enabled() or base_layer._forward_hooks:
             return super().__call__(x)
-        return self._add_in_place(x, self._modules["base_layer"](x), rows)
+        return self._add_in_place(x, base_layer(x), rows)
+
+    def _is_plain(self) -> bool:
+        """Whether the slots' LoRA is all there is to this layer: no other adapter, no hook, no patched forward."""
+        own = self.__dict__
+        is_alone = own["_active_adapter"] == [ADAPTER_NAME] and not (self._disable_adapters or own["merged_adapters"])
+        return is_alone and not (own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own)
 
     def _add_in_place(self, x: torch.Tensor, result: torch.Tensor, rows: torch.Tensor | EllipsisType) -> torch.Tensor:
         """Eq. 3 as `SlotLoraVariant.forward` has it, written into `result` (batch, seq_len, out_features)."""
         down, up = self._modules["lora_A"]._modules[ADAPTER_NAME], self._modules["lora_B"]._modules[ADAPTER_NAME]
         slots = x if rows is ALL_ROWS else _take_slots(x, rows)  # (num_slots, in_features)
-        if slots.dtype != down.weight.dtype:  # a half-precision backbone; the aligner stays in float32
-            residual = up(down(slots.to(down.weight.dtype))).to(result.dtype)
-        else:
-            residual = up(down(slots))
+        residual = up(down(slots.to(down.weight.dtype))).to(result.dtype)
         if rows is ALL_ROWS:
             return result.add_(residual, alpha=self.scaling[ADAPTER_NAME])
+        result = result.contiguous()
         result.view(-1, result.shape[-1]).index_add_(0, rows, residual, alpha=self.scaling[ADAPTER_NAME])
         return result
 

@@ -51,15 +51,17 @@ def test_all_rows_are_slots_where_a_step_computes_slots_alone(layer, states, wit
 
 
 @pytest.mark.parametrize("rows", [SLOTS, ALL_ROWS])
-def test_half_precision_backbone_keeps_the_residual_in_float32(layer, states, rows):
-    layer = copy.deepcopy(layer)
-    layer.base_layer.to(torch.bfloat16)
+def test_half_precision_backbone_rounds_the_float32_residual_once(layer, states, rows):
+    layer = copy.deepcopy(layer).float()
+    layer.base_layer.to(torch.bfloat16).weight.data.zero_()
     states = states.bfloat16()
     with torch.no_grad(), slot_scope(rows):
         found = layer(states)
-    assert found.dtype == torch.bfloat16
-    expected = by_eq_3(layer, states, torch.arange(10) if rows is ALL_ROWS else rows)
-    torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02)
+    down, up = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
+    slots = states.view(10, -1)[torch.arange(10) if rows is ALL_ROWS else rows].float()
+    expected = torch.zeros(10, layer.out_features, dtype=torch.bfloat16)
+    expected[torch.arange(10) if rows is ALL_ROWS else rows] = (slots @ down.T @ up.T).bfloat16()
+    assert torch.equal(found.view(10, -1), expected * layer.scaling[ADAPTER_NAME])
 
 
 def test_input_is_left_as_it_was(layer, states):
@@ -106,3 +108,65 @@ def test_adapter_of_another_name_is_peft_s_own_matter(layer, states):
         for rows in (None, SLOTS):
             with slot_scope(rows):
                 torch.testing.assert_close(both(states), layer.base_layer(states) + residual)
+
+
+def shown_to_hooks(module, layer, states, gradients: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """What a hook on `module` sees, and the layer's output."""
+    seen = []
+    handle = module.register_forward_hook(lambda module, args, output: seen.append(output))
+    with torch.set_grad_enabled(gradients), slot_scope(SLOTS):
+        found = layer(states)
+    handle.remove()
+    return seen, found.detach()
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_hooks_on_the_layer_see_its_output(layer, states, gradients):
+    seen, found = shown_to_hooks(layer, layer, states, gradients)
+    assert len(seen) == 1 and torch.equal(seen[0], found)
+    layer_input = []
+    handle = layer.register_forward_pre_hook(lambda module, args: layer_input.append(args[0]))
+    with torch.no_grad():
+        layer(states)
+    handle.remove()
+    assert torch.equal(layer_input[0], states)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_what_a_hook_holds_of_the_frozen_linear_stays_frozen(layer, states, gradients):
+    (seen,), _ = shown_to_hooks(layer.base_layer, layer, states, gradients)
+    assert torch.equal(seen, layer.base_layer(states))
+
+
+class WideLinear(nn.Linear):
+    """Gives its output in the order of another layout, as a kernel may, and always in its input's dtype."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x).transpose(0, 1).contiguous().transpose(0, 1)
+
+
+@pytest.mark.parametrize("rows", [SLOTS, ALL_ROWS])
+def test_autocast_and_another_layout_of_the_frozen_linear(layer, states, rows):
+    layer = copy.deepcopy(layer).float()
+    layer.base_layer.__class__ = WideLinear
+    states = states.float()
+    found = []
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients), torch.autocast("cpu", torch.bfloat16), slot_scope(rows):
+            found.append(layer(states).detach())
+    assert found[0].dtype == found[1].dtype == torch.float32
+    torch.testing.assert_close(found[0], found[1], rtol=0.01, atol=0.01)
+
+
+def test_merged_adapter_of_another_name_is_peft_s_own_matter(layer, states):
+    holder = nn.ModuleDict({"linear": copy.deepcopy(layer)})
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["linear"], init_lora_weights=False), holder, "other")
+    merged = holder["linear"]
+    merged.merge(adapter_names=["other"])
+    merged.set_adapter([ADAPTER_NAME])
+    found = []
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients), slot_scope(SLOTS):
+            found.append(merged(states).detach())
+    assert torch.equal(found[0], found[1])
