@@ -23,10 +23,11 @@ ALL_ROWS = ...
 
 
 class _SlotScope(threading.local):
-    # None: LoRA off. A (num_slots,) tensor: flat indices of the slot rows. ALL_ROWS: each row is a slot.
-    rows: torch.Tensor | EllipsisType | None = None
-    # The last input that slot rows were taken from, and these rows: query, key and value linears read the same.
-    taken: tuple[torch.Tensor, torch.Tensor] | None = None
+    def __init__(self):  # runs in each thread; defaults of the class would be another thing to compiled code
+        # None: LoRA off. A (num_slots,) tensor: flat indices of the slot rows. ALL_ROWS: each row is a slot.
+        self.rows: torch.Tensor | EllipsisType | None = None
+        # The last input that slot rows were taken from, and these rows: query, key and value linears read the same.
+        self.taken: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 _scope = _SlotScope()

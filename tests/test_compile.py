@@ -5,6 +5,7 @@ without compiling anything; one test goes through the real compiler.
 """
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -59,6 +60,12 @@ def assert_same(output, expected, **tolerance):
     for layer, expected_layer in zip(output.past_key_values.layers, expected.past_key_values.layers, strict=True):
         torch.testing.assert_close(layer.keys, expected_layer.keys, **tolerance)
         torch.testing.assert_close(layer.values, expected_layer.values, **tolerance)
+
+
+def in_new_thread(function):
+    """What `function` returns where nothing has run before: which rows are slots is kept by thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(torch.no_grad()(function)).result()
 
 
 # --- Decoding -------------------------------------------------------------------------------------
@@ -120,6 +127,16 @@ def test_layers_share_compiled_code_over_prompts_of_any_length():
     for batch, each in zip(batches, expected, strict=True):
         assert_same(model(**batch), each)
     assert len(graphs) == 2  # the last layer refines nothing
+
+
+@torch.no_grad()
+def test_layers_compiled_as_the_first_thing_in_a_thread_read_slots():
+    model = tiny_aligner("llama")
+    batch = batch_of(model, [4, 0, 9, 1])
+    graphs = compile_layers(model)
+    output = in_new_thread(lambda: model(**batch))
+    assert_same(output, tiny_aligner("llama")(**batch))
+    assert graphs
 
 
 @torch.no_grad()
