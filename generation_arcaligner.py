@@ -105,19 +105,19 @@ class SlotGenerationMixin(GenerationMixin):
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
-        if context_embeds is not None and self._reads_slots(model_inputs.get("input_ids"), past_key_values):
+        # Slots are read once, with the prompt. A token after it, or after a cached prefix, is text: one at a time they
+        # are generated, and not looked at, for the host would have to wait for the device.
+        new_ids = model_inputs.get("input_ids")
+        continues = past_key_values is not None and past_key_values.get_seq_length() > 0
+        if continues and not is_first_iteration and new_ids is not None and new_ids.shape[1] == 1:
+            model_inputs["is_generated"] = True
+            return model_inputs
+        has_slots = new_ids is not None and bool((new_ids == self.config.context_token_id).any())
+        if context_embeds is not None and (has_slots or not continues):
             model_inputs["context_embeds"] = context_embeds
             wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
             model_inputs |= dict(zip(REFINEMENT_SETTINGS, wanted, strict=True))
         return model_inputs
-
-    def _reads_slots(self, new_ids: torch.LongTensor | None, past_key_values: Cache | None) -> bool:
-        """Slots are read once, with the prompt. A token after it, or after a cached prefix, is text."""
-        if past_key_values is None or past_key_values.get_seq_length() == 0:
-            return True
-        # One at a time they are generated: not looked at, for the host would have to wait for the device.
-        is_prompt = new_ids is not None and new_ids.shape[1] > 1
-        return is_prompt and bool((new_ids == self.config.context_token_id).any())
 
     def generate(self, inputs=None, *args, **kwargs):
         """`GenerationMixin.generate`. The context token is never generated and no logits processor sees it.

@@ -157,8 +157,9 @@ class SlotDecoderLayer(InPlaceMixin):
 
         Compiled code takes the same operations whatever the gates decide, with no read of the host, so that it can be
         captured in a CUDA graph: every slot is computed in each of `max_refinement_steps` steps. What cannot be so
-        runs as if it were not compiled: a forward with a budget, with an offloaded cache, or whose cache has no place
-        for the layer yet (a static cache before `early_initialization`, `DynamicCache` without a configuration).
+        runs as if it were not compiled: a forward with a budget, one that records attentions, with an offloaded cache,
+        or whose cache has no place for the layer yet (a static cache before `early_initialization`, `DynamicCache`
+        without a configuration).
         """
         self._compiled_compute = torch.compile(self._compute, *args, **kwargs)
 
@@ -170,7 +171,8 @@ class SlotDecoderLayer(InPlaceMixin):
     def _compute_compiled(self, hidden_states, rows, refinement, kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
         has_budget = refinement is not None and refinement.budget is not None
         cache = kwargs.get("past_key_values")
-        if has_budget or not LayerKeysValues.fits(cache, self.layer_idx):
+        is_recording = bool(_active_collector.get())  # of attentions or router logits, by hooks
+        if has_budget or is_recording or not LayerKeysValues.fits(cache, self.layer_idx):
             return self._compute(hidden_states, rows, refinement, kwargs)
         if cache is not None:
             kwargs = {**kwargs, "past_key_values": LayerKeysValues(cache.layers[self.layer_idx])}
@@ -486,6 +488,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         gate_threshold: float | None = None,
         max_refinement_steps: int | None = None,
         refinement_budget: float | None = None,
+        is_generated: bool = False,
         **kwargs,
     ) -> ArcAlignerModelOutputWithPast:
         r"""
@@ -497,6 +500,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             refinement_budget (`float`, *optional*):
                 The most operations that a row's refinement may take, as a share of the prefill up to its last slot;
                 see `refinement_budget_arcaligner.py`. 0 is no refinement, infinity all that the gates want.
+            is_generated (`bool`, defaults to `False`): `generate` says so of its tokens, which are no slots.
 
         Raises:
             `ValueError`: slots and embeddings that do not fit each other, slots after a non-empty cache, a prompt
@@ -504,7 +508,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         """
         wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
         check_refinement_settings(*wanted)
-        slot_mask = self._get_slot_mask(input_ids, context_embeds, past_key_values)  # (batch, seq_len) or None
+        slot_mask = self._get_slot_mask(input_ids, context_embeds, is_generated)  # (batch, seq_len) or None
         depths = None
         if slot_mask is not None:
             if inputs_embeds is not None:
@@ -540,7 +544,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             recursion_depth=None if depths is None else self._stack_depths(depths, rows.slot_positions),
         )
 
-    def _get_slot_mask(self, input_ids, context_embeds, past_key_values) -> torch.BoolTensor | None:
+    def _get_slot_mask(self, input_ids, context_embeds, is_generated) -> torch.BoolTensor | None:
         """`M_r` (batch, seq_len): where `input_ids` holds context tokens. `None` for an input without slots."""
         if input_ids is None:
             if context_embeds is not None:
@@ -550,8 +554,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                     f"with `context_token_id` {self.config.context_token_id} where the slots are."
                 )
             return None
-        if context_embeds is None and past_key_values is not None and input_ids.shape[1] == 1:
-            return None  # a generated token is no slot, and to look would make the host wait for the device
+        if context_embeds is None and (is_generated or torch.compiler.is_compiling()):
+            return None  # to look would make the host wait for the device
         slot_mask = input_ids == self.config.context_token_id
         if context_embeds is None:
             if slot_mask.any():
@@ -565,9 +569,10 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
 
     def _check_slots(self, slot_mask, context_embeds, past_key_values) -> None:
         lora_layer = next(slot_lora_layers(self.backbone), None)  # none with `lora_r=0`
-        if lora_layer is not None and lora_layer.active_adapters != [ADAPTER_NAME]:
+        adapters = [] if lora_layer is None else [*lora_layer.active_adapters, *lora_layer.merged_adapters]
+        if lora_layer is not None and adapters != [ADAPTER_NAME]:
             raise ValueError(
-                f"PEFT adapter {lora_layer.active_adapters} is active, which switches the slots' own LoRA "
+                f"PEFT adapter {adapters} is active or merged, which switches the slots' own LoRA "
                 f"`{ADAPTER_NAME}` off. ArcAligner "
                 "brings its LoRA: train it with `set_stage` and without a `peft_config`."
             )

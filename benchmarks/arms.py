@@ -115,7 +115,7 @@ def in_gate_mode(aligner: ArcAlignerForCausalLM, mode: str) -> Iterator[None]:
 
 @dataclass
 class Decoding:
-    """Greedy decoding after a prompt that was read, a token at a time, by `model`."""
+    """Greedy decoding after a prompt that was read, a token at a time, by `model`, as `generate` calls it."""
 
     model: PreTrainedModel
     prompt: Ids
@@ -130,7 +130,8 @@ class Decoding:
 
     def step(self) -> None:
         """The next token of each row."""
-        found = read(self.model, self.ids, self.cache)
+        own = {"is_generated": True} if isinstance(self.model, ArcAlignerForCausalLM) else {}
+        found = read(self.model, self.ids, self.cache, **own)
         self.ids = self._with(self.ids, found.tokens)
 
     @staticmethod

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from test_training_properties import SETTINGS, save_base_model
@@ -13,6 +13,7 @@ from tiny_models import ENCODER_HIDDEN_SIZE, VOCAB_SIZE, backbone_config, collat
 from transformers import DynamicCache
 
 from arcaligner.configuration_arcaligner import ArcAlignerConfig
+from arcaligner.lora_arcaligner import ADAPTER_NAME, slot_lora_layers
 from arcaligner.modeling_arcaligner import ArcAlignerForCausalLM
 
 SLOT = VOCAB_SIZE
@@ -80,6 +81,19 @@ def test_more_slots_than_embeddings_in_one_row_of_a_batch(model):
 def test_context_tokens_without_embeddings(model):
     message = r"(?s)\b4 context tokens \(id 61\).*`input_ids`.*no.*`context_embeds`.*processor"
     assert_refused(model, message, input_ids=inputs(model, 4)["input_ids"])
+
+
+def test_one_context_token_alone_is_no_generated_token(model):
+    first, alone = inputs(model, 4), torch.tensor([[SLOT]])
+    cache = model.prefill_context(**first)
+    with pytest.raises(ValueError, match=r"1 context tokens \(id 61\)"):
+        model(input_ids=alone, past_key_values=DynamicCache(config=model.config.text_config))
+    with pytest.raises(ValueError, match=r"1 context tokens \(id 61\)"):
+        model.generate(input_ids=alone, max_new_tokens=2)
+    ids = torch.cat([first["input_ids"][:, : cache.get_seq_length()], alone], 1)
+    embeds = torch.cat([first["context_embeds"], first["context_embeds"][:, :1]], 1)
+    with pytest.raises(ValueError, match=r"(?s)context tokens"):
+        model.generate(input_ids=ids, context_embeds=embeds, past_key_values=cache, max_new_tokens=2)
 
 
 def test_embeddings_without_context_tokens(model):
@@ -320,3 +334,14 @@ def test_another_peft_adapter_on_top_is_refused(model):
     with_adapter = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(ValueError, match=r"PEFT adapter \['default'\] is active.*without a `peft_config`"):
         with_adapter(**inputs(model, 4))
+
+
+def test_another_peft_adapter_merged_below_is_refused():
+    model = tiny_aligner("llama")
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), model, "other")
+    for layer in slot_lora_layers(model):
+        if "other" in layer.lora_A:
+            layer.merge(adapter_names=["other"])
+        layer.set_adapter([ADAPTER_NAME])
+    with pytest.raises(ValueError, match=r"PEFT adapter \['slot', 'other'\] is active or merged"):
+        model(**inputs(model, 4))

@@ -162,6 +162,19 @@ def test_a_budget_is_kept_to_without_compiled_code():
 
 
 @torch.no_grad()
+def test_attentions_are_recorded_without_compiled_code():
+    model = tiny_aligner(backbone_config("llama", attn_implementation="eager"))
+    batch = batch_of(model, [4, 0, 9, 1])
+    expected = model(**batch, output_attentions=True)
+    graphs = compile_layers(model)
+    output = model(**batch, output_attentions=True)
+    assert_same(output, expected)
+    for found, each in zip(output.attentions, expected.attentions, strict=True):
+        torch.testing.assert_close(found, each)
+    assert not graphs
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("laid_out", [True, False])
 def test_compiled_layers_fill_a_static_cache(laid_out):
     model = tiny_aligner("llama")
