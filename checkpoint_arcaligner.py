@@ -43,6 +43,7 @@ _CODE_FILES = (
     "slot_prefix_arcaligner.py",
     "prefix_store_arcaligner.py",
     "generation_arcaligner.py",
+    "slot_layer_arcaligner.py",
     "model_card_arcaligner.py",
     "hub_arcaligner.py",
     "checkpoint_arcaligner.py",

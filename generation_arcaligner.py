@@ -108,10 +108,11 @@ class SlotGenerationMixin(GenerationMixin):
         # Slots are read once, with the prompt. A token after it, or after a cached prefix, is text: one at a time they
         # are generated, and not looked at, for the host would have to wait for the device.
         new_ids = model_inputs.get("input_ids")
-        continues = past_key_values is not None and past_key_values.get_seq_length() > 0
-        if continues and not is_first_iteration and new_ids is not None and new_ids.shape[1] == 1:
+        is_one = new_ids is not None and new_ids.shape[1] == 1
+        if is_one and past_key_values is not None and not is_first_iteration:
             model_inputs["is_generated"] = True
             return model_inputs
+        continues = past_key_values is not None and past_key_values.get_seq_length() > 0
         has_slots = new_ids is not None and bool((new_ids == self.config.context_token_id).any())
         if context_embeds is not None and (has_slots or not continues):
             model_inputs["context_embeds"] = context_embeds

@@ -15,6 +15,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import LoraVariant
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from .subclassing_arcaligner import InPlaceMixin, mix_in
 
@@ -87,26 +88,52 @@ class SlotLoraVariant(LoraVariant):
         return flat.index_add(0, rows, residual).view_as(result)
 
 
+_ALONE = [ADAPTER_NAME]
+
+
 class SlotLoraLayer(InPlaceMixin):
     """A PEFT layer at the cost of its frozen linear where there are no slots, as when decoding, and without PEFT's
-    bookkeeping where there are no gradients. Between the large products of a short prompt each small one counts."""
+    bookkeeping where there are no gradients.
+
+    Between the products of a short prompt each Python call counts, for the products empty the caches. So this one looks
+    into the modules' dictionaries itself, and makes no call where a call would only lead to the product.
+    """
 
     def __call__(self, x: torch.Tensor, *args, **kwargs):
-        if args or kwargs or not self._is_plain():
-            return super().__call__(x, *args, **kwargs)
-        base_layer, rows = self._modules["base_layer"], _scope.rows
-        if rows is None:
-            return base_layer(x)
-        # In place only what nobody else holds: no graph of gradients, no hook that was shown it.
-        if self.training or torch.is_grad_enabled() or base_layer._forward_hooks:
-            return super().__call__(x)
-        return self._add_in_place(x, base_layer(x), rows)
-
-    def _is_plain(self) -> bool:
-        """Whether the slots' LoRA is all there is to this layer: no other adapter, no hook, no patched forward."""
         own = self.__dict__
-        is_alone = own["_active_adapter"] == [ADAPTER_NAME] and not (self._disable_adapters or own["merged_adapters"])
-        return is_alone and not (own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own)
+        base_layer = own["_modules"]["base_layer"]
+        frozen = base_layer.__dict__
+        if (
+            args
+            or kwargs
+            or own["_active_adapter"] != _ALONE
+            or own["merged_adapters"]
+            or self._disable_adapters
+            or own["training"]
+            or torch.is_grad_enabled()
+            or type(base_layer) is not nn.Linear
+            # Hooks and patches want their call, and may hold the frozen result, which is not written to then.
+            or own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or "forward" in own
+            or frozen["_forward_hooks"]
+            or frozen["_forward_pre_hooks"]
+            or "forward" in frozen
+            or _global_forward_hooks
+            or _global_forward_pre_hooks
+        ):
+            return self._call_modules(x, *args, **kwargs)
+        parameters = frozen["_parameters"]
+        result = nn.functional.linear(x, parameters["weight"], parameters["bias"])
+        rows = _scope.rows
+        return result if rows is None else self._add_in_place(x, result, rows)
+
+    def _call_modules(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        """By PEFT's forward; for text through a linear of another kind, such as a quantized one, by that alone."""
+        is_alone = self._active_adapter == _ALONE and not self.merged_adapters and not args and not kwargs
+        if is_alone and _scope.rows is None and not (self._forward_hooks or self._forward_pre_hooks):
+            return self.base_layer(x)
+        return super().__call__(x, *args, **kwargs)
 
     def _add_in_place(self, x: torch.Tensor, result: torch.Tensor, rows: torch.Tensor | EllipsisType) -> torch.Tensor:
         """Eq. 3 as `SlotLoraVariant.forward` has it, written into `result` (batch, seq_len, out_features)."""
@@ -115,7 +142,6 @@ class SlotLoraLayer(InPlaceMixin):
         residual = up(down(slots.to(down.weight.dtype))).to(result.dtype)
         if rows is ALL_ROWS:
             return result.add_(residual, alpha=self.scaling[ADAPTER_NAME])
-        result = result.contiguous()
         result.view(-1, result.shape[-1]).index_add_(0, rows, residual, alpha=self.scaling[ADAPTER_NAME])
         return result
 

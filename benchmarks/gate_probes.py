@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ..modeling_arcaligner import ArcAlignerForCausalLM, SlotDecoderLayer
+from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..slot_layer_arcaligner import SlotDecoderLayer
 
 
 def decoder_layers(aligner: ArcAlignerForCausalLM) -> list[SlotDecoderLayer]:

@@ -13,6 +13,8 @@ CACHE_RATIO = 24.0  # bytes of the text's cached prefix over those of the slots'
 DECODING_BOUND = 1.02  # seconds a token, over those of the bare backbone
 PLAIN_RATIO = 4.0  # seconds that plain refinement adds, over those that adaptive refinement adds
 
+COLUMNS = ("Arm", "First token, ms", "x text", "x limit", "ms/token", "questions/s", "peak", "cache", "GFLOP")
+
 Seconds = list[dict[str, float]]  # a round's, by arm
 
 
@@ -59,30 +61,37 @@ def targets(size: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+def size_title(size: dict[str, Any]) -> str:
+    """How many passages and questions, how long in text and in slots."""
+    title = f"{size['k']} passages x {size['batch_size']} questions, {size['dtype']}: "
+    return title + f"{size['text_tokens']:.0f} tokens of text or {size['slots']:.0f} slots a question"
+
+
+def arm_cells(arm: dict[str, Any]) -> list[str]:
+    """An arm's figures under `COLUMNS`, but for its name."""
+    first = arm["first_token"]
+    return [
+        f"{1000 * first['median']:.0f} ({1000 * first['lower']:.0f} to {1000 * first['upper']:.0f})",
+        f"{arm['speed_up']['median']:.1f}",
+        f"{first['median'] / arm['first_token_limit']:.1f}",
+        f"{1000 * arm['per_token']['median']:.1f}",
+        f"{arm['questions_per_second']['median']:.2f}",
+        _mebibytes(arm["peak_bytes"]),
+        _mebibytes(arm["cache_bytes"]),
+        f"{arm['flops'] / 1e9:.1f} ({arm['flops_counted'] / 1e9:.1f})",
+    ]
+
+
 def size_table(size: dict[str, Any]) -> Table:
     """An arm a row."""
-    title = f"{size['k']} passages x {size['batch_size']} questions, {size['dtype']}: "
-    title += f"{size['text_tokens']:.0f} tokens of text or {size['slots']:.0f} slots a question"
-    columns = ("Arm", "First token, ms", "x text", "x limit", "ms/token", "questions/s", "peak", "cache", "GFLOP")
-    table = Table(*columns, title=title)
+    table = Table(*COLUMNS, title=size_title(size), caption=size_caption(size))
     for name, arm in size["arms"].items():
-        first = arm["first_token"]
-        table.add_row(
-            name,
-            f"{1000 * first['median']:.0f} ({1000 * first['lower']:.0f} to {1000 * first['upper']:.0f})",
-            f"{arm['speed_up']['median']:.1f}",
-            f"{first['median'] / arm['first_token_limit']:.1f}",
-            f"{1000 * arm['per_token']['median']:.1f}",
-            f"{arm['questions_per_second']['median']:.2f}",
-            _mebibytes(arm["peak_bytes"]),
-            _mebibytes(arm["cache_bytes"]),
-            f"{arm['flops'] / 1e9:.1f} ({arm['flops_counted'] / 1e9:.1f})",
-        )
-    table.caption = _caption(size)
+        table.add_row(name, *arm_cells(arm))
     return table
 
 
-def _caption(size: dict[str, Any]) -> str:
+def size_caption(size: dict[str, Any]) -> str:
+    """What holds for all arms of a size."""
     parts = [
         f"{size['rounds']} rounds",
         f"{size['open_share']:.1%} of gates open, in {size['open_layers']:.0%} of layers",

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
-from ..modeling_arcaligner import ArcAlignerForCausalLM, SlotDecoderLayer
+from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..slot_layer_arcaligner import SlotDecoderLayer
 
 
 @contextmanager

@@ -55,23 +55,38 @@ are read.
 def publish(run: Path, checkpoint: Path, figures: Path | None, root: Path) -> None:
     """Writes all of it; pictures are copied to `docs/figures`."""
     check_weights(run, checkpoint)
+    report = latency_report(figures, checkpoint)
     results = write_results(run)
+    shown = copy_figures(figures, root / "docs" / "figures") if figures else {}
+    on_speed = SPEED_FIGURES if report else ()
+    lines = [line for name, each in shown.items() if name not in on_speed for line in each]
+    page = "\n".join([INTRODUCTION, results_page(results), *(["## Figures", "", *lines] if lines else [])])
+    readme = with_block((root / "README.md").read_text(encoding="utf-8"), readme_tables(results))
+    pages = {root / "docs" / "results.md": page.rstrip() + "\n"}
+    if report:
+        lines = [line for name in on_speed for line in shown.get(name, [])]
+        pages[root / "docs" / "speed.md"] = speed_page(report, lines)
+        readme = with_block(readme, "\n".join(first_token_table(report)), SPEED_MARKS)
     write_whole(checkpoint / RESULTS_FILE, (run / RESULTS_FILE).read_text(encoding="utf-8"))
     write_model_card(ArcAlignerConfig.from_pretrained(checkpoint), checkpoint)
     if checkpoint.resolve().is_relative_to(root.resolve()):
         name_repository(checkpoint, checkpoint.resolve().relative_to(root.resolve()).as_posix())
-    shown = copy_figures(figures, root / "docs" / "figures") if figures else {}
-    lines = [line for name, each in shown.items() if name not in SPEED_FIGURES for line in each]
-    page = "\n".join([INTRODUCTION, results_page(results), *(["## Figures", "", *lines] if lines else [])])
-    write_whole(root / "docs" / "results.md", page.rstrip() + "\n")
-    readme = (root / "README.md").read_text(encoding="utf-8")
-    readme = with_block(readme, readme_tables(results))
-    if "latency" in shown:
-        report = json.loads((figures / "latency.json").read_text(encoding="utf-8"))
-        lines = [line for name in SPEED_FIGURES for line in shown.get(name, [])]
-        write_whole(root / "docs" / "speed.md", speed_page(report, lines))
-        readme = with_block(readme, "\n".join(first_token_table(report)), SPEED_MARKS)
-    write_whole(root / "README.md", readme)
+    for path, text in (pages | {root / "README.md": readme}).items():
+        write_whole(path, text)
+
+
+def latency_report(figures: Path | None, checkpoint: Path) -> dict[str, Any] | None:
+    """The latency benchmark's report among the figures, if it is there.
+
+    Raises:
+        `ValueError`: of another model.
+    """
+    if figures is None or not (figures / "latency.json").exists():
+        return None
+    report = json.loads((figures / "latency.json").read_text(encoding="utf-8"))
+    if report["model"] != checkpoint.name:
+        raise ValueError(f"{figures / 'latency.json'} measured {report['model']}; expected {checkpoint.name}.")
+    return report
 
 
 def check_weights(run: Path, checkpoint: Path) -> None:

@@ -18,7 +18,7 @@ from tiny_models import (
     tiny_aligner,
 )
 
-from arcaligner.modeling_arcaligner import SlotDecoderLayer
+from arcaligner.slot_layer_arcaligner import SlotDecoderLayer
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 

@@ -19,7 +19,8 @@ from torch.utils.data import RandomSampler, Sampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig, SFTTrainer
 
-from ..modeling_arcaligner import ArcAlignerForCausalLM, SlotDecoderLayer
+from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..slot_layer_arcaligner import SlotDecoderLayer
 from .collator import ContextCollator, labelled_columns
 from .sampling import EpochOrder
 from .watching import Clock, GateWatch, OtherSlots, answer_questions

@@ -47,8 +47,9 @@ MARKERS = "os^Dvp"  # of the values of a knob, in order
 READING = (
     "In each column one setting of the aligner is turned (a mark for each value), all others stay as they are "
     "configured. To the right: operations of the prefill of all questions, with the LoRA of the slots and the "
-    "refinement that they really took; 100 % are those of the same questions with all their slots and no refinement. "
-    "Sentence encoder and output head are not counted. Bars are 95 % bootstrap intervals over questions."
+    "refinement that they really took (a gate counts in every layer, also behind a spent budget); 100 % are those of "
+    "the same questions with all their slots and no refinement. Sentence encoder and output head are not counted. Bars "
+    "are 95 % bootstrap intervals over questions."
 )
 
 
@@ -213,7 +214,7 @@ def draw_points(axes: Axes, points: list[dict[str, Any]], metric: str, colour: s
     """A curve with another mark for each value; hollow where the line is broken."""
     draw_curve(axes, points, "cost", metric, color=colour, linestyle=line, linewidth=1, elinewidth=0.6, marker="")
     filling = colour if line == "-" else "white"
-    for point, marker in zip(points, MARKERS, strict=False):
+    for point, marker in zip(points, itertools.cycle(MARKERS), strict=False):
         axes.scatter(point["cost"], point[metric][0], s=28, marker=marker, color=filling, edgecolors=colour, zorder=3)
 
 
@@ -224,7 +225,7 @@ def explain(axes: Axes, knob: str, curves: dict[str, list[dict[str, Any]]]) -> N
     values = [point["value"] for point in curves[next(iter(lines))]]
     marks = [
         Line2D([], [], linestyle="", marker=marker, label=value, **look)
-        for marker, value in zip(MARKERS, values, strict=False)
+        for marker, value in zip(itertools.cycle(MARKERS), values, strict=False)
     ]
     if len(lines) > 1:
         marks += [Line2D([], [], linestyle=line, label=curve, **look) for curve, line in lines.items()]

@@ -1,0 +1,1 @@
+../../slot_layer_arcaligner.py
