@@ -406,7 +406,8 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             **kwargs,
         )
         hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
-        logits = self.lm_head(hidden_states.contiguous())  # else the head is a batched product over a copied weight
+        # As rows (batch * kept, hidden): else a frozen head is a batched product over a copied weight.
+        logits = self.lm_head(hidden_states.flatten(0, 1)).unflatten(0, hidden_states.shape[:2])
         logits = postprocess_logits(logits, self.config.text_config)
         loss = None
         if labels is not None:
