@@ -121,7 +121,8 @@ def _mebibytes(count: float | None) -> str:
 
 def target_cells(size: dict[str, Any], target: dict[str, Any]) -> list[str]:
     """Of a row: size, what is aimed at, what was reached, the bound, and whether it is met."""
-    value = "no time added" if target["value"] is None else f"{target['value']:.2f}"
+    digits = 2 if target["at_least"] else 3  # bounds from above are close to 1
+    value = "no time added" if target["value"] is None else f"{target['value']:.{digits}f}"
     bound = f"{'at least' if target['at_least'] else 'at most'} {target['bound']:g}"
     return [size_name(size), target["what"], value, bound, "yes" if target["met"] else "no"]
 
