@@ -21,12 +21,14 @@ from .subclassing_arcaligner import InPlaceMixin, mix_in
 
 ADAPTER_NAME = "slot"
 ALL_ROWS = ...
+# Of flat rows (batch * seq_len, features): indices (num_slots,), where slots stand together a slice, or all rows.
+Rows = torch.Tensor | slice | EllipsisType
 
 
 class _SlotScope(threading.local):
     def __init__(self):  # runs in each thread; defaults of the class would be another thing to compiled code
-        # None: LoRA off. A (num_slots,) tensor: flat indices of the slot rows. ALL_ROWS: each row is a slot.
-        self.rows: torch.Tensor | EllipsisType | None = None
+        # None: LoRA off. ALL_ROWS: each row is a slot.
+        self.rows: Rows | None = None
         # The last input that slot rows were taken from, and these rows: query, key and value linears read the same.
         self.taken: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -35,8 +37,8 @@ _scope = _SlotScope()
 
 
 @contextlib.contextmanager
-def slot_scope(rows: torch.Tensor | EllipsisType | None):
-    """Inside, LoRA is applied to `rows`: flat indices (num_slots,) into (batch * seq_len), or `ALL_ROWS`."""
+def slot_scope(rows: Rows | None):
+    """Inside, LoRA is applied to `rows`."""
     before, _scope.rows, _scope.taken = _scope.rows, rows, None
     try:
         yield
@@ -44,11 +46,12 @@ def slot_scope(rows: torch.Tensor | EllipsisType | None):
         _scope.rows, _scope.taken = before, None
 
 
-def _take_slots(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _take_slots(x: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Rows of `x` (batch, seq_len, in_features) -> (num_slots, in_features), once for the linears that share `x`."""
     if (taken := _scope.taken) is not None and taken[0] is x:
         return taken[1]
-    slots = x.reshape(-1, x.shape[-1]).index_select(0, rows)
+    flat = x.reshape(-1, x.shape[-1])  # (batch * seq_len, in_features)
+    slots = flat.index_select(0, rows) if isinstance(rows, torch.Tensor) else flat[rows]
     _scope.taken = x, slots
     return slots
 
@@ -80,15 +83,23 @@ class SlotLoraVariant(LoraVariant):
             return result
         down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
         dropout, scaling = module.lora_dropout[active_adapter], module.scaling[active_adapter]
-        slots = x if rows is ALL_ROWS else _take_slots(x, rows)  # (num_slots, in_features)
+        slots = _take_slots(x, rows)  # (num_slots, in_features)
         residual = (up(down(dropout(slots.to(down.weight.dtype)))) * scaling).to(result.dtype)
-        if rows is ALL_ROWS:
-            return result + residual
         flat = result.reshape(-1, result.shape[-1])  # (batch * seq_len, out_features)
-        return flat.index_add(0, rows, residual).view_as(result)
+        if isinstance(rows, torch.Tensor):
+            return flat.index_add(0, rows, residual).view_as(result)
+        if rows is ALL_ROWS:
+            return (flat + residual).view_as(result)
+        return flat.slice_scatter(flat[rows] + residual, 0, rows.start, rows.stop).view_as(result)
 
 
 _ALONE = [ADAPTER_NAME]
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether calling `linear` does nothing but its product."""
+    own = linear.__dict__
+    return type(linear) is nn.Linear and not (own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own)
 
 
 class SlotLoraLayer(InPlaceMixin):
@@ -102,7 +113,6 @@ class SlotLoraLayer(InPlaceMixin):
     def __call__(self, x: torch.Tensor, *args, **kwargs):
         own = self.__dict__
         base_layer = own["_modules"]["base_layer"]
-        frozen = base_layer.__dict__
         if (
             args
             or kwargs
@@ -111,19 +121,16 @@ class SlotLoraLayer(InPlaceMixin):
             or self._disable_adapters
             or own["training"]
             or torch.is_grad_enabled()
-            or type(base_layer) is not nn.Linear
             # Hooks and patches want their call, and may hold the frozen result, which is not written to then.
             or own["_forward_hooks"]
             or own["_forward_pre_hooks"]
             or "forward" in own
-            or frozen["_forward_hooks"]
-            or frozen["_forward_pre_hooks"]
-            or "forward" in frozen
+            or not _is_plain(base_layer)
             or _global_forward_hooks
             or _global_forward_pre_hooks
         ):
             return self._call_modules(x, *args, **kwargs)
-        parameters = frozen["_parameters"]
+        parameters = base_layer.__dict__["_parameters"]
         result = nn.functional.linear(x, parameters["weight"], parameters["bias"])
         rows = _scope.rows
         return result if rows is None else self._add_in_place(x, result, rows)
@@ -135,14 +142,17 @@ class SlotLoraLayer(InPlaceMixin):
             return self.base_layer(x)
         return super().__call__(x, *args, **kwargs)
 
-    def _add_in_place(self, x: torch.Tensor, result: torch.Tensor, rows: torch.Tensor | EllipsisType) -> torch.Tensor:
+    def _add_in_place(self, x: torch.Tensor, result: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Eq. 3 as `SlotLoraVariant.forward` has it, written into `result` (batch, seq_len, out_features)."""
         down, up = self._modules["lora_A"]._modules[ADAPTER_NAME], self._modules["lora_B"]._modules[ADAPTER_NAME]
-        slots = x if rows is ALL_ROWS else _take_slots(x, rows)  # (num_slots, in_features)
-        residual = up(down(slots.to(down.weight.dtype))).to(result.dtype)
-        if rows is ALL_ROWS:
-            return result.add_(residual, alpha=self.scaling[ADAPTER_NAME])
-        result.view(-1, result.shape[-1]).index_add_(0, rows, residual, alpha=self.scaling[ADAPTER_NAME])
+        scaling, flat = self.scaling[ADAPTER_NAME], result.view(-1, result.shape[-1])
+        slots = down(_take_slots(x, rows).to(down.weight.dtype))  # (num_slots, r)
+        if isinstance(rows, torch.Tensor):
+            flat.index_add_(0, rows, up(slots).to(result.dtype), alpha=scaling)
+        elif slots.dtype == up.weight.dtype == result.dtype and _is_plain(up):
+            flat[rows].addmm_(slots, up.weight.t(), alpha=scaling)
+        else:
+            flat[rows].add_(up(slots).to(result.dtype), alpha=scaling)
         return result
 
 

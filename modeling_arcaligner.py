@@ -9,6 +9,7 @@ Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text row
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedModel
@@ -29,7 +30,7 @@ from .configuration_arcaligner import ArcAlignerConfig
 from .generation_arcaligner import SlotGenerationMixin
 from .lora_arcaligner import ADAPTER_NAME, inject_slot_lora, slot_lora_layers
 from .recording_arcaligner import recording_depths
-from .refinement_arcaligner import find_slot_rows, take_rows
+from .refinement_arcaligner import SlotRows, find_slot_rows, read_on_host, take_rows
 from .refinement_settings_arcaligner import check_refinement_settings, settings_of_forward
 from .slot_layer_arcaligner import SlotGate, add_slots_to_layer
 
@@ -214,8 +215,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                     "text and slots are "
                     "looked up and placed here."
                 )
-            self._check_slots(slot_mask, context_embeds, past_key_values)
-            rows = find_slot_rows(slot_mask, _text_mask(slot_mask, attention_mask), context_embeds.shape[1])
+            self._check_context_embeds(slot_mask, context_embeds)
+            rows = self._find_slots(slot_mask, attention_mask, context_embeds, past_key_values)
             inputs_embeds = self._embed(input_ids, slot_mask, context_embeds)
             input_ids = None
             refinement = settings_of_forward(self.config, self.layer_costs, rows, self.training, *wanted)
@@ -264,7 +265,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             return None
         return slot_mask
 
-    def _check_slots(self, slot_mask, context_embeds, past_key_values) -> None:
+    def _check_context_embeds(self, slot_mask, context_embeds) -> None:
         lora_layer = next(slot_lora_layers(self.backbone), None)  # none with `lora_r=0`
         adapters = [] if lora_layer is None else [*lora_layer.active_adapters, *lora_layer.merged_adapters]
         if lora_layer is not None and adapters != [ADAPTER_NAME]:
@@ -285,20 +286,33 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 f"`encoder_hidden_size` {width}. "
                 f"Use the encoder the aligner was trained with: {self.config.encoder_name_or_path}."
             )
-        counts = slot_mask.sum(dim=1)  # (batch,)
-        most = int(counts.max())
-        given = context_embeds.shape[1]
-        if most > given or (most < given and bool(context_embeds[:, most:].any())):
+
+    @torch.compiler.disable  # it is the host's
+    def _find_slots(self, slot_mask, attention_mask, context_embeds, past_key_values) -> SlotRows:
+        is_slot, is_text, *found = read_on_host(
+            slot_mask,
+            _text_mask(slot_mask, attention_mask),
+            torch.isfinite(context_embeds).all(dim=2),  # (batch, max_slots)
+            context_embeds.ne(0).any(dim=2),  # (batch, max_slots)
+        )
+        self._check_slots(is_slot, *found, past_key_values)
+        return find_slot_rows(is_slot, is_text, context_embeds.shape[1], slot_mask.device)
+
+    def _check_slots(self, is_slot, is_finite, is_given, past_key_values) -> None:
+        """`is_slot` (batch, seq_len); of the embeddings (batch, max_slots), which are finite and which are not zero."""
+        counts, given = is_slot.sum(axis=1), is_given.shape[1]  # (batch,)
+        most = counts.max(initial=0)
+        if most > given or is_given[:, most:].any():
             raise ValueError(
                 f"Found {counts.tolist()} context tokens in the rows of `input_ids` but `context_embeds` holds {given} "
                 "embeddings a row. Each context token needs one embedding; rows with fewer are padded at the end."
             )
-        real = context_embeds[torch.arange(given, device=counts.device) < counts[:, None]]
-        if not torch.isfinite(real).all():
+        is_broken = ~is_finite & (np.arange(given) < counts[:, None])
+        if is_broken.any():
+            row, slot = np.argwhere(is_broken)[0]
             raise ValueError(
-                f"`context_embeds` holds {int((~torch.isfinite(real)).sum())} NaN or infinite values of "
-                f"{real.numel()}. "
-                "Check the encoder's output."
+                f"`context_embeds` holds NaN or infinite values in {is_broken.sum()} of {counts.sum()} slots, first in "
+                f"slot {slot} of row {row}. Check the encoder's output."
             )
         if most and past_key_values is not None and past_key_values.get_seq_length() > 0:
             raise ValueError(
@@ -309,9 +323,9 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 "with an empty cache, or continue a cached slot prefix with plain text."
             )
         longest = getattr(self.config.text_config, "max_position_embeddings", None)
-        if longest is not None and slot_mask.shape[1] > longest:
+        if longest is not None and is_slot.shape[1] > longest:
             raise ValueError(
-                f"The prompt has {slot_mask.shape[1]} tokens but the backbone reads {longest}. Pass fewer "
+                f"The prompt has {is_slot.shape[1]} tokens but the backbone reads {longest}. Pass fewer "
                 "passages, or merge "
                 "more sentences into a slot."
             )

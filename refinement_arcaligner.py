@@ -13,17 +13,23 @@ mandatory pass only and is never touched.
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class SlotRows(NamedTuple):
-    """Where the slots of a batch are; computed once per forward. Travels to the layers as tensor keywords."""
+    """Where the slots of a batch are; computed once per forward. Travels to the layers as keywords."""
 
     slot_positions: torch.Tensor  # (batch, max_slots), position in the row, -1 where there is no slot
     text_positions: torch.Tensor  # (batch, max_text), text before the row's last slot, -1 padding
     slot_rows: torch.Tensor  # (num_slots,), flat indices into (batch * seq_len)
     slot_cells: torch.Tensor  # (num_slots,), flat indices into (batch * max_slots)
+    slot_span: tuple[int, int] | None  # first and end of `slot_rows` where all stand together, as in one prompt
+
+    def where(self) -> torch.Tensor | slice:
+        """The slots among flat rows, as a slice where they stand together: their rows need no copy then."""
+        return self.slot_rows if self.slot_span is None else slice(*self.slot_span)
 
 
 class StepRows(NamedTuple):
@@ -63,38 +69,45 @@ def some_slots(rows: SlotRows, cells: torch.Tensor, is_taken: torch.Tensor) -> S
     )
 
 
-def _packed_positions(mask: torch.Tensor) -> torch.Tensor:
+def read_on_host(*flags: torch.Tensor) -> list[np.ndarray]:
+    """Boolean tensors of any shapes as arrays, for one wait of the host's."""
+    read = torch.cat([each.flatten() for each in flags]).numpy(force=True)
+    parts = np.split(read, np.cumsum([each.numel() for each in flags])[:-1])
+    return [part.reshape(each.shape) for part, each in zip(parts, flags, strict=True)]
+
+
+def _packed_positions(mask: np.ndarray) -> np.ndarray:
     """Positions of the true entries of `mask` (batch, seq_len), in order, packed to the left and padded with -1.
 
-    >>> _packed_positions(torch.tensor([[False, True, True], [True, False, False]]))
-    tensor([[ 1,  2],
-            [ 0, -1]])
+    >>> _packed_positions(np.array([[False, True, True], [True, False, False]]))
+    array([[ 1,  2],
+           [ 0, -1]])
     """
-    batch, seq_len = mask.shape
-    counts = mask.sum(dim=1)  # (batch,)
-    width = int(counts.max()) if batch else 0
-    order = torch.argsort((~mask).to(torch.int8), dim=1, stable=True)[:, :width]  # (batch, width)
-    is_real = torch.arange(width, device=mask.device) < counts[:, None]
-    return order.masked_fill(~is_real, -1)
+    counts = mask.sum(axis=1, keepdims=True)  # (batch, 1)
+    width = counts.max(initial=0)
+    order = np.argsort(~mask, axis=1, kind="stable")[:, :width]
+    return np.where(np.arange(width) < counts, order, -1)
 
 
-def find_slot_rows(slot_mask: torch.Tensor, text_mask: torch.Tensor, max_slots: int) -> SlotRows:
-    """Row indices of a batch.
+def find_slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, device: torch.device) -> SlotRows:
+    """Row indices of a batch, found on the host and sent to `device`.
 
     Args:
-        slot_mask (`torch.BoolTensor` of shape `(batch, seq_len)`): The paper's `M_r`.
-        text_mask (`torch.BoolTensor` of shape `(batch, seq_len)`): Real text, neither slot nor padding.
+        is_slot (`np.ndarray` of shape `(batch, seq_len)`): The paper's `M_r`.
+        is_text (`np.ndarray` of shape `(batch, seq_len)`): Real text, neither slot nor padding.
         max_slots (`int`): Width of `context_embeds`; rows of positions are padded to it.
+        device (`torch.device`): Of the model's input.
     """
-    slot_positions = _packed_positions(slot_mask)
-    slot_positions = torch.nn.functional.pad(slot_positions, (0, max_slots - slot_positions.shape[1]), value=-1)
-    last_slot = slot_positions.max(dim=1, keepdim=True).values  # (batch, 1)
-    before_last_slot = torch.arange(slot_mask.shape[1], device=slot_mask.device) < last_slot
+    slots = _packed_positions(is_slot)
+    slots = np.pad(slots, ((0, 0), (0, max_slots - slots.shape[1])), constant_values=-1)
+    last_slot = slots.max(axis=1, keepdims=True, initial=-1)  # (batch, 1)
+    texts = _packed_positions(is_text & (np.arange(is_slot.shape[1]) < last_slot))
+    rows = is_slot.ravel().nonzero()[0]
+    stand_together = len(rows) > 0 and rows[-1] - rows[0] + 1 == len(rows)
+    indices = (slots, texts, rows, (slots >= 0).ravel().nonzero()[0])
     return SlotRows(
-        slot_positions=slot_positions,
-        text_positions=_packed_positions(text_mask & before_last_slot),
-        slot_rows=slot_mask.flatten().nonzero().squeeze(1),
-        slot_cells=(slot_positions >= 0).flatten().nonzero().squeeze(1),
+        *(torch.from_numpy(each).to(device, non_blocking=True) for each in indices),
+        slot_span=(int(rows[0]), int(rows[-1]) + 1) if stand_together else None,
     )
 
 

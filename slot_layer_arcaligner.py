@@ -76,11 +76,14 @@ class SlotDecoderLayer(InPlaceMixin):
         text_positions: torch.Tensor | None = None,
         slot_rows: torch.Tensor | None = None,
         slot_cells: torch.Tensor | None = None,
+        slot_span: tuple[int, int] | None = None,
         refinement: RefinementSettings | None = None,
         **kwargs,
     ) -> torch.Tensor:
         """`hidden_states` (batch, seq_len, hidden) through Algorithm 1's loop body for this layer."""
-        rows = None if slot_rows is None else SlotRows(slot_positions, text_positions, slot_rows, slot_cells)
+        rows = None
+        if slot_rows is not None:
+            rows = SlotRows(slot_positions, text_positions, slot_rows, slot_cells, slot_span)
         if self._compiled_compute is None:
             hidden_states, depth = self._compute(hidden_states, rows, refinement, kwargs)
         else:
@@ -114,6 +117,7 @@ class SlotDecoderLayer(InPlaceMixin):
             return self._compute(hidden_states, rows, refinement, kwargs)
         if cache is not None:
             kwargs = {**kwargs, "past_key_values": LayerKeysValues(cache.layers[self.layer_idx])}
+        rows = None if rows is None else rows._replace(slot_span=None)  # or code would be made for each
         return self._compiled_compute(hidden_states, rows, refinement, kwargs)
 
     def _compute(
@@ -122,7 +126,7 @@ class SlotDecoderLayer(InPlaceMixin):
         """The layer's output (batch, seq_len, hidden), and the steps of its slots (batch, max_slots) if it took any."""
         if rows is None:
             return super().forward(hidden_states, **kwargs), None
-        with slot_scope(rows.slot_rows):
+        with slot_scope(rows.where()):
             hidden_states = super().forward(hidden_states, **kwargs)  # Eq. 4, the mandatory pass
         if not self._refines(refinement):
             return hidden_states, None

@@ -129,7 +129,8 @@ def test_embeddings_of_the_wrong_width(model):
 def test_embeddings_that_are_not_finite(model, value):
     batch = inputs(model, 4)
     batch["context_embeds"][0, 2, 5] = value
-    assert_refused(model, r"(?s)`context_embeds`.*\b1 NaN or infinite.*\b40\b.*encoder", **batch)
+    message = "`context_embeds` holds NaN or infinite values in 1 of 4 slots, first in slot 2 of row 0"
+    assert_refused(model, message, **batch)
 
 
 @pytest.mark.parametrize(

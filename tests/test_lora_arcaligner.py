@@ -11,6 +11,7 @@ from torch import nn
 from arcaligner.lora_arcaligner import ADAPTER_NAME, ALL_ROWS, slot_lora_layers, slot_scope
 
 SLOTS = torch.tensor([1, 2, 5, 9])  # flat, of two rows of five
+TOGETHER = slice(3, 8)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def by_eq_3(layer, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("with_gradients", [True, False])
-@pytest.mark.parametrize("rows", [SLOTS, torch.arange(10), torch.tensor([], dtype=torch.long)])
+@pytest.mark.parametrize("rows", [SLOTS, torch.arange(10), torch.tensor([], dtype=torch.long), TOGETHER, slice(0, 10)])
 def test_residual_is_that_of_eq_3_on_slot_rows(layer, states, rows, with_gradients):
     with torch.set_grad_enabled(with_gradients), slot_scope(rows):
         found = layer(states)
@@ -50,7 +51,7 @@ def test_all_rows_are_slots_where_a_step_computes_slots_alone(layer, states, wit
     torch.testing.assert_close(found.double(), by_eq_3(layer, states, torch.arange(10)), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("rows", [SLOTS, ALL_ROWS])
+@pytest.mark.parametrize("rows", [SLOTS, TOGETHER, ALL_ROWS])
 def test_half_precision_backbone_rounds_the_float32_residual_once(layer, states, rows):
     layer = copy.deepcopy(layer).float()
     layer.base_layer.to(torch.bfloat16).weight.data.zero_()
@@ -58,15 +59,16 @@ def test_half_precision_backbone_rounds_the_float32_residual_once(layer, states,
     with torch.no_grad(), slot_scope(rows):
         found = layer(states)
     down, up = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
-    slots = states.view(10, -1)[torch.arange(10) if rows is ALL_ROWS else rows].float()
+    slots = states.view(10, -1)[rows].float()
     expected = torch.zeros(10, layer.out_features, dtype=torch.bfloat16)
-    expected[torch.arange(10) if rows is ALL_ROWS else rows] = (slots @ down.T @ up.T).bfloat16()
+    expected[rows] = (slots @ down.T @ up.T).bfloat16()
     assert torch.equal(found.view(10, -1), expected * layer.scaling[ADAPTER_NAME])
 
 
-def test_input_is_left_as_it_was(layer, states):
+@pytest.mark.parametrize("rows", [SLOTS, TOGETHER, ALL_ROWS])
+def test_input_is_left_as_it_was(layer, states, rows):
     before = states.clone()
-    with torch.no_grad(), slot_scope(SLOTS):
+    with torch.no_grad(), slot_scope(rows):
         layer(states)
     assert torch.equal(states, before)
 
@@ -138,6 +140,30 @@ def test_what_a_hook_holds_of_the_frozen_linear_stays_frozen(layer, states, grad
     assert torch.equal(seen, layer.base_layer(states))
 
 
+@pytest.mark.parametrize("name", ["lora_A", "lora_B"])
+@pytest.mark.parametrize("rows", [SLOTS, TOGETHER, ALL_ROWS])
+def test_hooks_on_the_low_rank_linears_see_slot_rows(layer, states, rows, name):
+    seen = []
+    handle = getattr(layer, name)[ADAPTER_NAME].register_forward_hook(lambda module, args, output: seen.append(output))
+    with torch.no_grad(), slot_scope(rows):
+        found = layer(states)
+    handle.remove()
+    num_slots = len(torch.arange(10)[rows])
+    assert [output.shape[0] for output in seen] == [num_slots]
+    torch.testing.assert_close(found.double(), by_eq_3(layer, states, rows), rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_slots_that_stand_together_are_those_of_their_indices(layer, states):
+    found = []
+    for rows in (TOGETHER, torch.arange(10)[TOGETHER]):
+        given = states.clone().requires_grad_()
+        with slot_scope(rows):
+            output = layer(given)
+        up = layer.lora_B[ADAPTER_NAME].weight
+        found.append(torch.autograd.grad(output.square().sum(), [given, up]))
+    torch.testing.assert_close(found[0], found[1])
+
+
 class WideLinear(nn.Linear):
     """Gives its output in the order of another layout, as a kernel may, and always in its input's dtype."""
 
@@ -146,7 +172,7 @@ class WideLinear(nn.Linear):
             return super().forward(x).transpose(0, 1).contiguous().transpose(0, 1)
 
 
-@pytest.mark.parametrize("rows", [SLOTS, ALL_ROWS])
+@pytest.mark.parametrize("rows", [SLOTS, TOGETHER, ALL_ROWS])
 def test_autocast_and_another_layout_of_the_frozen_linear(layer, states, rows):
     layer = copy.deepcopy(layer).float()
     layer.base_layer.__class__ = WideLinear
