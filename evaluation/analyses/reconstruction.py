@@ -212,9 +212,14 @@ def make_collator(processor: ArcAlignerProcessor, examples: list[Example]) -> Co
 def records(
     model: ArcAlignerForCausalLM, collator: ContextCollator, rows: list[Row], examples: list[list[Example]]
 ) -> Iterator[dict[str, Any]]:
-    """The line of each row, from one forward with the examples of all of them."""
+    """The line of each row. A forward has as many examples as there are rows, of about one length."""
     flat = [example for of_row in examples for example in of_row]
-    losses = iter(target_losses(model, collator, flat))
+    by_length = sorted(range(len(flat)), key=lambda index: len(flat[index].input_ids))
+    found = {}
+    for start in range(0, len(flat), len(rows)):
+        part = by_length[start : start + len(rows)]
+        found |= zip(part, target_losses(model, collator, [flat[index] for index in part]), strict=True)
+    losses = (found[index] for index in range(len(flat)))
     for row, of_row in zip(rows, examples, strict=True):
         yield {
             "id": row["id"],
