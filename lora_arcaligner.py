@@ -149,7 +149,7 @@ class SlotLoraLayer(InPlaceMixin):
         slots = down(_take_slots(x, rows).to(down.weight.dtype))  # (num_slots, r)
         if isinstance(rows, torch.Tensor):
             flat.index_add_(0, rows, up(slots).to(result.dtype), alpha=scaling)
-        elif slots.dtype == up.weight.dtype == result.dtype and _is_plain(up):
+        elif slots.dtype == up.weight.dtype == result.dtype and _is_plain(up) and type(up.weight) is nn.Parameter:
             flat[rows].addmm_(slots, up.weight.t(), alpha=scaling)
         else:
             flat[rows].add_(up(slots).to(result.dtype), alpha=scaling)

@@ -217,6 +217,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 )
             self._check_context_embeds(slot_mask, context_embeds)
             rows = self._find_slots(slot_mask, attention_mask, context_embeds, past_key_values)
+            if torch.compiler.is_compiling():
+                rows = rows._replace(slot_span=None)  # or code would be made for each place
             inputs_embeds = self._embed(input_ids, slot_mask, context_embeds)
             input_ids = None
             refinement = settings_of_forward(self.config, self.layer_costs, rows, self.training, *wanted)

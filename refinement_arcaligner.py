@@ -105,8 +105,9 @@ def find_slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, dev
     rows = is_slot.ravel().nonzero()[0]
     stand_together = len(rows) > 0 and rows[-1] - rows[0] + 1 == len(rows)
     indices = (slots, texts, rows, (slots >= 0).ravel().nonzero()[0])
+    at_once = device.type == "cuda"  # it takes a copy of its own before it returns; others may read what is freed
     return SlotRows(
-        *(torch.from_numpy(each).to(device, non_blocking=True) for each in indices),
+        *(torch.from_numpy(each).to(device, non_blocking=at_once) for each in indices),
         slot_span=(int(rows[0]), int(rows[-1]) + 1) if stand_together else None,
     )
 

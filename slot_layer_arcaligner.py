@@ -117,7 +117,7 @@ class SlotDecoderLayer(InPlaceMixin):
             return self._compute(hidden_states, rows, refinement, kwargs)
         if cache is not None:
             kwargs = {**kwargs, "past_key_values": LayerKeysValues(cache.layers[self.layer_idx])}
-        rows = None if rows is None else rows._replace(slot_span=None)  # or code would be made for each
+        rows = None if rows is None else rows._replace(slot_span=None)  # or code would be made for each place
         return self._compiled_compute(hidden_states, rows, refinement, kwargs)
 
     def _compute(

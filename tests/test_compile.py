@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch._inductor.config
-from tiny_models import backbone_config, collate, for_generate, random_rows, tiny_aligner
+from tiny_models import backbone_config, collate, for_generate, random_row, random_rows, tiny_aligner
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -32,6 +32,12 @@ def nothing_compiled():
 
 def batch_of(model, slot_counts, side="left", seed=0):
     return for_generate(collate(random_rows(model, slot_counts, seed=seed, contiguous=True), side))
+
+
+def prompts_of(model, sizes):
+    """One row each of (slots, text), the slots together behind a third of the text."""
+    rows = [random_row(model, slots, num_text=text, seed=text, contiguous=True) for slots, text in sizes]
+    return [for_generate(collate([row])) for row in rows]
 
 
 def graph_collector():
@@ -122,6 +128,17 @@ def test_compiled_layers_refine_as_uncompiled_ones_do(backbone, gate_mode):
 def test_layers_share_compiled_code_over_prompts_of_any_length():
     model = tiny_aligner(backbone_config("llama", num_hidden_layers=5))
     batches = [batch_of(model, counts, seed=i) for i, counts in enumerate([[4, 2], [9, 3, 0], [2, 7, 5, 6]])]
+    expected = [model(**batch) for batch in batches]
+    graphs = compile_layers(model, dynamic=True)
+    for batch, each in zip(batches, expected, strict=True):
+        assert_same(model(**batch), each)
+    assert len(graphs) == 2  # the last layer refines nothing
+
+
+@torch.no_grad()
+def test_layers_share_compiled_code_wherever_the_slots_of_one_prompt_stand():
+    model = tiny_aligner(backbone_config("llama", num_hidden_layers=3))
+    batches = prompts_of(model, [(4, 9), (5, 12), (7, 15), (3, 21), (6, 18)])
     expected = [model(**batch) for batch in batches]
     graphs = compile_layers(model, dynamic=True)
     for batch, each in zip(batches, expected, strict=True):
@@ -245,6 +262,19 @@ def test_a_whole_model_compiled_reads_slots_with_breaks_and_to_the_same_end():
     batch = batch_of(model, [4, 0, 9, 1])
     expected = model(**batch)
     assert_same(torch.compile(model, backend="eager")(**batch), expected)
+
+
+@torch.no_grad()
+def test_a_whole_model_compiled_shares_code_wherever_the_slots_of_one_prompt_stand():
+    model = tiny_aligner(backbone_config("llama", num_hidden_layers=1), gate_mode="off")
+    batches = prompts_of(model, [(4, 9), (5, 12), (7, 15), (3, 21), (6, 18)])
+    expected = [model(**batch) for batch in batches]
+    backend, graphs = graph_collector()
+    compiled, traced = torch.compile(model, backend=backend), []
+    for batch, each in zip(batches, expected, strict=True):
+        assert_same(compiled(**batch), each)
+        traced.append(len(graphs))
+    assert traced[1] == traced[-1]  # the second prompt tells that sizes differ
 
 
 @torch.no_grad()

@@ -153,6 +153,41 @@ def test_hooks_on_the_low_rank_linears_see_slot_rows(layer, states, rows, name):
     torch.testing.assert_close(found.double(), by_eq_3(layer, states, rows), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("rows", [SLOTS, TOGETHER, ALL_ROWS])
+def test_low_rank_linear_of_a_patched_forward_is_called(layer, states, rows):
+    layer = copy.deepcopy(layer)
+    up = layer.lora_B[ADAPTER_NAME]
+    up.forward = lambda slots: -nn.functional.linear(slots, up.weight)  # as of what fetches weights first
+    with torch.no_grad(), slot_scope(rows):
+        found = layer(states)
+    frozen = layer.base_layer(states)
+    expected = frozen - (by_eq_3(layer, states, rows) - frozen.double())
+    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=1e-6)
+
+
+class LinearOnly(torch.Tensor):
+    """A weight, such as a quantized one, that `linear` alone can read."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is nn.functional.linear:
+            return func(args[0], args[1].as_subclass(torch.Tensor), *args[2:])
+        assert func.__name__ in ("__get__", "detach", "requires_grad_"), f"{func} of a weight that is only for linear"
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("rows", [SLOTS, TOGETHER, ALL_ROWS])
+def test_low_rank_weight_of_another_kind_is_read_by_linear_alone(layer, states, rows):
+    expected = by_eq_3(layer, states, rows)
+    layer = copy.deepcopy(layer)
+    up = layer.lora_B[ADAPTER_NAME]
+    up.weight = nn.Parameter(up.weight.data.as_subclass(LinearOnly), requires_grad=False)
+    assert isinstance(up.weight, LinearOnly)
+    with torch.no_grad(), slot_scope(rows):
+        found = layer(states)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_gradients_of_slots_that_stand_together_are_those_of_their_indices(layer, states):
     found = []
     for rows in (TOGETHER, torch.arange(10)[TOGETHER]):
