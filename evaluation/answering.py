@@ -1,9 +1,8 @@
-"""Questions to prompts: the user's turn and the model's inputs, in batches of like length.
+"""Questions to prompts: the user's turn and the model's inputs.
 
 The prompt with the passages' text differs from the one with slots in the passages alone.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE, ArcAlignerProcessor
@@ -59,10 +58,3 @@ def _render(processor: ArcAlignerProcessor, conversations: list, **kwargs: Any):
         processor_kwargs={"padding": True, "padding_side": "left"},
         **kwargs,
     )
-
-
-def batches_by_length(rows: list[Row], batch_size: int) -> Iterator[list[Row]]:
-    """The rows, those of like passage length together, the longest first: a lack of memory shows at once."""
-    by_length = sorted(rows, key=lambda row: sum(len(passage["text"]) for passage in row["passages"]), reverse=True)
-    for start in range(0, len(by_length), batch_size):
-        yield by_length[start : start + batch_size]

@@ -14,15 +14,16 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from rich.progress import Progress
 
-from .answering import MAX_NEW_TOKENS, Row, batches_by_length
+from .answering import MAX_NEW_TOKENS, Row
+from .batches import in_batches, longest_first
 from .methods import METHODS, Checkpoints, Method
 from .metrics import METRICS, contains_match
 from .reading import Answer, MissingMethodError, Reader, dtype_on
@@ -125,28 +126,16 @@ def answer_file(reader: Reader, file: AnswerFile, rows: list[Row], batch_size: i
     """Appends the answers to `rows`, behind a progress bar."""
     with file.claim(), Progress(transient=True) as progress:
         bar = progress.add_task(title, total=len(rows))
-        for batch, answers, seconds in answer_rows(reader, rows, batch_size):
+        found = in_batches(longest_first(rows), batch_size, partial(timed, reader))
+        for batch, (answers, seconds) in found:
             file.append(map(record, batch, answers, [seconds / len(batch)] * len(batch)))
             progress.advance(bar, len(batch))
 
 
-def answer_rows(reader: Reader, rows: list[Row], batch_size: int) -> Iterator[tuple[list[Row], list[Answer], float]]:
-    """Batches of rows of like length, their answers and the seconds these took; halved when memory lacks."""
-    while rows:
-        batch = next(batches_by_length(rows, batch_size))
-        start = time.perf_counter()
-        try:
-            answers = reader.answer(batch)
-        except (RuntimeError, MemoryError) as error:
-            if batch_size == 1 or not (isinstance(error, MemoryError) or should_reduce_batch_size(error)):
-                raise
-            batch_size //= 2
-            logger.warning("out of memory: going on with batches of %d", batch_size)
-            clear_device_cache(garbage_collection=True)
-            continue
-        yield batch, answers, time.perf_counter() - start
-        answered = {row["id"] for row in batch}
-        rows = [row for row in rows if row["id"] not in answered]
+def timed(reader: Reader, rows: list[Row]) -> tuple[list[Answer], float]:
+    """Answers, and the seconds they took."""
+    start = time.perf_counter()
+    return reader.answer(rows), time.perf_counter() - start
 
 
 def record(row: Row, answer: Answer, seconds: float) -> dict[str, Any]:

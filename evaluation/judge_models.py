@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, InferenceTimeoutError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from ..defaults_arcaligner import missing_model_error, resolve_base_model
+from .batches import in_batches
 
 MAX_NEW_TOKENS = 8  # a yes or a no, and what may stand before it
 ATTEMPTS = 3
@@ -84,19 +84,13 @@ class LocalJudge:
 
     def replies(self, prompts: list[str]) -> Iterator[Reply]:
         """A reply to each prompt, the longest first, those of like length together."""
-        left = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-        while left:
-            batch = left[: self.batch_size]
-            try:
-                texts = self._generate([prompts[index] for index in batch])
-            except (RuntimeError, MemoryError) as error:
-                if len(batch) == 1 or not (isinstance(error, MemoryError) or should_reduce_batch_size(error)):
-                    raise
-                self.batch_size = len(batch) // 2
-                clear_device_cache(garbage_collection=True)
-                continue
+        longest_first = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+
+        def generate(batch: list[int]) -> list[str]:
+            return self._generate([prompts[index] for index in batch])
+
+        for batch, texts in in_batches(longest_first, self.batch_size, generate):
             yield from map(Reply, batch, texts)
-            left = left[len(batch) :]
 
     @torch.inference_mode()
     def _generate(self, prompts: list[str]) -> list[str]:

@@ -18,7 +18,8 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from rich.progress import track
 
-from .answering import MAX_NEW_TOKENS, Row, batches_by_length
+from .answering import MAX_NEW_TOKENS, Row
+from .batches import in_batches, longest_first
 from .reading import SlotReader, load_aligner
 
 TASKS_DIRECTORY = Path(__file__).parent / "lm_eval_tasks"
@@ -54,11 +55,11 @@ class ArcAlignerLM(LM):
                 )
         rows = [{"number": number, **parse_prompt(request.args[0])} for number, request in enumerate(requests)]
         answers = [""] * len(rows)
-        batches = list(batches_by_length(rows, self.batch_size))
-        for batch in track(batches, description="Answering"):
-            for row, answer in zip(batch, self.reader.answer(batch), strict=True):
-                answers[row["number"]] = answer.text
-                self.cache_hook.add_partial("generate_until", requests[row["number"]].args, answer.text)
+        found = in_batches(longest_first(rows), self.batch_size, self.reader.answer)
+        answered = (pair for batch, texts in found for pair in zip(batch, texts, strict=True))
+        for row, answer in track(answered, description="Answering", total=len(rows)):
+            answers[row["number"]] = answer.text
+            self.cache_hook.add_partial("generate_until", requests[row["number"]].args, answer.text)
         return answers
 
     def loglikelihood(self, requests: list[Instance]):

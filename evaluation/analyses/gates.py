@@ -17,7 +17,8 @@ from rich.progress import track
 from ...cli import Checkpoint
 from ...modeling_arcaligner import ArcAlignerForCausalLM
 from ...processing_arcaligner import ArcAlignerProcessor
-from ..answering import Row, batches_by_length, slot_inputs
+from ..answering import Row, slot_inputs
+from ..batches import in_batches, longest_first
 from ..reading import load_aligner
 from ..tasks import TASKS, choose_passages
 from .figures import new_figure, save_analysis
@@ -81,13 +82,15 @@ def count_loops(
     model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: list[Row], batch_size: int, title: str
 ) -> np.ndarray:
     """How many slots of a row took 1, 2, ... loops at a layer, (num_rows, num_layers, max_loops)."""
-    counts = []
-    for batch in track(list(batches_by_length(rows, batch_size)), title, transient=True):
+
+    def count(batch: list[Row]) -> torch.Tensor:
         inputs = slot_inputs(processor, batch).to(model.device)
         depth = model.model(**inputs, use_cache=False).recursion_depth  # (batch, num_layers, max_slots), -1 no slot
         steps = range(model.config.max_refinement_steps + 1)
-        counts.append(torch.stack([(depth == number).sum(dim=2) for number in steps], dim=2))
-    return torch.cat(counts).cpu().numpy()
+        return torch.stack([(depth == number).sum(dim=2) for number in steps], dim=2)
+
+    found = (counts for _, of_batch in in_batches(longest_first(rows), batch_size, count) for counts in of_batch)
+    return torch.stack(list(track(found, title, total=len(rows), transient=True))).cpu().numpy()
 
 
 def summarize(counts: np.ndarray) -> dict[str, Any]:

@@ -36,7 +36,8 @@ from ...train.corpora import read_rows
 from ...train.data import Example, ExampleBuilder
 from ...train.embedding_store import EmbeddingStore
 from ...train.encoding import encoder_settings
-from ..answering import Row, batches_by_length
+from ..answering import Row
+from ..batches import in_batches, longest_first
 from ..evaluate import machine
 from ..fingerprints import fingerprint
 from ..reading import load_aligner, lora_off
@@ -172,7 +173,9 @@ def measure(arm: Arm, rows: list[Row], file: AnswerFile, max_segments: int | Non
         examples = {key: [with_text(each, processor.context_token_id) for each in of] for key, of in examples.items()}
     collator = make_collator(processor, [each for of_row in examples.values() for each in of_row])
     with file.claim(), lora_off(model) if arm.reads == "slots, LoRA off" else contextlib.nullcontext():
-        for batch in track(list(batches_by_length(left, batch_size)), arm.title, transient=True):
+        rows = longest_first(left)
+        for start in track(range(0, len(rows), batch_size), arm.title, transient=True):
+            batch = rows[start : start + batch_size]
             file.append(records(model, collator, batch, [examples[row["id"]] for row in batch]))
 
 
@@ -212,13 +215,16 @@ def make_collator(processor: ArcAlignerProcessor, examples: list[Example]) -> Co
 def records(
     model: ArcAlignerForCausalLM, collator: ContextCollator, rows: list[Row], examples: list[list[Example]]
 ) -> Iterator[dict[str, Any]]:
-    """The line of each row. A forward has as many examples as there are rows, of about one length."""
+    """The line of each row. A forward has as many examples as there are rows, of about one length, or fewer."""
     flat = [example for of_row in examples for example in of_row]
-    by_length = sorted(range(len(flat)), key=lambda index: len(flat[index].input_ids))
+    by_length = sorted(range(len(flat)), key=lambda index: -len(flat[index].input_ids))
+
+    def losses_of(part: list[int]) -> list[float]:
+        return target_losses(model, collator, [flat[index] for index in part])
+
     found = {}
-    for start in range(0, len(flat), len(rows)):
-        part = by_length[start : start + len(rows)]
-        found |= zip(part, target_losses(model, collator, [flat[index] for index in part]), strict=True)
+    for part, losses in in_batches(by_length, len(rows), losses_of):
+        found |= zip(part, losses, strict=True)
     losses = (found[index] for index in range(len(flat)))
     for row, of_row in zip(rows, examples, strict=True):
         yield {

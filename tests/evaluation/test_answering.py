@@ -3,7 +3,6 @@
 from training_rows import question_rows
 
 from arcaligner.evaluation.answering import (
-    batches_by_length,
     closed_book_text,
     full_text,
     passages_text,
@@ -32,12 +31,3 @@ def test_passages_follow_each_other_with_their_titles():
 def test_without_a_passage_the_text_prompt_is_the_question_alone():
     row = question_rows(1)[0] | {"passages": []}
     assert full_text(row) == closed_book_text(row)
-
-
-def test_batches_hold_each_row_once_the_longest_first():
-    rows = question_rows(7)
-    batches = list(batches_by_length(rows, 3))
-    assert [len(batch) for batch in batches] == [3, 3, 1]
-    assert sorted(row["id"] for batch in batches for row in batch) == sorted(row["id"] for row in rows)
-    lengths = [len(row["passages"][0]["text"]) for batch in batches for row in batch]
-    assert lengths == sorted(lengths, reverse=True) and len(set(lengths)) > 1

@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from arcaligner import ArcAlignerForCausalLM
 from arcaligner.evaluation import evaluate as module
-from arcaligner.evaluation.evaluate import answer_rows, evaluate
+from arcaligner.evaluation.evaluate import evaluate
 from arcaligner.evaluation.methods import METHODS, truncated_texts
 from arcaligner.evaluation.metrics import METRICS
-from arcaligner.evaluation.reading import Answer
 from arcaligner.evaluation.runs import AnswerFile
 from arcaligner.evaluation.settings import read_settings
 
@@ -56,14 +55,14 @@ def settings(tmp_path, data, checkpoint_dir):
 def asked(monkeypatch) -> list[list[str]]:
     """Ids of each batch that a reader was given."""
     batches = []
-    original = module.answer_rows
+    original = module.timed
 
-    def watched(*args):
-        for found in original(*args):
-            batches.append([row["id"] for row in found[0]])
-            yield found
+    def watched(reader, rows):
+        found = original(reader, rows)
+        batches.append([row["id"] for row in rows])
+        return found
 
-    monkeypatch.setattr(module, "answer_rows", watched)
+    monkeypatch.setattr(module, "timed", watched)
     return batches
 
 
@@ -168,47 +167,6 @@ def test_another_aligner_is_refused_but_the_backbones_answers_are_kept(settings,
     assert len(asked) == 4
     with pytest.raises(ValueError, match="`weights` was"):
         evaluate(settings(["squad"], ["arcaligner"], checkpoint=str(tmp_path / "other")))
-
-
-class Forgetful:
-    """Answers batches of at most two rows; for more it lacks memory."""
-
-    def __init__(self, error: Exception):
-        self.error, self.sizes = error, []
-
-    def answer(self, rows):
-        self.sizes.append(len(rows))
-        if len(rows) > 2:
-            raise self.error
-        return [Answer(row["id"], [], 0, 0) for row in rows]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory."),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
-        MemoryError(),
-    ],
-)
-def test_a_lack_of_memory_halves_the_batch_and_goes_on(error):
-    reader, rows = Forgetful(error), question_rows(9)
-    batches = list(answer_rows(reader, rows, 8))
-    assert reader.sizes == [8, 4, 2, 2, 2, 2, 1]
-    answered = {row["id"]: answer.text for batch, found, _ in batches for row, answer in zip(batch, found, strict=True)}
-    assert answered == {row["id"]: row["id"] for row in rows}
-
-
-def test_other_errors_and_a_lack_of_memory_for_one_row_are_raised():
-    with pytest.raises(RuntimeError, match="a bug"):
-        list(answer_rows(Forgetful(RuntimeError("a bug")), question_rows(4), 4))
-
-    class Full:
-        def answer(self, rows):
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    with pytest.raises(torch.OutOfMemoryError):
-        list(answer_rows(Full(), question_rows(4), 4))
 
 
 def test_truncated_text_has_as_many_tokens_as_there_are_slots(processor):
