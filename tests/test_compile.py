@@ -124,21 +124,19 @@ def test_compiled_layers_refine_as_uncompiled_ones_do(backbone, gate_mode):
     assert graphs
 
 
-@torch.no_grad()
-def test_layers_share_compiled_code_over_prompts_of_any_length():
-    model = tiny_aligner(backbone_config("llama", num_hidden_layers=5))
-    batches = [batch_of(model, counts, seed=i) for i, counts in enumerate([[4, 2], [9, 3, 0], [2, 7, 5, 6]])]
-    expected = [model(**batch) for batch in batches]
-    graphs = compile_layers(model, dynamic=True)
-    for batch, each in zip(batches, expected, strict=True):
-        assert_same(model(**batch), each)
-    assert len(graphs) == 2  # the last layer refines nothing
+def batches_of_any_length(model):
+    return [batch_of(model, counts, seed=i) for i, counts in enumerate([[4, 2], [9, 3, 0], [2, 7, 5, 6]])]
+
+
+def prompts_with_slots_elsewhere(model):
+    return prompts_of(model, [(4, 9), (5, 12), (7, 15), (3, 21), (6, 18)])
 
 
 @torch.no_grad()
-def test_layers_share_compiled_code_wherever_the_slots_of_one_prompt_stand():
-    model = tiny_aligner(backbone_config("llama", num_hidden_layers=3))
-    batches = prompts_of(model, [(4, 9), (5, 12), (7, 15), (3, 21), (6, 18)])
+@pytest.mark.parametrize("prompts", [batches_of_any_length, prompts_with_slots_elsewhere])
+def test_layers_share_compiled_code(prompts):
+    model = tiny_aligner(backbone_config("llama", num_hidden_layers=4))
+    batches = prompts(model)
     expected = [model(**batch) for batch in batches]
     graphs = compile_layers(model, dynamic=True)
     for batch, each in zip(batches, expected, strict=True):
@@ -267,7 +265,7 @@ def test_a_whole_model_compiled_reads_slots_with_breaks_and_to_the_same_end():
 @torch.no_grad()
 def test_a_whole_model_compiled_shares_code_wherever_the_slots_of_one_prompt_stand():
     model = tiny_aligner(backbone_config("llama", num_hidden_layers=1), gate_mode="off")
-    batches = prompts_of(model, [(4, 9), (5, 12), (7, 15), (3, 21), (6, 18)])
+    batches = prompts_with_slots_elsewhere(model)
     expected = [model(**batch) for batch in batches]
     backend, graphs = graph_collector()
     compiled, traced = torch.compile(model, backend=backend), []
