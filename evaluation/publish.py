@@ -31,6 +31,8 @@ README_METHODS = [
         "naive",
         "empty_slot",
         "truncated",
+        "llmlingua",
+        "xrag",
         "projector_only",
         "no_recursion",
         "max_loop",
