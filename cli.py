@@ -9,8 +9,9 @@
 Answers go to standard output, all else to standard error.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+RECIPES = ", ".join(sorted(folder.name for folder in (Path(__file__).parent / "train" / "recipes").glob("*")))
 DEFAULT_CHECKPOINT = Path(__file__).parent / "checkpoints" / "arcaligner-smollm2-135m"
 
 app = typer.Typer(
@@ -33,6 +35,16 @@ messages = Console(stderr=True)
 Document = typer.Option(help="A text file; can be repeated.", exists=True, dir_okay=False)
 Folder = Annotated[Path, typer.Option("--checkpoint", help="Aligner checkpoint: a folder.")]
 Checkpoint = Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.")]
+
+
+def check_folder(checkpoint: str) -> None:
+    """Raises `FileNotFoundError` for a folder that is not there, whose name would be sought on the Hub, for minutes."""
+    path = Path(checkpoint).expanduser()
+    is_folder = path.is_absolute() or len(path.parts) > 2 or checkpoint.startswith(".") or Path(path.parts[0]).is_dir()
+    if is_folder and not path.exists():
+        raise FileNotFoundError(
+            f"There is no folder {checkpoint}. Name another with `--checkpoint`, or train one: see docs/training.md."
+        )
 
 
 def load_pipeline(checkpoint: str):
@@ -52,13 +64,14 @@ def load_pipeline(checkpoint: str):
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    check_folder(checkpoint)
     try:
         model_type = PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")
     except OSError as error:
         raise OSError(
             f"There is no aligner at {checkpoint}: neither a checkpoint folder on this machine nor "
             f"a repository on the Hub that can be reached ({type(error).__name__}). Name another "
-            "with `--checkpoint`, or train one: see train/sft.py."
+            "with `--checkpoint`, or train one: see docs/training.md."
         ) from error
     if model_type != ArcAlignerForCausalLM.config_class.model_type:
         raise ValueError(
@@ -74,12 +87,26 @@ def read_document(path: Path) -> str:
     """The text of a file.
 
     Raises:
-        `ValueError`: a file that is not UTF-8 text.
+        `ValueError`: a file that is not UTF-8 text, or has none.
     """
     try:
-        return path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start}). Convert it to plain text first.") from error
+    if not text.strip():
+        raise ValueError(f"{path} holds no text. Name a file that says something, or leave it out.")
+    return text
+
+
+@contextlib.contextmanager
+def busy(what: str) -> Iterator[None]:
+    """Says what is being done: in a line that moves, or where that cannot be, such as in a log, in one that stays."""
+    if messages.is_terminal:
+        with messages.status(what):
+            yield
+    else:
+        messages.print(what, soft_wrap=True)
+        yield
 
 
 def slots_table(record: dict[str, Any]) -> Table:
@@ -106,9 +133,9 @@ def answer(
 ) -> None:
     """Answers a question from your own text files."""
     documents = [read_document(path) for path in document]
-    with messages.status("Loading the aligner and its base model"):
+    with busy("Loading the aligner and its base model"):
         ask = load_pipeline(checkpoint)
-    with messages.status("Reading the documents"):
+    with busy("Reading the documents"):
         row = {"question": question, "documents": documents}
         record = ask(row, return_slots=True)[0]
     output.print(record["generated_text"].strip(), markup=False, highlight=False, soft_wrap=True)
@@ -126,14 +153,14 @@ def demo(checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT)) -> None:
     """Answers the paper's three case studies and three questions of SQuAD."""
     from .demo import run_demo
 
-    with messages.status("Loading the aligner and its base model"):
+    with busy("Loading the aligner and its base model"):
         ask = load_pipeline(checkpoint)
     run_demo(ask, output)
 
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Option(help="A recipe of train/recipes, or a folder with a file for each stage.")],
+    recipe: Annotated[str, typer.Option(help=f"A folder with a file for each stage, or one of ours: {RECIPES}.")],
     settings: Annotated[
         list[str] | None, typer.Argument(metavar="--KEY VALUE", help="Keys of the recipe for every stage, behind --.")
     ] = None,
@@ -170,13 +197,14 @@ def evaluate(
 ) -> None:
     """Answers questions with several methods, and compares them in tables."""
     from .evaluation.evaluate import evaluate
-    from .evaluation.settings import read_settings
+    from .evaluation.settings import read_settings, split_names
     from .evaluation.tables import results_page
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger(__package__).setLevel(logging.INFO)
     given = {"output": folder, "data": data, "batch_size": batch_size, "device": device, "checkpoint": checkpoint}
     given |= {"xrag": xrag, "projector_only": projector_only, "full_text_lora": full_text_lora}
-    given |= {"tasks": tasks and tasks.split(","), "methods": methods and methods.split(",")}
+    given |= {"tasks": split_names(tasks), "methods": split_names(methods)}
     given |= {"retrieval": corpus and {"corpus": corpus}}
     of_tasks = {"num_questions": num_questions, "passages": passages, "top_k": top_k}
     results = evaluate(read_settings(recipe, given, of_tasks))

@@ -328,8 +328,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         if longest is not None and is_slot.shape[1] > longest:
             raise ValueError(
                 f"The prompt has {is_slot.shape[1]} tokens but the backbone reads {longest}. Pass fewer "
-                "passages, or merge "
-                "more sentences into a slot."
+                "passages, merge more sentences into a slot, or shorten the question."
             )
 
     def _embed(self, input_ids, slot_mask, context_embeds) -> torch.Tensor:

@@ -241,6 +241,8 @@ def _read_input(given: Any, documents: list | None) -> tuple[str | Chat, list | 
     """An input as (prompt, its documents or `None` for no slots, whether it is a question)."""
     if isinstance(given, dict):
         documents = given.get("documents", documents)
+        if documents is None and ("question" in given or "messages" in given):
+            _check_row_without_documents(given)
     if isinstance(given, dict) and "messages" in given:
         return Chat(given["messages"]), documents, False
     if isinstance(given, dict) and isinstance(given.get("question"), str):
@@ -256,6 +258,15 @@ def _read_input(given: Any, documents: list | None) -> tuple[str | Chat, list | 
         'Expected a chat, a string or {"question": str, "documents": [...]}, one or a list of one '
         f"of them; got {found}."
     )
+
+
+def _check_row_without_documents(row: dict[str, Any]) -> None:
+    """Raises `ValueError` for passages under another name, which would go unread."""
+    if others := ", ".join(f"`{key}`" for key in row if key not in ("question", "messages")):
+        raise ValueError(
+            f"A row has no `documents` but {others}. Passages go in `documents`, a list of strings or "
+            '{"title", "text"}; an empty list asks without any.'
+        )
 
 
 def _describe_row(encoded: dict, is_question: bool, return_slots: bool) -> dict[str, Any]:

@@ -89,8 +89,11 @@ class SlotPrefixStore:
             answers to a question, call `past_key_values.batch_repeat_interleave(n)` first.
 
         Raises:
-            `ValueError`: as the processor; a file that cannot be used; prompts longer than the backbone's context.
+            `ValueError`: as the processor; a file that cannot be used; prompts longer than the backbone's context; no
+                question.
         """
+        if not questions:
+            raise ValueError(f"There is no question in {questions!r}. Pass one, or a list of some.")
         is_single = isinstance(questions, str) or isinstance(questions[0], dict)
         rows = [questions] if is_single else list(questions)
         passages = _passages_of_rows(documents, context_embeds, is_single, len(rows))

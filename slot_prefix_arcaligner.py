@@ -188,7 +188,7 @@ def check_length(length: int, what: str, config: PreTrainedConfig) -> None:
     if longest is not None and length > longest:
         raise ValueError(
             f"{what} has {length} positions but the backbone {config.model_type} reads {longest}. Pass fewer passages, "
-            "or merge more sentences into a slot."
+            "merge more sentences into a slot, or shorten the question."
         )
 
 

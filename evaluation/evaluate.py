@@ -126,6 +126,7 @@ def answer_file(reader: Reader, file: AnswerFile, rows: list[Row], batch_size: i
     """Appends the answers to `rows`, behind a progress bar."""
     with file.claim(), Progress(transient=True) as progress:
         bar = progress.add_task(title, total=len(rows))
+        logger.info("%s, %d questions", title, len(rows))  # stays, also where no bar can be drawn
         found = in_batches(longest_first(rows), batch_size, partial(timed, reader))
         for batch, (answers, seconds) in found:
             file.append(map(record, batch, answers, [seconds / len(batch)] * len(batch)))

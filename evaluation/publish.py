@@ -49,8 +49,8 @@ INTRODUCTION = """\
 
 The shipped aligner and what it is compared with, written by `python -m arcaligner.evaluation.publish` from the answers
 of `python -m arcaligner evaluate --recipe smollm2_135m`: the same frozen SmolLM2-135M-Instruct, chat template,
-questions and greedy decoding (24 new tokens) in all rows. `evaluation/recipes/smollm2_135m.yaml` says which passages
-are read.
+questions and greedy decoding (24 new tokens) in all rows; "fine-tuned" adds a LoRA that reads text.
+`evaluation/recipes/smollm2_135m.yaml` says which passages are read.
 """
 
 

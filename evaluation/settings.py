@@ -123,6 +123,16 @@ def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str,
     )
 
 
+def split_names(names: str | None) -> list[str] | None:
+    """
+    Names with commas between.
+
+    >>> split_names("squad, nq")
+    ['squad', 'nq']
+    """
+    return names and [name.strip() for name in names.split(",")]
+
+
 def read_recipe(recipe: str) -> dict[str, Any]:
     """The keys of a recipe, by its name or file."""
     for path in (RECIPES / f"{recipe}.yaml", Path(recipe)):

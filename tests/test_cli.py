@@ -58,27 +58,30 @@ def test_show_slots_lists_each_sentence_with_its_place(capsys, checkpoint_dir, d
         assert "L0." in line or "LL" in line
 
 
-def test_empty_document_is_one_slot_of_no_passages(capsys, checkpoint_dir, tmp_path):
-    (tmp_path / "empty.txt").touch()
-    options = ("--document", tmp_path / "empty.txt", "--checkpoint", checkpoint_dir, "--show-slots")
-    code, _, err = run(capsys, "answer", "--question", QUESTION, *options)
-    assert code == 0 and "0 tokens of text read as 1 slots" in err
-
-
 def test_mistakes_end_in_one_clear_line(capsys, checkpoint_dir, base_model_dir, document, tmp_path):
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"text \xff")
+    empty = tmp_path / "empty.txt"
+    empty.write_text(" \n")
     for question, path, checkpoint, message in (
         (QUESTION, binary, checkpoint_dir, "binary.txt is not UTF-8 text (byte 5)"),
+        (QUESTION, empty, checkpoint_dir, "empty.txt holds no text"),
         (" ", document, checkpoint_dir, "The question is empty"),
-        (QUESTION, document, tmp_path / "none", f"There is no aligner at {tmp_path / 'none'}"),
+        (QUESTION, document, tmp_path / "none", f"There is no folder {tmp_path / 'none'}"),
+        (QUESTION, document, "tests/none", "There is no folder tests/none"),
+        (QUESTION, document, "nobody/none", "There is no aligner at nobody/none"),
         (QUESTION, document, base_model_dir, "of type 'llama'; expected 'arcaligner'"),
     ):
         options = ("--question", question, "--document", path, "--checkpoint", checkpoint)
         code, out, err = run(capsys, "answer", *options)
         assert code == 1 and out == ""
-        assert err.startswith("Error: ") and message in err
+        assert err.splitlines()[-1].startswith("Error: ") and message in err.splitlines()[-1]
         assert "Traceback" not in err
+
+
+def test_what_takes_long_is_said_where_no_line_can_move(capsys, checkpoint_dir, document):
+    _, _, err = run(capsys, "answer", "--question", QUESTION, "--document", document, "--checkpoint", checkpoint_dir)
+    assert err.splitlines()[:2] == ["Loading the aligner and its base model", "Reading the documents"]
 
 
 def test_missing_file_is_a_usage_error(capsys, tmp_path):

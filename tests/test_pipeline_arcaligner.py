@@ -207,6 +207,8 @@ def test_backbone_without_chat_template_gets_the_plain_prompt(ask, model, proces
         ({"question": " ", "documents": DOCUMENTS}, {}, "question is empty"),
         ({"question": 3, "documents": DOCUMENTS}, {}, "`question` of type int"),
         ({"query": "Who?"}, {}, "`query` of type str"),
+        ({"question": QUESTION, "passages": DOCUMENTS}, {}, "no `documents` but `passages`"),
+        ({"messages": CHAT, "context": "It was Ada.", "id": 1}, {}, "no `documents` but `context`, `id`"),
         (7, {}, "got int"),
         ({"question": QUESTION, "documents": ["fine", 7]}, {}, "Document 1 is of type int"),
         (CHAT, {"documents": [DOCUMENTS]}, "Document 0 is of type list"),

@@ -301,6 +301,11 @@ def test_passages_that_cannot_be_read_are_refused(model, processor, call, messag
         model.slot_prefix_store(processor).prepare(["Who?"], **call)
 
 
+def test_no_question_is_refused(model, processor):
+    with pytest.raises(ValueError, match="There is no question"):
+        model.slot_prefix_store(processor).prepare([], [])
+
+
 def test_empty_question_is_refused(model, processor):
     with pytest.raises(ValueError, match="The question is empty"):
         model.slot_prefix_store(processor).prepare([" "], context_embeds=[embeddings(1)])

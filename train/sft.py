@@ -149,4 +149,8 @@ def parse(arguments: list[str]) -> tuple[RecipeArguments, AlignerTrainingConfig,
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    main(*parse(sys.argv[1:]))
+    try:
+        parsed = parse(sys.argv[1:])
+    except ValueError as error:  # a mistake in a recipe; the place in our code would hide it
+        sys.exit(f"Error: {error}")
+    main(*parsed)

@@ -136,7 +136,8 @@ def run_stages(stages: list[Stage], accelerate: str | None = None) -> None:
         if code != 0:
             end = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
             raise ChildProcessError(
-                f"{stage.name} {end}; what it said stands above. The same command goes on from its last checkpoint."
+                f"{stage.name} {end}; what it said stands above. The same command goes on from its last "
+                "checkpoint, if there is one."
             )
 
 

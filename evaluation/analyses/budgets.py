@@ -26,7 +26,7 @@ from ..evaluate import Variant, answer_tasks, load_rows
 from ..fingerprints import fingerprint
 from ..operations import count_operations, recorded_depths
 from ..reading import Answer, SlotReader, load_aligner
-from ..settings import EvaluationSettings, read_settings
+from ..settings import EvaluationSettings, read_settings, split_names
 from ..tasks import TASKS
 from .curves import METRICS, answers_to, draw_curve, quality
 from .figures import COLOURS, new_figure, save_analysis
@@ -255,10 +255,10 @@ def budgets(
     Takes long: all four knobs ask each question 15 times. Two cores answer 500 questions of a task once in two to four
     minutes, so each task takes half an hour to an hour. A killed run goes on where it was.
     """
-    names = knobs.split(",")
+    names = split_names(knobs)
     if unknown := [name for name in names if name not in KNOBS]:
         raise ValueError(f"There is no knob {', '.join(map(repr, unknown))}; known: {', '.join(KNOBS)}.")
-    given = {"checkpoint": checkpoint, "tasks": tasks and tasks.split(","), "data": data, "device": device}
+    given = {"checkpoint": checkpoint, "tasks": split_names(tasks), "data": data, "device": device}
     settings = read_settings(recipe, given | {"output": folder / "budgets"}, {"num_questions": num_questions})
     numbers = analyse(settings, names)
     save_analysis(folder, "budgets", draw(numbers["sets"], names), numbers, READING)

@@ -15,6 +15,7 @@ from ..judge import judged_scores
 from ..methods import METHODS
 from ..metrics import percent_interval
 from ..runs import AnswerFile, answer_files
+from ..settings import split_names
 from ..tasks import TASKS
 from .bars import draw_panels
 from .figures import save_analysis
@@ -115,7 +116,7 @@ def four_way(
     folder: Folder = FIGURES,
 ) -> None:
     """Right answers by whether Naive and StandardRAG succeed."""
-    data = analyse(run, tasks and tasks.split(","), judge)
+    data = analyse(run, split_names(tasks), judge)
     panels = {
         title: {
             f"{category}\nn = {found['questions']}": {

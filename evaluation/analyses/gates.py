@@ -20,6 +20,7 @@ from ...processing_arcaligner import ArcAlignerProcessor
 from ..answering import Row, slot_inputs
 from ..batches import in_batches, longest_first
 from ..reading import load_aligner
+from ..settings import split_names
 from ..tasks import TASKS, choose_passages
 from .figures import new_figure, save_analysis
 from .intervals import ratio_interval
@@ -43,7 +44,7 @@ def gates(
     device: Device = "cpu",
 ) -> None:
     """Draws how many loops the gates trigger at each layer, on several sets."""
-    names = tasks.split(",")
+    names = split_names(tasks)
     if unknown := [name for name in names if name not in TASKS]:
         raise ValueError(f"There is no task {', '.join(map(repr, unknown))}; known: {', '.join(TASKS)}.")
     rows = {name: rows_with_passages(name, TASKS[name].load(data, num_questions)) for name in names}

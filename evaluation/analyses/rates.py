@@ -20,7 +20,7 @@ from ...processing_arcaligner import ArcAlignerProcessor
 from ..evaluate import Variant, answer_tasks, load_rows
 from ..fingerprints import fingerprint
 from ..reading import SlotReader, load_aligner
-from ..settings import EvaluationSettings, read_settings
+from ..settings import EvaluationSettings, read_settings, split_names
 from ..tasks import TASKS
 from .curves import METRICS, answers_to, draw_curve, quality
 from .figures import new_figure, save_analysis
@@ -141,7 +141,7 @@ def rates(
     folder: Folder = FIGURES,
 ) -> None:
     """F1 and EM against the measured compression rate."""
-    given = {"checkpoint": checkpoint[0] if checkpoint else None, "tasks": tasks and tasks.split(",")}
+    given = {"checkpoint": checkpoint[0] if checkpoint else None, "tasks": split_names(tasks)}
     given |= {"data": data, "device": device, "output": folder / "rates"}
     settings = read_settings(recipe, given, {"num_questions": num_questions})
     numbers = analyse(settings, checkpoint or [settings.checkpoints.aligner])

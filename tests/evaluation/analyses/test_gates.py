@@ -60,7 +60,7 @@ def test_the_command_writes_figure_and_numbers_of_each_set(model, processor, che
     options = {"--checkpoint": checkpoint_dir, "--data": tmp_path, "--output": tmp_path / "figures", "-n": 2}
     arguments = [str(each) for pair in options.items() for each in pair]
     with pytest.raises(SystemExit) as end:
-        commands.main(["gates", "--tasks", "squad,hotpotqa", *arguments])
+        commands.main(["gates", "--tasks", "squad, hotpotqa", *arguments])
     assert end.value.code == 0
     data = json.loads((tmp_path / "figures" / "gates.json").read_text(encoding="utf-8"))
     assert data["reading"] in capsys.readouterr().out
