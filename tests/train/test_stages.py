@@ -265,8 +265,16 @@ def test_the_script_keeps_what_the_stage_is_compared_with(base_model_dir, encode
     assert sft.parse(arguments)[2] == run_settings(SCRIPT, arguments)
 
 
+@pytest.fixture
+def interruptible():
+    """As in a terminal; a job in the background is begun with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stage_ends_with_the_command_that_runs_it(tmp_path, number):
+def test_a_stage_ends_with_the_command_that_runs_it(tmp_path, interruptible, number):
     child = (
         "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
         f"print(os.getpid(), file=open({str(tmp_path / 'pid')!r}, 'w')); "
