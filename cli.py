@@ -54,6 +54,7 @@ def load_pipeline(checkpoint: str):
         `ValueError`: something else than an aligner checkpoint.
         `OSError`: a checkpoint, base model or encoder that is not there, with how to get it.
     """
+    check_folder(checkpoint)
     # Here, so that `--help` and mistakes in the options do not wait for them.
     from transformers import PreTrainedConfig
     from transformers.utils import logging
@@ -64,7 +65,6 @@ def load_pipeline(checkpoint: str):
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    check_folder(checkpoint)
     try:
         model_type = PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")
     except OSError as error:
@@ -251,8 +251,15 @@ def run_command(function: Callable) -> None:
 
 def run_app(commands: typer.Typer, arguments: list[str] | None = None) -> None:
     """Runs commands; a mistake of the caller ends in one clear line and exit code 1."""
-    try:
+    with clear_mistakes():
         commands(arguments)
+
+
+@contextlib.contextmanager
+def clear_mistakes() -> Iterator[None]:
+    """Inside, a mistake of the caller ends in one clear line and exit code 1."""
+    try:
+        yield
     except (ValueError, OSError, ImportError) as error:
         messages.print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True)
         raise SystemExit(1) from error

@@ -22,6 +22,7 @@ from peft.utils import CONFIG_NAME
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
+from ..cli import clear_mistakes
 from ..defaults_arcaligner import resolve_base_model
 from ..evaluation.answering import full_text
 from .corpora import open_corpus
@@ -146,4 +147,6 @@ def parse(arguments: list[str]) -> tuple[FullTextArguments, SFTConfig, str]:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    main(*parse(sys.argv[1:]))
+    with clear_mistakes():
+        parsed = parse(sys.argv[1:])
+    main(*parsed)

@@ -18,6 +18,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig, set_seed
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
+from ..cli import clear_mistakes
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..defaults_arcaligner import resolve_base_model
 from ..modeling_arcaligner import ArcAlignerForCausalLM
@@ -149,8 +150,6 @@ def parse(arguments: list[str]) -> tuple[RecipeArguments, AlignerTrainingConfig,
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    try:
+    with clear_mistakes():
         parsed = parse(sys.argv[1:])
-    except ValueError as error:  # a mistake in a recipe; the place in our code would hide it
-        sys.exit(f"Error: {error}")
     main(*parsed)
