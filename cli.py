@@ -130,6 +130,9 @@ def answer(
     document: Annotated[list[Path], Document],
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     show_slots: Annotated[bool, typer.Option("--show-slots", help="Show what each slot stands for.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.", min=1)] = 256,
+    max_slots: Annotated[int | None, typer.Option(help="The most slots; later sentences are dropped.", min=1)] = None,
+    gate_mode: Annotated[str | None, typer.Option(help="off, adaptive or always, other than configured.")] = None,
 ) -> None:
     """Answers a question from your own text files."""
     documents = [read_document(path) for path in document]
@@ -137,15 +140,18 @@ def answer(
         ask = load_pipeline(checkpoint)
     with busy("Reading the documents"):
         row = {"question": question, "documents": documents}
-        record = ask(row, return_slots=True)[0]
+        settings = {"max_new_tokens": max_new_tokens, "max_slots": max_slots, "gate_mode": gate_mode}
+        record = ask(row, return_slots=True, **settings)[0]
     output.print(record["generated_text"].strip(), markup=False, highlight=False, soft_wrap=True)
     if show_slots:
         output.print(slots_table(record))
     statistics = record["statistics"]
+    slots = "one slot" if statistics["slots"] == 1 else f"{statistics['slots']} slots"
     messages.print(
-        f"[dim]{statistics['tokens']} tokens of text read as {statistics['slots']} slots, "
-        f"x{statistics['compression_rate']:.1f}[/]"
+        f"[dim]{statistics['tokens']} tokens of text read as {slots}, x{statistics['compression_rate']:.1f}[/]"
     )
+    if dropped := statistics.get("dropped"):
+        messages.print(f"[yellow]Sentences that had no slot and were not read: {dropped}[/]")
 
 
 @app.command()

@@ -49,6 +49,8 @@ class SlotGenerationMixin(GenerationMixin):
                 A prompt with slots, or just its prefix. What stands after the last slot is not read.
             context_embeds (`torch.FloatTensor` of shape `(batch, max_slots, encoder_hidden_size)`): Of the slots.
             attention_mask (`torch.Tensor` of shape `(batch, seq_len)`, *optional*): 0 on padding.
+            kwargs: Of [`ArcAlignerModel`], among them `gate_mode`, `gate_threshold`, `max_refinement_steps` and
+                `refinement_budget`.
 
         Returns:
             [`~transformers.Cache`]: `last slot + 1` positions long; a row's positions are counted behind its padding,
@@ -122,13 +124,19 @@ class SlotGenerationMixin(GenerationMixin):
 
         How slots are refined can be set for a call: `gate_mode`, `gate_threshold`, `max_refinement_steps` instead of
         the configuration's, and `refinement_budget`, the most operations it may take as a share of the prefill up to
-        the last slot. A slot prefix that is in the cache stays as it was read.
+        the last slot. Slots that are in the cache stay as they were read: set it there where they are read.
 
         Raises:
             `ValueError`: `prefill_chunk_size`, since slots cannot be split from what they refine with; gates or a
-                budget that cannot be.
+                budget that cannot be, or that no slot would be read with.
         """
-        check_refinement_settings(**{name: kwargs.get(name) for name in REFINEMENT_SETTINGS})
+        settings = {name: kwargs[name] for name in REFINEMENT_SETTINGS if kwargs.get(name) is not None}
+        check_refinement_settings(**settings)
+        if settings and self._has_read_slots(kwargs.get("input_ids", inputs), kwargs.get("past_key_values")):
+            raise ValueError(
+                f"{', '.join(f'`{name}`' for name in settings)} would change nothing: `past_key_values` holds the "
+                "slots, and no slot comes after it. Give it to what reads them, `store.prepare` or `prefill_context`."
+            )
         generation_config = kwargs.get("generation_config") or self.generation_config
         if kwargs.get("prefill_chunk_size", generation_config.prefill_chunk_size) is not None:
             raise ValueError(
@@ -136,6 +144,12 @@ class SlotGenerationMixin(GenerationMixin):
                 "read in chunks. Leave it unset: a compressed prompt is short."
             )
         return super().generate(inputs, *args, **kwargs)
+
+    def _has_read_slots(self, input_ids: torch.LongTensor | None, cache: Cache | None) -> bool:
+        """Whether all slots of a prompt (batch, seq_len) are in a cache already."""
+        if input_ids is None or cache is None or (length := int(cache.get_seq_length())) == 0:
+            return False
+        return not bool((input_ids[:, length:] == self.config.context_token_id).any())
 
     def _get_logits_processor(self, *args, **kwargs) -> LogitsProcessorList:
         processors = super()._get_logits_processor(*args, **kwargs)

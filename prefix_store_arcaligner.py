@@ -14,7 +14,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import Cache, DynamicCache
 
+from .refinement_settings_arcaligner import REFINEMENT_SETTINGS, check_refinement_settings
+from .slot_budget_arcaligner import check_slot_budget
 from .slot_prefix_arcaligner import (
+    PREFIX_SETTINGS,
     check_length,
     fingerprint_weights,
     join_slot_prefixes,
@@ -29,7 +32,8 @@ class SlotPrefixStore:
     """
     Slot prefixes of passages by their fingerprint, the least recently used dropped first, for any number of questions.
 
-    Gate settings, encoder, segmentation and weights may change between two calls: a prefix made with others is another.
+    Gates, number of slots, encoder, segmentation and weights may change between two calls: a prefix made with others
+    is another.
 
     Args:
         model ([`ArcAlignerForCausalLM`]): In evaluation mode.
@@ -69,12 +73,14 @@ class SlotPrefixStore:
 
         Of the question only what stands before its slots matters, such as a system message.
         """
-        heads, _ = self._split_prompts([question], kwargs)
-        prefixes = self._fetch(heads, _passages_of_rows(documents, context_embeds, is_single=True, num_rows=1))
+        settings, template_kwargs = _split_settings(kwargs)
+        heads, _ = self._split_prompts([question], template_kwargs)
+        passages = _passages_of_rows(documents, context_embeds, is_single=True, num_rows=1)
+        prefixes = self._fetch(heads, passages, settings)
         return join_slot_prefixes(prefixes, self.model.config.text_config)[0]
 
     @torch.no_grad()
-    def prepare(self, questions, documents=None, *, context_embeds=None, **template_kwargs) -> dict[str, Any]:
+    def prepare(self, questions, documents=None, *, context_embeds=None, **kwargs) -> dict[str, Any]:
         """What `generate` needs to answer questions, their passages read or found: prefixes that are missing are
         prefilled together, equal ones once.
 
@@ -82,7 +88,9 @@ class SlotPrefixStore:
             questions (`str`, chat, or a list of them): With slots before the first user message.
             documents (`list`, *optional*): Passages, as the processor takes them; for a list of questions, a list each.
             context_embeds (tensor or a list, *optional*): Instead, embeddings (num_slots, encoder_hidden_size).
-            template_kwargs: For the chat template; `add_generation_prompt` is on.
+            kwargs: How slots are chosen and refined, as for the processor and `generate`: `max_slots`, `slot_policy`,
+                `gate_mode`, `gate_threshold`, `max_refinement_steps`, `refinement_budget`; prefixes of other settings
+                are others. The rest is for the chat template; `add_generation_prompt` is on.
 
         Returns:
             `dict` with `input_ids`, `attention_mask` (batch, seq_len) and `past_key_values`. For beams or several
@@ -97,8 +105,9 @@ class SlotPrefixStore:
         is_single = isinstance(questions, str) or isinstance(questions[0], dict)
         rows = [questions] if is_single else list(questions)
         passages = _passages_of_rows(documents, context_embeds, is_single, len(rows))
+        settings, template_kwargs = _split_settings(kwargs)
         heads, tails = self._split_prompts(rows, template_kwargs)
-        prefixes = self._fetch(heads, passages)
+        prefixes = self._fetch(heads, passages, settings)
         config, slot_id = self.model.config.text_config, self.processor.context_token_id
         ids = [
             head + [slot_id] * (prefix.get_seq_length() - len(head))
@@ -161,11 +170,11 @@ class SlotPrefixStore:
 
     # Passages to prefixes
 
-    def _fetch(self, heads: list[list[int]], passages: list) -> list[Cache]:
+    def _fetch(self, heads: list[list[int]], passages: list, settings: dict[str, Any]) -> list[Cache]:
         """The prefix of each row, found or prefilled. They are the store's own: copy before use."""
         weights = self._current_weights()
         prints = [
-            slot_prefix_fingerprint(self.model, self.processor, head, row, weights)
+            slot_prefix_fingerprint(self.model, self.processor, head, row, weights, settings)
             for head, row in zip(heads, passages, strict=True)
         ]
         keys = [hashlib.sha256(json.dumps(each).encode()).hexdigest() for each in prints]
@@ -182,7 +191,7 @@ class SlotPrefixStore:
             if missing:
                 self.misses += len(missing)
                 rows = missing.values()
-                made = self._prefill([heads[row] for row in rows], [passages[row] for row in rows])
+                made = self._prefill([heads[row] for row in rows], [passages[row] for row in rows], settings)
                 for (key, row), prefix in zip(missing.items(), made, strict=True):
                     found[key] = prefix
                     if self.folder is not None:
@@ -213,16 +222,18 @@ class SlotPrefixStore:
         self._keep(key, prefix)
         return prefix
 
-    def _prefill(self, heads: list[list[int]], passages: list) -> list[DynamicCache]:
+    def _prefill(self, heads: list[list[int]], passages: list, settings: dict[str, Any]) -> list[DynamicCache]:
         if self.model.training:
             raise ValueError("The model is in training mode, where dropout changes slots. Call `model.eval()` first.")
         name = "context_embeds" if isinstance(passages[0], torch.Tensor) else "documents"
-        read = self.processor(text=["?"] * len(heads), return_tensors="pt", **{name: passages})
+        gates = {each: value for each, value in settings.items() if each in REFINEMENT_SETTINGS}
+        slots = {each: value for each, value in settings.items() if each not in REFINEMENT_SETTINGS}
+        read = self.processor(text=["?"] * len(heads), return_tensors="pt", **{name: passages}, **slots)
         slot_id, device = self.processor.context_token_id, self.model.device
         counts = (read["input_ids"] == slot_id).sum(dim=1).tolist()
         ids = [head + [slot_id] * count for head, count in zip(heads, counts, strict=True)]
         mask = self._left_padded([[1] * len(row) for row in ids], padding_value=0)
-        cache = self.model.prefill_context(self._left_padded(ids), read["context_embeds"].to(device), mask)
+        cache = self.model.prefill_context(self._left_padded(ids), read["context_embeds"].to(device), mask, **gates)
         return split_slot_prefixes(cache, [len(row) for row in ids], self.model.config.text_config)
 
     def _keep(self, key: str, prefix: Cache) -> None:
@@ -239,6 +250,14 @@ class SlotPrefixStore:
 
 def _num_bytes(cache: Cache) -> int:
     return sum(x.untyped_storage().nbytes() for layer in cache.layers for x in (layer.keys, layer.values))
+
+
+def _split_settings(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of the slots, checked, and what is left of `kwargs` for the chat template."""
+    settings = {name: value for name, value in kwargs.items() if name in PREFIX_SETTINGS and value is not None}
+    check_slot_budget(settings.get("max_slots"), settings.get("slot_policy", "drop"))
+    check_refinement_settings(**{name: value for name, value in settings.items() if name in REFINEMENT_SETTINGS})
+    return settings, {name: value for name, value in kwargs.items() if name not in PREFIX_SETTINGS}
 
 
 def _passages_of_rows(documents, context_embeds, is_single: bool, num_rows: int) -> list:

@@ -28,7 +28,11 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
+from .refinement_settings_arcaligner import REFINEMENT_SETTINGS
+
 FORMAT = "arcaligner-slot-prefix-1"
+# How slots may be chosen and refined for one call, other than as processor and model are configured.
+PREFIX_SETTINGS = ("max_slots", "slot_policy", *REFINEMENT_SETTINGS)
 # Enough of a parameter to tell two backbones of one name from each other.
 SAMPLED_VALUES = 64
 # Settings of the aligner that change no slot; one that is added later is taken to change them.
@@ -62,7 +66,12 @@ def fingerprint_weights(model) -> dict[str, str]:
 
 
 def slot_prefix_fingerprint(
-    model, processor, prompt_ids: Sequence[int], passages: Sequence | torch.Tensor, weights: dict | None = None
+    model,
+    processor,
+    prompt_ids: Sequence[int],
+    passages: Sequence | torch.Tensor,
+    weights: dict | None = None,
+    settings: dict | None = None,
 ) -> dict[str, Any]:
     """All that decides the keys and values of a slot prefix, as JSON.
 
@@ -73,12 +82,18 @@ def slot_prefix_fingerprint(
             Documents, each a string or `{"title", "text"}`, or the embeddings of their segments
             (num_slots, encoder_hidden_size).
         weights (`dict`, *optional*): Of `fingerprint_weights`, when it was called before.
+        settings (`dict`, *optional*): What was asked for instead of the configuration: of `PREFIX_SETTINGS`.
     """
-    settings = {
+    asked = {name: value for name, value in (settings or {}).items() if value is not None}
+    config = {
         name: getattr(model.config, name) for name in type(model.config).__annotations__ if name not in _WITHOUT_EFFECT
     }
     return {
-        **settings,
+        **config,
+        "max_slots": None,
+        "slot_policy": "drop",
+        "refinement_budget": None,
+        **asked,
         "dtype": str(model.get_input_embeddings().weight.dtype),
         **(weights or fingerprint_weights(model)),
         "encoder": processor.encoder_name_or_path,

@@ -58,6 +58,20 @@ def test_show_slots_lists_each_sentence_with_its_place(capsys, checkpoint_dir, d
         assert "L0." in line or "LL" in line
 
 
+def test_options_of_answer_are_the_pipelines(capsys, checkpoint_dir, document, model, processor):
+    ask = ArcAlignerPipeline(model=model, processor=processor, task="text-generation", device="cpu")
+    row = {"question": QUESTION, "documents": [TEXT]}
+    records = [ask(row, max_new_tokens=3, max_slots=1, gate_mode=mode)[0] for mode in ("off", "always")]
+    assert records[0] != records[1]
+    for mode, record in zip(("off", "always"), records, strict=True):
+        options = ("--document", document, "--checkpoint", checkpoint_dir, "--max-new-tokens", 3, "--max-slots", 1)
+        code, out, err = run(capsys, "answer", "--question", QUESTION, *options, "--gate-mode", mode)
+        assert code == 0 and out == record["generated_text"].strip() + "\n"
+        assert "read as one slot" in err and "Sentences that had no slot and were not read: 1" in err
+    code, _, err = run(capsys, "answer", "--question", QUESTION, *options, "--gate-mode", "never")
+    assert code == 1 and err.splitlines()[-1].startswith("Error: `gate_mode`")
+
+
 def test_mistakes_end_in_one_clear_line(capsys, checkpoint_dir, base_model_dir, document, tmp_path):
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"text \xff")

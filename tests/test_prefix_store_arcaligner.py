@@ -59,7 +59,7 @@ def generate(model, inputs, **kwargs):
     return output.sequences[:, inputs["input_ids"].shape[1] :], torch.stack(output.logits, dim=1)
 
 
-def without_store(model, processor, question, documents=None, context_embeds=None):
+def without_store(model, processor, question, documents=None, context_embeds=None, gates=None, **slots):
     chat = [{"role": "user", "content": question}] if isinstance(question, str) else question
     inputs = processor.apply_chat_template(
         chat,
@@ -69,8 +69,9 @@ def without_store(model, processor, question, documents=None, context_embeds=Non
         tokenize=True,
         return_dict=True,
         return_tensors="pt",
+        **slots,
     )
-    return generate(model, inputs)
+    return generate(model, inputs, **(gates or {}))
 
 
 def assert_answers_alone(model, processor, store, questions, embeds):
@@ -250,6 +251,63 @@ def test_settings_and_weights_that_change_make_other_prefixes(processor):
     with torch.no_grad():
         model.model.projector.out.bias.add_(1.0)
     assert not torch.equal(store.get(context_embeds=embeddings(5)).layers[-1].keys, expected["off"])
+
+
+GATES = [
+    {"gate_mode": "off"},
+    {"gate_mode": "always", "max_refinement_steps": 1},
+    {"gate_threshold": 0.9},
+    {"refinement_budget": 0.3},
+]
+SLOTS = [{"max_slots": 2}, {"max_slots": 1, "slot_policy": "merge"}]
+
+
+@pytest.mark.usefixtures("float64_model_code")
+@pytest.mark.parametrize("settings", GATES + SLOTS, ids=str)
+def test_settings_of_a_call_answer_as_without_the_store(model, processor, settings):
+    store = model.slot_prefix_store(processor)
+    store.prepare(QUESTIONS[0], RADIK)
+    gates, slots = ({}, settings) if settings in SLOTS else (settings, {})
+    expected_ids, expected_logits = without_store(model, processor, QUESTIONS[0], RADIK, gates=gates, **slots)
+    for _ in range(2):
+        ids, logits = generate(model, store.prepare(QUESTIONS[0], RADIK, **settings))
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(logits, expected_logits, **EXACT)
+    assert (store.hits, store.misses) == (1, 2)
+    plain_ids, plain_logits = generate(model, store.prepare(QUESTIONS[0], RADIK))
+    assert (store.hits, store.misses) == (2, 2) and not torch.equal(plain_logits, logits)
+
+
+def test_settings_that_are_the_configurations_own_find_its_prefix(model, processor):
+    store = model.slot_prefix_store(processor)
+    kept = store.get(context_embeds=embeddings(5))
+    own = {"gate_mode": model.config.gate_mode, "gate_threshold": model.config.gate_threshold, "max_slots": None}
+    assert torch.equal(store.get(context_embeds=embeddings(5), **own).layers[-1].keys, kept.layers[-1].keys)
+    assert (store.hits, store.misses) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"gate_mode": "sometimes"}, "`gate_mode`"),
+        ({"refinement_budget": -1.0}, "`refinement_budget` is -1.0"),
+        ({"max_slots": 0}, "`max_slots` is 0"),
+        ({"slot_policy": "squeeze"}, "`slot_policy` is 'squeeze'"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be_are_refused(model, processor, settings, message):
+    with pytest.raises(ValueError, match=message):
+        model.slot_prefix_store(processor).prepare("Who?", ADA, **settings)
+
+
+def test_gates_for_slots_that_are_read_already_are_refused(model, processor):
+    store = model.slot_prefix_store(processor)
+    inputs = store.prepare("Who?", ADA)
+    with pytest.raises(ValueError, match="`gate_mode`, `refinement_budget` would change nothing.*`store.prepare`"):
+        model.generate(**inputs, gate_mode="off", refinement_budget=0.1)
+    with pytest.raises(ValueError, match="`gate_mode` would change nothing"):
+        model.generate(inputs.pop("input_ids"), **inputs, gate_mode="off")
 
 
 # Files
