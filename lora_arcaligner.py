@@ -101,6 +101,14 @@ def _is_plain(linear: nn.Module) -> bool:
     return type(linear) is nn.Linear and not (own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own)
 
 
+def _weight_alone(linear: nn.Module, dtype: torch.dtype) -> torch.Tensor | None:
+    """The weight of a linear that is nothing but a product with it, in `dtype` and on one device; else `None`."""
+    parameters = linear.__dict__["_parameters"]
+    weight = parameters["weight"]
+    is_alone = _is_plain(linear) and parameters["bias"] is None and type(weight) is nn.Parameter
+    return weight if is_alone and weight.dtype == dtype else None
+
+
 class SlotLoraLayer(InPlaceMixin):
     """A PEFT layer at the cost of its frozen linear where there are no slots, as when decoding, and without PEFT's
     bookkeeping where there are no gradients.
@@ -117,9 +125,6 @@ class SlotLoraLayer(InPlaceMixin):
             or kwargs
             or own["_active_adapter"] != _ALONE
             or own["merged_adapters"]
-            or self._disable_adapters
-            or own["training"]
-            or torch.is_grad_enabled()
             # Hooks and patches want their call, and may hold the frozen result, which is not written to then.
             or own["_forward_hooks"]
             or own["_forward_pre_hooks"]
@@ -129,9 +134,11 @@ class SlotLoraLayer(InPlaceMixin):
             or _global_forward_pre_hooks
         ):
             return self._call_modules(x, *args, **kwargs)
+        rows = _scope.rows
+        if rows is not None and (own["training"] or torch.is_grad_enabled() or self._disable_adapters):
+            return self._call_modules(x)
         parameters = base_layer.__dict__["_parameters"]
         result = nn.functional.linear(x, parameters["weight"], parameters["bias"])
-        rows = _scope.rows
         return result if rows is None else self._add_in_place(x, result, rows)
 
     def _call_modules(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
@@ -143,15 +150,25 @@ class SlotLoraLayer(InPlaceMixin):
 
     def _add_in_place(self, x: torch.Tensor, result: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Eq. 3 as `SlotLoraVariant.forward` has it, written into `result` (batch, seq_len, out_features)."""
-        down, up = self._modules["lora_A"]._modules[ADAPTER_NAME], self._modules["lora_B"]._modules[ADAPTER_NAME]
-        scaling, flat = self.scaling[ADAPTER_NAME], result.view(-1, result.shape[-1])
-        slots = down(_take_slots(x, rows).to(down.weight.dtype))  # (num_slots, r)
-        if isinstance(rows, torch.Tensor):
-            flat.index_add_(0, rows, up(slots).to(result.dtype), alpha=scaling)
-        elif slots.dtype == up.weight.dtype == result.dtype and _is_plain(up) and type(up.weight) is nn.Parameter:
-            flat[rows].addmm_(slots, up.weight.t(), alpha=scaling)
+        own = self.__dict__
+        down = own["_modules"]["lora_A"]._modules[ADAPTER_NAME]
+        up = own["_modules"]["lora_B"]._modules[ADAPTER_NAME]
+        scaling = own["scaling"][ADAPTER_NAME]
+        slots = _take_slots(x, rows)  # (num_slots, in_features)
+        flat = result.view(-1, result.shape[-1])  # (batch * seq_len, out_features)
+        down_weight, up_weight = _weight_alone(down, x.dtype), _weight_alone(up, result.dtype)
+        if down_weight is None or up_weight is None:
+            residual = up(down(slots.to(down.weight.dtype))).to(result.dtype)
+        elif isinstance(rows, torch.Tensor):
+            residual = nn.functional.linear(nn.functional.linear(slots, down_weight), up_weight)
         else:
-            flat[rows].add_(up(slots).to(result.dtype), alpha=scaling)
+            slots = nn.functional.linear(slots, down_weight)  # (num_slots, r)
+            (flat if rows is ALL_ROWS else flat[rows]).addmm_(slots, up_weight.t(), alpha=scaling)
+            return result
+        if isinstance(rows, torch.Tensor):
+            flat.index_add_(0, rows, residual, alpha=scaling)
+        else:
+            flat[rows].add_(residual, alpha=scaling)
         return result
 
 

@@ -11,7 +11,7 @@ for the cache: the layer writes the slots' keys and values to it and gets all of
 mandatory pass only and is never touched.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,19 +40,26 @@ class StepRows(NamedTuple):
     fixed_slots: torch.Tensor | None  # flat indices into (batch * max_fixed) that carry LoRA; None where all is text
 
 
+class StepInputs(NamedTuple):
+    """Rows of a step, and what a layer is called with for them instead of what it was called with for all rows."""
+
+    rows: StepRows
+    for_slots: dict[str, Any]
+    for_fixed: dict[str, Any]
+
+
 def every_slot(rows: SlotRows) -> StepRows:
     """A step that computes all slots."""
     return StepRows(rows.slot_positions, rows.text_positions, None)
 
 
-def open_slots_first(gate_open: torch.Tensor) -> torch.Tensor:
-    """Cells of the open slots of `gate_open` (batch, max_slots), in order; others fill up to the fullest row.
+def open_slots_first(gate_open: torch.Tensor, width: int) -> torch.Tensor:
+    """Cells of the open slots of `gate_open` (batch, max_slots), in order; others fill up to `width`.
 
-    >>> open_slots_first(torch.tensor([[False, True, True], [True, False, False]]))
+    >>> open_slots_first(torch.tensor([[False, True, True], [True, False, False]]), width=2)
     tensor([[1, 2],
             [0, 1]])
     """
-    width = int(gate_open.sum(dim=1).max())
     return torch.argsort((~gate_open).to(torch.int8), dim=1, stable=True)[:, :width]
 
 
@@ -117,6 +124,45 @@ def take_rows(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     tensor = tensor.expand(positions.shape[0], -1, -1)
     index = positions.clamp(min=0)[:, :, None].expand(-1, -1, tensor.shape[-1])
     return tensor.gather(1, index)
+
+
+def step_inputs(rows: StepRows, kwargs: dict[str, Any], dtype: torch.dtype) -> StepInputs:
+    """For the `rows` of a step and a layer that was called with `kwargs`."""
+    mask = refinement_mask(kwargs["attention_mask"], rows, dtype)
+    return StepInputs(
+        rows=rows,
+        for_slots=at_positions(kwargs, rows.slot_positions) | {"attention_mask": mask, "use_cache": False},
+        for_fixed=at_positions(kwargs, rows.fixed_positions) | {"attention_mask": None, "use_cache": False},
+    )
+
+
+def at_positions(kwargs: dict[str, Any], positions: torch.Tensor) -> dict[str, Any]:
+    """Rotary angles and position ids of the rows at `positions` (batch, rows)."""
+    cos, sin = kwargs["position_embeddings"]
+    picked = {"position_embeddings": (take_rows(cos, positions), take_rows(sin, positions))}
+    if kwargs.get("position_ids") is not None:
+        picked["position_ids"] = take_rows(kwargs["position_ids"][:, :, None], positions)[:, :, 0]
+    return picked
+
+
+class SharedStepInputs:
+    """Inputs of a step of all slots, made once a forward for the layers that have one mask and one set of angles."""
+
+    def __init__(self):
+        # The key is kept with them: an object that is gone could give its identity to another.
+        self._made: list[tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor], StepInputs]] = []
+
+    def get(self, rows: SlotRows, kwargs: dict[str, Any], dtype: torch.dtype) -> StepInputs:
+        """As `step_inputs` for `every_slot`, for a layer that was called with `kwargs`."""
+        if torch.compiler.is_compiling():
+            return step_inputs(every_slot(rows), kwargs, dtype)
+        mask, angles = kwargs["attention_mask"], kwargs["position_embeddings"]
+        for made_mask, made_angles, inputs in self._made:
+            if made_mask is mask and made_angles is angles:
+                return inputs
+        inputs = step_inputs(every_slot(rows), kwargs, dtype)
+        self._made.append((mask, angles, inputs))
+        return inputs
 
 
 def refinement_mask(attention_mask: torch.Tensor | None, rows: StepRows, dtype: torch.dtype) -> torch.Tensor:

@@ -91,12 +91,16 @@ class RefinementBudget:
         sizes = zip(*(size.tolist() for size in _text_and_slots(rows)), strict=True)
         left = [int(min(share * prefix_flops(costs, text, slots), _MOST_FLOPS)) for text, slots in sizes]
         self.left = torch.tensor(left, device=rows.slot_positions.device)  # (batch,)
+        self._is_spent = False  # known without another look at the device
 
     def pay_gates(self, cost: LayerCost, num_asked: torch.Tensor) -> bool:
         """Pays for asking the gates of `num_asked` slots (batch,); whether a row has anything left after it."""
+        if self._is_spent:
+            return False
         left, price = self.left.to(num_asked.device), num_asked * cost.gate
         self.left = torch.where(left >= price, left - price, 0)
-        return bool(self.left.any())
+        self._is_spent = not bool(self.left.any())
+        return not self._is_spent
 
     def take_slots(
         self, gate_prob: torch.Tensor, gate_open: torch.Tensor, cost: LayerCost, rows: SlotRows

@@ -5,11 +5,11 @@ configuration stays as it is.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 
 from .configuration_arcaligner import ArcAlignerConfig, check_gates
-from .refinement_arcaligner import SlotRows
+from .refinement_arcaligner import SharedStepInputs, SlotRows
 from .refinement_budget_arcaligner import LayerCost, RefinementBudget
 
 # Keyword arguments of `generate` and `forward`.
@@ -26,6 +26,7 @@ class RefinementSettings:
     gate_threshold: float
     max_refinement_steps: int
     budget: RefinementBudget | None
+    shared_inputs: SharedStepInputs = field(default_factory=SharedStepInputs, compare=False)
 
 
 def check_refinement_settings(

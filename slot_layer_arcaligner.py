@@ -21,16 +21,20 @@ from .refinement_arcaligner import (
     LayerKeysValues,
     RefinementKeysValues,
     SlotRows,
+    StepInputs,
     StepRows,
-    every_slot,
+    at_positions,
     open_slots_first,
-    refinement_mask,
     some_slots,
+    step_inputs,
     take_rows,
 )
 from .refinement_budget_arcaligner import LayerCost, count_layer_cost
 from .refinement_settings_arcaligner import ROW_KERNELS, RefinementSettings
 from .subclassing_arcaligner import InPlaceMixin, mix_in
+
+# Where so large a part of the slots is open, a step computes the others too.
+ALMOST_ALL = 7 / 8
 
 
 class SlotGate(nn.Module):
@@ -81,6 +85,8 @@ class SlotDecoderLayer(InPlaceMixin):
         **kwargs,
     ) -> torch.Tensor:
         """`hidden_states` (batch, seq_len, hidden) through Algorithm 1's loop body for this layer."""
+        if slot_rows is None and self._compiled_compute is None:  # a generated token: the layer as it was
+            return super().forward(hidden_states, **kwargs)
         rows = None
         if slot_rows is not None:
             rows = SlotRows(slot_positions, text_positions, slot_rows, slot_cells, slot_span)
@@ -156,7 +162,7 @@ class SlotDecoderLayer(InPlaceMixin):
         compiled code, whose operations may not depend on what the gates decide."""
         slots = take_rows(hidden_states, rows.slot_positions)  # (batch, max_slots, hidden)
         depth = torch.zeros_like(rows.slot_positions)  # (batch, max_slots)
-        reapply = self._slot_pass(hidden_states, rows, kwargs)
+        reapply = self._slot_pass(hidden_states, rows, refinement, kwargs)
         for _step in range(refinement.max_refinement_steps):
             gate_prob = self._gate_prob(slots, refinement)
             gate_open = gate_prob >= refinement.gate_threshold
@@ -176,14 +182,15 @@ class SlotDecoderLayer(InPlaceMixin):
         if gate_open is None:
             return None
         slots = take_rows(hidden_states, rows.slot_positions)  # (batch, max_slots, hidden)
-        if self._takes_all(refinement):
+        width = self._width(gate_open, refinement)
+        if width == gate_open.shape[1]:
             cells, taken, step_rows = None, slots, None
         else:  # (batch, width): of the fullest row; others are filled up with slots that do not move
-            cells = open_slots_first(gate_open)
+            cells = open_slots_first(gate_open, width)
             gate_open = gate_open.gather(1, cells)
             taken, step_rows = take_rows(slots, cells), some_slots(rows, cells, gate_open)
         is_taken, depth = gate_open, torch.zeros_like(gate_open, dtype=torch.long)
-        reapply = self._slot_pass(hidden_states, rows, kwargs, step_rows)
+        reapply = self._slot_pass(hidden_states, rows, refinement, kwargs, step_rows)
         for step in range(refinement.max_refinement_steps):
             if step > 0 and (gate_open := self._still_open(taken, is_taken, gate_open, rows, refinement)) is None:
                 break
@@ -194,10 +201,15 @@ class SlotDecoderLayer(InPlaceMixin):
         slots = slots.scatter(1, cells[:, :, None].expand_as(taken), taken)
         return slots, torch.zeros_like(rows.slot_positions).scatter(1, cells, depth)
 
-    def _takes_all(self, refinement: RefinementSettings) -> bool:
-        """Whether a step computes closed slots too: where none is, or the attention kernel has no choice."""
-        always = refinement.gate_mode == "always" and refinement.budget is None
-        return always or self.arcaligner_config.text_config._attn_implementation not in ROW_KERNELS
+    def _width(self, gate_open: torch.Tensor, refinement: RefinementSettings) -> int:
+        """Slots of a row that a step computes: the open ones (batch, max_slots) of the fullest row, or all."""
+        max_slots, budget = gate_open.shape[1], refinement.budget
+        has_choice = self.arcaligner_config.text_config._attn_implementation in ROW_KERNELS
+        if not has_choice or (budget is None and refinement.gate_mode == "always"):
+            return max_slots
+        width = int(gate_open.sum(dim=1).max())
+        # Without a budget, a few closed slots are computed too: cheaper than to read each of them like text.
+        return max_slots if budget is None and width >= ALMOST_ALL * max_slots else width
 
     def _first_open(self, hidden_states, rows, refinement) -> torch.Tensor | None:
         """Open slots (batch, max_slots) after the mandatory pass, as far as the budget goes; `None` for none."""
@@ -242,47 +254,40 @@ class SlotDecoderLayer(InPlaceMixin):
     def _cost(self, refinement: RefinementSettings) -> LayerCost:
         return self.slot_cost._replace(gate=0) if refinement.gate_mode == "always" else self.slot_cost
 
-    def _slot_pass(self, hidden_states: torch.Tensor, rows: SlotRows, kwargs: dict, step_rows: StepRows | None = None):
+    def _slot_pass(self, hidden_states, rows, refinement, kwargs, step_rows: StepRows | None = None):
         """The layer as a function of slot rows (batch, width, hidden), all slots or some, other rows held fixed."""
         if self.arcaligner_config.text_config._attn_implementation not in ROW_KERNELS:
             return self._prefix_pass(hidden_states, rows, kwargs)
-        step_rows = every_slot(rows) if step_rows is None else step_rows
-        step_kwargs = {**kwargs, "use_cache": False}
-        step_kwargs["attention_mask"] = refinement_mask(kwargs["attention_mask"], step_rows, hidden_states.dtype)
-        step_kwargs |= self._at_positions(kwargs, step_rows.slot_positions)
-        cache = RefinementKeysValues(*self._fixed_keys_values(hidden_states, step_rows, kwargs))
+        if step_rows is None:
+            inputs = refinement.shared_inputs.get(rows, kwargs, hidden_states.dtype)
+        else:
+            inputs = step_inputs(step_rows, kwargs, hidden_states.dtype)
+        cache = RefinementKeysValues(*self._fixed_keys_values(hidden_states, inputs, kwargs))
+        step_kwargs = {**kwargs, **inputs.for_slots, "past_key_values": cache}
 
         def reapply(slots: torch.Tensor) -> torch.Tensor:
             with slot_scope(ALL_ROWS), _not_recording_outputs():
-                return super(SlotDecoderLayer, self).forward(slots, **{**step_kwargs, "past_key_values": cache})
+                return super(SlotDecoderLayer, self).forward(slots, **step_kwargs)
 
         return reapply
 
-    def _fixed_keys_values(self, hidden_states, step_rows, kwargs) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _fixed_keys_values(
+        self, hidden_states: torch.Tensor, inputs: StepInputs, kwargs: dict
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Keys and values of the rows that stay in a step, each (batch, heads, max_fixed, head_dim)."""
-        if step_rows.fixed_positions.shape[1] == 0:
+        if inputs.rows.fixed_positions.shape[1] == 0:
             return None, None
         recorder = KeysValuesRecorder()
-        fixed = take_rows(hidden_states, step_rows.fixed_positions)  # (batch, max_fixed, hidden)
-        fixed_kwargs = {**kwargs, "attention_mask": None, "past_key_values": recorder, "use_cache": False}
-        fixed_kwargs |= self._at_positions(kwargs, step_rows.fixed_positions)
+        fixed = take_rows(hidden_states, inputs.rows.fixed_positions)  # (batch, max_fixed, hidden)
+        fixed_kwargs = {**kwargs, **inputs.for_fixed, "past_key_values": recorder}
         try:
-            with slot_scope(step_rows.fixed_slots), _not_recording_outputs():
+            with slot_scope(inputs.rows.fixed_slots), _not_recording_outputs():
                 super().forward(fixed, **fixed_kwargs)
         except KeysValuesComplete:
             pass
         if recorder.keys is None:
             raise AssertionError("the layer's attention did not write its keys and values to the cache it was given")
         return recorder.keys, recorder.values
-
-    @staticmethod
-    def _at_positions(kwargs: dict, positions: torch.Tensor) -> dict:
-        """Rotary angles and position ids of the rows at `positions` (batch, rows)."""
-        cos, sin = kwargs["position_embeddings"]
-        picked = {"position_embeddings": (take_rows(cos, positions), take_rows(sin, positions))}
-        if kwargs.get("position_ids") is not None:
-            picked["position_ids"] = take_rows(kwargs["position_ids"][:, :, None], positions)[:, :, 0]
-        return picked
 
     def _prefix_pass(self, hidden_states: torch.Tensor, rows: SlotRows, kwargs: dict):
         """As `_slot_pass` for attention kernels without a mask of rows by columns: the whole prefix is re-applied."""
@@ -292,7 +297,7 @@ class SlotDecoderLayer(InPlaceMixin):
         batch, _, hidden = prefix.shape
         prefix_rows = rows.slot_rows // hidden_states.shape[1] * length + rows.slot_rows % hidden_states.shape[1]
         step_kwargs = {**kwargs, "use_cache": False, "past_key_values": None}
-        step_kwargs |= self._at_positions(kwargs, torch.arange(length, device=prefix.device).expand(batch, -1))
+        step_kwargs |= at_positions(kwargs, torch.arange(length, device=prefix.device).expand(batch, -1))
         if (mask := kwargs["attention_mask"]) is not None:
             step_kwargs["attention_mask"] = mask[:, :length] if mask.dim() == 2 else mask[..., :length, :length]
 

@@ -4,6 +4,7 @@ standard_rag           the passages' text, read by the bare base model of transf
 standard_rag_cached    the same, with the keys and values of everything before the question made before
 off                    slots, no refinement
 adaptive               slots, the gates decide
+budgeted               slots, the gates decide within `BUDGET` of the slot prefix's operations
 always                 slots, each gate forced open
 slots_cached           `adaptive`, with the keys and values of the slot prefix made before
 plain                  `adaptive` by Algorithm 1 as it is written
@@ -24,7 +25,8 @@ from .plain_algorithm import plain_algorithm
 from .prompts import Ids, Prompts
 from .timing import Turn
 
-ARMS = ("standard_rag", "standard_rag_cached", "off", "adaptive", "always", "slots_cached", "plain")
+ARMS = ("standard_rag", "standard_rag_cached", "off", "adaptive", "budgeted", "always", "slots_cached", "plain")
+BUDGET = 0.2
 # What must begin its answer as another does, up to the rounding of differently shaped products.
 SAME_AS = {"standard_rag_cached": "standard_rag", "slots_cached": "adaptive", "plain": "adaptive"}
 
@@ -90,13 +92,19 @@ def make_arms(
             prefix.input_ids, slots.context_embeds, prefix.attention_mask, position_ids=prefix.position_ids
         )
     text_after, slots_after = text.prefix.then(text.tail), slots.prefix.then(slots.tail)
+    modes = {
+        mode: Arm(lambda: read(aligner, slots.whole, **embeds), lambda mode=mode: in_gate_mode(aligner, mode))
+        for mode in ("off", "adaptive", "always")
+    }
     arms = {
         "standard_rag": Arm(lambda: read(base, text.whole)),
         "standard_rag_cached": Arm(lambda: read(base, text_after, share(text_prefix))),
-        **{
-            mode: Arm(lambda: read(aligner, slots.whole, **embeds), lambda mode=mode: in_gate_mode(aligner, mode))
-            for mode in ("off", "adaptive", "always")
-        },
+        "off": modes["off"],
+        "adaptive": modes["adaptive"],
+        "budgeted": Arm(
+            lambda: read(aligner, slots.whole, refinement_budget=BUDGET, **embeds), modes["adaptive"].state
+        ),
+        "always": modes["always"],
         "slots_cached": Arm(lambda: read(aligner, slots_after, share(slot_prefix))),
         "plain": Arm(lambda: read(aligner, slots.whole, **embeds), lambda: plain_algorithm(aligner)),
     }

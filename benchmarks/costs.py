@@ -122,7 +122,7 @@ def work_of_arms(sizes: Sizes, text: Prompts, slots: Prompts, depths: dict[str, 
     Args:
         sizes ([`Sizes`]): Of the models.
         text, slots ([`Prompts`]): The batch in both forms.
-        depths (`dict[str, torch.Tensor]`): Steps that `adaptive` and `always` took.
+        depths (`dict[str, torch.Tensor]`): Steps that `adaptive`, `budgeted` and `always` took.
     """
     none = [0] * len(text.whole.lengths)
     per_row = (depths["adaptive"][:, 0] >= 0).sum(dim=1).tolist()
@@ -133,6 +133,7 @@ def work_of_arms(sizes: Sizes, text: Prompts, slots: Prompts, depths: dict[str, 
         "standard_rag_cached": sizes.reading(text.tail.lengths, text.prefix.lengths),
         "off": off,
         "adaptive": off + sizes.refinement(depths["adaptive"], before),
+        "budgeted": off + sizes.refinement(depths["budgeted"], before),
         "always": off + sizes.refinement(depths["always"], before),
         "slots_cached": sizes.reading(slots.tail.lengths, slots.prefix.lengths),
         "plain": off + sizes.plain_refinement(slots.whole.lengths, sum(per_row)),

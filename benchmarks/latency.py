@@ -137,7 +137,7 @@ def measure_size(bench: Bench, k: int, batch_size: int, rounds: int, seconds: fl
     found, tokens = measure_rounds(
         {**arms, **encoder}, decoders(bench, text, slots, read), bench.device, rounds, seconds
     )
-    depths = {name: read[name].recursion_depth for name in ("adaptive", "always")}
+    depths = {name: read[name].recursion_depth for name in ("adaptive", "budgeted", "always")}
     work = work_of_arms(bench.sizes, text, slots, depths)
     after_slots = bench.sizes.reading([1] * batch_size, slots.whole.lengths)
     prefix_bytes = {name: cache_bytes(cache) / batch_size for name, cache in prefixes.items()}

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from .arms import BUDGET
 from .latency_report import COLUMNS, arm_cells, machine_line, size_caption, size_title, target_cells
 
 _SHOWN = {
@@ -10,6 +11,7 @@ _SHOWN = {
     "standard_rag_cached": "text, cached",
     "off": "slots, no refinement",
     "adaptive": "slots, **adaptive**",
+    "budgeted": f"slots, adaptive within {BUDGET:.0%}",
     "always": "slots, all refined",
     "slots_cached": "**slots, cached**",
     "plain": "plain Algorithm 1",
@@ -22,6 +24,7 @@ rows of a table read the same questions and passages, in one process and in turn
 medians. Slots were encoded before; what that takes stands below each table.
 
 - *text* is the bare base model that reads the passages, *cached* with the keys and values of all before the question.
+- *within 20%*: `refinement_budget=0.2`, at most so many operations of the slot prefix's prefill for refinement.
 - *plain Algorithm 1* makes the same decisions as *adaptive* and applies a layer to the whole prompt in each step.
 - *x limit*: times what the operations and bytes of the method would take at the peaks measured on the machine.
 - *GFLOP*: of the method by formula, in brackets as counted in the code.
@@ -32,7 +35,7 @@ def first_token_table(report: dict[str, Any]) -> list[str]:
     """Markdown lines: milliseconds to the first token of one question, and times faster than text, a row for each k."""
     dtype = next(iter(report["peaks"]))
     sizes = [size for size in report["sizes"] if (size["batch_size"], size["dtype"]) == (1, dtype)]
-    arms = [arm for arm in _SHOWN if arm not in ("always", "plain")]
+    arms = [arm for arm in _SHOWN if arm not in ("budgeted", "always", "plain")]
     lines = _head(["Passages", "Tokens", "Slots", *(_SHOWN[arm] for arm in arms)])
     for size in sizes:
         cells = [f"{_ms(size, arm)}" + ("" if arm == "standard_rag" else f" (x{_times(size, arm)})") for arm in arms]

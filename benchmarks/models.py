@@ -8,7 +8,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..configuration_arcaligner import ArcAlignerConfig
-from ..defaults_arcaligner import resolve_base_model
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 
 _SEVEN_B = {
@@ -49,10 +48,9 @@ SHAPE_OPEN_LAYERS = 4  # of random weights every fourth layer refines all of its
 
 
 def load_models(checkpoint: str, dtype: torch.dtype, device: str) -> tuple[ArcAlignerForCausalLM, PreTrainedModel]:
-    """A checkpoint's aligner, and its base model as transformers loads it."""
+    """A checkpoint's aligner, and a base model that shares its weights, so that no copy lies better in memory."""
     aligner = ArcAlignerForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(device).eval()
-    name = resolve_base_model(aligner.config.base_model_name_or_path)
-    return aligner, AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+    return aligner, base_of(aligner, dtype, device)
 
 
 def random_models(

@@ -18,6 +18,8 @@ from tiny_models import (
     tiny_aligner,
 )
 
+from arcaligner import refinement_arcaligner, slot_layer_arcaligner
+from arcaligner.refinement_arcaligner import refinement_mask
 from arcaligner.slot_layer_arcaligner import SlotDecoderLayer
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
@@ -324,6 +326,40 @@ def test_algorithm1_in_random_cases(data):
             torch.testing.assert_close(gradients[name], expected[name], msg=name, **TOLERANCE)
 
 
+@pytest.mark.parametrize("almost_all", [0.0, 0.5, 2.0])  # closed slots are computed too: always, sometimes, never
+@pytest.mark.parametrize("backbone", ["llama", "gemma3_text"])
+def test_closed_slots_stay_whether_a_step_computes_them_or_not(monkeypatch, backbone, almost_all):
+    model = tiny_aligner(backbone)
+    width, widths = SlotDecoderLayer._width, []
+
+    def noted(layer, gate_open, refinement):
+        widths.append((int(gate_open.sum(dim=1).max()), width(layer, gate_open, refinement), gate_open.shape[1]))
+        return widths[-1][1]
+
+    monkeypatch.setattr(SlotDecoderLayer, "_width", noted)
+    monkeypatch.setattr(slot_layer_arcaligner, "ALMOST_ALL", almost_all)
+    for seed in range(3):
+        assert_matches_reference(model, random_rows(model, [8, 3, 6], seed=seed), "left")
+    assert any(most < max_slots for most, _, max_slots in widths)
+    assert all(taken == (max_slots if most >= almost_all * max_slots else most) for most, taken, max_slots in widths)
+
+
+@pytest.mark.parametrize("backbone, kinds", [("llama", 1), ("gemma3_text", 2)])
+def test_layers_with_one_mask_share_the_inputs_of_a_step_of_all_slots(monkeypatch, backbone, kinds):
+    model = tiny_aligner(backbone, gate_mode="always")
+    made = []
+
+    def noted(attention_mask, *args):
+        made.append(attention_mask)
+        return refinement_mask(attention_mask, *args)
+
+    monkeypatch.setattr(refinement_arcaligner, "refinement_mask", noted)
+    rows = random_rows(model, [3, 5])
+    for forwards in (1, 2):  # nothing is shared between forwards
+        model(**for_generate(collate(rows)))
+        assert len(made) == kinds * forwards and all(mask is not made[0] for mask in made[1:])
+
+
 @pytest.mark.parametrize("backbone", ["llama", "mistral_window", "gemma3_text"])
 @pytest.mark.parametrize("padding_side", ["left", "right"])
 def test_attention_without_a_mask_of_rows_and_columns_refines_the_whole_prefix(monkeypatch, backbone, padding_side):
@@ -334,7 +370,7 @@ def test_attention_without_a_mask_of_rows_and_columns_refines_the_whole_prefix(m
     expected = model(**batch).logits
     calls = []
 
-    def prefix_pass(layer, hidden_states, rows, kwargs, step_rows=None):
+    def prefix_pass(layer, hidden_states, rows, refinement, kwargs, step_rows=None):
         calls.append(layer)
         return layer._prefix_pass(hidden_states, rows, kwargs)
 

@@ -74,6 +74,11 @@ def test_gate_modes_are_told_apart(read, prompts):
     assert not torch.allclose(states[0], states[1]) and not torch.allclose(states[1], states[2])
 
 
+def test_a_budget_takes_steps_away_and_adds_none(read):
+    budgeted, adaptive = (read[name].recursion_depth for name in ("budgeted", "adaptive"))
+    assert (budgeted <= adaptive).all() and 0 < budgeted.clamp(min=0).sum() < adaptive.clamp(min=0).sum()
+
+
 def test_the_bare_model_reads_the_text(models, prompts, read):
     text = prompts[0].whole
     inputs = {"input_ids": text.input_ids, "attention_mask": text.attention_mask, "position_ids": text.position_ids}

@@ -133,7 +133,7 @@ def test_refinement_is_compared_by_what_it_adds():
 
 def size_with(k, **speed_ups):
     """What the targets look at."""
-    names = ("off", "adaptive", "slots_cached")
+    names = ("off", "adaptive", "budgeted", "slots_cached")
     return {
         "k": k,
         "arms": {name: {"speed_up": {"median": speed_ups.get(name, 0.0)}} for name in names},
@@ -146,18 +146,21 @@ def size_with(k, **speed_ups):
 
 def test_targets_are_those_of_their_number_of_passages():
     met = {
-        each["what"]: (each["bound"], each["met"]) for each in latency_report.targets(size_with(5, off=8, adaptive=6))
+        each["what"]: (each["bound"], each["met"])
+        for each in latency_report.targets(size_with(5, off=8, adaptive=6, budgeted=7))
     }
     assert met == {
         "first token, off": (8.0, True),
         "first token, adaptive": (6.4, False),
+        "first token, adaptive within 20%": (6.4, True),
         "added by refinement, plain over adaptive": (4.0, True),
         "time per output token over the bare backbone's": (1.02, False),
     }
-    found = latency_report.targets(size_with(20, off=14.9, adaptive=12.0, slots_cached=25.0))
+    found = latency_report.targets(size_with(20, off=14.9, adaptive=12.0, budgeted=11.9, slots_cached=25.0))
     assert [(each["bound"], each["met"]) for each in found] == [
         (15.0, False),
         (12.0, True),
+        (12.0, False),
         (25.0, True),
         (1.0, True),
         (24.0, False),
