@@ -36,7 +36,7 @@ class FirstToken:
     """What an arm has read: the first token of each answer (batch,), the cache, and refinement steps."""
 
     tokens: torch.Tensor
-    cache: Cache
+    cache: Cache | None
     recursion_depth: torch.Tensor | None = None  # (batch, num_layers, max_slots), -1 where there is no slot
 
 

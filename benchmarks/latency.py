@@ -39,6 +39,7 @@ from .timing import Turn, in_turn, spread
 ROOT = Path(__file__).parents[1]
 NEW_TOKENS = 16
 MIN_ROUNDS = 3
+DECODED = "standard_rag", "adaptive"  # whose caches are decoded from
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -103,9 +104,9 @@ def first_pass(arm: Arm, device: str) -> tuple[FirstToken, dict[str, Any]]:
 def decoders(bench: Bench, text: Prompts, slots: Prompts, read: dict[str, FirstToken]) -> dict[str, Decoding]:
     """The base model after text, the aligner after slots, and the bare base model after the same cache."""
     return {
-        "standard_rag": Decoding(bench.base, text.whole, read["standard_rag"]),
-        "slots": Decoding(bench.aligner, slots.whole, read["adaptive"]),
-        "backbone": Decoding(bench.base, slots.whole, read["adaptive"]),
+        "standard_rag": Decoding(bench.base, text.whole, read[DECODED[0]]),
+        "slots": Decoding(bench.aligner, slots.whole, read[DECODED[1]]),
+        "backbone": Decoding(bench.base, slots.whole, read[DECODED[1]]),
     }
 
 
@@ -133,6 +134,8 @@ def measure_size(bench: Bench, k: int, batch_size: int, rounds: int, seconds: fl
     read, noted = {}, {}
     for name, arm in arms.items():
         read[name], noted[name] = first_pass(arm, bench.device)
+        if name not in DECODED:  # a long text's keys and values are gigabytes in a large batch
+            read[name].cache = None
     encoder = bench.encoder_turns(rows)
     found, tokens = measure_rounds(
         {**arms, **encoder}, decoders(bench, text, slots, read), bench.device, rounds, seconds
@@ -297,14 +300,15 @@ def main(
             console.print(latency_report.size_table(size))
             if profile:
                 console.print(latency_report.profile_table(size))
+            if output is not None:  # after each size: an hour's run that breaks off leaves what it has
+                from .latency_figure import save  # matplotlib comes with the evaluation extra
+
+                save(output, report)
         del models, bench  # before the next dtype's are loaded
     console.print(latency_report.targets_table(report["sizes"]))
     console.print(latency_report.machine_line(report))
     typer.echo(json.dumps(report))
     if output is not None:
-        from .latency_figure import save  # matplotlib comes with the evaluation extra
-
-        save(output, report)
         write_whole(output / "latency.txt", console.export_text())
 
 

@@ -178,16 +178,37 @@ def test_the_profile_tells_weights_from_the_rest_and_adds_up_to_the_pass():
     assert found["attention"] == 0.0
 
 
+def run_latency(options):
+    app = latency.typer.Typer()
+    app.command()(main)
+    return CliRunner().invoke(app, options)
+
+
+def test_a_run_that_breaks_off_leaves_the_sizes_it_has_measured(tmp_path, checkpoint_dir, monkeypatch):
+    data, output = tmp_path / "rows.jsonl", tmp_path / "found"
+    write_rows(data, question_rows(6))
+
+    def measured_once(bench, k, *args):
+        if k == 2:
+            raise KeyboardInterrupt
+        return measure_size(bench, k, *args)
+
+    monkeypatch.setattr(latency, "measured_peaks", lambda device, dtype: PEAKS)
+    monkeypatch.setattr(latency, "measure_size", measured_once)
+    options = ["--sizes", "1x1,2x1", "--seconds", "0", "--checkpoint", str(checkpoint_dir), "--data", str(data)]
+    assert run_latency([*options, "--output", str(output)]).exit_code != 0
+    left = json.loads((output / "latency.json").read_text("utf-8"))
+    assert [each["k"] for each in left["sizes"]] == [1] and left["sizes"][0]["targets"]
+
+
 def test_the_command_writes_one_json_line_tables_and_a_picture(tmp_path, checkpoint_dir, monkeypatch):
     data, output = tmp_path / "rows.jsonl", tmp_path / "found"
     write_rows(data, question_rows(6))
     monkeypatch.setattr(latency, "measured_peaks", lambda device, dtype: PEAKS)
-    app = latency.typer.Typer()
-    app.command()(main)
     options = ["--sizes", "1x1,2x2", "--dtype", "float32,bfloat16", "--seconds", "0"]
     options += ["--checkpoint", str(checkpoint_dir), "--data", str(data), "--output", str(output)]
-    result = CliRunner().invoke(app, options, catch_exceptions=False)
-    assert result.exit_code == 0
+    result = run_latency(options)
+    assert result.exit_code == 0, result.output
     lines = [line for line in result.output.splitlines() if line.startswith("{")]
     report = json.loads(lines[0])
     assert len(lines) == 1 and report["data"] == "rows.jsonl" and list(report["peaks"]) == ["float32", "bfloat16"]
