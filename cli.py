@@ -13,7 +13,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -124,15 +124,24 @@ def slots_table(record: dict[str, Any]) -> Table:
     return table
 
 
+def reading_line(statistics: dict[str, Any]) -> str:
+    """What was read as how many slots, of how much."""
+    num_slots, rate = statistics["slots"], statistics["compression_rate"]
+    tokens = f"{round(rate * num_slots)} of {statistics['tokens']}" if statistics.get("dropped") else statistics["tokens"]
+    return f"{tokens} tokens of text read as {'one slot' if num_slots == 1 else f'{num_slots} slots'}, x{rate:.1f}"
+
+
 @app.command()
 def answer(
     question: Annotated[str, typer.Option(help="What to ask.")],
     document: Annotated[list[Path], Document],
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     show_slots: Annotated[bool, typer.Option("--show-slots", help="Show what each slot stands for.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.", min=1)] = 256,
-    max_slots: Annotated[int | None, typer.Option(help="The most slots; later sentences are dropped.", min=1)] = None,
-    gate_mode: Annotated[str | None, typer.Option(help="off, adaptive or always, other than configured.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="The longest answer, in tokens.", min=1)] = None,
+    max_slots: Annotated[int | None, typer.Option(help="The most slots; what comes later is not read.", min=1)] = None,
+    gate_mode: Annotated[
+        Literal["off", "adaptive", "always"] | None, typer.Option(help="Other than the checkpoint's.")
+    ] = None,
 ) -> None:
     """Answers a question from your own text files."""
     documents = [read_document(path) for path in document]
@@ -141,17 +150,12 @@ def answer(
     with busy("Reading the documents"):
         row = {"question": question, "documents": documents}
         settings = {"max_new_tokens": max_new_tokens, "max_slots": max_slots, "gate_mode": gate_mode}
-        record = ask(row, return_slots=True, **settings)[0]
+        given = {name: value for name, value in settings.items() if value is not None}
+        record = ask(row, return_slots=True, **given)[0]
     output.print(record["generated_text"].strip(), markup=False, highlight=False, soft_wrap=True)
     if show_slots:
         output.print(slots_table(record))
-    statistics = record["statistics"]
-    slots = "one slot" if statistics["slots"] == 1 else f"{statistics['slots']} slots"
-    messages.print(
-        f"[dim]{statistics['tokens']} tokens of text read as {slots}, x{statistics['compression_rate']:.1f}[/]"
-    )
-    if dropped := statistics.get("dropped"):
-        messages.print(f"[yellow]Sentences that had no slot and were not read: {dropped}[/]")
+    messages.print(f"[dim]{reading_line(record['statistics'])}[/]")
 
 
 @app.command()

@@ -9,9 +9,13 @@ from transformers import GenerationMixin, LogitsProcessorList
 from transformers.cache_utils import Cache
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 from transformers.generation.logits_process import SuppressTokensLogitsProcessor
+from transformers.utils import logging
 
 from .prefix_store_arcaligner import SlotPrefixStore
 from .refinement_settings_arcaligner import REFINEMENT_SETTINGS, check_refinement_settings
+
+
+logger = logging.get_logger(__name__)
 
 
 def text_for_slots(input_ids: torch.LongTensor, context_token_id: int) -> torch.LongTensor:
@@ -124,18 +128,18 @@ class SlotGenerationMixin(GenerationMixin):
 
         How slots are refined can be set for a call: `gate_mode`, `gate_threshold`, `max_refinement_steps` instead of
         the configuration's, and `refinement_budget`, the most operations it may take as a share of the prefill up to
-        the last slot. Slots that are in the cache stay as they were read: set it there where they are read.
+        the last slot. Slots that are in the cache stay as they were read, with a warning.
 
         Raises:
             `ValueError`: `prefill_chunk_size`, since slots cannot be split from what they refine with; gates or a
-                budget that cannot be, or that no slot would be read with.
+                budget that cannot be.
         """
         settings = {name: kwargs[name] for name in REFINEMENT_SETTINGS if kwargs.get(name) is not None}
         check_refinement_settings(**settings)
         if settings and self._has_read_slots(kwargs.get("input_ids", inputs), kwargs.get("past_key_values")):
-            raise ValueError(
-                f"{', '.join(f'`{name}`' for name in settings)} would change nothing: `past_key_values` holds the "
-                "slots, and no slot comes after it. Give it to what reads them, `store.prepare` or `prefill_context`."
+            logger.warning_once(
+                f"{', '.join(f'`{name}`' for name in settings)} of `generate` changes no slot that is in "
+                "`past_key_values` already. For other gates, give them to `store.prepare` or `prefill_context`."
             )
         generation_config = kwargs.get("generation_config") or self.generation_config
         if kwargs.get("prefill_chunk_size", generation_config.prefill_chunk_size) is not None:
@@ -146,10 +150,11 @@ class SlotGenerationMixin(GenerationMixin):
         return super().generate(inputs, *args, **kwargs)
 
     def _has_read_slots(self, input_ids: torch.LongTensor | None, cache: Cache | None) -> bool:
-        """Whether all slots of a prompt (batch, seq_len) are in a cache already."""
-        if input_ids is None or cache is None or (length := int(cache.get_seq_length())) == 0:
+        """Whether a prompt (batch, seq_len) has slots and all of them are in a cache already."""
+        if input_ids is None or cache is None:
             return False
-        return not bool((input_ids[:, length:] == self.config.context_token_id).any())
+        is_slot, length = input_ids == self.config.context_token_id, int(cache.get_seq_length())
+        return bool(is_slot[:, :length].any()) and not bool(is_slot[:, length:].any())
 
     def _get_logits_processor(self, *args, **kwargs) -> LogitsProcessorList:
         processors = super()._get_logits_processor(*args, **kwargs)

@@ -101,11 +101,11 @@ def _is_plain(linear: nn.Module) -> bool:
     return type(linear) is nn.Linear and not (own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own)
 
 
-def _weight_alone(linear: nn.Module, dtype: torch.dtype) -> torch.Tensor | None:
-    """The weight of a linear that is nothing but a product with it, in `dtype` and on one device; else `None`."""
+def _plain_weight(linear: nn.Module, dtype: torch.dtype) -> torch.Tensor | None:
+    """The weight of a linear that is nothing but a product with it, whole and in `dtype`; else `None`."""
     parameters = linear.__dict__["_parameters"]
     weight = parameters["weight"]
-    is_alone = _is_plain(linear) and parameters["bias"] is None and type(weight) is nn.Parameter
+    is_alone = _is_plain(linear) and parameters["bias"] is None and type(weight) is nn.Parameter  # no sharded tensor
     return weight if is_alone and weight.dtype == dtype else None
 
 
@@ -132,10 +132,11 @@ class SlotLoraLayer(InPlaceMixin):
             or not _is_plain(base_layer)
             or _global_forward_hooks
             or _global_forward_pre_hooks
+            or torch.is_grad_enabled()  # then also hooks of the backward pass
         ):
             return self._call_modules(x, *args, **kwargs)
         rows = _scope.rows
-        if rows is not None and (own["training"] or torch.is_grad_enabled() or self._disable_adapters):
+        if rows is not None and (own["training"] or self._disable_adapters):
             return self._call_modules(x)
         parameters = base_layer.__dict__["_parameters"]
         result = nn.functional.linear(x, parameters["weight"], parameters["bias"])
@@ -156,7 +157,7 @@ class SlotLoraLayer(InPlaceMixin):
         scaling = own["scaling"][ADAPTER_NAME]
         slots = _take_slots(x, rows)  # (num_slots, in_features)
         flat = result.view(-1, result.shape[-1])  # (batch * seq_len, out_features)
-        down_weight, up_weight = _weight_alone(down, x.dtype), _weight_alone(up, result.dtype)
+        down_weight, up_weight = _plain_weight(down, x.dtype), _plain_weight(up, result.dtype)
         if down_weight is None or up_weight is None:
             residual = up(down(slots.to(down.weight.dtype))).to(result.dtype)
         elif isinstance(rows, torch.Tensor):

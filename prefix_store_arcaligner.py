@@ -14,14 +14,14 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import Cache, DynamicCache
 
-from .refinement_settings_arcaligner import REFINEMENT_SETTINGS, check_refinement_settings
-from .slot_budget_arcaligner import check_slot_budget
+from .refinement_settings_arcaligner import REFINEMENT_SETTINGS
 from .slot_prefix_arcaligner import (
     PREFIX_SETTINGS,
     check_length,
     fingerprint_weights,
     join_slot_prefixes,
     load_slot_prefix,
+    normal_prefix_settings,
     save_slot_prefix,
     slot_prefix_fingerprint,
     split_slot_prefixes,
@@ -253,11 +253,10 @@ def _num_bytes(cache: Cache) -> int:
 
 
 def _split_settings(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings of the slots, checked, and what is left of `kwargs` for the chat template."""
-    settings = {name: value for name, value in kwargs.items() if name in PREFIX_SETTINGS and value is not None}
-    check_slot_budget(settings.get("max_slots"), settings.get("slot_policy", "drop"))
-    check_refinement_settings(**{name: value for name, value in settings.items() if name in REFINEMENT_SETTINGS})
-    return settings, {name: value for name, value in kwargs.items() if name not in PREFIX_SETTINGS}
+    """Settings of slots and gates, and what is left of `kwargs` for the chat template."""
+    settings = {name: value for name, value in kwargs.items() if name in PREFIX_SETTINGS}
+    rest = {name: value for name, value in kwargs.items() if name not in PREFIX_SETTINGS}
+    return normal_prefix_settings(settings), rest
 
 
 def _passages_of_rows(documents, context_embeds, is_single: bool, num_rows: int) -> list:

@@ -2,7 +2,7 @@
 
 A refinement step (Eq. 6) applies layer `l` to its own output. Only slots with an open gate change, so a step needs
 
-    queries           of these slots (in training of all slots)
+    queries           of these slots (of all slots in training, and where nearly all gates are open)
     keys and values   of the text before the last slot and of the other slots, once from the layer's output, and of the
                       slots that change, afresh
 
@@ -146,22 +146,26 @@ def at_positions(kwargs: dict[str, Any], positions: torch.Tensor) -> dict[str, A
 
 
 class SharedStepInputs:
-    """Inputs of a step of all slots, made once a forward for the layers that have one mask and one set of angles."""
+    """Inputs of a step of all slots, made once a forward for the layers that have one mask and one set of angles.
+
+    Backbones have layers of one or two kinds, so the last two are kept: where each layer gets copies of its own, as
+    with weights on several devices, nothing is shared and no more is held.
+    """
 
     def __init__(self):
-        # The key is kept with them: an object that is gone could give its identity to another.
-        self._made: list[tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor], StepInputs]] = []
+        # With what they were made of: a tensor that is gone could give its identity to another.
+        self._made: list[tuple[torch.Tensor | None, torch.Tensor, StepInputs]] = []
 
     def get(self, rows: SlotRows, kwargs: dict[str, Any], dtype: torch.dtype) -> StepInputs:
         """As `step_inputs` for `every_slot`, for a layer that was called with `kwargs`."""
         if torch.compiler.is_compiling():
             return step_inputs(every_slot(rows), kwargs, dtype)
-        mask, angles = kwargs["attention_mask"], kwargs["position_embeddings"]
-        for made_mask, made_angles, inputs in self._made:
-            if made_mask is mask and made_angles is angles:
+        mask, cosines = kwargs["attention_mask"], kwargs["position_embeddings"][0]
+        for made_mask, made_cosines, inputs in self._made:
+            if made_mask is mask and made_cosines is cosines:
                 return inputs
         inputs = step_inputs(every_slot(rows), kwargs, dtype)
-        self._made.append((mask, angles, inputs))
+        self._made = [*self._made[-1:], (mask, cosines, inputs)]
         return inputs
 
 

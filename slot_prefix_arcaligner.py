@@ -15,6 +15,7 @@ Shapes: keys and values (batch, key_value_heads, length, head_dim), rows of a ba
 
 import hashlib
 import json
+import math
 import os
 import uuid
 from collections.abc import Sequence
@@ -28,11 +29,19 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
-from .refinement_settings_arcaligner import REFINEMENT_SETTINGS
+from .refinement_settings_arcaligner import REFINEMENT_SETTINGS, check_refinement_settings
+from .slot_budget_arcaligner import check_slot_budget
 
 FORMAT = "arcaligner-slot-prefix-1"
 # How slots may be chosen and refined for one call, other than as processor and model are configured.
-PREFIX_SETTINGS = ("max_slots", "slot_policy", *REFINEMENT_SETTINGS)
+PREFIX_SETTINGS = {
+    "max_slots": int,
+    "slot_policy": str,
+    "gate_mode": str,
+    "gate_threshold": float,
+    "max_refinement_steps": int,
+    "refinement_budget": float,
+}
 # Enough of a parameter to tell two backbones of one name from each other.
 SAMPLED_VALUES = 64
 # Settings of the aligner that change no slot; one that is added later is taken to change them.
@@ -82,18 +91,14 @@ def slot_prefix_fingerprint(
             Documents, each a string or `{"title", "text"}`, or the embeddings of their segments
             (num_slots, encoder_hidden_size).
         weights (`dict`, *optional*): Of `fingerprint_weights`, when it was called before.
-        settings (`dict`, *optional*): What was asked for instead of the configuration: of `PREFIX_SETTINGS`.
+        settings (`dict`, *optional*): What was asked for instead of the configuration, of `normal_prefix_settings`.
     """
-    asked = {name: value for name, value in (settings or {}).items() if value is not None}
     config = {
         name: getattr(model.config, name) for name in type(model.config).__annotations__ if name not in _WITHOUT_EFFECT
     }
     return {
         **config,
-        "max_slots": None,
-        "slot_policy": "drop",
-        "refinement_budget": None,
-        **asked,
+        **(settings or {}),
         "dtype": str(model.get_input_embeddings().weight.dtype),
         **(weights or fingerprint_weights(model)),
         "encoder": processor.encoder_name_or_path,
@@ -102,6 +107,25 @@ def slot_prefix_fingerprint(
         "prompt": _digest(list(prompt_ids)),
         "passages": _passages_digest(passages),
     }
+
+
+def normal_prefix_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of `PREFIX_SETTINGS` for one call, checked, in one spelling and without what changes nothing.
+
+    >>> normal_prefix_settings({"slot_policy": "merge", "gate_mode": None, "refinement_budget": 0})
+    {'gate_mode': 'off'}
+    """
+    settings = {name: value for name, value in settings.items() if value is not None}
+    check_slot_budget(settings.get("max_slots"), settings.get("slot_policy", "drop"))
+    check_refinement_settings(**{name: settings[name] for name in REFINEMENT_SETTINGS if name in settings})
+    settings = {name: PREFIX_SETTINGS[name](value) for name, value in settings.items()}  # as JSON has them
+    if "max_slots" not in settings or settings.get("slot_policy") == "drop":
+        settings.pop("slot_policy", None)
+    if settings.get("refinement_budget") == 0.0:
+        settings["gate_mode"] = "off"
+    if settings.get("refinement_budget") in (0.0, math.inf):
+        del settings["refinement_budget"]
+    return settings
 
 
 def _digest(value: Any) -> str:
@@ -252,6 +276,7 @@ __all__ = [
     "fingerprint_weights",
     "join_slot_prefixes",
     "load_slot_prefix",
+    "normal_prefix_settings",
     "save_slot_prefix",
     "slot_prefix_fingerprint",
     "split_slot_prefixes",

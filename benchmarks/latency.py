@@ -39,7 +39,8 @@ from .timing import Turn, in_turn, spread
 ROOT = Path(__file__).parents[1]
 NEW_TOKENS = 16
 MIN_ROUNDS = 3
-DECODED = "standard_rag", "adaptive"  # whose caches are decoded from
+DECODED = ("standard_rag", "adaptive")  # whose caches are decoded from
+PARTIAL = "latency.partial.json"  # the report of a run that goes on, or that broke off
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -104,9 +105,9 @@ def first_pass(arm: Arm, device: str) -> tuple[FirstToken, dict[str, Any]]:
 def decoders(bench: Bench, text: Prompts, slots: Prompts, read: dict[str, FirstToken]) -> dict[str, Decoding]:
     """The base model after text, the aligner after slots, and the bare base model after the same cache."""
     return {
-        "standard_rag": Decoding(bench.base, text.whole, read[DECODED[0]]),
-        "slots": Decoding(bench.aligner, slots.whole, read[DECODED[1]]),
-        "backbone": Decoding(bench.base, slots.whole, read[DECODED[1]]),
+        "standard_rag": Decoding(bench.base, text.whole, read["standard_rag"]),
+        "slots": Decoding(bench.aligner, slots.whole, read["adaptive"]),
+        "backbone": Decoding(bench.base, slots.whole, read["adaptive"]),
     }
 
 
@@ -273,6 +274,8 @@ def main(
     """Measures time to the first token, time per token, memory and operations of slots and of text."""
     asked, dtypes = parse_sizes(sizes), parse_dtypes(dtype)
     chosen = None if shape is None else shape_of(shape, layers)
+    if output is not None:
+        from .latency_figure import save  # matplotlib comes with the evaluation extra
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
     rows = read_rows(data)
     report = {
@@ -300,15 +303,15 @@ def main(
             console.print(latency_report.size_table(size))
             if profile:
                 console.print(latency_report.profile_table(size))
-            if output is not None:  # after each size: an hour's run that breaks off leaves what it has
-                from .latency_figure import save  # matplotlib comes with the evaluation extra
-
-                save(output, report)
+            if output is not None:  # a run of an hour that breaks off leaves what it has
+                write_whole(output / PARTIAL, json.dumps(report, indent=2) + "\n")
         del models, bench  # before the next dtype's are loaded
     console.print(latency_report.targets_table(report["sizes"]))
     console.print(latency_report.machine_line(report))
     typer.echo(json.dumps(report))
     if output is not None:
+        save(output, report)
+        (output / PARTIAL).unlink()
         write_whole(output / "latency.txt", console.export_text())
 
 

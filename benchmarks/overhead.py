@@ -28,6 +28,7 @@ from ..lora_arcaligner import lora_target_names
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..train.saving import write_whole
 from .machine import machine
+from .models import base_of
 from .timing import Turn, in_turn, spread
 
 NUM_SLOTS, PROMPT_TOKENS, LORA_R = 25, 64, 16
@@ -64,7 +65,8 @@ def ratios(ours: Callable[[], None], theirs: Callable[[], None], runs: int, titl
 @torch.inference_mode()
 def measure_decoding(runs: int) -> list[float]:
     """One token after the same cached prompt: ours over the bare base model."""
-    model, base = load_aligner(), load_base_model()
+    model = load_aligner()
+    base = base_of(model, torch.float32, "cpu")
     cache = model(**prompt(model, 1, PROMPT_TOKENS), use_cache=True).past_key_values
     token = torch.tensor([[42]])
 

@@ -107,7 +107,7 @@ def readme_tables(results: dict[str, Any]) -> str:
     """F1 and EM of the README's sets and methods."""
     sets = {name: results["sets"][name] for name in README_SETS if name in results["sets"]}
     lines = [line for m in ("f1", "em") for line in method_table(METRIC_TITLES[m], sets, m, README_METHODS)]
-    return "\n".join([*lines, *ratio_lines(sets), "", *described(results | {"sets": sets})])
+    return "\n".join([*lines, *ratio_lines(sets), *described(results | {"sets": sets})])
 
 
 def with_block(text: str, block: str, marks: tuple[str, str] = MARKS) -> str:

@@ -24,24 +24,19 @@ def results_page(results: dict[str, Any]) -> str:
     for metric in ("f1", "em", "em_raw"):
         lines += method_table(METRIC_TITLES[metric], sets, metric)
     lines += accuracy_tables(sets)
-    lines += ["## Ablation", ""]
-    for metric in ("em", "f1"):
-        lines += method_table(METRIC_TITLES[metric], sets, metric, ABLATION_TITLES)
-    lines += accuracy_tables(sets, ABLATION_TITLES)
-    lines += [f"## {MAIN_TITLE} less another method, on the same questions", ""]
-    for metric in ("f1", "em"):
-        lines += difference_table(METRIC_TITLES[metric], sets, metric)
-    lines += [
-        *ratio_lines(sets),
-        "",
-        "## Costs",
-        "",
-        *cost_table(sets),
-        "## The paper's numbers",
-        "",
-        *paper_table(sets),
-    ]
+    ablation = [method_table(METRIC_TITLES[metric], sets, metric, ABLATION_TITLES) for metric in ("em", "f1")]
+    differences = [difference_table(METRIC_TITLES[metric], sets, metric) for metric in ("f1", "em")]
+    lines += _section("Ablation", *ablation, accuracy_tables(sets, ABLATION_TITLES))
+    lines += _section(f"{MAIN_TITLE} less another method, on the same questions", *differences, ratio_lines(sets))
+    lines += _section("Costs", cost_table(sets))
+    lines += _section("The paper's numbers", paper_table(sets))
     return "\n".join([*lines, *described(results), ""])
+
+
+def _section(title: str, *parts: list[str]) -> list[str]:
+    """Lines under a heading, and no heading where there are none."""
+    lines = [line for part in parts for line in part]
+    return [f"## {title}", "", *lines] if lines else []
 
 
 def method_table(title: str, sets: dict, metric: str, methods: list[str] = METHOD_TITLES) -> list[str]:
@@ -102,7 +97,7 @@ def ratio_lines(sets: dict, metric: str = "f1") -> list[str]:
         ]
         if ratios:
             lines.append(f"- {METRIC_TITLES[metric]} of {MAIN_TITLE} over that of {other}: {', '.join(ratios)}.")
-    return lines
+    return [*lines, ""] if lines else []
 
 
 def paper_table(sets: dict) -> list[str]:

@@ -9,6 +9,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from reference import Reference
 from tiny_models import (
+    backbone_config,
     collate,
     float64_throughout,
     for_generate,
@@ -345,19 +346,34 @@ def test_closed_slots_stay_whether_a_step_computes_them_or_not(monkeypatch, back
 
 
 @pytest.mark.parametrize("backbone, kinds", [("llama", 1), ("gemma3_text", 2)])
-def test_layers_with_one_mask_share_the_inputs_of_a_step_of_all_slots(monkeypatch, backbone, kinds):
-    model = tiny_aligner(backbone, gate_mode="always")
+@pytest.mark.parametrize("has_copies", [False, True])  # of a layer's inputs, as weights on several devices make them
+def test_layers_with_one_mask_share_the_inputs_of_a_step_of_all_slots(monkeypatch, backbone, kinds, has_copies):
+    types = {} if kinds == 1 else {"layer_types": ["sliding_attention", "full_attention", "full_attention"] * 2}
+    model = tiny_aligner(backbone_config(backbone, num_hidden_layers=6, **types), gate_mode="always")
+    rows = random_rows(model, [3, 5])
+    assert_matches_reference(model, rows, "left")
     made = []
+    if has_copies:
+        kinds = 5
+        for layer in model.model.backbone.layers:
+            layer.register_forward_pre_hook(copy_inputs, with_kwargs=True)
+        assert_matches_reference(model, rows, "left")
 
     def noted(attention_mask, *args):
         made.append(attention_mask)
         return refinement_mask(attention_mask, *args)
 
     monkeypatch.setattr(refinement_arcaligner, "refinement_mask", noted)
-    rows = random_rows(model, [3, 5])
     for forwards in (1, 2):  # nothing is shared between forwards
         model(**for_generate(collate(rows)))
-        assert len(made) == kinds * forwards and all(mask is not made[0] for mask in made[1:])
+        assert len(made) == kinds * forwards
+
+
+def copy_inputs(layer, args, kwargs):
+    """Mask and rotary angles of a layer's own."""
+    own = {"attention_mask": kwargs["attention_mask"].clone()}
+    own["position_embeddings"] = tuple(each.clone() for each in kwargs["position_embeddings"])
+    return args, kwargs | own
 
 
 @pytest.mark.parametrize("backbone", ["llama", "mistral_window", "gemma3_text"])

@@ -1,7 +1,10 @@
 """The slot-prefix store: passages are read once, and questions get the answers they get without it."""
 
+import copy
 import functools
+import json
 
+import numpy as np
 import pytest
 import torch
 from conftest import ENCODER_WIDTH
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 from tiny_models import BACKBONES, backbone_config, float64_throughout, tiny_aligner
 
 from arcaligner import ArcAlignerProcessor
+from arcaligner.slot_prefix_arcaligner import normal_prefix_settings
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 FIVE_TOKENS = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
@@ -301,13 +305,33 @@ def test_settings_that_cannot_be_are_refused(model, processor, settings, message
         model.slot_prefix_store(processor).prepare("Who?", ADA, **settings)
 
 
-def test_gates_for_slots_that_are_read_already_are_refused(model, processor):
-    store = model.slot_prefix_store(processor)
-    inputs = store.prepare("Who?", ADA)
-    with pytest.raises(ValueError, match="`gate_mode`, `refinement_budget` would change nothing.*`store.prepare`"):
-        model.generate(**inputs, gate_mode="off", refinement_budget=0.1)
-    with pytest.raises(ValueError, match="`gate_mode` would change nothing"):
-        model.generate(inputs.pop("input_ids"), **inputs, gate_mode="off")
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({"max_slots": np.int64(2), "slot_policy": "drop", "gate_threshold": 1}, {"max_slots": 2, "gate_threshold": 1.0}),
+        ({"slot_policy": "merge", "refinement_budget": float("inf"), "gate_mode": None}, {}),
+        ({"refinement_budget": np.float32(0), "gate_mode": "always"}, {"gate_mode": "off"}),
+        ({"max_slots": 3, "slot_policy": "merge", "refinement_budget": 0.5}, None),
+    ],
+    ids=str,
+)
+def test_settings_of_one_meaning_have_one_spelling(settings, expected):
+    found = normal_prefix_settings(settings)
+    assert found == (settings if expected is None else expected)
+    json.dumps(found)
+
+
+def test_gates_for_slots_that_are_read_already_are_warned_of(model, processor, caplog):
+    inputs = model.slot_prefix_store(processor).prepare("Who?", ADA)
+    plain = model.generate(**inputs | {"past_key_values": copy.deepcopy(inputs["past_key_values"])}, **FIVE_TOKENS)
+    assert not caplog.messages
+    answer = model.generate(**inputs, **FIVE_TOKENS, gate_mode="off", max_refinement_steps=0)
+    assert torch.equal(answer, plain)
+    (message,) = caplog.messages
+    assert message.startswith("`gate_mode`, `max_refinement_steps` of `generate` changes no slot that is in")
+    fresh = processor(text="Who?", documents=ADA, return_tensors="pt")
+    model.generate(**fresh, **FIVE_TOKENS, gate_mode="always")
+    assert caplog.messages == [message]
 
 
 # Files

@@ -95,6 +95,21 @@ def test_operations_that_are_counted_while_it_runs_stay_within_the_share(gate_mo
     assert measured(refinement_budget=0) == off
 
 
+def test_a_step_computes_no_slot_that_is_not_paid_for(model, monkeypatch):
+    width, taken = SlotDecoderLayer._width, []
+
+    def noted(layer, gate_open, refinement):
+        taken.append((width(layer, gate_open, refinement), int(gate_open.sum(dim=1).max())))
+        return taken[-1][0]
+
+    monkeypatch.setattr(SlotDecoderLayer, "_width", noted)
+    batch = collate(random_rows(model, [12]), "left")
+    for percent in range(1, 100):
+        read(model, batch, percent / 100, gate_mode="always")
+    assert all(computed == paid for computed, paid in taken)
+    assert {(11, 11), (12, 12)} <= set(taken)  # nearly all, which without a budget would be all
+
+
 def test_a_budget_without_end_leaves_the_gates_to_themselves(model):
     batch = collate(random_rows(model, [5, 0, 9]), "left")
     free = read(model, batch)

@@ -197,8 +197,9 @@ def test_a_run_that_breaks_off_leaves_the_sizes_it_has_measured(tmp_path, checkp
     monkeypatch.setattr(latency, "measure_size", measured_once)
     options = ["--sizes", "1x1,2x1", "--seconds", "0", "--checkpoint", str(checkpoint_dir), "--data", str(data)]
     assert run_latency([*options, "--output", str(output)]).exit_code != 0
-    left = json.loads((output / "latency.json").read_text("utf-8"))
-    assert [each["k"] for each in left["sizes"]] == [1] and left["sizes"][0]["targets"]
+    (left,) = output.iterdir()
+    sizes = json.loads(left.read_text("utf-8"))["sizes"]
+    assert left.name == "latency.partial.json" and [each["k"] for each in sizes] == [1] and sizes[0]["targets"]
 
 
 def test_the_command_writes_one_json_line_tables_and_a_picture(tmp_path, checkpoint_dir, monkeypatch):

@@ -103,6 +103,15 @@ def test_a_folder_without_answers_is_refused(tmp_path):
         summarize(tmp_path)
 
 
+def test_a_page_has_no_heading_without_anything_below(tmp_path):
+    file = AnswerFile(tmp_path, "adversarialqa", "naive")
+    file.open({"machine": "here"}, [{"id": "0"}])
+    file.append([answer(0, 0.5)])
+    page = results_page(summarize(tmp_path))
+    headings = [line for line in page.splitlines() if line.startswith("## ")]
+    assert headings == ["## Costs"] and "\n\n\n" not in page
+
+
 def test_results_are_written_for_machines_and_for_people(run, tmp_path):
     results = write_results(run)
     assert json.loads((run / "results.json").read_text("utf-8")) == results
