@@ -127,7 +127,9 @@ def slots_table(record: dict[str, Any]) -> Table:
 def reading_line(statistics: dict[str, Any]) -> str:
     """What was read as how many slots, of how much."""
     num_slots, rate = statistics["slots"], statistics["compression_rate"]
-    tokens = f"{round(rate * num_slots)} of {statistics['tokens']}" if statistics.get("dropped") else statistics["tokens"]
+    tokens = (
+        f"{round(rate * num_slots)} of {statistics['tokens']}" if statistics.get("dropped") else statistics["tokens"]
+    )
     return f"{tokens} tokens of text read as {'one slot' if num_slots == 1 else f'{num_slots} slots'}, x{rate:.1f}"
 
 

@@ -14,7 +14,6 @@ from transformers.utils import logging
 from .prefix_store_arcaligner import SlotPrefixStore
 from .refinement_settings_arcaligner import REFINEMENT_SETTINGS, check_refinement_settings
 
-
 logger = logging.get_logger(__name__)
 
 

@@ -6,7 +6,7 @@
 All arms (`arms`) read the same questions with the same passages, in one process and in turns, who goes first rotates.
 The first pass of an arm warms up; its operations, memory and first tokens are noted. Then rounds are timed until
 `--seconds` are used, at least `MIN_ROUNDS` and at most `--rounds` of them. Tokens are ready and segments encoded
-before; what segmenting and encoding take is timed apart.
+before; what segmenting and encoding take is timed apart. A run that broke off goes on when its command is given again.
 
 Decoding is the same for all arms with slots, whose caches are of one form, so three decoders take turns token by token:
 the base model after the text, the aligner after the slots, and the bare base model after the same cache as the aligner.
@@ -31,7 +31,7 @@ from .arms import SAME_AS, Arm, Decoding, FirstToken, cache_bytes, make_arms
 from .costs import Sizes, Work, flop_counter, work_of_arms
 from .latency_report import ratio, refinement_ratio
 from .machine import machine, measured_peaks, peak_memory
-from .models import SHAPES, load_models, random_models
+from .models import load_models, random_models, shape_of
 from .profiling import profile_arm
 from .prompts import Prompts, Row, both_prompts, pick_rows, random_embeds
 from .timing import Turn, in_turn, spread
@@ -239,16 +239,25 @@ def parse_dtypes(text: str) -> dict[str, torch.dtype]:
     return {name: DTYPES[name] for name in names}
 
 
-def shape_of(name: str, layers: int | None) -> dict[str, Any]:
+def begin_report(path: Path | None, what: dict[str, Any]) -> dict[str, Any]:
     """
-    A shape of `SHAPES`, with its layers or fewer.
+    A report of `what` is measured, with the sizes and peaks of a run that broke off, where `path` has one.
 
     Raises:
-        `ValueError`: another name.
+        `ValueError`: what broke off was another run.
     """
-    if name not in SHAPES:
-        raise ValueError(f"`--shape` is {name!r}; expected {' or '.join(SHAPES)}.")
-    return SHAPES[name] | ({} if layers is None else {"num_hidden_layers": layers})
+    report = {**what, "peaks": {}, "sizes": []}
+    if path is None or not path.exists():
+        return report
+    left = json.loads(path.read_text("utf-8"))
+    for name in what:
+        ours, theirs = ({**each[name], "load": 0.0} if name == "machine" else each[name] for each in (what, left))
+        if ours != theirs:
+            raise ValueError(
+                f"{path} is left from a run that broke off, with {name} {theirs} and not {ours}. Remove it, or name "
+                "another `--output`."
+            )
+    return left
 
 
 def main(
@@ -278,34 +287,37 @@ def main(
         from .latency_figure import save  # matplotlib comes with the evaluation extra
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
     rows = read_rows(data)
-    report = {
+    what = {
         "model": shape or checkpoint.rstrip("/").split("/")[-1],
         "layers": layers,
         "data": data.name,
         "new_tokens": NEW_TOKENS,
         "machine": machine(device),
-        "peaks": {},
-        "sizes": [],
     }
+    report = begin_report(None if output is None else output / PARTIAL, what)
+    found = {(size["dtype"], size["k"], size["batch_size"]): size for size in report["sizes"]}
     console = Console(record=True, width=140)
     for name, kind in dtypes.items():
-        peaks = report["peaks"][name] = measured_peaks(device, kind)
-        models = (
-            load_models(checkpoint, kind, device)
-            if chosen is None
-            else random_models(chosen, kind, device, processor.context_token_id)
-        )
-        bench = Bench(*models, processor, rows, has_encoder=chosen is None, peaks=peaks)
+        bench = None
         for k, batch_size in asked:
-            size = {"dtype": name, **measure_size(bench, k, batch_size, rounds, seconds, profile)}
-            size["targets"] = latency_report.targets(size)
-            report["sizes"].append(size)
-            console.print(latency_report.size_table(size))
-            if profile:
-                console.print(latency_report.profile_table(size))
-            if output is not None:  # a run of an hour that breaks off leaves what it has
-                write_whole(output / PARTIAL, json.dumps(report, indent=2) + "\n")
-        del models, bench  # before the next dtype's are loaded
+            if (name, k, batch_size) not in found:
+                if bench is None:
+                    if name not in report["peaks"]:
+                        report["peaks"][name] = measured_peaks(device, kind)
+                    models = (
+                        load_models(checkpoint, kind, device)
+                        if chosen is None
+                        else random_models(chosen, kind, device, processor.context_token_id)
+                    )
+                    bench = Bench(*models, processor, rows, has_encoder=chosen is None, peaks=report["peaks"][name])
+                size = {"dtype": name, **measure_size(bench, k, batch_size, rounds, seconds, profile)}
+                found[name, k, batch_size] = size | {"targets": latency_report.targets(size)}
+                report["sizes"] = list(found.values())
+                if output is not None:
+                    write_whole(output / PARTIAL, json.dumps(report, indent=2) + "\n")
+            latency_report.show_size(console, found[name, k, batch_size])
+        models = bench = None  # before the next dtype's are loaded
+    report["sizes"] = [found[name, *size] for name in dtypes for size in asked]
     console.print(latency_report.targets_table(report["sizes"]))
     console.print(latency_report.machine_line(report))
     typer.echo(json.dumps(report))

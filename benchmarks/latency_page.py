@@ -24,8 +24,8 @@ rows of a table read the same questions and passages, in one process and in turn
 medians. Slots were encoded before; what that takes stands below each table.
 
 - *text* is the bare base model that reads the passages, *cached* with the keys and values of all before the question.
-- *within {BUDGET:.0%}*: as *adaptive* with `refinement_budget={BUDGET}`, which computes less: refinement takes at most so many
-  operations of the slot prefix's prefill, the most confident slots first.
+- *within {BUDGET:.0%}*: as *adaptive* with `refinement_budget={BUDGET}`, which computes less: refinement takes at
+  most so many operations of the slot prefix's prefill, the most confident slots first.
 - *plain Algorithm 1* makes the same decisions as *adaptive* and applies a layer to the whole prompt in each step.
 - *x limit*: times what the operations and bytes of the method would take at the peaks measured on the machine.
 - *GFLOP*: of the method by formula, in brackets as counted in the code.

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from .arms import BUDGET
@@ -115,6 +116,13 @@ def profile_table(size: dict[str, Any]) -> Table:
     for name, seconds in size["profile"].items():
         table.add_row(name, *(f"{1000 * each:.1f}" for each in seconds.values()))
     return table
+
+
+def show_size(console: Console, size: dict[str, Any]) -> None:
+    """The tables of a size."""
+    console.print(size_table(size))
+    if "profile" in size:
+        console.print(profile_table(size))
 
 
 def _mebibytes(count: float | None) -> str:

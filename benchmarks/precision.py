@@ -31,9 +31,9 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import read_rows
 from .gate_probes import asked_gates, first_decisions, layers_read, spread_gates
-from .latency import ROOT, shape_of
+from .latency import ROOT
 from .machine import machine
-from .models import random_models
+from .models import random_models, shape_of
 from .prompts import Row, both_prompts, random_embeds
 from .reports import show_report
 

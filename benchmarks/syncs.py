@@ -25,9 +25,9 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import read_rows
 from .arms import Decoding, make_arms
 from .host_reads import Read, ReadCounter, waits_on_cuda
-from .latency import DTYPES, ROOT, Bench, shape_of
+from .latency import DTYPES, ROOT, Bench
 from .machine import machine
-from .models import load_models, random_models
+from .models import load_models, random_models, shape_of
 from .prompts import Prompts, pick_rows
 from .reports import show_report
 

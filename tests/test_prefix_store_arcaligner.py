@@ -308,7 +308,10 @@ def test_settings_that_cannot_be_are_refused(model, processor, settings, message
 @pytest.mark.parametrize(
     "settings, expected",
     [
-        ({"max_slots": np.int64(2), "slot_policy": "drop", "gate_threshold": 1}, {"max_slots": 2, "gate_threshold": 1.0}),
+        (
+            {"max_slots": np.int64(2), "slot_policy": "drop", "gate_threshold": 1},
+            {"max_slots": 2, "gate_threshold": 1.0},
+        ),
         ({"slot_policy": "merge", "refinement_budget": float("inf"), "gate_mode": None}, {}),
         ({"refinement_budget": np.float32(0), "gate_mode": "always"}, {"gate_mode": "off"}),
         ({"max_slots": 3, "slot_policy": "merge", "refinement_budget": 0.5}, None),

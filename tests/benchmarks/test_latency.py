@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from arcaligner.benchmarks import latency, latency_report
 from arcaligner.benchmarks.arms import ARMS
-from arcaligner.benchmarks.latency import Bench, main, measure_rounds, measure_size, parse_dtypes, parse_sizes, shape_of
-from arcaligner.benchmarks.models import load_models
+from arcaligner.benchmarks.latency import Bench, main, measure_rounds, measure_size, parse_dtypes, parse_sizes
+from arcaligner.benchmarks.models import SHAPES, load_models, shape_of
 from arcaligner.benchmarks.profiling import profile_arm
 from arcaligner.benchmarks.timing import Turn
 
@@ -184,7 +184,7 @@ def run_latency(options):
     return CliRunner().invoke(app, options)
 
 
-def test_a_run_that_breaks_off_leaves_the_sizes_it_has_measured(tmp_path, checkpoint_dir, monkeypatch):
+def test_a_run_that_broke_off_goes_on_with_the_sizes_that_are_missing(tmp_path, checkpoint_dir, monkeypatch):
     data, output = tmp_path / "rows.jsonl", tmp_path / "found"
     write_rows(data, question_rows(6))
 
@@ -196,10 +196,21 @@ def test_a_run_that_breaks_off_leaves_the_sizes_it_has_measured(tmp_path, checkp
     monkeypatch.setattr(latency, "measured_peaks", lambda device, dtype: PEAKS)
     monkeypatch.setattr(latency, "measure_size", measured_once)
     options = ["--sizes", "1x1,2x1", "--seconds", "0", "--checkpoint", str(checkpoint_dir), "--data", str(data)]
-    assert run_latency([*options, "--output", str(output)]).exit_code != 0
-    (left,) = output.iterdir()
-    sizes = json.loads(left.read_text("utf-8"))["sizes"]
-    assert left.name == "latency.partial.json" and [each["k"] for each in sizes] == [1] and sizes[0]["targets"]
+    options += ["--output", str(output)]
+    assert run_latency(options).exit_code != 0
+    (partial,) = output.iterdir()
+    left = json.loads(partial.read_text("utf-8"))
+    assert partial.name == "latency.partial.json" and [each["k"] for each in left["sizes"]] == [1]
+
+    other = run_latency([*options, "--data", str(latency.ROOT / "tests/data/squad_dev_sample.jsonl")])
+    assert isinstance(other.exception, ValueError) and "with data rows.jsonl and not" in str(other.exception)
+    monkeypatch.setattr(latency, "measured_peaks", None)  # these are kept, too
+    monkeypatch.setattr(latency, "measure_size", measure_size)
+    asked_in_another_order = [*options, "--sizes", "2x1,1x1"]
+    assert run_latency(asked_in_another_order).exit_code == 0
+    report = json.loads((output / "latency.json").read_text("utf-8"))
+    assert [each["k"] for each in report["sizes"]] == [2, 1] and report["sizes"][1] == left["sizes"][0]
+    assert report["peaks"] == left["peaks"] and not partial.exists()
 
 
 def test_the_command_writes_one_json_line_tables_and_a_picture(tmp_path, checkpoint_dir, monkeypatch):
@@ -229,7 +240,7 @@ def test_the_command_writes_one_json_line_tables_and_a_picture(tmp_path, checkpo
 def test_a_shape_is_measured_with_random_weights_and_without_an_encoder(tmp_path, checkpoint_dir, monkeypatch, capsys):
     data = tmp_path / "rows.jsonl"
     write_rows(data, question_rows(6))
-    monkeypatch.setitem(latency.SHAPES, "mistral_7b", backbone_config("mistral", max_position_embeddings=512).to_dict())
+    monkeypatch.setitem(SHAPES, "mistral_7b", backbone_config("mistral", max_position_embeddings=512).to_dict())
     monkeypatch.setattr(latency, "measured_peaks", lambda device, dtype: PEAKS)
     options = {"checkpoint": str(checkpoint_dir), "data": data, "seconds": 0.0, "rounds": 3, "device": "cpu"}
     main(sizes="2x2", dtype="bfloat16", shape="mistral_7b", layers=5, profile=False, output=None, **options)

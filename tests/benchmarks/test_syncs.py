@@ -9,8 +9,8 @@ from tiny_models import backbone_config, tiny_aligner
 from training_rows import question_rows, write_rows
 from typer.testing import CliRunner
 
-from arcaligner.benchmarks import latency, syncs
-from arcaligner.benchmarks.models import base_of
+from arcaligner.benchmarks import syncs
+from arcaligner.benchmarks.models import SHAPES, base_of
 from arcaligner.benchmarks.prompts import both_prompts, pick_rows, random_embeds
 from arcaligner.benchmarks.syncs import gates_asked, main, measure
 
@@ -101,7 +101,7 @@ def test_a_shape_is_counted_with_random_weights(tmp_path, checkpoint_dir, monkey
     data = tmp_path / "rows.jsonl"
     write_rows(data, question_rows(6))
     shape = backbone_config("mistral", max_position_embeddings=512).to_dict()
-    monkeypatch.setitem(latency.SHAPES, "mistral_7b", shape)
+    monkeypatch.setitem(SHAPES, "mistral_7b", shape)
     options = {"checkpoint": str(checkpoint_dir), "data": data, "device": "cpu", "output": None}
     main(dtype="bfloat16", shape="mistral_7b", layers=5, **options)
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
