@@ -90,9 +90,9 @@ class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
     # Missing aligner weights are fresh around a base model, and an error of our own in an aligner checkpoint.
     _keys_to_ignore_on_load_missing = [r"(^|\.)(projector|slot_gate|lora_A\.slot|lora_B\.slot)\."]
     # The aligner stays in fp32 under a bf16 backbone: at the paper's learning rates bf16 loses half of the updates.
-    _keep_in_fp32_modules_strict = [r".*\.lora_A", r".*\.lora_B", r".*projector", r".*\.slot_gate"]
+    _keep_in_fp32_modules_strict = [r".*\.lora_A", r".*\.lora_B", r"projector", r".*\.slot_gate"]
     # What quantizers leave alone. Other spellings of the same: transformers wants the two lists disjoint.
-    _keep_in_fp32_modules = [r".*lora_[A]", r".*lora_[B]", r".*projecto[r]", r".*slot_gate"]
+    _keep_in_fp32_modules = [r".*lora_[A]", r".*lora_[B]", r"projecto[r]", r".*slot_gate"]
 
     def initialize_weights(self):
         """Aligner first: the backbone's own initialisation would treat its LoRA and gates like any other linear."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, BatchFeature, ProcessorMixin
+from transformers import AutoTokenizer, BatchFeature, PreTrainedConfig, ProcessorMixin
 
 from .defaults_arcaligner import DEFAULT_ENCODER, resolve_base_model
 from .encoder_arcaligner import LazyEncoder
@@ -71,6 +71,7 @@ class ArcAlignerProcessor(ProcessorMixin):
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """As any processor's. The code is this class; transformers need not ask whether to run the checkpoint's."""
         kwargs.setdefault("trust_remote_code", False)
+        kwargs.setdefault("config", PreTrainedConfig())  # else the tokenizer reads the aligner's, and complains of it
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     @classmethod

@@ -24,7 +24,7 @@ from tiny_models import (
 from transformers import AutoConfig, DynamicCache, StaticCache
 
 from arcaligner.configuration_arcaligner import ArcAlignerConfig
-from arcaligner.modeling_arcaligner import ArcAlignerForCausalLM
+from arcaligner.modeling_arcaligner import ArcAlignerForCausalLM, ArcAlignerModel
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 SLOT_COUNTS = [4, 0, 9, 1]
@@ -347,8 +347,9 @@ def test_gradient_checkpointing_changes_no_gradient(backbone, reentrant):
 def test_bf16_backbone_with_fp32_aligner(backbone, tmp_path):
     tiny_aligner(backbone, dtype=torch.float32).save_pretrained(tmp_path, save_base_model=True)
     model = ArcAlignerForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    for name, parameter in model.named_parameters():
-        is_aligner = any(part in name for part in (".lora_A.", ".lora_B.", ".slot_gate.", ".projector."))
+    headless = ArcAlignerModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for name, parameter in [*model.named_parameters(), *headless.named_parameters()]:
+        is_aligner = any(part in f".{name}" for part in (".lora_A.", ".lora_B.", ".slot_gate.", ".projector."))
         assert parameter.dtype == (torch.float32 if is_aligner else torch.bfloat16), name
     batch = collate([row for row in random_rows(tiny_aligner(backbone, dtype=torch.float32), SLOT_COUNTS)], "left")
     with torch.no_grad():

@@ -8,6 +8,7 @@ import torch
 from conftest import ENCODER_WIDTH
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig, PreTrainedConfig
 
 from arcaligner import ArcAlignerProcessor
 
@@ -188,6 +189,13 @@ def test_settings_survive_a_round_trip(processor, tmp_path):
     assert again.chat_template == other.chat_template
     texts = ["One. Two. Three. Four."]
     assert slots_in(again, again(text="a?", documents=texts)["input_ids"]) == 2
+
+
+def test_loading_a_processor_does_not_read_the_aligners_configuration(checkpoint_dir, monkeypatch):
+    """The tokenizer has no need of it, and would complain of its type."""
+    monkeypatch.setattr(AutoConfig, "from_pretrained", None)
+    monkeypatch.setattr(PreTrainedConfig, "from_pretrained", None)
+    ArcAlignerProcessor.from_pretrained(checkpoint_dir)
 
 
 def test_a_copied_processor_shares_its_encoder(processor):
