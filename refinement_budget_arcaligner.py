@@ -12,7 +12,7 @@ The first thing that a row cannot pay in full ends its refinement. So a larger b
 in the same states, and then more: no slot takes fewer steps for it.
 
 Counted are the products with weights and of attention, as they are computed for one row alone: norms, activations and
-the padding of a batch are not.
+the padding of a batch are not. A step of all slots takes less than it pays: it has no use for the slots' former keys.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,8 @@
 """Operations of a prefill with slots, for the refinement that the slots really took.
 
 By the formula of `refinement_budget_arcaligner.py`: the products with weights and of attention, for one row alone,
-without its padding. The head's one row of logits and the sentence encoder are not counted.
+without its padding. The head's one row of logits and the sentence encoder are not counted, nor are closed slots that a
+step computes beside many open ones.
 """
 
 import contextlib

@@ -6,7 +6,7 @@ from tiny_models import random_row, tiny_aligner
 from torch.utils.flop_counter import FlopCounterMode
 
 from arcaligner.evaluation.operations import count_operations, recorded_depths, refinement_flops
-from arcaligner.refinement_budget_arcaligner import LayerCost, prefix_flops
+from arcaligner.refinement_budget_arcaligner import LayerCost, keys_values_flops, prefix_flops
 
 COST = LayerCost(linears=1000, lora=100, keys_values=10, keys_values_lora=5, key=1, gate=7)
 
@@ -44,10 +44,13 @@ def test_counted_are_the_operations_that_are_computed(all_open):
     found = count_operations(model, row.input_ids.tolist(), depths[0][0], max_refinement_steps=2)
     taken = (depths[0][0] > 0).sum(dim=1)  # (num_layers,)
     assert taken.any() and (taken.tolist() == [8, 8, 0]) == all_open
-    # The formula lets each slot read as many fresh keys as there are slots, and not only those that are open.
+    # The formula lets each slot read all slots and as many fresh ones, and not only those that are open afresh. A step
+    # of all slots needs none of their keys and values beforehand.
     passes = depths[0][0].amax(dim=1).clamp(min=0) * taken
-    unread = int((passes * (8 - taken)).sum()) * model.model.layer_costs[0].key
-    assert found["refinement_flops"] == refinement + unread
+    cost = model.model.layer_costs[0]
+    unread = int((passes * torch.where(taken == 8, 8, 8 - taken)).sum()) * cost.key
+    not_made = int((taken == 8).sum()) * keys_values_flops(cost, 0, 8)
+    assert found["refinement_flops"] == refinement + unread + not_made
 
 
 def test_prompt_and_prefix_are_counted_apart():
