@@ -142,7 +142,8 @@ def answer(
     max_new_tokens: Annotated[int | None, typer.Option(help="The longest answer, in tokens.", min=1)] = None,
     max_slots: Annotated[int | None, typer.Option(help="The most slots; what comes later is not read.", min=1)] = None,
     gate_mode: Annotated[
-        Literal["off", "adaptive", "always"] | None, typer.Option(help="Other than the checkpoint's.")
+        Literal["off", "adaptive", "always"] | None,  # `GATE_MODES`, which would wait for transformers
+        typer.Option(help="Other than the checkpoint's."),
     ] = None,
 ) -> None:
     """Answers a question from your own text files."""

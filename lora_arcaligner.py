@@ -158,18 +158,16 @@ class SlotLoraLayer(InPlaceMixin):
         slots = _take_slots(x, rows)  # (num_slots, in_features)
         flat = result.view(-1, result.shape[-1])  # (batch * seq_len, out_features)
         down_weight, up_weight = _plain_weight(down, x.dtype), _plain_weight(up, result.dtype)
-        if down_weight is None or up_weight is None:
-            residual = up(down(slots.to(down.weight.dtype))).to(result.dtype)
-        elif isinstance(rows, torch.Tensor):
-            residual = nn.functional.linear(nn.functional.linear(slots, down_weight), up_weight)
+        if down_weight is None:
+            slots = down(slots.to(down.weight.dtype))  # (num_slots, r)
         else:
-            slots = nn.functional.linear(slots, down_weight)  # (num_slots, r)
-            (flat if rows is ALL_ROWS else flat[rows]).addmm_(slots, up_weight.t(), alpha=scaling)
-            return result
+            slots = nn.functional.linear(slots, down_weight)
         if isinstance(rows, torch.Tensor):
-            flat.index_add_(0, rows, residual, alpha=scaling)
+            flat.index_add_(0, rows, up(slots).to(result.dtype), alpha=scaling)
+        elif up_weight is None or slots.dtype != result.dtype:
+            flat[rows].add_(up(slots).to(result.dtype), alpha=scaling)
         else:
-            flat[rows].add_(residual, alpha=scaling)
+            (flat if rows is ALL_ROWS else flat[rows]).addmm_(slots, up_weight.t(), alpha=scaling)
         return result
 
 

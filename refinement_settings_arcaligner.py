@@ -47,6 +47,17 @@ def check_refinement_settings(
         )
 
 
+def gates_and_budget(gate_mode: str | None, refinement_budget: float | None) -> tuple[str | None, float | None]:
+    """Both in one spelling: a budget of nothing is no refinement, and one without end is none.
+
+    >>> gates_and_budget("adaptive", 0), gates_and_budget("adaptive", math.inf), gates_and_budget("adaptive", 0.1)
+    (('off', None), ('adaptive', None), ('adaptive', 0.1))
+    """
+    if refinement_budget == 0:
+        return "off", None
+    return gate_mode, None if refinement_budget == math.inf else refinement_budget
+
+
 def settings_of_forward(
     config: ArcAlignerConfig,
     costs: list[LayerCost],
@@ -63,10 +74,9 @@ def settings_of_forward(
         `ValueError`: a budget in training, or with an attention kernel that computes slots all or none.
     """
     gate_mode = config.gate_mode if gate_mode is None else gate_mode
+    gate_mode, refinement_budget = gates_and_budget(gate_mode, refinement_budget)
     budget = None
-    if refinement_budget == 0:
-        gate_mode = "off"
-    elif refinement_budget is not None and math.isfinite(refinement_budget):
+    if refinement_budget is not None:
         if training:
             raise ValueError(
                 f"`refinement_budget` is {refinement_budget} in training, where every slot takes every step for the "

@@ -15,7 +15,6 @@ Shapes: keys and values (batch, key_value_heads, length, head_dim), rows of a ba
 
 import hashlib
 import json
-import math
 import os
 import uuid
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
-from .refinement_settings_arcaligner import REFINEMENT_SETTINGS, check_refinement_settings
+from .refinement_settings_arcaligner import REFINEMENT_SETTINGS, check_refinement_settings, gates_and_budget
 from .slot_budget_arcaligner import check_slot_budget
 
 FORMAT = "arcaligner-slot-prefix-1"
@@ -121,11 +120,9 @@ def normal_prefix_settings(settings: dict[str, Any]) -> dict[str, Any]:
     settings = {name: PREFIX_SETTINGS[name](value) for name, value in settings.items()}  # as JSON has them
     if "max_slots" not in settings or settings.get("slot_policy") == "drop":
         settings.pop("slot_policy", None)
-    if settings.get("refinement_budget") == 0.0:
-        settings["gate_mode"] = "off"
-    if settings.get("refinement_budget") in (0.0, math.inf):
-        del settings["refinement_budget"]
-    return settings
+    gate_mode, budget = gates_and_budget(settings.get("gate_mode"), settings.get("refinement_budget"))
+    settings |= {"gate_mode": gate_mode, "refinement_budget": budget}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _digest(value: Any) -> str:

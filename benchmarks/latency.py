@@ -297,26 +297,29 @@ def main(
     report = begin_report(None if output is None else output / PARTIAL, what)
     found = {(size["dtype"], size["k"], size["batch_size"]): size for size in report["sizes"]}
     console = Console(record=True, width=140)
+    for size in report["sizes"]:  # of a run that broke off
+        latency_report.show_size(console, size)
     for name, kind in dtypes.items():
-        bench = None
-        for k, batch_size in asked:
-            if (name, k, batch_size) not in found:
-                if bench is None:
-                    if name not in report["peaks"]:
-                        report["peaks"][name] = measured_peaks(device, kind)
-                    models = (
-                        load_models(checkpoint, kind, device)
-                        if chosen is None
-                        else random_models(chosen, kind, device, processor.context_token_id)
-                    )
-                    bench = Bench(*models, processor, rows, has_encoder=chosen is None, peaks=report["peaks"][name])
-                size = {"dtype": name, **measure_size(bench, k, batch_size, rounds, seconds, profile)}
-                found[name, k, batch_size] = size | {"targets": latency_report.targets(size)}
-                report["sizes"] = list(found.values())
-                if output is not None:
-                    write_whole(output / PARTIAL, json.dumps(report, indent=2) + "\n")
-            latency_report.show_size(console, found[name, k, batch_size])
-        models = bench = None  # before the next dtype's are loaded
+        missing = [size for size in asked if (name, *size) not in found]
+        if not missing:
+            continue
+        if name not in report["peaks"]:
+            report["peaks"][name] = measured_peaks(device, kind)
+        models = (
+            load_models(checkpoint, kind, device)
+            if chosen is None
+            else random_models(chosen, kind, device, processor.context_token_id)
+        )
+        bench = Bench(*models, processor, rows, has_encoder=chosen is None, peaks=report["peaks"][name])
+        for k, batch_size in missing:
+            size = {"dtype": name, **measure_size(bench, k, batch_size, rounds, seconds, profile)}
+            size["targets"] = latency_report.targets(size)
+            found[name, k, batch_size] = size
+            report["sizes"] = list(found.values())
+            if output is not None:
+                write_whole(output / PARTIAL, json.dumps(report, indent=2) + "\n")
+            latency_report.show_size(console, size)
+        del models, bench  # before the next dtype's are loaded
     report["sizes"] = [found[name, *size] for name in dtypes for size in asked]
     console.print(latency_report.targets_table(report["sizes"]))
     console.print(latency_report.machine_line(report))

@@ -191,11 +191,19 @@ def test_settings_survive_a_round_trip(processor, tmp_path):
     assert slots_in(again, again(text="a?", documents=texts)["input_ids"]) == 2
 
 
-def test_loading_a_processor_does_not_read_the_aligners_configuration(checkpoint_dir, monkeypatch):
+def test_loading_a_processor_does_not_read_the_aligners_configuration(checkpoint_dir, processor, monkeypatch):
     """The tokenizer has no need of it, and would complain of its type."""
-    monkeypatch.setattr(AutoConfig, "from_pretrained", None)
-    monkeypatch.setattr(PreTrainedConfig, "from_pretrained", None)
-    ArcAlignerProcessor.from_pretrained(checkpoint_dir)
+    read = []
+
+    def noted(path, *args, **kwargs):
+        read.append(path)
+        return PreTrainedConfig()
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", noted)
+    monkeypatch.setattr(PreTrainedConfig, "from_pretrained", noted)
+    loaded = ArcAlignerProcessor.from_pretrained(checkpoint_dir)
+    assert read == []
+    assert loaded(text=QUESTION)["input_ids"] == processor(text=QUESTION)["input_ids"]
 
 
 def test_a_copied_processor_shares_its_encoder(processor):
