@@ -89,3 +89,53 @@ def postprocess_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
         logits = torch.tanh(logits / cap) * cap
     return logits
+
+
+# Rows of logits that exist at a time: 50 MB of them for a vocabulary of 49,152.
+HEAD_ROWS = 256
+
+
+class _FrozenHeadLoss(torch.autograd.Function):
+    """The summed cross-entropy through a frozen head. The gradient for the hidden states is made in the forward pass, a
+    few rows at a time, so that the logits of all rows never exist at once: on CPUs these and their softmax cost more
+    than all decoder layers of a small backbone, on GPUs they take most of the memory."""
+
+    @staticmethod
+    def forward(ctx, hidden_states, targets, weight, bias, text_config):
+        gradient = torch.empty_like(hidden_states)
+        total = hidden_states.new_zeros((), dtype=torch.promote_types(hidden_states.dtype, torch.float32))
+        for start in range(0, len(hidden_states), HEAD_ROWS):
+            rows = slice(start, start + HEAD_ROWS)
+            logits = nn.functional.linear(hidden_states[rows], weight, bias).to(total.dtype)  # (rows, vocab_size)
+            slope = None
+            if (cap := getattr(text_config, "final_logit_softcapping", None)) is not None:
+                logits = postprocess_logits(logits, text_config)
+                slope = 1 - (logits / cap) ** 2
+            else:
+                logits = postprocess_logits(logits, text_config)
+            log_sum = logits.logsumexp(dim=1, keepdim=True)  # (rows, 1)
+            target = targets[rows, None]
+            total += (log_sum - logits.gather(1, target)).sum()
+            d_logits = logits.sub_(log_sum).exp_().scatter_add_(1, target, logits.new_full(target.shape, -1.0))
+            if slope is not None:
+                d_logits *= slope
+            gradient[rows] = d_logits.to(weight.dtype) @ weight
+        scale = getattr(text_config, "logit_scale", None) or 1.0
+        scale /= getattr(text_config, "logits_scaling", None) or 1.0
+        ctx.save_for_backward(gradient.mul_(scale) if scale != 1.0 else gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx, d_total):
+        (gradient,) = ctx.saved_tensors
+        return gradient * d_total.to(gradient.dtype), None, None, None, None
+
+
+def frozen_head_nll(
+    hidden_states: torch.Tensor, targets: torch.LongTensor, head: nn.Linear, text_config: PreTrainedConfig
+) -> torch.Tensor:
+    """Sum of the negative log-likelihoods of `targets` (rows,) through a frozen head, from `hidden_states` (rows, hidden).
+
+    The head gets no gradient, and gradients of the gradient are not to be had.
+    """
+    return _FrozenHeadLoss.apply(hidden_states, targets, head.weight, head.bias, text_config)

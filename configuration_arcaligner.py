@@ -82,12 +82,16 @@ class ArcAlignerConfig(PreTrainedConfig):
             Gates decide / no refinement (the paper's *w/o Recursion*) / `T` steps for every slot (*w/o Gate*).
             This, the threshold and the number of steps may be changed on a loaded model, or for one call: `generate`
             and `forward` take them as arguments.
-        training_stage (`"reconstruction"`, `"grounding"` or `"gating"`, *optional*):
+        word_parts (`int`, defaults to 0):
+            Beyond the paper: the slot's own words are read beside its context embedding, from the backbone's frozen
+            embedding table. A slot's tokens are cut into this many equal parts, in order, each averaged and passed
+            through a linear map of its own, so that some of the word order survives. 0 reads no words.
+        training_stage (`"lexical"`, `"reconstruction"`, `"grounding"` or `"gating"`, *optional*):
             The last stage it was trained in; the next one looks at it. Set by `set_stage`.
 
     Raises:
-        `ValueError`: a negative rank, a gate layer that the backbone does not have, a threshold outside (0, 1],
-            negative steps.
+        `ValueError`: a negative rank or number of parts, a gate layer that the backbone does not have, a threshold
+            outside (0, 1], negative steps.
     """
 
     model_type = "arcaligner"
@@ -109,7 +113,8 @@ class ArcAlignerConfig(PreTrainedConfig):
     gate_threshold: float | int = 0.5
     max_refinement_steps: int = 2
     gate_mode: Literal["adaptive", "off", "always"] = "adaptive"
-    training_stage: Literal["reconstruction", "grounding", "gating"] | None = None
+    word_parts: int = 0
+    training_stage: Literal["lexical", "reconstruction", "grounding", "gating"] | None = None
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
 
@@ -128,6 +133,8 @@ class ArcAlignerConfig(PreTrainedConfig):
         self.tie_word_embeddings = self.tie_word_embeddings or self.text_config.tie_word_embeddings
         if self.lora_r < 0:
             raise ValueError(f"`lora_r` is {self.lora_r}; expected a rank, or 0 for an aligner without LoRA.")
+        if self.word_parts < 0:
+            raise ValueError(f"`word_parts` is {self.word_parts}; expected a number of parts, or 0 to read no words.")
         self._check_gates()
 
     def _check_gates(self) -> None:

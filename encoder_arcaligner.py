@@ -1,8 +1,15 @@
 """The sentence encoder of a processor, by name: loaded on first use, and asked what it reads whole."""
 
 import importlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
 
 from .defaults_arcaligner import missing_model_error, resolve_encoder
+
+# Texts whose token states exist at a time.
+RUN_BATCH = 64
 
 
 class LazyEncoder:
@@ -57,3 +64,62 @@ class LazyEncoder:
         if len(text) > 40 * limit:
             return False
         return len(tokenizer(text, truncation=False, verbose=False)["input_ids"]) <= limit
+
+    def encode_runs(self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Late chunking: each text is read once, its token states are averaged over runs of characters.
+
+        Args:
+            texts (`Sequence[str]`): What the encoder reads.
+            starts (`Sequence[int]`): For each text, the character where its first run begins.
+            ends (`Sequence[Sequence[int]]`): For each text, the characters where its runs end, ascending.
+
+        Returns:
+            Normalised embeddings (num_runs, encoder_hidden_size) of all texts' runs in order, with a gradient where the
+            encoder's weights ask for one. A run without a token of the encoder's own, inside of a long one, has the
+            states of that token.
+        """
+        order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # texts of like length share a batch
+        pooled: list[torch.Tensor] = [torch.empty(0)] * len(texts)
+        for first in range(0, len(order), RUN_BATCH):
+            batch = order[first : first + RUN_BATCH]
+            states, offsets = self._token_states([texts[number] for number in batch])
+            weights = torch.zeros(len(batch), max(len(ends[number]) for number in batch), states.shape[1])
+            for row, number in enumerate(batch):
+                run_weights = _run_weights(offsets[row], starts[number], np.asarray(ends[number]))
+                weights[row, : len(ends[number]), : run_weights.shape[1]] = torch.from_numpy(run_weights)
+            means = weights.to(states) @ states  # (texts, max_runs, encoder_hidden_size)
+            for row, number in enumerate(batch):
+                pooled[number] = means[row, : len(ends[number])]
+        return torch.nn.functional.normalize(torch.cat(pooled).float(), dim=-1)
+
+    def _token_states(self, texts: list[str]) -> tuple[torch.Tensor, list[np.ndarray]]:
+        """States (texts, max_tokens, encoder_hidden_size), and of each text's tokens the characters they stand for,
+        (tokens, 2), equal where a token stands for none."""
+        transformer = self.model[0]
+        prompt = self.model.prompts.get(self.model.default_prompt_name) or ""
+        limit, tokenizer = self.reading
+        read = tokenizer(
+            [prompt + text for text in texts],
+            truncation=limit is not None,
+            max_length=limit,
+            padding=True,
+            return_offsets_mapping=True,
+            return_tensors="pt",
+        )
+        offsets, lengths = read.pop("offset_mapping").numpy() - len(prompt), read["attention_mask"].sum(dim=1).tolist()
+        device = next(transformer.parameters()).device
+        states = transformer({name: tensor.to(device) for name, tensor in read.items()})["token_embeddings"]
+        return states, [row[:length] for row, length in zip(offsets, lengths, strict=True)]
+
+
+def _run_weights(offsets: np.ndarray, start: int, ends: np.ndarray) -> np.ndarray:
+    """Weights (num_runs, tokens) that average the tokens at `offsets` (tokens, 2) whose middle lies in each run."""
+    middles = offsets.sum(axis=1) / 2
+    is_own = (offsets[:, 1] > offsets[:, 0]) & (middles > start)
+    weights = np.zeros((len(ends), len(offsets)), dtype=np.float32)
+    run_of_token = np.minimum(np.searchsorted(ends, middles), len(ends) - 1)
+    weights[run_of_token[is_own], is_own.nonzero()[0]] = 1.0
+    run_middles = (np.concatenate([[start], ends[:-1]]) + ends) / 2
+    for run in (weights.sum(axis=1) == 0).nonzero()[0]:
+        weights[run, np.abs(middles - run_middles[run]).argmin()] = 1.0
+    return weights / weights.sum(axis=1, keepdims=True)

@@ -39,6 +39,7 @@ class SlotGenerationMixin(GenerationMixin):
         input_ids: torch.LongTensor,
         context_embeds: torch.FloatTensor,
         attention_mask: torch.Tensor | None = None,
+        context_word_ids: torch.LongTensor | None = None,
         **kwargs,
     ) -> Cache:
         """Reads the slot prefix of a prompt once, for any number of questions.
@@ -52,6 +53,7 @@ class SlotGenerationMixin(GenerationMixin):
                 A prompt with slots, or just its prefix. What stands after the last slot is not read.
             context_embeds (`torch.FloatTensor` of shape `(batch, max_slots, encoder_hidden_size)`): Of the slots.
             attention_mask (`torch.Tensor` of shape `(batch, seq_len)`, *optional*): 0 on padding.
+            context_word_ids (`torch.LongTensor` of shape `(batch, max_slots, max_words)`, *optional*): Of the slots.
             kwargs: Of [`ArcAlignerModel`], among them `gate_mode`, `gate_threshold`, `max_refinement_steps` and
                 `refinement_budget`.
 
@@ -77,7 +79,12 @@ class SlotGenerationMixin(GenerationMixin):
             kwargs.setdefault("position_ids", (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0))
         prefix = input_ids[:, :length]
         outputs = self.model(
-            input_ids=prefix, attention_mask=attention_mask, context_embeds=context_embeds, use_cache=True, **kwargs
+            input_ids=prefix,
+            attention_mask=attention_mask,
+            context_embeds=context_embeds,
+            context_word_ids=context_word_ids,
+            use_cache=True,
+            **kwargs,
         )
         return outputs.past_key_values
 
@@ -92,6 +99,7 @@ class SlotGenerationMixin(GenerationMixin):
         attention_mask=None,
         inputs_embeds=None,
         context_embeds=None,
+        context_word_ids=None,
         is_first_iteration=False,
         gate_mode=None,
         gate_threshold=None,
@@ -118,6 +126,7 @@ class SlotGenerationMixin(GenerationMixin):
         has_slots = new_ids is not None and bool((new_ids == self.config.context_token_id).any())
         if context_embeds is not None and (has_slots or not continues):
             model_inputs["context_embeds"] = context_embeds
+            model_inputs["context_word_ids"] = context_word_ids
             wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
             model_inputs |= dict(zip(REFINEMENT_SETTINGS, wanted, strict=True))
         return model_inputs

@@ -22,6 +22,7 @@ from transformers.utils import can_return_tuple
 from .backbones_arcaligner import (
     check_backbone_config,
     find_decoder_layers,
+    frozen_head_nll,
     make_lm_head,
     postprocess_logits,
 )
@@ -34,7 +35,7 @@ from .refinement_arcaligner import SlotRows, find_slot_rows, read_on_host, take_
 from .refinement_settings_arcaligner import check_refinement_settings, settings_of_forward
 from .slot_layer_arcaligner import SlotGate, add_slots_to_layer
 
-STAGES = ("reconstruction", "grounding", "gating")
+STAGES = ("lexical", "reconstruction", "grounding", "gating")
 # Below zero: the gates of a model that has not seen stage III are closed, so it computes what stage II taught it.
 FRESH_GATE_BIAS = -0.5
 
@@ -64,16 +65,65 @@ class ArcAlignerCausalLMOutputWithPast(CausalLMOutputWithPast):
 
 
 class ContextProjector(nn.Module):
-    """`W_psi` (Eq. 1): context embeddings (..., encoder_hidden_size) to slot embeddings (..., hidden)."""
+    """`W_psi` (Eq. 1): context embeddings (..., encoder_hidden_size) to slot embeddings (..., hidden).
 
-    def __init__(self, encoder_hidden_size: int, hidden_size: int):
+    With `word_parts`, beyond the paper, the slot's words are added: their embeddings in the backbone's frozen table,
+    less the table's mean, are averaged by rarity within each part of the slot and passed through the part's own map,
+    which starts as the identity. The sum is brought to the norm of a word's embedding: a frozen layer repeats a slot
+    that is much larger, and does not hear one that is much smaller.
+    """
+
+    def __init__(self, encoder_hidden_size: int, hidden_size: int, word_parts: int = 0, vocab_size: int = 0):
         super().__init__()
+        self.word_parts = word_parts
         self.up = nn.Linear(encoder_hidden_size, hidden_size)
         self.act = nn.GELU()
         self.out = nn.Linear(hidden_size, hidden_size)
+        if word_parts:
+            self.part_maps = nn.Parameter(torch.empty(word_parts, hidden_size, hidden_size))
+            self.slot_norm = nn.Parameter(torch.empty(()))  # Euclidean norm of a slot, less the mean embedding
+            self.slot_mean = nn.Parameter(torch.empty(hidden_size))
+            self.register_buffer("word_mean", torch.empty(hidden_size))
+            self.register_buffer("word_weights", torch.empty(vocab_size))
 
-    def forward(self, context_embeds: torch.Tensor) -> torch.Tensor:
-        return self.out(self.act(self.up(context_embeds.to(self.up.weight.dtype))))
+    def forward(self, context_embeds: torch.Tensor, part_embeds: torch.Tensor | None = None) -> torch.Tensor:
+        """`context_embeds` (..., encoder_hidden_size) and `part_embeds` (..., word_parts, hidden), of `average_words`,
+        to slots (..., hidden)."""
+        slots = self.out(self.act(self.up(context_embeds.to(self.up.weight.dtype))))
+        if part_embeds is None:
+            return slots
+        slots = slots + torch.einsum("...pd,ped->...e", part_embeds.to(slots.dtype), self.part_maps)
+        return nn.functional.normalize(slots, dim=-1) * self.slot_norm + self.slot_mean
+
+    def average_words(self, word_ids: torch.LongTensor, table: torch.Tensor) -> torch.Tensor:
+        """The words of each part of a slot, averaged by rarity over the whole slot.
+
+        Args:
+            word_ids (`torch.LongTensor` of shape `(..., max_words)`): Ids of a slot's tokens in order, -1 behind them.
+            table (`torch.Tensor` of shape `(vocab_size, hidden)`): The backbone's embeddings.
+
+        Returns:
+            `torch.Tensor` of shape `(..., word_parts, hidden)`; their sum over the parts is the slot's weighted mean.
+        """
+        is_word = word_ids >= 0
+        ids = word_ids.clamp(min=0)
+        weights = self.word_weights[ids].float() * is_word  # (..., max_words)
+        weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-6)
+        num_words = is_word.sum(dim=-1, keepdim=True).clamp(min=1)
+        part = torch.arange(word_ids.shape[-1], device=ids.device) * self.word_parts // num_words  # (..., max_words)
+        in_part = part[..., None, :] == torch.arange(self.word_parts, device=ids.device)[:, None]
+        words = nn.functional.embedding(ids, table).float() - self.word_mean.float()  # (..., max_words, hidden)
+        return (weights[..., None, :] * in_part) @ words
+
+    @torch.no_grad()
+    def set_word_statistics(self, table: torch.Tensor, word_weights: torch.Tensor) -> None:
+        """Starts the words from the backbone's embedding `table` (vocab_size, hidden) and each word's rarity
+        `word_weights` (vocab_size,), such as its inverse document frequency."""
+        mean = table.float().mean(dim=0)
+        self.word_mean.copy_(mean)
+        self.slot_mean.copy_(mean)
+        self.slot_norm.copy_((table.float() - mean).norm(dim=1).mean())
+        self.word_weights.copy_(word_weights)
 
 
 class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
@@ -102,6 +152,13 @@ class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
                 # Embeddings have norm 1; slots start about as large as the backbone's own initial embeddings.
                 init.normal_(module.up.weight, std=1.0)
                 init.normal_(module.out.weight, std=1.5 * text_config.initializer_range / text_config.hidden_size**0.5)
+                if module.word_parts:  # the words speak first, until `set_word_statistics` all alike
+                    init.normal_(module.out.weight, std=text_config.initializer_range / text_config.hidden_size**0.5)
+                    init.copy_(module.part_maps, torch.eye(text_config.hidden_size).expand_as(module.part_maps))
+                    init.ones_(module.slot_norm)
+                    init.zeros_(module.slot_mean)
+                    init.zeros_(module.word_mean)
+                    init.ones_(module.word_weights)
             if isinstance(module, SlotGate):
                 init.normal_(module.up.weight, std=self.config.initializer_range)
                 init.zeros_(module.out.weight)
@@ -124,8 +181,9 @@ class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
         """Freezes and unfreezes what the paper's training stage says, and sets `gate_mode` and `training_stage` of the
         configuration.
 
-        `"reconstruction"` and `"grounding"` train projector and LoRA with the gates off; `"gating"` trains the gates as
-        well, adaptively. The backbone is frozen in all of them.
+        `"lexical"`, beyond the paper, trains the projector alone; `"reconstruction"` and `"grounding"` train projector
+        and LoRA with the gates off; `"gating"` trains the gates as well, adaptively. The backbone is frozen in all of
+        them.
 
         Raises:
             `ValueError`: an unknown stage.
@@ -134,8 +192,10 @@ class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
             raise ValueError(f"Unknown stage {stage!r}; the stages are, in order: {', '.join(STAGES)}.")
         trains_gates = stage == "gating"
         for name, parameter in self.named_parameters():
-            is_gate = ".slot_gate." in name
-            parameter.requires_grad_(self.is_aligner_key(name) and (trains_gates or not is_gate))
+            is_trained = trains_gates or ".slot_gate." not in name
+            if stage == "lexical":
+                is_trained = "projector." in name
+            parameter.requires_grad_(self.is_aligner_key(name) and is_trained)
         self.config.gate_mode = "adaptive" if trains_gates else "off"
         self.config.training_stage = stage
 
@@ -157,7 +217,9 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         check_backbone_config(config.text_config)
         self.backbone = AutoModel.from_config(config.text_config)
         config.text_config = self.backbone.config
-        self.projector = ContextProjector(config.encoder_hidden_size, config.text_config.hidden_size)
+        self.projector = ContextProjector(
+            config.encoder_hidden_size, config.text_config.hidden_size, config.word_parts, config.text_config.vocab_size
+        )
         layers = find_decoder_layers(self.backbone)
         inject_slot_lora(self.backbone, layers, config)
         for layer_idx, layer in enumerate(layers):
@@ -181,6 +243,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         context_embeds: torch.FloatTensor | None = None,
+        context_word_ids: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         gate_mode: str | None = None,
         gate_threshold: float | None = None,
@@ -194,6 +257,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             input_ids (`torch.LongTensor` of shape `(batch, seq_len)`): Tokens; `config.context_token_id` marks a slot.
             context_embeds (`torch.FloatTensor` of shape `(batch, max_slots, encoder_hidden_size)`, *optional*):
                 The embeddings `E` of the slots, in the order of the context tokens of a row, padded at the end.
+            context_word_ids (`torch.LongTensor` of shape `(batch, max_slots, max_words)`, *optional*):
+                With `config.word_parts`: the tokens that a slot stands for, in order, padded with -1.
             gate_mode, gate_threshold, max_refinement_steps (*optional*): For this forward, not the configuration's.
             refinement_budget (`float`, *optional*):
                 The most operations that a row's refinement may take, as a share of the prefill up to its last slot;
@@ -215,10 +280,11 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                     "slots are looked up and placed here."
                 )
             self._check_context_embeds(slot_mask, context_embeds)
+            self._check_word_ids(context_embeds, context_word_ids)
             rows = self._find_slots(slot_mask, attention_mask, context_embeds, past_key_values)
             if torch.compiler.is_compiling():
                 rows = rows._replace(slot_span=None)  # or code would be made for each place
-            inputs_embeds = self._embed(input_ids, slot_mask, context_embeds)
+            inputs_embeds = self._embed(input_ids, slot_mask, context_embeds, context_word_ids)
             input_ids = None
             refinement = settings_of_forward(self.config, self.layer_costs, rows, self.training, *wanted)
             kwargs.update(rows._asdict(), refinement=refinement)
@@ -284,6 +350,26 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 f"{width}. Use the encoder the aligner was trained with: {self.config.encoder_name_or_path}."
             )
 
+    def _check_word_ids(self, context_embeds, context_word_ids) -> None:
+        if not self.config.word_parts:
+            if context_word_ids is not None:
+                raise ValueError(
+                    "Got `context_word_ids`, but `config.word_parts` is 0: this aligner reads no words. Leave them out, "
+                    "or use the processor of its checkpoint."
+                )
+            return
+        if context_word_ids is None:
+            raise ValueError(
+                f"`context_word_ids` is missing: with `config.word_parts` {self.config.word_parts} a slot's words are "
+                "read beside its embedding. Pass what the processor of this checkpoint returns."
+            )
+        shape = tuple(context_word_ids.shape)
+        if context_word_ids.is_floating_point() or len(shape) != 3 or shape[:2] != tuple(context_embeds.shape[:2]):
+            raise ValueError(
+                f"`context_word_ids` is {context_word_ids.dtype} of shape {shape}; expected whole numbers of shape "
+                f"({context_embeds.shape[0]}, {context_embeds.shape[1]}, max_words), a row for each context embedding."
+            )
+
     @torch.compiler.disable  # it is the host's
     def _find_slots(self, slot_mask, attention_mask, context_embeds, past_key_values) -> SlotRows:
         is_slot, is_text, *found = read_on_host(
@@ -324,17 +410,27 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 "passages, merge more sentences into a slot, or shorten the question."
             )
 
-    def _embed(self, input_ids, slot_mask, context_embeds) -> torch.Tensor:
+    def _embed(self, input_ids, slot_mask, context_embeds, context_word_ids) -> torch.Tensor:
         """`H^(0,0)` (Eq. 2): projected embeddings on slots, frozen ones elsewhere, (batch, seq_len, hidden)."""
         inputs_embeds = self.get_input_embeddings()(input_ids.masked_fill(slot_mask, 0))
         if context_embeds.shape[1] == 0:
             return inputs_embeds
         # A NaN in the padding would not be read, but its gradient would.
         is_real = torch.arange(context_embeds.shape[1], device=slot_mask.device) < slot_mask.sum(dim=1, keepdim=True)
-        slot_embeds = self.projector(context_embeds.masked_fill(~is_real[:, :, None], 0.0))  # Eq. 1
+        context_embeds = context_embeds.masked_fill(~is_real[:, :, None], 0.0)
+        slot_embeds = self.project(context_embeds, context_word_ids)  # (batch, max_slots, hidden)
         which_slot = slot_mask.cumsum(dim=1) - 1  # (batch, seq_len)
         placed = take_rows(slot_embeds.to(inputs_embeds.dtype), which_slot)  # (batch, seq_len, hidden)
         return torch.where(slot_mask[:, :, None], placed, inputs_embeds)
+
+    def project(
+        self, context_embeds: torch.FloatTensor, context_word_ids: torch.LongTensor | None = None
+    ) -> torch.FloatTensor:
+        """Slots (batch, max_slots, hidden) as the first layer reads them (Eq. 1), with their words where it has any."""
+        if not self.config.word_parts:
+            return self.projector(context_embeds)
+        table = self.get_input_embeddings().weight
+        return self.projector(context_embeds, self.projector.average_words(context_word_ids, table))
 
     def _stack_depths(self, depths: dict[int, torch.Tensor], slot_positions: torch.Tensor) -> torch.LongTensor:
         """Depths of the layers that refined, 0 for the others -> (batch, num_layers, max_slots), -1 without a slot."""
@@ -387,22 +483,37 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         past_key_values: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         context_embeds: torch.FloatTensor | None = None,
+        context_word_ids: torch.LongTensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        skip_logits: bool = False,
+        lexical_weights: torch.FloatTensor | None = None,
         **kwargs,
     ) -> ArcAlignerCausalLMOutputWithPast:
         r"""
         Args:
             input_ids (`torch.LongTensor` of shape `(batch, seq_len)`): Tokens; `config.context_token_id` marks a slot.
             context_embeds (`torch.FloatTensor` of shape `(batch, max_slots, encoder_hidden_size)`, *optional*):
-                One embedding a context token, in order, rows padded at the end.
+                One embedding per context token, in order, rows padded at the end.
+            context_word_ids (`torch.LongTensor` of shape `(batch, max_slots, max_words)`, *optional*):
+                With `config.word_parts`: the tokens that a slot stands for, padded with -1.
             labels (`torch.LongTensor` of shape `(batch, seq_len)`, *optional*):
                 Targets of the NLL (Eq. 10) of all three stages; -100 is ignored, and so is a context token.
             logits_to_keep (`int` or `torch.Tensor`, defaults to 0): Last positions to compute logits for, 0 for all.
+            skip_logits (`bool`, defaults to `False`):
+                With `labels`, only the loss: the frozen head reads the labelled positions, some at a time, and no
+                logits are kept. For training.
+            lexical_weights (`torch.FloatTensor` of shape `(vocab_size,)`, *optional*):
+                The weight of each word in the loss of stage 0, which is all that is computed then, from
+                `context_embeds` and `context_word_ids`: what the head makes of a slot, no layer between, is to be the
+                slot's own words.
             kwargs: `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget` of
                 [`ArcAlignerModel`], and what the backbone takes.
         """
+        if lexical_weights is not None:
+            loss = self._lexical_loss(context_embeds, context_word_ids, lexical_weights)
+            return ArcAlignerCausalLMOutputWithPast(loss=loss)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -410,9 +521,15 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             context_embeds=context_embeds,
+            context_word_ids=context_word_ids,
             use_cache=use_cache,
             **kwargs,
         )
+        if skip_logits:
+            loss = self._loss_without_logits(outputs.last_hidden_state, labels, kwargs.get("num_items_in_batch"))
+            return ArcAlignerCausalLMOutputWithPast(
+                loss=loss, hidden_states=outputs.hidden_states, recursion_depth=outputs.recursion_depth
+            )
         hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
         # As rows (batch * kept, hidden): else a frozen head is a batched product over a copied weight.
         logits = self.lm_head(hidden_states.flatten(0, 1)).unflatten(0, hidden_states.shape[:2])
@@ -431,6 +548,27 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             attentions=outputs.attentions,
             recursion_depth=outputs.recursion_depth,
         )
+
+    def _loss_without_logits(self, hidden_states, labels, num_items_in_batch=None) -> torch.Tensor:
+        """The mean NLL (Eq. 10) of the labelled positions; `hidden_states` (batch, seq_len, hidden)."""
+        targets = labels[:, 1:].flatten()  # (batch * (seq_len - 1),)
+        is_target = (targets != -100) & (targets != self.config.context_token_id)
+        predicting = hidden_states[:, :-1].flatten(0, 1)[is_target]  # (num_targets, hidden)
+        nll = frozen_head_nll(predicting, targets[is_target], self.lm_head, self.config.text_config)
+        return nll / (is_target.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+
+    def _lexical_loss(self, context_embeds, context_word_ids, lexical_weights) -> torch.Tensor:
+        """Cross-entropy of a slot's distinct words, by weight, under the head's reading of the slot itself."""
+        slots = self.model.project(context_embeds, context_word_ids if self.config.word_parts else None)
+        has_words = (context_word_ids >= 0).any(dim=-1)  # (batch, max_slots)
+        slots, word_ids = slots[has_words], context_word_ids[has_words]  # (num_slots, hidden), (num_slots, max_words)
+        bag = slots.new_zeros(len(slots), self.config.text_config.vocab_size + 1)
+        bag.scatter_(1, word_ids.masked_fill(word_ids < 0, bag.shape[1] - 1), 1.0)  # distinct words, padding last
+        bag = bag[:, :-1] * lexical_weights
+        bag = bag / bag.sum(dim=1, keepdim=True)
+        logits = self.lm_head(self.model.backbone.norm(slots.to(self.lm_head.weight.dtype))).float()
+        logits = postprocess_logits(logits, self.config.text_config)
+        return -(bag * logits.log_softmax(dim=1)).sum(dim=1).mean()
 
 
 ArcAlignerForCausalLM.register_for_auto_class("AutoModelForCausalLM")

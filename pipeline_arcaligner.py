@@ -17,6 +17,7 @@ from transformers import GenerationConfig, TextGenerationPipeline
 from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
+from .processing_arcaligner import pad_words
 from .refinement_settings_arcaligner import REFINEMENT_SETTINGS
 
 
@@ -80,6 +81,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             documents (`list`, *optional*): The passages of every input without its own.
             return_slots (`bool`, *optional*, defaults to `False`):
                 Adds what became of the passages. Costs one more pass over the prompt.
+            tokens_per_slot (`int` or `"segment"`, *optional*): How much text a slot stands for, in tokens. Default: the
+                processor's.
             max_slots (`int`, *optional*), slot_policy (`str`, *optional*, defaults to `"drop"`):
                 The most slots of an input with documents, and what happens to more segments: `"drop"` or `"merge"`;
                 see [`ArcAlignerProcessor`].
@@ -111,6 +114,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         return_slots: bool | None = None,
         max_slots: int | None = None,
         slot_policy: str | None = None,
+        tokens_per_slot: int | str | None = None,
         **kwargs,
     ):
         preprocess, forward, postprocess = super()._sanitize_parameters(**kwargs)
@@ -118,6 +122,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             preprocess["max_slots"] = max_slots
         if slot_policy is not None:
             preprocess["slot_policy"] = slot_policy
+        if tokens_per_slot is not None:
+            preprocess["tokens_per_slot"] = tokens_per_slot
         if return_slots is not None:
             preprocess["return_slots"] = forward["return_slots"] = return_slots
         return preprocess, forward, postprocess
@@ -129,6 +135,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         return_slots: bool = False,
         max_slots: int | None = None,
         slot_policy: str = "drop",
+        tokens_per_slot: int | str | None = None,
         **kwargs,
     ) -> dict[str, Any]:
         """`input_ids`, `attention_mask` (1, seq_len) and, in `row`, what is not padded."""
@@ -137,7 +144,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             encoded = super().preprocess(prompt, **kwargs)
         else:
             slots = {"documents": documents, "return_segments": return_slots}
-            slots |= {"max_slots": max_slots, "slot_policy": slot_policy}
+            slots |= {"max_slots": max_slots, "slot_policy": slot_policy, "tokens_per_slot": tokens_per_slot}
             encoded = self._encode(prompt, slots, **kwargs)
         return {
             "input_ids": encoded["input_ids"],
@@ -197,6 +204,10 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             embeds = [none if each is None else each for each in embeds]
             # (batch, max_slots, encoder_hidden_size)
             slots["context_embeds"] = pad_sequence(embeds, batch_first=True)
+            words = [each.pop("context_word_ids") for each in rows]
+            if any(each is not None for each in words):
+                none = torch.full((0, 1), -1, device=self.device)
+                slots["context_word_ids"] = pad_words([none if each is None else each for each in words])
         outputs = super()._forward(model_inputs, **slots, **generate_kwargs)
         if return_slots and slots:
             settings = {name: generate_kwargs[name] for name in REFINEMENT_SETTINGS if name in generate_kwargs}
@@ -272,7 +283,12 @@ def _check_row_without_documents(row: dict[str, Any]) -> None:
 def _describe_row(encoded: dict, is_question: bool, return_slots: bool) -> dict[str, Any]:
     """A row's embeddings (num_slots, encoder_hidden_size), if any, and what its slots stand for."""
     embeds = encoded.get("context_embeds")
-    row = {"is_question": is_question, "context_embeds": None if embeds is None else embeds[0]}
+    words = encoded.get("context_word_ids")
+    row = {
+        "is_question": is_question,
+        "context_embeds": None if embeds is None else embeds[0],
+        "context_word_ids": None if words is None else words[0],
+    }
     if return_slots:
         row["segments"] = [asdict(each) for each in encoded.get("segments", [[]])[0]]
         no_slots = {"tokens": 0, "slots": 0, "compression_rate": None}

@@ -229,11 +229,18 @@ class SlotPrefixStore:
         gates = {each: value for each, value in settings.items() if each in REFINEMENT_SETTINGS}
         slots = {each: value for each, value in settings.items() if each not in REFINEMENT_SETTINGS}
         read = self.processor(text=["?"] * len(heads), return_tensors="pt", **{name: passages}, **slots)
+        words = read.get("context_word_ids")
         slot_id, device = self.processor.context_token_id, self.model.device
         counts = (read["input_ids"] == slot_id).sum(dim=1).tolist()
         ids = [head + [slot_id] * count for head, count in zip(heads, counts, strict=True)]
         mask = self._left_padded([[1] * len(row) for row in ids], padding_value=0)
-        cache = self.model.prefill_context(self._left_padded(ids), read["context_embeds"].to(device), mask, **gates)
+        cache = self.model.prefill_context(
+            self._left_padded(ids),
+            read["context_embeds"].to(device),
+            mask,
+            None if words is None else words.to(device),
+            **gates,
+        )
         return split_slot_prefixes(cache, [len(row) for row in ids], self.model.config.text_config)
 
     def _keep(self, key: str, prefix: Cache) -> None:

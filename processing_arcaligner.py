@@ -1,7 +1,9 @@
 """Questions and passages to model inputs: passages become segments, segments become slots in the prompt.
 
-    passages -> segments (spaCy) -> context_embeds (sentence encoder), one row a segment
-    question -> "Refer to the background document: [B] [B] ... [B]" + "Question: ..." with one [B] a segment
+    passages -> segments (spaCy) -> context_embeds (sentence encoder), one row per slot
+    question -> "Refer to the background document: [B] [B] ... [B]" + "Question: ..." with one [B] per slot
+
+A slot is a segment or, with `tokens_per_slot`, a run of a segment's tokens.
 
 The context token is never part of the tokenizer: its id is written into `input_ids` here and nowhere else, so the same
 characters in somebody's text are text.
@@ -9,19 +11,41 @@ characters in somebody's text are text.
 
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from transformers import AutoTokenizer, BatchFeature, PreTrainedConfig, ProcessorMixin
+from transformers.utils import logging
 
 from .defaults_arcaligner import DEFAULT_ENCODER, resolve_base_model
 from .encoder_arcaligner import LazyEncoder
-from .segmentation_arcaligner import Segment, check_sentences_per_segment, segment_document
+from .segmentation_arcaligner import (
+    Segment,
+    SegmentTokens,
+    check_sentences_per_segment,
+    check_tokens_per_slot,
+    segment_document,
+)
 from .slot_budget_arcaligner import FittedSegments, check_slot_budget, fit_segments
+
+logger = logging.get_logger(__name__)
+
+# What "no passages" is: one slot that stands for the empty string.
+EMPTY_SEGMENT = SegmentTokens(Segment(0, 0, 0, ""), "", (), ())
 
 BACKGROUND_LINE = "Refer to the background document: "
 QUESTION_LINE = "\nQuestion: "
+
+
+class EncodedDocuments(NamedTuple):
+    """The passages of one question as slots."""
+
+    segments: list[Segment]  # what each slot stands for; none where there is nothing but white space
+    context_embeds: torch.FloatTensor  # (num_slots, encoder_hidden_size)
+    context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 behind a slot's tokens
+    num_merged: int  # segments that share their slot with others
+    dropped: list[Segment]  # what has no slot
 
 
 class ArcAlignerProcessor(ProcessorMixin):
@@ -37,10 +61,16 @@ class ArcAlignerProcessor(ProcessorMixin):
         sentences_per_segment (`int` or `float`, defaults to 1): 0.5, 1 or n sentences a slot (the paper's 12x, 24x,
         72x).
         spacy_model (`str`, defaults to `"en"`): Language code for rule-based sentences, or an installed spaCy pipeline.
+        tokens_per_slot (`int` or `"segment"`, defaults to `"segment"`):
+            Beyond the paper: a segment becomes several slots of about so many tokens each, pooled from one reading of
+            the segment by the encoder. `"segment"` is one slot per segment, as in the paper. Can be given per call.
+        trained_tokens_per_slot (`list`, *optional*): The rates that the aligner has learned; others give a warning.
+        context_words (`bool`, defaults to `False`):
+            Whether the slots' own tokens are handed to the model, as an aligner with `word_parts` needs them.
         chat_template (`str`, *optional*): Default: the tokenizer's.
 
     Raises:
-        `ValueError`: an impossible `sentences_per_segment`.
+        `ValueError`: an impossible `sentences_per_segment` or `tokens_per_slot`.
     """
 
     def __init__(
@@ -52,9 +82,14 @@ class ArcAlignerProcessor(ProcessorMixin):
         context_token_id: int | None = None,
         sentences_per_segment: int | float = 1,
         spacy_model: str = "en",
+        tokens_per_slot: int | str = "segment",
+        trained_tokens_per_slot: list[int | str] | None = None,
+        context_words: bool = False,
         chat_template: str | None = None,
     ):
         check_sentences_per_segment(sentences_per_segment)
+        for rate in (tokens_per_slot, *(trained_tokens_per_slot or ())):
+            check_tokens_per_slot(rate)
         if context_token_id is None:
             context_token_id = len(tokenizer)
         self.encoder_name_or_path = encoder_name_or_path
@@ -63,6 +98,9 @@ class ArcAlignerProcessor(ProcessorMixin):
         self.context_token_id = context_token_id
         self.sentences_per_segment = sentences_per_segment
         self.spacy_model = spacy_model
+        self.tokens_per_slot = tokens_per_slot
+        self.trained_tokens_per_slot = trained_tokens_per_slot
+        self.context_words = context_words
         self._encoder = LazyEncoder(encoder_name_or_path)
         self.auto_map = {"AutoProcessor": "processing_arcaligner.ArcAlignerProcessor"}
         super().__init__(tokenizer, chat_template=chat_template or tokenizer.chat_template)
@@ -114,8 +152,48 @@ class ArcAlignerProcessor(ProcessorMixin):
 
     def encoder_texts(self, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[str]:
         """What the encoder reads for each segment: a title, where there is one, keeps a sentence's subject with it."""
-        titles = [d.get("title") if isinstance(d, dict) else None for d in documents]
+        titles = [_title(document) for document in documents]
         return [f"{titles[s.document]}: {s.text}" if titles[s.document] else s.text for s in segments]
+
+    def tokenize_segments(self, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[SegmentTokens]:
+        """Each segment's tokens in the backbone's vocabulary, as the whole document has them. The words of a title
+        belong to the first segment of its document."""
+        texts = self.encoder_texts(segments, documents)
+        tokens_of = {
+            number: self._tokenize_document(documents[number], number) for number in {s.document for s in segments}
+        }
+        found = []
+        for number, (segment, text) in enumerate(zip(segments, texts, strict=True)):
+            ids, ends = tokens_of[segment.document]
+            is_first = number == 0 or segments[number - 1].document != segment.document
+            start = 0 if is_first else np.searchsorted(ends, segment.start, side="right")
+            end = np.searchsorted(ends, segment.end, side="right")
+            word_ends = np.clip(ends[start:end] - segment.start, 0, len(segment.text))
+            found.append(SegmentTokens(segment, text, tuple(ids[start:end].tolist()), tuple(word_ends.tolist())))
+        return found
+
+    def _tokenize_document(self, document: str | dict, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of a document's tokens, title first, and the character of its text where each ends, below 1 in a title."""
+        text, title = _document_text(document, number), _title(document)
+        title = f"{title}: " if title else ""
+        read = self.tokenizer(title + text, add_special_tokens=False, return_offsets_mapping=True)
+        ends = np.array([end for _, end in read["offset_mapping"]], dtype=np.int64) - len(title)
+        return np.array(read["input_ids"], dtype=np.int64), ends
+
+    def encode_slots(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> torch.FloatTensor:
+        """Normalised embeddings of the slots of `tokens`, in order, float32 (num_slots, encoder_hidden_size): one for
+        each segment, or for each run of about `tokens_per_slot` tokens."""
+        if tokens_per_slot == "segment":
+            return self.encode_segments([each.encoder_text for each in tokens])
+        starts = [each.encoder_start for each in tokens]
+        ends = [
+            [start + (each.word_ends[last - 1] if last else 0) for _, last in each.runs(tokens_per_slot)]
+            for start, each in zip(starts, tokens, strict=True)
+        ]
+        with torch.no_grad():
+            embeds = self._encoder.encode_runs([each.encoder_text for each in tokens], starts, ends).cpu()
+        self._check_embeds(embeds, 0)
+        return embeds
 
     def encode_segments(
         self, texts: Sequence[str], batch_size: int = 64, show_progress_bar: bool = False, **kwargs: Any
@@ -136,23 +214,42 @@ class ArcAlignerProcessor(ProcessorMixin):
         self._check_embeds(embeds, 0)
         return embeds
 
+    def encode_runs(self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]] | None):
+        """Embeddings of runs of characters, as [`LazyEncoder.encode_runs`]; of whole texts where `ends` is `None`."""
+        return self.encode_segments(texts) if ends is None else self._encoder.encode_runs(texts, starts, ends)
+
     # Prompts
 
-    def build_prompt(self, before: str, num_slots: int, after: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `before`, then `num_slots` slots, then `after`.
+    def split_prompt(self, messages: list[dict], **kwargs: Any) -> tuple[str, str]:
+        """The chat template's text before and behind the slots; `kwargs` are the template's.
+
+        Raises:
+            `ValueError`: a conversation without a question.
+        """
+        mark = uuid.uuid4().hex
+        text = super().apply_chat_template(_with_background_line(messages, mark), tokenize=False, **kwargs)
+        before, after = text.split(mark)
+        return before, after
+
+    def tokenize_prompt(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Ids of a part of a prompt.
 
         Raises:
             `ValueError`: a text that the tokenizer turns into the context token's id.
         """
-        head = self.tokenizer(before, add_special_tokens=add_special_tokens)["input_ids"]
-        tail = self.tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
-        if self.context_token_id in head + tail:
+        ids = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"] if text else []
+        if self.context_token_id in ids:
             raise ValueError(
                 f"The tokenizer reads {self.tokenizer.convert_ids_to_tokens(self.context_token_id)!r} as id "
                 f"{self.context_token_id}, which is `context_token_id` and marks slots. Set it to "
                 f"{len(self.tokenizer)} or more in processor and model, so that no text can become a slot."
             )
-        return head + [self.context_token_id] * num_slots + tail
+        return ids
+
+    def build_prompt(self, before: str, num_slots: int, after: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `before`, then `num_slots` slots, then `after`; see `tokenize_prompt`."""
+        head = self.tokenize_prompt(before, add_special_tokens)
+        return head + [self.context_token_id] * num_slots + self.tokenize_prompt(after)
 
     def __call__(
         self,
@@ -162,6 +259,8 @@ class ArcAlignerProcessor(ProcessorMixin):
         return_segments: bool | None = None,
         max_slots: int | None = None,
         slot_policy: str = "drop",
+        tokens_per_slot: int | str | None = None,
+        context_word_ids: Any = None,
         **kwargs: Any,
     ) -> BatchFeature:
         r"""
@@ -174,6 +273,9 @@ class ArcAlignerProcessor(ProcessorMixin):
                 empty string.
             context_embeds (tensor or array of shape `(num_slots, encoder_hidden_size)`, or a list of them, *optional*):
                 Embeddings made before, one a segment. Neither encoder nor segmenter is needed then.
+            context_word_ids (tensor of shape `(num_slots, max_words)`, or a list of them, *optional*):
+                The tokens of the slots of `context_embeds`, -1 behind them, where the aligner reads them.
+            tokens_per_slot (`int` or `"segment"`, *optional*): For this call, not the processor's.
             return_segments (`bool`, *optional*):
                 Adds `segments` (a list of [`Segment`] a row) and `statistics` (a dict a row: passage `tokens`, `slots`
                 and the measured `compression_rate` of what they stand for; with `max_slots` also how many segments are
@@ -206,7 +308,69 @@ class ArcAlignerProcessor(ProcessorMixin):
         prompts = [(BACKGROUND_LINE, QUESTION_LINE + question) for question in questions]
         kwargs.setdefault("add_special_tokens", True)
         kwargs |= {"max_slots": max_slots, "slot_policy": slot_policy}
+        kwargs |= {"tokens_per_slot": tokens_per_slot, "context_word_ids": context_word_ids}
         return self._with_slots(prompts, is_single, documents, context_embeds, return_segments, **kwargs)
+
+    def encode_documents(
+        self,
+        documents: Sequence[str | dict],
+        *,
+        max_slots: int | None = None,
+        slot_policy: str = "drop",
+        tokens_per_slot: int | str | None = None,
+    ) -> EncodedDocuments:
+        """The slots of one question's passages, to keep or to give as `context_embeds` and `context_word_ids`.
+
+        Arguments and errors as in [`~ArcAlignerProcessor.__call__`].
+        """
+        return self._encode_rows([list(documents)], max_slots, slot_policy, tokens_per_slot)[0]
+
+    def _encode_rows(self, documents, max_slots, slot_policy, tokens_per_slot) -> list[EncodedDocuments]:
+        """The slots of each row's documents, all encoded at once."""
+        rate = self._checked_rate(tokens_per_slot, max_slots, slot_policy)
+        by_segment = rate == "segment"
+        fitted = [self._fit(row, max_slots if by_segment else None, slot_policy) for row in documents]
+        tokens = [
+            self.tokenize_segments(row.segments, row_documents) or [EMPTY_SEGMENT]
+            if self.context_words or not by_segment
+            else [SegmentTokens(each, text, (), ()) for each, text in self._read(row.segments, row_documents)]
+            or [EMPTY_SEGMENT]
+            for row, row_documents in zip(fitted, documents, strict=True)
+        ]
+        counts = [sum(len(each.runs(rate)) for each in row) for row in tokens]
+        encoded = self.encode_slots([each for row in tokens for each in row], rate).split(counts)
+        rows = []
+        for row, row_tokens, embeds in zip(fitted, tokens, encoded, strict=True):
+            pieces = row.segments if by_segment else [each for one in row_tokens for each in one.pieces(rate)]
+            pieces, dropped = (
+                (pieces, row.dropped) if by_segment else (pieces[:max_slots], pieces[max_slots or len(pieces) :])
+            )
+            words = None
+            if self.context_words:
+                runs = [torch.tensor(one.word_ids[a:b]) for one in row_tokens for a, b in one.runs(rate)][:max_slots]
+                words = torch.nn.utils.rnn.pad_sequence(runs, batch_first=True, padding_value=-1).long()
+            rows.append(
+                EncodedDocuments(pieces if row.segments else [], embeds[:max_slots], words, row.num_merged, dropped)
+            )
+        return rows
+
+    def _read(self, segments, documents) -> list[tuple[Segment, str]]:
+        return list(zip(segments, self.encoder_texts(segments, documents), strict=True))
+
+    def _checked_rate(self, tokens_per_slot, max_slots, slot_policy) -> int | str:
+        rate = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
+        check_tokens_per_slot(rate)
+        if rate != "segment" and max_slots is not None and slot_policy == "merge":
+            raise ValueError(
+                f'`slot_policy` is "merge", but with `tokens_per_slot` {rate} slots are runs of tokens. Raise '
+                '`tokens_per_slot` for fewer slots, or pass `slot_policy="drop"`.'
+            )
+        if (known := self.trained_tokens_per_slot) and rate not in known:
+            logger.warning_once(
+                f"`tokens_per_slot` is {rate!r}, but this aligner has learned {', '.join(map(str, known))}. Expect "
+                "worse answers."
+            )
+        return rate
 
     def _with_slots(
         self,
@@ -218,59 +382,69 @@ class ArcAlignerProcessor(ProcessorMixin):
         add_special_tokens,
         max_slots=None,
         slot_policy="drop",
+        tokens_per_slot=None,
+        context_word_ids=None,
         **kwargs,
     ) -> BatchFeature:
         """Batch of prompts, each cut in two where its slots belong."""
         check_slot_budget(max_slots, slot_policy)
         documents = _documents_of_rows(documents, is_single, len(prompts))
         given = _embeds_of_rows(context_embeds, is_single, len(prompts))
-        if given[0] is not None and max_slots is not None and slot_policy == "merge":
+        if given[0] is None:
+            rows = self._encode_rows(documents, max_slots, slot_policy, tokens_per_slot)
+        else:
+            words = _words_of_rows(context_word_ids, is_single, len(prompts))
+            rows = self._given_rows(documents, given, words, max_slots, slot_policy, tokens_per_slot)
+        ids = [
+            self.build_prompt(before, len(row.context_embeds), after, add_special_tokens)
+            for (before, after), row in zip(prompts, rows, strict=True)
+        ]
+        features = self._pad(ids, rows, **kwargs)
+        if return_segments:
+            has_documents = documents[0] is not None
+            features["segments"] = [row.segments if has_documents else None for row in rows]
+            features["statistics"] = [
+                self._statistics(row_documents, row, max_slots is not None) if has_documents else None
+                for row_documents, row in zip(documents, rows, strict=True)
+            ]
+        return features
+
+    def _given_rows(self, documents, given, words, max_slots, slot_policy, tokens_per_slot) -> list[EncodedDocuments]:
+        """Rows of embeddings that were made before; of `documents`, where there are any, they have to be."""
+        if max_slots is not None and slot_policy == "merge":
             raise ValueError(
                 '`slot_policy` is "merge", but `context_embeds` made before cannot be merged. Pass `documents` '
                 'alone, or `slot_policy="drop"`.'
             )
-        segments = [None if row is None else self.segment_documents(row) for row in documents]
-        fitted = [
-            None if row is None else self._fit(row, row_documents, max_slots, slot_policy)
-            for row, row_documents in zip(segments, documents, strict=True)
-        ]
-        if given[0] is None:
-            segments = [row.segments for row in fitted]
-        embeds = [row[:max_slots] for row in self._embeds(documents, segments, given)]
-        ids = [
-            self.build_prompt(before, len(row), after, add_special_tokens)
-            for (before, after), row in zip(prompts, embeds, strict=True)
-        ]
-        features = self._pad(ids, embeds, **kwargs)
-        if return_segments:
-            features["segments"] = [None if row is None else row.segments for row in fitted]
-            features["statistics"] = [
-                None if row is None else self._statistics(row, len(row_embeds), row_fitted, max_slots is not None)
-                for row, row_embeds, row_fitted in zip(documents, embeds, fitted, strict=True)
-            ]
-        return features
-
-    def _fit(self, segments, documents, max_slots, slot_policy) -> FittedSegments:
-        texts = [_document_text(document, number) for number, document in enumerate(documents)]
-        return fit_segments(segments, texts, max_slots, slot_policy, self._encoder.fits)
-
-    def _embeds(self, documents, segments, given) -> list[torch.FloatTensor]:
-        """Embeddings of each row, (num_slots, encoder_hidden_size): as given, or all rows' segments encoded at once."""
-        if given[0] is not None:
-            for row, (row_embeds, row_segments) in enumerate(zip(given, segments, strict=True)):
-                self._check_embeds(row_embeds, row)
-                if row_segments is not None and max(1, len(row_segments)) != len(row_embeds):
+        rate = self._checked_rate(tokens_per_slot, max_slots, slot_policy)
+        rows = []
+        for number, (row_documents, embeds, row_words) in enumerate(zip(documents, given, words, strict=True)):
+            self._check_embeds(embeds, number)
+            if row_words is not None and (row_words.dim() != 2 or len(row_words) != len(embeds)):
+                raise ValueError(
+                    f"The `context_word_ids` of row {number} have shape {tuple(row_words.shape)} but its "
+                    f"`context_embeds` hold {len(embeds)} slots; expected ({len(embeds)}, max_words)."
+                )
+            segments = []
+            if row_documents is not None:
+                segments = self.segment_documents(row_documents)
+                if rate != "segment":
+                    tokens = self.tokenize_segments(segments, row_documents)
+                    segments = [piece for each in tokens for piece in each.pieces(rate)]
+                if max(1, len(segments)) != len(embeds):
                     raise ValueError(
-                        f"Row {row} has {max(1, len(row_segments))} segments but {len(row_embeds)} precomputed "
+                        f"Row {number} has {max(1, len(segments))} segments but {len(embeds)} precomputed "
                         "`context_embeds`. Compute them with the same segmentation, or leave `documents` out."
                     )
-            return given
-        texts = [
-            self.encoder_texts(row_segments, row_documents) or [""]
-            for row_segments, row_documents in zip(segments, documents, strict=True)
-        ]
-        encoded = self.encode_segments([text for row in texts for text in row])
-        return list(encoded.split([len(row) for row in texts]))
+            row_words = None if row_words is None else row_words[:max_slots]
+            dropped = [] if max_slots is None else segments[max_slots:]
+            rows.append(EncodedDocuments(segments[:max_slots], embeds[:max_slots], row_words, 0, dropped))
+        return rows
+
+    def _fit(self, documents, max_slots, slot_policy) -> FittedSegments:
+        segments = self.segment_documents(documents)
+        texts = [_document_text(document, number) for number, document in enumerate(documents)]
+        return fit_segments(segments, texts, max_slots, slot_policy, self._encoder.fits)
 
     def _check_embeds(self, embeds: torch.FloatTensor, row: int) -> None:
         if embeds.dim() != 2 or embeds.shape[1] != self.encoder_hidden_size or embeds.shape[0] == 0:
@@ -285,7 +459,7 @@ class ArcAlignerProcessor(ProcessorMixin):
                 f"{embeds.numel()}. Check the encoder's output."
             )
 
-    def _pad(self, ids, embeds, *, truncation=False, max_length=None, return_tensors=None, padding=None, **kwargs):
+    def _pad(self, ids, rows, *, truncation=False, max_length=None, return_tensors=None, padding=None, **kwargs):
         if truncation and max_length is not None:
             for row, row_ids in enumerate(ids):
                 last_slot = len(row_ids) - 1 - row_ids[::-1].index(self.context_token_id)
@@ -305,19 +479,25 @@ class ArcAlignerProcessor(ProcessorMixin):
             return_tensors=return_tensors,
             **kwargs,
         )
-        padded = torch.nn.utils.rnn.pad_sequence(embeds, batch_first=True)  # (batch, max_slots, encoder_hidden_size)
+        # (batch, max_slots, encoder_hidden_size)
+        slots = {
+            "context_embeds": torch.nn.utils.rnn.pad_sequence([row.context_embeds for row in rows], batch_first=True)
+        }
+        if rows[0].context_word_ids is not None:
+            slots["context_word_ids"] = pad_words([row.context_word_ids for row in rows])
         if return_tensors != "pt":
-            padded = padded.numpy() if return_tensors == "np" else padded.tolist()
-        return BatchFeature({**features, "context_embeds": padded})
+            slots = {name: x.numpy() if return_tensors == "np" else x.tolist() for name, x in slots.items()}
+        return BatchFeature({**features, **slots})
 
-    def _statistics(self, documents, num_slots: int, fitted: FittedSegments, has_budget: bool) -> dict[str, float]:
+    def _statistics(self, documents, row: EncodedDocuments, has_budget: bool) -> dict[str, float]:
         texts = [_document_text(document, number) for number, document in enumerate(documents)]
         tokens = kept = self._count_tokens(texts)
-        if fitted.dropped:
-            last = fitted.segments[-1]
+        if row.dropped:
+            last = row.segments[-1]
             kept = self._count_tokens([*texts[: last.document], texts[last.document][: last.end]])
+        num_slots = len(row.context_embeds)
         statistics = {"tokens": tokens, "slots": num_slots, "compression_rate": kept / num_slots}
-        return statistics | ({"merged": fitted.num_merged, "dropped": len(fitted.dropped)} if has_budget else {})
+        return statistics | ({"merged": row.num_merged, "dropped": len(row.dropped)} if has_budget else {})
 
     def _count_tokens(self, texts: list[str]) -> int:
         return sum(len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else 0
@@ -331,6 +511,8 @@ class ArcAlignerProcessor(ProcessorMixin):
         return_segments: bool | None = None,
         max_slots: int | None = None,
         slot_policy: str = "drop",
+        tokens_per_slot: int | str | None = None,
+        context_word_ids: Any = None,
         tokenize: bool = False,
         return_dict: bool = False,
         return_tensors: str | None = None,
@@ -345,7 +527,7 @@ class ArcAlignerProcessor(ProcessorMixin):
 
         Args:
             conversation (`list[dict]` or a list of them): Messages with `role` and `content`.
-            documents, context_embeds, return_segments, max_slots, slot_policy:
+            documents, context_embeds, context_word_ids, return_segments, max_slots, slot_policy, tokens_per_slot:
                 As in [`~ArcAlignerProcessor.__call__`], documents and embeddings with one entry a conversation.
             processor_kwargs (`dict`, *optional*):
                 For the tokenizer: `padding`, `padding_side`, `truncation`, `max_length`. `max_slots` and `slot_policy`
@@ -367,13 +549,7 @@ class ArcAlignerProcessor(ProcessorMixin):
             )
         is_single = isinstance(conversation[0], dict)
         conversations = [conversation] if is_single else conversation
-        mark = uuid.uuid4().hex
-        prompts = []
-        for messages in conversations:
-            text = super().apply_chat_template(
-                _with_background_line(messages, mark), chat_template, tokenize=False, **kwargs
-            )
-            prompts.append(tuple(text.split(mark)))
+        prompts = [self.split_prompt(messages, chat_template=chat_template, **kwargs) for messages in conversations]
         features = self._with_slots(
             prompts,
             is_single,
@@ -382,6 +558,8 @@ class ArcAlignerProcessor(ProcessorMixin):
             return_segments,
             add_special_tokens=False,
             return_tensors=return_tensors,
+            tokens_per_slot=tokens_per_slot,
+            context_word_ids=context_word_ids,
             **{"max_slots": max_slots, "slot_policy": slot_policy, **(processor_kwargs or {})},
         )
         if not tokenize:
@@ -426,6 +604,10 @@ def _check_question(question) -> None:
         raise ValueError("The question is empty; expected a text. Passages alone ask nothing.")
 
 
+def _title(document) -> str | None:
+    return document.get("title") if isinstance(document, dict) else None
+
+
 def _document_text(document, number: int) -> str:
     text = document.get("text") if isinstance(document, dict) else document
     if not isinstance(text, str):
@@ -461,6 +643,26 @@ def _embeds_of_rows(context_embeds, is_single: bool, num_rows: int) -> list:
             f"Got {num_rows} questions but {len(rows)} sets of `context_embeds`; each question needs its own."
         )
     return [torch.as_tensor(np.asarray(row) if isinstance(row, list) else row).float() for row in rows]
+
+
+def _words_of_rows(context_word_ids, is_single: bool, num_rows: int) -> list:
+    if context_word_ids is None:
+        return [None] * num_rows
+    rows = [context_word_ids] if is_single else list(context_word_ids)
+    if len(rows) != num_rows:
+        raise ValueError(
+            f"Got {num_rows} questions but {len(rows)} sets of `context_word_ids`; each question needs its own."
+        )
+    return [torch.as_tensor(row).long() for row in rows]
+
+
+def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
+    """Words of slots, each (num_slots, max_words), as one (batch, max_slots, max_words), -1 where there is none."""
+    sizes = [max(row.shape[axis] for row in rows) for axis in (0, 1)]
+    padded = torch.full((len(rows), *sizes), -1, device=rows[0].device)
+    for number, row in enumerate(rows):
+        padded[number, : row.shape[0], : row.shape[1]] = row
+    return padded
 
 
 def _with_background_line(messages: list[dict], mark: str) -> list[dict]:

@@ -23,6 +23,56 @@ class Segment:
     text: str
 
 
+@dataclass(frozen=True)
+class SegmentTokens:
+    """A segment's tokens in the backbone's vocabulary, and what the encoder reads for it."""
+
+    segment: Segment
+    encoder_text: str
+    word_ids: tuple[int, ...]
+    word_ends: tuple[int, ...]  # the character of the segment's text where each token ends; 0 for those of a title
+
+    @property
+    def encoder_start(self) -> int:
+        """Where the segment's text begins in what the encoder reads."""
+        return len(self.encoder_text) - len(self.segment.text)
+
+    def runs(self, tokens_per_slot: int | str) -> list[tuple[int, int]]:
+        """First and end token of each slot."""
+        return equal_runs(len(self.word_ids), tokens_per_slot)
+
+    def pieces(self, tokens_per_slot: int | str) -> list[Segment]:
+        """The part of the segment's text that each slot stands for, with its characters in the document."""
+        pieces, start = [], 0
+        for _, last in self.runs(tokens_per_slot):
+            end = self.word_ends[last - 1] if last < len(self.word_ids) else len(self.segment.text)
+            text = self.segment.text[start:end]
+            pieces.append(Segment(self.segment.document, self.segment.start + start, self.segment.start + end, text))
+            start = end
+        return pieces
+
+
+def equal_runs(num_tokens: int, tokens_per_slot: int | str) -> list[tuple[int, int]]:
+    """Cuts a segment's tokens into equal runs of about `tokens_per_slot`, one run for `"segment"` and at least one.
+
+    >>> equal_runs(10, 4), equal_runs(2, 4), equal_runs(10, "segment")
+    ([(0, 3), (3, 6), (6, 10)], [(0, 2)], [(0, 10)])
+    """
+    count = 1 if tokens_per_slot == "segment" else max(1, (2 * num_tokens + tokens_per_slot) // (2 * tokens_per_slot))
+    bounds = [number * num_tokens // count for number in range(count + 1)]
+    return list(zip(bounds[:-1], bounds[1:], strict=True))
+
+
+def check_tokens_per_slot(tokens_per_slot: int | str) -> None:
+    """Raises `ValueError` unless it is `"segment"` or a whole number of at least 1."""
+    is_number = isinstance(tokens_per_slot, int) and not isinstance(tokens_per_slot, bool)
+    if tokens_per_slot != "segment" and not (is_number and tokens_per_slot >= 1):
+        raise ValueError(
+            f'`tokens_per_slot` is {tokens_per_slot!r}; expected a whole number of tokens of at least 1, or "segment" '
+            "for one slot per segment."
+        )
+
+
 @functools.lru_cache(maxsize=4)
 def _load_spacy(spacy_model: str):
     try:
@@ -120,4 +170,4 @@ def segment_document(
     return [Segment(document, start, end, text[start:end]) for start, end in pieces]
 
 
-__all__ = ["Segment", "segment_document"]
+__all__ = ["Segment", "SegmentTokens", "segment_document"]

@@ -36,6 +36,7 @@ FORMAT = "arcaligner-slot-prefix-1"
 PREFIX_SETTINGS = {
     "max_slots": int,
     "slot_policy": str,
+    "tokens_per_slot": lambda rate: rate if rate == "segment" else int(rate),
     "gate_mode": str,
     "gate_threshold": float,
     "max_refinement_steps": int,
@@ -103,6 +104,8 @@ def slot_prefix_fingerprint(
         "encoder": processor.encoder_name_or_path,
         "sentences_per_segment": processor.sentences_per_segment,
         "spacy_model": processor.spacy_model,
+        "tokens_per_slot": (settings or {}).get("tokens_per_slot", processor.tokens_per_slot),
+        "context_words": processor.context_words,
         "prompt": _digest(list(prompt_ids)),
         "passages": _passages_digest(passages),
     }

@@ -1,70 +1,115 @@
-"""Rows of the training set to a padded batch, the embeddings of their slots read from the store."""
+"""Rows of the training set to a padded batch, at a rate of slots drawn for the batch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .embedding_store import EmbeddingStore
-
-
-def labelled_columns(labels: torch.Tensor) -> int:
-    """Columns of `labels` (batch, seq_len) from the first one with a label on, and the one whose logits predict it."""
-    return labels.shape[1] - int((labels != -100).any(dim=0).int().argmax()) + 1
+from ..processing_arcaligner import pad_words
+from ..segmentation_arcaligner import equal_runs
+from .templates import stable_number
 
 
 @dataclass
 class ContextCollator:
     """
-    Pads rows of `data.build_dataset` and adds the embeddings of their slots. Text is padded on the
-    left, so that the targets of a batch end together and the language model's head is needed for
-    few positions.
+    Pads rows of `data.EXAMPLE_FEATURES`, with as many slots as the rate of the batch makes.
 
     Args:
-        store ([`EmbeddingStore`]): Where the rows' `segment_rows` point to.
         context_token_id (`int`): The id that marks a slot.
-        pad_token_id (`int`): Fills `input_ids`; padding is masked and has no label.
+        pad_token_id (`int`): Fills `input_ids`.
+        tokens_per_slot (`Sequence`): The rates. A batch has the one that its rows' ids choose, so that a run that goes
+            on draws the same ones.
+        context_words (`bool`): Whether the slots' words are in the batch.
+        padding_side (`str`): `"left"` for prompts to generate from.
 
     Returns a dictionary of
 
-    - `input_ids`, `attention_mask`, `labels`: `torch.LongTensor` (batch, seq_len), labels -100
-      where nothing is learned;
-    - `context_embeds`: `torch.FloatTensor` (batch, max_slots,
-      encoder_hidden_size), rows padded with zeros at the end;
+    - `input_ids`, `labels`: `torch.LongTensor` (batch, seq_len), labels -100 where nothing is learned;
+    - `turn_ids`: `torch.LongTensor` (batch, seq_len), 0 for what stands before the turns, slots included, 1 for the first
+      turn, ..., -1 for padding; see `turn_mask`;
+    - `encoder_texts`, `encoder_starts`, `encoder_ends`: what `LazyEncoder.encode_runs` takes, of all rows in order, with
+      `encoder_ends` `None` where each text is one slot;
+    - `num_slots`: `list[int]` a row;
+    - `context_word_ids`: `torch.LongTensor` (batch, max_slots, max_words), with `context_words`;
     - `row_ids`: `list[str]`, to name a batch that goes wrong.
-
-    Raises:
-        `ValueError`: a row whose context tokens and segments differ in number.
     """
 
-    store: EmbeddingStore
     context_token_id: int
     pad_token_id: int
+    tokens_per_slot: Sequence[int | str] = ("segment",)
+    context_words: bool = False
+    padding_side: str = "right"
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        batch, seq_len = len(rows), max(len(row["input_ids"]) for row in rows)
-        max_slots = max(len(row["segment_rows"]) for row in rows)
-        input_ids = torch.full((batch, seq_len), self.pad_token_id)
-        attention_mask = torch.zeros((batch, seq_len), dtype=torch.long)
-        labels = torch.full((batch, seq_len), -100)
-        context_embeds = torch.zeros(batch, max_slots, self.store.encoder_hidden_size)
-        for index, row in enumerate(rows):
-            length, num_slots = len(row["input_ids"]), len(row["segment_rows"])
-            num_context_tokens = row["input_ids"].count(self.context_token_id)
-            if num_context_tokens != num_slots:
-                raise ValueError(
-                    f"Row {row['row_id']} has {num_context_tokens} context tokens but {num_slots} "
-                    "segments. Build rows with `data.build_dataset`; nothing may truncate them."
-                )
-            input_ids[index, seq_len - length :] = torch.tensor(row["input_ids"])
-            attention_mask[index, seq_len - length :] = 1
-            labels[index, seq_len - length :] = torch.tensor(row["labels"])
-            embeddings = self.store[row["segment_rows"]]  # (num_slots, encoder_hidden_size)
-            context_embeds[index, :num_slots] = torch.from_numpy(embeddings)
-        return {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "labels": labels,
-            "context_embeds": context_embeds,
-            "row_ids": [row["row_id"] for row in rows],
+        row_ids = [row["row_id"] for row in rows]
+        rate = self.tokens_per_slot[stable_number("rate:" + ":".join(row_ids), len(self.tokens_per_slot))]
+        slots = [self._slots(row, rate) for row in rows]
+        ids, labels, turns = [], [], []
+        for row, row_slots in zip(rows, slots, strict=True):
+            before = row["head"] + [self.context_token_id] * len(row_slots)
+            ids.append(before + [each for turn in row["turns"] for each in turn["input_ids"]])
+            labels.append([-100] * len(before) + [each for turn in row["turns"] for each in turn["labels"]])
+            turns.append([0] * len(before))
+            for number, turn in enumerate(row["turns"], start=1):
+                turns[-1] += [number] * len(turn["input_ids"])
+        segments = [segment for row in rows for segment in row["segments"]]
+        batch = {
+            "input_ids": _padded(ids, self.pad_token_id, self.padding_side),
+            "labels": _padded(labels, -100, self.padding_side),
+            "turn_ids": _padded(turns, -1, self.padding_side),
+            "encoder_texts": [segment["encoder_text"] for segment in segments],
+            "encoder_starts": [segment["encoder_start"] for segment in segments],
+            "encoder_ends": None if rate == "segment" else [_ends(segment, rate) for segment in segments],
+            "num_slots": [len(row_slots) for row_slots in slots],
+            "row_ids": row_ids,
         }
+        if self.context_words:
+            words = [_padded(row_slots, -1) for row_slots in slots]  # each (num_slots, max_words)
+            batch["context_word_ids"] = pad_words(words)
+        return batch
+
+    def _slots(self, row: dict[str, Any], rate: int | str) -> list[list[int]]:
+        """The words of each slot of a row."""
+        return [
+            segment["word_ids"][start:end]
+            for segment in row["segments"]
+            for start, end in equal_runs(len(segment["word_ids"]), rate)
+        ]
+
+
+def turn_mask(turn_ids: torch.LongTensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.LongTensor]:
+    """What each position of a batch may read, and its position: turns stand side by side behind the slots.
+
+    Args:
+        turn_ids (`torch.LongTensor` of shape `(batch, seq_len)`): Of [`ContextCollator`].
+        dtype (`torch.dtype`): Of the additive mask.
+
+    Returns:
+        The mask (batch, 1, seq_len, seq_len), 0 where a position reads another and the lowest number where not, and
+        `position_ids` (batch, seq_len).
+    """
+    seq_len = turn_ids.shape[1]
+    key, query = turn_ids[:, None, :], turn_ids[:, :, None]
+    index = torch.arange(seq_len, device=turn_ids.device)
+    reads = (index[None, :] <= index[:, None]) & ((key == 0) | (key == query))
+    mask = torch.zeros(reads.shape, dtype=dtype, device=turn_ids.device)
+    mask = mask.masked_fill(~reads, torch.finfo(dtype).min)[:, None]
+    # A turn goes on counting where the slots end.
+    begins = torch.nn.functional.pad(turn_ids[:, 1:] != turn_ids[:, :-1], (1, 0))
+    start_of_turn = torch.where(begins, index, 0).cummax(dim=1).values  # (batch, seq_len)
+    prefix_length = (turn_ids == 0).sum(dim=1, keepdim=True)
+    return mask, torch.where(turn_ids == 0, index, prefix_length + index - start_of_turn)
+
+
+def _ends(segment: dict[str, Any], rate: int) -> list[int]:
+    """The characters of the encoder's text where the slots of a segment end."""
+    ends = segment["word_ends"]
+    return [segment["encoder_start"] + (ends[last - 1] if last else 0) for _, last in equal_runs(len(ends), rate)]
+
+
+def _padded(rows: list[list[int]], value: int, side: str = "right") -> torch.LongTensor:
+    """Lists as the rows of a tensor (rows, longest)."""
+    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)

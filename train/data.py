@@ -1,44 +1,67 @@
-"""Rows to tokenised examples with slots, and examples to the trainer's dataset.
+"""Rows to tokenised examples with slots.
 
-A row of a corpus (`corpora.py`) becomes, in stage I, one example for every few consecutive segments of its passages
-(the slots) with their text as the target; in stages II and III one example with all segments as slots and the first
-answer as the target. Tokenising never runs the encoder: a prompt needs the number of its slots only.
+A row of a corpus (`corpora.py`) becomes, in stages 0 and I, one example for every few consecutive segments of its
+passages: the slots, and behind them a turn that gives their text back and, where wanted, one that goes on with the text
+that follows. In stages II and III the questions about the same passages become one example: the slots of all segments,
+and behind them a turn for each question with its first answer.
+
+How many slots a segment has is not decided here: the rate is drawn for each batch, by the collator. So an example keeps
+its segments' tokens, and the prompt before and behind the slots. Nothing here runs the encoder.
 """
 
 import itertools
+import math
 import uuid
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import datasets
 import numpy as np
-import pyarrow as pa
 from datasets import Features, List, Value
 
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..segmentation_arcaligner import Segment
-from .embedding_store import EmbeddingStore
-from .templates import choose_template, stable_number
+from ..segmentation_arcaligner import Segment, SegmentTokens, equal_runs
+from .templates import CONTINUATION, choose_template, stable_number
 
 EXAMPLE_FEATURES = Features(
     row_id=Value("string"),
-    input_ids=List(Value("int32")),
-    labels=List(Value("int32")),
-    segment_texts=List(Value("string")),
-    answers=List(Value("string")),
+    head=List(Value("int32")),
+    turns=List({"input_ids": List(Value("int32")), "labels": List(Value("int32"))}),
+    segments=List(
+        {
+            "encoder_text": Value("string"),
+            "encoder_start": Value("int32"),
+            "word_ids": List(Value("int32")),
+            "word_ends": List(Value("int32")),
+        }
+    ),
+    length=Value("int32"),
+    answers=List(List(Value("string"))),
 )
 
 
 @dataclass
-class Example:
-    """Ids with context tokens, labels, the texts that the slots stand for, in order, and all right answers, if any."""
+class Turn:
+    """Ids behind the slots up to the end of the assistant's turn, and labels on what the assistant says."""
 
-    row_id: str
     input_ids: list[int]
     labels: list[int]
-    segment_texts: list[str]
-    answers: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Example:
+    """Slots and the turns that read them.
+
+    Each turn stands directly behind the slots: it reads them and itself, and no other turn. `length` counts tokens with
+    the most slots that a rate of the recipe makes. `answers` are all right answers to each turn's question, if any.
+    """
+
+    row_id: str
+    head: list[int]
+    turns: list[Turn]
+    segments: list[dict[str, Any]]
+    length: int = 0
+    answers: list[list[str]] = field(default_factory=list)
 
 
 def chunk_segments(segments: list[Segment], max_segments: int, row_id: str) -> Iterator[list[Segment]]:
@@ -57,93 +80,118 @@ class ExampleBuilder:
     Args:
         processor ([`ArcAlignerProcessor`]): Tokenizer, chat template and segmenter.
         max_segments (`int`): The most segments of a reconstruction example, at least 1.
+        continues (`bool`): Whether a reconstruction example has a second turn, which goes on with the segment behind.
+        tokens_per_slot (`Sequence`): The rates that batches will have; examples are as long as the finest makes them.
 
     Raises:
         `ValueError`: a chat template whose prompt is not the beginning of the whole conversation.
     """
 
-    def __init__(self, processor: ArcAlignerProcessor, max_segments: int = 1):
+    def __init__(
+        self,
+        processor: ArcAlignerProcessor,
+        max_segments: int = 1,
+        continues: bool = False,
+        tokens_per_slot: Sequence[int | str] = ("segment",),
+    ):
         if max_segments < 1:
             raise ValueError(f"`max_segments` is {max_segments}; an example needs at least 1 segment.")
         self.processor = processor
         self.max_segments = max_segments
-        self._segments_of: dict[tuple, list[Segment]] = {}
+        self.continues = continues
+        self.finest_rate = min(tokens_per_slot, key=lambda rate: math.inf if rate == "segment" else rate)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the remembered segments: what a builder makes, and its fingerprint, do not depend on them."""
-        return self.__dict__ | {"_segments_of": {}}
+    def reconstruction_examples(self, rows: list[dict[str, Any]]) -> Iterator[Example]:
+        """Stages 0 and I: each run of segments as slots, its text as the target, and the text behind it."""
+        for row in rows:
+            documents = row["passages"]
+            tokens = self._tokens(documents)
+            for document, group in itertools.groupby(tokens, key=lambda each: each.segment.document):
+                segments, start = list(group), 0
+                for chunk in chunk_segments(segments, self.max_segments, f"{row['id']}:{document}"):
+                    start += len(chunk)
+                    yield self._reconstruction_example(
+                        row["id"], documents[document], chunk, segments[start : start + 1]
+                    )
 
-    def reconstruction_examples(self, row: dict[str, Any]) -> Iterator[Example]:
-        """Stage I: each run of segments as slots, its text as the target."""
-        documents = row["passages"]
-        for document, segments in itertools.groupby(self._segments(documents), key=lambda segment: segment.document):
-            name = f"{row['id']}:{document}"
-            for chunk in chunk_segments(list(segments), self.max_segments, name):
-                yield self.reconstruction_example(row["id"], documents, chunk)
-
-    def reconstruction_example(self, row_id: str, documents: list, chunk: list[Segment]) -> Example:
-        """Consecutive segments of one of `documents` as slots, their text as the target."""
-        first, last = chunk[0], chunk[-1]
-        target = documents[first.document]["text"][first.start : last.end].strip()
+    def _reconstruction_example(
+        self, row_id: str, document: dict, chunk: list[SegmentTokens], following: list[SegmentTokens]
+    ) -> Example:
+        """Consecutive segments of a document as slots, their text and that of the `following` one as targets."""
+        first, last = chunk[0].segment, chunk[-1].segment
         template = choose_template(f"{row_id}:{first.document}:{first.start}")
+        text = document["text"][first.start : last.end].strip()
+        head, turn = self._turn(template.before, template.after, text, row_id)
+        turns = [turn]
+        if self.continues and following:
+            # The words before the slots are shared: only what stands behind them tells the two turns apart.
+            _, turn = self._turn(template.before, CONTINUATION, following[0].segment.text.strip(), row_id)
+            turns.append(turn)
+        return self._example(row_id, head, turns, chunk)
+
+    def question_examples(self, rows: list[dict[str, Any]]) -> Iterator[Example]:
+        """Stages II and III: the passages that `rows` share as slots, a turn for each question that has an answer."""
+        documents = rows[0]["passages"]
+        head, turns, answers = [], [], []
+        for row in rows:
+            if row["answers"] and (answer := row["answers"][0].strip()):
+                head, turn = self._question_turn(row["question"], answer, row["id"])
+                turns.append(turn)
+                answers.append(row["answers"])
+        if turns:
+            yield self._example(rows[0]["id"], head, turns, self._tokens(documents), answers)
+
+    def _tokens(self, documents: list[dict[str, str]]) -> list[SegmentTokens]:
+        segments = self.processor.segment_documents(documents)
+        return self.processor.tokenize_segments(segments, documents)
+
+    def _example(self, row_id, head, turns, tokens: list[SegmentTokens], answers=None) -> Example:
+        """Without any segment, one slot with the encoding of the empty string."""
+        segments = [
+            {
+                "encoder_text": each.encoder_text,
+                "encoder_start": each.encoder_start,
+                "word_ids": list(each.word_ids),
+                "word_ends": list(each.word_ends),
+            }
+            for each in tokens
+        ] or [{"encoder_text": "", "encoder_start": 0, "word_ids": [], "word_ends": []}]
+        num_slots = sum(len(equal_runs(len(each["word_ids"]), self.finest_rate)) for each in segments)
+        length = len(head) + num_slots + sum(len(turn.input_ids) for turn in turns)
+        return Example(row_id, head, turns, segments, length, answers or [])
+
+    def _turn(self, before: str, after: str, target: str, row_id: str) -> tuple[list[int], Turn]:
+        """What stands before the slots, and the turn behind them; `before` and `after` are the user's words."""
         mark = uuid.uuid4().hex
         messages = [
-            {"role": "user", "content": template.before + mark + template.after},
+            {"role": "user", "content": before + mark + after},
             {"role": "assistant", "content": target},
         ]
-        prompt = self._marked_prompt(messages[:1], mark, len(chunk), add_generation_prompt=True)
-        whole = self._marked_prompt(messages, mark, len(chunk), add_generation_prompt=False)
-        return self._example(row_id, prompt, whole, self.processor.encoder_texts(chunk, documents))
-
-    def question_examples(self, row: dict[str, Any]) -> Iterator[Example]:
-        """Stages II and III: all passages as slots, the first answer as the target, if any."""
-        answer = row["answers"][0].strip() if row["answers"] else ""
-        if not answer:
-            return
-        documents = row["passages"]
-        segments = self._segments(documents)
-        texts = self.processor.encoder_texts(segments, documents) if segments else [""]
-        messages = [
-            {"role": "user", "content": row["question"]},
-            {"role": "assistant", "content": answer},
-        ]
-        prompt = self._question_prompt(messages[:1], len(texts), add_generation_prompt=True)
-        whole = self._question_prompt(messages, len(texts), add_generation_prompt=False)
-        yield self._example(row["id"], prompt, whole, texts, row["answers"])
-
-    def _segments(self, documents: list[dict[str, str]]) -> list[Segment]:
-        """Segments of `documents`, remembered: many questions share their passages."""
-        key = tuple((document["title"], document["text"]) for document in documents)
-        if key not in self._segments_of:
-            self._segments_of[key] = self.processor.segment_documents(documents)
-        return self._segments_of[key]
-
-    def _marked_prompt(self, messages: list, mark: str, num_slots: int, **kwargs) -> list[int]:
-        """A conversation with `mark` in the place of the slots, as ids."""
-        text = self.processor.apply_chat_template(messages, tokenize=False, **kwargs)
-        before, after = text.split(mark)
-        return self.processor.build_prompt(before, num_slots, after, add_special_tokens=False)
-
-    def _question_prompt(self, messages: list, num_slots: int, **kwargs) -> list[int]:
-        """The processor's own prompt; embeddings of zeros stand for the number of slots."""
-        embeds = np.zeros((num_slots, self.processor.encoder_hidden_size), dtype=np.float32)
-        inputs = self.processor.apply_chat_template(
-            messages, context_embeds=embeds, tokenize=True, return_dict=True, **kwargs
+        return self._split(
+            row_id,
+            self.processor.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True).split(mark),
+            self.processor.apply_chat_template(messages, tokenize=False).split(mark),
         )
-        return inputs["input_ids"][0]
 
-    def _example(
-        self, row_id: str, prompt: list[int], whole: list[int], texts: list[str], answers: list[str] | None = None
-    ) -> Example:
+    def _question_turn(self, question: str, answer: str, row_id: str) -> tuple[list[int], Turn]:
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return self._split(
+            row_id,
+            self.processor.split_prompt(messages[:1], add_generation_prompt=True),
+            self.processor.split_prompt(messages),
+        )
+
+    def _split(self, row_id: str, prompt: Sequence[str], whole: Sequence[str]) -> tuple[list[int], Turn]:
         """Labels on what the assistant says and the token that ends its turn, nothing else."""
-        if whole[: len(prompt)] != prompt:
+        tokenize = self.processor.tokenize_prompt
+        head, asked, said = tokenize(prompt[0]), tokenize(prompt[1]), tokenize(whole[1])
+        if prompt[0] != whole[0] or said[: len(asked)] != asked:
             raise ValueError(
-                f"Row {row_id}: the prompt {self.processor.decode(prompt)!r} is not how the whole "
-                f"conversation {self.processor.decode(whole)!r} begins, so the target cannot be "
-                "told from the prompt. Name another `chat_template_path`."
+                f"Row {row_id}: the prompt {prompt!r} is not how the whole conversation {whole!r} begins, so the target "
+                "cannot be told from the prompt. Name another `chat_template_path`."
             )
-        target = self._end_of_turn(whole[len(prompt) :])
-        return Example(row_id, prompt + target, [-100] * len(prompt) + target, texts, answers or [])
+        target = self._end_of_turn(said[len(asked) :])
+        return head, Turn(asked + target, [-100] * len(asked) + target)
 
     def _end_of_turn(self, target: list[int]) -> list[int]:
         """Cuts what stands behind the end of the turn; a template without gets EOS."""
@@ -157,35 +205,16 @@ class ExampleBuilder:
         return target if target and target[-1] in special else [*target, tokenizer.eos_token_id]
 
 
-def examples_dataset(examples: list[Example]) -> datasets.Dataset:
-    """Examples as rows, a column for each field."""
-    return datasets.Dataset.from_list([asdict(example) for example in examples], features=EXAMPLE_FEATURES)
+def word_rarity(examples: Sequence[dict[str, Any]], vocab_size: int) -> np.ndarray:
+    """Inverse document frequency of each token over the segments of `examples`, scaled to (0, 1]; (vocab_size,)."""
+    counts, num_segments = np.zeros(vocab_size), 0
+    for example in examples:
+        for segment in example["segments"]:
+            counts[np.unique(segment["word_ids"]).astype(np.int64)] += 1
+            num_segments += 1
+    rarity = np.log((num_segments + 1) / (counts + 1)) / math.log(num_segments + 1)
+    return np.maximum(rarity, MIN_RARITY)
 
 
-def build_dataset(examples: datasets.Dataset | list[Example], store: EmbeddingStore) -> datasets.Dataset:
-    """
-    Examples as the trainer's dataset; segments not in `store` yet are encoded now.
-
-    Args:
-        examples (`datasets.Dataset` or `list[Example]`): As `ExampleSelector.select` returns them, or a few.
-        store ([`EmbeddingStore`]): Where the embeddings are, and get to.
-
-    Columns: `row_id`, `input_ids`, `labels`, `length` (tokens, to group batches by), `segment_rows`
-    (rows of `store`), `answers`.
-    """
-    if isinstance(examples, list):
-        examples = examples_dataset(examples)
-    table = examples.with_format("arrow")[:]
-    texts = table["segment_texts"].combine_chunks()
-    rows = pa.array(store.add(texts.flatten().to_pylist()))
-    ends = np.cumsum(texts.value_lengths().to_numpy())
-    return datasets.Dataset.from_dict(
-        {
-            "row_id": table["row_id"],
-            "input_ids": table["input_ids"],
-            "labels": table["labels"],
-            "answers": table["answers"],
-            "length": table["input_ids"].combine_chunks().value_lengths(),
-            "segment_rows": pa.ListArray.from_arrays(pa.array(np.insert(ends, 0, 0), type=pa.int32()), rows),
-        }
-    )
+# A slot of nothing but frequent words has these to speak of.
+MIN_RARITY = 0.02

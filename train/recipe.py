@@ -14,6 +14,7 @@ from trl import TrlParser
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..defaults_arcaligner import cache_directory, resolve_base_model
 from ..processing_arcaligner import ArcAlignerProcessor
+from ..segmentation_arcaligner import check_tokens_per_slot
 from .data import ExampleBuilder
 from .selection import ExampleSelector
 
@@ -21,9 +22,9 @@ from .selection import ExampleSelector
 _OF_PROCESSOR = {"encoder_name_or_path", "encoder_hidden_size", "context_token", "context_token_id"}
 
 
-def default_embedding_cache() -> str:
-    """Folder of the embedding stores in ArcAligner's cache."""
-    return str(cache_directory() / "embeddings")
+def default_examples_cache() -> str:
+    """Folder of tokenised examples in ArcAligner's cache."""
+    return str(cache_directory() / "examples")
 
 
 @dataclass
@@ -33,7 +34,7 @@ class RecipeArguments:
     directory.
 
     Args:
-        stage (`str`): `"reconstruction"`, `"grounding"` or `"gating"`: data, prompt and what is
+        stage (`str`): `"lexical"`, `"reconstruction"`, `"grounding"` or `"gating"`: data, prompt and what is
             trained.
         model_name_or_path (`str`): A base model for the first stage, the previous stage's
             `output_dir` for the others.
@@ -54,15 +55,23 @@ class RecipeArguments:
         strict (`bool`): Stop at a row without a question, answer or passage, rather than leave it out and count it.
         reconstruction_files (`dict[str, float]`), reconstruction_share (`float`): Share of stage-I
             examples in a later stage's training set, and where they come from.
-        embedding_cache_dir (`str`): Where segments' embeddings are kept, for all stages.
+        max_questions (`int`): The most questions about the same passages in one example. They share the slots, each
+            reads these and itself, so that a passage is computed once for all of them.
+        continues (`bool`): Whether stage-I examples have a second turn, which goes on with the segment behind.
+        tokens_per_slot (`list`): Rates of slots, whole numbers of tokens or `"segment"`; each batch draws one.
+        attn_implementation (`str`, *optional*): transformers' name of an attention kernel. On CPUs `"eager"` is two to
+            three times as fast backward as `"sdpa"` for rows of a few hundred tokens.
+        compile_layers (`bool`): Whether the decoder layers are compiled, which takes a minute once and wins in long
+            runs.
+        examples_cache_dir (`str`): Where tokenised examples are kept, for all stages.
 
     Raises:
         `ValueError`: a share outside [0, 1), or a share without files; a range of passages that is none; unknown keys
             in `aligner` or `processor`.
     """
 
-    stage: Literal["reconstruction", "grounding", "gating"] = field(
-        metadata={"help": "reconstruction, grounding or gating"}
+    stage: Literal["lexical", "reconstruction", "grounding", "gating"] = field(
+        metadata={"help": "lexical, reconstruction, grounding or gating"}
     )
     model_name_or_path: str = field(metadata={"help": "Base model, or the previous stage's output_dir"})
     train_files: dict[str, float] = field(metadata={"help": "Files or Hub data sets, with their weights"})
@@ -87,11 +96,22 @@ class RecipeArguments:
         default_factory=dict, metadata={"help": "Files for stage-I examples in later stages"}
     )
     reconstruction_share: float = field(default=0.0, metadata={"help": "Share of stage-I examples in later stages"})
-    embedding_cache_dir: str = field(
-        default_factory=default_embedding_cache, metadata={"help": "Where embeddings are kept"}
+    max_questions: int = field(default=1, metadata={"help": "Most questions about the same passages in one example"})
+    continues: bool = field(default=False, metadata={"help": "Stage-I examples also go on with the text behind"})
+    tokens_per_slot: list[str] = field(
+        default_factory=lambda: ["segment"], metadata={"help": "Rates that batches are drawn at"}
+    )
+    attn_implementation: str | None = field(default=None, metadata={"help": "Attention kernel"})
+    compile_layers: bool = field(default=False, metadata={"help": "Compile the decoder layers"})
+    examples_cache_dir: str = field(
+        default_factory=default_examples_cache, metadata={"help": "Where tokenised examples are kept"}
     )
 
     def __post_init__(self):
+        # A command line gives text, a recipe numbers.
+        self.tokens_per_slot = [int(rate) if str(rate).isdecimal() else rate for rate in self.tokens_per_slot]
+        for rate in self.tokens_per_slot:
+            check_tokens_per_slot(rate)
         refuse_unknown("`aligner`", self.aligner, [f.name for f in dataclasses.fields(ArcAlignerConfig)])
         refuse_unknown("`processor`", self.processor, list(inspect.signature(ArcAlignerProcessor).parameters))
         for key in self.aligner.keys() & _OF_PROCESSOR:
@@ -115,7 +135,7 @@ class RecipeArguments:
                 f"`min_passages` is {self.min_passages} and `max_passages` {self.max_passages}; expected 1 <= "
                 "`min_passages` <= `max_passages`, or neither for each question's own passages."
             )
-        if self.stage == "reconstruction":
+        if self.stage in ("lexical", "reconstruction"):
             raise ValueError(
                 "`max_passages` adds distractors to questions, and stage I asks none. Leave it out; `max_segments` "
                 "says how many segments of a passage stage I reads at once."
@@ -164,7 +184,11 @@ def training_examples(
     if share:
         num_reconstruction = round(len(examples) * share / (1 - share))
         reconstruction = dataclasses.replace(
-            selector, make_examples=builder.reconstruction_examples, needs_question=False, max_passages=None
+            selector,
+            make_examples=builder.reconstruction_examples,
+            needs_question=False,
+            max_questions=1,
+            max_passages=None,
         ).select(recipe.reconstruction_files, num_reconstruction)
         examples = datasets.concatenate_datasets([examples, reconstruction])
     return examples
@@ -180,12 +204,13 @@ def eval_examples(
 
 
 def _selector(recipe: RecipeArguments, builder: ExampleBuilder, seed: int, num_proc: int | None) -> ExampleSelector:
-    asks = recipe.stage != "reconstruction"
+    asks = recipe.stage in ("grounding", "gating")
     return ExampleSelector(
         builder.question_examples if asks else builder.reconstruction_examples,
-        cache_dir=Path(recipe.embedding_cache_dir) / "examples",
+        cache_dir=Path(recipe.examples_cache_dir),
         seed=seed,
         needs_question=asks,
+        max_questions=recipe.max_questions if asks else 1,
         max_tokens=_token_limit(recipe),
         min_passages=recipe.min_passages,
         max_passages=recipe.max_passages,

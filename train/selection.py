@@ -11,7 +11,7 @@ import logging
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import datasets
@@ -53,10 +53,12 @@ class ExampleSelector:
     Takes examples from sources.
 
     Args:
-        make_examples (`Callable`): A row to its examples, such as `ExampleBuilder.question_examples`.
+        make_examples (`Callable`): Rows that share their passages to examples, such as
+            `ExampleBuilder.question_examples`.
         cache_dir (`str` or `Path`): Folder of the blocks of examples; made when missing.
         seed (`int`): Order of the rows, and their distractors.
         needs_question (`bool`): Whether a row needs a question and an answer besides a passage.
+        max_questions (`int`): The most questions about the same passages in one example.
         max_tokens (`int`, *optional*): Longer examples are left out, and counted in the log.
         passage_sets (`int`, *optional*): Only rows of this many sets of passages in each source, drawn at random: fewer
             segments to encode, more questions about each.
@@ -67,10 +69,11 @@ class ExampleSelector:
         num_proc (`int`, *optional*): Processes that segment and tokenise.
     """
 
-    make_examples: Callable[[Row], Iterator[Example]]
+    make_examples: Callable[[list[Row]], Iterator[Example]]
     cache_dir: str | Path
     seed: int = 0
     needs_question: bool = False
+    max_questions: int = 1
     max_tokens: int | None = None
     passage_sets: int | None = None
     min_passages: int = 1
@@ -125,7 +128,7 @@ class ExampleSelector:
         if self.max_passages is not None:
             passages = (self.min_passages, self.max_passages, self.seed)
             mix = Distractors(corpus, *passages)
-        settings = (_CODE, corpus.fingerprint, self.make_examples, self.needs_question, passages)
+        settings = (_CODE, corpus.fingerprint, self.make_examples, self.needs_question, self.max_questions, passages)
         make_block = functools.partial(self._block, corpus, mix, Hasher.hash(settings))
         report = _Report(source, self.max_tokens, self.strict)
         taken = [datasets.Dataset.from_dict({name: [] for name in EXAMPLE_FEATURES}, features=EXAMPLE_FEATURES)]
@@ -140,25 +143,32 @@ class ExampleSelector:
         report.log(len(examples))
         return examples
 
-    def _order(self, corpus: Corpus) -> list[int]:
-        """Numbers of the rows to look at, shuffled."""
-        order = list(range(len(corpus)))
-        if self.passage_sets is not None:
+    def _order(self, corpus: Corpus) -> list[list[int]]:
+        """Numbers of the rows to look at, shuffled, those that become one example together."""
+        draw = random.Random(self.seed)
+        if self.passage_sets is None and self.max_questions == 1:
+            order = [[number] for number in range(len(corpus))]
+        else:
             groups = defaultdict(list)
             for number, row in enumerate(corpus):
                 groups[tuple(passage["text"] for passage in row["passages"])].append(number)
             keys = sorted(groups)
-            random.Random(self.seed).shuffle(keys)
-            order = [number for key in keys[: self.passage_sets] for number in groups[key]]
-        random.Random(self.seed).shuffle(order)
+            draw.shuffle(keys)
+            order = []
+            for numbers in (groups[key] for key in keys[: self.passage_sets]):
+                draw.shuffle(numbers)
+                order += [numbers[i : i + self.max_questions] for i in range(0, len(numbers), self.max_questions)]
+        draw.shuffle(order)
         return order
 
-    def _block(self, corpus: Corpus, mix: Distractors | None, settings: str, numbers: list[int]) -> datasets.Dataset:
+    def _block(
+        self, corpus: Corpus, mix: Distractors | None, settings: str, numbers: list[list[int]]
+    ) -> datasets.Dataset:
         """Examples of some rows, and a line for each row that lacks a part; from the cache if they were made before."""
         fingerprint = Hasher.hash((settings, numbers))
         folder = Path(self.cache_dir).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
-        return datasets.Dataset.from_dict({"number": numbers}).map(
+        return datasets.Dataset.from_dict({"numbers": numbers}).map(
             _examples_of_rows,
             fn_kwargs={
                 "corpus": corpus,
@@ -169,7 +179,7 @@ class ExampleSelector:
             batched=True,
             batch_size=64,
             num_proc=self.num_proc,
-            remove_columns="number",
+            remove_columns="numbers",
             features=_BLOCK_FEATURES,
             cache_file_name=str(folder / f"{fingerprint}.arrow"),
             new_fingerprint=fingerprint,
@@ -179,16 +189,23 @@ class ExampleSelector:
 
 def _examples_of_rows(batch: dict, corpus, mix, make_examples, needs_question) -> dict[str, list]:
     columns = {name: [] for name in _BLOCK_FEATURES}
-    for number in batch["number"]:
-        row = corpus[number]
-        problem = missing_part(row, needs_question)
-        if problem:
-            examples = [Example(row["id"], [], [], [])]
-        else:
-            examples = make_examples(row if mix is None else mix(row))
-        for example in examples:
+    for numbers in batch["numbers"]:
+        rows = [corpus[number] for number in numbers]
+        problems = [missing_part(row, needs_question) for row in rows]
+        found = [
+            (Example(row["id"], [], [], []), problem) for row, problem in zip(rows, problems, strict=True) if problem
+        ]
+        whole = [row for row, problem in zip(rows, problems, strict=True) if not problem]
+        if whole and mix is not None:
+            # One draw of distractors for the questions that share their passages, none of which may hold an answer.
+            drawn = mix(whole[0] | {"answers": [answer for row in whole for answer in row["answers"]]})
+            whole = [row | {"passages": drawn["passages"]} for row in whole]
+        if whole:
+            found += [(example, "") for example in make_examples(whole)]
+        for example, problem in found:
+            record = asdict(example)
             for name in EXAMPLE_FEATURES:
-                columns[name].append(getattr(example, name))
+                columns[name].append(record[name])
             columns["problem"].append(problem)
     return columns
 
@@ -205,7 +222,7 @@ class _Report:
     def usable(self, block: datasets.Dataset) -> np.ndarray:
         """Numbers of the examples that may be trained on."""
         table = block.data.table
-        lengths = table["input_ids"].combine_chunks().value_lengths().to_numpy(zero_copy_only=False)
+        lengths = table["length"].to_numpy()
         problems = np.array(table["problem"].to_pylist(), dtype=object)
         if self.max_tokens is not None:
             problems[lengths > self.max_tokens] = "too long"

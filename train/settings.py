@@ -23,7 +23,7 @@ FREE_KEYS = {
     *("disable_tqdm", "eval_steps", "eval_strategy", "logging_steps", "report_to", "run_name"),
     *("eval_answers", "eval_files", "eval_slot_gap", "max_eval_samples", "per_device_eval_batch_size"),
     *("save_steps", "save_total_limit"),
-    *("dataloader_num_workers", "dataset_num_proc", "embedding_cache_dir", "output_dir", "use_cpu"),
+    *("dataloader_num_workers", "dataset_num_proc", "examples_cache_dir", "output_dir", "use_cpu"),
 }
 
 

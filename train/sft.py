@@ -15,18 +15,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedConfig, set_seed
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
+from ..backbones_arcaligner import find_decoder_layers
 from ..cli import clear_mistakes
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..defaults_arcaligner import resolve_base_model
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from .collator import ContextCollator
-from .data import ExampleBuilder, build_dataset
-from .embedding_store import EmbeddingStore
-from .encoding import DevicePool, all_accelerators, encoder_settings
+from .data import ExampleBuilder, word_rarity
 from .recipe import RecipeArguments, RecipeParser, eval_examples, training_examples
 from .resuming import last_checkpoint
 from .run_folder import claim_folder
@@ -36,6 +36,9 @@ from .start import check_resume, check_start
 from .trainer import AlignerTrainer, AlignerTrainingConfig
 
 logger = logging.getLogger(__name__)
+
+# Enough to know which words are frequent.
+RARITY_EXAMPLES = 50_000
 
 
 def is_aligner(model_name_or_path: str) -> bool:
@@ -55,8 +58,10 @@ def load_processor(recipe: RecipeArguments, chat_template_path: str | None) -> A
         processor = ArcAlignerProcessor.from_pretrained(name)
         check_start(recipe, processor, ArcAlignerConfig.from_pretrained(name))
     else:
-        processor = ArcAlignerProcessor.from_base_model(name, **recipe.processor)
+        words = bool(recipe.aligner.get("word_parts"))
+        processor = ArcAlignerProcessor.from_base_model(name, context_words=words, **recipe.processor)
         check_start(recipe, processor, None)
+    processor.tokens_per_slot, processor.trained_tokens_per_slot = recipe.tokens_per_slot[0], recipe.tokens_per_slot
     if chat_template_path is not None:
         processor.chat_template = Path(chat_template_path).read_text(encoding="utf-8")
         processor.tokenizer.chat_template = processor.chat_template
@@ -68,6 +73,7 @@ def load_model(recipe: RecipeArguments, processor: ArcAlignerProcessor) -> ArcAl
     return ArcAlignerForCausalLM.from_pretrained(
         recipe.model_name_or_path,
         dtype=recipe.dtype,
+        attn_implementation=recipe.attn_implementation,
         encoder_name_or_path=processor.encoder_name_or_path,
         encoder_hidden_size=processor.encoder_hidden_size,
         context_token=processor.context_token,
@@ -98,32 +104,39 @@ def main(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) ->
 def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -> None:
     """Data, model, training, saving."""
     processor = load_processor(recipe, args.chat_template_path)
-    builder = ExampleBuilder(processor, recipe.max_segments)
-    with (
-        args.main_process_first(desc="embedding the training segments"),
-        encoder_in_one_piece(args),
-        DevicePool(processor, [] if args.use_cpu else all_accelerators()) as encode,
-    ):
-        store = EmbeddingStore(
-            recipe.embedding_cache_dir,
-            processor.encoder_name_or_path,
-            processor.encoder_hidden_size,
-            encode,
-            encoder_settings(processor),
-        )
-        train_dataset = build_dataset(training_examples(recipe, builder, args.seed, args.dataset_num_proc), store)
-        held_out = eval_examples(recipe, builder, args.seed, args.dataset_num_proc)
-        eval_dataset = build_dataset(held_out, store) if held_out else None
-    processor.sentence_encoder.to("cpu")  # an encoder may be as large as the backbone: its memory is needed now
+    builder = ExampleBuilder(processor, recipe.max_segments, recipe.continues, recipe.tokens_per_slot)
+    with args.main_process_first(desc="making the training examples"):
+        train_dataset = training_examples(recipe, builder, args.seed, args.dataset_num_proc)
+        eval_dataset = eval_examples(recipe, builder, args.seed, args.dataset_num_proc)
+    with encoder_in_one_piece(args):
+        processor.encoder_device = str(args.device)
+        processor.sentence_encoder.to(getattr(torch, recipe.dtype))
 
     set_seed(args.seed)  # a new aligner starts from random weights
     model = load_model(recipe, processor)
-    pad_token_id = processor.tokenizer.pad_token_id or 0
+    word_weights = None
+    if recipe.stage == "lexical" or (model.config.word_parts and model.config.training_stage is None):
+        rarity = word_rarity(
+            train_dataset.select(range(min(len(train_dataset), RARITY_EXAMPLES))), len(processor.tokenizer)
+        )
+        word_weights = torch.ones(model.config.text_config.vocab_size)
+        word_weights[: len(rarity)] = torch.from_numpy(rarity)[: len(word_weights)]
+        if model.config.word_parts and model.config.training_stage is None:
+            model.model.projector.set_word_statistics(model.get_input_embeddings().weight, word_weights)
+    if recipe.compile_layers:
+        for layer in find_decoder_layers(model.model.backbone):
+            layer.compile(dynamic=True)
     trainer = AlignerTrainer(
         model,
         stage=recipe.stage,
         args=args,
-        data_collator=ContextCollator(store, processor.context_token_id, pad_token_id),
+        data_collator=ContextCollator(
+            processor.context_token_id,
+            processor.tokenizer.pad_token_id or 0,
+            recipe.tokens_per_slot,
+            context_words=bool(model.config.word_parts) or recipe.stage == "lexical",
+        ),
+        word_weights=None if word_weights is None else word_weights.to(args.device),
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=processor,

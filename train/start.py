@@ -9,7 +9,8 @@ from .recipe import RecipeArguments
 BASE_MODEL = "base model"
 # A stage may also go on from itself, on other data.
 STARTS = {
-    "reconstruction": (BASE_MODEL, "reconstruction"),
+    "lexical": (BASE_MODEL, "lexical"),
+    "reconstruction": (BASE_MODEL, "lexical", "reconstruction"),
     "grounding": ("reconstruction", "grounding", BASE_MODEL),
     "gating": ("grounding", "gating"),
 }

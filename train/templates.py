@@ -46,3 +46,7 @@ def choose_template(example_id: str) -> ReconstructionTemplate:
     """The stage-I template of an example, fixed by its id."""
     index = stable_number(f"template:{example_id}", len(RECONSTRUCTION_TEMPLATES))
     return RECONSTRUCTION_TEMPLATES[index]
+
+
+# Beyond the paper: what stands behind the slots of a turn that goes on with the text after theirs.
+CONTINUATION = " Continue:"

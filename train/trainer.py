@@ -4,9 +4,10 @@ What would train something else without a word is refused: a `peft_config` (it w
 adapter and switch the slots' LoRA off), a missing or foreign collator (it would train without
 slots), and settings that cut or mix sequences.
 
-The loss is the model's own, of the positions that have labels and no others: TRL's fused head
-scores the prompt as well where there is no Triton, which costs more than all decoder layers of a
-small model on a CPU.
+The encoder runs in the training step: it is small beside the backbone, and no embedding of a corpus
+has to be kept. The loss is the model's own, of the positions that have labels and no others: TRL's
+fused head scores the prompt as well where there is no Triton, which costs more than all decoder
+layers of a small model on a CPU.
 """
 
 import math
@@ -21,7 +22,7 @@ from trl import SFTConfig, SFTTrainer
 
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..slot_layer_arcaligner import SlotDecoderLayer
-from .collator import ContextCollator, labelled_columns
+from .collator import ContextCollator, turn_mask
 from .sampling import EpochOrder
 from .watching import Clock, GateWatch, OtherSlots, answer_questions
 
@@ -99,8 +100,9 @@ class AlignerTrainer(SFTTrainer):
 
     Args:
         model ([`ArcAlignerForCausalLM`]): Loaded; what it trains is set here, by the stage.
-        stage (`str`): `"reconstruction"`, `"grounding"` or `"gating"`.
-        data_collator ([`ContextCollator`]): Writes the slots' embeddings into the batch.
+        stage (`str`): `"lexical"`, `"reconstruction"`, `"grounding"` or `"gating"`.
+        data_collator ([`ContextCollator`]): Makes the batches, at rates of its own.
+        word_weights (`torch.Tensor` of shape `(vocab_size,)`, *optional*): Rarity of words, for the lexical stage.
         **kwargs: Passed to [`~trl.SFTTrainer`].
 
     Added to the logs: `tokens_per_second` (real tokens, padding not counted) and `minutes_left`; in the
@@ -124,6 +126,7 @@ class AlignerTrainer(SFTTrainer):
         *,
         stage: str,
         data_collator: ContextCollator | None = None,
+        word_weights: torch.Tensor | None = None,
         peft_config: Any = None,
         **kwargs: Any,
     ):
@@ -144,6 +147,7 @@ class AlignerTrainer(SFTTrainer):
                 "train/accelerate/fsdp2.yaml: a new aligner is in no file that it could be read from."
             )
         model.set_stage(stage)
+        self.stage, self.word_weights = stage, word_weights
         super().__init__(model, data_collator=data_collator, **kwargs)
         self._clock = Clock()
         self._gates = GateWatch()
@@ -186,27 +190,57 @@ class AlignerTrainer(SFTTrainer):
             super()._run_epoch(*args, **kwargs)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        row_ids = inputs.pop("row_ids")
+        row_ids = inputs["row_ids"]
         self._clock.start(float(self._total_train_tokens), self.state.global_step)
-        labels = inputs["labels"]  # (batch, seq_len), padded on the left
-        keep = labelled_columns(labels)
-        labels = labels[:, -keep:]
-        # SFTTrainer's loss is the fused head's; Trainer's is the model's.
         try:
-            loss, outputs = super(SFTTrainer, self).compute_loss(
-                model,
-                {**inputs, "labels": labels, "logits_to_keep": keep, "use_cache": False},
-                return_outputs=True,
-                num_items_in_batch=num_items_in_batch,
-            )
+            outputs = self._forward(model, inputs, num_items_in_batch)
         except ValueError as error:
             error.add_note(f"At step {self.state.global_step}, in the batch of the rows {row_ids}.")
             raise
+        loss = outputs.loss
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes
         self._check_finite("loss", loss.detach(), row_ids)
         if self.model.training:
             self._rows_of_step += row_ids
-        self._keep_metrics(inputs["attention_mask"], labels, outputs)
+        self._keep_metrics(inputs, outputs)
         return (loss, outputs) if return_outputs else loss
+
+    def _forward(self, model, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None):
+        """The stage's loss on a batch of [`ContextCollator`]."""
+        if self.stage == "lexical":
+            loss = model(
+                **_some_slots(self._encode(inputs), inputs["context_word_ids"]), lexical_weights=self.word_weights
+            )
+            loss.loss = loss.loss / self.current_gradient_accumulation_steps if self.model.training else loss.loss
+            return loss
+        mask, position_ids = turn_mask(inputs["turn_ids"], self.model.dtype)
+        return model(
+            input_ids=inputs["input_ids"],
+            attention_mask=mask,
+            position_ids=position_ids,
+            labels=inputs["labels"],
+            use_cache=False,
+            skip_logits=True,
+            num_items_in_batch=num_items_in_batch,
+            **self.slots_of(inputs),
+        )
+
+    def slots_of(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """What the model reads in the slots of a batch, as its keyword arguments."""
+        slots = {"context_embeds": self._encode(inputs)}
+        if self.model.config.word_parts:
+            slots["context_word_ids"] = inputs["context_word_ids"]
+        return slots
+
+    def _encode(self, inputs: dict[str, Any]) -> torch.FloatTensor:
+        """Context embeddings of a batch, (batch, max_slots, encoder_hidden_size)."""
+        with torch.no_grad():
+            embeds = self.processing_class.encode_runs(
+                inputs["encoder_texts"], inputs["encoder_starts"], inputs["encoder_ends"]
+            )
+        rows = embeds.to(self.args.device).split(inputs["num_slots"])
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     def _get_grad_norm(self, model, grad_norm=None):
         """Before the optimizer's step, so that no checkpoint has weights that a gradient made NaN."""
@@ -234,22 +268,19 @@ class AlignerTrainer(SFTTrainer):
         self.accelerator.wait_for_everyone()
 
     @torch.no_grad()
-    def _keep_metrics(self, attention_mask, labels, outputs) -> None:
-        mode = "train" if self.model.training else "eval"
-        targets = labels[:, 1:]  # (batch, keep - 1)
-        hits = (outputs.logits[:, :-1].argmax(dim=-1) == targets).sum()
-        counts = torch.stack([hits, (targets != -100).sum(), attention_mask.sum()])
-        hits, num_targets, num_tokens = self.accelerator.gather(counts[None]).sum(dim=0).tolist()
-        self._metrics[mode]["mean_token_accuracy"].append(hits / max(1, num_targets))
-        if mode == "eval":
-            logits = outputs.logits[:, :-1].flatten(0, 1).float()  # (batch * (keep - 1), vocab_size)
-            nll = torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum")  # -100 is ignored
-            self._eval_nll += torch.tensor([self.accelerator.gather(nll.reshape(1)).sum().item(), num_targets])
-        else:
-            self._total_train_tokens += num_tokens
-            self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
-            if self.model.config.gate_mode != "off" and outputs.recursion_depth is not None:
-                self._gates.add(outputs.recursion_depth)  # (batch, num_layers, max_slots)
+    def _keep_metrics(self, inputs: dict[str, Any], outputs) -> None:
+        num_targets = (inputs["labels"][:, 1:] != -100).sum()
+        if not self.model.training:
+            nll = outputs.loss.detach() * num_targets
+            self._eval_nll += torch.stack(
+                [self.accelerator.gather(each.reshape(1).double()).sum() for each in (nll, num_targets)]
+            ).cpu()
+            return
+        num_tokens = self.accelerator.gather((inputs["turn_ids"] >= 0).sum().reshape(1)).sum().item()
+        self._total_train_tokens += num_tokens
+        self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+        if self.model.config.gate_mode != "off" and outputs.recursion_depth is not None:
+            self._gates.add(outputs.recursion_depth)  # (batch, num_layers, max_slots)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training and "loss" in logs:
@@ -293,16 +324,30 @@ class AlignerTrainer(SFTTrainer):
                 f"`eval_answers` is {self.args.eval_answers}, but no row of `eval_files` has a question. Name files of "
                 "questions, or leave `eval_answers` out."
             )
-        return answer_questions(
-            self.model,
-            self.accelerator,
-            asked.shuffle(self.args.seed).select(range(min(len(asked), self.args.eval_answers))),  # of each source
-            self.data_collator,
-            self.processing_class.tokenizer,
-            self.args.eval_batch_size,
-        )
+        asked = asked.shuffle(self.args.seed).select(range(min(len(asked), self.args.eval_answers)))  # of each source
+        return answer_questions(self, asked, self.args.eval_batch_size)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """The loss alone: there are no logits."""
+        with torch.no_grad():
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        return loss.detach(), None, None
 
     def _issue_warnings_after_load(self, load_result) -> None:
         # A checkpoint holds the aligner; the base model's weights are not missing from it.
         missing = [key for key in load_result.missing_keys if self.model.is_aligner_key(key)]
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
+
+# Slots of a step of the lexical stage: their logits are all there at a time.
+LEXICAL_SLOTS = 512
+
+
+def _some_slots(context_embeds: torch.Tensor, word_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Up to `LEXICAL_SLOTS` slots of a batch, evenly over it, as one row."""
+    real = (word_ids >= 0).any(dim=-1).flatten().nonzero()[:, 0]
+    taken = real[:: -(-len(real) // LEXICAL_SLOTS)]
+    return {
+        "context_embeds": context_embeds.flatten(0, 1)[taken][None],
+        "context_word_ids": word_ids.flatten(0, 1)[taken][None],
+    }

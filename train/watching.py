@@ -3,6 +3,7 @@
 All of it goes through `Trainer.log`, so trackers named in `report_to` get it, too.
 """
 
+import dataclasses
 import math
 import time
 from dataclasses import dataclass
@@ -75,56 +76,48 @@ class Clock:
 @dataclass
 class OtherSlots:
     """
-    A collator that gives each row the slots of another one: what a model loses by them is what it read.
+    A collator that gives each row the passages of another one: what a model loses by them is what it read.
 
-    The other row is the next one of the batch that has other slots; many questions share a passage. For a batch whose
-    rows all have the same, it is the first row of the batch before.
+    The other row is the next one of the batch that has other passages. For a batch whose rows all have the same, it is
+    the first row of the batch before.
 
     Args:
         collator ([`ContextCollator`]): Makes the batches.
     """
 
     collator: ContextCollator
-    _spare: torch.Tensor | None = None  # (num_slots, encoder_hidden_size)
+    _spare: list | None = None  # segments
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = self.collator(rows)
-        embeds = batch["context_embeds"]  # (batch, max_slots, encoder_hidden_size)
-        slots = [row["segment_rows"] for row in rows]
-        swapped = torch.zeros_like(embeds)
-        for index, own in enumerate(slots):
-            order = [*range(index + 1, len(rows)), *range(index)]
-            other = next((number for number in order if slots[number] != own), None)
-            found = self._spare if other is None else embeds[other, : len(slots[other])]
-            if found is None:
-                found = embeds[index, : len(own)]
-            swapped[index, : len(own)] = found[torch.arange(len(own)) % len(found)]  # again from the first
-        self._spare = embeds[0, : len(slots[0])]
-        return batch | {"context_embeds": swapped}
+        segments = [row["segments"] for row in rows]
+        swapped = []
+        for index, row in enumerate(rows):
+            others = [*segments[index + 1 :], *segments[:index]]
+            other = next((each for each in others if each != segments[index]), self._spare or segments[index])
+            swapped.append(row | {"segments": other})
+        self._spare = segments[0]
+        return self.collator(swapped)
 
 
 @torch.inference_mode()
 def answer_questions(
-    model,
-    accelerator: Accelerator,
+    trainer,
     questions: datasets.Dataset,
-    collator: ContextCollator,
-    tokenizer,
     batch_size: int,
 ) -> dict[str, float]:
     """
-    Greedy answers to held-out questions, from slots.
+    Greedy answers to the first question of held-out examples, from slots.
 
     Args:
-        model ([`ArcAlignerForCausalLM`]): As the trainer wraps it for evaluation.
-        accelerator (`Accelerator`): Processes answer a part of the questions each.
-        questions (`datasets.Dataset`): Rows of `data.build_dataset` with `answers`.
-        collator ([`ContextCollator`]), tokenizer: Of the trainer.
+        trainer ([`AlignerTrainer`]): Its model, collator, encoder and tokenizer; its processes answer a part each.
+        questions (`datasets.Dataset`): Examples with `answers`.
         batch_size (`int`): Questions at a time in a process.
 
     Returns:
         `em` (non-strict) and `f1`, means in percent, the same in each process.
     """
+    accelerator, tokenizer = trainer.accelerator, trainer.processing_class.tokenizer
+    collator = dataclasses.replace(trainer.data_collator, padding_side="left")
     world = accelerator.num_processes
     mine = list(range(accelerator.process_index, len(questions), world))
     # All processes take part in each step of a model that is spread over them: they take as many.
@@ -133,19 +126,25 @@ def answer_questions(
     for start in tqdm(range(0, num_batches * batch_size, batch_size), desc="answering", leave=False):
         indices = mine[start : start + batch_size]
         rows = [_prompt(questions[index]) for index in indices or [0]]
-        batch = collator(rows)
-        inputs = {key: batch[key].to(accelerator.device) for key in ("input_ids", "attention_mask", "context_embeds")}
-        output = accelerator.unwrap_model(model).generate(
-            **inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, synced_gpus=world > 1
+        batch = trainer._prepare_inputs(collator(rows))
+        output = accelerator.unwrap_model(trainer.model_wrapped).generate(
+            input_ids=batch["input_ids"],
+            attention_mask=(batch["turn_ids"] >= 0).long(),
+            **trainer.slots_of(batch),
+            max_new_tokens=MAX_NEW_TOKENS,
+            do_sample=False,
+            synced_gpus=world > 1,
         )
-        texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
         for index, row, text in zip(indices, rows, texts, strict=False):
-            scores.append((index, contains_match(text, row["answers"]), token_f1(text, row["answers"])))
+            answers = row["answers"][0]
+            scores.append((index, contains_match(text, answers), token_f1(text, answers)))
     scores = gather_object(scores)
     return {name: 100 * sum(score[i] for score in scores) / len(scores) for i, name in ((1, "em"), (2, "f1"))}
 
 
 def _prompt(row: dict[str, Any]) -> dict[str, Any]:
-    """The row without its target."""
-    length = next(index for index, label in enumerate(row["labels"]) if label != -100)
-    return row | {"input_ids": row["input_ids"][:length], "labels": row["labels"][:length]}
+    """The row with its first turn alone, up to the answer."""
+    turn = row["turns"][0]
+    length = next(index for index, label in enumerate(turn["labels"]) if label != -100)
+    return row | {"turns": [{"input_ids": turn["input_ids"][:length], "labels": turn["labels"][:length]}]}
