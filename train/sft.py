@@ -19,12 +19,12 @@ import torch
 from transformers import PreTrainedConfig, set_seed
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-from ..backbones_arcaligner import find_decoder_layers
 from ..cli import clear_mistakes
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..defaults_arcaligner import resolve_base_model
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
+from ..slot_layer_arcaligner import slot_decoder_layers
 from .collator import ContextCollator
 from .data import ExampleBuilder, word_rarity
 from .recipe import RecipeArguments, RecipeParser, eval_examples, training_examples
@@ -124,7 +124,7 @@ def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -
         if model.config.word_parts and model.config.training_stage is None:
             model.model.projector.set_word_statistics(model.get_input_embeddings().weight, word_weights)
     if recipe.compile_layers:
-        for layer in find_decoder_layers(model.model.backbone):
+        for layer in slot_decoder_layers(model):
             layer.compile(dynamic=True)
     trainer = AlignerTrainer(
         model,
