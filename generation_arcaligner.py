@@ -12,7 +12,7 @@ from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 from transformers.utils import logging
 
 from .prefix_store_arcaligner import SlotPrefixStore
-from .refinement_settings_arcaligner import REFINEMENT_SETTINGS, check_refinement_settings
+from .refinement_arcaligner import REFINEMENT_SETTINGS, check_refinement_settings
 
 logger = logging.get_logger(__name__)
 

@@ -7,6 +7,7 @@ slots. Outside of a scope (decoding, text) the LoRA is off and a linear is exact
 """
 
 import contextlib
+import functools
 import threading
 from types import EllipsisType
 
@@ -17,7 +18,29 @@ from peft.tuners.lora.layer import LoraVariant
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from .subclassing_arcaligner import InPlaceMixin, mix_in
+
+@functools.cache
+def _subclass(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def _empty_module(mixin: type, cls: type[nn.Module]) -> nn.Module:
+    """What `pickle` and `copy` fill with a module's state: pickle cannot find two classes under one name."""
+    subclass = _subclass(mixin, cls)
+    return subclass.__new__(subclass)
+
+
+class InPlaceMixin:
+    """Base of the mixins for `mix_in`; they come before the module's own class."""
+
+    def __reduce_ex__(self, protocol):
+        return _empty_module, type(self).__bases__, self.__getstate__()
+
+
+def mix_in(mixin: type[InPlaceMixin], module: nn.Module) -> None:
+    """Puts `mixin` before the class of `module`, in place."""
+    module.__class__ = _subclass(mixin, type(module))
+
 
 ADAPTER_NAME = "slot"
 ALL_ROWS = ...

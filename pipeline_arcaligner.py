@@ -18,7 +18,7 @@ from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
 from .processing_arcaligner import pad_words
-from .refinement_settings_arcaligner import REFINEMENT_SETTINGS
+from .refinement_arcaligner import REFINEMENT_SETTINGS
 
 
 def format_trajectory(depth: int) -> str:

@@ -19,15 +19,17 @@ from transformers import AutoTokenizer, BatchFeature, PreTrainedConfig, Processo
 from transformers.utils import logging
 
 from .defaults_arcaligner import DEFAULT_ENCODER, resolve_base_model
-from .encoder_arcaligner import LazyEncoder
 from .segmentation_arcaligner import (
+    FittedSegments,
+    LazyEncoder,
     Segment,
     SegmentTokens,
     check_sentences_per_segment,
+    check_slot_budget,
     check_tokens_per_slot,
+    fit_segments,
     segment_document,
 )
-from .slot_budget_arcaligner import FittedSegments, check_slot_budget, fit_segments
 
 logger = logging.get_logger(__name__)
 

@@ -6,8 +6,15 @@ it.
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .defaults_arcaligner import missing_model_error, resolve_encoder
 
 # spaCy refuses longer texts by default; its rule-based sentence splitter needs little memory for each character.
 _MAX_SPACY_CHARACTERS = 100_000_000
@@ -170,4 +177,205 @@ def segment_document(
     return [Segment(document, start, end, text[start:end]) for start, end in pieces]
 
 
-__all__ = ["Segment", "SegmentTokens", "segment_document"]
+SLOT_POLICIES = ("drop", "merge")
+
+
+class FittedSegments(NamedTuple):
+    """Segments within a budget of slots, and what became of those there were before."""
+
+    segments: list[Segment]
+    num_merged: int  # share their slot with others
+    dropped: list[Segment]  # have no slot
+
+
+def check_slot_budget(max_slots: int | None, slot_policy: str) -> None:
+    """Raises `ValueError` for a budget that holds no slot, or an unknown policy."""
+    is_whole = isinstance(max_slots, Integral) and not isinstance(max_slots, bool)
+    if max_slots is not None and not (is_whole and max_slots >= 1):
+        raise ValueError(
+            f"`max_slots` is {max_slots!r}; expected a whole number of at least 1, the most slots of a question, or "
+            "None for as many as its passages have segments."
+        )
+    if slot_policy not in SLOT_POLICIES:
+        raise ValueError(f"`slot_policy` is {slot_policy!r}; expected one of {', '.join(SLOT_POLICIES)}.")
+
+
+def fit_segments(
+    segments: Sequence[Segment],
+    texts: Sequence[str],
+    max_slots: int | None,
+    slot_policy: str = "drop",
+    fits: Callable[[str], bool] = lambda text: True,
+) -> FittedSegments:
+    """Drops or merges segments until there are at most `max_slots`.
+
+    Args:
+        segments (`Sequence[Segment]`): Of one question's documents, in order.
+        texts (`Sequence[str]`): Of these documents.
+        max_slots (`int`, *optional*): `None` keeps all.
+        slot_policy (`str`, defaults to `"drop"`): Or `"merge"`, see above.
+        fits (`Callable`): Whether the encoder reads a text whole.
+
+    >>> segments = [Segment(0, 0, 2, "A."), Segment(0, 3, 5, "B."), Segment(1, 0, 2, "C.")]
+    >>> [s.text for s in fit_segments(segments, ["A. B.", "C."], 2, "merge").segments]
+    ['A. B.', 'C.']
+    """
+    check_slot_budget(max_slots, slot_policy)
+    if max_slots is None or len(segments) <= max_slots:
+        return FittedSegments(list(segments), 0, [])
+    if slot_policy == "drop":
+        return FittedSegments(list(segments[:max_slots]), 0, list(segments[max_slots:]))
+    groups = _shortest_groups(segments, texts, max_slots, fits)
+    kept, dropped = groups[:max_slots], groups[max_slots:]
+    return FittedSegments(
+        segments=[_merged(group, texts) for group in kept],
+        num_merged=sum(len(group) for group in kept if len(group) > 1),
+        dropped=[segment for group in dropped for segment in group],
+    )
+
+
+def _shortest_groups(segments, texts, max_slots, fits) -> list[list[Segment]]:
+    """Neighbours in groups of at most as many characters as it takes for `max_slots` groups, if that can be had."""
+    fits_within = functools.cache(lambda document, start, end: fits(texts[document][start:end]))
+
+    def groups_of(longest: int) -> list[list[Segment]]:
+        groups = []
+        for segment in segments:
+            first = groups[-1][0] if groups else None
+            joins = first is not None and first.document == segment.document and segment.end - first.start <= longest
+            if joins and fits_within(segment.document, first.start, segment.end):
+                groups[-1].append(segment)
+            else:
+                groups.append([segment])
+        return groups
+
+    shortest, longest = 1, max(len(text) for text in texts)
+    while shortest < longest:
+        middle = (shortest + longest) // 2
+        if len(groups_of(middle)) <= max_slots:
+            longest = middle
+        else:
+            shortest = middle + 1
+    return groups_of(longest)
+
+
+def _merged(group: list[Segment], texts: Sequence[str]) -> Segment:
+    document, start, end = group[0].document, group[0].start, group[-1].end
+    return Segment(document, start, end, texts[document][start:end])
+
+
+# Texts whose token states exist at a time.
+RUN_BATCH = 64
+
+
+class LazyEncoder:
+    """The sentence encoder, loaded on first use. Shared, not copied, when a processor is copied or saved."""
+
+    def __init__(self, name_or_path: str):
+        self.name_or_path = name_or_path
+        self.device = None
+        self._model = None
+        self._reading = None
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __getstate__(self):
+        # A process that cuts passages asks what the encoder reads; the weights stay where they are.
+        return self.__dict__ | {"_model": None, "_reading": self._reading if self._model is None else self.reading}
+
+    @property
+    def model(self):
+        if self._model is None:
+            try:
+                sentence_transformers = importlib.import_module("sentence_transformers")
+            except ImportError as error:
+                raise ImportError(
+                    "Passages are encoded by sentence-transformers, which is not installed: `pip install "
+                    "sentence-transformers`. Or pass precomputed `context_embeds`."
+                ) from error
+            try:
+                self._model = sentence_transformers.SentenceTransformer(
+                    resolve_encoder(self.name_or_path), device=self.device
+                )
+            except OSError as error:
+                raise OSError(missing_model_error("encoder", self.name_or_path, error)) from error
+        elif self.device is not None:
+            self._model.to(self.device)
+        return self._model
+
+    @property
+    def reading(self) -> tuple:
+        """The most tokens it reads, if there is a limit, and its tokenizer."""
+        if self._model is None and self._reading is not None:
+            return self._reading
+        return self.model.max_seq_length, self.model.tokenizer
+
+    def fits(self, text: str) -> bool:
+        """Whether the encoder reads `text` whole."""
+        limit, tokenizer = self.reading
+        if limit is None or 2 * len(text) < limit:
+            return True
+        # Characters that no tokenizer would join bound the work on a huge "sentence".
+        if len(text) > 40 * limit:
+            return False
+        return len(tokenizer(text, truncation=False, verbose=False)["input_ids"]) <= limit
+
+    def encode_runs(self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Late chunking: each text is read once, its token states are averaged over runs of characters.
+
+        Args:
+            texts (`Sequence[str]`): What the encoder reads.
+            starts (`Sequence[int]`): For each text, the character where its first run begins.
+            ends (`Sequence[Sequence[int]]`): For each text, the characters where its runs end, ascending.
+
+        Returns:
+            Normalised embeddings (num_runs, encoder_hidden_size) of all texts' runs in order, with a gradient where the
+            encoder's weights ask for one. A run without a token of the encoder's own, inside of a long one, has the
+            states of that token.
+        """
+        order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # texts of like length share a batch
+        pooled: list[torch.Tensor] = [torch.empty(0)] * len(texts)
+        for first in range(0, len(order), RUN_BATCH):
+            batch = order[first : first + RUN_BATCH]
+            states, offsets = self._token_states([texts[number] for number in batch])
+            weights = torch.zeros(len(batch), max(len(ends[number]) for number in batch), states.shape[1])
+            for row, number in enumerate(batch):
+                run_weights = _run_weights(offsets[row], starts[number], np.asarray(ends[number]))
+                weights[row, : len(ends[number]), : run_weights.shape[1]] = torch.from_numpy(run_weights)
+            means = weights.to(states) @ states  # (texts, max_runs, encoder_hidden_size)
+            for row, number in enumerate(batch):
+                pooled[number] = means[row, : len(ends[number])]
+        return torch.nn.functional.normalize(torch.cat(pooled).float(), dim=-1)
+
+    def _token_states(self, texts: list[str]) -> tuple[torch.Tensor, list[np.ndarray]]:
+        """States (texts, max_tokens, encoder_hidden_size), and of each text's tokens the characters they stand for,
+        (tokens, 2), equal where a token stands for none."""
+        transformer = self.model[0]
+        prompt = self.model.prompts.get(self.model.default_prompt_name) or ""
+        limit, tokenizer = self.reading
+        read = tokenizer(
+            [prompt + text for text in texts],
+            truncation=limit is not None,
+            max_length=limit,
+            padding=True,
+            return_offsets_mapping=True,
+            return_tensors="pt",
+        )
+        offsets, lengths = read.pop("offset_mapping").numpy() - len(prompt), read["attention_mask"].sum(dim=1).tolist()
+        device = next(transformer.parameters()).device
+        states = transformer({name: tensor.to(device) for name, tensor in read.items()})["token_embeddings"]
+        return states, [row[:length] for row, length in zip(offsets, lengths, strict=True)]
+
+
+def _run_weights(offsets: np.ndarray, start: int, ends: np.ndarray) -> np.ndarray:
+    """Weights (num_runs, tokens) that average the tokens at `offsets` (tokens, 2) whose middle lies in each run."""
+    middles = offsets.sum(axis=1) / 2
+    is_own = (offsets[:, 1] > offsets[:, 0]) & (middles > start)
+    weights = np.zeros((len(ends), len(offsets)), dtype=np.float32)
+    run_of_token = np.minimum(np.searchsorted(ends, middles), len(ends) - 1)
+    weights[run_of_token[is_own], is_own.nonzero()[0]] = 1.0
+    run_middles = (np.concatenate([[start], ends[:-1]]) + ends) / 2
+    for run in (weights.sum(axis=1) == 0).nonzero()[0]:
+        weights[run, np.abs(middles - run_middles[run]).argmin()] = 1.0
+    return weights / weights.sum(axis=1, keepdims=True)

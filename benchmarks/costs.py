@@ -11,9 +11,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import PreTrainedModel
 
-from ..backbones_arcaligner import find_decoder_layers
 from ..lora_arcaligner import ADAPTER_NAME, slot_lora_layers
-from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..modeling_arcaligner import ArcAlignerForCausalLM, find_decoder_layers
 from .models import base_weights
 from .prompts import Prompts
 

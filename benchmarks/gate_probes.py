@@ -6,8 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ..modeling_arcaligner import ArcAlignerForCausalLM
-from ..slot_layer_arcaligner import SlotDecoderLayer
+from ..modeling_arcaligner import ArcAlignerForCausalLM, SlotDecoderLayer
 
 
 def decoder_layers(aligner: ArcAlignerForCausalLM) -> list[SlotDecoderLayer]:

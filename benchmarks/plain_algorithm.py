@@ -9,8 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..modeling_arcaligner import ArcAlignerForCausalLM
-from ..slot_layer_arcaligner import SlotDecoderLayer
+from ..modeling_arcaligner import ArcAlignerForCausalLM, SlotDecoderLayer
 
 
 @contextmanager

@@ -35,11 +35,10 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from ..backbones_arcaligner import find_decoder_layers
 from ..cli import run_command
 from ..defaults_arcaligner import resolve_base_model
 from ..lora_arcaligner import lora_target_names
-from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..modeling_arcaligner import ArcAlignerForCausalLM, find_decoder_layers
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.collator import ContextCollator, labelled_columns
 from ..train.corpora import read_rows

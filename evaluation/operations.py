@@ -1,6 +1,6 @@
 """Operations of a prefill with slots, for the refinement that the slots really took.
 
-By the formula of `refinement_budget_arcaligner.py`: the products with weights and of attention, for one row alone,
+By the formula of `refinement_arcaligner.py`: the products with weights and of attention, for one row alone,
 without its padding. The head's one row of logits and the sentence encoder are not counted, nor are closed slots that a
 step computes beside many open ones.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from ..modeling_arcaligner import ArcAlignerForCausalLM
-from ..refinement_budget_arcaligner import LayerCost, keys_values_flops, pass_flops, prefix_flops
+from ..refinement_arcaligner import LayerCost, keys_values_flops, pass_flops, prefix_flops
 
 
 @contextlib.contextmanager

@@ -19,9 +19,9 @@ from tiny_models import (
     tiny_aligner,
 )
 
-from arcaligner import refinement_arcaligner, slot_layer_arcaligner
+from arcaligner import modeling_arcaligner, refinement_arcaligner
+from arcaligner.modeling_arcaligner import SlotDecoderLayer
 from arcaligner.refinement_arcaligner import refinement_mask
-from arcaligner.slot_layer_arcaligner import SlotDecoderLayer
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -338,7 +338,7 @@ def test_closed_slots_stay_whether_a_step_computes_them_or_not(monkeypatch, back
         return widths[-1][1]
 
     monkeypatch.setattr(SlotDecoderLayer, "_width", noted)
-    monkeypatch.setattr(slot_layer_arcaligner, "ALMOST_ALL", almost_all)
+    monkeypatch.setattr(modeling_arcaligner, "ALMOST_ALL", almost_all)
     for seed in range(3):
         assert_matches_reference(model, random_rows(model, [8, 3, 6], seed=seed), "left")
     assert any(most < max_slots for most, _, max_slots in widths)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny_models import BACKBONES, backbone_config, float64_throughout, tiny_aligner
 
 from arcaligner import ArcAlignerProcessor
-from arcaligner.slot_prefix_arcaligner import normal_prefix_settings
+from arcaligner.prefix_store_arcaligner import normal_prefix_settings
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 FIVE_TOKENS = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}

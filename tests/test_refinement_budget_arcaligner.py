@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tiny_models import collate, float64_throughout, for_generate, random_row, random_rows, text_slice, tiny_aligner
 from torch.utils.flop_counter import FlopCounterMode
 
-from arcaligner.slot_layer_arcaligner import SlotDecoderLayer
+from arcaligner.modeling_arcaligner import SlotDecoderLayer
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 SHARES = [0.01, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6]

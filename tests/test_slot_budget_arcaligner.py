@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arcaligner.segmentation_arcaligner import Segment, segment_document
-from arcaligner.slot_budget_arcaligner import fit_segments
+from arcaligner.segmentation_arcaligner import Segment, fit_segments, segment_document
 
 TEXTS = ["One is here. Two goes there! Is three next? Four ends it.", "Five. Six is the last one."]
 texts_of_documents = st.lists(st.text(st.sampled_from("ab .!?\n\u2028é漢"), max_size=60), max_size=4)

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import WINDOW, backbone_config, collate, float64_throughout, random_row, random_rows, tiny_aligner
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from arcaligner import ArcAlignerForCausalLM, slot_prefix_arcaligner
-from arcaligner.slot_prefix_arcaligner import (
+from arcaligner import ArcAlignerForCausalLM, prefix_store_arcaligner
+from arcaligner.prefix_store_arcaligner import (
     fingerprint_weights,
     join_slot_prefixes,
     load_slot_prefix,
@@ -43,7 +43,7 @@ def prefix_and_tail(model, num_slots=4, seed=0):
 
 def recipe() -> str:
     """The code of the module's docstring."""
-    return textwrap.dedent(re.search(r"\n\n((?:    .*\n)+)", slot_prefix_arcaligner.__doc__).group(1))
+    return textwrap.dedent(re.search(r"\n\n((?:    .*\n)+)", prefix_store_arcaligner.__doc__).group(1))
 
 
 def assert_same_cache(cache, expected):
@@ -115,7 +115,7 @@ def test_interrupted_save_leaves_the_former_file(monkeypatch, tmp_path):
         temporary.write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(slot_prefix_arcaligner, "save_file", broken_save)
+    monkeypatch.setattr(prefix_store_arcaligner, "save_file", broken_save)
     with pytest.raises(OSError, match="disk full"):
         save_slot_prefix(path, cache, FINGERPRINT)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]

@@ -22,9 +22,8 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 from ..cli import clear_mistakes
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..defaults_arcaligner import resolve_base_model
-from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..modeling_arcaligner import ArcAlignerForCausalLM, slot_decoder_layers
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..slot_layer_arcaligner import slot_decoder_layers
 from .collator import ContextCollator
 from .data import ExampleBuilder, word_rarity
 from .recipe import RecipeArguments, RecipeParser, eval_examples, training_examples

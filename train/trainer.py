@@ -20,8 +20,7 @@ from torch.utils.data import RandomSampler, Sampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig, SFTTrainer
 
-from ..modeling_arcaligner import ArcAlignerForCausalLM
-from ..slot_layer_arcaligner import SlotDecoderLayer
+from ..modeling_arcaligner import ArcAlignerForCausalLM, SlotDecoderLayer
 from .collator import ContextCollator, turn_mask
 from .sampling import EpochOrder
 from .watching import Clock, GateWatch, OtherSlots, answer_questions

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from ...configuration_arcaligner import ArcAlignerConfig
-from ...refinement_budget_arcaligner import prefix_flops
+from ...refinement_arcaligner import prefix_flops
 from ..answering import Row, full_text, text_inputs
 from ..evaluate import Variant, answer_tasks, load_rows
 from ..fingerprints import fingerprint

@@ -93,7 +93,7 @@ def test_the_command_tells_each_number_and_the_lines_behind_it(tmp_path, checkpo
         lines = ways["operators"]["lines"]
         assert ways["operators"]["count"] == sum(each["times"] for each in lines) and lines
     asked = {each["line"].split(":")[0] for each in report["reads"]["prefill, adaptive"]["operators"]["lines"]}
-    assert {"refinement_arcaligner", "slot_layer_arcaligner", "transformers.masking_utils"} <= asked
+    assert {"refinement_arcaligner", "modeling_arcaligner", "transformers.masking_utils"} <= asked
     assert "read_on_host" in output.with_suffix(".txt").read_text("utf-8")
 
 

@@ -6,7 +6,7 @@ from tiny_models import random_row, tiny_aligner
 from torch.utils.flop_counter import FlopCounterMode
 
 from arcaligner.evaluation.operations import count_operations, recorded_depths, refinement_flops
-from arcaligner.refinement_budget_arcaligner import LayerCost, keys_values_flops, prefix_flops
+from arcaligner.refinement_arcaligner import LayerCost, keys_values_flops, prefix_flops
 
 COST = LayerCost(linears=1000, lora=100, keys_values=10, keys_values_lora=5, key=1, gate=7)
 

@@ -25,7 +25,7 @@ from arcaligner.evaluation.metrics import bootstrap_interval
 from arcaligner.evaluation.operations import refinement_flops
 from arcaligner.evaluation.reading import SlotReader
 from arcaligner.evaluation.runs import AnswerFile
-from arcaligner.refinement_budget_arcaligner import prefix_flops
+from arcaligner.refinement_arcaligner import prefix_flops
 
 pytestmark = pytest.mark.usefixtures("few_tokens")
 

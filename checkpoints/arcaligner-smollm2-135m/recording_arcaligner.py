@@ -1,1 +1,0 @@
-../../recording_arcaligner.py

@@ -1,1 +1,0 @@
-../../refinement_budget_arcaligner.py

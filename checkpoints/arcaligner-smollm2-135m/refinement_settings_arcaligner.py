@@ -1,1 +1,0 @@
-../../refinement_settings_arcaligner.py

@@ -1,1 +1,0 @@
-../../slot_budget_arcaligner.py

@@ -1,1 +1,0 @@
-../../slot_layer_arcaligner.py

@@ -1,1 +1,0 @@
-../../slot_prefix_arcaligner.py

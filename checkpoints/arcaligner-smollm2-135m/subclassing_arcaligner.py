@@ -1,1 +1,0 @@
-../../subclassing_arcaligner.py

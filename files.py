@@ -1,0 +1,131 @@
+"""What training, evaluation and benchmarks share: whole writes, digests, JSON Lines, the machine, clear errors.
+
+The lowest floor: nothing here imports anything of ours.
+"""
+
+import contextlib
+import difflib
+import gzip
+import hashlib
+import json
+import os
+import platform
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+
+def write_whole(path: str | Path, content: str | bytes | Callable[[BinaryIO], Any]) -> None:
+    """Writes a file whole or not at all, and its folder: under a temporary name, then renamed. Another process may
+    write it too.
+
+    Args:
+        path (`str` or `Path`): The file.
+        content (`str`, `bytes` or `Callable`): What it is to hold, or a function that writes it to an open file.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content.encode("utf-8") if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def digest(value: Any) -> str:
+    """A short SHA-256 of a value that JSON can hold."""
+    return hashlib.sha256(json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def digest_files(paths: Iterable[Path]) -> str:
+    """The SHA-256 of files, one after the other."""
+    found = hashlib.sha256()
+    for path in paths:
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def stable_number(key: str, modulus: int) -> int:
+    """A number below `modulus` that `key` alone decides, the same on each machine.
+
+    >>> stable_number("recon_train_0", 6) == stable_number("recon_train_0", 6)
+    True
+    """
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % modulus
+
+
+def read_json_lines(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON Lines file, gzipped or not.
+
+    Raises:
+        `ValueError`: a line that is no JSON object, by its number.
+    """
+    opener = gzip.open if str(path).endswith(".gz") else open
+    with opener(path, "rt", encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not a JSON object: {error}.") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number} is not a JSON object but a {type(row).__name__}.")
+            yield row
+
+
+def describe_machine(device: str = "cpu") -> dict[str, Any]:
+    """Processor, accelerator and versions; `load` tells whether others worked on it."""
+    import torch  # here, so that the command line's help does not wait for it
+
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0],
+        "device": "cpu" if torch.device(device).type == "cpu" else torch.cuda.get_device_name(device),
+        "python": platform.python_version(),
+        **{package: version(package) for package in ("torch", "transformers", "peft", "trl")},
+    }
+
+
+def refuse_unknown(place: str, keys: Iterable[str], known: Iterable[str]) -> None:
+    """Raises `ValueError` for the first of `keys` that is not `known`, with the nearest one that is."""
+    known = list(known)
+    for key in keys:
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            raise ValueError(f"Unknown key `{key}` in {place}. Did you mean `{nearest}`?")
+
+
+@contextlib.contextmanager
+def exit_on_user_error() -> Iterator[None]:
+    """Inside, a mistake of the caller ends in one clear line on standard error and exit code 1."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        Console(stderr=True).print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True)
+        raise SystemExit(1) from error
+
+
+def run_command(function: Callable) -> None:
+    """Runs a function as a command of its own, `python -m` of its module."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(function)
+    with exit_on_user_error():
+        app()
