@@ -2,7 +2,7 @@
 
     y = W x + M_r * s * B A x        row by row, M_r = 1 on slots and 0 on text
 
-A decoder layer opens a `slot_scope` around its own forward, and every LoRA layer inside reads from it which rows are
+A decoder layer opens a `lora_on` around its own forward, and every LoRA layer inside reads from it which rows are
 slots. Outside of a scope (decoding, text) the LoRA is off and a linear is exactly the frozen one.
 """
 
@@ -60,8 +60,9 @@ _scope = _SlotScope()
 
 
 @contextlib.contextmanager
-def slot_scope(rows: Rows | None):
-    """Inside, LoRA is applied to `rows`."""
+def lora_on(rows: Rows | None):
+    """Inside, LoRA is applied to `rows`: PEFT's layers are called by the backbone's attention and MLP, which pass no
+    such argument on."""
     before, _scope.rows, _scope.taken = _scope.rows, rows, None
     try:
         yield

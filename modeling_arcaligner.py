@@ -6,10 +6,11 @@
 Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text rows before the last slot), hidden.
 """
 
+import contextlib
 import inspect
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,53 +32,35 @@ from .lora_arcaligner import (
     ALL_ROWS,
     InPlaceMixin,
     inject_slot_lora,
+    lora_on,
     mix_in,
     slot_lora_layers,
-    slot_scope,
 )
 from .refinement_arcaligner import (
     ROW_KERNELS,
+    AllSlotsSteps,
     KeysValuesComplete,
     KeysValuesRecorder,
     LayerCost,
     LayerKeysValues,
+    OpenSlotsSteps,
+    RecordedDepths,
     RefinementKeysValues,
     RefinementSettings,
     SlotRows,
+    Slots,
     StepInputs,
     StepRows,
-    at_positions,
     check_refinement_settings,
     count_layer_cost,
     find_slot_rows,
-    open_slots_first,
-    read_on_host,
-    settings_of_forward,
-    some_slots,
+    gated_update,
+    gather_rotary,
+    resolve_settings,
     step_inputs,
     take_rows,
+    to_numpy_in_one_sync,
 )
-
-
-class _Recording(threading.local):
-    depths: dict[int, torch.Tensor] | None = None
-
-    def start(self) -> dict[int, torch.Tensor]:
-        """Begins a recording; the returned dictionary fills with layer index -> (batch, max_slots)."""
-        self.depths = {}
-        return self.depths
-
-    def stop(self) -> None:
-        self.depths = None
-
-    def add(self, layer_idx: int, depth: torch.Tensor) -> None:
-        """Notes the refinement steps taken at a layer, (batch, max_slots)."""
-        if self.depths is not None:
-            self.depths[layer_idx] = depth
-
-
-recording_depths = _Recording()
-
 
 # Ways of attending a layer can have and still be re-applied to its slot rows alone.
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -206,15 +189,12 @@ class _FrozenHeadLoss(torch.autograd.Function):
 def frozen_head_nll(
     hidden_states: torch.Tensor, targets: torch.LongTensor, head: nn.Linear, text_config: PreTrainedConfig
 ) -> torch.Tensor:
-    """Sum of the negative log-likelihoods of `targets` (rows,) through a frozen head, from `hidden_states` (rows, hidden).
+    """Sum of the negative log-likelihoods of `targets` (rows,) through a frozen head, from `hidden_states`
+    (rows, hidden).
 
     The head gets no gradient, and gradients of the gradient are not to be had.
     """
     return _FrozenHeadLoss.apply(hidden_states, targets, head.weight, head.bias, text_config)
-
-
-# Where so large a part of the slots is open, a step computes the others too.
-ALMOST_ALL = 7 / 8
 
 
 class SlotGate(nn.Module):
@@ -231,16 +211,6 @@ class SlotGate(nn.Module):
             return torch.sigmoid(self.out(self.act(self.up(slots.to(self.up.weight.dtype)))))
 
 
-def straight_through_gate(gate_prob: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Eq. 7: the hard decision in the forward pass, the probability's gradient in the backward pass.
-
-    >>> straight_through_gate(torch.tensor([0.25, 0.5, 0.75]), threshold=0.5)
-    tensor([0., 1., 1.])
-    """
-    gate_hard = (gate_prob >= threshold).to(gate_prob.dtype)
-    return gate_prob + (gate_hard - gate_prob).detach()
-
-
 class SlotDecoderLayer(InPlaceMixin):
     """What ArcAligner adds to a decoder layer of the backbone. Mixed in before the layer's own class, in place.
 
@@ -251,35 +221,61 @@ class SlotDecoderLayer(InPlaceMixin):
     layer_idx: int
     is_last: bool
     slot_cost: LayerCost
-    _compiled_compute: Callable | None = None
+    _compiled_algorithm: Callable | None = None
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        slot_positions: torch.Tensor | None = None,
-        text_positions: torch.Tensor | None = None,
-        slot_rows: torch.Tensor | None = None,
-        slot_cells: torch.Tensor | None = None,
-        slot_span: tuple[int, int] | None = None,
-        refinement: RefinementSettings | None = None,
-        **kwargs,
-    ) -> torch.Tensor:
-        """`hidden_states` (batch, seq_len, hidden) through Algorithm 1's loop body for this layer."""
-        if slot_rows is None and self._compiled_compute is None:  # a generated token: the layer as it was
+    def forward(self, hidden_states: torch.Tensor, slots: Slots | None = None, **kwargs) -> torch.Tensor:
+        """The backbone's layer, and with `slots` Algorithm 1's part in it; (batch, seq_len, hidden) to the same."""
+        if slots is None and self._compiled_algorithm is None:  # a generated token: the layer as it was
             return super().forward(hidden_states, **kwargs)
-        rows = None
-        if slot_rows is not None:
-            rows = SlotRows(slot_positions, text_positions, slot_rows, slot_cells, slot_span)
-        if self._compiled_compute is None:
-            hidden_states, depth = self._compute(hidden_states, rows, refinement, kwargs)
-        else:
-            hidden_states, depth = self._compute_compiled(hidden_states, rows, refinement, kwargs)
+        run = self._algorithm_1 if self._compiled_algorithm is None else self._run_compiled
+        hidden_states, depth = run(hidden_states, slots, kwargs)
         if depth is not None:
-            recording_depths.add(self.layer_idx, depth)
+            slots.depths[self.layer_idx] = depth
         return hidden_states
 
+    def _algorithm_1(
+        self, hidden_states: torch.Tensor, slots: Slots | None, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The body of Algorithm 1's loop over layers.
+
+        Returns the layer's output (batch, seq_len, hidden) and, if it refined, the steps of its slots
+        (batch, max_slots).
+        """
+        if slots is None:
+            return super().forward(hidden_states, **kwargs), None
+        with lora_on(slots.rows.row_index()):
+            hidden_states = super().forward(hidden_states, **kwargs)  # Eq. 4: the mandatory pass, LoRA on slots (Eq. 3)
+        steps = self._plan_steps(hidden_states, slots)
+        if steps is None:  # no gate here, or none is open
+            return hidden_states, None
+        states = steps.first_states()  # (batch, width, hidden), the slots that the steps compute
+        reapply = self._slot_pass(hidden_states, slots, steps.rows, kwargs)
+        for step in range(slots.settings.max_refinement_steps):
+            gate = steps.gate(step, states)  # Eq. 5 and 7, (batch, width, 1)
+            if gate is None:  # all closed: they read what has not changed, and stay closed
+                break
+            candidate = reapply(states)  # Eq. 6
+            states = gated_update(states, candidate, gate)  # Eq. 8
+        return steps.write_back(states)  # Eq. 9: text rows stay; and the depths
+
+    def _plan_steps(self, hidden_states: torch.Tensor, slots: Slots) -> AllSlotsSteps | OpenSlotsSteps | None:
+        """Which slots this layer's steps compute; `None` for a layer that takes none."""
+        settings = slots.settings
+        if self.slot_gate is None or settings.gate_mode == "off" or settings.max_refinement_steps == 0:
+            return None
+        if self.training or torch.compiler.is_compiling():
+            # No later layer reads the slots of the last one: only training, to the letter, takes its steps.
+            return AllSlotsSteps(self, hidden_states, slots) if self.training or not self.is_last else None
+        return None if self.is_last else OpenSlotsSteps.plan(self, hidden_states, slots)
+
+    def gate_prob(self, slot_states: torch.Tensor, settings: RefinementSettings) -> torch.Tensor:
+        """Eq. 5, slot states (..., hidden) to (..., 1); 1 where no gate is asked."""
+        if settings.gate_mode == "always":
+            return slot_states.new_ones(*slot_states.shape[:-1], 1)
+        return self.slot_gate(slot_states)
+
     def compile(self, *args, **kwargs) -> None:
-        """As `nn.Module.compile`, but for what tells one layer from another, so that layers share compiled code: its
+        """As `nn.Module.compile`, except for what tells one layer from another, so that layers share compiled code: its
         number, its place in the cache and in the record of depths stay outside.
 
         Compiled code takes the same operations whatever the gates decide, with no read of the host, so that it can be
@@ -288,166 +284,42 @@ class SlotDecoderLayer(InPlaceMixin):
         or whose cache has no place for the layer yet (a static cache before `early_initialization`, `DynamicCache`
         without a configuration).
         """
-        self._compiled_compute = torch.compile(self._compute, *args, **kwargs)
+        self._compiled_algorithm = torch.compile(self._algorithm_1, *args, **kwargs)
 
-    def __getstate__(self):
-        state = super().__getstate__()
-        state.pop("_compiled_compute", None)  # as of any module: it holds this layer, a copy would run its weights
-        return state
-
-    def _compute_compiled(self, hidden_states, rows, refinement, kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        has_budget = refinement is not None and refinement.budget is not None
+    def _run_compiled(self, hidden_states, slots, kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        has_budget = slots is not None and slots.settings.budget is not None
         cache = kwargs.get("past_key_values")
         is_recording = bool(_active_collector.get())  # of attentions or router logits, by hooks
         if has_budget or is_recording or not LayerKeysValues.fits(cache, self.layer_idx):
-            return self._compute(hidden_states, rows, refinement, kwargs)
+            return self._algorithm_1(hidden_states, slots, kwargs)
         if cache is not None:
             kwargs = {**kwargs, "past_key_values": LayerKeysValues(cache.layers[self.layer_idx])}
-        rows = None if rows is None else rows._replace(slot_span=None)  # or code would be made for each place
-        return self._compiled_compute(hidden_states, rows, refinement, kwargs)
+        if slots is not None:  # without the span, or code would be made for each place
+            slots = slots._replace(rows=slots.rows._replace(slot_span=None))
+        return self._compiled_algorithm(hidden_states, slots, kwargs)
 
-    def _compute(
-        self, hidden_states: torch.Tensor, rows: SlotRows | None, refinement: RefinementSettings | None, kwargs: dict
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The layer's output (batch, seq_len, hidden), and the steps of its slots (batch, max_slots) if it took any."""
-        if rows is None:
-            return super().forward(hidden_states, **kwargs), None
-        with slot_scope(rows.where()):
-            hidden_states = super().forward(hidden_states, **kwargs)  # Eq. 4, the mandatory pass
-        if not self._refines(refinement):
-            return hidden_states, None
-        return self._refine(hidden_states, rows, refinement, kwargs)
+    def __getstate__(self):
+        state = super().__getstate__()
+        state.pop("_compiled_algorithm", None)  # as of any module: it holds this layer, a copy would run its weights
+        return state
 
-    def _refines(self, refinement: RefinementSettings) -> bool:
-        if self.slot_gate is None or refinement.gate_mode == "off" or refinement.max_refinement_steps == 0:
-            return False
-        # No later layer reads the slots of the last one. Only training runs its steps, for Algorithm 1 to the letter.
-        return self.training or not self.is_last
-
-    def _refine(
-        self, hidden_states: torch.Tensor, rows: SlotRows, refinement: RefinementSettings, kwargs: dict
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        every = self.training or torch.compiler.is_compiling()
-        steps = self._every_step if every else self._open_steps
-        refined = steps(hidden_states, rows, refinement, kwargs)
-        if refined is None:
-            return hidden_states, None
-        slots, depth = refined  # (batch, max_slots, hidden), (batch, max_slots)
-        flat = hidden_states.reshape(-1, hidden_states.shape[-1])  # (batch * seq_len, hidden)
-        slots = slots.reshape(-1, slots.shape[-1]).index_select(0, rows.slot_cells)  # (num_slots, hidden)
-        return flat.index_copy(0, rows.slot_rows, slots).view_as(hidden_states), depth  # Eq. 9: text rows stay
-
-    def _every_step(self, hidden_states, rows, refinement, kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-        """All steps of all slots: in training, since the gradient of a closed gate needs its candidate (Eq. 7), and in
-        compiled code, whose operations may not depend on what the gates decide."""
-        slots = take_rows(hidden_states, rows.slot_positions)  # (batch, max_slots, hidden)
-        depth = torch.zeros_like(rows.slot_positions)  # (batch, max_slots)
-        reapply = self._slot_pass(hidden_states, rows, refinement, kwargs)
-        for _step in range(refinement.max_refinement_steps):
-            gate_prob = self._gate_prob(slots, refinement)
-            gate_open = gate_prob >= refinement.gate_threshold
-            candidate = reapply(slots)  # Eq. 6, (batch, max_slots, hidden)
-            if self.training:
-                gate = straight_through_gate(gate_prob, refinement.gate_threshold)
-                slots = slots + gate.to(slots.dtype) * (candidate - slots)  # Eq. 8
-            else:
-                slots = torch.where(gate_open, candidate, slots)  # Eq. 8 with the hard gate
-            depth = depth + (gate_open[:, :, 0] & (rows.slot_positions >= 0))
-        return slots, depth
-
-    def _open_steps(self, hidden_states, rows, refinement, kwargs) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Inference: the steps of slots whose gate is open, exactly, since a closed gate reads an unchanged slot and
-        stays closed. `None` when there is none after the mandatory pass."""
-        gate_open = self._first_open(hidden_states, rows, refinement)  # (batch, max_slots)
-        if gate_open is None:
-            return None
-        slots = take_rows(hidden_states, rows.slot_positions)  # (batch, max_slots, hidden)
-        width = self._width(gate_open, refinement)
-        if width == gate_open.shape[1]:
-            cells, taken, step_rows = None, slots, None
-        else:  # (batch, width): of the fullest row; others are filled up with slots that do not move
-            cells = open_slots_first(gate_open, width)
-            gate_open = gate_open.gather(1, cells)
-            taken, step_rows = take_rows(slots, cells), some_slots(rows, cells, gate_open)
-        is_taken, depth = gate_open, torch.zeros_like(gate_open, dtype=torch.long)
-        reapply = self._slot_pass(hidden_states, rows, refinement, kwargs, step_rows)
-        for step in range(refinement.max_refinement_steps):
-            if step > 0 and (gate_open := self._still_open(taken, is_taken, gate_open, rows, refinement)) is None:
-                break
-            taken = torch.where(gate_open[:, :, None], reapply(taken), taken)  # Eq. 6, and Eq. 8 with the hard gate
-            depth = depth + gate_open
-        if cells is None:
-            return taken, depth
-        slots = slots.scatter(1, cells[:, :, None].expand_as(taken), taken)
-        return slots, torch.zeros_like(rows.slot_positions).scatter(1, cells, depth)
-
-    def _width(self, gate_open: torch.Tensor, refinement: RefinementSettings) -> int:
-        """Slots of a row that a step computes: the open ones (batch, max_slots) of the fullest row, or all."""
-        max_slots, budget = gate_open.shape[1], refinement.budget
-        has_choice = self.arcaligner_config.text_config._attn_implementation in ROW_KERNELS
-        if not has_choice or (budget is None and refinement.gate_mode == "always"):
-            return max_slots
-        width = int(gate_open.sum(dim=1).max())
-        # Without a budget, a few closed slots are computed too: cheaper than to read each of them like text.
-        return max_slots if budget is None and width >= ALMOST_ALL * max_slots else width
-
-    def _first_open(self, hidden_states, rows, refinement) -> torch.Tensor | None:
-        """Open slots (batch, max_slots) after the mandatory pass, as far as the budget goes; `None` for none."""
-        budget = refinement.budget
-        if rows.slot_rows.shape[0] == 0:
-            return None
-        if budget is None and refinement.gate_mode == "always":
-            return rows.slot_positions >= 0
-        if budget is not None and not budget.pay_gates(self._cost(refinement), (rows.slot_positions >= 0).sum(dim=1)):
-            return None
-        flat = hidden_states.reshape(-1, hidden_states.shape[-1])  # (batch * seq_len, hidden)
-        prob = self._gate_prob(flat.index_select(0, rows.slot_rows), refinement)  # (num_slots, 1)
-        if not bool((prob >= refinement.gate_threshold).any()):
-            return None  # the usual case, found without laying out a step
-        cells = prob.new_zeros(rows.slot_positions.numel()).index_copy(0, rows.slot_cells, prob[:, 0])
-        gate_prob = cells.view_as(rows.slot_positions)
-        gate_open = gate_prob >= refinement.gate_threshold
-        if budget is None:
-            return gate_open
-        gate_open = budget.take_slots(gate_prob, gate_open, self._cost(refinement), rows)
-        return gate_open if bool(gate_open.any()) else None
-
-    def _still_open(self, taken, is_taken, was_open, rows, refinement) -> torch.Tensor | None:
-        """Open slots (batch, width) of those that took the steps before; `None` for none."""
-        budget = refinement.budget
-        if budget is None and refinement.gate_mode == "always":
-            return is_taken
-        asked = is_taken & was_open.any(dim=1, keepdim=True)  # a row that has closed is done
-        if budget is not None and not budget.pay_gates(self._cost(refinement), asked.sum(dim=1)):
-            return None
-        gate_open = (self._gate_prob(taken, refinement)[:, :, 0] >= refinement.gate_threshold) & asked
-        if budget is not None:
-            gate_open = budget.take_step(gate_open, is_taken, self._cost(refinement), rows)
-        return gate_open if bool(gate_open.any()) else None
-
-    def _gate_prob(self, slots: torch.Tensor, refinement: RefinementSettings) -> torch.Tensor:
-        """Eq. 5, slot states (..., hidden) to (..., 1); 1 where no gate is asked."""
-        if refinement.gate_mode == "always":
-            return slots.new_ones(*slots.shape[:-1], 1)
-        return self.slot_gate(slots)
-
-    def _cost(self, refinement: RefinementSettings) -> LayerCost:
-        return self.slot_cost._replace(gate=0) if refinement.gate_mode == "always" else self.slot_cost
-
-    def _slot_pass(self, hidden_states, rows, refinement, kwargs, step_rows: StepRows | None = None):
-        """The layer as a function of slot rows (batch, width, hidden), all slots or some, other rows held fixed."""
+    def _slot_pass(
+        self, hidden_states: torch.Tensor, slots: Slots, step_rows: StepRows | None, kwargs: dict[str, Any]
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The layer as a function of slot states (batch, width, hidden), those of `step_rows` or all, other rows held
+        fixed."""
         if self.arcaligner_config.text_config._attn_implementation not in ROW_KERNELS:
-            return self._prefix_pass(hidden_states, rows, kwargs)
+            return self._prefix_pass(hidden_states, slots.rows, kwargs)
         if step_rows is None:
-            inputs = refinement.shared_inputs.get(rows, kwargs, hidden_states.dtype)
+            inputs = slots.settings.shared_inputs.get(slots.rows, kwargs, hidden_states.dtype)
         else:
             inputs = step_inputs(step_rows, kwargs, hidden_states.dtype)
         cache = RefinementKeysValues(*self._fixed_keys_values(hidden_states, inputs, kwargs))
         step_kwargs = {**kwargs, **inputs.for_slots, "past_key_values": cache}
 
-        def reapply(slots: torch.Tensor) -> torch.Tensor:
-            with slot_scope(ALL_ROWS), _not_recording_outputs():
-                return super(SlotDecoderLayer, self).forward(slots, **step_kwargs)
+        def reapply(states: torch.Tensor) -> torch.Tensor:
+            with lora_on(ALL_ROWS), _not_recording_outputs():
+                return super(SlotDecoderLayer, self).forward(states, **step_kwargs)
 
         return reapply
 
@@ -460,13 +332,10 @@ class SlotDecoderLayer(InPlaceMixin):
         recorder = KeysValuesRecorder()
         fixed = take_rows(hidden_states, inputs.rows.fixed_positions)  # (batch, max_fixed, hidden)
         fixed_kwargs = {**kwargs, **inputs.for_fixed, "past_key_values": recorder}
-        try:
-            with slot_scope(inputs.rows.fixed_slots), _not_recording_outputs():
-                super().forward(fixed, **fixed_kwargs)
-        except KeysValuesComplete:
-            pass
-        if recorder.keys is None:
-            raise AssertionError("the layer's attention did not write its keys and values to the cache it was given")
+        # The one way to leave the forward of any backbone's layer as soon as its keys and values are known.
+        with contextlib.suppress(KeysValuesComplete), lora_on(inputs.rows.fixed_slots), _not_recording_outputs():
+            super().forward(fixed, **fixed_kwargs)
+        assert recorder.keys is not None, "the layer's attention wrote no keys and values to the cache it was given"
         return recorder.keys, recorder.values
 
     def _prefix_pass(self, hidden_states: torch.Tensor, rows: SlotRows, kwargs: dict):
@@ -477,16 +346,16 @@ class SlotDecoderLayer(InPlaceMixin):
         batch, _, hidden = prefix.shape
         prefix_rows = rows.slot_rows // hidden_states.shape[1] * length + rows.slot_rows % hidden_states.shape[1]
         step_kwargs = {**kwargs, "use_cache": False, "past_key_values": None}
-        step_kwargs |= at_positions(kwargs, torch.arange(length, device=prefix.device).expand(batch, -1))
+        step_kwargs |= gather_rotary(kwargs, torch.arange(length, device=prefix.device).expand(batch, -1))
         if (mask := kwargs["attention_mask"]) is not None:
             step_kwargs["attention_mask"] = mask[:, :length] if mask.dim() == 2 else mask[..., :length, :length]
 
-        def reapply(slots: torch.Tensor) -> torch.Tensor:
-            current = slots.reshape(-1, hidden).index_select(0, rows.slot_cells)
-            states = prefix.reshape(-1, hidden).index_copy(0, prefix_rows, current).view(batch, length, hidden)
-            with slot_scope(prefix_rows), _not_recording_outputs():
-                states = super(SlotDecoderLayer, self).forward(states, **step_kwargs)
-            return take_rows(states, rows.slot_positions)
+        def reapply(states: torch.Tensor) -> torch.Tensor:
+            current = states.reshape(-1, hidden).index_select(0, rows.slot_cells)
+            whole = prefix.reshape(-1, hidden).index_copy(0, prefix_rows, current).view(batch, length, hidden)
+            with lora_on(prefix_rows), _not_recording_outputs():
+                whole = super(SlotDecoderLayer, self).forward(whole, **step_kwargs)
+            return take_rows(whole, rows.slot_positions)
 
         return reapply
 
@@ -754,7 +623,6 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
         check_refinement_settings(*wanted)
         slot_mask = self._get_slot_mask(input_ids, context_embeds, is_generated)  # (batch, seq_len) or None
-        depths = None
         if slot_mask is not None:
             if inputs_embeds is not None:
                 raise ValueError(
@@ -768,27 +636,23 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 rows = rows._replace(slot_span=None)  # or code would be made for each place
             inputs_embeds = self._embed(input_ids, slot_mask, context_embeds, context_word_ids)
             input_ids = None
-            refinement = settings_of_forward(self.config, self.layer_costs, rows, self.training, *wanted)
-            kwargs.update(rows._asdict(), refinement=refinement)
-            depths = recording_depths.start()
-        try:
-            outputs = self.backbone(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                inputs_embeds=inputs_embeds,
-                use_cache=use_cache,
-                **kwargs,
-            )
-        finally:
-            recording_depths.stop()
+            settings = resolve_settings(self.config, self.layer_costs, rows, self.training, *wanted)
+            kwargs["slots"] = Slots(rows, settings, RecordedDepths())
+        outputs = self.backbone(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
         return ArcAlignerModelOutputWithPast(
             last_hidden_state=outputs.last_hidden_state,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            recursion_depth=None if depths is None else self._stack_depths(depths, rows.slot_positions),
+            recursion_depth=None if slot_mask is None else self._stack_depths(**kwargs["slots"]._asdict()),
         )
 
     def _get_slot_mask(self, input_ids, context_embeds, is_generated) -> torch.BoolTensor | None:
@@ -836,8 +700,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         if not self.config.word_parts:
             if context_word_ids is not None:
                 raise ValueError(
-                    "Got `context_word_ids`, but `config.word_parts` is 0: this aligner reads no words. Leave them out, "
-                    "or use the processor of its checkpoint."
+                    "Got `context_word_ids`, but `config.word_parts` is 0: this aligner reads no words. Leave them "
+                    "out, or use the processor of its checkpoint."
                 )
             return
         if context_word_ids is None:
@@ -854,7 +718,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
 
     @torch.compiler.disable  # it is the host's
     def _find_slots(self, slot_mask, attention_mask, context_embeds, past_key_values) -> SlotRows:
-        is_slot, is_text, *found = read_on_host(
+        is_slot, is_text, *found = to_numpy_in_one_sync(
             slot_mask,
             _text_mask(slot_mask, attention_mask),
             torch.isfinite(context_embeds).all(dim=2),  # (batch, max_slots)
@@ -914,12 +778,12 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         table = self.get_input_embeddings().weight
         return self.projector(context_embeds, self.projector.average_words(context_word_ids, table))
 
-    def _stack_depths(self, depths: dict[int, torch.Tensor], slot_positions: torch.Tensor) -> torch.LongTensor:
+    def _stack_depths(self, rows: SlotRows, depths: RecordedDepths, settings: RefinementSettings) -> torch.LongTensor:
         """Depths of the layers that refined, 0 for the others -> (batch, num_layers, max_slots), -1 without a slot."""
-        none = torch.zeros_like(slot_positions)
+        none = torch.zeros_like(rows.slot_positions)
         num_layers = self.config.text_config.num_hidden_layers
         stacked = torch.stack([depths.get(i, none).to(none.device) for i in range(num_layers)], dim=1)
-        return stacked.masked_fill(slot_positions[:, None, :] < 0, -1)
+        return stacked.masked_fill(rows.slot_positions[:, None, :] < 0, -1)
 
 
 def _text_mask(slot_mask: torch.Tensor, attention_mask: torch.Tensor | dict | None) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
-from .refinement_arcaligner import REFINEMENT_SETTINGS, check_refinement_settings, gates_and_budget
+from .refinement_arcaligner import REFINEMENT_SETTINGS, check_refinement_settings, normalize_budget
 from .segmentation_arcaligner import check_slot_budget
 
 FORMAT = "arcaligner-slot-prefix-1"
@@ -38,7 +38,7 @@ PREFIX_SETTINGS = {
 # Enough of a parameter to tell two backbones of one name from each other.
 SAMPLED_VALUES = 64
 # Settings of the aligner that change no slot; one that is added later is taken to change them.
-_WITHOUT_EFFECT = (
+_IRRELEVANT_FIELDS = (
     "text_config",  # among the backbone's weights
     "context_token",
     "initializer_range",
@@ -84,10 +84,10 @@ def slot_prefix_fingerprint(
             Documents, each a string or `{"title", "text"}`, or the embeddings of their segments
             (num_slots, encoder_hidden_size).
         weights (`dict`, *optional*): Of `fingerprint_weights`, when it was called before.
-        settings (`dict`, *optional*): What was asked for instead of the configuration, of `normal_prefix_settings`.
+        settings (`dict`, *optional*): What was asked for instead of the configuration, of `canonical_settings`.
     """
     config = {
-        name: getattr(model.config, name) for name in type(model.config).__annotations__ if name not in _WITHOUT_EFFECT
+        name: getattr(model.config, name) for name in type(model.config).__annotations__ if name not in _IRRELEVANT_FIELDS
     }
     return {
         **config,
@@ -104,10 +104,10 @@ def slot_prefix_fingerprint(
     }
 
 
-def normal_prefix_settings(settings: dict[str, Any]) -> dict[str, Any]:
+def canonical_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings of `PREFIX_SETTINGS` for one call, checked, in one spelling and without what changes nothing.
 
-    >>> normal_prefix_settings({"slot_policy": "merge", "gate_mode": None, "refinement_budget": 0})
+    >>> canonical_settings({"slot_policy": "merge", "gate_mode": None, "refinement_budget": 0})
     {'gate_mode': 'off'}
     """
     settings = {name: value for name, value in settings.items() if value is not None}
@@ -116,7 +116,7 @@ def normal_prefix_settings(settings: dict[str, Any]) -> dict[str, Any]:
     settings = {name: PREFIX_SETTINGS[name](value) for name, value in settings.items()}  # as JSON has them
     if "max_slots" not in settings or settings.get("slot_policy") == "drop":
         settings.pop("slot_policy", None)
-    gate_mode, budget = gates_and_budget(settings.get("gate_mode"), settings.get("refinement_budget"))
+    gate_mode, budget = normalize_budget(settings.get("gate_mode"), settings.get("refinement_budget"))
     settings |= {"gate_mode": gate_mode, "refinement_budget": budget}
     return {name: value for name, value in settings.items() if value is not None}
 
@@ -500,7 +500,7 @@ def _split_settings(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
     """Settings of slots and gates, and what is left of `kwargs` for the chat template."""
     settings = {name: value for name, value in kwargs.items() if name in PREFIX_SETTINGS}
     rest = {name: value for name, value in kwargs.items() if name not in PREFIX_SETTINGS}
-    return normal_prefix_settings(settings), rest
+    return canonical_settings(settings), rest
 
 
 def _passages_of_rows(documents, context_embeds, is_single: bool, num_rows: int) -> list:

@@ -33,7 +33,7 @@ class SlotRows(NamedTuple):
     slot_cells: torch.Tensor  # (num_slots,), flat indices into (batch * max_slots)
     slot_span: tuple[int, int] | None  # first and end of `slot_rows` where all stand together, as in one prompt
 
-    def where(self) -> torch.Tensor | slice:
+    def row_index(self) -> torch.Tensor | slice:
         """The slots among flat rows, as a slice where they stand together: their rows need no copy then."""
         return self.slot_rows if self.slot_span is None else slice(*self.slot_span)
 
@@ -54,7 +54,7 @@ class StepInputs(NamedTuple):
     for_fixed: dict[str, Any]
 
 
-def every_slot(rows: SlotRows) -> StepRows:
+def all_slots_plan(rows: SlotRows) -> StepRows:
     """A step that computes all slots."""
     return StepRows(rows.slot_positions, rows.text_positions, None)
 
@@ -69,7 +69,7 @@ def open_slots_first(gate_open: torch.Tensor, width: int) -> torch.Tensor:
     return torch.argsort((~gate_open).to(torch.int8), dim=1, stable=True)[:, :width]
 
 
-def some_slots(rows: SlotRows, cells: torch.Tensor, is_taken: torch.Tensor) -> StepRows:
+def open_slots_plan(rows: SlotRows, cells: torch.Tensor, is_taken: torch.Tensor) -> StepRows:
     """A step that computes the slots in `cells` (batch, width) where `is_taken`, and reads the others like text."""
     max_text, max_slots = rows.text_positions.shape[1], rows.slot_positions.shape[1]
     filler = rows.slot_positions.gather(1, cells).masked_fill(is_taken, -1)
@@ -82,7 +82,7 @@ def some_slots(rows: SlotRows, cells: torch.Tensor, is_taken: torch.Tensor) -> S
     )
 
 
-def read_on_host(*flags: torch.Tensor) -> list[np.ndarray]:
+def to_numpy_in_one_sync(*flags: torch.Tensor) -> list[np.ndarray]:
     """Boolean tensors of any shapes as arrays, for one wait of the host's."""
     read = torch.cat([each.flatten() for each in flags]).numpy(force=True)
     parts = np.split(read, np.cumsum([each.numel() for each in flags])[:-1])
@@ -137,12 +137,12 @@ def step_inputs(rows: StepRows, kwargs: dict[str, Any], dtype: torch.dtype) -> S
     mask = refinement_mask(kwargs["attention_mask"], rows, dtype)
     return StepInputs(
         rows=rows,
-        for_slots=at_positions(kwargs, rows.slot_positions) | {"attention_mask": mask, "use_cache": False},
-        for_fixed=at_positions(kwargs, rows.fixed_positions) | {"attention_mask": None, "use_cache": False},
+        for_slots=gather_rotary(kwargs, rows.slot_positions) | {"attention_mask": mask, "use_cache": False},
+        for_fixed=gather_rotary(kwargs, rows.fixed_positions) | {"attention_mask": None, "use_cache": False},
     )
 
 
-def at_positions(kwargs: dict[str, Any], positions: torch.Tensor) -> dict[str, Any]:
+def gather_rotary(kwargs: dict[str, Any], positions: torch.Tensor) -> dict[str, Any]:
     """Rotary angles and position ids of the rows at `positions` (batch, rows)."""
     cos, sin = kwargs["position_embeddings"]
     picked = {"position_embeddings": (take_rows(cos, positions), take_rows(sin, positions))}
@@ -163,14 +163,14 @@ class SharedStepInputs:
         self._made: list[tuple[torch.Tensor | None, torch.Tensor, StepInputs]] = []
 
     def get(self, rows: SlotRows, kwargs: dict[str, Any], dtype: torch.dtype) -> StepInputs:
-        """As `step_inputs` for `every_slot`, for a layer that was called with `kwargs`."""
+        """As `step_inputs` for `all_slots_plan`, for a layer that was called with `kwargs`."""
         if torch.compiler.is_compiling():
-            return step_inputs(every_slot(rows), kwargs, dtype)
+            return step_inputs(all_slots_plan(rows), kwargs, dtype)
         mask, cosines = kwargs["attention_mask"], kwargs["position_embeddings"][0]
         for made_mask, made_cosines, inputs in self._made:
             if made_mask is mask and made_cosines is cosines:
                 return inputs
-        inputs = step_inputs(every_slot(rows), kwargs, dtype)
+        inputs = step_inputs(all_slots_plan(rows), kwargs, dtype)
         self._made = [*self._made[-1:], (mask, cosines, inputs)]
         return inputs
 
@@ -375,6 +375,8 @@ def _text_and_slots(rows: SlotRows) -> tuple[torch.Tensor, torch.Tensor]:
 
 # Keyword arguments of `generate` and `forward`.
 REFINEMENT_SETTINGS = ("gate_mode", "gate_threshold", "max_refinement_steps", "refinement_budget")
+# Where so large a part of the slots is open, a step computes the others too.
+DENSE_STEP_SHARE = 7 / 8
 # Attention kernels that take a mask of rows by columns, so that some slots can be computed without the others.
 ROW_KERNELS = ("eager", "sdpa")
 
@@ -408,10 +410,10 @@ def check_refinement_settings(
         )
 
 
-def gates_and_budget(gate_mode: str | None, refinement_budget: float | None) -> tuple[str | None, float | None]:
+def normalize_budget(gate_mode: str | None, refinement_budget: float | None) -> tuple[str | None, float | None]:
     """Both in one spelling: a budget of nothing is no refinement, and one without end is none.
 
-    >>> gates_and_budget("adaptive", 0), gates_and_budget("adaptive", math.inf), gates_and_budget("adaptive", 0.1)
+    >>> normalize_budget("adaptive", 0), normalize_budget("adaptive", math.inf), normalize_budget("adaptive", 0.1)
     (('off', None), ('adaptive', None), ('adaptive', 0.1))
     """
     if refinement_budget == 0:
@@ -419,7 +421,7 @@ def gates_and_budget(gate_mode: str | None, refinement_budget: float | None) -> 
     return gate_mode, None if refinement_budget == math.inf else refinement_budget
 
 
-def settings_of_forward(
+def resolve_settings(
     config: ArcAlignerConfig,
     costs: list[LayerCost],
     rows: SlotRows,
@@ -435,7 +437,7 @@ def settings_of_forward(
         `ValueError`: a budget in training, or with an attention kernel that computes slots all or none.
     """
     gate_mode = config.gate_mode if gate_mode is None else gate_mode
-    gate_mode, refinement_budget = gates_and_budget(gate_mode, refinement_budget)
+    gate_mode, refinement_budget = normalize_budget(gate_mode, refinement_budget)
     budget = None
     if refinement_budget is not None:
         if training:
@@ -455,3 +457,166 @@ def settings_of_forward(
         max_refinement_steps=config.max_refinement_steps if max_refinement_steps is None else max_refinement_steps,
         budget=budget,
     )
+
+
+class RecordedDepths:
+    """Refinement steps of slots by layer: layers return hidden states only, and leave them here. No dictionary, which
+    hooks that move a layer's inputs to its device would copy."""
+
+    def __init__(self):
+        self._depths: dict[int, torch.Tensor] = {}  # each (batch, max_slots)
+
+    def __setitem__(self, layer_idx: int, depth: torch.Tensor) -> None:
+        self._depths[layer_idx] = depth
+
+    def get(self, layer_idx: int, default: torch.Tensor) -> torch.Tensor:
+        return self._depths.get(layer_idx, default)
+
+
+class Slots(NamedTuple):
+    """All that the layers of one forward know of its slots, and where they leave their depths: one keyword argument,
+    also when gradient checkpointing runs a layer again."""
+
+    rows: SlotRows
+    settings: RefinementSettings
+    depths: RecordedDepths
+
+
+def gated_update(states: torch.Tensor, candidate: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Eq. 8: slots (batch, width, hidden) take the `candidate` where their `gate` (batch, width, 1) is open: a truth
+    value or, in training, the number of [`straight_through_gate`]."""
+    if gate.dtype == torch.bool:
+        return torch.where(gate, candidate, states)
+    return states + gate.to(states.dtype) * (candidate - states)
+
+
+def straight_through_gate(gate_prob: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Eq. 7: the hard decision in the forward pass, the probability's gradient in the backward pass.
+
+    >>> straight_through_gate(torch.tensor([0.25, 0.5, 0.75]), threshold=0.5)
+    tensor([0., 1., 1.])
+    """
+    gate_hard = (gate_prob >= threshold).to(gate_prob.dtype)
+    return gate_prob + (gate_hard - gate_prob).detach()
+
+
+def _write_slots(hidden_states: torch.Tensor, states: torch.Tensor, rows: SlotRows) -> torch.Tensor:
+    """Eq. 9: `states` (batch, max_slots, hidden) on the slot rows of `hidden_states` (batch, seq_len, hidden)."""
+    flat = hidden_states.reshape(-1, hidden_states.shape[-1])  # (batch * seq_len, hidden)
+    slots = states.reshape(-1, states.shape[-1]).index_select(0, rows.slot_cells)  # (num_slots, hidden)
+    return flat.index_copy(0, rows.slot_rows, slots).view_as(hidden_states)
+
+
+class AllSlotsSteps:
+    """Steps of one layer that compute every slot: in training, where the gradient of a closed gate needs its candidate
+    (Eq. 7), and in compiled code, whose operations may not depend on what the gates decide."""
+
+    rows = None  # of the steps: all
+
+    def __init__(self, layer, hidden_states: torch.Tensor, slots: Slots):
+        self.layer, self.hidden_states, self.slots = layer, hidden_states, slots
+        self.depth = torch.zeros_like(slots.rows.slot_positions)  # (batch, max_slots)
+
+    def first_states(self) -> torch.Tensor:
+        return take_rows(self.hidden_states, self.slots.rows.slot_positions)  # (batch, max_slots, hidden)
+
+    def gate(self, step: int, states: torch.Tensor) -> torch.Tensor:
+        """Eq. 5 and 7 for all slots, (batch, max_slots, 1)."""
+        settings = self.slots.settings
+        gate_prob = self.layer.gate_prob(states, settings)
+        is_open = gate_prob >= settings.gate_threshold
+        self.depth = self.depth + (is_open[:, :, 0] & (self.slots.rows.slot_positions >= 0))
+        return straight_through_gate(gate_prob, settings.gate_threshold) if self.layer.training else is_open
+
+    def write_back(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Eq. 9, and the steps that each slot took (batch, max_slots)."""
+        return _write_slots(self.hidden_states, states, self.slots.rows), self.depth
+
+
+class OpenSlotsSteps:
+    """Steps of one layer at inference: of the slots whose gate is open after the mandatory pass. That is exact, since a
+    closed gate reads an unchanged slot and stays closed. Where nearly all are open, a step computes the others too."""
+
+    def __init__(self, layer, hidden_states: torch.Tensor, slots: Slots, gate_open: torch.Tensor):
+        self.layer, self.hidden_states, self.slots = layer, hidden_states, slots
+        width = self._width(gate_open)
+        self.cells, self.rows = None, None
+        if width < gate_open.shape[1]:  # (batch, width): of the fullest row; others are filled up with closed slots
+            self.cells = open_slots_first(gate_open, width)
+            gate_open = gate_open.gather(1, self.cells)
+            self.rows = open_slots_plan(slots.rows, self.cells, gate_open)
+        self.is_taken = self.is_open = gate_open  # (batch, width)
+        self.depth = torch.zeros_like(gate_open, dtype=torch.long)
+
+    @classmethod
+    def plan(cls, layer, hidden_states: torch.Tensor, slots: Slots) -> "OpenSlotsSteps | None":
+        """The steps of a layer, or `None` where no gate is open after the mandatory pass or nothing can be paid for."""
+        rows, settings = slots.rows, slots.settings
+        budget, cost = settings.budget, _cost_of_step(layer, settings)
+        if rows.slot_rows.shape[0] == 0:
+            return None
+        is_slot = rows.slot_positions >= 0  # (batch, max_slots)
+        if budget is None and settings.gate_mode == "always":
+            return cls(layer, hidden_states, slots, is_slot)
+        if budget is not None and not budget.pay_gates(cost, is_slot.sum(dim=1)):
+            return None
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])  # (batch * seq_len, hidden)
+        prob = layer.gate_prob(flat.index_select(0, rows.slot_rows), settings)  # (num_slots, 1)
+        if not bool((prob >= settings.gate_threshold).any()):
+            return None  # the usual case, found without laying out a step
+        gate_prob = prob.new_zeros(is_slot.numel()).index_copy(0, rows.slot_cells, prob[:, 0]).view_as(is_slot)
+        gate_open = gate_prob >= settings.gate_threshold
+        if budget is not None:
+            gate_open = budget.take_slots(gate_prob, gate_open, cost, rows)
+        if budget is not None and not bool(gate_open.any()):
+            return None
+        return cls(layer, hidden_states, slots, gate_open)
+
+    def _width(self, gate_open: torch.Tensor) -> int:
+        """Slots of a row that a step computes: the open ones (batch, max_slots) of the fullest row, or all."""
+        max_slots, settings = gate_open.shape[1], self.slots.settings
+        has_choice = self.layer.arcaligner_config.text_config._attn_implementation in ROW_KERNELS
+        if not has_choice or (settings.budget is None and settings.gate_mode == "always"):
+            return max_slots
+        width = int(gate_open.sum(dim=1).max())
+        # Without a budget, a few closed slots are computed too: cheaper than to read each of them like text.
+        return max_slots if settings.budget is None and width >= DENSE_STEP_SHARE * max_slots else width
+
+    def first_states(self) -> torch.Tensor:
+        states = take_rows(self.hidden_states, self.slots.rows.slot_positions)  # (batch, max_slots, hidden)
+        return states if self.cells is None else take_rows(states, self.cells)  # (batch, width, hidden)
+
+    def gate(self, step: int, states: torch.Tensor) -> torch.Tensor | None:
+        """Eq. 5 and 7, (batch, width, 1); `None` where no gate is open any more."""
+        if step > 0 and not self._ask_again(states):
+            return None
+        self.depth = self.depth + self.is_open
+        return self.is_open[:, :, None]
+
+    def _ask_again(self, states: torch.Tensor) -> bool:
+        """Asks the gates of the slots that took the steps before; whether one is open."""
+        settings = self.slots.settings
+        budget, cost = settings.budget, _cost_of_step(self.layer, settings)
+        if budget is None and settings.gate_mode == "always":
+            self.is_open = self.is_taken
+            return True
+        asked = self.is_taken & self.is_open.any(dim=1, keepdim=True)  # a row that has closed is done
+        if budget is not None and not budget.pay_gates(cost, asked.sum(dim=1)):
+            return False
+        self.is_open = (self.layer.gate_prob(states, settings)[:, :, 0] >= settings.gate_threshold) & asked
+        if budget is not None:
+            self.is_open = budget.take_step(self.is_open, self.is_taken, cost, self.slots.rows)
+        return bool(self.is_open.any())
+
+    def write_back(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Eq. 9, and the steps that each slot took (batch, max_slots)."""
+        rows, depth = self.slots.rows, self.depth
+        if self.cells is not None:
+            all_states = take_rows(self.hidden_states, rows.slot_positions)  # (batch, max_slots, hidden)
+            states = all_states.scatter(1, self.cells[:, :, None].expand_as(states), states)
+            depth = torch.zeros_like(rows.slot_positions).scatter(1, self.cells, depth)
+        return _write_slots(self.hidden_states, states, rows), depth
+
+
+def _cost_of_step(layer, settings: RefinementSettings) -> LayerCost:
+    return layer.slot_cost._replace(gate=0) if settings.gate_mode == "always" else layer.slot_cost

@@ -19,9 +19,9 @@ from tiny_models import (
     tiny_aligner,
 )
 
-from arcaligner import modeling_arcaligner, refinement_arcaligner
+from arcaligner import refinement_arcaligner
 from arcaligner.modeling_arcaligner import SlotDecoderLayer
-from arcaligner.refinement_arcaligner import refinement_mask
+from arcaligner.refinement_arcaligner import OpenSlotsSteps, refinement_mask
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -331,14 +331,14 @@ def test_algorithm1_in_random_cases(data):
 @pytest.mark.parametrize("backbone", ["llama", "gemma3_text"])
 def test_closed_slots_stay_whether_a_step_computes_them_or_not(monkeypatch, backbone, almost_all):
     model = tiny_aligner(backbone)
-    width, widths = SlotDecoderLayer._width, []
+    width, widths = OpenSlotsSteps._width, []
 
-    def noted(layer, gate_open, refinement):
-        widths.append((int(gate_open.sum(dim=1).max()), width(layer, gate_open, refinement), gate_open.shape[1]))
+    def noted(steps, gate_open):
+        widths.append((int(gate_open.sum(dim=1).max()), width(steps, gate_open), gate_open.shape[1]))
         return widths[-1][1]
 
-    monkeypatch.setattr(SlotDecoderLayer, "_width", noted)
-    monkeypatch.setattr(modeling_arcaligner, "ALMOST_ALL", almost_all)
+    monkeypatch.setattr(OpenSlotsSteps, "_width", noted)
+    monkeypatch.setattr(refinement_arcaligner, "DENSE_STEP_SHARE", almost_all)
     for seed in range(3):
         assert_matches_reference(model, random_rows(model, [8, 3, 6], seed=seed), "left")
     assert any(most < max_slots for most, _, max_slots in widths)
@@ -386,9 +386,9 @@ def test_attention_without_a_mask_of_rows_and_columns_refines_the_whole_prefix(m
     expected = model(**batch).logits
     calls = []
 
-    def prefix_pass(layer, hidden_states, rows, refinement, kwargs, step_rows=None):
+    def prefix_pass(layer, hidden_states, slots, step_rows, kwargs):
         calls.append(layer)
-        return layer._prefix_pass(hidden_states, rows, kwargs)
+        return layer._prefix_pass(hidden_states, slots.rows, kwargs)
 
     monkeypatch.setattr(SlotDecoderLayer, "_slot_pass", prefix_pass)
     is_real = batch["attention_mask"].bool()

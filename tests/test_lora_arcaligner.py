@@ -8,7 +8,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from tiny_models import tiny_aligner
 from torch import nn
 
-from arcaligner.lora_arcaligner import ADAPTER_NAME, ALL_ROWS, slot_lora_layers, slot_scope
+from arcaligner.lora_arcaligner import ADAPTER_NAME, ALL_ROWS, slot_lora_layers, lora_on
 
 SLOTS = torch.tensor([1, 2, 5, 9])  # flat, of two rows of five
 TOGETHER = slice(3, 8)
@@ -39,14 +39,14 @@ def by_eq_3(layer, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("with_gradients", [True, False])
 @pytest.mark.parametrize("rows", [SLOTS, torch.arange(10), torch.tensor([], dtype=torch.long), TOGETHER, slice(0, 10)])
 def test_residual_is_that_of_eq_3_on_slot_rows(layer, states, rows, with_gradients):
-    with torch.set_grad_enabled(with_gradients), slot_scope(rows):
+    with torch.set_grad_enabled(with_gradients), lora_on(rows):
         found = layer(states)
     torch.testing.assert_close(found.double(), by_eq_3(layer, states, rows), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("with_gradients", [True, False])
 def test_all_rows_are_slots_where_a_step_computes_slots_alone(layer, states, with_gradients):
-    with torch.set_grad_enabled(with_gradients), slot_scope(ALL_ROWS):
+    with torch.set_grad_enabled(with_gradients), lora_on(ALL_ROWS):
         found = layer(states)
     torch.testing.assert_close(found.double(), by_eq_3(layer, states, torch.arange(10)), rtol=1e-5, atol=1e-6)
 
@@ -56,7 +56,7 @@ def test_half_precision_backbone_rounds_the_float32_residual_once(layer, states,
     layer = copy.deepcopy(layer).float()
     layer.base_layer.to(torch.bfloat16).weight.data.zero_()
     states = states.bfloat16()
-    with torch.no_grad(), slot_scope(rows):
+    with torch.no_grad(), lora_on(rows):
         found = layer(states)
     down, up = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
     slots = states.view(10, -1)[rows].float()
@@ -68,35 +68,35 @@ def test_half_precision_backbone_rounds_the_float32_residual_once(layer, states,
 @pytest.mark.parametrize("rows", [SLOTS, TOGETHER, ALL_ROWS])
 def test_input_is_left_as_it_was(layer, states, rows):
     before = states.clone()
-    with torch.no_grad(), slot_scope(rows):
+    with torch.no_grad(), lora_on(rows):
         layer(states)
     assert torch.equal(states, before)
 
 
 def test_rows_of_another_input_are_taken_anew(layer, states):
     others = states.flip(0)
-    with torch.no_grad(), slot_scope(SLOTS):
+    with torch.no_grad(), lora_on(SLOTS):
         layer(states)
         found = layer(others)
     torch.testing.assert_close(found.double(), by_eq_3(layer, others, SLOTS), rtol=1e-5, atol=1e-6)
 
 
 def test_no_slots_is_the_frozen_linear_to_the_bit(layer, states):
-    with torch.no_grad(), slot_scope(None):
+    with torch.no_grad(), lora_on(None):
         assert torch.equal(layer(states), layer.base_layer(states))
 
 
 def test_disabled_adapter_is_the_frozen_linear_to_the_bit(layer, states):
     layer = copy.deepcopy(layer)
     layer.enable_adapters(False)
-    with torch.no_grad(), slot_scope(SLOTS):
+    with torch.no_grad(), lora_on(SLOTS):
         assert torch.equal(layer(states), layer.base_layer(states))
 
 
 def test_dropout_of_a_model_in_training_is_kept_without_gradients(layer, states):
     layer = copy.deepcopy(layer).train()
     layer.lora_dropout[ADAPTER_NAME] = nn.Dropout(p=1.0)
-    with torch.no_grad(), slot_scope(SLOTS):
+    with torch.no_grad(), lora_on(SLOTS):
         assert torch.equal(layer(states), layer.base_layer(states))
 
 
@@ -108,7 +108,7 @@ def test_adapter_of_another_name_is_peft_s_own_matter(layer, states):
     with torch.no_grad():
         residual = both.lora_B["other"](both.lora_A["other"](states)) * both.scaling["other"]
         for rows in (None, SLOTS):
-            with slot_scope(rows):
+            with lora_on(rows):
                 torch.testing.assert_close(both(states), layer.base_layer(states) + residual)
 
 
@@ -116,7 +116,7 @@ def shown_to_hooks(module, layer, states, gradients: bool) -> tuple[list[torch.T
     """What a hook on `module` sees, and the layer's output."""
     seen = []
     handle = module.register_forward_hook(lambda module, args, output: seen.append(output))
-    with torch.set_grad_enabled(gradients), slot_scope(SLOTS):
+    with torch.set_grad_enabled(gradients), lora_on(SLOTS):
         found = layer(states)
     handle.remove()
     return seen, found.detach()
@@ -145,7 +145,7 @@ def test_what_a_hook_holds_of_the_frozen_linear_stays_frozen(layer, states, grad
 def test_hooks_on_the_low_rank_linears_see_slot_rows(layer, states, rows, name):
     seen = []
     handle = getattr(layer, name)[ADAPTER_NAME].register_forward_hook(lambda module, args, output: seen.append(output))
-    with torch.no_grad(), slot_scope(rows):
+    with torch.no_grad(), lora_on(rows):
         found = layer(states)
     handle.remove()
     num_slots = len(torch.arange(10)[rows])
@@ -158,7 +158,7 @@ def test_low_rank_linear_of_a_patched_forward_is_called(layer, states, rows):
     layer = copy.deepcopy(layer)
     up = layer.lora_B[ADAPTER_NAME]
     up.forward = lambda slots: -nn.functional.linear(slots, up.weight)  # as of what fetches weights first
-    with torch.no_grad(), slot_scope(rows):
+    with torch.no_grad(), lora_on(rows):
         found = layer(states)
     frozen = layer.base_layer(states)
     expected = frozen - (by_eq_3(layer, states, rows) - frozen.double())
@@ -183,7 +183,7 @@ def test_low_rank_weight_of_another_kind_is_read_by_linear_alone(layer, states, 
     up = layer.lora_B[ADAPTER_NAME]
     up.weight = nn.Parameter(up.weight.data.as_subclass(LinearOnly), requires_grad=False)
     assert isinstance(up.weight, LinearOnly)
-    with torch.no_grad(), slot_scope(rows):
+    with torch.no_grad(), lora_on(rows):
         found = layer(states)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
@@ -192,7 +192,7 @@ def test_gradients_of_slots_that_stand_together_are_those_of_their_indices(layer
     found = []
     for rows in (TOGETHER, torch.arange(10)[TOGETHER]):
         given = states.clone().requires_grad_()
-        with slot_scope(rows):
+        with lora_on(rows):
             output = layer(given)
         up = layer.lora_B[ADAPTER_NAME].weight
         found.append(torch.autograd.grad(output.square().sum(), [given, up]))
@@ -214,7 +214,7 @@ def test_autocast_and_another_layout_of_the_frozen_linear(layer, states, rows):
     states = states.float()
     found = []
     for gradients in (True, False):
-        with torch.set_grad_enabled(gradients), torch.autocast("cpu", torch.bfloat16), slot_scope(rows):
+        with torch.set_grad_enabled(gradients), torch.autocast("cpu", torch.bfloat16), lora_on(rows):
             found.append(layer(states).detach())
     assert found[0].dtype == found[1].dtype == torch.float32
     torch.testing.assert_close(found[0], found[1], rtol=0.01, atol=0.01)
@@ -228,6 +228,6 @@ def test_merged_adapter_of_another_name_is_peft_s_own_matter(layer, states):
     merged.set_adapter([ADAPTER_NAME])
     found = []
     for gradients in (True, False):
-        with torch.set_grad_enabled(gradients), slot_scope(SLOTS):
+        with torch.set_grad_enabled(gradients), lora_on(SLOTS):
             found.append(merged(states).detach())
     assert torch.equal(found[0], found[1])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny_models import BACKBONES, backbone_config, float64_throughout, tiny_aligner
 
 from arcaligner import ArcAlignerProcessor
-from arcaligner.prefix_store_arcaligner import normal_prefix_settings
+from arcaligner.prefix_store_arcaligner import canonical_settings
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 FIVE_TOKENS = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
@@ -319,7 +319,7 @@ def test_settings_that_cannot_be_are_refused(model, processor, settings, message
     ids=str,
 )
 def test_settings_of_one_meaning_have_one_spelling(settings, expected):
-    found = normal_prefix_settings(settings)
+    found = canonical_settings(settings)
     assert found == (settings if expected is None else expected)
     json.dumps(found)
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from arcaligner.refinement_arcaligner import find_slot_rows, read_on_host
+from arcaligner.refinement_arcaligner import find_slot_rows, to_numpy_in_one_sync
 
 PADDING, TEXT, SLOT = range(3)
 kinds = arrays(np.int64, array_shapes(min_dims=2, max_dims=2, max_side=7), elements=st.sampled_from([0, 1, 2]))
@@ -40,11 +40,11 @@ def test_rows_are_those_that_a_loop_over_tokens_finds(kind, spare):
 def test_where_slots_are_picks_the_same_rows_by_a_slice_or_by_indices(kind):
     found = find_slot_rows(kind == SLOT, kind == TEXT, kind.shape[1], torch.device("cpu"))
     flat = torch.arange(kind.size)
-    assert torch.equal(flat[found.where()], flat[found.slot_rows])
+    assert torch.equal(flat[found.row_index()], flat[found.slot_rows])
 
 
 def test_flags_of_any_shapes_are_read_as_they_are():
     flags = [torch.rand(*shape) > 0.5 for shape in ((2, 3), (4,), (0, 5), (1, 2, 2))]
-    found = read_on_host(*flags)
+    found = to_numpy_in_one_sync(*flags)
     assert [each.shape for each in found] == [tuple(each.shape) for each in flags]
     assert all(np.array_equal(each, flag.numpy()) for each, flag in zip(found, flags, strict=True))

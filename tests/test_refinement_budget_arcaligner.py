@@ -9,6 +9,7 @@ from tiny_models import collate, float64_throughout, for_generate, random_row, r
 from torch.utils.flop_counter import FlopCounterMode
 
 from arcaligner.modeling_arcaligner import SlotDecoderLayer
+from arcaligner.refinement_arcaligner import OpenSlotsSteps
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 SHARES = [0.01, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6]
@@ -96,13 +97,13 @@ def test_operations_that_are_counted_while_it_runs_stay_within_the_share(gate_mo
 
 
 def test_a_step_computes_no_slot_that_is_not_paid_for(model, monkeypatch):
-    width, taken = SlotDecoderLayer._width, []
+    width, taken = OpenSlotsSteps._width, []
 
-    def noted(layer, gate_open, refinement):
-        taken.append((width(layer, gate_open, refinement), int(gate_open.sum(dim=1).max())))
+    def noted(steps, gate_open):
+        taken.append((width(steps, gate_open), int(gate_open.sum(dim=1).max())))
         return taken[-1][0]
 
-    monkeypatch.setattr(SlotDecoderLayer, "_width", noted)
+    monkeypatch.setattr(OpenSlotsSteps, "_width", noted)
     batch = collate(random_rows(model, [12]), "left")
     for percent in range(1, 100):
         read(model, batch, percent / 100, gate_mode="always")
@@ -149,9 +150,9 @@ def test_slots_of_equal_confidence_are_taken_in_order(model):
 
 def test_gates_of_a_spent_budget_are_not_asked(model, monkeypatch):
     asked = []
-    first_open = SlotDecoderLayer._gate_prob
+    first_open = SlotDecoderLayer.gate_prob
     monkeypatch.setattr(
-        SlotDecoderLayer, "_gate_prob", lambda layer, *args: asked.append(layer.layer_idx) or first_open(layer, *args)
+        SlotDecoderLayer, "gate_prob", lambda layer, *args: asked.append(layer.layer_idx) or first_open(layer, *args)
     )
     batch = collate([random_row(model, 8, contiguous=True)])
     read(model, batch, 1e-9)
