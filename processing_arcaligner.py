@@ -18,7 +18,7 @@ import torch
 from transformers import AutoTokenizer, BatchFeature, PreTrainedConfig, ProcessorMixin
 from transformers.utils import logging
 
-from .defaults_arcaligner import DEFAULT_ENCODER, resolve_base_model
+from .configuration_arcaligner import DEFAULT_ENCODER, resolve_base_model
 from .segmentation_arcaligner import (
     FittedSegments,
     LazyEncoder,

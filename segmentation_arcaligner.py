@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .defaults_arcaligner import missing_model_error, resolve_encoder
+from .configuration_arcaligner import missing_model_message, resolve_encoder
 
 # spaCy refuses longer texts by default; its rule-based sentence splitter needs little memory for each character.
 _MAX_SPACY_CHARACTERS = 100_000_000
@@ -299,7 +299,7 @@ class LazyEncoder:
                     resolve_encoder(self.name_or_path), device=self.device
                 )
             except OSError as error:
-                raise OSError(missing_model_error("encoder", self.name_or_path, error)) from error
+                raise OSError(missing_model_message("encoder", self.name_or_path, error)) from error
         elif self.device is not None:
             self._model.to(self.device)
         return self._model

@@ -22,7 +22,7 @@ import torch
 import typer
 from rich.console import Console
 
-from ..cli import run_command
+from ..files import run_command
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import read_rows
 from ..train.saving import write_whole

@@ -22,8 +22,8 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from ..cli import run_command
-from ..defaults_arcaligner import DEFAULT_BASE_MODEL, resolve_base_model
+from ..files import run_command
+from ..configuration_arcaligner import DEFAULT_BASE_MODEL, resolve_base_model
 from ..lora_arcaligner import lora_target_names
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..train.saving import write_whole

@@ -24,7 +24,7 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from ..cli import run_command
+from ..files import run_command
 from ..evaluation.analyses.intervals import ratio_interval
 from ..evaluation.answering import MAX_NEW_TOKENS
 from ..modeling_arcaligner import ArcAlignerForCausalLM

@@ -20,7 +20,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..cli import run_command
+from ..files import run_command
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import read_rows
 from .arms import Decoding, make_arms

@@ -35,8 +35,8 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from ..cli import run_command
-from ..defaults_arcaligner import resolve_base_model
+from ..files import run_command
+from ..configuration_arcaligner import resolve_base_model
 from ..lora_arcaligner import lora_target_names
 from ..modeling_arcaligner import ArcAlignerForCausalLM, find_decoder_layers
 from ..processing_arcaligner import ArcAlignerProcessor

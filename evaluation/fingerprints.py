@@ -6,8 +6,8 @@ from huggingface_hub import try_to_load_from_cache
 from transformers.utils import CONFIG_NAME
 
 from ..configuration_arcaligner import ArcAlignerConfig
-from ..model_card_arcaligner import is_hub_id
-from ..train.checkpoint_folder import weights_digest
+from ..model_card import is_hub_id
+from ..files import digest_files as weights_digest
 
 # Of a checkpoint's folder: what decides its answers.
 PARTS = ("*.safetensors", "config.json", "adapter_config.json", "processor_config.json", "chat_template.jinja")

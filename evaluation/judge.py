@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ..cli import run_command
+from ..files import run_command
 from ..train.saving import write_whole
 from .answering import Row
 from .judge_models import KEY_VARIABLE, EndpointJudge, Judge, LocalJudge, Reply

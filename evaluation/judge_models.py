@@ -12,7 +12,7 @@ from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, InferenceTimeoutError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from ..defaults_arcaligner import missing_model_error, resolve_base_model
+from ..configuration_arcaligner import missing_model_message, resolve_base_model
 from .batches import in_batches
 
 MAX_NEW_TOKENS = 8  # a yes or a no, and what may stand before it
@@ -68,7 +68,7 @@ class LocalJudge:
             dtype = torch.float32 if device == "cpu" else "auto"
             self.model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=device).eval()
         except OSError as error:
-            raise OSError(missing_model_error("judge", name, error)) from error
+            raise OSError(missing_model_message("judge", name, error)) from error
         except ValueError as error:
             raise ValueError(
                 f"{name} is no chat model that transformers can run: {error}. Name one that follows instructions, such "

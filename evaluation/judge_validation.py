@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from sklearn.metrics import cohen_kappa_score
 
-from ..cli import run_command
+from ..files import run_command
 from ..train.saving import write_whole
 from .answering import Row
 from .judge import (

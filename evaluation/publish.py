@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from ..benchmarks.latency_page import first_token_table, speed_page
-from ..cli import run_command
+from ..files import run_command
 from ..configuration_arcaligner import ArcAlignerConfig
-from ..model_card_arcaligner import METRIC_TITLES, RESULTS_FILE, name_repository, write_model_card
+from ..model_card import METRIC_TITLES, RESULTS_FILE, write_model_card
 from ..train.saving import write_whole
 from .fingerprints import fingerprint
 from .methods import METHODS
@@ -70,9 +70,9 @@ def publish(run: Path, checkpoint: Path, figures: Path | None, root: Path) -> No
         pages[root / "docs" / "speed.md"] = speed_page(report, lines)
         readme = with_block(readme, "\n".join(first_token_table(report)), SPEED_MARKS)
     write_whole(checkpoint / RESULTS_FILE, (run / RESULTS_FILE).read_text(encoding="utf-8"))
-    write_model_card(ArcAlignerConfig.from_pretrained(checkpoint), checkpoint)
-    if checkpoint.resolve().is_relative_to(root.resolve()):
-        name_repository(checkpoint, checkpoint.resolve().relative_to(root.resolve()).as_posix())
+    own = checkpoint.resolve().is_relative_to(root.resolve())
+    name = checkpoint.resolve().relative_to(root.resolve()).as_posix() if own else None
+    write_model_card(ArcAlignerConfig.from_pretrained(checkpoint), checkpoint, name=name)
     for path, text in (pages | {root / "README.md": readme}).items():
         write_whole(path, text)
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
-from ..defaults_arcaligner import missing_model_error, resolve_encoder
+from ..configuration_arcaligner import missing_model_message, resolve_encoder
 from .retrieval_index import passage_text
 
 Passage = dict[str, str]
@@ -124,4 +124,4 @@ def load_reranker(reranker: str, device: str) -> Reranker:
     try:
         return RERANKERS[kind](resolve_encoder(name), device)
     except OSError as error:
-        raise OSError(missing_model_error("re-ranker", name, error)) from error
+        raise OSError(missing_model_message("re-ranker", name, error)) from error

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..model_card_arcaligner import RESULTS_FILE
+from ..model_card import RESULTS_FILE
 from ..train.saving import write_whole
 from .judge import judges_of, read_verdicts, verdict_path
 from .methods import METHODS

@@ -34,8 +34,8 @@ from rich.progress import track
 from rich.table import Table
 from sentence_transformers import SentenceTransformer
 
-from ..cli import run_command
-from ..defaults_arcaligner import cache_directory, missing_model_error, resolve_encoder
+from ..files import run_command
+from ..configuration_arcaligner import cache_directory, missing_model_message, resolve_encoder
 from ..train.corpora import JSON_LINES, read_rows
 from ..train.saving import write_whole
 from .answering import Row
@@ -199,7 +199,7 @@ def model_version(kind: str, name: str) -> str:
         try:
             return Path(snapshot_download(name, allow_patterns="*config.json")).name
         except (OSError, ValueError) as error:
-            raise OSError(missing_model_error(kind, name, error)) from error
+            raise OSError(missing_model_message(kind, name, error)) from error
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from ..defaults_arcaligner import cache_directory
+from ..configuration_arcaligner import cache_directory
 from .methods import METHODS, Checkpoints
 from .retrieval import RetrievalSettings
 from .tasks import TASKS

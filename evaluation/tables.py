@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..model_card_arcaligner import METRIC_TITLES
+from ..model_card import METRIC_TITLES
 from .methods import ABLATIONS, METHODS
 from .metrics import shown_interval
 

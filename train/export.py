@@ -2,9 +2,9 @@
 
     python -m arcaligner.train.export --stages runs/smollm2_135m --output checkpoints/arcaligner-smollm2-135m
 
-Training keeps the aligner in float32, since small updates would be lost in bfloat16; a finished one does not need it,
+Training keeps the aligner in float32, since small updates would be lost in bfloat16. A finished one does not need it,
 and loads as float32 again. The last stage in the folder is taken. The model card is written anew each time, unless
-somebody edited it: done again after an evaluation has put its `results.json` there, the card has the numbers.
+somebody edited it: run again after an evaluation has put its `results.json` there, the card has the numbers.
 """
 
 import tempfile
@@ -14,11 +14,10 @@ from typing import Annotated
 import torch
 import typer
 
-from ..cli import run_command
-from ..model_card_arcaligner import RECIPE_FILE, RESULTS_FILE, name_repository, write_model_card
+from ..files import digest_files, run_command
+from ..model_card import RECIPE_FILE, RESULTS_FILE, write_model_card
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from .checkpoint_folder import weight_files, weights_digest
 from .saving import save_stage
 
 
@@ -26,7 +25,8 @@ def has_weights(folder: Path, model: ArcAlignerForCausalLM) -> bool:
     """Whether the weights in `folder` are those that `model` would be saved with."""
     with tempfile.TemporaryDirectory() as temporary:
         model.save_pretrained(temporary)
-        return weights_digest(weight_files(folder)) == weights_digest(weight_files(Path(temporary)))
+        digests = {digest_files(sorted(path.glob("model*.safetensors"))) for path in (folder, Path(temporary))}
+    return len(digests) == 1
 
 
 def main(
@@ -43,15 +43,13 @@ def main(
     model = ArcAlignerForCausalLM.from_pretrained(folders[-1])
     for _, parameter in model.aligner_parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
-    processor = ArcAlignerProcessor.from_pretrained(folders[-1], trust_remote_code=False)
+    processor = ArcAlignerProcessor.from_pretrained(folders[-1])
     recipes = [(folder / RECIPE_FILE).read_text(encoding="utf-8").strip() for folder in folders]
     if (output / RESULTS_FILE).exists() and not has_weights(output, model):
         (output / RESULTS_FILE).unlink()  # before the weights change: a kill leaves no numbers of others
         typer.echo(f"removed {output / RESULTS_FILE}: it was measured with other weights")
     save_stage(output, model, processor, "\n---\n".join(recipes) + "\n")
-    if write_model_card(model.config, output, datasets=tuple(dataset or ())):
-        name_repository(output, output.as_posix())
-    else:
+    if not write_model_card(model.config, output, name=output.as_posix(), datasets=tuple(dataset or ())):
         typer.echo(f"left {output / 'README.md'} as it is: it was edited. Delete it to have one written.")
     typer.echo(f"wrote {folders[-1]} to {output}")
 

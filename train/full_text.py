@@ -22,8 +22,8 @@ from peft.utils import CONFIG_NAME
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from ..cli import clear_mistakes
-from ..defaults_arcaligner import resolve_base_model
+from ..files import exit_on_user_error
+from ..configuration_arcaligner import resolve_base_model
 from ..evaluation.answering import full_text
 from .corpora import open_corpus
 from .recipe import RecipeParser
@@ -147,6 +147,6 @@ def parse(arguments: list[str]) -> tuple[FullTextArguments, SFTConfig, str]:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    with clear_mistakes():
+    with exit_on_user_error():
         parsed = parse(sys.argv[1:])
     main(*parsed)

@@ -12,7 +12,7 @@ import datasets
 from trl import TrlParser
 
 from ..configuration_arcaligner import ArcAlignerConfig
-from ..defaults_arcaligner import cache_directory, resolve_base_model
+from ..configuration_arcaligner import cache_directory, resolve_base_model
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import check_tokens_per_slot
 from .data import ExampleBuilder

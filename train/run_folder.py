@@ -6,7 +6,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from ..model_card_arcaligner import RECIPE_FILE
+from ..model_card import RECIPE_FILE
 from .saving import write_whole
 from .settings import check_settings, has_begun
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from ..model_card import write_model_card
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 
@@ -50,6 +51,7 @@ def save_stage(
         model.save_pretrained(temporary, state_dict=state_dict)
         processor.save_pretrained(temporary)
         (temporary / "recipe.yaml").write_text(recipe, encoding="utf-8")
+        write_model_card(model.config, temporary, name=output_dir.as_posix())
         (output_dir / "config.json").unlink(missing_ok=True)
         for path in sorted(temporary.iterdir(), key=lambda path: path.name == "config.json"):
             os.replace(path, output_dir / path.name)

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ..model_card_arcaligner import RECIPE_FILE
+from ..model_card import RECIPE_FILE
 
 logger = logging.getLogger(__name__)
 

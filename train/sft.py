@@ -19,9 +19,9 @@ import torch
 from transformers import PreTrainedConfig, set_seed
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-from ..cli import clear_mistakes
+from ..files import exit_on_user_error
 from ..configuration_arcaligner import ArcAlignerConfig
-from ..defaults_arcaligner import resolve_base_model
+from ..configuration_arcaligner import resolve_base_model
 from ..modeling_arcaligner import ArcAlignerForCausalLM, slot_decoder_layers
 from ..processing_arcaligner import ArcAlignerProcessor
 from .collator import ContextCollator
@@ -162,6 +162,6 @@ def parse(arguments: list[str]) -> tuple[RecipeArguments, AlignerTrainingConfig,
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    with clear_mistakes():
+    with exit_on_user_error():
         parsed = parse(sys.argv[1:])
     main(*parsed)

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from ..model_card_arcaligner import RECIPE_FILE
+from ..model_card import RECIPE_FILE
 from .settings import check_settings, read_keys, run_settings
 
 logger = logging.getLogger(__name__)

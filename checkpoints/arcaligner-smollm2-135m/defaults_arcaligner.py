@@ -1,1 +1,0 @@
-../../defaults_arcaligner.py

@@ -1,1 +1,0 @@
-../../hub_arcaligner.py

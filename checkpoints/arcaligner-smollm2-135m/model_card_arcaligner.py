@@ -1,1 +1,0 @@
-../../model_card_arcaligner.py
