@@ -6,7 +6,6 @@
 Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text rows before the last slot), hidden.
 """
 
-import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -332,9 +331,11 @@ class SlotDecoderLayer(InPlaceMixin):
         recorder = KeysValuesRecorder()
         fixed = take_rows(hidden_states, inputs.rows.fixed_positions)  # (batch, max_fixed, hidden)
         fixed_kwargs = {**kwargs, **inputs.for_fixed, "past_key_values": recorder}
-        # The one way to leave the forward of any backbone's layer as soon as its keys and values are known.
-        with contextlib.suppress(KeysValuesComplete), lora_on(inputs.rows.fixed_slots), _not_recording_outputs():
-            super().forward(fixed, **fixed_kwargs)
+        try:
+            with lora_on(inputs.rows.fixed_slots), _not_recording_outputs():
+                super().forward(fixed, **fixed_kwargs)
+        except KeysValuesComplete:  # the one way to leave any backbone's layer as soon as its keys and values are known
+            pass
         assert recorder.keys is not None, "the layer's attention wrote no keys and values to the cache it was given"
         return recorder.keys, recorder.values
 

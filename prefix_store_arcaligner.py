@@ -1,6 +1,18 @@
 """Slot prefixes kept: passages that are asked about again are not read again.
 
-questions, passages -> fingerprints -> prefixes (in memory, in files, or prefilled) -> one batch -> `generate`
+    questions, passages -> fingerprints -> prefixes (in memory, in files, or prefilled) -> one batch -> `generate`
+
+Slots stand before the question and do not depend on it, and behind them every layer is the unmodified base model's. So
+the keys and values of a prompt up to its last slot are all that a question about these passages needs, and a backbone
+that knows nothing of slots continues from them with the same logits. All it takes, in any engine that takes a cache:
+
+    cache = DynamicCache(config=backbone.config)  # backbone = AutoModelForCausalLM.from_pretrained(base_model)
+    with safe_open(path, framework="pt") as file:
+        for layer in range(backbone.config.num_hidden_layers):
+            cache.update(file.get_tensor(f"layers.{layer}.keys"), file.get_tensor(f"layers.{layer}.values"), layer)
+    logits = backbone(input_ids=ids_behind_the_slots, past_key_values=cache).logits
+
+Shapes: keys and values (batch, key_value_heads, length, head_dim), rows of a batch left-padded.
 """
 
 import hashlib
@@ -22,9 +34,9 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from .refinement_arcaligner import REFINEMENT_SETTINGS, check_refinement_settings, normalize_budget
-from .segmentation_arcaligner import check_slot_budget
 
 FORMAT = "arcaligner-slot-prefix-1"
+SLOT_SETTINGS = ("max_slots", "slot_policy", "tokens_per_slot")
 # How slots may be chosen and refined for one call, other than as processor and model are configured.
 PREFIX_SETTINGS = {
     "max_slots": int,
@@ -87,7 +99,9 @@ def slot_prefix_fingerprint(
         settings (`dict`, *optional*): What was asked for instead of the configuration, of `canonical_settings`.
     """
     config = {
-        name: getattr(model.config, name) for name in type(model.config).__annotations__ if name not in _IRRELEVANT_FIELDS
+        name: getattr(model.config, name)
+        for name in type(model.config).__annotations__
+        if name not in _IRRELEVANT_FIELDS
     }
     return {
         **config,
@@ -105,13 +119,12 @@ def slot_prefix_fingerprint(
 
 
 def canonical_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of `PREFIX_SETTINGS` for one call, checked, in one spelling and without what changes nothing.
+    """Settings of `PREFIX_SETTINGS` for one call, in one spelling and without what changes nothing.
 
     >>> canonical_settings({"slot_policy": "merge", "gate_mode": None, "refinement_budget": 0})
     {'gate_mode': 'off'}
     """
     settings = {name: value for name, value in settings.items() if value is not None}
-    check_slot_budget(settings.get("max_slots"), settings.get("slot_policy", "drop"))
     check_refinement_settings(**{name: settings[name] for name in REFINEMENT_SETTINGS if name in settings})
     settings = {name: PREFIX_SETTINGS[name](value) for name, value in settings.items()}  # as JSON has them
     if "max_slots" not in settings or settings.get("slot_policy") == "drop":
@@ -128,8 +141,13 @@ def _digest(value: Any) -> str:
 
 def _passages_digest(passages: Sequence | torch.Tensor) -> str:
     if isinstance(passages, torch.Tensor):
-        values = passages.detach().float().cpu().contiguous()
-        return hashlib.sha256(str(tuple(values.shape)).encode() + values.numpy().tobytes()).hexdigest()
+        passages = (passages, None)
+    if isinstance(passages, tuple):
+        found = hashlib.sha256()
+        for values in (tensor.detach().cpu().contiguous() for tensor in passages if tensor is not None):
+            values = values.float() if values.is_floating_point() else values
+            found.update(str(tuple(values.shape)).encode() + values.numpy().tobytes())
+        return found.hexdigest()
     # Scores and ids of a retriever do not change how a passage is read.
     return _digest([[d.get("title"), d.get("text")] if isinstance(d, dict) else [None, d] for d in passages])
 
@@ -305,19 +323,29 @@ class SlotPrefixStore:
     def __len__(self) -> int:
         return len(self._prefixes)
 
-    def get(self, documents=None, question: str | list[dict] = "?", *, context_embeds=None, **kwargs) -> DynamicCache:
+    def get(
+        self,
+        documents=None,
+        question: str | list[dict] = "?",
+        *,
+        context_embeds=None,
+        context_word_ids=None,
+        **kwargs,
+    ) -> DynamicCache:
         """The prefix of one question's passages, to be continued or saved; arguments as in `prepare`.
 
         Of the question only what stands before its slots matters, such as a system message.
         """
-        settings, template_kwargs = _split_settings(kwargs)
+        settings, template_kwargs = _split_settings(self.processor, kwargs)
         heads, _ = self._split_prompts([question], template_kwargs)
-        passages = _passages_of_rows(documents, context_embeds, is_single=True, num_rows=1)
+        passages = _passages_of_rows(documents, context_embeds, context_word_ids, is_single=True, num_rows=1)
         prefixes = self._fetch(heads, passages, settings)
         return join_slot_prefixes(prefixes, self.model.config.text_config)[0]
 
     @torch.no_grad()
-    def prepare(self, questions, documents=None, *, context_embeds=None, **kwargs) -> dict[str, Any]:
+    def prepare(
+        self, questions, documents=None, *, context_embeds=None, context_word_ids=None, **kwargs
+    ) -> dict[str, Any]:
         """What `generate` needs to answer questions, their passages read or found: prefixes that are missing are
         prefilled together, equal ones once.
 
@@ -325,6 +353,7 @@ class SlotPrefixStore:
             questions (`str`, chat, or a list of them): With slots before the first user message.
             documents (`list`, *optional*): Passages, as the processor takes them; for a list of questions, a list each.
             context_embeds (tensor or a list, *optional*): Instead, embeddings (num_slots, encoder_hidden_size).
+            context_word_ids (tensor or a list, *optional*): Their words (num_slots, max_words), where they are read.
             kwargs: How slots are chosen and refined, as for the processor and `generate`: `max_slots`, `slot_policy`,
                 `gate_mode`, `gate_threshold`, `max_refinement_steps`, `refinement_budget`; prefixes of other settings
                 are others. The rest is for the chat template; `add_generation_prompt` is on.
@@ -341,8 +370,8 @@ class SlotPrefixStore:
             raise ValueError(f"There is no question in {questions!r}. Pass one, or a list of some.")
         is_single = isinstance(questions, str) or isinstance(questions[0], dict)
         rows = [questions] if is_single else list(questions)
-        passages = _passages_of_rows(documents, context_embeds, is_single, len(rows))
-        settings, template_kwargs = _split_settings(kwargs)
+        passages = _passages_of_rows(documents, context_embeds, context_word_ids, is_single, len(rows))
+        settings, template_kwargs = _split_settings(self.processor, kwargs)
         heads, tails = self._split_prompts(rows, template_kwargs)
         prefixes = self._fetch(heads, passages, settings)
         config, slot_id = self.model.config.text_config, self.processor.context_token_id
@@ -366,21 +395,20 @@ class SlotPrefixStore:
     # Questions to ids, ids to a batch
 
     def _split_prompts(self, questions: list, template_kwargs: dict) -> tuple[list[list[int]], list[list[int]]]:
-        """Ids before and behind the slots of each question, written with one slot and cut there."""
-        embeds = [torch.zeros(1, self.processor.encoder_hidden_size)] * len(questions)
-        if self.processor.chat_template is None:
-            prompts = self.processor(text=questions, context_embeds=embeds)["input_ids"]
-        else:
-            prompts = self.processor.apply_chat_template(
-                [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in questions],
-                context_embeds=embeds,
-                tokenize=True,
-                return_dict=True,
-                **{"add_generation_prompt": True, **template_kwargs},
-            )["input_ids"]
-        slots = [ids.index(self.processor.context_token_id) for ids in prompts]
-        heads = [ids[:slot] for ids, slot in zip(prompts, slots, strict=True)]
-        return heads, [ids[slot + 1 :] for ids, slot in zip(prompts, slots, strict=True)]
+        """Ids before and behind the slots of each question."""
+        has_template = self.processor.chat_template is not None
+        heads, tails = [], []
+        for question in questions:
+            if has_template:
+                messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+                before, after = self.processor.split_prompt(
+                    messages, **{"add_generation_prompt": True, **template_kwargs}
+                )
+            else:
+                before, after = self.processor.plain_prompt(question)
+            heads.append(self.processor.tokenize_prompt(before, add_special_tokens=not has_template))
+            tails.append(self.processor.tokenize_prompt(after))
+        return heads, tails
 
     def _left_padded(self, rows: list[list[int]], padding_value: int | None = None) -> torch.LongTensor:
         if padding_value is None:
@@ -462,23 +490,33 @@ class SlotPrefixStore:
     def _prefill(self, heads: list[list[int]], passages: list, settings: dict[str, Any]) -> list[DynamicCache]:
         if self.model.training:
             raise ValueError("The model is in training mode, where dropout changes slots. Call `model.eval()` first.")
-        name = "context_embeds" if isinstance(passages[0], torch.Tensor) else "documents"
         gates = {each: value for each, value in settings.items() if each in REFINEMENT_SETTINGS}
-        slots = {each: value for each, value in settings.items() if each not in REFINEMENT_SETTINGS}
-        read = self.processor(text=["?"] * len(heads), return_tensors="pt", **{name: passages}, **slots)
-        words = read.get("context_word_ids")
-        slot_id, device = self.processor.context_token_id, self.model.device
-        counts = (read["input_ids"] == slot_id).sum(dim=1).tolist()
-        ids = [head + [slot_id] * count for head, count in zip(heads, counts, strict=True)]
+        rows = self._slots_of_rows(passages, {k: v for k, v in settings.items() if k not in REFINEMENT_SETTINGS})
+        ids = [
+            head + [self.processor.context_token_id] * len(embeds)
+            for head, (embeds, _) in zip(heads, rows, strict=True)
+        ]
+        words = [words for _, words in rows]
         mask = self._left_padded([[1] * len(row) for row in ids], padding_value=0)
+        device = self.model.device
         cache = self.model.prefill_context(
             self._left_padded(ids),
-            read["context_embeds"].to(device),
+            pad_sequence([embeds for embeds, _ in rows], batch_first=True).to(device),
             mask,
-            None if words is None else words.to(device),
+            None if words[0] is None else self.processor.pad_words(words).to(device),
             **gates,
         )
         return split_slot_prefixes(cache, [len(row) for row in ids], self.model.config.text_config)
+
+    def _slots_of_rows(self, passages: list, slot_settings: dict[str, Any]) -> list[tuple]:
+        """Embeddings and, where the model reads them, words of each row's slots."""
+        if isinstance(passages[0], tuple):
+            for row, (embeds, _) in enumerate(passages):
+                self.processor.check_context_embeds(embeds, row)
+            most = slot_settings.get("max_slots")
+            return [(embeds[:most], words if words is None else words[:most]) for embeds, words in passages]
+        rows = self.processor.encode_batch(passages, **slot_settings)
+        return [(row.context_embeds, row.context_word_ids) for row in rows]
 
     def _keep(self, key: str, prefix: Cache) -> None:
         """As the most recently used, within the budget; one larger than the budget is not kept."""
@@ -496,23 +534,30 @@ def _num_bytes(cache: Cache) -> int:
     return sum(x.untyped_storage().nbytes() for layer in cache.layers for x in (layer.keys, layer.values))
 
 
-def _split_settings(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings of slots and gates, and what is left of `kwargs` for the chat template."""
+def _split_settings(processor, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of slots and gates, checked, and what is left of `kwargs` for the chat template."""
+    given = {name: kwargs[name] for name in SLOT_SETTINGS if kwargs.get(name) is not None}
+    processor.check_slot_settings(**given)
     settings = {name: value for name, value in kwargs.items() if name in PREFIX_SETTINGS}
     rest = {name: value for name, value in kwargs.items() if name not in PREFIX_SETTINGS}
     return canonical_settings(settings), rest
 
 
-def _passages_of_rows(documents, context_embeds, is_single: bool, num_rows: int) -> list:
-    """For each row its list of documents, or the tensor of their embeddings."""
+def _passages_of_rows(documents, context_embeds, context_word_ids, is_single: bool, num_rows: int) -> list:
+    """For each row its list of documents, or its embeddings and words."""
     if (documents is None) == (context_embeds is None):
         raise ValueError(
             f"Got {'no' if documents is None else 'both'} `documents` and `context_embeds`; expected one of the two."
         )
-    name, rows = ("documents", documents) if context_embeds is None else ("context_embeds", context_embeds)
-    rows = [rows] if is_single else list(rows)
-    if len(rows) != num_rows:
-        raise ValueError(f"Got {num_rows} questions but {len(rows)} entries of `{name}`; each question needs its own.")
-    if context_embeds is not None:
-        return [torch.as_tensor(row) for row in rows]
-    return [[row] if isinstance(row, str | dict) else list(row) for row in rows]
+    rows = {"documents": documents, "context_embeds": context_embeds, "context_word_ids": context_word_ids}
+    rows = {name: [each] if is_single else list(each) for name, each in rows.items() if each is not None}
+    for name, each in rows.items():
+        if len(each) != num_rows:
+            raise ValueError(
+                f"Got {num_rows} questions but {len(each)} entries of `{name}`; each question needs its own."
+            )
+    if context_embeds is None:
+        return [[row] if isinstance(row, str | dict) else list(row) for row in rows["documents"]]
+    embeds = [torch.as_tensor(row) for row in rows["context_embeds"]]
+    words = [torch.as_tensor(row) for row in rows.get("context_word_ids", [])] or [None] * num_rows
+    return list(zip(embeds, words, strict=True))

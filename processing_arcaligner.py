@@ -50,6 +50,15 @@ class EncodedDocuments(NamedTuple):
     dropped: list[Segment]  # what has no slot
 
 
+def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
+    """Words of slots, each (num_slots, max_words), as one (batch, max_slots, max_words), -1 where there is none."""
+    sizes = [max(row.shape[axis] for row in rows) for axis in (0, 1)]
+    padded = torch.full((len(rows), *sizes), -1, device=rows[0].device)
+    for number, row in enumerate(rows):
+        padded[number, : row.shape[0], : row.shape[1]] = row
+    return padded
+
+
 class ArcAlignerProcessor(ProcessorMixin):
     r"""
     Builds the inputs of an [`ArcAlignerForCausalLM`] from questions and passages.
@@ -133,6 +142,8 @@ class ArcAlignerProcessor(ProcessorMixin):
         """The `SentenceTransformer`, loaded on first use."""
         return self._encoder.model
 
+    pad_words = staticmethod(pad_words)
+
     # Passages to segments to embeddings
 
     def segment_documents(self, documents: Sequence[str | dict]) -> list[Segment]:
@@ -175,7 +186,7 @@ class ArcAlignerProcessor(ProcessorMixin):
         return found
 
     def _tokenize_document(self, document: str | dict, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of a document's tokens, title first, and the character of its text where each ends, below 1 in a title."""
+        """Ids of a document's tokens, title first, and the character of its text where each ends, below 1 in titles."""
         text, title = _document_text(document, number), _title(document)
         title = f"{title}: " if title else ""
         read = self.tokenizer(title + text, add_special_tokens=False, return_offsets_mapping=True)
@@ -194,7 +205,7 @@ class ArcAlignerProcessor(ProcessorMixin):
         ]
         with torch.no_grad():
             embeds = self._encoder.encode_runs([each.encoder_text for each in tokens], starts, ends).cpu()
-        self._check_embeds(embeds, 0)
+        self.check_context_embeds(embeds, 0)
         return embeds
 
     def encode_segments(
@@ -213,7 +224,7 @@ class ArcAlignerProcessor(ProcessorMixin):
             **kwargs,
         )
         embeds = embeds.float().cpu()
-        self._check_embeds(embeds, 0)
+        self.check_context_embeds(embeds, 0)
         return embeds
 
     def encode_runs(self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]] | None):
@@ -232,6 +243,15 @@ class ArcAlignerProcessor(ProcessorMixin):
         text = super().apply_chat_template(_with_background_line(messages, mark), tokenize=False, **kwargs)
         before, after = text.split(mark)
         return before, after
+
+    def plain_prompt(self, question: str) -> tuple[str, str]:
+        """The text before and behind the slots of a question without a chat template.
+
+        Raises:
+            `ValueError`: an empty question, or something else than text.
+        """
+        _check_question(question)
+        return BACKGROUND_LINE, QUESTION_LINE + question
 
     def tokenize_prompt(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Ids of a part of a prompt.
@@ -305,9 +325,7 @@ class ArcAlignerProcessor(ProcessorMixin):
             return BatchFeature(dict(self.tokenizer(text, **kwargs)), skip_tensor_conversion=None)
         is_single = not isinstance(text, list | tuple)
         questions = [text] if is_single else list(text)
-        for question in questions:
-            _check_question(question)
-        prompts = [(BACKGROUND_LINE, QUESTION_LINE + question) for question in questions]
+        prompts = [self.plain_prompt(question) for question in questions]
         kwargs.setdefault("add_special_tokens", True)
         kwargs |= {"max_slots": max_slots, "slot_policy": slot_policy}
         kwargs |= {"tokens_per_slot": tokens_per_slot, "context_word_ids": context_word_ids}
@@ -325,11 +343,20 @@ class ArcAlignerProcessor(ProcessorMixin):
 
         Arguments and errors as in [`~ArcAlignerProcessor.__call__`].
         """
-        return self._encode_rows([list(documents)], max_slots, slot_policy, tokens_per_slot)[0]
+        return self.encode_batch(
+            [documents], max_slots=max_slots, slot_policy=slot_policy, tokens_per_slot=tokens_per_slot
+        )[0]
 
-    def _encode_rows(self, documents, max_slots, slot_policy, tokens_per_slot) -> list[EncodedDocuments]:
-        """The slots of each row's documents, all encoded at once."""
-        rate = self._checked_rate(tokens_per_slot, max_slots, slot_policy)
+    def encode_batch(
+        self,
+        documents: Sequence[Sequence[str | dict]],
+        *,
+        max_slots: int | None = None,
+        slot_policy: str = "drop",
+        tokens_per_slot: int | str | None = None,
+    ) -> list[EncodedDocuments]:
+        """As `encode_documents` for the passages of several questions, all encoded at once."""
+        rate = self.check_slot_settings(max_slots, slot_policy, tokens_per_slot)
         by_segment = rate == "segment"
         fitted = [self._fit(row, max_slots if by_segment else None, slot_policy) for row in documents]
         tokens = [
@@ -359,7 +386,15 @@ class ArcAlignerProcessor(ProcessorMixin):
     def _read(self, segments, documents) -> list[tuple[Segment, str]]:
         return list(zip(segments, self.encoder_texts(segments, documents), strict=True))
 
-    def _checked_rate(self, tokens_per_slot, max_slots, slot_policy) -> int | str:
+    def check_slot_settings(
+        self, max_slots: int | None = None, slot_policy: str = "drop", tokens_per_slot: int | str | None = None
+    ) -> int | str:
+        """The rate that a call has.
+
+        Raises:
+            `ValueError`: settings that cannot be, or not together.
+        """
+        check_slot_budget(max_slots, slot_policy)
         rate = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
         check_tokens_per_slot(rate)
         if rate != "segment" and max_slots is not None and slot_policy == "merge":
@@ -389,11 +424,12 @@ class ArcAlignerProcessor(ProcessorMixin):
         **kwargs,
     ) -> BatchFeature:
         """Batch of prompts, each cut in two where its slots belong."""
-        check_slot_budget(max_slots, slot_policy)
         documents = _documents_of_rows(documents, is_single, len(prompts))
         given = _embeds_of_rows(context_embeds, is_single, len(prompts))
         if given[0] is None:
-            rows = self._encode_rows(documents, max_slots, slot_policy, tokens_per_slot)
+            rows = self.encode_batch(
+                documents, max_slots=max_slots, slot_policy=slot_policy, tokens_per_slot=tokens_per_slot
+            )
         else:
             words = _words_of_rows(context_word_ids, is_single, len(prompts))
             rows = self._given_rows(documents, given, words, max_slots, slot_policy, tokens_per_slot)
@@ -418,10 +454,10 @@ class ArcAlignerProcessor(ProcessorMixin):
                 '`slot_policy` is "merge", but `context_embeds` made before cannot be merged. Pass `documents` '
                 'alone, or `slot_policy="drop"`.'
             )
-        rate = self._checked_rate(tokens_per_slot, max_slots, slot_policy)
+        rate = self.check_slot_settings(max_slots, slot_policy, tokens_per_slot)
         rows = []
         for number, (row_documents, embeds, row_words) in enumerate(zip(documents, given, words, strict=True)):
-            self._check_embeds(embeds, number)
+            self.check_context_embeds(embeds, number)
             if row_words is not None and (row_words.dim() != 2 or len(row_words) != len(embeds)):
                 raise ValueError(
                     f"The `context_word_ids` of row {number} have shape {tuple(row_words.shape)} but its "
@@ -448,7 +484,8 @@ class ArcAlignerProcessor(ProcessorMixin):
         texts = [_document_text(document, number) for number, document in enumerate(documents)]
         return fit_segments(segments, texts, max_slots, slot_policy, self._encoder.fits)
 
-    def _check_embeds(self, embeds: torch.FloatTensor, row: int) -> None:
+    def check_context_embeds(self, embeds: torch.FloatTensor, row: int) -> None:
+        """Raises `ValueError` unless `embeds` is (num_slots, encoder_hidden_size), finite, with at least one slot."""
         if embeds.dim() != 2 or embeds.shape[1] != self.encoder_hidden_size or embeds.shape[0] == 0:
             raise ValueError(
                 f"The embeddings of row {row} have shape {tuple(embeds.shape)}; expected (num_slots, "
@@ -656,15 +693,6 @@ def _words_of_rows(context_word_ids, is_single: bool, num_rows: int) -> list:
             f"Got {num_rows} questions but {len(rows)} sets of `context_word_ids`; each question needs its own."
         )
     return [torch.as_tensor(row).long() for row in rows]
-
-
-def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
-    """Words of slots, each (num_slots, max_words), as one (batch, max_slots, max_words), -1 where there is none."""
-    sizes = [max(row.shape[axis] for row in rows) for axis in (0, 1)]
-    padded = torch.full((len(rows), *sizes), -1, device=rows[0].device)
-    for number, row in enumerate(rows):
-        padded[number, : row.shape[0], : row.shape[1]] = row
-    return padded
 
 
 def _with_background_line(messages: list[dict], mark: str) -> list[dict]:

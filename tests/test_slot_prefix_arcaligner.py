@@ -43,7 +43,7 @@ def prefix_and_tail(model, num_slots=4, seed=0):
 
 def recipe() -> str:
     """The code of the module's docstring."""
-    return textwrap.dedent(re.search(r"\n\n((?:    .*\n)+)", prefix_store_arcaligner.__doc__).group(1))
+    return textwrap.dedent(re.search(r"\n\n(    cache = (?:.*\n    )+.*\n)", prefix_store_arcaligner.__doc__).group(1))
 
 
 def assert_same_cache(cache, expected):
