@@ -105,6 +105,7 @@ class SlotGenerationMixin(GenerationMixin):
         gate_threshold=None,
         max_refinement_steps=None,
         refinement_budget=None,
+        recorded_depths=None,
         **kwargs,
     ):
         model_inputs = super().prepare_inputs_for_generation(
@@ -131,8 +132,17 @@ class SlotGenerationMixin(GenerationMixin):
             model_inputs |= dict(zip(REFINEMENT_SETTINGS, wanted, strict=True))
         return model_inputs
 
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
+        depth = getattr(outputs, "recursion_depth", None)
+        if depth is not None and model_kwargs.get("recorded_depths") is not None:
+            model_kwargs["recorded_depths"].append(depth)
+        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+
     def generate(self, inputs=None, *args, **kwargs):
         """`GenerationMixin.generate`. The context token is never generated and no logits processor sees it.
+
+        To a list that is given as `recorded_depths` the `recursion_depth` of the slots is appended that it reads,
+        (batch * num_beams, num_layers, max_slots).
 
         How slots are refined can be set for a call: `gate_mode`, `gate_threshold`, `max_refinement_steps` instead of
         the configuration's, and `refinement_budget`, the most operations it may take as a share of the prefill up to

@@ -18,7 +18,6 @@ from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
 from .processing_arcaligner import pad_words
-from .refinement_arcaligner import REFINEMENT_SETTINGS
 
 
 def format_trajectory(depth: int) -> str:
@@ -80,7 +79,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             text_inputs (`str`, `dict`, chat or a list of one of them): See the class.
             documents (`list`, *optional*): The passages of every input without its own.
             return_slots (`bool`, *optional*, defaults to `False`):
-                Adds what became of the passages. Costs one more pass over the prompt.
+                Adds what became of the passages.
             tokens_per_slot (`int` or `"segment"`, *optional*): How much text a slot stands for, in tokens. Default: the
                 processor's.
             max_slots (`int`, *optional*), slot_policy (`str`, *optional*, defaults to `"drop"`):
@@ -208,17 +207,12 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             if any(each is not None for each in words):
                 none = torch.full((0, 1), -1, device=self.device)
                 slots["context_word_ids"] = pad_words([none if each is None else each for each in words])
-        outputs = super()._forward(model_inputs, **slots, **generate_kwargs)
+        depths = []
         if return_slots and slots:
-            settings = {name: generate_kwargs[name] for name in REFINEMENT_SETTINGS if name in generate_kwargs}
-            read = self.model.model(
-                input_ids=model_inputs["input_ids"],
-                attention_mask=model_inputs["attention_mask"],
-                use_cache=False,
-                **slots,
-                **settings,
-            )
-            outputs["recursion_depth"] = read.recursion_depth  # (batch, num_layers, max_slots)
+            slots["recorded_depths"] = depths
+        outputs = super()._forward(model_inputs, **slots, **generate_kwargs)
+        if depths:  # (batch * num_beams, num_layers, max_slots), the same for all beams of a row
+            outputs["recursion_depth"] = depths[0][:: len(depths[0]) // len(rows)]
         return outputs | {"row": row}
 
     def postprocess(self, model_outputs: dict, return_type: ReturnType | None = None, **kwargs) -> list[dict[str, Any]]:
