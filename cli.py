@@ -46,7 +46,7 @@ def parse_tokens_per_slot(value: str) -> int | str:
 
 
 TokensPerSlot = Annotated[
-    int | str | None,
+    Any,  # `int | str | None`, which typer cannot read
     typer.Option(
         parser=parse_tokens_per_slot,
         metavar="INTEGER|segment",

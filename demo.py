@@ -1,11 +1,9 @@
 """`make demo`: six questions answered from compressed passages, as a table.
 
-The three case studies of the paper's appendix, from their sentences as printed there, noise
-included, and the first three questions of the SQuAD sample in `tests/data`. None was chosen by how
-it is answered.
+The three case studies of the paper's appendix, with their sentences as printed there, noise included, and the first
+three questions of the SQuAD sample in `tests/data`. None was chosen by how it is answered.
 """
 
-import json
 import statistics
 import time
 from itertools import islice
@@ -16,10 +14,11 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
+from rich.progress import track
+from rich.table import Column, Table
 
 from .evaluation.metrics import contains_match
+from .files import printable, read_json_lines
 from .pipeline_arcaligner import ArcAlignerPipeline
 from .processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE
 
@@ -78,12 +77,7 @@ CASE_STUDIES = [
 ]
 
 Row = dict[str, Any]
-
-
-def read_sample() -> list[Row]:
-    """The first rows of the SQuAD sample."""
-    with SQUAD_SAMPLE.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in islice(lines, NUM_SQUAD)]
+Rate = int | str | None
 
 
 def busiest_layer(trajectories: list[list[str]]) -> int:
@@ -102,26 +96,20 @@ def format_trajectories(trajectories: list[str]) -> str:
     return " ".join(f"[{styles[each == 'L0.']}]{each}[/]" for each in trajectories)
 
 
-def _prompt(ask: ArcAlignerPipeline, content: str, documents: list | None) -> dict:
-    return ask.processor.apply_chat_template(
-        [{"role": "user", "content": content}],
-        documents=documents,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-    ).to(ask.device)
-
-
-def first_token_seconds(ask: ArcAlignerPipeline, row: Row) -> tuple[float, float]:
+def first_token_seconds(ask: ArcAlignerPipeline, row: Row, tokens_per_slot: Rate) -> tuple[float, float]:
     """Median time to the first token of the answer, from slots and from the passages as text.
 
-    The same base model, the same words around the passages, the two ways in turn; the passages'
-    embeddings are there beforehand, as they are for passages that are asked about more than once.
+    Both arms use the same base model and the same words around the passages, and take turns. The passages' embeddings
+    are computed beforehand, as they are for passages that are asked about more than once.
     """
     text = " ".join(passage["text"] for passage in row["passages"])
-    full_text = BACKGROUND_LINE + text + QUESTION_LINE + row["question"]
-    prompts = [_prompt(ask, row["question"], row["passages"]), _prompt(ask, full_text, None)]
+    asked = [(row["question"], {"documents": row["passages"], "tokens_per_slot": tokens_per_slot})]
+    asked += [(BACKGROUND_LINE + text + QUESTION_LINE + row["question"], {})]
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    prompts = [
+        ask.processor.apply_chat_template([{"role": "user", "content": content}], **given, **options).to(ask.device)
+        for content, given in asked
+    ]
     seconds = ([], [])
     for _ in range(1 + TIMED_RUNS):
         for times, inputs in zip(seconds, prompts, strict=True):
@@ -132,19 +120,9 @@ def first_token_seconds(ask: ArcAlignerPipeline, row: Row) -> tuple[float, float
     return compressed, full
 
 
-def answers_table() -> Table:
-    """The empty table of answers."""
-    table = Table(box=box.ROUNDED, show_lines=True, title="Answers from context slots")
-    table.add_column("Question, answer, gold")
-    table.add_column("Tokens → slots", no_wrap=True)
-    table.add_column("Passes of each slot", max_width=len("LLL LLL LLL LLL"))
-    table.add_column("First token", no_wrap=True)
-    return table
-
-
 def answer_cells(row: Row, record: dict[str, Any], seconds: tuple[float, float]) -> list[str]:
     """A row of the table, in rich markup; `seconds` as from `first_token_seconds`."""
-    answer = escape(record["generated_text"].strip())
+    answer = escape(printable(record["generated_text"].strip()))
     gold = escape(" / ".join(dict.fromkeys(row["answers"])))
     color = "green" if contains_match(record["generated_text"], row["answers"]) else "yellow"
     size = record["statistics"]
@@ -161,33 +139,33 @@ def answer_cells(row: Row, record: dict[str, Any], seconds: tuple[float, float])
 
 
 @torch.inference_mode()
-def run_demo(ask: ArcAlignerPipeline, console: Console) -> None:
+def run_demo(ask: ArcAlignerPipeline, console: Console, tokens_per_slot: Rate = None) -> None:
     """Answers the six questions and prints the table."""
-    rows = CASE_STUDIES + read_sample()
-    table, num_right = answers_table(), 0
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        loading = progress.add_task("Loading the sentence encoder", total=1)
-        answering = progress.add_task("Answering", total=len(rows))
-        timing = progress.add_task("Timing the first token", total=len(rows))
-        ask.processor.encode_segments([""])  # the encoder is loaded when it is first used
-        progress.advance(loading)
-        for row in rows:
-            question = {"question": row["question"], "documents": row["passages"]}
-            record = ask(question, return_slots=True, max_new_tokens=MAX_NEW_TOKENS)[0]
-            progress.advance(answering)
-            table.add_row(*answer_cells(row, record, first_token_seconds(ask, row)))
-            progress.advance(timing)
-            num_right += int(contains_match(record["generated_text"], row["answers"]))
+    rows = CASE_STUDIES + list(islice(read_json_lines(SQUAD_SAMPLE), NUM_SQUAD))
+    table = Table(
+        Column("Question, answer, gold"),
+        Column("Tokens → slots", no_wrap=True),
+        Column("Passes of each slot", max_width=len("LLL LLL LLL LLL")),
+        Column("First token", no_wrap=True),
+        box=box.ROUNDED,
+        show_lines=True,
+        title="Answers from context slots",
+    )
+    num_right = 0
+    for row in track(rows, "Answering", console=Console(stderr=True), transient=True):
+        question = {"question": row["question"], "documents": row["passages"]}
+        settings = {"max_new_tokens": MAX_NEW_TOKENS, "tokens_per_slot": tokens_per_slot}
+        record = ask(question, return_slots=True, **settings)[0]
+        table.add_row(*answer_cells(row, record, first_token_seconds(ask, row, tokens_per_slot)))
+        num_right += int(contains_match(record["generated_text"], row["answers"]))
     config = ask.model.config
     console.print(table)
     console.print(
         f"{num_right} of {len(rows)} answers contain a gold answer (green).\n"
-        "Passes of a slot through a layer: L0. one, LL two, LLL three; shown where they are most.\n"
-        f"First token: median of {TIMED_RUNS} runs on {ask.device}, from slots (sentences embedded "
-        "beforehand) and from the passages as text.\n"
-        f"Base model {config.base_model_name_or_path}, frozen; sentence encoder "
-        f"{config.encoder_name_or_path}.",
+        "Passes of a slot through a layer: L0. one, LL two, LLL three; shown for the layer with the most.\n"
+        f"First token: median of {TIMED_RUNS} runs on {ask.device}, from slots (embeddings computed beforehand) and "
+        "from the passages as text.\n"
+        f"Base model {config.base_model_name_or_path}, frozen; sentence encoder {config.encoder_name_or_path}.",
         style="dim",
         highlight=False,
     )

@@ -1,6 +1,8 @@
 """The default backbone and encoder: from their wheels, converted once, under their Hub names."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ from arcaligner.configuration_arcaligner import (
     resolve_encoder,
 )
 
+FOLDER = "smollm2-135m-instruct-q4_1"
+
 
 @pytest.mark.parametrize("resolve", [resolve_base_model, resolve_encoder])
 def test_other_names_are_left_to_the_hub(resolve, tmp_path):
@@ -23,16 +27,9 @@ def test_other_names_are_left_to_the_hub(resolve, tmp_path):
     assert resolve(str(tmp_path)) == str(tmp_path)
 
 
-def test_a_converted_copy_in_the_cache_is_used_as_it_is(monkeypatch, tmp_path):
-    monkeypatch.setenv("ARCALIGNER_CACHE", str(tmp_path))
-    folder = tmp_path / "smollm2-135m-instruct-q4_1"
-    folder.mkdir()
-    assert resolve_base_model(DEFAULT_BASE_MODEL) == str(folder)
-
-
 def test_without_the_wheels_the_default_names_are_left_to_the_hub(monkeypatch, tmp_path):
     monkeypatch.setenv("ARCALIGNER_CACHE", str(tmp_path))
-    monkeypatch.setattr(configuration_arcaligner, "_wheel_directory", lambda package: None)
+    monkeypatch.setattr(configuration_arcaligner, "wheel_directory", lambda package: None)
     assert resolve_base_model(DEFAULT_BASE_MODEL) == DEFAULT_BASE_MODEL
     assert resolve_encoder(DEFAULT_ENCODER) == DEFAULT_ENCODER
 
@@ -40,10 +37,30 @@ def test_without_the_wheels_the_default_names_are_left_to_the_hub(monkeypatch, t
 def test_a_failed_conversion_leaves_nothing_behind(monkeypatch, tmp_path):
     monkeypatch.setenv("ARCALIGNER_CACHE", str(tmp_path / "cache"))
     (tmp_path / "wheel").mkdir()
-    monkeypatch.setattr(configuration_arcaligner, "_wheel_directory", lambda package: tmp_path / "wheel")
+    monkeypatch.setattr(configuration_arcaligner, "wheel_directory", lambda package: tmp_path / "wheel")
     with pytest.raises(OSError):
         resolve_base_model(DEFAULT_BASE_MODEL)
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+# Remote code has no converter: the package is not there.
+LOOKUP = """
+import sys
+sys.modules["arcaligner"] = None
+sys.path.insert(0, sys.argv[1])
+from configuration_arcaligner import DEFAULT_BASE_MODEL, resolve_base_model
+print(resolve_base_model(DEFAULT_BASE_MODEL))
+"""
+
+
+def test_without_the_package_a_converted_copy_is_found_and_none_is_made(monkeypatch, tmp_path):
+    monkeypatch.setenv("ARCALIGNER_CACHE", str(tmp_path))
+    code = str(Path(configuration_arcaligner.__file__).parent)
+    command = [sys.executable, "-c", LOOKUP, code]
+    assert subprocess.check_output(command, text=True, cwd=tmp_path).strip() == DEFAULT_BASE_MODEL
+    (tmp_path / FOLDER).mkdir()
+    assert subprocess.check_output(command, text=True, cwd=tmp_path).strip() == str(tmp_path / FOLDER)
+    assert resolve_base_model(DEFAULT_BASE_MODEL) == str(tmp_path / FOLDER)
 
 
 def test_the_error_says_which_model_and_how_to_get_it():

@@ -1,4 +1,4 @@
-"""The model card tells what the files beside it do: data, rates, numbers with intervals, limits, licence."""
+"""The model card tells what the files beside it do: data, rates, numbers with intervals, limits, license."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from arcaligner.configuration_arcaligner import ArcAlignerConfig
-from arcaligner.model_card import is_hub_id, name_repository, write_model_card
+from arcaligner.model_card import is_hub_id, write_model_card
 
 # As `evaluation/report.py` writes them: F1 and EM, and more that is not for the card.
 RESULTS = {
@@ -43,7 +43,7 @@ train_files:
 RESULT_TABLES = """\
 500 questions of each set, in percent with 95 % bootstrap intervals.
 
-Measured compression rate (tokens of text a slot): SQuAD x33.6, NQ x30.0.
+Measured compression rate (tokens of text per slot): SQuAD x33.6, NQ x30.0.
 
 | EM (non-strict) | SQuAD | NQ |
 | --- | --- | --- |
@@ -100,16 +100,16 @@ def read(folder: Path) -> tuple[dict, str]:
     return yaml.safe_load(metadata), text
 
 
-def test_card_shows_settings_results_data_limits_and_licence(config, folder):
+def test_card_shows_settings_results_data_limits_and_license(config, folder):
     write_model_card(config, folder)
     _, text = read(folder)
     for part in (SETTINGS, RESULT_TABLES, TRAINING):
         assert part in text
     titles = [line for line in text.splitlines() if line.startswith("#")]
-    assert titles == ["# ArcAligner", "## Results", "## Training", "## Limits", "## Licence"]
-    limits, licence = text.split("## Limits\n")[1].split("## Licence\n")
+    assert titles == ["# ArcAligner", "## Results", "## Training", "## Limits", "## License"]
+    limits, license = text.split("## Limits\n")[1].split("## License\n")
     assert "A slot is lossy" in limits and "Check answers against the passages" in limits
-    assert "aligner weights: Apache-2.0" in licence and "training data keep their own" in " ".join(licence.split())
+    assert "aligner weights: Apache-2.0" in license and "training data keep their own" in " ".join(license.split())
 
 
 def test_metadata_are_what_the_hub_lists_a_model_by(config, folder):
@@ -175,11 +175,10 @@ def test_edited_card_is_left_alone_until_it_is_deleted(config, folder):
     assert read(folder)[1].startswith("<!-- Written from the files beside it")
 
 
-def test_quick_start_gets_the_repositorys_name_each_time(config, folder):
-    write_model_card(config, folder)
-    for name in ("someone/aligner", "another/aligner"):
-        name_repository(folder, name)
-        assert f'pipeline("text-generation", model="{name}", trust_remote_code=True)' in read(folder)[1]
+def test_quick_start_loads_what_the_card_is_written_for(config, folder):
+    for name, loaded in (("someone/aligner", "someone/aligner"), (None, folder.as_posix())):
+        write_model_card(config, folder, name=name)
+        assert f'pipeline("text-generation", model="{loaded}", trust_remote_code=True)' in read(folder)[1]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +192,7 @@ def test_quick_start_gets_the_repositorys_name_each_time(config, folder):
         '{"questions": 5, "sets": {"NQ": {"methods": {"ArcAligner": {"f1": [3.0, 2.0]}}}}}',
     ],
 )
-def test_results_that_are_none_are_refused_and_no_card_is_written(config, folder, results):
+def test_malformed_results_are_refused_and_no_card_is_written(config, folder, results):
     (folder / "results.json").write_text(results)
     with pytest.raises(ValueError, match="results.json does not hold results of an evaluation. Expected .*Write them"):
         write_model_card(config, folder)
