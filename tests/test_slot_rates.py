@@ -89,8 +89,9 @@ def test_words_of_the_slots_are_the_documents_tokens_with_the_title_first(words_
     tokenizer = words_processor.tokenizer
     expected = tokenizer(["Radik: " + DOCUMENTS[0]["text"], DOCUMENTS[1]], add_special_tokens=False)["input_ids"]
     # White space between two sentences belongs to none.
-    expected = [token for ids in expected for token in ids if tokenizer.decode([token]).strip()]
-    assert words[words >= 0].tolist() == expected
+    found, expected = words[words >= 0].tolist(), [token for ids in expected for token in ids]
+    found, expected = ([token for token in ids if tokenizer.decode([token]).strip()] for ids in (found, expected))
+    assert found == expected
 
 
 def test_an_embedding_is_the_mean_of_its_runs_token_states(words_processor):

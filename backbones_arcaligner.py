@@ -1,0 +1,142 @@
+"""What ArcAligner asks of a backbone: which ones it can refine, where their layers are, what their head does."""
+
+import inspect
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+# Ways of attending a layer can have and still be re-applied to its slot rows alone.
+_SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+# Refused for what neither their configuration nor the signature of their layers shows.
+_UNSUPPORTED = {
+    "minicpm3": "a linear of its attention reads rows of the cache, where LoRA cannot be limited to slots",
+    "doge": "a linear of its attention reads rows of the cache, where LoRA cannot be limited to slots",
+    "modernbert-decoder": "its head is more than one linear",
+    "gemma3n_text": "its layers exchange more than hidden states",
+}
+
+
+def _refuse(config: PreTrainedConfig, reason: str):
+    raise ValueError(
+        f"Backbone `{config.model_type}` is not supported: {reason}. Choose a decoder-only backbone with rotary "
+        "attention and dense layers, such as Llama, Mistral, Qwen2, Qwen3, Gemma 2 or 3, Phi-3, OLMo-2, SmolLM3, "
+        "Granite or Cohere."
+    )
+
+
+def check_backbone_config(config: PreTrainedConfig) -> None:
+    """Refuses, before anything is built, a backbone whose configuration shows that it cannot be refined."""
+    if config.model_type in _UNSUPPORTED:
+        _refuse(config, _UNSUPPORTED[config.model_type])
+    if config.is_encoder_decoder:
+        _refuse(config, "it is an encoder-decoder model, slots need a causal decoder")
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        _refuse(config, "transformers has no causal language model for it")
+    other_types = set(getattr(config, "layer_types", None) or ()) - _SUPPORTED_LAYER_TYPES
+    if other_types:
+        _refuse(
+            config, f"its layers use {', '.join(sorted(other_types))}, which keeps no keys and values to refine with"
+        )
+
+
+def find_decoder_layers(backbone: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers of `backbone`: its one list of `num_hidden_layers` checkpointable layers.
+
+    Raises:
+        `ValueError`: naming the backbone and what it lacks.
+    """
+    config = backbone.config
+    stacks = [
+        module
+        for module in backbone.modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) == config.num_hidden_layers
+        and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
+    ]
+    if len(stacks) != 1:
+        _refuse(config, f"found {len(stacks)} stacks of {config.num_hidden_layers} decoder layers, expected 1")
+    parameters = inspect.signature(type(stacks[0][0]).forward).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        _refuse(config, "its decoder layers take no further keyword arguments, so slot rows cannot reach them")
+    missing = {"attention_mask", "position_embeddings", "past_key_values"} - set(parameters)
+    if missing:
+        _refuse(config, f"its decoder layers take no {' and no '.join(f'`{name}`' for name in sorted(missing))}")
+    if any(parameter.dim() > 2 for parameter in stacks[0].parameters()):
+        _refuse(config, "its experts are fused into one parameter, where LoRA cannot be limited to slot rows")
+    return stacks[0]
+
+
+def make_lm_head(config: PreTrainedConfig) -> nn.Linear:
+    """A head like the one of the backbone's own causal language model (some have a bias)."""
+    with torch.device("meta"):
+        own_head = AutoModelForCausalLM.from_config(config).get_output_embeddings()
+    return nn.Linear(config.hidden_size, config.vocab_size, bias=own_head.bias is not None)
+
+
+def postprocess_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
+    """What backbones do to logits after the head: Cohere scales, Granite divides, Gemma 2 and 3 cap softly.
+
+    The same configuration fields are read by TRL's fused loss, so both give the same numbers.
+    """
+    if (scale := getattr(config, "logit_scale", None)) is not None:
+        logits = logits * scale
+    if (scaling := getattr(config, "logits_scaling", None)) is not None:
+        logits = logits / scaling
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+# Rows of logits that exist at a time: 50 MB of them for a vocabulary of 49,152.
+HEAD_ROWS = 256
+
+
+class _FrozenHeadLoss(torch.autograd.Function):
+    """The summed cross-entropy through a frozen head. The gradient for the hidden states is made in the forward pass, a
+    few rows at a time, so that the logits of all rows never exist at once: on CPUs these and their softmax cost more
+    than all decoder layers of a small backbone, on GPUs they take most of the memory."""
+
+    @staticmethod
+    def forward(ctx, hidden_states, targets, weight, bias, text_config):
+        gradient = torch.empty_like(hidden_states)
+        total = hidden_states.new_zeros((), dtype=torch.promote_types(hidden_states.dtype, torch.float32))
+        for start in range(0, len(hidden_states), HEAD_ROWS):
+            rows = slice(start, start + HEAD_ROWS)
+            logits = nn.functional.linear(hidden_states[rows], weight, bias).to(total.dtype)  # (rows, vocab_size)
+            slope = None
+            if (cap := getattr(text_config, "final_logit_softcapping", None)) is not None:
+                logits = postprocess_logits(logits, text_config)
+                slope = 1 - (logits / cap) ** 2
+            else:
+                logits = postprocess_logits(logits, text_config)
+            log_sum = logits.logsumexp(dim=1, keepdim=True)  # (rows, 1)
+            target = targets[rows, None]
+            total += (log_sum - logits.gather(1, target)).sum()
+            d_logits = logits.sub_(log_sum).exp_().scatter_add_(1, target, logits.new_full(target.shape, -1.0))
+            if slope is not None:
+                d_logits *= slope
+            gradient[rows] = d_logits.to(weight.dtype) @ weight
+        scale = getattr(text_config, "logit_scale", None) or 1.0
+        scale /= getattr(text_config, "logits_scaling", None) or 1.0
+        ctx.save_for_backward(gradient.mul_(scale) if scale != 1.0 else gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx, d_total):
+        (gradient,) = ctx.saved_tensors
+        return gradient * d_total.to(gradient.dtype), None, None, None, None
+
+
+def frozen_head_nll(
+    hidden_states: torch.Tensor, targets: torch.LongTensor, head: nn.Linear, text_config: PreTrainedConfig
+) -> torch.Tensor:
+    """Sum of the negative log-likelihoods of `targets` (rows,) through a frozen head, from `hidden_states`
+    (rows, hidden).
+
+    The head gets no gradient, and gradients of the gradient are not to be had.
+    """
+    return _FrozenHeadLoss.apply(hidden_states, targets, head.weight, head.bias, text_config)

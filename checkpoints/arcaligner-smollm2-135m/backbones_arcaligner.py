@@ -1,0 +1,1 @@
+../../backbones_arcaligner.py
