@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
+from huggingface_hub.utils import validate_repo_id
 from transformers.utils import logging
 
 from .checkpoint_arcaligner import CODE_FILES, check_aligner_weights, tensor_shapes
@@ -88,6 +89,7 @@ def push_checkpoint(repo_id: str, checkpoint: str | Path, *, private: bool = Fal
         `PermissionError`: no token, an unknown one, or one that may not write there.
         `ConnectionError`: a push that broke off; nothing of it is visible.
     """
+    validate_repo_id(repo_id)
     folder, api = Path(checkpoint), HfApi()
     config = check_checkpoint(folder)
     if config.base_model_name_or_path is not None and not is_hub_id(config.base_model_name_or_path):
