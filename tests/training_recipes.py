@@ -11,7 +11,7 @@ from arcaligner.train import sft
 
 
 class RecipeWriter:
-    """Writes recipes into `folder`, all on the same twelve rows and with the same store of embeddings."""
+    """Writes recipes into `folder`, all on the same twelve rows and with the same cache of examples."""
 
     def __init__(self, folder: Path, base_model_dir: Path, encoder_dir: Path):
         self.folder = folder
@@ -19,7 +19,7 @@ class RecipeWriter:
         self.encoder_dir = encoder_dir
         questions = write_rows(folder / "questions.jsonl", question_rows(12))
         passages = write_rows(folder / "passages.jsonl.gz", passage_rows(12))
-        self.files = {"reconstruction": passages, "grounding": questions, "gating": questions}
+        self.files = {"lexical": passages, "reconstruction": passages, "grounding": questions, "gating": questions}
 
     def __call__(self, stage: str, output_dir: Path, model: Path | None = None, **changes) -> list[str]:
         """Arguments for `train.sft`: `stage`, from `model` or the base model, with other keys `changes`."""
@@ -28,7 +28,8 @@ class RecipeWriter:
             "model_name_or_path": str(model or self.base_model_dir),
             "output_dir": str(output_dir),
             "train_files": {self.files[stage]: 1.0},
-            "embedding_cache_dir": str(self.folder / "cache"),
+            "data_dir": "",
+            "examples_cache_dir": str(self.folder / "cache"),
             "learning_rate": 0.01,
             "per_device_train_batch_size": 4,
             "max_steps": 4,

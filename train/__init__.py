@@ -1,11 +1,13 @@
-"""Training of ArcAligner: one script (`sft.py`), a recipe for each backbone and stage.
+"""Training of ArcAligner: a script (`sft.py`) and a recipe for each backbone and stage.
 
-The way of a training row, file by file:
+The way of a row, file by file:
 
-    data.py             rows of a JSON Lines file -> prompts with slots and their targets, tokenised
-    templates.py        the paper's words around the slots
-    embedding_store.py  the segments' embeddings, computed once, kept on disk
-    collator.py         rows -> a padded batch with `context_embeds`
-    trainer.py          TRL's `SFTTrainer`, with what can go wrong silently refused
-    sft.py              parse -> data -> model -> train -> save
+    corpora.py    a file or a data set of the Hub -> rows
+    selection.py  which rows, with which distractors; kept on disk
+    data.py       rows -> tokenized examples: slots, and turns that read them
+    collator.py   examples -> a padded batch, at a rate of slots drawn for it
+    trainer.py    the encoder, the model and the loss of the stage
+
+`recipe.py` and `run.py` say what is trained and keep the folder of a run, `stages.py` runs all stages of a recipe,
+`full_text.py` trains the baseline that reads text.
 """

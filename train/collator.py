@@ -1,4 +1,4 @@
-"""Rows of the training set to a padded batch, at a rate of slots drawn for the batch."""
+"""Examples to a padded batch, with as many slots as the rate drawn for the batch makes; the mask of turns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from ..files import stable_number
 from ..processing_arcaligner import pad_words
 from ..segmentation_arcaligner import equal_runs
-from .templates import stable_number
 
 
 @dataclass
@@ -19,19 +19,20 @@ class ContextCollator:
     Args:
         context_token_id (`int`): The id that marks a slot.
         pad_token_id (`int`): Fills `input_ids`.
-        tokens_per_slot (`Sequence`): The rates. A batch has the one that its rows' ids choose, so that a run that goes
-            on draws the same ones.
+        tokens_per_slot (`Sequence`): The rates. The ids of a batch's rows choose its rate, so that a resumed run draws
+            the same ones.
         context_words (`bool`): Whether the slots' words are in the batch.
         padding_side (`str`): `"left"` for prompts to generate from.
 
     Returns a dictionary of
 
     - `input_ids`, `labels`: `torch.LongTensor` (batch, seq_len), labels -100 where nothing is learned;
-    - `turn_ids`: `torch.LongTensor` (batch, seq_len), 0 for what stands before the turns, slots included, 1 for the first
-      turn, ..., -1 for padding; see `turn_mask`;
-    - `encoder_texts`, `encoder_starts`, `encoder_ends`: what `LazyEncoder.encode_runs` takes, of all rows in order, with
-      `encoder_ends` `None` where each text is one slot;
-    - `num_slots`: `list[int]` a row;
+    - `turn_ids`: `torch.LongTensor` (batch, seq_len), 0 before the turns, slots included, 1, 2, ... in the turns, -1 in
+      padding; see [`turn_mask`];
+    - `max_turns`: `int`, the most turns of a row;
+    - `encoder_texts`, `encoder_starts`, `encoder_ends`: what `ArcAlignerProcessor.encode_runs` takes, of all rows in
+      order; `encoder_ends` is `None` where each text is one slot;
+    - `num_slots`: `list[int]`, of each row;
     - `context_word_ids`: `torch.LongTensor` (batch, max_slots, max_words), with `context_words`;
     - `row_ids`: `list[str]`, to name a batch that goes wrong.
     """
@@ -45,7 +46,7 @@ class ContextCollator:
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         row_ids = [row["row_id"] for row in rows]
         rate = self.tokens_per_slot[stable_number("rate:" + ":".join(row_ids), len(self.tokens_per_slot))]
-        slots = [self._slots(row, rate) for row in rows]
+        slots = [_words_of_slots(row, rate) for row in rows]
         ids, labels, turns = [], [], []
         for row, row_slots in zip(rows, slots, strict=True):
             before = row["head"] + [self.context_token_id] * len(row_slots)
@@ -59,6 +60,7 @@ class ContextCollator:
             "input_ids": _padded(ids, self.pad_token_id, self.padding_side),
             "labels": _padded(labels, -100, self.padding_side),
             "turn_ids": _padded(turns, -1, self.padding_side),
+            "max_turns": max(len(row["turns"]) for row in rows),
             "encoder_texts": [segment["encoder_text"] for segment in segments],
             "encoder_starts": [segment["encoder_start"] for segment in segments],
             "encoder_ends": None if rate == "segment" else [_ends(segment, rate) for segment in segments],
@@ -70,21 +72,13 @@ class ContextCollator:
             batch["context_word_ids"] = pad_words(words)
         return batch
 
-    def _slots(self, row: dict[str, Any], rate: int | str) -> list[list[int]]:
-        """The words of each slot of a row."""
-        return [
-            segment["word_ids"][start:end]
-            for segment in row["segments"]
-            for start, end in equal_runs(len(segment["word_ids"]), rate)
-        ]
-
 
 def turn_mask(turn_ids: torch.LongTensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.LongTensor]:
     """What each position of a batch may read, and its position: turns stand side by side behind the slots.
 
     Args:
-        turn_ids (`torch.LongTensor` of shape `(batch, seq_len)`): Of [`ContextCollator`].
-        dtype (`torch.dtype`): Of the additive mask.
+        turn_ids (`torch.LongTensor` of shape `(batch, seq_len)`): From [`ContextCollator`].
+        dtype (`torch.dtype`): Of the mask.
 
     Returns:
         The mask (batch, 1, seq_len, seq_len), 0 where a position reads another and the lowest number where not, and
@@ -96,11 +90,20 @@ def turn_mask(turn_ids: torch.LongTensor, dtype: torch.dtype) -> tuple[torch.Ten
     reads = (index[None, :] <= index[:, None]) & ((key == 0) | (key == query))
     mask = torch.zeros(reads.shape, dtype=dtype, device=turn_ids.device)
     mask = mask.masked_fill(~reads, torch.finfo(dtype).min)[:, None]
-    # A turn goes on counting where the slots end.
+    # Each turn counts on from where the slots end.
     begins = torch.nn.functional.pad(turn_ids[:, 1:] != turn_ids[:, :-1], (1, 0))
     start_of_turn = torch.where(begins, index, 0).cummax(dim=1).values  # (batch, seq_len)
     prefix_length = (turn_ids == 0).sum(dim=1, keepdim=True)
-    return mask, torch.where(turn_ids == 0, index, prefix_length + index - start_of_turn)
+    return mask, index - start_of_turn + torch.where(turn_ids == 0, 0, prefix_length)
+
+
+def _words_of_slots(row: dict[str, Any], rate: int | str) -> list[list[int]]:
+    """The words of each slot of a row."""
+    return [
+        segment["word_ids"][start:end]
+        for segment in row["segments"]
+        for start, end in equal_runs(len(segment["word_ids"]), rate)
+    ]
 
 
 def _ends(segment: dict[str, Any], rate: int) -> list[int]:

@@ -18,8 +18,7 @@ Its columns say which of three kinds it is, and each kind becomes rows of our sc
 """
 
 import functools
-import gzip
-import json
+import glob
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,6 +30,8 @@ from datasets import Features, List, Value
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 
+from ..files import read_json_lines
+
 ROW_FIELDS = ("id", "question", "answers", "passages")
 ROW_FEATURES = Features(
     id=Value("string"),
@@ -40,6 +41,7 @@ ROW_FEATURES = Features(
 )
 PASSAGE_FEATURES = Features(id=Value("string"), title=Value("string"), text=Value("string"))
 JSON_LINES = (".jsonl", ".jsonl.gz")
+FILES = (*JSON_LINES, ".json", ".parquet")
 OPTIONS = {"name": None, "split": "train", "text": "text", "title": None, "passages": "supporting"}
 
 Row = dict[str, Any]
@@ -74,7 +76,7 @@ def read_rows(path: str | Path) -> list[Row]:
     Raises:
         `ValueError`: a line that is no JSON object with `id`, `question`, `answers` and `passages`.
     """
-    rows = list(_json_lines(path))
+    rows = list(read_json_lines(path))
     for number, row in enumerate(rows, start=1):
         missing = [field for field in ROW_FIELDS if field not in row]
         if missing:
@@ -113,7 +115,7 @@ class Corpus:
         return Hasher.hash((self.dataset._fingerprint, self.convert))
 
 
-def open_corpus(source: str, passage_words: int = 100, num_proc: int | None = None) -> Corpus:
+def open_corpus(source: str, passage_words: int = 100, num_proc: int | None = None, data_dir: str = "") -> Corpus:
     """
     Reads a source, or finds it in the cache of 🤗 Datasets.
 
@@ -122,11 +124,15 @@ def open_corpus(source: str, passage_words: int = 100, num_proc: int | None = No
         passage_words (`int`): Words of a passage that a longer text is cut into; the last one may be shorter. Texts
             are cut between words, wherever a sentence ends: passages of a fixed length, as in the paper.
         num_proc (`int`, *optional*): Processes that cut texts.
+        data_dir (`str`): Folder of files with a relative path; the working directory by default.
 
     Raises:
         `ValueError`: columns of none of the three kinds, a source that cannot be read or is empty.
+        `FileNotFoundError`: no such file, with the folder it was looked for in.
     """
     path, options = parse_source(source)
+    if path.endswith(FILES):
+        path = _find_file(path, data_dir)
     dataset = _load(path, options)
     columns = set(dataset.column_names)
     if "passages" in columns:
@@ -142,6 +148,17 @@ def open_corpus(source: str, passage_words: int = 100, num_proc: int | None = No
             "of texts, named as in `?text=body`."
         )
     return Corpus(source, _cut_texts(dataset, options, passage_words, num_proc), _passage_row, False)
+
+
+def _find_file(path: str, data_dir: str) -> str:
+    found = os.path.join(data_dir, path)
+    if not (os.path.exists(found) or glob.glob(found)):
+        raise FileNotFoundError(
+            f"There is no file {found}. Data files with a relative path are looked for in `data_dir`, which is "
+            f"{data_dir or '.'!r}: set it in the recipe or on the command line, as in `--data_dir ../data`, or name "
+            "other files."
+        )
+    return found
 
 
 def hotpotqa_row(row: dict, index: int, *, all_paragraphs: bool) -> Row:
@@ -170,12 +187,12 @@ def _load(path: str, options: dict) -> datasets.Dataset:
     """The stored rows, memory-mapped."""
     try:
         if path.endswith(JSON_LINES):
-            first = next(_json_lines(path), None)
+            first = next(read_json_lines(path), None)
             if first is None:
                 raise ValueError("it is empty.")
             if {"passages", "answers"} & first.keys():
                 return _load_own(path)
-        if path.endswith((*JSON_LINES, ".json", ".parquet")):
+        if path.endswith(FILES):
             builder = "parquet" if path.endswith(".parquet") else "json"
             return datasets.load_dataset(builder, data_files=path, split=options["split"])
         return datasets.load_dataset(path, options["name"], split=options["split"])
@@ -192,22 +209,9 @@ def _load_own(path: str) -> datasets.Dataset:
     )
 
 
-def _json_lines(path: str | Path) -> Iterator[dict]:
-    opener = gzip.open if str(path).endswith(".gz") else open
-    with opener(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number} is not a JSON object: {error}.") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number} is not a JSON object but a {type(row).__name__}.")
-            yield row
-
-
 def _rows_of_file(path: str, version: tuple) -> Iterator[dict]:
     """Rows with the fields of `ROW_FEATURES`; `version` makes a changed file another data set."""
-    for number, row in enumerate(_json_lines(path), start=1):
+    for number, row in enumerate(read_json_lines(path), start=1):
         try:
             texts = [row.get("question"), *(row.get("answers") or ())]
             passages = [{key: passage.get(key) for key in ("title", "text")} for passage in row.get("passages") or ()]

@@ -1,12 +1,12 @@
-"""Rows to tokenised examples with slots.
+"""Rows to tokenized examples: slots, and turns that read them.
 
-A row of a corpus (`corpora.py`) becomes, in stages 0 and I, one example for every few consecutive segments of its
-passages: the slots, and behind them a turn that gives their text back and, where wanted, one that goes on with the text
-that follows. In stages II and III the questions about the same passages become one example: the slots of all segments,
-and behind them a turn for each question with its first answer.
+In stages 0 and I, a row (`corpora.py`) becomes an example for every few consecutive segments of its passages: the
+slots, behind them a turn that gives their text back and, where wanted, one that goes on with the text that follows. In
+stages II and III, the questions about the same passages become one example: the slots of all segments, and behind them
+a turn for each question with its first answer.
 
-How many slots a segment has is not decided here: the rate is drawn for each batch, by the collator. So an example keeps
-its segments' tokens, and the prompt before and behind the slots. Nothing here runs the encoder.
+How many slots a segment has is not decided here: the collator draws the rate of each batch. So an example keeps its
+segments' tokens, and the prompt before and behind the slots. The encoder runs later, in the training step.
 """
 
 import itertools
@@ -14,14 +14,39 @@ import math
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Features, List, Value
 
+from ..files import stable_number
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import Segment, SegmentTokens, equal_runs
-from .templates import CONTINUATION, choose_template, stable_number
+
+
+class ReconstructionTemplate(NamedTuple):
+    """An instruction of stage I: the user's words before and behind the slots."""
+
+    intent: str
+    before: str
+    after: str
+
+
+# The paper's Table "Stage-I instruction templates", in its order. A template there reads "... [B] ... [T]": the slots
+# stand for [B], the words before [T] are the user's turn, and [T] is the assistant's. The full stop behind [T] is the
+# target's own. The prompt of stages II and III is the processor's, the same as at inference.
+RECONSTRUCTION_TEMPLATES = (
+    ReconstructionTemplate("equivalence statement", "Background: ", ". This is equivalent to:"),
+    ReconstructionTemplate("direct rewrite", "Rewrite the background in your own words: ", " →"),
+    ReconstructionTemplate("restatement request", "Provide a restatement of the background: ", ". Return:"),
+    ReconstructionTemplate("paraphrase-as-question", "", " is a paraphrase of what? Answer with:"),
+    ReconstructionTemplate("two-formulation alignment", "These two expressions convey the same meaning: (1) ", " (2)"),
+    ReconstructionTemplate("minimal-output constraint", "Restate ", " using a single sentence. Output only"),
+)
+# Beyond the paper: what stands behind the slots in a turn that goes on with the text after theirs.
+CONTINUATION = " Continue:"
+# The lowest weight of a word, so that a slot of frequent words alone still has some.
+MIN_RARITY = 0.02
 
 EXAMPLE_FEATURES = Features(
     row_id=Value("string"),
@@ -42,7 +67,7 @@ EXAMPLE_FEATURES = Features(
 
 @dataclass
 class Turn:
-    """Ids behind the slots up to the end of the assistant's turn, and labels on what the assistant says."""
+    """Ids behind the slots up to the end of the assistant's turn, and labels on what the assistant says; -100 else."""
 
     input_ids: list[int]
     labels: list[int]
@@ -52,8 +77,8 @@ class Turn:
 class Example:
     """Slots and the turns that read them.
 
-    Each turn stands directly behind the slots: it reads them and itself, and no other turn. `length` counts tokens with
-    the most slots that a rate of the recipe makes. `answers` are all right answers to each turn's question, if any.
+    Turns stand side by side: each reads the slots and itself, and no other turn. `length` counts tokens at the rate
+    with the most slots. `answers` are all right answers to each turn's question, if it asks one.
     """
 
     row_id: str
@@ -62,6 +87,11 @@ class Example:
     segments: list[dict[str, Any]]
     length: int = 0
     answers: list[list[str]] = field(default_factory=list)
+
+
+def choose_template(example_id: str) -> ReconstructionTemplate:
+    """The stage-I template of an example, fixed by its id."""
+    return RECONSTRUCTION_TEMPLATES[stable_number(f"template:{example_id}", len(RECONSTRUCTION_TEMPLATES))]
 
 
 def chunk_segments(segments: list[Segment], max_segments: int, row_id: str) -> Iterator[list[Segment]]:
@@ -80,11 +110,11 @@ class ExampleBuilder:
     Args:
         processor ([`ArcAlignerProcessor`]): Tokenizer, chat template and segmenter.
         max_segments (`int`): The most segments of a reconstruction example, at least 1.
-        continues (`bool`): Whether a reconstruction example has a second turn, which goes on with the segment behind.
-        tokens_per_slot (`Sequence`): The rates that batches will have; examples are as long as the finest makes them.
+        continues (`bool`): Whether a reconstruction example has a second turn, which goes on with the next segment.
+        tokens_per_slot (`Sequence`): The rates that batches will have. The finest decides how long examples are.
 
     Raises:
-        `ValueError`: a chat template whose prompt is not the beginning of the whole conversation.
+        `ValueError`: `max_segments` below 1; a chat template whose prompt is not the beginning of the conversation.
     """
 
     def __init__(
@@ -117,7 +147,7 @@ class ExampleBuilder:
     def _reconstruction_example(
         self, row_id: str, document: dict, chunk: list[SegmentTokens], following: list[SegmentTokens]
     ) -> Example:
-        """Consecutive segments of a document as slots, their text and that of the `following` one as targets."""
+        """Consecutive segments of a document as slots; their text and that of the `following` segment as targets."""
         first, last = chunk[0].segment, chunk[-1].segment
         template = choose_template(f"{row_id}:{first.document}:{first.start}")
         text = document["text"][first.start : last.end].strip()
@@ -187,8 +217,8 @@ class ExampleBuilder:
         head, asked, said = tokenize(prompt[0]), tokenize(prompt[1]), tokenize(whole[1])
         if prompt[0] != whole[0] or said[: len(asked)] != asked:
             raise ValueError(
-                f"Row {row_id}: the prompt {prompt!r} is not how the whole conversation {whole!r} begins, so the target "
-                "cannot be told from the prompt. Name another `chat_template_path`."
+                f"Row {row_id}: the prompt {prompt!r} is not how the whole conversation {whole!r} begins, so the "
+                "target cannot be told from the prompt. Name another `chat_template_path`."
             )
         target = self._end_of_turn(said[len(asked) :])
         return head, Turn(asked + target, [-100] * len(asked) + target)
@@ -214,7 +244,3 @@ def word_rarity(examples: Sequence[dict[str, Any]], vocab_size: int) -> np.ndarr
             num_segments += 1
     rarity = np.log((num_segments + 1) / (counts + 1)) / math.log(num_segments + 1)
     return np.maximum(rarity, MIN_RARITY)
-
-
-# A slot of nothing but frequent words has these to speak of.
-MIN_RARITY = 0.02

@@ -18,7 +18,7 @@ from ..files import digest_files, run_command
 from ..model_card import RECIPE_FILE, RESULTS_FILE, write_model_card
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from .saving import save_stage
+from .run import save_stage
 
 
 def has_weights(folder: Path, model: ArcAlignerForCausalLM) -> bool:

@@ -3,18 +3,14 @@
     python -m arcaligner.train.full_text --config train/recipes/smollm2_135m/full_text.yaml
 
 Same questions, prompt, template and targets as stage II, with the text where the slots would be; LoRA on every row, by
-PEFT and TRL as they come. `arcaligner evaluate --full-text-lora` puts its answers beside those from slots. A run goes
-on from the last checkpoint in its `output_dir`, if its settings are those that it was begun with; a finished one is
-left alone.
+PEFT and TRL as they come. `arcaligner evaluate --full-text-lora` compares its answers with those from slots. A run
+resumes from the last checkpoint in its `output_dir`, if its settings are those that it was begun with. A finished one
+is left alone.
 """
 
 import logging
-import os
-import sys
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import datasets
 from peft import LoraConfig
@@ -22,15 +18,12 @@ from peft.utils import CONFIG_NAME
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from ..files import exit_on_user_error
 from ..configuration_arcaligner import resolve_base_model
-from ..evaluation.answering import full_text
-from .corpora import open_corpus
-from .recipe import RecipeParser
-from .resuming import last_checkpoint
-from .run_folder import claim_folder
+from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE
+from .corpora import Row, open_corpus
+from .recipe import parse_recipe
+from .run import claim_folder, last_checkpoint, run_script, written_whole
 from .selection import missing_part
-from .settings import run_settings
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +37,7 @@ class FullTextArguments:
         model_name_or_path (`str`): The backbone.
         train_file (`str`): Rows of questions, passages and answers, a source as in `corpora.py`.
         max_train_samples (`int`): How many of the shuffled rows are trained on.
+        data_dir (`str`): Folder of a data file with a relative path.
         max_tokens (`int`): Longer examples are left out.
         lora_r (`int`), lora_alpha (`int`): Of the LoRA on all linears.
     """
@@ -51,6 +45,7 @@ class FullTextArguments:
     model_name_or_path: str = field(metadata={"help": "Backbone"})
     train_file: str = field(metadata={"help": "Rows of questions"})
     max_train_samples: int = field(metadata={"help": "Training examples"})
+    data_dir: str = field(default="data", metadata={"help": "Folder of data files with a relative path"})
     max_tokens: int = field(default=512, metadata={"help": "Leave out longer examples"})
     lora_r: int = field(default=16, metadata={"help": "LoRA rank"})
     lora_alpha: int = field(default=32, metadata={"help": "LoRA alpha"})
@@ -62,7 +57,7 @@ def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.D
     Raises:
         `ValueError`: no row that fits; a chat template whose prompt is not the beginning of the whole conversation.
     """
-    corpus = open_corpus(recipe.train_file)
+    corpus = open_corpus(recipe.train_file, data_dir=recipe.data_dir)
     rows = (corpus.convert(row, index) for index, row in enumerate(corpus.dataset.shuffle(seed=seed)))
     examples, num_long = [], 0
     for row in rows:
@@ -84,7 +79,13 @@ def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.D
     return datasets.Dataset.from_list(examples)
 
 
-def tokenize(row: dict[str, Any], tokenizer) -> dict[str, list[int]]:
+def full_text(row: Row) -> str:
+    """The user's turn with the whole text of the passages, titles as the encoder reads them."""
+    texts = [f"{passage['title']}: {passage['text']}".removeprefix(": ") for passage in row["passages"]]
+    return f"{BACKGROUND_LINE}{' '.join(texts)}{QUESTION_LINE}{row['question']}"
+
+
+def tokenize(row: Row, tokenizer) -> dict[str, list[int]]:
     """Ids of the prompt and the answer; only the answer and the end of its turn are learned."""
     messages = [{"role": "user", "content": full_text(row)}, {"role": "assistant", "content": row["answers"][0]}]
     prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
@@ -115,7 +116,7 @@ def train(recipe: FullTextArguments, args: SFTConfig) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     if args.chat_template_path is not None:
         tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
-    args.max_length = None  # a row that is too long is left out whole; TRL would cut its answer off
+    args.max_length = None  # a row that is too long is left out; TRL would cut its answer off
     set_seed(args.seed)
     trainer = SFTTrainer(
         AutoModelForCausalLM.from_pretrained(model_path, dtype="float32"),
@@ -127,26 +128,15 @@ def train(recipe: FullTextArguments, args: SFTConfig) -> None:
         ),
     )
     trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))
-    save(trainer, Path(args.output_dir))
-
-
-def save(trainer: SFTTrainer, output_dir: Path) -> None:
-    """Writes the LoRA beside its place and moves it, its configuration last: without it, nothing loads."""
-    with tempfile.TemporaryDirectory(dir=output_dir, prefix=".saving-") as temporary:
-        trainer.save_model(temporary)
-        for path in sorted(Path(temporary).iterdir(), key=lambda path: path.name == CONFIG_NAME):
-            os.replace(path, output_dir / path.name)
-    logger.info("saved to %s", output_dir)
+    with written_whole(args.output_dir, last=CONFIG_NAME) as folder:
+        trainer.save_model(str(folder))
+    logger.info("saved to %s", args.output_dir)
 
 
 def parse(arguments: list[str]) -> tuple[FullTextArguments, SFTConfig, str]:
-    """The recipe named by `--config`, with the command line over it, and what is kept of both."""
-    recipe, args = RecipeParser((FullTextArguments, SFTConfig)).parse_args_and_config(arguments)
-    return recipe, args, run_settings("arcaligner.train.full_text", arguments)
+    """The recipe named by `--config`, with the command line over it, and the text that is kept of both."""
+    return parse_recipe("arcaligner.train.full_text", (FullTextArguments, SFTConfig), arguments)
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    with exit_on_user_error():
-        parsed = parse(sys.argv[1:])
-    main(*parsed)
+    run_script(parse, main)

@@ -1,73 +1,79 @@
 """What a recipe says beyond TRL's own training arguments: which stage, which model, which data."""
 
 import dataclasses
-import difflib
 import inspect
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import datasets
 from trl import TrlParser
 
-from ..configuration_arcaligner import ArcAlignerConfig
-from ..configuration_arcaligner import cache_directory, resolve_base_model
+from ..configuration_arcaligner import ArcAlignerConfig, cache_directory
+from ..files import refuse_unknown
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import check_tokens_per_slot
-from .data import ExampleBuilder
-from .selection import ExampleSelector
+from .run import run_settings
 
+BASE_MODEL = "base model"
+# What a stage may start from. It may also go on from itself, on other data.
+STARTS = {
+    "lexical": (BASE_MODEL, "lexical"),
+    "reconstruction": (BASE_MODEL, "lexical", "reconstruction"),
+    "grounding": ("reconstruction", "grounding", BASE_MODEL),
+    "gating": ("grounding", "gating"),
+}
 # Fields of `ArcAlignerConfig` that the processor decides.
-_OF_PROCESSOR = {"encoder_name_or_path", "encoder_hidden_size", "context_token", "context_token_id"}
-
-
-def default_examples_cache() -> str:
-    """Folder of tokenised examples in ArcAligner's cache."""
-    return str(cache_directory() / "examples")
+_FROM_PROCESSOR = {"encoder_name_or_path", "encoder_hidden_size", "context_token", "context_token_id"}
+# Settings of a processor that other keys of the recipe decide.
+_FROM_RECIPE = {"tokens_per_slot", "trained_tokens_per_slot", "context_words", "chat_template"}
+# What embeddings and weights were made for, besides shapes, which loading compares.
+_OF_MODEL = ("base_model_name_or_path", "encoder_name_or_path", "encoder_hidden_size", "training_stage")
+_OF_PROCESSOR = ("encoder_name_or_path", "encoder_hidden_size", "sentences_per_segment", "spacy_model")
+# Turns side by side need a mask of their own, which other attention kernels do not take.
+_MASKED_ATTENTION = (None, "eager", "sdpa")
 
 
 @dataclass
 class RecipeArguments:
     """
-    The keys of a recipe that are not [`AlignerTrainingConfig`]'s. Paths are relative to the working
-    directory.
+    The keys of a recipe that are not [`AlignerTrainingConfig`]'s. Paths are relative to the working directory, those of
+    data files to `data_dir`.
 
     Args:
-        stage (`str`): `"lexical"`, `"reconstruction"`, `"grounding"` or `"gating"`: data, prompt and what is
-            trained.
-        model_name_or_path (`str`): A base model for the first stage, the previous stage's
-            `output_dir` for the others.
-        dtype (`str`): Of the frozen backbone; the aligner is always float32.
-        aligner (`dict`): Fields of `ArcAlignerConfig` to set, such as `lora_r`.
-        processor (`dict`): Settings of a new processor, such as `sentences_per_segment`; for a base
-            model only.
+        stage (`str`): `"lexical"`, `"reconstruction"`, `"grounding"` or `"gating"`: data, prompt and what is trained.
+        model_name_or_path (`str`): A base model for the first stage, the previous stage's `output_dir` for the others.
         train_files (`dict[str, float]`): Sources and their weights in the mixture: JSON Lines or Parquet files, data
             sets of the Hub; see `corpora.py`.
+        data_dir (`str`): Folder of data files with a relative path.
+        dtype (`str`): Of the frozen backbone; the aligner is always float32. `"auto"` takes the faster of float32 and
+            bfloat16.
+        aligner (`dict`): Fields of `ArcAlignerConfig` to set, such as `lora_r`.
+        processor (`dict`): Settings of a new processor, such as `sentences_per_segment`; for a base model only.
         max_train_samples (`int`, *optional*): Examples to train on.
         max_train_passages (`int`, *optional*): Sets of passages of each source to draw them from.
         eval_files, max_eval_samples: The same for the held-out loss.
-        max_segments (`int`): The most segments (slots) of a reconstruction example.
+        max_segments (`int`): The most segments of a reconstruction example.
+        continues (`bool`): Whether reconstruction examples have a second turn, which goes on with the next segment.
         max_tokens (`int`, *optional*): Longer examples are left out, as are those that the backbone cannot read.
         passage_words (`int`): Words of a passage that the texts of a corpus are cut into.
         min_passages (`int`), max_passages (`int`, *optional*): Passages of a question, drawn evenly from this range:
             its own and distractors from other questions, in random order. Without a maximum, its own only.
+        max_questions (`int`): The most questions about the same passages in one example. They share the slots, and each
+            reads these and itself, so a passage is computed once for all of them.
         strict (`bool`): Stop at a row without a question, answer or passage, rather than leave it out and count it.
-        reconstruction_files (`dict[str, float]`), reconstruction_share (`float`): Share of stage-I
-            examples in a later stage's training set, and where they come from.
-        max_questions (`int`): The most questions about the same passages in one example. They share the slots, each
-            reads these and itself, so that a passage is computed once for all of them.
-        continues (`bool`): Whether stage-I examples have a second turn, which goes on with the segment behind.
-        tokens_per_slot (`list`): Rates of slots, whole numbers of tokens or `"segment"`; each batch draws one.
-        attn_implementation (`str`, *optional*): transformers' name of an attention kernel. On CPUs `"eager"` is two to
+        reconstruction_files (`dict[str, float]`), reconstruction_share (`float`): Share of reconstruction examples in a
+            later stage's training set, and where they come from.
+        tokens_per_slot (`list`): Rates of slots, whole numbers of tokens or `"segment"`; each batch draws one. They may
+            differ from those of the stage before.
+        attn_implementation (`str`, *optional*): transformers' name of an attention kernel. On CPUs, `"eager"` is two to
             three times as fast backward as `"sdpa"` for rows of a few hundred tokens.
-        compile_layers (`bool`): Whether the decoder layers are compiled, which takes a minute once and wins in long
-            runs.
-        examples_cache_dir (`str`): Where tokenised examples are kept, for all stages.
+        compile_layers (`bool`): Whether the decoder layers are compiled, which takes a minute once and saves time in
+            long runs.
+        examples_cache_dir (`str`): Where tokenized examples are kept, for all stages.
 
     Raises:
-        `ValueError`: a share outside [0, 1), or a share without files; a range of passages that is none; unknown keys
-            in `aligner` or `processor`.
+        `ValueError`: a share outside [0, 1), or a share without files; an empty range of passages; unknown keys in
+            `aligner` or `processor`; an attention kernel that cannot read several turns side by side.
     """
 
     stage: Literal["lexical", "reconstruction", "grounding", "gating"] = field(
@@ -75,7 +81,8 @@ class RecipeArguments:
     )
     model_name_or_path: str = field(metadata={"help": "Base model, or the previous stage's output_dir"})
     train_files: dict[str, float] = field(metadata={"help": "Files or Hub data sets, with their weights"})
-    dtype: str = field(default="float32", metadata={"help": "dtype of the frozen backbone"})
+    data_dir: str = field(default="data", metadata={"help": "Folder of data files with a relative path"})
+    dtype: str = field(default="float32", metadata={"help": "dtype of the frozen backbone, or auto"})
     aligner: dict[str, Any] = field(default_factory=dict, metadata={"help": "Fields of ArcAlignerConfig"})
     processor: dict[str, Any] = field(default_factory=dict, metadata={"help": "Settings of a new processor"})
     max_train_samples: int | None = field(default=None, metadata={"help": "Training examples"})
@@ -86,36 +93,51 @@ class RecipeArguments:
         default_factory=dict, metadata={"help": "Files for the held-out loss, with weights"}
     )
     max_eval_samples: int | None = field(default=None, metadata={"help": "Held-out examples"})
-    max_segments: int = field(default=1, metadata={"help": "Most slots of a stage-I example"})
+    max_segments: int = field(default=1, metadata={"help": "Most segments of a reconstruction example"})
+    continues: bool = field(default=False, metadata={"help": "Reconstruction examples also go on with the text behind"})
     max_tokens: int | None = field(default=None, metadata={"help": "Leave out longer examples"})
     passage_words: int = field(default=100, metadata={"help": "Words of a passage that texts are cut into"})
     min_passages: int = field(default=1, metadata={"help": "Fewest passages of a question, with distractors"})
     max_passages: int | None = field(default=None, metadata={"help": "Most passages of a question, with distractors"})
+    max_questions: int = field(default=1, metadata={"help": "Most questions about the same passages in one example"})
     strict: bool = field(default=False, metadata={"help": "Stop at a row without question, answer or passage"})
     reconstruction_files: dict[str, float] = field(
-        default_factory=dict, metadata={"help": "Files for stage-I examples in later stages"}
+        default_factory=dict, metadata={"help": "Files for reconstruction examples in later stages"}
     )
-    reconstruction_share: float = field(default=0.0, metadata={"help": "Share of stage-I examples in later stages"})
-    max_questions: int = field(default=1, metadata={"help": "Most questions about the same passages in one example"})
-    continues: bool = field(default=False, metadata={"help": "Stage-I examples also go on with the text behind"})
+    reconstruction_share: float = field(
+        default=0.0, metadata={"help": "Share of reconstruction examples in later stages"}
+    )
     tokens_per_slot: list[str] = field(
         default_factory=lambda: ["segment"], metadata={"help": "Rates that batches are drawn at"}
     )
     attn_implementation: str | None = field(default=None, metadata={"help": "Attention kernel"})
     compile_layers: bool = field(default=False, metadata={"help": "Compile the decoder layers"})
     examples_cache_dir: str = field(
-        default_factory=default_examples_cache, metadata={"help": "Where tokenised examples are kept"}
+        default_factory=lambda: str(cache_directory() / "examples"),
+        metadata={"help": "Where tokenized examples are kept"},
     )
 
     def __post_init__(self):
         # A command line gives text, a recipe numbers.
         self.tokens_per_slot = [int(rate) if str(rate).isdecimal() else rate for rate in self.tokens_per_slot]
+        if not self.tokens_per_slot:
+            raise ValueError('`tokens_per_slot` is empty; expected at least one rate, such as ["segment"].')
         for rate in self.tokens_per_slot:
             check_tokens_per_slot(rate)
         refuse_unknown("`aligner`", self.aligner, [f.name for f in dataclasses.fields(ArcAlignerConfig)])
-        refuse_unknown("`processor`", self.processor, list(inspect.signature(ArcAlignerProcessor).parameters))
-        for key in self.aligner.keys() & _OF_PROCESSOR:
+        refuse_unknown("`processor`", self.processor, inspect.signature(ArcAlignerProcessor).parameters)
+        for key in self.aligner.keys() & _FROM_PROCESSOR:
             raise ValueError(f"`{key}` is in `aligner`, but follows from the processor: set it in `processor`.")
+        for key in self.processor.keys() & _FROM_RECIPE:
+            raise ValueError(
+                f"`{key}` is in `processor`, but follows from `tokens_per_slot`, `word_parts` of `aligner` or "
+                "`chat_template_path`: set that key of the recipe."
+            )
+        if self.has_turns and self.attn_implementation not in _MASKED_ATTENTION:
+            raise ValueError(
+                f"`attn_implementation` is {self.attn_implementation!r}, which cannot read several turns side by side. "
+                "Set it to `eager` or `sdpa`, or leave `continues` and `max_questions` out."
+            )
         self._check_passages()
         if not 0.0 <= self.reconstruction_share < 1.0:
             raise ValueError(
@@ -127,7 +149,14 @@ class RecipeArguments:
                 "names none. Name files of passages, or leave the share out."
             )
 
+    @property
+    def has_turns(self) -> bool:
+        """Whether several turns may stand side by side behind the same slots."""
+        return self.continues or self.max_questions > 1
+
     def _check_passages(self) -> None:
+        if self.max_questions < 1:
+            raise ValueError(f"`max_questions` is {self.max_questions}; an example needs at least 1.")
         if self.max_passages is None and self.min_passages == 1:
             return
         if self.max_passages is None or not 1 <= self.min_passages <= self.max_passages:
@@ -137,17 +166,9 @@ class RecipeArguments:
             )
         if self.stage in ("lexical", "reconstruction"):
             raise ValueError(
-                "`max_passages` adds distractors to questions, and stage I asks none. Leave it out; `max_segments` "
-                "says how many segments of a passage stage I reads at once."
+                f"`max_passages` adds distractors to questions, and stage `{self.stage}` asks none. Leave it out; "
+                "`max_segments` says how many segments of a passage are read at once."
             )
-
-
-def refuse_unknown(place: str, keys: Iterable[str], known: list[str]) -> None:
-    """Raises `ValueError` for the first of `keys` that is not `known`, with the nearest one that is."""
-    for key in keys:
-        if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"Unknown key `{key}` in {place}. Did you mean `{nearest}`?")
 
 
 class RecipeParser(TrlParser):
@@ -164,64 +185,64 @@ class RecipeParser(TrlParser):
         return super().parse_args_into_dataclasses(args=args, **kwargs)
 
 
-def training_examples(
-    recipe: RecipeArguments, builder: ExampleBuilder, seed: int, num_proc: int | None = None
-) -> datasets.Dataset:
-    """The stage's examples, with stage-I examples mixed in when the recipe says so, each an [`Example`].
+def parse_recipe(script: str, kinds: tuple[type, type], arguments: list[str]) -> tuple[Any, Any, str]:
+    """The recipe named by `--config`, with the command line over it, as two `kinds` of arguments, and the text of
+    [`run_settings`] for `script`."""
+    recipe, args = RecipeParser(kinds).parse_args_and_config(arguments)
+    return recipe, args, run_settings(script, arguments)
+
+
+def check_start(recipe: RecipeArguments, processor: ArcAlignerProcessor, start: ArcAlignerConfig | None) -> None:
+    """Refuses a stage out of order, and a start with another encoder or segmentation than the recipe says.
 
     Args:
-        recipe ([`RecipeArguments`]): Sources and limits.
-        builder ([`ExampleBuilder`]): Makes examples of rows.
-        seed (`int`): Order of the rows.
-        num_proc (`int`, *optional*): Processes that segment and tokenise.
+        recipe ([`RecipeArguments`]): Of the stage.
+        processor ([`ArcAlignerProcessor`]): That the stage will use.
+        start ([`ArcAlignerConfig`] or `None`): Of the aligner that `model_name_or_path` names; none for a base model.
+
+    Raises:
+        `ValueError`: what was found, what was expected, and what to change.
     """
-    share, limit = recipe.reconstruction_share, recipe.max_train_samples
-    num_task = None if limit is None else round(limit * (1 - share))
-    selector = _selector(recipe, builder, seed, num_proc)
-    examples = dataclasses.replace(selector, passage_sets=recipe.max_train_passages).select(
-        recipe.train_files, num_task
-    )
-    if share:
-        num_reconstruction = round(len(examples) * share / (1 - share))
-        reconstruction = dataclasses.replace(
-            selector,
-            make_examples=builder.reconstruction_examples,
-            needs_question=False,
-            max_questions=1,
-            max_passages=None,
-        ).select(recipe.reconstruction_files, num_reconstruction)
-        examples = datasets.concatenate_datasets([examples, reconstruction])
-    return examples
+    name = recipe.model_name_or_path
+    found = BASE_MODEL if start is None else start.training_stage
+    if found is not None and found not in STARTS[recipe.stage]:  # a checkpoint made by hand says no stage
+        raise ValueError(
+            f"Stage `{recipe.stage}` cannot start from {name}, which is a {found}{' checkpoint' if start else ''}; "
+            f"expected one of {', '.join(STARTS[recipe.stage])}. Train `{STARTS[recipe.stage][0]}` first and name its "
+            "`output_dir` as `model_name_or_path`."
+        )
+    if start is None:
+        return
+    for key in ("encoder_name_or_path", "encoder_hidden_size", "context_token_id"):
+        of_model, of_processor = getattr(start, key), getattr(processor, key)
+        if of_model not in (None, of_processor):
+            raise ValueError(
+                f"{name} holds files of two aligners: `{key}` is {of_model!r} in its config.json and {of_processor!r} "
+                "in its processor_config.json. Start from a folder as a stage wrote it."
+            )
+    made_with = {key: getattr(processor, key) for key in recipe.processor}
+    made_with |= {key: getattr(start, key) for key in recipe.aligner.keys() & {"base_model_name_or_path"}}
+    for key, was in made_with.items():
+        wanted = (recipe.processor | recipe.aligner)[key]
+        if wanted != was:
+            raise ValueError(
+                f"The recipe sets `{key}` to {wanted!r}, but {name} was trained with {was!r}. Leave the key out, or "
+                "train again from stage I with it."
+            )
 
 
-def eval_examples(
-    recipe: RecipeArguments, builder: ExampleBuilder, seed: int, num_proc: int | None = None
-) -> datasets.Dataset | None:
-    """The stage's held-out examples; none without `eval_files`."""
-    if not recipe.eval_files:
-        return None
-    return _selector(recipe, builder, seed, num_proc).select(recipe.eval_files, recipe.max_eval_samples)
+def check_resume(checkpoint: str | Path, config: ArcAlignerConfig, processor: ArcAlignerProcessor) -> None:
+    """Refuses to resume from a checkpoint that another recipe left in the stage's folder.
 
-
-def _selector(recipe: RecipeArguments, builder: ExampleBuilder, seed: int, num_proc: int | None) -> ExampleSelector:
-    asks = recipe.stage in ("grounding", "gating")
-    return ExampleSelector(
-        builder.question_examples if asks else builder.reconstruction_examples,
-        cache_dir=Path(recipe.examples_cache_dir),
-        seed=seed,
-        needs_question=asks,
-        max_questions=recipe.max_questions if asks else 1,
-        max_tokens=_token_limit(recipe),
-        min_passages=recipe.min_passages,
-        max_passages=recipe.max_passages,
-        passage_words=recipe.passage_words,
-        strict=recipe.strict,
-        num_proc=num_proc,
-    )
-
-
-def _token_limit(recipe: RecipeArguments) -> int:
-    """Tokens of the longest prompt with its target: what the recipe says, and never more than the backbone reads."""
-    config = ArcAlignerConfig.from_pretrained(resolve_base_model(recipe.model_name_or_path))
-    limit = config.text_config.max_position_embeddings
-    return limit if recipe.max_tokens is None else min(limit, recipe.max_tokens)
+    Raises:
+        `ValueError`: another stage, backbone, encoder or segmentation, with both values.
+    """
+    of_checkpoint = ArcAlignerConfig.from_pretrained(checkpoint)
+    other = ArcAlignerProcessor.from_pretrained(checkpoint)
+    for now, then, keys in ((config, of_checkpoint, _OF_MODEL), (processor, other, _OF_PROCESSOR)):
+        for key in keys:
+            if getattr(then, key) not in (None, getattr(now, key)):
+                raise ValueError(
+                    f"{checkpoint} was made with `{key}` {getattr(then, key)!r}, but this run has "
+                    f"{getattr(now, key)!r}. Delete that folder, or name another `output_dir`."
+                )

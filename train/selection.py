@@ -1,17 +1,19 @@
-"""Which rows are trained on: mixtures of sources, limits, and a count of what had to be left out.
+"""Which examples are trained on: mixtures of sources, limits, distractors, and a count of what had to be left out.
 
-Rows are looked at in random order, a block at a time, until there are enough examples. The examples of a block are
-made by several processes and kept as an Arrow file under the block's fingerprint: of the data, the rows, the tokenizer,
-the segmenter, all settings and the code. So a block is made once; a run that was killed goes on at its next block, and
+Rows are read in random order, a block at a time, until there are enough examples. The examples of a block are made by
+several processes and kept as an Arrow file under the block's fingerprint: of the data, the rows, the tokenizer, the
+segmenter, all settings and the code. So a block is made once, a run that was killed goes on at its next block, and
 examples of another segmenter or tokenizer are never taken for these.
 """
 
+import dataclasses
 import functools
 import logging
 import random
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import datasets
@@ -20,20 +22,91 @@ from datasets import Features, Value
 from datasets.fingerprint import Hasher
 
 from .. import processing_arcaligner, segmentation_arcaligner
-from . import corpora, data, distractors, templates
+from ..configuration_arcaligner import ArcAlignerConfig, resolve_base_model
+from . import corpora, data
 from .corpora import Corpus, Row, open_corpus
-from .data import EXAMPLE_FEATURES, Example
-from .distractors import Distractors
+from .data import EXAMPLE_FEATURES, Example, ExampleBuilder
+from .recipe import RecipeArguments
 
 logger = logging.getLogger(__name__)
 
 ROWS_PER_BLOCK = 2048
 NAMED_ROWS = 5  # ids in a report
+# Draws for each distractor wanted. Few passages, or an answer that stands in most of them, must not hang.
+DRAWS = 50
 
 _BLOCK_FEATURES = Features(EXAMPLE_FEATURES | {"problem": Value("string")})
-# Code that decides what an example is: another version of it makes blocks of its own.
-_MODULES = (corpora, data, distractors, templates, processing_arcaligner, segmentation_arcaligner)
-_CODE = Hasher.hash([Path(module.__file__).read_bytes() for module in _MODULES])
+# The code that decides what an example is: another version of it makes blocks of its own.
+_FILES = [__file__, *(module.__file__ for module in (corpora, data, processing_arcaligner, segmentation_arcaligner))]
+_CODE = Hasher.hash([Path(file).read_bytes() for file in _FILES])
+
+
+def training_examples(
+    recipe: RecipeArguments, builder: ExampleBuilder, seed: int, num_proc: int | None = None
+) -> datasets.Dataset:
+    """The stage's examples, with reconstruction examples mixed in when the recipe says so, a row an [`Example`].
+
+    Args:
+        recipe ([`RecipeArguments`]): Sources and limits.
+        builder ([`ExampleBuilder`]): Makes examples of rows.
+        seed (`int`): Order of the rows.
+        num_proc (`int`, *optional*): Processes that segment and tokenize.
+    """
+    share, limit = recipe.reconstruction_share, recipe.max_train_samples
+    num_task = None if limit is None else round(limit * (1 - share))
+    selector = _selector(recipe, builder, seed, num_proc)
+    examples = dataclasses.replace(selector, passage_sets=recipe.max_train_passages).select(
+        recipe.train_files, num_task
+    )
+    if share:
+        num_reconstruction = round(len(examples) * share / (1 - share))
+        reconstruction = dataclasses.replace(
+            selector,
+            make_examples=builder.reconstruction_examples,
+            needs_question=False,
+            max_questions=1,
+            max_passages=None,
+        ).select(recipe.reconstruction_files, num_reconstruction)
+        examples = datasets.concatenate_datasets([examples, reconstruction])
+    return examples
+
+
+def eval_examples(
+    recipe: RecipeArguments, builder: ExampleBuilder, seed: int, num_proc: int | None = None
+) -> datasets.Dataset | None:
+    """The stage's held-out examples; none without `eval_files`."""
+    if not recipe.eval_files:
+        return None
+    return _selector(recipe, builder, seed, num_proc).select(recipe.eval_files, recipe.max_eval_samples)
+
+
+def _selector(recipe: RecipeArguments, builder: ExampleBuilder, seed: int, num_proc: int | None) -> "ExampleSelector":
+    asks = recipe.stage in ("grounding", "gating")
+    return ExampleSelector(
+        builder.question_examples if asks else builder.reconstruction_examples,
+        cache_dir=recipe.examples_cache_dir,
+        data_dir=recipe.data_dir,
+        seed=seed,
+        needs_question=asks,
+        max_questions=recipe.max_questions if asks else 1,
+        max_tokens=_token_limit(recipe),
+        min_passages=recipe.min_passages,
+        max_passages=recipe.max_passages,
+        passage_words=recipe.passage_words,
+        strict=recipe.strict,
+        num_proc=num_proc,
+    )
+
+
+def _token_limit(recipe: RecipeArguments) -> int:
+    """The most tokens of an example: what the recipe says, and never more than the backbone reads."""
+    config = ArcAlignerConfig.from_pretrained(resolve_base_model(recipe.model_name_or_path)).text_config
+    limits = [config.max_position_embeddings]
+    if recipe.max_tokens is not None:
+        limits.append(recipe.max_tokens)
+    if recipe.has_turns and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        limits.append(config.sliding_window)  # the mask of turns side by side knows of no window
+    return min(limits)
 
 
 def missing_part(row: Row, needs_question: bool) -> str:
@@ -47,6 +120,54 @@ def missing_part(row: Row, needs_question: bool) -> str:
     return ""
 
 
+def contains_answer(passage: dict[str, str], answers: list[str]) -> bool:
+    """Whether title or text hold an answer as whole words, in capitals or not: "no" is not in "known"."""
+    text = f"{passage['title']}\n{passage['text']}".casefold()
+    words = (re.escape(" ".join(answer.casefold().split())).replace(r"\ ", r"\s+") for answer in answers)
+    return any(re.search(rf"(?<!\w){answer}(?!\w)", text) for answer in words)
+
+
+@dataclass
+class Distractors:
+    """
+    Adds passages of other questions, which do not hold the answer, around a question's own ones.
+
+    All is drawn from the seed and the row's id, so a row has the same passages in each run and process, whatever rows
+    are trained on besides.
+
+    Args:
+        corpus ([`Corpus`]): Whose passages may be drawn.
+        min_passages (`int`), max_passages (`int`): How many passages a row gets, drawn evenly from this range. A row's
+            own passages always stay, also when there are more.
+        seed (`int`): Another one draws others.
+    """
+
+    corpus: Corpus
+    min_passages: int
+    max_passages: int
+    seed: int
+
+    def __call__(self, row: Row) -> Row:
+        """The row with its own passages and the drawn ones, in random order; fewer where the corpus has no more."""
+        draw = random.Random(f"passages:{self.seed}:{row['id']}")
+        wanted = draw.randint(self.min_passages, self.max_passages)
+        passages = list(row["passages"])
+        texts = {passage["text"] for passage in passages}
+        for _ in range(DRAWS * max(0, wanted - len(passages))):
+            others = self.corpus[draw.randrange(len(self.corpus))]["passages"]
+            if not others:
+                continue
+            passage = draw.choice(others)
+            is_new = passage["text"].strip() and passage["text"] not in texts
+            if is_new and not contains_answer(passage, row["answers"]):
+                passages.append(passage)
+                texts.add(passage["text"])
+            if len(passages) >= wanted:
+                break
+        draw.shuffle(passages)
+        return row | {"passages": passages}
+
+
 @dataclass
 class ExampleSelector:
     """
@@ -56,21 +177,23 @@ class ExampleSelector:
         make_examples (`Callable`): Rows that share their passages to examples, such as
             `ExampleBuilder.question_examples`.
         cache_dir (`str` or `Path`): Folder of the blocks of examples; made when missing.
+        data_dir (`str`): Folder of data files with a relative path.
         seed (`int`): Order of the rows, and their distractors.
         needs_question (`bool`): Whether a row needs a question and an answer besides a passage.
         max_questions (`int`): The most questions about the same passages in one example.
         max_tokens (`int`, *optional*): Longer examples are left out, and counted in the log.
         passage_sets (`int`, *optional*): Only rows of this many sets of passages in each source, drawn at random: fewer
-            segments to encode, more questions about each.
+            passages, more questions about each.
         min_passages (`int`), max_passages (`int`, *optional*): Passages a row, see [`Distractors`]; without a
             maximum, its own.
         passage_words (`int`): Words of a passage that a text is cut into.
         strict (`bool`): Whether a row without a part stops the run, rather than being left out and counted.
-        num_proc (`int`, *optional*): Processes that segment and tokenise.
+        num_proc (`int`, *optional*): Processes that segment and tokenize.
     """
 
     make_examples: Callable[[list[Row]], Iterator[Example]]
     cache_dir: str | Path
+    data_dir: str = ""
     seed: int = 0
     needs_question: bool = False
     max_questions: int = 1
@@ -119,7 +242,7 @@ class ExampleSelector:
 
     def _take(self, source: str, quota: int | None) -> datasets.Dataset:
         """The first `quota` examples of a source that are not too long, its rows in random order."""
-        corpus = open_corpus(source, self.passage_words, self.num_proc)
+        corpus = open_corpus(source, self.passage_words, self.num_proc, self.data_dir)
         if self.needs_question and not corpus.has_questions:
             raise ValueError(
                 f"{source} has no questions. Stages II and III need rows of {corpora.ROW_FIELDS}, or HotpotQA's."
@@ -151,7 +274,7 @@ class ExampleSelector:
         else:
             groups = defaultdict(list)
             for number, row in enumerate(corpus):
-                groups[tuple(passage["text"] for passage in row["passages"])].append(number)
+                groups[tuple((passage["title"], passage["text"]) for passage in row["passages"])].append(number)
             keys = sorted(groups)
             draw.shuffle(keys)
             order = []
@@ -183,29 +306,29 @@ class ExampleSelector:
             features=_BLOCK_FEATURES,
             cache_file_name=str(folder / f"{fingerprint}.arrow"),
             new_fingerprint=fingerprint,
-            desc=f"segmenting and tokenising {corpus.source}",
+            desc=f"segmenting and tokenizing {corpus.source}",
         )
 
 
 def _examples_of_rows(batch: dict, corpus, mix, make_examples, needs_question) -> dict[str, list]:
+    """Columns of `_BLOCK_FEATURES`. A row that lacks a part gives an empty example with a `problem`."""
     columns = {name: [] for name in _BLOCK_FEATURES}
     for numbers in batch["numbers"]:
-        rows = [corpus[number] for number in numbers]
-        problems = [missing_part(row, needs_question) for row in rows]
-        found = [
-            (Example(row["id"], [], [], []), problem) for row, problem in zip(rows, problems, strict=True) if problem
-        ]
-        whole = [row for row, problem in zip(rows, problems, strict=True) if not problem]
+        whole, found = [], []
+        for row in (corpus[number] for number in numbers):
+            if problem := missing_part(row, needs_question):
+                found.append((Example(row["id"], [], [], []), problem))
+            else:
+                whole.append(row)
         if whole and mix is not None:
-            # One draw of distractors for the questions that share their passages, none of which may hold an answer.
+            # One draw for the questions that share their passages; no distractor may hold an answer to any of them.
             drawn = mix(whole[0] | {"answers": [answer for row in whole for answer in row["answers"]]})
             whole = [row | {"passages": drawn["passages"]} for row in whole]
         if whole:
             found += [(example, "") for example in make_examples(whole)]
         for example, problem in found:
-            record = asdict(example)
-            for name in EXAMPLE_FEATURES:
-                columns[name].append(record[name])
+            for name, value in dataclasses.asdict(example).items():
+                columns[name].append(value)
             columns["problem"].append(problem)
     return columns
 

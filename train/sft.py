@@ -4,40 +4,79 @@
     python -m arcaligner.train.sft --config train/recipes/smollm2_135m/2_grounding.yaml --seed 2
     accelerate launch --num_processes 4 -m arcaligner.train.sft --config ...
 
-Any key of the recipe can be given on the command line. A recipe's keys are those of
-`RecipeArguments` (stage, model, data) and of TRL's `SFTConfig` (batches, optimiser, logs). A run
-goes on from the last checkpoint in its `output_dir`, if its settings are those that it was begun with.
+Any key of the recipe can be given on the command line. A recipe's keys are those of `RecipeArguments` (stage, model,
+data) and of TRL's `SFTConfig` (batches, optimizer, logs). A run resumes from the last checkpoint in its `output_dir`,
+if its settings are those that it was begun with.
 """
 
 import contextlib
 import logging
-import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from accelerate.utils import broadcast_object_list
+from datasets import Dataset
 from transformers import PreTrainedConfig, set_seed
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-from ..files import exit_on_user_error
-from ..configuration_arcaligner import ArcAlignerConfig
-from ..configuration_arcaligner import resolve_base_model
+from ..configuration_arcaligner import ArcAlignerConfig, resolve_base_model
 from ..modeling_arcaligner import ArcAlignerForCausalLM, slot_decoder_layers
 from ..processing_arcaligner import ArcAlignerProcessor
 from .collator import ContextCollator
 from .data import ExampleBuilder, word_rarity
-from .recipe import RecipeArguments, RecipeParser, eval_examples, training_examples
-from .resuming import last_checkpoint
-from .run_folder import claim_folder
-from .saving import save_stage
-from .settings import run_settings
-from .start import check_resume, check_start
+from .recipe import RecipeArguments, check_resume, check_start, parse_recipe
+from .run import claim_folder, last_checkpoint, run_script, save_stage
+from .selection import eval_examples, training_examples
 from .trainer import AlignerTrainer, AlignerTrainingConfig
 
 logger = logging.getLogger(__name__)
 
 # Enough to know which words are frequent.
 RARITY_EXAMPLES = 50_000
+
+
+def fastest_dtype(device: torch.device, seconds: float = 0.25) -> torch.dtype:
+    """float32 or bfloat16, whichever multiplies matrices of a small backbone faster; each is measured for `seconds`.
+
+    On accelerators it is bfloat16 where that is supported.
+    """
+    if device.type != "cpu":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    speeds = {dtype: _products_per_second(dtype, seconds) for dtype in (torch.float32, torch.bfloat16)}
+    logger.info("dtype auto: %s", ", ".join(f"{dtype} {speed:.0f} products/s" for dtype, speed in speeds.items()))
+    return max(speeds, key=speeds.get)
+
+
+def _products_per_second(dtype: torch.dtype, seconds: float) -> float:
+    rows, weight = torch.ones(2048, 576, dtype=dtype), torch.ones(576, 1536, dtype=dtype)
+    rows @ weight  # the first one sets up the kernel
+    count, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        rows @ weight
+        count += 1
+    return count / (time.perf_counter() - start)
+
+
+def resolve_dtype(name: str, device: torch.device, checkpoint: str | None = None) -> torch.dtype:
+    """The dtype of a recipe, the same in all processes and, for `"auto"`, that of the checkpoint to resume from.
+
+    Raises:
+        `ValueError`: a name that torch does not have, or a dtype that the device cannot train in.
+    """
+    if name == "auto" and checkpoint is not None:
+        return ArcAlignerConfig.from_pretrained(checkpoint).dtype
+    if name == "auto":
+        return broadcast_object_list([fastest_dtype(device)])[0]
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"`dtype` is {name!r}; expected auto, float32, bfloat16 or another float dtype of torch.")
+    try:
+        torch.ones(2, 2, dtype=dtype, device=device) @ torch.ones(2, 2, dtype=dtype, device=device)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ValueError(f"`dtype` is {name!r}, in which {device} cannot multiply matrices. Name auto.") from error
+    return dtype
 
 
 def is_aligner(model_name_or_path: str) -> bool:
@@ -47,7 +86,7 @@ def is_aligner(model_name_or_path: str) -> bool:
 
 
 def load_processor(recipe: RecipeArguments, chat_template_path: str | None) -> ArcAlignerProcessor:
-    """The previous stage's processor or, for a base model, a new one; with the chat template.
+    """The previous stage's processor or, for a base model, a new one; with the recipe's rates and chat template.
 
     Raises:
         `ValueError`: a start that the stage cannot have, see [`check_start`].
@@ -67,11 +106,11 @@ def load_processor(recipe: RecipeArguments, chat_template_path: str | None) -> A
     return processor
 
 
-def load_model(recipe: RecipeArguments, processor: ArcAlignerProcessor) -> ArcAlignerForCausalLM:
+def load_model(recipe: RecipeArguments, processor: ArcAlignerProcessor, dtype: torch.dtype) -> ArcAlignerForCausalLM:
     """The previous stage's model, or a new aligner around a base model."""
     return ArcAlignerForCausalLM.from_pretrained(
         recipe.model_name_or_path,
-        dtype=recipe.dtype,
+        dtype=dtype,
         attn_implementation=recipe.attn_implementation,
         encoder_name_or_path=processor.encoder_name_or_path,
         encoder_hidden_size=processor.encoder_hidden_size,
@@ -81,9 +120,22 @@ def load_model(recipe: RecipeArguments, processor: ArcAlignerProcessor) -> ArcAl
     )
 
 
+def find_word_weights(recipe: RecipeArguments, model: ArcAlignerForCausalLM, examples: Dataset) -> torch.Tensor | None:
+    """The rarity of words in `examples`, (vocab_size,), for the lexical stage and for a new aligner that reads words,
+    which starts from it; else `None`."""
+    is_new = model.config.training_stage is None
+    if recipe.stage != "lexical" and not (is_new and model.config.word_parts):
+        return None
+    some = examples.select(range(min(len(examples), RARITY_EXAMPLES)))
+    word_weights = torch.from_numpy(word_rarity(some, model.config.text_config.vocab_size)).float()
+    if is_new and model.config.word_parts:
+        model.model.projector.set_word_statistics(model.get_input_embeddings().weight, word_weights)
+    return word_weights
+
+
 @contextlib.contextmanager
 def encoder_in_one_piece(args: AlignerTrainingConfig) -> Iterator[None]:
-    """With ZeRO-3, transformers spreads each model that it loads over the processes; not those loaded in here."""
+    """With ZeRO-3, transformers spreads each model that it loads over the processes, except those loaded in here."""
     if args.deepspeed_plugin is None:
         yield
         return
@@ -102,6 +154,8 @@ def main(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) ->
 
 def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -> None:
     """Data, model, training, saving."""
+    checkpoint = last_checkpoint(args.output_dir)
+    dtype = resolve_dtype(recipe.dtype, args.device, checkpoint)
     processor = load_processor(recipe, args.chat_template_path)
     builder = ExampleBuilder(processor, recipe.max_segments, recipe.continues, recipe.tokens_per_slot)
     with args.main_process_first(desc="making the training examples"):
@@ -109,19 +163,11 @@ def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -
         eval_dataset = eval_examples(recipe, builder, args.seed, args.dataset_num_proc)
     with encoder_in_one_piece(args):
         processor.encoder_device = str(args.device)
-        processor.sentence_encoder.to(getattr(torch, recipe.dtype))
+        processor.sentence_encoder.to(dtype)
 
     set_seed(args.seed)  # a new aligner starts from random weights
-    model = load_model(recipe, processor)
-    word_weights = None
-    if recipe.stage == "lexical" or (model.config.word_parts and model.config.training_stage is None):
-        rarity = word_rarity(
-            train_dataset.select(range(min(len(train_dataset), RARITY_EXAMPLES))), len(processor.tokenizer)
-        )
-        word_weights = torch.ones(model.config.text_config.vocab_size)
-        word_weights[: len(rarity)] = torch.from_numpy(rarity)[: len(word_weights)]
-        if model.config.word_parts and model.config.training_stage is None:
-            model.model.projector.set_word_statistics(model.get_input_embeddings().weight, word_weights)
+    model = load_model(recipe, processor, dtype)
+    word_weights = find_word_weights(recipe, model, train_dataset)
     if recipe.compile_layers:
         for layer in slot_decoder_layers(model):
             layer.compile(dynamic=True)
@@ -140,7 +186,6 @@ def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -
         eval_dataset=eval_dataset,
         processing_class=processor,
     )
-    checkpoint = last_checkpoint(args.output_dir)
     if checkpoint is not None:
         check_resume(checkpoint, model.config, processor)
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -154,14 +199,9 @@ def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -
 
 
 def parse(arguments: list[str]) -> tuple[RecipeArguments, AlignerTrainingConfig, str]:
-    """The recipe named by `--config`, with the command line over it, and what is kept of both."""
-    parser = RecipeParser((RecipeArguments, AlignerTrainingConfig))
-    recipe, args = parser.parse_args_and_config(arguments)
-    return recipe, args, run_settings("arcaligner.train.sft", arguments)
+    """The recipe named by `--config`, with the command line over it, and the text that is kept of both."""
+    return parse_recipe("arcaligner.train.sft", (RecipeArguments, AlignerTrainingConfig), arguments)
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    with exit_on_user_error():
-        parsed = parse(sys.argv[1:])
-    main(*parsed)
+    run_script(parse, main)

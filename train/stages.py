@@ -21,7 +21,7 @@ import torch
 import yaml
 
 from ..model_card import RECIPE_FILE
-from .settings import check_settings, read_keys, run_settings
+from .run import check_settings, read_keys, run_settings
 
 logger = logging.getLogger(__name__)
 

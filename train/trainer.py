@@ -1,16 +1,15 @@
-"""TRL's `SFTTrainer` for ArcAligner: a stage's freezing, numbers in the logs, loud mistakes.
+"""TRL's `SFTTrainer` for ArcAligner: what a stage freezes, its loss, numbers in the logs, loud mistakes.
 
-What would train something else without a word is refused: a `peft_config` (it would train another
-adapter and switch the slots' LoRA off), a missing or foreign collator (it would train without
-slots), and settings that cut or mix sequences.
+What would silently train something else is refused: a `peft_config` (it would train another adapter and switch the
+slots' LoRA off), a missing or foreign collator (it would train without slots), and settings that cut or mix sequences.
 
-The encoder runs in the training step: it is small beside the backbone, and no embedding of a corpus
-has to be kept. The loss is the model's own, of the positions that have labels and no others: TRL's
-fused head scores the prompt as well where there is no Triton, which costs more than all decoder
-layers of a small model on a CPU.
+The encoder runs in the training step: it is small beside the backbone, and no embeddings of a corpus have to be kept.
+The loss is the model's own, of the labeled positions only. Where there is no Triton, TRL's fused head scores the prompt
+as well, which on a CPU costs more than all decoder layers of a small model.
 """
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +21,10 @@ from trl import SFTConfig, SFTTrainer
 
 from ..modeling_arcaligner import ArcAlignerForCausalLM, SlotDecoderLayer
 from .collator import ContextCollator, turn_mask
-from .sampling import EpochOrder
-from .watching import Clock, GateWatch, OtherSlots, answer_questions
+from .metrics import Clock, GateCounter, SwappedSlots, answer_questions, word_recall
+
+# Slots of a step of the lexical stage, whose logits all exist at a time.
+LEXICAL_SLOTS = 512
 
 
 @dataclass
@@ -31,12 +32,10 @@ class AlignerTrainingConfig(SFTConfig):
     """
     `SFTConfig` with the few values that context slots need.
 
-    Defaults that differ from [`~trl.SFTConfig`]: `max_length=None` and
-    `remove_unused_columns=False` (a cut row or a dropped column loses slots),
-    `dataset_kwargs={"skip_prepare_dataset": True}` (rows come tokenised),
-    `gradient_checkpointing=False`, `ddp_find_unused_parameters=False`,
-    `train_sampling_strategy="group_by_length"`, `ddp_timeout` of a day (the first process computes
-    all embeddings while the others wait).
+    Defaults that differ from [`~trl.SFTConfig`]: `max_length=None` and `remove_unused_columns=False` (a cut row or a
+    dropped column loses slots), `dataset_kwargs={"skip_prepare_dataset": True}` (rows come tokenized),
+    `gradient_checkpointing=False`, `ddp_find_unused_parameters=False`, `train_sampling_strategy="group_by_length"`,
+    `ddp_timeout` of a day (the first process tokenizes while the others wait).
 
     Raises:
         `ValueError`: packing, padding-free batches, a `max_length` or dropped columns; `eval_slot_gap` with
@@ -55,11 +54,9 @@ class AlignerTrainingConfig(SFTConfig):
     ddp_find_unused_parameters: bool | None = field(
         default=False, metadata={"help": "Each stage trains all that it unfreezes."}
     )
-    ddp_timeout: int = field(
-        default=24 * 3600, metadata={"help": "Seconds that a process waits for another, embeddings included."}
-    )
+    ddp_timeout: int = field(default=24 * 3600, metadata={"help": "Seconds that a process waits for another one."})
     train_sampling_strategy: str = field(
-        default="group_by_length", metadata={"help": "Rows of like length share a batch."}
+        default="group_by_length", metadata={"help": "Rows of similar length share a batch."}
     )
     gate_learning_rate: float | None = field(
         default=None, metadata={"help": "Of the gates, which start untrained in stage III. Default: learning_rate."}
@@ -104,17 +101,21 @@ class AlignerTrainer(SFTTrainer):
         word_weights (`torch.Tensor` of shape `(vocab_size,)`, *optional*): Rarity of words, for the lexical stage.
         **kwargs: Passed to [`~trl.SFTTrainer`].
 
-    Added to the logs: `tokens_per_second` (real tokens, padding not counted) and `minutes_left`; in the
-    gating stage `refinement_steps` (mean steps of a slot at a layer), `open_gates` (share of slots and
-    layers with a step) and `open_gates/layer_N`; at evaluations `eval_perplexity` of the targets, with
-    `eval_slot_gap` how much the loss grows with the slots of other rows (a slot teaches the style of the
-    answers, too; this is what it says), and with `eval_answers` `eval_em` and `eval_f1` of greedy answers.
-    `metric_for_best_model: eval_f1` with `load_best_model_at_end: true` keeps the best checkpoint and ends
-    with it.
+    Added to the logs:
+
+    - `tokens_per_second` (real tokens, padding not counted) and `minutes_left`;
+    - in the gating stage `refinement_steps` (mean steps of a slot at a layer), `open_gates` (share of slots and layers
+      with a step) and `open_gates/layer_N`;
+    - at evaluations `eval_perplexity` of the targets; with `eval_slot_gap`, how much the loss grows with the slots of
+      other rows (a slot teaches the style of the answers, too; this is what it says); with `eval_answers`, `eval_em`
+      and `eval_f1` of greedy answers;
+    - at evaluations of the lexical stage `eval_word_recall`, see [`~train.metrics.word_recall`].
+
+    `metric_for_best_model: eval_f1` with `load_best_model_at_end: true` keeps the best checkpoint and ends with it.
 
     Raises:
-        `ValueError`: a `peft_config`, another collator, a model on the meta device; in all processes, a
-            loss or gradient of one of them that is not finite.
+        `ValueError`: a `peft_config`, another collator, a lexical stage without `word_weights`, a model on the meta
+            device; in all processes, a loss or gradient of one of them that is not finite.
     """
 
     _tag_names = ["trl", "sft", "arcaligner"]
@@ -145,12 +146,20 @@ class AlignerTrainer(SFTTrainer):
                 "This process loaded a model without weights. Set `fsdp_cpu_ram_efficient_loading` to false, as in "
                 "train/accelerate/fsdp2.yaml: a new aligner is in no file that it could be read from."
             )
+        if stage == "lexical" and word_weights is None:
+            raise ValueError("The lexical stage weighs words: pass `word_weights`, such as those of `word_rarity`.")
+        if stage == "lexical" and kwargs["args"].eval_slot_gap:
+            raise ValueError(
+                "`eval_slot_gap` needs targets behind the slots, and in the lexical stage the slots' words are the "
+                "targets. Leave it out; `eval_word_recall` is logged."
+            )
         model.set_stage(stage)
         self.stage, self.word_weights = stage, word_weights
         super().__init__(model, data_collator=data_collator, **kwargs)
         self._clock = Clock()
-        self._gates = GateWatch()
-        self._eval_nll = torch.zeros(2, dtype=torch.float64)  # negative log-likelihood, target tokens
+        self._gates = GateCounter()
+        self._eval_loss = torch.zeros(2, dtype=torch.float64)  # summed over targets, number of targets
+        self._eval_recall = torch.zeros(2, dtype=torch.float64)  # summed over slots, number of slots
         self._rows_of_step: list[str] = []
         if self.is_deepspeed_enabled:
             # ZeRO-3 fetches a layer's weights once, for all of its refinement steps.
@@ -192,29 +201,24 @@ class AlignerTrainer(SFTTrainer):
         row_ids = inputs["row_ids"]
         self._clock.start(float(self._total_train_tokens), self.state.global_step)
         try:
-            outputs = self._forward(model, inputs, num_items_in_batch)
+            if self.stage == "lexical":
+                outputs, num_targets = self._lexical_step(model, inputs)
+            else:
+                outputs, num_targets = self._answer_step(model, inputs, num_items_in_batch)
         except ValueError as error:
             error.add_note(f"At step {self.state.global_step}, in the batch of the rows {row_ids}.")
             raise
-        loss = outputs.loss
-        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            loss = loss * self.accelerator.num_processes
-        self._check_finite("loss", loss.detach(), row_ids)
-        if self.model.training:
-            self._rows_of_step += row_ids
-        self._keep_metrics(inputs, outputs)
-        return (loss, outputs) if return_outputs else loss
+        self._check_finite("loss", outputs.loss.detach(), row_ids)
+        self._keep_metrics(inputs, outputs, num_targets)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
 
-    def _forward(self, model, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None):
-        """The stage's loss on a batch of [`ContextCollator`]."""
-        if self.stage == "lexical":
-            loss = model(
-                **_some_slots(self._encode(inputs), inputs["context_word_ids"]), lexical_weights=self.word_weights
-            )
-            loss.loss = loss.loss / self.current_gradient_accumulation_steps if self.model.training else loss.loss
-            return loss
-        mask, position_ids = turn_mask(inputs["turn_ids"], self.model.dtype)
-        return model(
+    def _answer_step(self, model, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None):
+        """The NLL of a batch's targets (Eq. 10), and how many there are."""
+        if inputs["max_turns"] > 1:
+            mask, position_ids = turn_mask(inputs["turn_ids"], self.model.dtype)
+        else:  # a plain mask, which all attention kernels and sliding windows take
+            mask, position_ids = (inputs["turn_ids"] >= 0).long(), None
+        outputs = model(
             input_ids=inputs["input_ids"],
             attention_mask=mask,
             position_ids=position_ids,
@@ -224,6 +228,35 @@ class AlignerTrainer(SFTTrainer):
             num_items_in_batch=num_items_in_batch,
             **self.slots_of(inputs),
         )
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            outputs.loss = outputs.loss * self.accelerator.num_processes
+        return outputs, (inputs["labels"][:, 1:] != -100).sum()
+
+    def _lexical_step(self, model, inputs: dict[str, Any]):
+        """The mean loss of a batch's slots, evenly at most `LEXICAL_SLOTS` of them, and how many there are."""
+        word_ids = inputs["context_word_ids"]
+        with_words = (word_ids >= 0).any(dim=-1).flatten().nonzero()[:, 0]
+        taken = with_words[:: -(-len(with_words) // LEXICAL_SLOTS) or 1]
+        slots = {
+            "context_embeds": self._encode(inputs).flatten(0, 1)[taken][None],  # (1, num_slots, encoder_hidden_size)
+            "context_word_ids": word_ids.flatten(0, 1)[taken][None],
+        }
+        outputs = model(**slots, lexical_weights=self.word_weights)
+        if self.model.training:  # a mean over batches, as Trainer divides a loss only if it has no labels to count
+            outputs.loss = outputs.loss / self.current_gradient_accumulation_steps
+        else:
+            self._eval_recall += self._summed(self._word_recall(**slots))
+        return outputs, torch.tensor(len(taken), device=self.args.device)
+
+    @torch.no_grad()
+    def _word_recall(self, context_embeds, context_word_ids) -> torch.Tensor:
+        """Sum and number of the recalls of slots (1, num_slots, ...)."""
+        words = context_word_ids if self.model.config.word_parts else None
+        slots = self.model.model.project(context_embeds, words)[0]  # (num_slots, hidden)
+        head = self.model.lm_head
+        logits = head(self.model.model.backbone.norm(slots.to(head.weight.dtype)))  # (num_slots, vocab_size)
+        shares = word_recall(logits, context_word_ids[0], self.word_weights)
+        return torch.stack([shares.sum(), torch.tensor(float(len(shares)), device=shares.device)])
 
     def slots_of(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """What the model reads in the slots of a batch, as its keyword arguments."""
@@ -263,23 +296,24 @@ class AlignerTrainer(SFTTrainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        # `trainer_state.json`, written next, says that the checkpoint is whole: see `resuming.py`.
+        # `trainer_state.json`, written next, says that the checkpoint is whole: see `run.last_checkpoint`.
         self.accelerator.wait_for_everyone()
 
     @torch.no_grad()
-    def _keep_metrics(self, inputs: dict[str, Any], outputs) -> None:
-        num_targets = (inputs["labels"][:, 1:] != -100).sum()
+    def _keep_metrics(self, inputs: dict[str, Any], outputs, num_targets: torch.Tensor) -> None:
         if not self.model.training:
-            nll = outputs.loss.detach() * num_targets
-            self._eval_nll += torch.stack(
-                [self.accelerator.gather(each.reshape(1).double()).sum() for each in (nll, num_targets)]
-            ).cpu()
+            self._eval_loss += self._summed(torch.stack([outputs.loss.detach() * num_targets, num_targets]))
             return
+        self._rows_of_step += inputs["row_ids"]
         num_tokens = self.accelerator.gather((inputs["turn_ids"] >= 0).sum().reshape(1)).sum().item()
         self._total_train_tokens += num_tokens
         self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
         if self.model.config.gate_mode != "off" and outputs.recursion_depth is not None:
             self._gates.add(outputs.recursion_depth)  # (batch, num_layers, max_slots)
+
+    def _summed(self, pair: torch.Tensor) -> torch.Tensor:
+        """A pair of numbers, (2,), summed over all processes."""
+        return self.accelerator.gather(pair.double()[None]).sum(dim=0).cpu()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training and "loss" in logs:
@@ -288,30 +322,30 @@ class AlignerTrainer(SFTTrainer):
         super().log(logs, start_time)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Held-out loss and, over all targets alike, perplexity; where asked for, the slots' gap, EM and F1."""
+        """Held-out loss; perplexity over all targets alike, or word recall; where asked for, the gap, EM and F1."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        self._eval_nll.zero_()
+        self._eval_loss.zero_()
+        self._eval_recall.zero_()
         metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        nll = self._nll_of_a_target()
-        added = {"perplexity": math.exp(min(nll, 700.0))}
+        loss = _mean(self._eval_loss)
+        if self.stage == "lexical":
+            added = {"word_recall": _mean(self._eval_recall)}
+        else:
+            added = {"perplexity": math.exp(min(loss, 700.0))}
         if self.args.eval_slot_gap:
-            self._evaluate_with_other_slots(dataset)
-            added["slot_gap"] = self._nll_of_a_target() - nll
+            self._evaluate_with_swapped_slots(dataset)
+            added["slot_gap"] = _mean(self._eval_loss) - loss
         if self.args.eval_answers:
             added |= self._answers(dataset)
         added = {f"{metric_key_prefix}_{name}": value for name, value in added.items()}
         self.log(added)
         return metrics | added
 
-    def _nll_of_a_target(self) -> float:
-        nll, num_targets = self._eval_nll.tolist()
-        return nll / max(1.0, num_targets)
-
-    def _evaluate_with_other_slots(self, dataset) -> None:
-        own, self.data_collator = self.data_collator, OtherSlots(self.data_collator)
-        self._eval_nll.zero_()
+    def _evaluate_with_swapped_slots(self, dataset) -> None:
+        own, self.data_collator = self.data_collator, SwappedSlots(self.data_collator)
+        self._eval_loss.zero_()
         try:
-            self.evaluation_loop(self.get_eval_dataloader(dataset), "other slots", prediction_loss_only=True)
+            self.evaluation_loop(self.get_eval_dataloader(dataset), "swapped slots", prediction_loss_only=True)
         finally:
             self.data_collator = own
             self._metrics["eval"].clear()
@@ -338,15 +372,33 @@ class AlignerTrainer(SFTTrainer):
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
 
-# Slots of a step of the lexical stage: their logits are all there at a time.
-LEXICAL_SLOTS = 512
+class EpochOrder(Sampler[int]):
+    """
+    A sampler whose order follows from a seed and the number of the epoch, and from nothing else.
+
+    transformers' own samplers draw it from the global generator, which dropout moves differently in each process. From
+    the second epoch on they would read different orders, some rows twice and others never, and a run that is resumed in
+    the second epoch would read another order than before.
+
+    Args:
+        sampler (`Sampler`): With a `generator` attribute that it draws from, as torch's and transformers' have.
+        seed (`int`): Of the run.
+        epoch (`Callable`): Gives the number of the epoch that begins.
+    """
+
+    def __init__(self, sampler: Sampler[int], seed: int, epoch: Callable[[], int]):
+        self.sampler = sampler
+        self.seed = seed
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        self.sampler.generator = torch.Generator().manual_seed(self.seed + self.epoch())
+        return iter(self.sampler)
 
 
-def _some_slots(context_embeds: torch.Tensor, word_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Up to `LEXICAL_SLOTS` slots of a batch, evenly over it, as one row."""
-    real = (word_ids >= 0).any(dim=-1).flatten().nonzero()[:, 0]
-    taken = real[:: -(-len(real) // LEXICAL_SLOTS)]
-    return {
-        "context_embeds": context_embeds.flatten(0, 1)[taken][None],
-        "context_word_ids": word_ids.flatten(0, 1)[taken][None],
-    }
+def _mean(pair: torch.Tensor) -> float:
+    total, count = pair.tolist()
+    return total / max(1.0, count)

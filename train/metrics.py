@@ -1,11 +1,17 @@
-"""What a run says of itself besides its loss: how open the gates are, how long it takes, what it answers.
+"""What a run logs besides its loss: EM and F1 of answers, words that a slot names, open gates, speed.
 
-All of it goes through `Trainer.log`, so trackers named in `report_to` get it, too.
+The paper's EM is non-strict: a prediction is right when it contains a gold answer. Both sides are normalized by SQuAD's
+rule first (lower case, no punctuation, no articles, single spaces). A gold answer that normalizes to nothing would be
+contained in everything and is dropped.
 """
 
 import dataclasses
 import math
+import re
+import string
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +20,84 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, tqdm
 
-from ..evaluation.answering import MAX_NEW_TOKENS
-from ..evaluation.metrics import contains_match, token_f1
 from .collator import ContextCollator
 
+MAX_NEW_TOKENS = 24
 
-class GateWatch:
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalize_answer(text: str) -> str:
+    """SQuAD's normalization.
+
+    >>> normalize_answer("The  Beatles, live!")
+    'beatles live'
+    """
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def usable_golds(golds: Sequence[str]) -> list[str]:
+    """The gold answers that do not normalize to nothing.
+
+    >>> usable_golds(["The", "Paris"])
+    ['Paris']
+    """
+    return [gold for gold in golds if normalize_answer(gold)]
+
+
+def contains_match(prediction: str, golds: Sequence[str]) -> float:
+    """Non-strict EM: 1.0 when the normalized prediction contains a normalized gold answer.
+
+    >>> contains_match("The capital is PARIS.", ["Paris"])
+    1.0
+    """
+    normalized = normalize_answer(prediction)
+    return float(any(normalize_answer(gold) in normalized for gold in usable_golds(golds)))
+
+
+def token_f1(prediction: str, golds: Sequence[str]) -> float:
+    """SQuAD's F1 of the normalized tokens, the best over the gold answers.
+
+    >>> token_f1("the capital is Paris", ["Paris"])
+    0.5
+    """
+    predicted = Counter(normalize_answer(prediction).split())
+    return max((_f1(predicted, gold) for gold in usable_golds(golds)), default=0.0)
+
+
+def _f1(predicted: Counter, gold: str) -> float:
+    expected = Counter(normalize_answer(gold).split())
+    common = (predicted & expected).total()
+    if not common:
+        return 0.0
+    precision, recall = common / predicted.total(), common / expected.total()
+    return 2 * precision * recall / (precision + recall)
+
+
+def word_recall(logits: torch.Tensor, word_ids: torch.LongTensor, word_weights: torch.Tensor) -> torch.Tensor:
+    """How many of a slot's content words are among the head's first k, k being the number of its distinct words.
+
+    Args:
+        logits (`torch.Tensor` of shape `(num_slots, vocab_size)`): What the head makes of the slots.
+        word_ids (`torch.LongTensor` of shape `(num_slots, max_words)`): Their words, -1 behind them.
+        word_weights (`torch.Tensor` of shape `(vocab_size,)`): Rarity of words. Those above the median of a slot's
+            distinct words are its content words.
+
+    Returns:
+        `torch.Tensor`: The share of each slot that has content words, (num_slots_with_content,).
+    """
+    shares = []
+    for slot_logits, ids in zip(logits, word_ids, strict=True):
+        words = ids[ids >= 0].unique()
+        weights = word_weights[words]
+        content = words[weights > weights.quantile(0.5)] if len(words) else words
+        if len(content):
+            shares.append(torch.isin(content, slot_logits.topk(len(words)).indices).float().mean())
+    return torch.stack(shares) if shares else logits.new_zeros(0)
+
+
+class GateCounter:
     """Refinement steps of slots since the last log."""
 
     def __init__(self):
@@ -34,22 +112,19 @@ class GateWatch:
         self._num_slots += int((depths[:, 0] >= 0).sum())
 
     def pop(self, accelerator: Accelerator) -> dict[str, float]:
-        """Of all processes: mean steps of a slot at a layer, share of open gates, the same of each layer."""
+        """Over all processes: mean steps of a slot at a layer, share of open gates, and this share for each layer."""
         if self._counts is None:
             return {}
         counts = accelerator.reduce(self._counts.to(accelerator.device, torch.float32))  # (num_layers, 2)
         num_slots = accelerator.reduce(torch.tensor(float(self._num_slots), device=accelerator.device)).item()
         self._counts, self._num_slots = None, 0
         steps, opened = (counts / max(1.0, num_slots)).T.tolist()
-        by_layer = {f"open_gates/layer_{layer}": share for layer, share in enumerate(opened)}
-        return {
-            "refinement_steps": sum(steps) / len(steps),
-            "open_gates": sum(opened) / len(opened),
-        } | {name: round(share, 4) for name, share in by_layer.items()}
+        by_layer = {f"open_gates/layer_{layer}": round(share, 4) for layer, share in enumerate(opened)}
+        return {"refinement_steps": sum(steps) / len(steps), "open_gates": sum(opened) / len(opened)} | by_layer
 
 
 class Clock:
-    """Tokens a second since the last log, and the minutes a run still takes at the pace since its start."""
+    """Tokens per second since the last log, and the minutes that a run still takes at its pace so far."""
 
     def __init__(self):
         self._last: tuple[float, float] | None = None  # time, tokens
@@ -74,12 +149,12 @@ class Clock:
 
 
 @dataclass
-class OtherSlots:
+class SwappedSlots:
     """
-    A collator that gives each row the passages of another one: what a model loses by them is what it read.
+    A collator that gives each row the passages of another one. What a model loses by this is what it read in the slots.
 
-    The other row is the next one of the batch that has other passages. For a batch whose rows all have the same, it is
-    the first row of the batch before.
+    The other row is the next one of the batch that has other passages. In a batch whose rows all have the same
+    passages, it is the first row of the batch before.
 
     Args:
         collator ([`ContextCollator`]): Makes the batches.
@@ -100,16 +175,12 @@ class OtherSlots:
 
 
 @torch.inference_mode()
-def answer_questions(
-    trainer,
-    questions: datasets.Dataset,
-    batch_size: int,
-) -> dict[str, float]:
+def answer_questions(trainer, questions: datasets.Dataset, batch_size: int) -> dict[str, float]:
     """
-    Greedy answers to the first question of held-out examples, from slots.
+    Greedy answers from slots to the first question of held-out examples.
 
     Args:
-        trainer ([`AlignerTrainer`]): Its model, collator, encoder and tokenizer; its processes answer a part each.
+        trainer ([`AlignerTrainer`]): Its model, collator, encoder and tokenizer. Each process answers a part.
         questions (`datasets.Dataset`): Examples with `answers`.
         batch_size (`int`): Questions at a time in a process.
 
@@ -120,12 +191,12 @@ def answer_questions(
     collator = dataclasses.replace(trainer.data_collator, padding_side="left")
     world = accelerator.num_processes
     mine = list(range(accelerator.process_index, len(questions), world))
-    # All processes take part in each step of a model that is spread over them: they take as many.
+    # All processes take part in each step of a model that is spread over them, so all run as many batches.
     num_batches = math.ceil(len(questions) / world / batch_size)
     scores: list[tuple[int, float, float]] = []
     for start in tqdm(range(0, num_batches * batch_size, batch_size), desc="answering", leave=False):
         indices = mine[start : start + batch_size]
-        rows = [_prompt(questions[index]) for index in indices or [0]]
+        rows = [_first_prompt(questions[index]) for index in indices or [0]]
         batch = trainer._prepare_inputs(collator(rows))
         output = accelerator.unwrap_model(trainer.model_wrapped).generate(
             input_ids=batch["input_ids"],
@@ -136,14 +207,14 @@ def answer_questions(
             synced_gpus=world > 1,
         )
         texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-        for index, row, text in zip(indices, rows, texts, strict=False):
+        for index, row, text in zip(indices, rows, texts, strict=False):  # a process without a question has none
             answers = row["answers"][0]
             scores.append((index, contains_match(text, answers), token_f1(text, answers)))
     scores = gather_object(scores)
     return {name: 100 * sum(score[i] for score in scores) / len(scores) for i, name in ((1, "em"), (2, "f1"))}
 
 
-def _prompt(row: dict[str, Any]) -> dict[str, Any]:
+def _first_prompt(row: dict[str, Any]) -> dict[str, Any]:
     """The row with its first turn alone, up to the answer."""
     turn = row["turns"][0]
     length = next(index for index, label in enumerate(turn["labels"]) if label != -100)

@@ -1,0 +1,266 @@
+"""The folder of a run: its settings, one trainer at a time, the checkpoint to resume from, and the files at its end.
+
+The settings are the keys of the recipe with those of the command line over them. They are kept in `recipe.yaml`: the
+command as a comment, then the recipe file as it is or, where the command line sets keys, all keys in one.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import shlex
+import shutil
+import sys
+import uuid
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..files import exit_on_user_error, write_whole
+from ..model_card import RECIPE_FILE, write_model_card
+from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..processing_arcaligner import ArcAlignerProcessor
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = ".lock"
+# `torch.save` writes a zip file, whose table of contents stands at the end.
+ZIP_SUFFIXES = (".pt", ".pth", ".bin")
+# How a run is watched, where it runs and how fast. The start is compared by its place beside the result, so that the
+# folders of all stages may move together; data files by their names.
+MAY_CHANGE_ON_RESUME = {
+    *("disable_tqdm", "eval_steps", "eval_strategy", "logging_steps", "report_to", "run_name"),
+    *("eval_answers", "eval_files", "eval_slot_gap", "max_eval_samples", "per_device_eval_batch_size"),
+    *("save_steps", "save_total_limit"),
+    *("dataloader_num_workers", "dataset_num_proc", "data_dir", "examples_cache_dir", "output_dir", "use_cpu"),
+    *("attn_implementation", "compile_layers", "dtype"),
+}
+
+
+def run_script(parse: Callable[[list[str]], tuple], main: Callable) -> None:
+    """Runs a training script: a mistake in the recipe ends in one clear line, one in training in a traceback."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    with exit_on_user_error():
+        parsed = parse(sys.argv[1:])
+    main(*parsed)
+
+
+# Settings
+
+
+def run_settings(script: str, arguments: list[str]) -> str:
+    """The text of `recipe.yaml` for a run of `script`, such as `"arcaligner.train.sft"`, with `arguments`."""
+    recipe = ""
+    if "--config" in arguments:
+        recipe = Path(arguments[arguments.index("--config") + 1]).read_text(encoding="utf-8")
+    given = _command_keys(arguments)
+    if given:
+        recipe = yaml.safe_dump((yaml.safe_load(recipe) or {}) | given, sort_keys=False, allow_unicode=True)
+    command = shlex.join(arguments).replace("\n", " ")  # a comment is one line
+    return f"# {script} {command}\n{recipe.rstrip()}\n"
+
+
+def read_keys(settings: str) -> dict[str, Any]:
+    """Keys and values of a text of [`run_settings`]."""
+    return {key: _as_number(value) for key, value in (yaml.safe_load(settings) or {}).items()}
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether a run has left something to resume from: a checkpoint, or its result."""
+    return any(folder.glob("checkpoint-*")) or any(folder.glob("*config.json"))  # PEFT's is adapter_config.json
+
+
+def check_settings(folder: Path, settings: str) -> None:
+    """Refuses a run that has begun with other settings than `settings`, except for `MAY_CHANGE_ON_RESUME`.
+
+    Raises:
+        `ValueError`: the keys with both values, and what to do.
+    """
+    if not has_begun(folder):
+        return
+    if not (folder / RECIPE_FILE).exists():
+        logger.warning("%s has no %s: it may have been begun with other settings", folder, RECIPE_FILE)
+        return
+    was, now = read_keys((folder / RECIPE_FILE).read_text(encoding="utf-8")), read_keys(settings)
+    changed = [
+        key
+        for key in {**was, **now}
+        if key not in MAY_CHANGE_ON_RESUME and _without_folders(key, was) != _without_folders(key, now)
+    ]
+    if changed:
+        differences = ", ".join(f"`{key}` was {was.get(key)!r} and is now {now.get(key)!r}" for key in changed)
+        raise ValueError(
+            f"{folder} was begun with other settings: {differences}. Delete that folder to train it again, or name "
+            "another one with `--output` of `arcaligner train` or `output_dir` of the recipe."
+        )
+
+
+def _command_keys(arguments: list[str]) -> dict[str, Any]:
+    """Keys and values that a command line sets, except the recipe file's name."""
+    given: dict[str, list[str]] = {}
+    for argument in arguments:
+        if argument.startswith("--"):
+            name, has_value, value = argument.removeprefix("--").partition("=")
+            values = given[name.replace("-", "_")] = [value] if has_value else []
+        elif given:
+            values.append(argument)
+    keys: dict[str, Any] = {}
+    for name, values in given.items():
+        if values:
+            loaded = [_value(value) for value in values]
+            keys[name] = loaded[0] if len(loaded) == 1 else loaded
+        else:  # a flag, or its opposite
+            keys[name.removeprefix("no_")] = not name.startswith("no_")
+    keys.pop("config", None)
+    return keys
+
+
+def _value(text: str) -> Any:
+    try:
+        return _as_number(yaml.safe_load(text))
+    except yaml.YAMLError:
+        return text
+
+
+def _as_number(value: Any) -> Any:
+    """YAML reads numbers like 1e-4, without a point, as text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _without_folders(key: str, keys: dict[str, Any]) -> Any:
+    """A value as it is compared: the start by its place beside the result, data files by their names."""
+    value = keys.get(key)
+    if key == "model_name_or_path":
+        return os.path.relpath(str(value), str(keys.get("output_dir")))
+    if key in ("train_files", "reconstruction_files") and isinstance(value, dict):
+        return {os.path.basename(source): weight for source, weight in value.items()}
+    return os.path.basename(value) if key == "train_file" and value else value
+
+
+# The folder while it trains
+
+
+@contextlib.contextmanager
+def claim_folder(output_dir: str, settings: str, is_main: bool) -> Iterator[None]:
+    """Keeps other trainers out of a folder, and writes its settings before anything else is there.
+
+    Args:
+        output_dir (`str`): The run's folder; made when it is missing.
+        settings (`str`): Of [`run_settings`], kept as `recipe.yaml`.
+        is_main (`bool`): Whether this is the first of the run's processes. The others do nothing here.
+
+    Raises:
+        `ValueError`: a folder that another run trains in, or that was begun with other settings.
+    """
+    if not is_main:
+        yield
+        return
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = FileLock(folder / LOCK_FILE).acquire(timeout=0)  # the system frees it when the process ends, however
+    except Timeout as error:
+        raise ValueError(
+            f"Another process is training in {folder}. Wait for its end or stop it, or name another `output_dir`."
+        ) from error
+    with lock:
+        check_settings(folder, settings)
+        if not has_begun(folder):
+            write_whole(folder / RECIPE_FILE, settings)
+        yield
+
+
+def last_checkpoint(output_dir: str | Path) -> str | None:
+    """The last whole checkpoint in `output_dir`, if there is one. Broken ones stay where they are, and are logged.
+
+    A full disk or a killed process leaves a checkpoint with files that are missing or cut. `trainer_state.json` is
+    written last, when the files of all processes are there.
+    """
+    steps = {path: path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-") for path in Path(output_dir).glob("*")}
+    checkpoints = {path: int(step) for path, step in steps.items() if step.isdigit() and path.is_dir()}
+    for checkpoint in sorted(checkpoints, key=checkpoints.get, reverse=True):
+        fault = _find_fault(checkpoint)
+        if fault is None:
+            logger.info("resuming from %s", checkpoint)
+            return str(checkpoint)
+        logger.warning("%s is not whole (%s): resuming from the one before", checkpoint, fault)
+    return None
+
+
+def _find_fault(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint folder, or `None` for one that can be read to its end."""
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return f"no {TRAINER_STATE_NAME}, which is written last"
+    except ValueError:
+        return f"{TRAINER_STATE_NAME} is cut"
+    for path in sorted(checkpoint.rglob("*")):
+        if path.suffix in ZIP_SUFFIXES and not zipfile.is_zipfile(path):
+            return f"{path.relative_to(checkpoint)} is cut"
+        if path.suffix == ".safetensors":
+            try:
+                safe_open(path, framework="pt")
+            except SafetensorError:
+                return f"{path.relative_to(checkpoint)} is cut"
+    return None
+
+
+# The end
+
+
+@contextlib.contextmanager
+def written_whole(output_dir: str | Path, last: str) -> Iterator[Path]:
+    """Yields a folder to write to, whose files are then moved to `output_dir`, over what an earlier run left there.
+
+    `last`, without which nothing loads, is removed first and moved last, so an interrupted save is never mistaken for
+    a model.
+    """
+    output_dir = Path(output_dir)
+    for leftover in output_dir.glob(".saving-*"):  # of a killed process
+        shutil.rmtree(leftover)
+    temporary = output_dir / f".saving-{uuid.uuid4().hex}"
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        (output_dir / last).unlink(missing_ok=True)
+        for path in sorted(temporary.iterdir(), key=lambda path: path.name == last):
+            os.replace(path, output_dir / path.name)
+    finally:
+        shutil.rmtree(temporary)
+
+
+def save_stage(
+    output_dir: str | Path,
+    model: ArcAlignerForCausalLM,
+    processor: ArcAlignerProcessor,
+    recipe: str,
+    state_dict: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Writes aligner, processor and recipe to `output_dir`, a folder that the next stage, and anybody else, can load.
+
+    Args:
+        output_dir (`str` or `Path`): The stage's folder; checkpoints in it stay, and a model card that was edited.
+        model ([`ArcAlignerForCausalLM`]): Trained; its backbone is not written.
+        processor ([`ArcAlignerProcessor`]): With the chat template the stage was trained with.
+        recipe (`str`): Text of the recipe, saved as `recipe.yaml`.
+        state_dict (`dict`, *optional*): The weights of a model that is spread over several processes.
+    """
+    with written_whole(output_dir, last="config.json") as folder:
+        if Path(output_dir, "README.md").exists():  # the new card keeps what was written in the old one
+            shutil.copyfile(Path(output_dir, "README.md"), folder / "README.md")
+        model.save_pretrained(folder, state_dict=state_dict)
+        processor.save_pretrained(folder)
+        (folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
+        write_model_card(model.config, folder, name=Path(output_dir).as_posix())
