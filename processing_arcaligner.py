@@ -9,8 +9,10 @@ The context token is never part of the tokenizer: its id is written into `input_
 characters in somebody's text are text.
 """
 
+import json
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +35,13 @@ from .segmentation_arcaligner import (
 
 logger = logging.get_logger(__name__)
 
+# Files of a processor's folder, and a key that each of them has.
+_FILES = {
+    "processor_config.json": "encoder_name_or_path",
+    "tokenizer_config.json": "tokenizer_class",
+    "tokenizer.json": "model",
+}
+
 # What "no passages" is: one slot that stands for the empty string.
 EMPTY_SEGMENT = SegmentTokens(Segment(0, 0, 0, ""), "", (), ())
 
@@ -48,6 +57,16 @@ class EncodedDocuments(NamedTuple):
     context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 behind a slot's tokens
     num_merged: int  # segments that share their slot with others
     dropped: list[Segment]  # what has no slot
+
+
+def _check_json_file(path: Path, key: str) -> None:
+    """Raises `ValueError` for a file that is not a JSON object with `key`."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}). Save the processor again, or download it again.") from error
+    if not isinstance(content, dict) or key not in content:
+        raise ValueError(f"{path} is not an object with `{key}`. Save the processor again, or download it again.")
 
 
 def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
@@ -81,7 +100,7 @@ class ArcAlignerProcessor(ProcessorMixin):
         chat_template (`str`, *optional*): Default: the tokenizer's.
 
     Raises:
-        `ValueError`: an impossible `sentences_per_segment` or `tokens_per_slot`.
+        `ValueError`: a setting of another type, an impossible `sentences_per_segment` or `tokens_per_slot`.
     """
 
     def __init__(
@@ -98,6 +117,11 @@ class ArcAlignerProcessor(ProcessorMixin):
         context_words: bool = False,
         chat_template: str | None = None,
     ):
+        names = {"encoder_name_or_path": encoder_name_or_path, "spacy_model": spacy_model}
+        sizes = {"encoder_hidden_size": encoder_hidden_size, "context_token_id": context_token_id}
+        for name, value in (names | sizes).items():
+            if not isinstance(value, str if name in names else int | None):
+                raise ValueError(f"`{name}` is {value!r}; expected {'a name' if name in names else 'a number'}.")
         check_sentences_per_segment(sentences_per_segment)
         for rate in (tokens_per_slot, *(trained_tokens_per_slot or ())):
             check_tokens_per_slot(rate)
@@ -122,6 +146,24 @@ class ArcAlignerProcessor(ProcessorMixin):
         kwargs.setdefault("trust_remote_code", False)
         kwargs.setdefault("config", PreTrainedConfig())  # else the tokenizer reads the aligner's, and complains of it
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+
+    @classmethod
+    def get_processor_dict(cls, pretrained_model_name_or_path, **kwargs):
+        """Reads `processor_config.json`, without which transformers would take the defaults.
+
+        Raises:
+            `ValueError`: a file that is missing or broken, by its name.
+        """
+        for name, key in _FILES.items():
+            if (path := Path(pretrained_model_name_or_path, name)).is_file():
+                _check_json_file(path, key)
+        settings, kwargs = super().get_processor_dict(pretrained_model_name_or_path, **kwargs)
+        if "encoder_name_or_path" not in settings:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} has no processor_config.json, which says how passages become slots. "
+                "Write it there with `processor.save_pretrained`."
+            )
+        return settings, kwargs
 
     @classmethod
     def from_base_model(cls, base_model: str, **settings: Any) -> "ArcAlignerProcessor":
