@@ -25,7 +25,7 @@ from rich.console import Console
 from ..files import run_command
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import read_rows
-from ..train.saving import write_whole
+from ..files import write_whole
 from . import latency_report
 from .arms import SAME_AS, Arm, Decoding, FirstToken, cache_bytes, make_arms
 from .costs import Sizes, Work, flop_counter, work_of_arms

@@ -26,7 +26,7 @@ from ..files import run_command
 from ..configuration_arcaligner import DEFAULT_BASE_MODEL, resolve_base_model
 from ..lora_arcaligner import lora_target_names
 from ..modeling_arcaligner import ArcAlignerForCausalLM
-from ..train.saving import write_whole
+from ..files import write_whole
 from .machine import machine
 from .models import base_of
 from .timing import Turn, in_turn, spread

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..train.saving import write_whole
+from ..files import write_whole
 
 
 def show_report(report: dict[str, Any], tables: Iterable[Table], output: Path | None, width: int = 120) -> None:
