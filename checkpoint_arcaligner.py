@@ -29,6 +29,7 @@ CODE_FILES = (
     "configuration_arcaligner.py",
     "segmentation_arcaligner.py",
     "processing_arcaligner.py",
+    "backbones_arcaligner.py",
     "lora_arcaligner.py",
     "refinement_arcaligner.py",
     "backbones_arcaligner.py",

@@ -95,6 +95,8 @@ def load_pipeline(checkpoint: str):
     try:
         read_aligner_config(checkpoint)
     except OSError as error:
+        if Path(checkpoint, "config.json").exists():  # and the message names it
+            raise
         raise OSError(
             f"There is no aligner at {checkpoint}: neither a checkpoint folder on this machine nor "
             f"a repository on the Hub that can be reached ({type(error).__name__}). Name another "

@@ -183,11 +183,18 @@ class ArcAlignerConfig(PreTrainedConfig):
             raise ValueError(f"The config.json of {pretrained_model_name_or_path} cannot be used: {reason}.") from error
 
     @classmethod
+    def _dict_from_json_file(cls, json_file):
+        found = super()._dict_from_json_file(json_file)
+        if not isinstance(found, dict):
+            raise ValueError(
+                f"{json_file} is not a configuration: expected a JSON object, found {type(found).__name__}."
+            )
+        return found
+
+    @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
         """Reads a checkpoint's `config.json`; that of a plain base model becomes this config's `text_config`."""
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        if not isinstance(config_dict, dict):
-            raise ValueError(f"The config.json of {pretrained_model_name_or_path} holds no JSON object.")
         model_type = config_dict.get("model_type")
         if model_type is not None and model_type != cls.model_type:
             config_dict = {
