@@ -1,4 +1,4 @@
-"""A checkpoint folder stands on its own: it loads without the package and goes to the Hub whole.
+"""A checkpoint folder stands on its own: it loads without the package.
 
 The loading runs in a fresh process without the package, without network and with an empty cache of
 code, through transformers' Auto classes and `pipeline` alone.
@@ -10,30 +10,38 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from huggingface_hub import HfApi
 from safetensors import safe_open
+from transformers.dynamic_module_utils import get_relative_import_files
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline
+from arcaligner.checkpoint_arcaligner import CODE_FILES
 
 QUESTION = "Who wrote it?"
 DOCUMENTS = ["It was written by Ada. Nobody else knew.", {"title": "T", "text": "So be it."}]
 ROW = {"question": QUESTION, "documents": DOCUMENTS}
-CODE = {path.name for path in Path(__file__).parents[1].glob("*_arcaligner.py")}
+ROOT = Path(__file__).parents[1]
 
-# What the fresh process does: load and answer, save, load what it saved and answer, once more.
+# What the fresh process does: make a model from a configuration and save it, before any code but the model's is loaded;
+# then load and answer, save, load what it saved and answer, once more.
 SCRIPT = """
 import json, sys
 
 sys.modules["arcaligner"] = None  # from here on, importing it is an error
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoProcessor, pipeline
 
-first, second, third, row = sys.argv[1:]
+first, second, third, made, row = sys.argv[1:]
 row = json.loads(row)
 trust = {"trust_remote_code": True}
+
+loaded = AutoModelForCausalLM.from_pretrained(first, **trust)
+config = loaded.config
+fresh = type(loaded)(type(config)(text_config=config.text_config, lora_r=4))
+fresh.save_pretrained(made)
+again = AutoModelForCausalLM.from_pretrained(made, **trust)
+assert all(again.state_dict()[name].equal(tensor) for name, tensor in fresh.state_dict().items())
 
 
 def answers(folder):
@@ -67,7 +75,7 @@ def fresh_process(checkpoint_dir, tmp_path_factory) -> tuple[list[dict], list[Pa
     """What the script answered from the checkpoint and from two saves of it, and the folders."""
     folder = tmp_path_factory.mktemp("fresh")
     shutil.copytree(checkpoint_dir, folder / "first")
-    folders = [folder / name for name in ("first", "second", "third")]
+    folders = [folder / name for name in ("first", "second", "third", "made")]
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, *map(str, folders), json.dumps(ROW)],
         cwd=folder,
@@ -77,7 +85,7 @@ def fresh_process(checkpoint_dir, tmp_path_factory) -> tuple[list[dict], list[Pa
         timeout=300,
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout), folders
+    return json.loads(run.stdout), folders[:3]
 
 
 def aligner_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -106,7 +114,7 @@ def test_every_save_holds_the_same_weights_code_and_settings(fresh_process):
         assert saved.keys() == weights.keys()
         assert all(torch.equal(saved[key], weights[key]) for key in weights)
         assert {path.name for path in folder.iterdir()} == {path.name for path in first.iterdir()}
-        for name in CODE | {"config.json", "processor_config.json", "chat_template.jinja"}:
+        for name in {*CODE_FILES, "config.json", "processor_config.json", "chat_template.jinja"}:
             assert (folder / name).read_text() == (first / name).read_text(), name
 
 
@@ -124,74 +132,42 @@ def test_config_names_every_class_that_loads_it(checkpoint_dir):
 
 
 def test_checkpoint_holds_all_code_and_only_the_aligners_weights(checkpoint_dir):
-    assert CODE <= {path.name for path in checkpoint_dir.iterdir()}
+    assert set(CODE_FILES) <= {path.name for path in checkpoint_dir.iterdir()}
     keys = aligner_tensors(checkpoint_dir).keys()
     parts = ("projector.", ".slot_gate.", ".lora_A.slot.", ".lora_B.slot.")
     assert all(any(part in key for part in parts) for key in keys)
 
 
-@pytest.fixture
-def hub(monkeypatch, tmp_path) -> SimpleNamespace:
-    """A Hub that keeps what is uploaded to it in a folder."""
-    hub = SimpleNamespace(folder=tmp_path / "hub", uploads=0)
-
-    def create_repo(self, repo_id, **kwargs):
-        return SimpleNamespace(repo_id=repo_id)
-
-    def create_commit(self, repo_id, operations, **kwargs):
-        assert repo_id == "someone/aligner"
-        hub.folder.mkdir()
-        for operation in operations:
-            shutil.copyfile(operation.path_or_fileobj, hub.folder / operation.path_in_repo)
-        hub.uploads += 1
-
-    monkeypatch.setenv("HF_TOKEN", "hf_of_someone")
-    monkeypatch.setattr(HfApi, "create_repo", create_repo)
-    monkeypatch.setattr(HfApi, "list_repo_files", lambda self, repo_id: [])
-    monkeypatch.setattr(HfApi, "create_commit", create_commit)
-    return hub
-
-
-def check_uploaded(hub: SimpleNamespace, model, checkpoint_dir: Path) -> None:
-    assert hub.uploads == 1
-    names = {path.name for path in hub.folder.iterdir()}
-    assert CODE | {"config.json", "model.safetensors", "README.md"} <= names
-    assert {"processor_config.json", "tokenizer.json", "tokenizer_config.json"} <= names
-    assert "chat_template.jinja" in names
-    card = (hub.folder / "README.md").read_text()
-    assert "pipeline_tag: text-generation" in card
-    assert 'model="someone/aligner", trust_remote_code=True' in card
-    loaded = ArcAlignerForCausalLM.from_pretrained(str(hub.folder))
-    for (name, uploaded), (_, ours) in zip(loaded.named_parameters(), model.named_parameters(), strict=True):
-        assert torch.equal(uploaded, ours), name
-    processor = ArcAlignerProcessor.from_pretrained(hub.folder)
-    original = ArcAlignerProcessor.from_pretrained(checkpoint_dir)
-    assert processor.to_dict() == original.to_dict()
-    assert processor.tokenizer.get_vocab() == original.tokenizer.get_vocab()
-
-
-def test_push_to_hub_uploads_code_weights_processor_and_card(hub, model, checkpoint_dir):
-    model.push_to_hub("someone/aligner")
-    check_uploaded(hub, model, checkpoint_dir)
-
-
-def test_push_to_hub_takes_the_processor_it_is_given(hub, model, processor, checkpoint_dir):
-    model.config._name_or_path = ""
-    model.push_to_hub("someone/aligner", processor=processor)
-    check_uploaded(hub, model, checkpoint_dir)
-
-
-def test_push_to_hub_without_any_processor_is_refused_before_upload(hub, model):
-    model.config._name_or_path = ""
-    with pytest.raises(ValueError, match="push_to_hub\\(repo_id, processor=processor\\)"):
-        model.push_to_hub("someone/aligner")
-    assert hub.uploads == 0
-
-
 def test_saving_with_push_to_hub_is_refused_before_anything_is_written(model, tmp_path):
-    with pytest.raises(ValueError, match="without its processor.*push_to_hub\\(repo_id, processor=processor\\)"):
+    with pytest.raises(ValueError, match="without the pipeline's code.*model.push_to_hub\\(repo_id\\)"):
         model.save_pretrained(tmp_path / "out", push_to_hub=True)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_saved_model_has_no_card(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    assert not (tmp_path / "README.md").exists()
+
+
+def test_loading_the_model_takes_few_files_and_none_that_it_does_not_use():
+    files = {Path(path).name for path in get_relative_import_files(ROOT / "modeling_arcaligner.py")}
+    files.add("modeling_arcaligner.py")
+    assert len(files) <= 8 and files <= set(CODE_FILES)
+    assert not files & {"segmentation_arcaligner.py", "processing_arcaligner.py", "pipeline_arcaligner.py"}
+
+
+def test_a_checkpoint_carries_every_flat_file_and_all_that_these_import():
+    flat = {path.name for path in ROOT.glob("*_arcaligner.py")}
+    assert set(CODE_FILES) == flat
+    imported = {Path(path).name for name in flat for path in get_relative_import_files(ROOT / name)}
+    assert imported <= flat
+
+
+def test_the_shipped_checkpoint_runs_the_code_of_this_tree():
+    shipped = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
+    for name in CODE_FILES:
+        assert (shipped / name).read_bytes() == (ROOT / name).read_bytes(), f"ln -sf ../../{name} {shipped}"
+    assert {path.name for path in shipped.glob("*.py")} == set(CODE_FILES)
 
 
 def test_importing_the_package_imports_no_library():
