@@ -8,7 +8,6 @@ from tiny_models import collate, for_generate, random_rows, tiny_aligner
 from training_recipes import RecipeWriter, parameters, run
 
 from arcaligner import ArcAlignerConfig, ArcAlignerForCausalLM
-from arcaligner.train.peft_export import export_peft
 
 
 def test_it_computes_what_an_aligner_does_whose_lora_does_nothing():
@@ -30,8 +29,6 @@ def test_it_trains_the_projector_and_comes_back_from_its_checkpoint(tmp_path: Pa
     moved = {name for name in first if not torch.equal(first[name], second[name])}
     assert moved == {name for name in first if "projector" in name}
     assert ArcAlignerForCausalLM.from_pretrained(tmp_path / "2").config.lora_r == 0
-    with pytest.raises(ValueError, match="has no LoRA to export"):
-        export_peft(tmp_path / "2", tmp_path / "peft")
 
 
 def test_a_negative_rank_is_refused():

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
+from arcaligner.hub import check_checkpoint
 from arcaligner.train import export
-from arcaligner.train.checkpoint_folder import check_loads_from_hub, empty_model
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -74,7 +74,7 @@ def test_the_last_stage_is_written_in_bfloat16_with_processor_and_card(stages, o
         assert tensor.dtype == torch.bfloat16
         assert torch.equal(tensor, trained[name].to(torch.bfloat16)), name
     assert {p.dtype for _, p in ArcAlignerForCausalLM.from_pretrained(output).aligner_parameters()} == {torch.float32}
-    assert ArcAlignerProcessor.from_pretrained(output, trust_remote_code=False).encoder_hidden_size == 12
+    assert ArcAlignerProcessor.from_pretrained(output).encoder_hidden_size == 12
     assert (
         f'pipeline("text-generation", model="{output}", trust_remote_code=True)' in (output / "README.md").read_text()
     )
@@ -144,8 +144,7 @@ def test_command_of_the_readme_exports_what_a_push_takes(stages, output):
     ours = {"runs/mine": stages, "checkpoints/mine": output}
     result = run(*(ours.get(argument, argument) for argument in line.partition("#")[0].split()[3:]))
     assert result.exit_code == 0, result.output
-    check_loads_from_hub(output)
-    assert empty_model(output).config.model_type == "arcaligner"
+    assert check_checkpoint(output).model_type == "arcaligner"
 
 
 def test_a_folder_without_a_finished_stage_is_refused(stages, output):
