@@ -123,7 +123,7 @@ def first_token_seconds(ask: ArcAlignerPipeline, row: Row, tokens_per_slot: Rate
 def answer_cells(row: Row, record: dict[str, Any], seconds: tuple[float, float]) -> list[str]:
     """A row of the table, in rich markup; `seconds` as from `first_token_seconds`."""
     answer = escape(printable(record["generated_text"].strip()))
-    gold = escape(" / ".join(dict.fromkeys(row["answers"])))
+    gold = escape(printable(" / ".join(dict.fromkeys(row["answers"]))))
     color = "green" if contains_match(record["generated_text"], row["answers"]) else "yellow"
     size = record["statistics"]
     layer = busiest_layer(record["trajectories"])
@@ -131,7 +131,7 @@ def answer_cells(row: Row, record: dict[str, Any], seconds: tuple[float, float])
     where = "at every layer" if set(trajectories) == {"L0."} else f"at layer {layer}"
     compressed, full = (1000 * each for each in seconds)
     return [
-        f"[bold]{escape(row['question'])}[/]\n[{color}]{answer}[/]\n[dim]gold: {gold}[/]",
+        f"[bold]{escape(printable(row['question']))}[/]\n[{color}]{answer}[/]\n[dim]gold: {gold}[/]",
         f"{size['tokens']} → {size['slots']}\n[bold]x{size['compression_rate']:.1f}[/]",
         f"{format_trajectories(trajectories)}\n[dim]{where}[/]",
         f"[bold]{compressed:.0f} ms[/] slots\n{full:.0f} ms text",

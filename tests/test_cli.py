@@ -2,13 +2,13 @@
 
 import io
 import json
-import runpy
-import sys
+import shutil
 
 import pytest
 from rich.console import Console
 
 from arcaligner import ArcAlignerPipeline, cli, demo
+from arcaligner.files import printable, read_json_lines
 from arcaligner.segmentation_arcaligner import segment_document
 from arcaligner.train import stages
 
@@ -42,7 +42,7 @@ def test_answer_prints_the_pipelines_answer_and_nothing_else(capsys, checkpoint_
     options = ("--document", document, "--document", document, "--checkpoint", checkpoint_dir)
     code, out, err = run(capsys, "answer", "--question", QUESTION, *options)
     assert code == 0
-    assert out == record["generated_text"].strip() + "\n"
+    assert out == printable(record["generated_text"].strip()) + "\n"
     assert f"{record['statistics']['tokens']} tokens of text read as 4 slots" in err
 
 
@@ -66,9 +66,16 @@ def test_options_of_answer_are_the_pipelines(capsys, checkpoint_dir, document, m
     for mode, record in zip(("off", "always"), records, strict=True):
         options = ("--document", document, "--checkpoint", checkpoint_dir, "--max-new-tokens", 3, "--max-slots", 1)
         code, out, err = run(capsys, "answer", "--question", QUESTION, *options, "--gate-mode", mode)
-        assert code == 0 and out == record["generated_text"].strip() + "\n"
+        assert code == 0 and out == printable(record["generated_text"].strip()) + "\n"
         tokens, kept = (len(processor.tokenizer(text)["input_ids"]) for text in (TEXT, TEXT[: TEXT.index(".") + 1]))
         assert f"{kept} of {tokens} tokens of text read as one slot, x{kept}.0" in err
+    for rate in ("segment", 3):
+        statistics = ask(row, return_slots=True, tokens_per_slot=rate)[0]["statistics"]
+        options = ("--document", document, "--checkpoint", checkpoint_dir, "--tokens-per-slot", rate)
+        code, _, err = run(capsys, "answer", "--question", QUESTION, *options)
+        assert code == 0 and err.splitlines()[-1] == cli.compression_summary(statistics)
+    code, _, err = run(capsys, "answer", "--question", QUESTION, *options, "--tokens-per-slot", "many")
+    assert code == 2 and "--tokens-per-slot" in err
     code, _, err = run(capsys, "answer", "--question", QUESTION, *options, "--gate-mode", "never")
     assert code == 2 and "'never' is not one of 'off', 'adaptive', 'always'" in err
 
@@ -84,6 +91,7 @@ def test_mistakes_end_in_one_clear_line(capsys, checkpoint_dir, base_model_dir, 
         (" ", document, checkpoint_dir, "The question is empty"),
         (QUESTION, document, tmp_path / "none", f"There is no folder {tmp_path / 'none'}"),
         (QUESTION, document, "tests/none", "There is no folder tests/none"),
+        (QUESTION, document, "", "`--checkpoint` is empty"),
         (QUESTION, document, "nobody/none", "There is no aligner at nobody/none"),
         (QUESTION, document, base_model_dir, "of type 'llama'; expected 'arcaligner'"),
     ):
@@ -92,6 +100,68 @@ def test_mistakes_end_in_one_clear_line(capsys, checkpoint_dir, base_model_dir, 
         assert code == 1 and out == ""
         assert err.splitlines()[-1].startswith("Error: ") and message in err.splitlines()[-1]
         assert "Traceback" not in err
+
+
+def cut_in_half(path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def set_field(path, name, value) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("model.safetensors", cut_in_half, "model.safetensors cannot be read"),
+        ("config.json", lambda path: path.write_text("[]"), "config.json is not a configuration"),
+        ("config.json", cut_in_half, "config.json' is not a valid JSON file"),
+        ("config.json", lambda path: set_field(path, "lora_r", "x"), "Field 'lora_r' expected int, got str"),
+        ("config.json", lambda path: set_field(path, "text_config", 5), "The config.json of "),
+        ("tokenizer.json", lambda path: path.write_text("{}"), "tokenizer.json is not an object with `model`"),
+        ("tokenizer.json", cut_in_half, "tokenizer.json is not JSON"),
+        ("tokenizer_config.json", lambda path: path.write_text("[]"), "tokenizer_config.json is not an object"),
+        ("processor_config.json", lambda path: path.unlink(), "has no processor_config.json"),
+        ("processor_config.json", lambda path: path.write_text("{}"), "processor_config.json is not an object"),
+        ("processor_config.json", lambda path: set_field(path, "spacy_model", 5), "`spacy_model` is 5"),
+    ],
+)
+def test_a_broken_checkpoint_ends_in_one_line_that_names_the_file(
+    capsys, checkpoint_dir, document, tmp_path, name, damage, message
+):
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint_dir, broken)
+    damage(broken / name)
+    code, out, err = run(capsys, "answer", "--question", QUESTION, "--document", document, "--checkpoint", broken)
+    assert code == 1 and out == ""
+    assert err.splitlines()[1:] == [line for line in err.splitlines() if line.startswith("Error: ") and message in line]
+
+
+STEERING = "\x1b]0;title\x07 \x1b[2J \x9b1m \u202e \x7f"
+SHOWN = r"\x1b]0;title\x07 \x1b[2J \x9b1m \u202e \x7f"
+
+
+def test_a_terminal_is_not_steered_by_documents_answers_and_mistakes(
+    capsys, monkeypatch, checkpoint_dir, document, tmp_path
+):
+    document.write_text(f"It was {STEERING} written.", encoding="utf-8")
+    options = ("--document", document, "--checkpoint", checkpoint_dir)
+    ask = cli.load_pipeline(str(checkpoint_dir))
+    records = ask({"question": QUESTION, "documents": [TEXT]}, return_slots=True)
+    monkeypatch.setattr(type(ask), "__call__", lambda *arguments, **kwargs: [records[0] | {"generated_text": STEERING}])
+    code, out, _ = run(capsys, "answer", "--question", QUESTION, *options)
+    assert (code, out) == (0, f"{SHOWN}\n")
+    monkeypatch.undo()
+    monkeypatch.setenv("COLUMNS", "160")
+    code, out, _ = run(capsys, "answer", "--question", f"Who {STEERING}?", *options, "--show-slots")
+    assert code == 0 and SHOWN in out
+    code, _, err = run(capsys, "answer", "--question", QUESTION, *options[:-1], f"nobody/{STEERING}")
+    assert code == 1 and SHOWN in err
+    assert not {*STEERING} & {*out, *err} - {*"0;title 21mJ[]"}
+    row = demo.CASE_STUDIES[0] | {"question": STEERING}
+    record = {"generated_text": STEERING, "trajectories": [["L0."]]}
+    record["statistics"] = {"tokens": 5, "slots": 1, "compression_rate": 5.0}
+    assert not {"\x1b", "\x07"} & {*demo.answer_cells(row, record, (0.01, 0.02))[0]}
 
 
 def test_what_takes_long_is_said_where_no_line_can_move(capsys, checkpoint_dir, document):
@@ -153,8 +223,7 @@ def test_demo_shows_every_question_answer_gold_and_rate(checkpoint_dir):
     console = Console(file=io.StringIO(), width=200)
     demo.run_demo(ask, console)
     shown = console.file.getvalue()
-    rows = demo.CASE_STUDIES + demo.read_sample()
-    assert len(rows) == 6
+    rows = demo.CASE_STUDIES + list(read_json_lines(demo.SQUAD_SAMPLE))[: demo.NUM_SQUAD]
     for row in rows:
         assert row["question"] in shown
         assert f"gold: {row['answers'][0]}" in shown
@@ -189,13 +258,3 @@ def test_closed_gates_are_shown_as_one_pass_at_every_layer():
 def test_busiest_layer_is_the_first_with_most_passes():
     layers = [["L0.", "LL"], ["LLL", "L0."], ["LL", "LL"]]
     assert demo.busiest_layer(layers) == 1
-
-
-def test_benchmarks_end_mistakes_in_one_clear_line(capsys, monkeypatch):
-    """They are commands by themselves, `python -m` of their modules."""
-    monkeypatch.setattr(sys, "argv", ["latency", "--sizes", "5y1"])
-    monkeypatch.delitem(sys.modules, "arcaligner.benchmarks.latency", raising=False)
-    with pytest.raises(SystemExit, match="1"):
-        runpy.run_module("arcaligner.benchmarks.latency", run_name="__main__")
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("Error: `--sizes` is '5y1'") and err.count("\n") == 1
