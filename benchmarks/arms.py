@@ -1,4 +1,4 @@
-"""The ways to read k passages that are compared, from the same prompts: each a first token and a cache to go on from.
+"""The ways to read k passages that the latency benchmark compares, from the same prompts.
 
 standard_rag           the passages' text, read by the bare base model of transformers
 standard_rag_cached    the same, with the keys and values of everything before the question made before
@@ -8,27 +8,171 @@ budgeted               slots, the gates decide within `BUDGET` of the slot prefi
 always                 slots, each gate forced open
 slots_cached           `adaptive`, with the keys and values of the slot prefix made before
 plain                  `adaptive` by Algorithm 1 as it is written
+
+A prompt is cut where the question begins: nothing in its prefix (the passages, as text or as slots) depends on the
+question, so the keys and values of a prefix serve any number of questions.
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..modeling_arcaligner import ArcAlignerForCausalLM
-from .plain_algorithm import plain_algorithm
-from .prompts import Ids, Prompts
-from .timing import Turn
+from ..evaluation.answering import count_tokens, passages_text
+from ..modeling_arcaligner import ArcAlignerForCausalLM, SlotDecoderLayer
+from ..processing_arcaligner import ArcAlignerProcessor, pad_words
+from ..train.corpora import Row
 
 ARMS = ("standard_rag", "standard_rag_cached", "off", "adaptive", "budgeted", "always", "slots_cached", "plain")
 BUDGET = 0.2
-# What must begin its answer as another does, up to the rounding of differently shaped products.
+# What must begin its answer like another arm, up to the rounding of differently shaped products.
 SAME_AS = {"standard_rag_cached": "standard_rag", "slots_cached": "adaptive", "plain": "adaptive"}
+TOKENS_PER_PASSAGE = 150
+TOKENS_PER_RANDOM_SLOT = 24  # of a shape without an encoder: the paper's rate
+
+
+# Prompts
+
+
+@dataclass
+class TokenBatch:
+    """Rows of ids, left-padded: `input_ids` and `attention_mask`, both (batch, seq_len)."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: list[list[int]], pad: int) -> "TokenBatch":
+        """Rows of different lengths."""
+        width = max(map(len, rows))
+        ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
+        return cls(ids, torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]))
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """Positions that do not count padding."""
+        return (self.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Real tokens of each row."""
+        return self.attention_mask.sum(dim=1).tolist()
+
+    def then(self, tail: "TokenBatch") -> "TokenBatch":
+        """These columns and those of `tail`, as they stand when `tail` follows a cache of these."""
+        ids = torch.cat([self.input_ids, tail.input_ids], dim=1)
+        return TokenBatch(ids, torch.cat([self.attention_mask, tail.attention_mask], dim=1))
+
+    def to(self, device: str) -> "TokenBatch":
+        """The same on `device`."""
+        return TokenBatch(self.input_ids.to(device), self.attention_mask.to(device))
+
+
+@dataclass
+class Prompts:
+    """A batch of prompts, whole and in two parts, and what the model reads in their slots, if there are any."""
+
+    whole: TokenBatch
+    prefix: TokenBatch
+    tail: TokenBatch
+    slots: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def to(self, device: str) -> "Prompts":
+        """The same on `device`."""
+        slots = {name: value.to(device) for name, value in self.slots.items()}
+        return Prompts(self.whole.to(device), self.prefix.to(device), self.tail.to(device), slots)
+
+
+def pick_rows(rows: list[Row], processor: ArcAlignerProcessor, k: int, batch_size: int) -> list[Row]:
+    """
+    `batch_size` rows with `k` passages each, of about `TOKENS_PER_PASSAGE` tokens.
+
+    The passages nearest to that length are taken, each with its own question; the passages of the next rows follow it.
+
+    Raises:
+        `ValueError`: fewer than `k` passages.
+    """
+    own = [(row, passage) for row in rows if row["question"] for passage in row["passages"]]
+    if len(own) < k:
+        raise ValueError(
+            f"Found {len(own)} passages with a question; {k} passages in a prompt need at least as many. Name larger "
+            "`--data`, or fewer passages in `--sizes`."
+        )
+    counts = [len(ids) for ids in processor.tokenizer([passage["text"] for _, passage in own])["input_ids"]]
+    nearest = sorted(range(len(own)), key=lambda index: (abs(counts[index] - TOKENS_PER_PASSAGE), index))
+    own = [own[index] for index in nearest[: k + batch_size - 1]]
+    return [
+        {
+            "question": own[number % len(own)][0]["question"],
+            "passages": [own[(number + offset) % len(own)][1] for offset in range(k)],
+        }
+        for number in range(batch_size)
+    ]
+
+
+def both_prompts(
+    processor: ArcAlignerProcessor, rows: list[Row], slots: dict[str, list[torch.Tensor]], vocab_size: int
+) -> tuple[Prompts, Prompts]:
+    """
+    Prompts with the passages' text and with slots, of the same questions.
+
+    Args:
+        processor ([`ArcAlignerProcessor`]): With the tokenizer.
+        rows (`list[dict]`): `question` and `passages`.
+        slots (`dict`): Of each row `context_embeds` (num_slots, width) and, where the aligner reads them,
+            `context_word_ids` (num_slots, max_words).
+        vocab_size (`int`): Of the backbone: a shape without a tokenizer of its own takes ids modulo this.
+    """
+    text_prefixes, slot_prefixes, tails = [], [], []
+    for row, embeds in zip(rows, slots["context_embeds"], strict=True):
+        turn = [{"role": "user", "content": row["question"]}]
+        before, after = processor.split_prompt(turn, add_generation_prompt=True)
+        text, head, tail = (
+            [token % vocab_size for token in processor.tokenize_prompt(part)]
+            for part in (before + passages_text(row), before, after)
+        )
+        text_prefixes.append(text)
+        slot_prefixes.append(head + [processor.context_token_id] * len(embeds))
+        tails.append(tail)
+    padded = {"context_embeds": pad_sequence(slots["context_embeds"], batch_first=True)}
+    if "context_word_ids" in slots:
+        padded["context_word_ids"] = pad_words(slots["context_word_ids"])
+    pad = processor.tokenizer.pad_token_id or 0
+
+    def prompts(prefixes: list[list[int]], slots: dict[str, torch.Tensor]) -> Prompts:
+        whole = [prefix + tail for prefix, tail in zip(prefixes, tails, strict=True)]
+        return Prompts(*(TokenBatch.of(part, pad) for part in (whole, prefixes, tails)), slots)
+
+    return prompts(text_prefixes, {}), prompts(slot_prefixes, padded)
+
+
+def encoded_slots(
+    processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: int | str | None = None
+) -> dict[str, list[torch.Tensor]]:
+    """What the aligner reads for the passages of each row, as `both_prompts` takes it."""
+    encoded = [processor.encode_documents(row["passages"], tokens_per_slot=tokens_per_slot) for row in rows]
+    slots = {"context_embeds": [each.context_embeds for each in encoded]}
+    if encoded[0].context_word_ids is not None:
+        slots["context_word_ids"] = [each.context_word_ids for each in encoded]
+    return slots
+
+
+def random_slots(processor: ArcAlignerProcessor, rows: list[Row], width: int) -> dict[str, list[torch.Tensor]]:
+    """Random unit vectors, one for `TOKENS_PER_RANDOM_SLOT` tokens: (num_slots, width) for each row."""
+    generator = torch.Generator().manual_seed(0)
+    counts = count_tokens(processor.tokenizer, [passages_text(row) for row in rows])
+    embeds = [torch.randn(math.ceil(count / TOKENS_PER_RANDOM_SLOT), width, generator=generator) for count in counts]
+    return {"context_embeds": [torch.nn.functional.normalize(each, dim=-1) for each in embeds]}
+
+
+# Arms
 
 
 @dataclass
@@ -41,14 +185,15 @@ class FirstToken:
 
 
 @dataclass
-class Arm(Turn):
-    """`run` gives a [`FirstToken`]."""
+class Arm:
+    """What is timed, and the state it is timed in, which is entered and left outside of the clock."""
 
-    run: Callable[[], FirstToken]
+    run: Callable[[], Any]
+    state: Callable[[], AbstractContextManager] = nullcontext
 
 
 def share(cache: Cache) -> Cache:
-    """A cache that goes on by itself: it begins with the same tensors, and an update makes new ones."""
+    """A cache that continues by itself: it begins with the same tensors, and an update makes new ones."""
     own = copy.copy(cache)
     own.layers = [copy.copy(layer) for layer in cache.layers]
     return own
@@ -59,7 +204,7 @@ def cache_bytes(cache: Cache) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
-def read(model: PreTrainedModel, ids: Ids, cache: Cache | None = None, **inputs: Any) -> FirstToken:
+def read(model: PreTrainedModel, ids: TokenBatch, cache: Cache | None = None, **inputs: Any) -> FirstToken:
     """Reads the columns of `ids` that are not in `cache`, and scores the last of them."""
     cached = 0 if cache is None else cache.get_seq_length()
     outputs = model(
@@ -81,54 +226,79 @@ def make_arms(
 ) -> tuple[dict[str, Arm], dict[str, Cache]]:
     """
     Returns:
-        `dict`: The arms by name, in the order of `ARMS`.
+        `dict`: The arms by name, in the order of `ARMS`; each `run` gives a [`FirstToken`].
         `dict`: The caches that two of them begin with, of their prefixes.
     """
-    embeds = {"context_embeds": slots.context_embeds}
     text_prefix = read(base, text.prefix).cache
     prefix = slots.prefix
-    with in_gate_mode(aligner, "adaptive"):
-        slot_prefix = aligner.prefill_context(
-            prefix.input_ids, slots.context_embeds, prefix.attention_mask, position_ids=prefix.position_ids
-        )
+    slot_prefix = aligner.prefill_context(
+        prefix.input_ids,
+        attention_mask=prefix.attention_mask,
+        position_ids=prefix.position_ids,
+        gate_mode="adaptive",
+        **slots.slots,
+    )
     text_after, slots_after = text.prefix.then(text.tail), slots.prefix.then(slots.tail)
-    modes = {
-        mode: Arm(lambda: read(aligner, slots.whole, **embeds), lambda mode=mode: in_gate_mode(aligner, mode))
-        for mode in ("off", "adaptive", "always")
-    }
+
+    def read_slots(**settings: Any) -> Callable[[], FirstToken]:
+        return lambda: read(aligner, slots.whole, **slots.slots, **settings)
+
     arms = {
         "standard_rag": Arm(lambda: read(base, text.whole)),
         "standard_rag_cached": Arm(lambda: read(base, text_after, share(text_prefix))),
-        "off": modes["off"],
-        "adaptive": modes["adaptive"],
-        "budgeted": Arm(
-            lambda: read(aligner, slots.whole, refinement_budget=BUDGET, **embeds), modes["adaptive"].state
-        ),
-        "always": modes["always"],
+        "off": Arm(read_slots(gate_mode="off")),
+        "adaptive": Arm(read_slots(gate_mode="adaptive")),
+        "budgeted": Arm(read_slots(gate_mode="adaptive", refinement_budget=BUDGET)),
+        "always": Arm(read_slots(gate_mode="always")),
         "slots_cached": Arm(lambda: read(aligner, slots_after, share(slot_prefix))),
-        "plain": Arm(lambda: read(aligner, slots.whole, **embeds), lambda: plain_algorithm(aligner)),
+        "plain": Arm(read_slots(), lambda: plain_algorithm(aligner)),
     }
     return arms, {"standard_rag_cached": text_prefix, "slots_cached": slot_prefix}
 
 
 @contextmanager
-def in_gate_mode(aligner: ArcAlignerForCausalLM, mode: str) -> Iterator[None]:
-    """Inside, the gates do what `mode` says."""
-    before, aligner.config.gate_mode = aligner.config.gate_mode, mode
+def plain_algorithm(model: ArcAlignerForCausalLM) -> Iterator[None]:
+    """Algorithm 1 as it is written, on the model's own weights: what its fast path is measured against.
+
+    Inside, in each gated layer every step runs the whole layer over all rows and keeps the slots whose gate is open;
+    there is no early stop, no cached key of the text, and the last layer refines like any other.
+    """
+    config = model.config
+    gate_mode, config.gate_mode = config.gate_mode, "off"  # a layer is its mandatory pass alone
+    gated = [layer for layer in model.modules() if isinstance(layer, SlotDecoderLayer) and layer.slot_gate is not None]
+    hooks = [layer.register_forward_hook(_refine_all_rows, with_kwargs=True) for layer in gated]
     try:
         yield
     finally:
-        aligner.config.gate_mode = before
+        config.gate_mode = gate_mode
+        for hook in hooks:
+            hook.remove()
+
+
+def _refine_all_rows(layer: SlotDecoderLayer, args: tuple, kwargs: dict, hidden: torch.Tensor) -> torch.Tensor:
+    """`H^(l+1,0)` (batch, seq_len, hidden) to `H^(l+1,T)`: lines 3 to 15."""
+    slots = kwargs.get("slots")
+    if slots is None:
+        return hidden
+    config = layer.arcaligner_config
+    is_slot = torch.zeros(hidden.shape[0] * hidden.shape[1], dtype=torch.bool, device=hidden.device)
+    is_slot = is_slot.index_fill(0, slots.rows.slot_rows, True).view(*hidden.shape[:2], 1)  # (batch, seq_len, 1)
+    without_cache = {**kwargs, "past_key_values": None, "use_cache": False}
+    for _step in range(config.max_refinement_steps):
+        gate_open = (layer.slot_gate(hidden) >= config.gate_threshold) & is_slot  # Eq. 5, 7
+        candidate = layer.forward(hidden, *args[1:], **without_cache)  # Eq. 6
+        hidden = torch.where(gate_open, candidate, hidden)  # Eq. 8, 9
+    return hidden
 
 
 @dataclass
 class Decoding:
-    """Greedy decoding after a prompt that was read, a token at a time, by `model`, as `generate` calls it."""
+    """Greedy decoding after a prompt that was read, one token at a time, by `model`, as `generate` calls it."""
 
     model: PreTrainedModel
-    prompt: Ids
+    prompt: TokenBatch
     read: FirstToken
-    ids: Ids = field(init=False)
+    ids: TokenBatch = field(init=False)
     cache: Cache = field(init=False)
 
     def restart(self) -> None:
@@ -143,6 +313,6 @@ class Decoding:
         self.ids = self._with(self.ids, found.tokens)
 
     @staticmethod
-    def _with(ids: Ids, tokens: torch.Tensor) -> Ids:
+    def _with(ids: TokenBatch, tokens: torch.Tensor) -> TokenBatch:
         column = tokens[:, None]
-        return ids.then(Ids(column, torch.ones_like(column)))
+        return ids.then(TokenBatch(column, torch.ones_like(column)))

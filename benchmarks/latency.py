@@ -3,14 +3,15 @@
     python -m arcaligner.benchmarks.latency [--output FOLDER] [--sizes 1x1,5x1,10x1,20x1,5x8] [--dtype float32,bfloat16]
     python -m arcaligner.benchmarks.latency --device cuda --shape mistral_7b --dtype bfloat16 --sizes 1x1,20x1,20x32
 
-All arms (`arms`) read the same questions with the same passages, in one process and in turns, who goes first rotates.
+All arms (`arms`) read the same questions with the same passages, in one process and in turns; who goes first rotates.
 The first pass of an arm warms up; its operations, memory and first tokens are noted. Then rounds are timed until
 `--seconds` are used, at least `MIN_ROUNDS` and at most `--rounds` of them. Tokens are ready and segments encoded
-before; what segmenting and encoding take is timed apart. A run that broke off goes on when its command is given again.
+before; what segmenting and encoding take is timed separately. A run that broke off continues when its command is given
+again.
 
-Decoding is the same for all arms with slots, whose caches are of one form, so three decoders take turns token by token:
+Decoding is the same for all arms with slots, whose caches have one form, so three decoders take turns token by token:
 the base model after the text, the aligner after the slots, and the bare base model after the same cache as the aligner.
-Questions a second are those of a prompt and `NEW_TOKENS` tokens, of which the prompt gives the first.
+Questions per second are those of a prompt and `NEW_TOKENS` tokens, of which the prompt gives the first.
 """
 
 import json
@@ -22,19 +23,26 @@ import torch
 import typer
 from rich.console import Console
 
-from ..files import run_command
+from ..evaluation.settings import split_rates
+from ..files import describe_machine, run_command, write_whole
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..train.corpora import read_rows
-from ..files import write_whole
-from . import latency_report
-from .arms import SAME_AS, Arm, Decoding, FirstToken, cache_bytes, make_arms
-from .costs import Sizes, Work, flop_counter, work_of_arms
-from .latency_report import ratio, refinement_ratio
-from .machine import machine, measured_peaks, peak_memory
+from ..train.corpora import Row, read_rows
+from .arms import (
+    SAME_AS,
+    Arm,
+    Decoding,
+    FirstToken,
+    Prompts,
+    both_prompts,
+    cache_bytes,
+    encoded_slots,
+    make_arms,
+    pick_rows,
+    random_slots,
+)
+from .measuring import Formula, Work, flop_counter, measured_peaks, peak_memory, quartiles, time_interleaved
 from .models import load_models, random_models, shape_of
-from .profiling import profile_arm
-from .prompts import Prompts, Row, both_prompts, pick_rows, random_embeds
-from .timing import Turn, in_turn, spread
+from .report import machine_line, ratio, refinement_ratio, save_figure, size_table, targets, targets_table
 
 ROOT = Path(__file__).parents[1]
 NEW_TOKENS = 16
@@ -47,12 +55,20 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Bench:
     """Models in one dtype, and the batches that they read."""
 
-    def __init__(self, aligner, base, processor: ArcAlignerProcessor, rows: list[Row], has_encoder: bool, peaks: dict):
+    def __init__(
+        self,
+        aligner,
+        base,
+        processor: ArcAlignerProcessor,
+        rows: list[Row],
+        has_encoder: bool,
+        peaks: dict,
+        tokens_per_slot: int | str | None = None,
+    ):
         self.aligner, self.base, self.processor, self.rows = aligner, base, processor, rows
-        self.has_encoder = has_encoder
-        self.peaks = peaks
+        self.has_encoder, self.peaks, self.tokens_per_slot = has_encoder, peaks, tokens_per_slot
         self.device = str(aligner.device)
-        self.sizes = Sizes.of(aligner, base)
+        self.formula = Formula(aligner, base)
         # Weights come from the disk when they are first read, which must not count as memory of an arm.
         with torch.no_grad():
             for model in (aligner, base):
@@ -65,10 +81,10 @@ class Bench:
             `ValueError`: longer than the backbone's context.
         """
         if self.has_encoder:
-            embeds = [self.processor.encode_segments(self._encoder_texts(row)) for row in rows]
+            encoded = encoded_slots(self.processor, rows, self.tokens_per_slot)
         else:
-            embeds = random_embeds(self.processor, rows, self.aligner.config.encoder_hidden_size)
-        text, slots = both_prompts(self.processor, rows, embeds, self.base.config.vocab_size)
+            encoded = random_slots(self.processor, rows, self.aligner.config.encoder_hidden_size)
+        text, slots = both_prompts(self.processor, rows, encoded, self.base.config.vocab_size)
         longest, most = max(text.whole.lengths) + NEW_TOKENS, self.base.config.max_position_embeddings
         if longest > most:
             raise ValueError(
@@ -77,18 +93,21 @@ class Bench:
             )
         return text.to(self.device), slots.to(self.device)
 
-    def encoder_turns(self, rows: list[Row]) -> dict[str, Turn]:
+    def encoder_arms(self, rows: list[Row]) -> dict[str, Arm]:
         """What has to be done online where embeddings were not made before."""
         if not self.has_encoder:
             return {}
-        texts = [text for row in rows for text in self._encoder_texts(row)]
+        segments = [self.processor.segment_documents(row["passages"]) for row in rows]
+        tokens = [
+            each
+            for found, row in zip(segments, rows, strict=True)
+            for each in self.processor.tokenize_segments(found, row["passages"])
+        ]
+        rate = self.tokens_per_slot or self.processor.tokens_per_slot
         return {
-            "segmenting": Turn(lambda: [self.processor.segment_documents(row["passages"]) for row in rows]),
-            "encoding": Turn(lambda: self.processor.encode_segments(texts)),
+            "segmenting": Arm(lambda: [self.processor.segment_documents(row["passages"]) for row in rows]),
+            "encoding": Arm(lambda: self.processor.encode_slots(tokens, rate)),
         }
-
-    def _encoder_texts(self, row: Row) -> list[str]:
-        return self.processor.encoder_texts(self.processor.segment_documents(row["passages"]), row["passages"])
 
 
 def first_pass(arm: Arm, device: str) -> tuple[FirstToken, dict[str, Any]]:
@@ -112,22 +131,22 @@ def decoders(bench: Bench, text: Prompts, slots: Prompts, read: dict[str, FirstT
 
 
 def measure_rounds(
-    prefills: dict[str, Turn], decoding: dict[str, Decoding], device: str, rounds: int, seconds: float
+    prefills: dict[str, Arm], decoding: dict[str, Decoding], device: str, rounds: int, seconds: float
 ) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """Seconds of prefills and others, a round each; seconds of a decoded token, `NEW_TOKENS` - 1 for each round."""
+    """Seconds of prefills and others, one per round; seconds of a decoded token, `NEW_TOKENS` - 1 for each round."""
     found, tokens = [], []
-    steps = {name: Turn(decoder.step) for name, decoder in decoding.items()}
+    steps = {name: Arm(decoder.step) for name, decoder in decoding.items()}
     start = time.perf_counter()
     while len(found) < MIN_ROUNDS or (len(found) < rounds and time.perf_counter() - start < seconds):
-        found.append(in_turn(prefills, len(found), device))
+        found.append(time_interleaved(prefills, len(found), device))
         for decoder in decoding.values():
             decoder.restart()
-        tokens += [in_turn(steps, len(tokens) + step, device) for step in range(NEW_TOKENS - 1)]
+        tokens += [time_interleaved(steps, len(tokens) + step, device) for step in range(NEW_TOKENS - 1)]
     return found, tokens
 
 
 @torch.no_grad()
-def measure_size(bench: Bench, k: int, batch_size: int, rounds: int, seconds: float, profile: bool) -> dict[str, Any]:
+def measure_size(bench: Bench, k: int, batch_size: int, rounds: int, seconds: float) -> dict[str, Any]:
     """All figures of `batch_size` questions with `k` passages each."""
     rows = pick_rows(bench.rows, bench.processor, k, batch_size)
     text, slots = bench.prompts(rows)
@@ -137,16 +156,17 @@ def measure_size(bench: Bench, k: int, batch_size: int, rounds: int, seconds: fl
         read[name], noted[name] = first_pass(arm, bench.device)
         if name not in DECODED:  # a long text's keys and values are gigabytes in a large batch
             read[name].cache = None
-    encoder = bench.encoder_turns(rows)
+    encoder = bench.encoder_arms(rows)
     found, tokens = measure_rounds(
         {**arms, **encoder}, decoders(bench, text, slots, read), bench.device, rounds, seconds
     )
     depths = {name: read[name].recursion_depth for name in ("adaptive", "budgeted", "always")}
-    work = work_of_arms(bench.sizes, text, slots, depths)
-    after_slots = bench.sizes.reading([1] * batch_size, slots.whole.lengths)
+    work = bench.formula.of_arms(text, slots, depths)
+    after_slots = bench.formula.reading([1] * batch_size, slots.whole.lengths)
     prefix_bytes = {name: cache_bytes(cache) / batch_size for name, cache in prefixes.items()}
     taken = depths["adaptive"]
-    size = {
+    added = {name: work[name].flops - work["off"].flops for name in ("plain", "adaptive")}
+    return {
         "k": k,
         "batch_size": batch_size,
         "rounds": len(found),
@@ -155,9 +175,9 @@ def measure_size(bench: Bench, k: int, batch_size: int, rounds: int, seconds: fl
         "slots": int((taken[:, 0] >= 0).sum()) / batch_size,
         "open_share": float((taken[taken >= 0] > 0).double().mean()),
         "open_layers": float((taken > 0).any(dim=2).double().mean()),
-        "encoder": {name: spread([each[name] for each in found]) for name in encoder},
+        "encoder": {name: quartiles([each[name] for each in found]) for name in encoder},
         "arms": {
-            name: {**summarise(name, found, tokens, work[name], bench.peaks, batch_size), **noted[name]}
+            name: {**summarize(name, found, tokens, work[name], bench.peaks, batch_size), **noted[name]}
             for name in arms
         },
         "per_token_limit": after_slots.limit(bench.peaks),
@@ -166,21 +186,14 @@ def measure_size(bench: Bench, k: int, batch_size: int, rounds: int, seconds: fl
         "prefix_bytes": prefix_bytes,
         "prefix_bytes_ratio": prefix_bytes["standard_rag_cached"] / prefix_bytes["slots_cached"],
         "refinement_ratio": refinement_ratio(found),
-        "refinement_flops_ratio": _added(work, "plain") / added if (added := _added(work, "adaptive")) else None,
+        "refinement_flops_ratio": added["plain"] / added["adaptive"] if added["adaptive"] else None,
         "same_first_token": {
             name: float((read[name].tokens == read[other].tokens).double().mean()) for name, other in SAME_AS.items()
         },
     }
-    if profile:
-        size["profile"] = {name: profile_arm(arm, bench.device) for name, arm in arms.items()}
-    return size
 
 
-def _added(work: dict[str, Work], arm: str) -> float:
-    return work[arm].flops - work["off"].flops
-
-
-def summarise(
+def summarize(
     name: str,
     found: list[dict[str, float]],
     tokens: list[dict[str, float]],
@@ -195,11 +208,11 @@ def summarise(
     decoded = [sum(per_token[number * after : (number + 1) * after]) for number in range(len(found))]
     rates = [batch_size / (each[name] + rest) for each, rest in zip(found, decoded, strict=True)]
     return {
-        "first_token": spread([each[name] for each in found]),
+        "first_token": quartiles([each[name] for each in found]),
         "first_token_limit": work.limit(peaks),
         "speed_up": ratio(found, "standard_rag", name),
-        "per_token": spread(per_token),
-        "questions_per_second": spread(rates),
+        "per_token": quartiles(per_token),
+        "questions_per_second": quartiles(rates),
         "flops": work.flops,
         "bytes": work.bytes,
     }
@@ -268,8 +281,11 @@ def main(
         str, typer.Option(help="Passages x questions of a batch, with commas between.")
     ] = "1x1,5x1,10x1,20x1,5x8",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or both with a comma.")] = "float32",
+    tokens_per_slot: Annotated[
+        str | None, typer.Option(help="A number, or `segment`; else the checkpoint's own.")
+    ] = None,
     device: Annotated[str, typer.Option(help="Where the models run: cpu, cuda.")] = "cpu",
-    rounds: Annotated[int, typer.Option(help="Rounds of a size at most.")] = 15,
+    rounds: Annotated[int, typer.Option(help="Maximum number of rounds of a size.")] = 15,
     seconds: Annotated[float, typer.Option(help="Seconds of a size after which no further round begins.")] = 30.0,
     shape: Annotated[
         str | None, typer.Option(help="Random weights of mistral_7b or llama_3_1_8b, and the checkpoint's tokenizer.")
@@ -277,28 +293,27 @@ def main(
     layers: Annotated[int | None, typer.Option(help="Layers of the shape, where its own are too many.")] = None,
     data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = ROOT
     / "tests/data/squad_dev_sample.jsonl",
-    profile: Annotated[bool, typer.Option(help="Also where the time of each arm goes.")] = False,
     output: Annotated[Path | None, typer.Option(help="Folder for the JSON, the tables and the picture.")] = None,
 ) -> None:
     """Measures time to the first token, time per token, memory and operations of slots and of text."""
     asked, dtypes = parse_sizes(sizes), parse_dtypes(dtype)
+    rate = tokens_per_slot and split_rates(tokens_per_slot)[0]
     chosen = None if shape is None else shape_of(shape, layers)
-    if output is not None:
-        from .latency_figure import save  # matplotlib comes with the evaluation extra
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
     rows = read_rows(data)
     what = {
         "model": shape or checkpoint.rstrip("/").split("/")[-1],
         "layers": layers,
+        "tokens_per_slot": rate,
         "data": data.name,
         "new_tokens": NEW_TOKENS,
-        "machine": machine(device),
+        "machine": describe_machine(device),
     }
     report = begin_report(None if output is None else output / PARTIAL, what)
     found = {(size["dtype"], size["k"], size["batch_size"]): size for size in report["sizes"]}
     console = Console(record=True, width=140)
     for size in report["sizes"]:  # of a run that broke off
-        latency_report.show_size(console, size)
+        console.print(size_table(size))
     for name, kind in dtypes.items():
         missing = [size for size in asked if (name, *size) not in found]
         if not missing:
@@ -310,22 +325,22 @@ def main(
             if chosen is None
             else random_models(chosen, kind, device, processor.context_token_id)
         )
-        bench = Bench(*models, processor, rows, has_encoder=chosen is None, peaks=report["peaks"][name])
+        bench = Bench(*models, processor, rows, chosen is None, report["peaks"][name], rate)
         for k, batch_size in missing:
-            size = {"dtype": name, **measure_size(bench, k, batch_size, rounds, seconds, profile)}
-            size["targets"] = latency_report.targets(size)
+            size = {"dtype": name, **measure_size(bench, k, batch_size, rounds, seconds)}
+            size["targets"] = targets(size)
             found[name, k, batch_size] = size
             report["sizes"] = list(found.values())
             if output is not None:
                 write_whole(output / PARTIAL, json.dumps(report, indent=2) + "\n")
-            latency_report.show_size(console, size)
+            console.print(size_table(size))
         del models, bench  # before the next dtype's are loaded
     report["sizes"] = [found[name, *size] for name in dtypes for size in asked]
-    console.print(latency_report.targets_table(report["sizes"]))
-    console.print(latency_report.machine_line(report))
+    console.print(targets_table(report["sizes"]))
+    console.print(machine_line(report))
     typer.echo(json.dumps(report))
     if output is not None:
-        save(output, report)
+        save_figure(output, report)
         (output / PARTIAL).unlink()
         write_whole(output / "latency.txt", console.export_text())
 

@@ -6,7 +6,6 @@ A checkpoint's, or, for a machine where a large one would not be at hand, random
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..configuration_arcaligner import ArcAlignerConfig
@@ -98,8 +97,3 @@ def base_of(aligner: ArcAlignerForCausalLM, dtype: torch.dtype, device: str) -> 
     }
     base.load_state_dict(state, strict=True, assign=True)
     return base.requires_grad_(False)
-
-
-def base_weights(layers: nn.ModuleList) -> int:
-    """Elements of a layer's frozen linears, of the bare base model."""
-    return sum(module.weight.numel() for module in layers[0].modules() if isinstance(module, nn.Linear))

@@ -1,56 +1,103 @@
-"""Questions to prompts: the user's turn and the model's inputs.
+"""Questions to answers: the prompts, and what answers them, a batch at a time.
 
-The prompt with the passages' text differs from the one with slots in the passages alone.
+All answer with the same frozen backbone, chat template and greedy decoding. They differ in what stands for the
+passages: nothing, text, or slots. The prompt with text differs from the one with slots only there.
 """
 
-from typing import Any
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+import torch
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
+from peft import PeftModel
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
+
+from ..configuration_arcaligner import resolve_base_model
+from ..lora_arcaligner import ADAPTER_NAME, slot_lora_layers
+from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE, ArcAlignerProcessor
+from ..train.corpora import Row
+from ..train.metrics import MAX_NEW_TOKENS
 
-Row = dict[str, Any]
-MAX_NEW_TOKENS = 24
+logger = logging.getLogger(__name__)
 
 
-def closed_book_text(row: Row) -> str:
-    """The user's turn without a passage."""
-    return QUESTION_LINE.lstrip() + row["question"]
+class MissingMethodError(Exception):
+    """The weights or the package of a method are not on this machine; the message says how to get them."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """
+    An answer, and what was read for it.
+
+    Args:
+        text (`str`): The answer.
+        prompt_ids (`list[int]`): The prompt, one context token per slot; empty if the method does not tell.
+        context_tokens (`int`): Positions of the prompt that stand for the passages: tokens of text, or slots.
+        passage_tokens (`int`): Tokens of the passages' whole text.
+        measured (`dict`): Other measurements, by their key in the answer's line.
+    """
+
+    text: str
+    prompt_ids: list[int]
+    context_tokens: int
+    passage_tokens: int
+    measured: dict[str, Any] = field(default_factory=dict)
+
+
+class Answerer(Protocol):
+    """Answers rows."""
+
+    def answer(self, rows: list[Row]) -> list[Answer]:
+        """One answer per row, in order."""
+
+
+# Prompts
 
 
 def passages_text(row: Row) -> str:
-    """The passages, titles as the encoder reads them."""
+    """The passages with their titles, as the encoder reads them."""
     return " ".join(
         f"{passage['title']}: {passage['text']}" if passage["title"] else passage["text"] for passage in row["passages"]
     )
 
 
 def text_prompt(row: Row, context: str) -> str:
-    """The user's turn with text that stands for the passages; where there is none, as without a passage."""
-    return f"{BACKGROUND_LINE}{context}{QUESTION_LINE}{row['question']}" if context else closed_book_text(row)
+    """The user's turn with a text in the place of the passages; without a text, the question alone."""
+    question = QUESTION_LINE + row["question"]
+    return BACKGROUND_LINE + context + question if context else question.lstrip()
 
 
 def full_text(row: Row) -> str:
-    """The user's turn with the passages' whole text."""
+    """The user's turn with the whole text of the passages."""
     return text_prompt(row, passages_text(row))
 
 
 def text_inputs(processor: ArcAlignerProcessor, contents: list[str]):
     """Prompts of the user's turns `contents`, left-padded: `input_ids` and `attention_mask` (batch, seq_len)."""
-    return _render(processor, [[{"role": "user", "content": content}] for content in contents])
+    return _render(processor, contents)
 
 
-def slot_inputs(processor: ArcAlignerProcessor, rows: list[Row], with_passages: bool = True, **slot_budget: Any):
+def slot_inputs(processor: ArcAlignerProcessor, rows: list[Row], with_passages: bool = True, **slots: Any):
     """Prompts with slots, left-padded, and `context_embeds` (batch, max_slots, encoder_hidden_size).
 
-    `slot_budget` are the processor's `max_slots` and `slot_policy`.
+    `slots` are the processor's `tokens_per_slot`, `max_slots` and `slot_policy`.
     """
-    conversations = [[{"role": "user", "content": row["question"]}] for row in rows]
     documents = [row["passages"] if with_passages else [] for row in rows]
-    return _render(processor, conversations, documents=documents, **slot_budget)
+    return _render(processor, [row["question"] for row in rows], documents=documents, **slots)
 
 
-def _render(processor: ArcAlignerProcessor, conversations: list, **kwargs: Any):
+def _render(processor: ArcAlignerProcessor, contents: list[str], **kwargs: Any):
     return processor.apply_chat_template(
-        conversations,
+        [[{"role": "user", "content": content}] for content in contents],
         add_generation_prompt=True,
         tokenize=True,
         return_dict=True,
@@ -58,3 +105,181 @@ def _render(processor: ArcAlignerProcessor, conversations: list, **kwargs: Any):
         processor_kwargs={"padding": True, "padding_side": "left"},
         **kwargs,
     )
+
+
+def encode_slots(processor: ArcAlignerProcessor, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What a model reads in the slots of a batch of training's `ContextCollator`, as its keyword arguments."""
+    if not any(batch["num_slots"]):
+        return {}
+    with torch.no_grad():
+        embeds = processor.encode_runs(batch["encoder_texts"], batch["encoder_starts"], batch["encoder_ends"])
+    # (batch, max_slots, encoder_hidden_size)
+    slots = {"context_embeds": pad_sequence(embeds.float().cpu().split(batch["num_slots"]), batch_first=True)}
+    return slots | {name: batch[name] for name in ("context_word_ids",) if name in batch}
+
+
+def count_tokens(tokenizer, texts: list[str]) -> list[int]:
+    """Tokens of each text, without special ones."""
+    return [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+
+# What answers
+
+
+class TextAnswerer:
+    """
+    The backbone reads a prompt of text.
+
+    Args:
+        model: A model of transformers. An aligner is its own backbone where the prompt has no slots.
+        processor ([`ArcAlignerProcessor`]): Chat template and tokenizer.
+        context (`Callable`): The text that stands for the passages, for each of some rows.
+    """
+
+    def __init__(self, model, processor: ArcAlignerProcessor, context: Callable[[list[Row]], list[str]]):
+        self.model, self.processor, self.context = model, processor, context
+
+    def answer(self, rows: list[Row]) -> list[Answer]:
+        contexts = self.context(rows)
+        contents = [text_prompt(row, text) for row, text in zip(rows, contexts, strict=True)]
+        inputs = text_inputs(self.processor, contents).to(self.model.device)
+        return _generate(self.model, self.processor, inputs, rows, count_tokens(self.processor.tokenizer, contexts))
+
+
+class SlotAnswerer:
+    """
+    An aligner reads the passages as slots.
+
+    Args:
+        model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): The aligner.
+        use_lora (`bool`): `False` reads the slots with the projector alone.
+        with_passages (`bool`): `False` gives each question the one slot of "no passages".
+        slots (`dict`, *optional*): `tokens_per_slot`, `max_slots` and `slot_policy` of the processor.
+        refinement (`Any`): `gate_mode`, `gate_threshold`, `max_refinement_steps`, `refinement_budget` of `generate`.
+    """
+
+    def __init__(
+        self,
+        model: ArcAlignerForCausalLM,
+        processor: ArcAlignerProcessor,
+        use_lora: bool = True,
+        with_passages: bool = True,
+        slots: dict[str, Any] | None = None,
+        **refinement: Any,
+    ):
+        self.model, self.processor = model, processor
+        self.use_lora, self.with_passages, self.slots, self.refinement = use_lora, with_passages, slots, refinement
+
+    def answer(self, rows: list[Row]) -> list[Answer]:
+        inputs = slot_inputs(self.processor, rows, self.with_passages, **(self.slots or {})).to(self.model.device)
+        num_slots = (inputs["input_ids"] == self.model.config.context_token_id).sum(dim=1).tolist()
+        with contextlib.nullcontext() if self.use_lora else lora_off(self.model):
+            return _generate(self.model, self.processor, inputs, rows, num_slots, **self.refinement)
+
+
+@torch.inference_mode()
+def _generate(model, processor, inputs, rows: list[Row], context_tokens: list[int], **refinement: Any) -> list[Answer]:
+    """Greedy answers to left-padded prompts, `input_ids` (batch, seq_len)."""
+    output = model.generate(**inputs, **refinement, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+    texts = processor.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    prompts = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
+    prompt_ids = [ids[is_real].tolist() for ids, is_real in prompts]
+    passage_tokens = count_tokens(processor.tokenizer, [passages_text(row) for row in rows])
+    columns = zip(texts, prompt_ids, context_tokens, passage_tokens, strict=True)
+    return [Answer(text.strip(), *rest) for text, *rest in columns]
+
+
+# Models
+
+
+def dtype_on(device: str) -> torch.dtype:
+    """The dtype of the models: float32 on a CPU, otherwise bfloat16."""
+    return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+
+
+@functools.lru_cache(maxsize=1)  # the methods of one checkpoint follow each other
+def load_aligner(checkpoint: str, device: str) -> tuple[ArcAlignerForCausalLM, ArcAlignerProcessor]:
+    """Model and processor of an aligner, ready to generate."""
+    model = ArcAlignerForCausalLM.from_pretrained(checkpoint, dtype=dtype_on(device)).eval().to(device)
+    return model, ArcAlignerProcessor.from_pretrained(checkpoint)
+
+
+def load_text_lora(aligner: str, lora: str, device: str):
+    """The aligner's backbone with a LoRA of `train/full_text.py` merged into it, and the processor."""
+    config = ArcAlignerForCausalLM.config_class.from_pretrained(aligner)
+    name, revision = resolve_base_model(config.base_model_name_or_path), config.base_model_revision
+    base = AutoModelForCausalLM.from_pretrained(name, revision=revision or "main", dtype=dtype_on(device))
+    model = PeftModel.from_pretrained(base, lora).merge_and_unload().eval().to(device)
+    return model, ArcAlignerProcessor.from_pretrained(aligner)
+
+
+@contextlib.contextmanager
+def lora_off(model: ArcAlignerForCausalLM) -> Iterator[None]:
+    """Inside, the slots' LoRA adds nothing."""
+    layers = list(slot_lora_layers(model))
+    for layer in layers:
+        layer.set_scale(ADAPTER_NAME, 0.0)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.set_scale(ADAPTER_NAME, 1.0)
+
+
+def downloaded(repo_id: str, note: str) -> str:
+    """
+    The folder of a Hub model in the local cache; nothing is downloaded.
+
+    Args:
+        repo_id (`str`): The model.
+        note (`str`): Its size and licence, for the error.
+
+    Raises:
+        `MissingMethodError`: it is not there.
+    """
+    try:
+        return snapshot_download(repo_id, local_files_only=True)
+    except LocalEntryNotFoundError as error:
+        raise MissingMethodError(
+            f"{repo_id} is not on this machine; `hf download {repo_id}` gets it ({note})"
+        ) from error
+
+
+# Batches
+
+
+def longest_first(rows: Sequence[Row]) -> list[Row]:
+    """Rows sorted by the length of their passages: little padding, and a lack of memory shows at once."""
+    return sorted(rows, key=lambda row: sum(len(passage["text"]) for passage in row["passages"]), reverse=True)
+
+
+def in_batches(
+    items: Sequence[Any], batch_size: int, run: Callable[[Sequence[Any]], Any]
+) -> Iterator[tuple[Sequence[Any], Any]]:
+    """
+    Runs a function on batches, on smaller ones from the moment that memory is short.
+
+    Args:
+        items (`Sequence`): Taken in order.
+        batch_size (`int`): Items of a batch; halved where memory is short.
+        run (`Callable`): A batch to its result.
+
+    Returns:
+        `Iterator`: Each batch and its result.
+    """
+    done = 0
+    while done < len(items):
+        batch = items[done : done + batch_size]
+        try:
+            found = run(batch)
+        except (RuntimeError, MemoryError) as error:
+            if len(batch) == 1 or not (isinstance(error, MemoryError) or should_reduce_batch_size(error)):
+                raise
+        else:
+            yield batch, found
+            done += len(batch)
+            continue
+        # Behind the `except`, where nothing holds the tensors of the failed batch any more.
+        batch_size = len(batch) // 2
+        logger.warning("out of memory: going on with batches of %d", batch_size)
+        clear_device_cache(garbage_collection=True)

@@ -3,9 +3,10 @@
     python -m arcaligner evaluate --recipe smollm2_135m
     python -m arcaligner evaluate --checkpoint runs/mine --tasks squad --methods naive,arcaligner -n 200 \\
         --output runs/try
+    python -m arcaligner evaluate --recipe smollm2_135m --methods arcaligner,truncated --tokens-per-slot 4,16,segment
 
-A second run, after a kill too, does what is missing; several may run at once with other tasks or methods. A method
-whose weights or package are not here is skipped by name. When it ends, `results.json` and `results.md` are written from
+A second run does what is missing, also after a kill; several may run at once with other tasks or methods. A method
+whose weights or package are missing is skipped by name. At the end, `results.json` and `results.md` are written from
 all answers in the folder.
 """
 
@@ -15,43 +16,24 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from rich.progress import Progress
 
-from .answering import MAX_NEW_TOKENS, Row
-from .batches import in_batches, longest_first
-from .methods import METHODS, Checkpoints, Method
+from ..files import digest
+from ..train.corpora import Row
+from .answering import MAX_NEW_TOKENS, Answer, Answerer, MissingMethodError, dtype_on, in_batches, longest_first
+from .methods import find_method
 from .metrics import METRICS, contains_match
-from .reading import Answer, MissingMethodError, Reader, dtype_on
 from .results import write_results
 from .retrieval import retrieve
-from .runs import AnswerFile, digest, text_digest
+from .runs import AnswerFile, row_digest
 from .settings import EvaluationSettings, TaskSettings
 from .tasks import TASKS, choose_passages
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """
-    A way to answer whose answers have files of their own.
-
-    Args:
-        name (`str`): Of these files.
-        title (`str`): Beside the progress bar.
-        made_with (`dict`): What its answers are made with, besides `made_with` of each task.
-        load (`Callable`): Makes the reader.
-    """
-
-    name: str
-    title: str
-    made_with: dict[str, Any]
-    load: Callable[[], Reader]
 
 
 def evaluate(settings: EvaluationSettings) -> dict[str, Any]:
@@ -59,15 +41,17 @@ def evaluate(settings: EvaluationSettings) -> dict[str, Any]:
     Answers what is not answered yet, and writes the tables.
 
     Returns:
-        `dict`: What `results.json` holds.
+        `dict`: The content of `results.json`.
 
     Raises:
-        `ValueError`: answers in the folder that were made otherwise.
+        `ValueError`: the folder has answers that were made with other settings.
     """
     rows = {name: load_rows(name, task, settings) for name, task in settings.tasks.items()}
-    for method in (METHODS[name] for name in settings.methods):
+    for method in map(find_method, settings.methods):
         try:
-            answer_tasks(variant_of(method, settings.checkpoints), rows, settings)
+            made_with = method.made_with(settings.checkpoints)
+            load = partial(method.load, settings.checkpoints)
+            answer_tasks(method.name, method.title, made_with, load, rows, settings)
         except MissingMethodError as error:
             logger.warning("skipped %s: %s", method.title, error)
     return write_results(settings.output)
@@ -90,24 +74,35 @@ def load_rows(name: str, task: TaskSettings, settings: EvaluationSettings) -> li
     return rows
 
 
-def variant_of(method: Method, checkpoints: Checkpoints) -> Variant:
-    """A method as a way to answer."""
-    of_method = {"weights": method.fingerprint_of(checkpoints), "checkpoint": method.checkpoint_of(checkpoints)}
-    return Variant(method.name, method.title, of_method, lambda: method.load(checkpoints))
+def answer_tasks(
+    name: str,
+    title: str,
+    made_with: dict[str, Any],
+    load: Callable[[], Answerer],
+    rows: dict[str, list[Row]],
+    settings: EvaluationSettings,
+) -> None:
+    """
+    Answers what is left of all tasks in one way.
 
-
-def answer_tasks(variant: Variant, rows: dict[str, list[Row]], settings: EvaluationSettings) -> None:
-    """What is left of all tasks in one way, by a reader that is loaded when something is."""
-    files = {name: AnswerFile(settings.output, name, variant.name) for name in rows}
-    todo = {name: file.open(variant.made_with | made_with(name, settings), rows[name]) for name, file in files.items()}
+    Args:
+        name (`str`): Of the files of answers.
+        title (`str`): Beside the progress bar.
+        made_with (`dict`): What these answers depend on, besides the task.
+        load (`Callable`): Loads what answers; called only if something is left.
+        rows (`dict`): The questions of each task.
+        settings ([`EvaluationSettings`]): The run.
+    """
+    files = {task: AnswerFile(settings.output, task, name) for task in rows}
+    todo = {task: file.open(made_with | task_settings(task, settings), rows[task]) for task, file in files.items()}
     if any(todo.values()):
-        reader = variant.load()
-        for name, left in todo.items():
-            answer_file(reader, files[name], left, settings.batch_size, f"{TASKS[name].title}: {variant.title}")
+        answerer = load()
+        for task, left in todo.items():
+            answer_file(answerer, files[task], left, settings.batch_size, f"{TASKS[task].title}: {title}")
 
 
-def made_with(task: str, settings: EvaluationSettings) -> dict[str, Any]:
-    """What the answers to a task are made with, whichever method answers."""
+def task_settings(task: str, settings: EvaluationSettings) -> dict[str, Any]:
+    """What the answers to a task depend on, whichever method answers."""
     chosen = settings.tasks[task]
     keys = {
         "passages": chosen.passages,
@@ -115,28 +110,26 @@ def made_with(task: str, settings: EvaluationSettings) -> dict[str, Any]:
         "max_new_tokens": MAX_NEW_TOKENS,
         "dtype": str(dtype_on(settings.checkpoints.device)),
         "batch_size": settings.batch_size,
-        "machine": machine(settings.checkpoints.device),
+        "machine": machine_line(settings.checkpoints.device),
     }
     if chosen.passages == "retrieved":
         keys["retrieval"] = dataclasses.asdict(settings.retrieval)
     return keys
 
 
-def answer_file(reader: Reader, file: AnswerFile, rows: list[Row], batch_size: int, title: str) -> None:
-    """Appends the answers to `rows`, behind a progress bar."""
+def answer_file(answerer: Answerer, file: AnswerFile, rows: list[Row], batch_size: int, title: str) -> None:
+    """Appends the answers to `rows`, with a progress bar."""
+
+    def timed(batch: list[Row]) -> tuple[list[Answer], float]:
+        start = time.perf_counter()
+        return answerer.answer(batch), time.perf_counter() - start
+
     with file.claim(), Progress(transient=True) as progress:
         bar = progress.add_task(title, total=len(rows))
         logger.info("%s, %d questions", title, len(rows))  # stays, also where no bar can be drawn
-        found = in_batches(longest_first(rows), batch_size, partial(timed, reader))
-        for batch, (answers, seconds) in found:
+        for batch, (answers, seconds) in in_batches(longest_first(rows), batch_size, timed):
             file.append(map(record, batch, answers, [seconds / len(batch)] * len(batch)))
             progress.advance(bar, len(batch))
-
-
-def timed(reader: Reader, rows: list[Row]) -> tuple[list[Answer], float]:
-    """Answers, and the seconds they took."""
-    start = time.perf_counter()
-    return reader.answer(rows), time.perf_counter() - start
 
 
 def record(row: Row, answer: Answer, seconds: float) -> dict[str, Any]:
@@ -154,13 +147,13 @@ def record(row: Row, answer: Answer, seconds: float) -> dict[str, Any]:
         "passage_tokens": answer.passage_tokens,
         "seconds": round(seconds, 4),
         **answer.measured,
-        "prompt": text_digest(answer.prompt_ids),
-        "row": digest(row),
+        "prompt": digest(answer.prompt_ids),
+        "row": row_digest(row),
     }
 
 
-def machine(device: str) -> str:
-    """The processor, or the accelerator, that answers."""
+def machine_line(device: str) -> str:
+    """The processor or the accelerator, in a word for tables."""
     if torch.device(device).type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     return f"{os.cpu_count()} CPU cores ({platform.machine()}), torch {torch.__version__}"

@@ -18,9 +18,8 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from rich.progress import track
 
-from .answering import MAX_NEW_TOKENS, Row
-from .batches import in_batches, longest_first
-from .reading import SlotReader, load_aligner
+from ..train.corpora import Row
+from .answering import MAX_NEW_TOKENS, SlotAnswerer, in_batches, load_aligner, longest_first
 
 TASKS_DIRECTORY = Path(__file__).parent / "lm_eval_tasks"
 DECODING = {"do_sample": False, "max_gen_toks": MAX_NEW_TOKENS, "until": []}
@@ -43,7 +42,7 @@ class ArcAlignerLM(LM):
             raise ValueError(f"Got batch_size={batch_size}; expected a number of questions, such as 16.")
         self.batch_size = int(batch_size)
         model, processor = load_aligner(pretrained, device or default_device())
-        self.reader = SlotReader(model, processor, model.config.gate_mode)
+        self.answerer = SlotAnswerer(model, processor)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """An answer to each request, whose arguments are a prompt and how to decode."""
@@ -55,7 +54,7 @@ class ArcAlignerLM(LM):
                 )
         rows = [{"number": number, **parse_prompt(request.args[0])} for number, request in enumerate(requests)]
         answers = [""] * len(rows)
-        found = in_batches(longest_first(rows), self.batch_size, self.reader.answer)
+        found = in_batches(longest_first(rows), self.batch_size, self.answerer.answer)
         answered = (pair for batch, texts in found for pair in zip(batch, texts, strict=True))
         for row, answer in track(answered, description="Answering", total=len(rows)):
             answers[row["number"]] = answer.text

@@ -1,17 +1,45 @@
-"""The ways to answer that are compared: the paper's baselines, its method, its ablations, and what bounds them.
+"""The methods that are compared: the paper's baselines, its method, its ablations, and upper and lower bounds.
 
-A method says which checkpoint it reads with and how it is loaded. One whose weights or package are not on the machine
+A method says which checkpoint it reads with and how it is loaded. If its weights or package are not on the machine, it
 raises `MissingMethodError`: it is skipped by name, never replaced.
+
+A name with a rate, such as `arcaligner_x4` or `truncated_xsegment`, reads that many tokens per slot (or, for text,
+as many tokens as there are slots then), so that one run compares several rates of one checkpoint.
 """
 
+import dataclasses
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from .answering import Row, closed_book_text, passages_text, text_prompt
-from .fingerprints import backbone_fingerprint, fingerprint
-from .prompt_compression import LLMLINGUA2_MODEL, load_llmlingua, load_llmlingua2
-from .reading import MissingMethodError, Reader, SlotReader, TextReader, load_aligner, load_text_lora
+from huggingface_hub import try_to_load_from_cache
+from transformers.utils import CONFIG_NAME
+
+from ..configuration_arcaligner import ArcAlignerConfig
+from ..files import digest_files
+from .answering import (
+    Answerer,
+    MissingMethodError,
+    SlotAnswerer,
+    TextAnswerer,
+    load_aligner,
+    load_text_lora,
+    passages_text,
+)
+from .compression import LLMLINGUA2_MODEL, load_llmlingua, load_llmlingua2, load_truncated
 from .released import COCOM, XRAG_MODEL, load_cocom, load_released_xrag
+
+# The files of a checkpoint's folder that decide its answers.
+CHECKPOINT_FILES = (
+    "*.safetensors",
+    "config.json",
+    "adapter_config.json",
+    "processor_config.json",
+    "chat_template.jinja",
+)
 
 
 @dataclass(frozen=True)
@@ -20,8 +48,8 @@ class Checkpoints:
     What there is to read with.
 
     Args:
-        aligner (`str`): An aligner's folder or Hub id; its backbone, chat template and segmentation are everybody's.
-        xrag (`str`, *optional*): An aligner of a projector alone with one slot a passage, as xRAG's.
+        aligner (`str`): An aligner's folder or Hub id; all methods use its backbone, chat template and segmentation.
+        xrag (`str`, *optional*): An aligner like xRAG: a projector alone, one slot per passage.
         projector_only (`str`, *optional*): An aligner of a projector alone with the slots of `aligner`.
         full_text_lora (`str`, *optional*): A LoRA of the backbone that reads text, of `train/full_text.py`.
         device (`str`): Where models run.
@@ -34,6 +62,30 @@ class Checkpoints:
     device: str = "cpu"
 
 
+def fingerprint(checkpoint: str) -> str:
+    """The digest of a folder's weights and settings, or the name and commit of a checkpoint on the Hub.
+
+    Raises:
+        `ValueError`: a folder without weights.
+        `OSError`: a Hub id that cannot be found.
+    """
+    folder = Path(checkpoint)
+    if any(folder.glob("*.safetensors")):
+        return digest_files([path for pattern in CHECKPOINT_FILES for path in sorted(folder.glob(pattern))])[:16]
+    if folder.is_dir() or checkpoint.count("/") != 1:
+        raise ValueError(f"There is no checkpoint in {checkpoint}: no weights (*.safetensors). Name a finished folder.")
+    ArcAlignerConfig.from_pretrained(checkpoint)  # in the cache from now on
+    commit = Path(try_to_load_from_cache(checkpoint, CONFIG_NAME)).parent.name
+    return f"{checkpoint}@{commit}"
+
+
+def backbone_fingerprint(aligner: str) -> str:
+    """The name and revision of an aligner's backbone, and the digest of its chat template."""
+    config = ArcAlignerConfig.from_pretrained(aligner)
+    template = digest_files(sorted(Path(aligner).glob("chat_template.jinja")))[:8]
+    return f"{config.base_model_name_or_path}@{config.base_model_revision or 'main'}, chat template {template}"
+
+
 @dataclass(frozen=True)
 class Method:
     """
@@ -42,82 +94,96 @@ class Method:
     Args:
         name (`str`): In commands and of files.
         title (`str`): In tables.
-        load (`Callable`): From checkpoints to a reader.
+        load (`Callable`): From checkpoints to what answers; with `has_rates` also from `tokens_per_slot`.
         checkpoint (`str`, *optional*): The field of `Checkpoints` that decides the answers; `None` where the backbone
             alone does.
         made_by (`str`, *optional*): The command that makes such a checkpoint.
-        weights (`str`, *optional*): Name of weights that decide, besides or in place of the backbone's.
+        weights (`str`, *optional*): Name of other weights that decide as well.
+        has_rates (`bool`): Whether the method can be asked for with a rate.
+        tokens_per_slot (`int` or `"segment"`, *optional*): The rate; the checkpoint's own where it is `None`.
     """
 
     name: str
     title: str
-    load: Callable[[Checkpoints], Reader]
+    load: Callable[..., Answerer]
     checkpoint: str | None = None
     made_by: str | None = None
     weights: str | None = None
+    has_rates: bool = False
+    tokens_per_slot: int | str | None = None
 
-    def checkpoint_of(self, checkpoints: Checkpoints) -> str:
-        """The checkpoint that the method reads with."""
-        return getattr(checkpoints, self.checkpoint or "aligner")
+    def at_rate(self, tokens_per_slot: int | str) -> "Method":
+        """The same method with another rate, under a name and title of its own."""
+        return dataclasses.replace(
+            self,
+            name=f"{self.name}_x{tokens_per_slot}",
+            title=f"{self.title} (per {tokens_per_slot}{'' if tokens_per_slot == 'segment' else ' tokens'})",
+            load=partial(self.load, tokens_per_slot=tokens_per_slot),
+            checkpoint=self.checkpoint or "aligner",  # its segments and tokens decide how many slots there are
+            tokens_per_slot=tokens_per_slot,
+        )
 
-    def fingerprint_of(self, checkpoints: Checkpoints) -> str:
+    def made_with(self, checkpoints: Checkpoints) -> dict[str, Any]:
         """What the answers of this method depend on.
 
         Raises:
             `MissingMethodError`: a checkpoint that is not named, or not there.
         """
+        path = getattr(checkpoints, self.checkpoint or "aligner")
         if self.checkpoint is None:
-            backbone = backbone_fingerprint(checkpoints.aligner)
-            return f"{self.weights}, {backbone}" if self.weights else backbone
-        checkpoint = self.checkpoint_of(checkpoints)
-        if self.made_by is None:
-            return fingerprint(checkpoint)
+            weights = backbone_fingerprint(path)
+        elif self.made_by is None:
+            weights = fingerprint(path)
+        else:
+            weights = self._fingerprint_of_own(path)
+        found = {"weights": f"{self.weights}, {weights}" if self.weights else weights, "checkpoint": path}
+        return found if self.tokens_per_slot is None else found | {"tokens_per_slot": self.tokens_per_slot}
+
+    def _fingerprint_of_own(self, path: str | None) -> str:
         option = f"--{self.checkpoint.replace('_', '-')}"
-        if checkpoint is None:
+        if path is None:
             raise MissingMethodError(f"name its checkpoint with `{option}`; `{self.made_by}` makes one")
         try:
-            return fingerprint(checkpoint)
+            return fingerprint(path)
         except (ValueError, OSError) as error:
             raise MissingMethodError(
-                f"there is no {checkpoint}, named with `{option}`; `{self.made_by}` makes one"
+                f"there is no {path}, named with `{option}`; `{self.made_by}` makes one"
             ) from error
 
 
-def load_naive(checkpoints: Checkpoints) -> Reader:
+def load_naive(checkpoints: Checkpoints) -> Answerer:
     """The question alone."""
     model, processor = load_aligner(checkpoints.aligner, checkpoints.device)
-    return TextReader(model, processor, lambda row, _: closed_book_text(row), lambda rows: [""] * len(rows))
+    return TextAnswerer(model, processor, lambda rows: [""] * len(rows))
 
 
-def load_standard_rag(checkpoints: Checkpoints) -> Reader:
+def load_standard_rag(checkpoints: Checkpoints) -> Answerer:
     """The passages' whole text."""
     model, processor = load_aligner(checkpoints.aligner, checkpoints.device)
-    return TextReader(model, processor, text_prompt, whole_texts)
+    return TextAnswerer(model, processor, lambda rows: [passages_text(row) for row in rows])
 
 
-def load_truncated(checkpoints: Checkpoints) -> Reader:
-    """As many tokens of the passages' text as the aligner has slots."""
-    model, processor = load_aligner(checkpoints.aligner, checkpoints.device)
-    return TextReader(model, processor, text_prompt, lambda rows: truncated_texts(processor, rows))
-
-
-def load_full_text_lora(checkpoints: Checkpoints) -> Reader:
+def load_full_text_lora(checkpoints: Checkpoints) -> Answerer:
     """The passages' whole text, read by the backbone with a LoRA that was trained for it."""
     model, processor = load_text_lora(checkpoints.aligner, checkpoints.full_text_lora, checkpoints.device)
-    return TextReader(model, processor, text_prompt, whole_texts)
+    return TextAnswerer(model, processor, lambda rows: [passages_text(row) for row in rows])
 
 
-def load_slots(gate_mode: str, **options) -> Callable[[Checkpoints], Reader]:
-    """The aligner, read in one way."""
-    return lambda checkpoints: SlotReader(
-        *load_aligner(checkpoints.aligner, checkpoints.device), gate_mode=gate_mode, **options
-    )
+def load_slots(gate_mode: str, **options: Any) -> Callable[..., Answerer]:
+    """The aligner with a gate mode; `options` are those of [`SlotAnswerer`]."""
+
+    def load(checkpoints: Checkpoints, tokens_per_slot: int | str | None = None) -> Answerer:
+        model, processor = load_aligner(checkpoints.aligner, checkpoints.device)
+        slots = {"tokens_per_slot": tokens_per_slot}
+        return SlotAnswerer(model, processor, slots=slots, gate_mode=gate_mode, **options)
+
+    return load
 
 
-def load_projector(field: str) -> Callable[[Checkpoints], Reader]:
+def load_projector(field: str) -> Callable[..., Answerer]:
     """An aligner of a projector alone, named by a field of `Checkpoints`."""
 
-    def load(checkpoints: Checkpoints) -> Reader:
+    def load(checkpoints: Checkpoints, tokens_per_slot: int | str | None = None) -> Answerer:
         checkpoint = getattr(checkpoints, field)
         model, processor = load_aligner(checkpoint, checkpoints.device)
         if model.config.lora_r:
@@ -125,28 +191,14 @@ def load_projector(field: str) -> Callable[[Checkpoints], Reader]:
                 f"{checkpoint} has a LoRA of rank {model.config.lora_r}; for `--{field.replace('_', '-')}` expected an "
                 "aligner of a projector alone, trained with `aligner: {lora_r: 0, gate_layers: []}`."
             )
-        return SlotReader(model, processor, gate_mode="off")
+        return SlotAnswerer(model, processor, slots={"tokens_per_slot": tokens_per_slot}, gate_mode="off")
 
     return load
 
 
-def whole_texts(rows: list[Row]) -> list[str]:
-    """All text of each row's passages."""
-    return [passages_text(row) for row in rows]
-
-
-def truncated_texts(processor, rows: list[Row]) -> list[str]:
-    """The beginning of each row's passages, of as many tokens as there are slots for all of them."""
-    texts = []
-    for row, text in zip(rows, whole_texts(rows), strict=True):
-        num_slots = max(1, len(processor.segment_documents(row["passages"])))
-        ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"][:num_slots]
-        texts.append(processor.tokenizer.decode(ids).strip())
-    return texts
-
-
 _TRAIN = "python -m arcaligner train --recipe"
 _FULL_TEXT = "python -m arcaligner.train.full_text --config train/recipes/smollm2_135m/full_text.yaml"
+_OURS = {"checkpoint": "aligner", "has_rates": True}
 
 METHODS = {
     method.name: method
@@ -154,9 +206,9 @@ METHODS = {
         Method("naive", "Naive", load_naive),
         Method("standard_rag", "StandardRAG", load_standard_rag),
         Method("full_text_lora", "StandardRAG, fine-tuned", load_full_text_lora, "full_text_lora", _FULL_TEXT),
-        Method("truncated", "truncated text", load_truncated, "aligner"),
-        Method("llmlingua", "LLMLingua (the backbone scores)", load_llmlingua),
-        Method("llmlingua2", "LLMLingua-2", load_llmlingua2, weights=LLMLINGUA2_MODEL),
+        Method("truncated", "truncated text", load_truncated, **_OURS),
+        Method("llmlingua", "LLMLingua (the backbone scores)", load_llmlingua, has_rates=True),
+        Method("llmlingua2", "LLMLingua-2", load_llmlingua2, weights=LLMLINGUA2_MODEL, has_rates=True),
         Method("cocom_4", "COCOM x4", load_cocom(4), weights=COCOM.format(4)),
         Method("cocom_16", "COCOM x16", load_cocom(16), weights=COCOM.format(16)),
         Method("xrag_released", "xRAG (released)", load_released_xrag, weights=XRAG_MODEL),
@@ -167,12 +219,49 @@ METHODS = {
             load_projector("projector_only"),
             "projector_only",
             f"{_TRAIN} projector_only",
+            has_rates=True,
         ),
-        Method("arcaligner", "ArcAligner", load_slots("adaptive"), "aligner"),
-        Method("no_recursion", "w/o Recursion", load_slots("off"), "aligner"),
-        Method("max_loop", "w/o Gate (Max Loop)", load_slots("always"), "aligner"),
-        Method("no_lora", "w/o LoRA & Recursion", load_slots("off", use_lora=False), "aligner"),
+        Method("arcaligner", "ArcAligner", load_slots("adaptive"), **_OURS),
+        Method("no_recursion", "w/o Recursion", load_slots("off"), **_OURS),
+        Method("max_loop", "w/o Gate (Max Loop)", load_slots("always"), **_OURS),
+        Method("no_lora", "w/o LoRA & Recursion", load_slots("off", use_lora=False), **_OURS),
         Method("empty_slot", "an empty slot", load_slots("adaptive", with_passages=False), "aligner"),
     )
 }
 ABLATIONS = ("arcaligner", "no_recursion", "max_loop", "no_lora")
+
+
+def find_method(name: str) -> Method:
+    """
+    A method by its name, with or without a rate.
+
+    >>> find_method("arcaligner_x4").tokens_per_slot, find_method("truncated_xsegment").tokens_per_slot
+    (4, 'segment')
+
+    Raises:
+        `ValueError`: there is none, with the nearest one.
+    """
+    base, _, rate = name.rpartition("_x")
+    if name in METHODS:
+        return METHODS[name]
+    if base in METHODS and METHODS[base].has_rates and (rate == "segment" or (rate.isdecimal() and int(rate))):
+        return METHODS[base].at_rate(rate if rate == "segment" else int(rate))
+    close = difflib.get_close_matches(name, METHODS, n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    rates = ", ".join(method.name for method in METHODS.values() if method.has_rates)
+    raise ValueError(
+        f"There is no method {name!r}.{hint} Known: {', '.join(METHODS)}; with a rate, such as `_x4` or `_xsegment`: "
+        f"{rates}."
+    )
+
+
+def base_name(method: Method) -> str:
+    """The name without the rate."""
+    return method.name.removesuffix(f"_x{method.tokens_per_slot}")
+
+
+def sort_key(name: str) -> tuple[int, float]:
+    """The order of methods in tables: that of `METHODS`, each without a rate first, then by rate."""
+    method = find_method(name)
+    rate = {None: 0, "segment": float("inf")}.get(method.tokens_per_slot, method.tokens_per_slot)
+    return list(METHODS).index(base_name(method)), rate

@@ -1,48 +1,14 @@
-"""Metrics of question answering: non-strict exact match, token F1, bootstrap intervals.
+"""Metrics of question answering and their bootstrap intervals.
 
-The paper's EM is non-strict: a prediction is right when it contains a gold answer. Here both sides
-are normalised by SQuAD's rule first (lower case, no punctuation, no articles, single spaces). A
-gold that normalises to nothing would be contained in everything and is dropped.
-`raw_contains_match` compares the strings as they are, as Self-RAG does.
+EM and F1 are those of training (`train/metrics.py`). `raw_contains_match` compares the strings as they are, as Self-RAG
+does. The bootstrap is ours and not SciPy's: it takes a single score, and its seed belongs to the published intervals.
 """
 
-import re
-import string
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
-def normalize_answer(text: str) -> str:
-    """SQuAD's normalisation.
-
-    >>> normalize_answer("The  Beatles, live!")
-    'beatles live'
-    """
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
-
-
-def usable_golds(golds: Sequence[str]) -> list[str]:
-    """The golds that do not normalise to nothing.
-
-    >>> usable_golds(["The", "Paris"])
-    ['Paris']
-    """
-    return [gold for gold in golds if normalize_answer(gold)]
-
-
-def contains_match(prediction: str, golds: Sequence[str]) -> float:
-    """Non-strict EM: 1.0 when the normalised prediction contains a normalised gold.
-
-    >>> contains_match("The capital is PARIS.", ["Paris"])
-    1.0
-    """
-    normalized = normalize_answer(prediction)
-    return float(any(normalize_answer(gold) in normalized for gold in usable_golds(golds)))
+from ..train.metrics import contains_match, token_f1, usable_golds
 
 
 def raw_contains_match(prediction: str, golds: Sequence[str]) -> float:
@@ -52,25 +18,6 @@ def raw_contains_match(prediction: str, golds: Sequence[str]) -> float:
     0.0
     """
     return float(any(gold in prediction for gold in usable_golds(golds)))
-
-
-def token_f1(prediction: str, golds: Sequence[str]) -> float:
-    """SQuAD's F1 of the normalised tokens, the best over the golds.
-
-    >>> token_f1("the capital is Paris", ["Paris"])
-    0.5
-    """
-    predicted = Counter(normalize_answer(prediction).split())
-    return max((_f1(predicted, gold) for gold in usable_golds(golds)), default=0.0)
-
-
-def _f1(predicted: Counter, gold: str) -> float:
-    expected = Counter(normalize_answer(gold).split())
-    common = (predicted & expected).total()
-    if not common:
-        return 0.0
-    precision, recall = common / predicted.total(), common / expected.total()
-    return 2 * precision * recall / (precision + recall)
 
 
 METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
@@ -117,3 +64,32 @@ def shown_interval(values: Sequence[float], sign: str = "") -> str:
     '1.2 [0.0, 2.5]'
     """
     return "{:{sign}.1f} [{:{sign}.1f}, {:{sign}.1f}]".format(*values, sign=sign)
+
+
+def ratio_interval(
+    numerators: np.ndarray,
+    denominators: np.ndarray,
+    confidence: float = 0.95,
+    num_resamples: int = 10_000,
+    seed: int = 0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Percentile bootstrap interval of `sum(numerators) / sum(denominators)`, over rows.
+
+    Args:
+        numerators, denominators (`np.ndarray` of shape `(num_rows, ...)`): Of each row.
+
+    Returns:
+        Lower and upper ends, each of the shape of a row.
+
+    >>> low, high = ratio_interval(np.array([2.0, 4.0]), np.array([1.0, 2.0]))
+    >>> float(low), float(high)
+    (2.0, 2.0)
+    """
+    generator = np.random.default_rng(seed)
+    ratios = []
+    for _ in range(num_resamples):
+        picks = generator.integers(len(numerators), size=len(numerators))
+        ratios.append(numerators[picks].sum(axis=0) / denominators[picks].sum(axis=0))
+    low, high = np.quantile(ratios, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0)
+    return low, high

@@ -1,8 +1,7 @@
-"""Operations of a prefill with slots, for the refinement that the slots really took.
+"""Operations of a prefill with slots, for the refinement that the slots really took, by the formulas of the core.
 
-By the formula of `refinement_arcaligner.py`: the products with weights and of attention, for one row alone,
-without its padding. The head's one row of logits and the sentence encoder are not counted, nor are closed slots that a
-step computes beside many open ones.
+Counted are the products with weights and of attention, for one row without its padding. Not counted are the head's one
+row of logits, the sentence encoder, and closed slots that a step computes beside many open ones.
 """
 
 import contextlib

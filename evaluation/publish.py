@@ -1,8 +1,9 @@
-"""From a run to what readers see: results and card of the checkpoint, `docs/results.md`, `docs/speed.md`, the README.
+"""From a run to what readers see: results and card of the checkpoint, `docs/results.md`, the README's tables.
 
     python -m arcaligner.evaluation.publish --run runs/evaluation --figures runs/figures
 
-No number in these is typed by hand; each comes from the run's answers, or from the data beside a figure.
+No number in these is typed by hand; each comes from the run's answers, or from the data beside a figure. The speed is
+published by `python -m arcaligner.benchmarks.report`.
 """
 
 import json
@@ -12,38 +13,22 @@ from typing import Annotated, Any
 
 import typer
 
-from ..benchmarks.latency_page import first_token_table, speed_page
-from ..files import run_command
 from ..configuration_arcaligner import ArcAlignerConfig
+from ..files import run_command, write_whole
 from ..model_card import METRIC_TITLES, RESULTS_FILE, write_model_card
-from ..train.saving import write_whole
-from .fingerprints import fingerprint
-from .methods import METHODS
-from .results import write_results
+from .methods import METHODS, find_method, fingerprint
+from .results import described, method_table, ratio_lines, results_page, write_results
 from .runs import answer_files
-from .tables import described, method_table, ratio_lines, results_page
 
 ROOT = Path(__file__).parents[1]
+DEFAULT_CHECKPOINT = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
 README_SETS = ("SQuAD", "NaturalQA", "HotpotQA", "PopQA_longtail")
-README_METHODS = [
-    METHODS[name].title
-    for name in (
-        "naive",
-        "empty_slot",
-        "truncated",
-        "llmlingua",
-        "xrag",
-        "projector_only",
-        "no_recursion",
-        "max_loop",
-        "arcaligner",
-        "standard_rag",
-        "full_text_lora",
-    )
-]
+README_METHODS = (
+    *("naive", "empty_slot", "truncated", "llmlingua", "xrag", "projector_only"),
+    *("no_lora", "no_recursion", "max_loop", "arcaligner", "standard_rag", "full_text_lora"),
+)
 MARKS = "<!-- results: evaluation/publish.py -->", "<!-- end of results -->"
-SPEED_MARKS = "<!-- speed: evaluation/publish.py -->", "<!-- end of speed -->"
-SPEED_FIGURES = ("latency", "budgets")  # on the page of speed, the others on that of results
+SPEED_FIGURES = ("latency", "budgets", "throughput")  # on the page of speed, the others on that of results
 INTRODUCTION = """\
 # Results
 
@@ -57,38 +42,17 @@ questions and greedy decoding (24 new tokens) in all rows; "fine-tuned" adds a L
 def publish(run: Path, checkpoint: Path, figures: Path | None, root: Path) -> None:
     """Writes all of it; pictures are copied to `docs/figures`."""
     check_weights(run, checkpoint)
-    report = latency_report(figures, checkpoint)
     results = write_results(run)
     shown = copy_figures(figures, root / "docs" / "figures") if figures else {}
-    on_speed = SPEED_FIGURES if report else ()
-    lines = [line for name, each in shown.items() if name not in on_speed for line in each]
+    lines = [line for name, each in shown.items() if name not in SPEED_FIGURES for line in each]
     page = "\n".join([INTRODUCTION, results_page(results), *(["## Figures", "", *lines] if lines else [])])
-    readme = with_block((root / "README.md").read_text(encoding="utf-8"), readme_tables(results))
-    pages = {root / "docs" / "results.md": page.rstrip() + "\n"}
-    if report:
-        lines = [line for name in on_speed for line in shown.get(name, [])]
-        pages[root / "docs" / "speed.md"] = speed_page(report, lines)
-        readme = with_block(readme, "\n".join(first_token_table(report)), SPEED_MARKS)
+    readme = with_block((root / "README.md").read_text(encoding="utf-8"), readme_tables(results), MARKS)
     write_whole(checkpoint / RESULTS_FILE, (run / RESULTS_FILE).read_text(encoding="utf-8"))
-    own = checkpoint.resolve().is_relative_to(root.resolve())
-    name = checkpoint.resolve().relative_to(root.resolve()).as_posix() if own else None
+    is_ours = checkpoint.resolve().is_relative_to(root.resolve())
+    name = checkpoint.resolve().relative_to(root.resolve()).as_posix() if is_ours else None
     write_model_card(ArcAlignerConfig.from_pretrained(checkpoint), checkpoint, name=name)
-    for path, text in (pages | {root / "README.md": readme}).items():
-        write_whole(path, text)
-
-
-def latency_report(figures: Path | None, checkpoint: Path) -> dict[str, Any] | None:
-    """The latency benchmark's report among the figures, if it is there.
-
-    Raises:
-        `ValueError`: of another model.
-    """
-    if figures is None or not (figures / "latency.json").exists():
-        return None
-    report = json.loads((figures / "latency.json").read_text(encoding="utf-8"))
-    if report["model"] != checkpoint.name:
-        raise ValueError(f"{figures / 'latency.json'} measured {report['model']}; expected {checkpoint.name}.")
-    return report
+    write_whole(root / "docs" / "results.md", page.rstrip() + "\n")
+    write_whole(root / "README.md", readme)
 
 
 def check_weights(run: Path, checkpoint: Path) -> None:
@@ -99,19 +63,20 @@ def check_weights(run: Path, checkpoint: Path) -> None:
     """
     expected = fingerprint(str(checkpoint))
     for file in answer_files(run):
-        if METHODS[file.method].checkpoint == "aligner" and (found := file.settings()["weights"]) != expected:
+        if find_method(file.method).checkpoint == "aligner" and (found := file.settings()["weights"]) != expected:
             raise ValueError(f"{file.path} was answered by weights {found}, {checkpoint} has {expected}.")
 
 
 def readme_tables(results: dict[str, Any]) -> str:
     """F1 and EM of the README's sets and methods."""
     sets = {name: results["sets"][name] for name in README_SETS if name in results["sets"]}
-    lines = [line for m in ("f1", "em") for line in method_table(METRIC_TITLES[m], sets, m, README_METHODS)]
+    titles = [METHODS[name].title for name in README_METHODS]
+    lines = [line for m in ("f1", "em") for line in method_table(METRIC_TITLES[m], sets, m, titles)]
     return "\n".join([*lines, *ratio_lines(sets), *described(results | {"sets": sets})])
 
 
-def with_block(text: str, block: str, marks: tuple[str, str] = MARKS) -> str:
-    """`text` with what stands between two marks replaced.
+def with_block(text: str, block: str, marks: tuple[str, str]) -> str:
+    """`text` with the part between two marks replaced.
 
     Raises:
         `ValueError`: the marks are not there once each, in order.
@@ -123,24 +88,23 @@ def with_block(text: str, block: str, marks: tuple[str, str] = MARKS) -> str:
 
 
 def copy_figures(source: Path, folder: Path) -> dict[str, list[str]]:
-    """Copies the SVG and data of each analysis; by its name, the lines that show it with its reading help."""
+    """Copies the SVG and data of each analysis; by its name, the Markdown lines that show it with its caption."""
     lines = {}
     folder.mkdir(parents=True, exist_ok=True)
     for data in sorted(source.glob("*.json")):
         picture = data.with_suffix(".svg")
         if picture.exists():
             for path in (data, picture):
-                shutil.copyfile(path, folder / path.name)
-            reading = json.loads(data.read_text(encoding="utf-8"))["reading"]
-            lines[data.stem] = [f"![{data.stem.replace('_', ' ')}](figures/{picture.name})", "", reading, ""]
+                if path.resolve().parent != folder.resolve():
+                    shutil.copyfile(path, folder / path.name)
+            caption = json.loads(data.read_text(encoding="utf-8"))["reading"]
+            lines[data.stem] = [f"![{data.stem.replace('_', ' ')}](figures/{picture.name})", "", caption, ""]
     return lines
 
 
 def main(
     run: Annotated[Path, typer.Option(help="Folder of an evaluation.")] = Path("runs/evaluation"),
-    checkpoint: Annotated[Path, typer.Option(help="The aligner that was measured.")] = (
-        ROOT / "checkpoints" / "arcaligner-smollm2-135m"
-    ),
+    checkpoint: Annotated[Path, typer.Option(help="The aligner that was measured.")] = DEFAULT_CHECKPOINT,
     figures: Annotated[Path | None, typer.Option(help="Folder of the analyses.")] = None,
 ) -> None:
     """Writes results, card, docs/results.md and the README's table from a run."""

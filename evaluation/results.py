@@ -1,21 +1,34 @@
-"""From the answers of a run to `results.json`: means with intervals, and differences on the same questions."""
+"""From the answers of a run to `results.json` and its tables: means with intervals, paired differences."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..model_card import RESULTS_FILE
-from ..train.saving import write_whole
+import numpy as np
+
+from ..files import write_whole
+from ..model_card import METRIC_TITLES, RESULTS_FILE
 from .judge import judges_of, read_verdicts, verdict_path
-from .methods import METHODS
-from .metrics import METRICS, percent_interval
+from .methods import ABLATIONS, METHODS, find_method, sort_key
+from .metrics import METRICS, percent_interval, ratio_interval, shown_interval
 from .runs import AnswerFile, answer_files
-from .tables import results_page
 from .tasks import TASKS
 
 MAIN = "arcaligner"
+MAIN_TITLE = METHODS[MAIN].title
+# The two ends of retention: reads nothing, reads all of the text.
+FLOOR, CEILING = "naive", "full_text_lora"
 # Methods that read all of the text, or nothing of it.
 NOT_COMPRESSED = ("standard_rag", "full_text_lora", "empty_slot")
+PAPER = json.loads((Path(__file__).parent / "paper_results.json").read_text(encoding="utf-8"))
+# Titles of the same design here and in the paper.
+SAME_IN_PAPER = {"xRAG (our training)": "xRAG", "xRAG (released)": "xRAG"}
+
+Answers = dict[str, dict[str, Any]]  # by question id
+
+
+# Numbers
 
 
 def write_results(run: Path) -> dict[str, Any]:
@@ -37,16 +50,17 @@ def summarize(run: Path) -> dict[str, Any]:
     Returns:
         `dict`: `{"machine", "questions", "sets": {title: {"questions", "recall", "compression_rate", "methods",
         "differences"}}}`. `methods` has, by title, `[mean, low, high]` of each metric with 95 % bootstrap intervals
-        over questions, `acc` by judge, and the costs. `differences` has the same of ArcAligner less a method, paired
-        by question.
+        over questions, `acc` by judge, `retention` (see [`retention`]) and the costs. `differences` has the same of
+        ArcAligner less a method, paired by question.
     """
     files = {(file.task, file.method): file for file in answer_files(run)}
     if not files:
         raise ValueError(f"{run} holds no answers. `python -m arcaligner evaluate` writes them.")
-    answers = {key: {each["id"]: each for each in judged(file)} for key, file in files.items()}
     sets = {}
     for task in TASKS:
-        of_task = {name: answers[task, name] for name in METHODS if answers.get((task, name))}
+        names = sorted((method for name, method in files if name == task), key=sort_key)
+        of_task = {name: {each["id"]: each for each in judged(files[task, name])} for name in names}
+        of_task = {name: answers for name, answers in of_task.items() if answers}
         if of_task:
             _check_pairs(run, task, of_task)
             sets[TASKS[task].title] = _summarize_task(task, of_task)
@@ -59,15 +73,15 @@ def summarize(run: Path) -> dict[str, Any]:
 
 
 def judged(file: AnswerFile) -> list[dict[str, Any]]:
-    """The answers in a file, each with the `acc` it has from each judge that judged it."""
+    """The answers in a file, each with the `acc` that it has from each judge that judged it."""
     rows = file.read()
     verdicts = {judge: read_verdicts(verdict_path(file, judge), rows).scores for judge in judges_of(file)}
     accs = [{judge: scores[row["id"]] for judge, scores in verdicts.items() if row["id"] in scores} for row in rows]
     return [row | {"acc": acc} for row, acc in zip(rows, accs, strict=True)]
 
 
-def _check_pairs(run: Path, task: str, of_task: dict[str, dict[str, dict]]) -> None:
-    """Refuses answers of two methods to questions of one id with other passages or golds."""
+def _check_pairs(run: Path, task: str, of_task: dict[str, Answers]) -> None:
+    """Refuses answers of two methods to questions of the same id with other passages or golds."""
     rows: dict[str, tuple[str, str]] = {}
     for method, found in of_task.items():
         for key, answer in found.items():
@@ -79,26 +93,26 @@ def _check_pairs(run: Path, task: str, of_task: dict[str, dict[str, dict]]) -> N
                 )
 
 
-def _summarize_task(task: str, of_task: dict[str, dict[str, dict]]) -> dict[str, Any]:
+def _summarize_task(task: str, of_task: dict[str, Answers]) -> dict[str, Any]:
     first = next(iter(of_task.values())).values()
     entry: dict[str, Any] = {
         "task": task,
         "questions": max(len(found) for found in of_task.values()),
         "recall": percent_interval([each["recall"] for each in first]),
-        "methods": {METHODS[name].title: _summarize_method(name, found) for name, found in of_task.items()},
+        "methods": {find_method(name).title: _summarize_method(name, of_task) for name in of_task},
     }
     if MAIN in of_task:
         found = of_task[MAIN].values()
         entry["compression_rate"] = _rate(found)
         entry["slots_per_question"] = sum(each["context_tokens"] for each in found) / len(found)
         entry["differences"] = {
-            METHODS[name].title: compare(of_task[MAIN], other) for name, other in of_task.items() if name != MAIN
+            find_method(name).title: compare(of_task[MAIN], other) for name, other in of_task.items() if name != MAIN
         }
     return entry
 
 
-def _summarize_method(name: str, found: dict[str, dict]) -> dict[str, Any]:
-    rows = list(found.values())
+def _summarize_method(name: str, of_task: dict[str, Answers]) -> dict[str, Any]:
+    rows = list(of_task[name].values())
     numbers: dict[str, Any] = {
         "questions": len(rows),
         "context_tokens": sum(row["context_tokens"] for row in rows) / len(rows),
@@ -111,10 +125,13 @@ def _summarize_method(name: str, found: dict[str, dict]) -> dict[str, Any]:
     numbers["acc"] = {
         judge: percent_interval([row["acc"][judge] for row in rows if judge in row["acc"]]) for judge in judges
     }
-    return numbers | {metric: percent_interval([row[metric] for row in rows]) for metric in METRICS}
+    numbers |= {metric: percent_interval([row[metric] for row in rows]) for metric in METRICS}
+    if name not in (FLOOR, CEILING) and (kept := retention(of_task[name], of_task)):
+        numbers["retention"] = kept
+    return numbers
 
 
-def compare(ours: dict[str, dict], other: dict[str, dict]) -> dict[str, Any]:
+def compare(ours: Answers, other: Answers) -> dict[str, Any]:
     """A paired bootstrap over the questions that both answered: `[difference, low, high]` of each metric."""
     shared = [key for key in ours if key in other]
     if not shared:
@@ -124,6 +141,196 @@ def compare(ours: dict[str, dict], other: dict[str, dict]) -> dict[str, Any]:
     }
 
 
+def retention(found: Answers, of_task: dict[str, Answers]) -> list[float] | None:
+    """
+    How much of what reading the text adds is kept: `(F1 - closed book) / (fine-tuned full text - closed book)`.
+
+    Args:
+        found (`dict`): The answers of a method.
+        of_task (`dict`): The answers of all methods.
+
+    Returns:
+        `list[float]`: Percent with the ends of its 95 % bootstrap interval, over the questions that all three answered;
+        `None` where one of them is missing, or where reading the text adds nothing.
+    """
+    floor, ceiling = of_task.get(FLOOR, {}), of_task.get(CEILING, {})
+    shared = [key for key in found if key in floor and key in ceiling]
+    gained = np.array([found[key]["f1"] - floor[key]["f1"] for key in shared])  # (num_questions,)
+    possible = np.array([ceiling[key]["f1"] - floor[key]["f1"] for key in shared])
+    if possible.sum() <= 0:
+        return None
+    ends = ratio_interval(gained, possible)
+    return [100 * float(each) for each in (gained.sum() / possible.sum(), *ends)]
+
+
 def _rate(rows) -> float:
-    """Tokens of the passages for each position of the prompt that stands for them."""
+    """Tokens of the passages per position of the prompt that stands for them."""
     return sum(row["passage_tokens"] for row in rows) / sum(row["context_tokens"] for row in rows)
+
+
+# Tables
+
+
+def results_page(results: dict[str, Any]) -> str:
+    """All tables of a run."""
+    sets = results["sets"]
+    titles = method_titles(sets)
+    ablations = {METHODS[name].title for name in ABLATIONS}
+    ablations = [title for title in titles if title in ablations]
+    lines: list[str] = []
+    for metric in ("f1", "em", "em_raw"):
+        lines += method_table(METRIC_TITLES[metric], sets, metric)
+    lines += method_table("Retention of F1", sets, "retention")
+    lines += accuracy_tables(sets, titles)
+    ablation = [method_table(METRIC_TITLES[metric], sets, metric, ablations) for metric in ("em", "f1")]
+    differences = [difference_table(METRIC_TITLES[metric], sets, metric) for metric in ("f1", "em")]
+    lines += _section("Ablation", *ablation, accuracy_tables(sets, ablations))
+    lines += _section(f"{MAIN_TITLE} less another method, on the same questions", *differences, ratio_lines(sets))
+    lines += _section("Costs", cost_table(sets))
+    lines += _section("The paper's numbers", paper_table(sets))
+    return "\n".join([*lines, *described(results), ""])
+
+
+def method_titles(sets: dict) -> list[str]:
+    """Titles of all methods in `sets`, in the order of `METHODS`, the rates of a method behind it."""
+    found = {title for entry in sets.values() for title in entry["methods"]}
+    order = {method.title: number for number, method in enumerate(METHODS.values())}
+    return sorted(found, key=lambda title: (order[title.split(" (per ")[0]], _rate_in_title(title)))
+
+
+def _rate_in_title(title: str) -> float:
+    rate = title.partition(" (per ")[2].split(" ")[0].rstrip(")")
+    return float(rate) if rate.isdecimal() else 0.0 if not rate else float("inf")
+
+
+def _section(title: str, *parts: list[str]) -> list[str]:
+    """Lines under a heading; no heading without lines."""
+    lines = [line for part in parts for line in part]
+    return [f"## {title}", "", *lines] if lines else []
+
+
+def method_table(title: str, sets: dict, metric: str, methods: list[str] | None = None) -> list[str]:
+    """Methods down, sets across, a mean with its interval in each cell, and the number of questions if not all."""
+
+    def show(entry: dict, method: str) -> str | None:
+        numbers = entry["methods"].get(method, {})
+        shown = _interval(numbers.get(metric))
+        return f"{shown} of {numbers['questions']}" if shown and numbers["questions"] < entry["questions"] else shown
+
+    return table(title, method_titles(sets) if methods is None else methods, sets, show)
+
+
+def accuracy_tables(sets: dict, methods: list[str]) -> list[str]:
+    """One table of judged accuracy per judge."""
+    judges = sorted({judge for entry in sets.values() for each in entry["methods"].values() for judge in each["acc"]})
+    lines = []
+    for judge in judges:
+
+        def show(entry: dict, method: str, judge: str = judge) -> str | None:
+            return _interval(entry["methods"].get(method, {"acc": {}})["acc"].get(judge))
+
+        lines += table(f"Acc, judged by {judge}", methods, sets, show)
+    return lines
+
+
+def difference_table(title: str, sets: dict, metric: str) -> list[str]:
+    """The main method's mean less another's."""
+
+    def show(entry: dict, method: str) -> str | None:
+        return _interval(entry.get("differences", {}).get(method, {}).get(metric), sign="+")
+
+    return table(f"{title}, {MAIN_TITLE} less", method_titles(sets), sets, show)
+
+
+def cost_table(sets: dict) -> list[str]:
+    """What each method reads, and how long it takes."""
+
+    def show(entry: dict, method: str) -> str | None:
+        numbers = entry["methods"].get(method)
+        if numbers is None:
+            return None
+        rate = f", x{numbers['compression_rate']:.1f}" if "compression_rate" in numbers else ""
+        return f"{numbers['context_tokens']:.1f}{rate}, {numbers['seconds']:.2f} s"
+
+    return table("positions for the passages, rate, seconds a question", method_titles(sets), sets, show)
+
+
+def ratio_lines(sets: dict, metric: str = "f1") -> list[str]:
+    """The main method's mean over those of nothing read, of an empty slot, and of the fine-tuned upper bound."""
+    lines = []
+    for name in ("naive", "empty_slot", "projector_only", "full_text_lora"):
+        other = METHODS[name].title
+        ratios = [
+            f"{title} {entry['methods'][MAIN_TITLE][metric][0] / entry['methods'][other][metric][0]:.2f}"
+            for title, entry in sets.items()
+            if {MAIN_TITLE, other} <= set(entry["methods"]) and entry["methods"][other][metric][0]
+        ]
+        if ratios:
+            lines.append(f"- {METRIC_TITLES[metric]} of {MAIN_TITLE} over that of {other}: {', '.join(ratios)}.")
+    return [*lines, ""] if lines else []
+
+
+def paper_table(sets: dict) -> list[str]:
+    """EM / F1 / Acc of the paper, for the sets that were measured here."""
+    shared = {name: {"paper": PAPER["sets"][name]} for name in sets if name in PAPER["sets"]}
+    methods = list(dict.fromkeys(method for entry in shared.values() for method in entry["paper"]))
+
+    def show(entry: dict, method: str) -> str | None:
+        numbers = entry["paper"].get(method)
+        return None if numbers is None else " / ".join(f"{number:.1f}" for number in numbers)
+
+    return [*table("EM / F1 / Acc, Mistral 7B", methods, shared, show), *order_lines(sets)]
+
+
+def order_lines(sets: dict, metric: str = "f1") -> list[str]:
+    """For each set of the paper, the order of the methods that both have, there and here."""
+    lines = []
+    column = PAPER["metrics"].index(metric)
+    for name, entry in sets.items():
+        paper = PAPER["sets"].get(name, {})
+        ours = {
+            SAME_IN_PAPER.get(title, title): numbers[metric][0]
+            for title, numbers in entry["methods"].items()
+            if SAME_IN_PAPER.get(title, title) in paper
+        }
+        if len(ours) < 2:
+            continue
+        theirs = {title: paper[title][column] for title in ours}
+        there, here = (sorted(scores, key=scores.get, reverse=True) for scores in (theirs, ours))
+        said = "the same order here" if there == here else f"here {' > '.join(here)}"
+        lines.append(f"- {name}, {METRIC_TITLES[metric]}: in the paper {' > '.join(there)}; {said}.")
+    return [*lines, ""] if lines else []
+
+
+def described(results: dict) -> list[str]:
+    """What the numbers are."""
+    counts = ", ".join(f"{name} {entry['questions']}" for name, entry in results["sets"].items())
+    recalls = ", ".join(f"{name} {entry['recall'][0]:.0f} %" for name, entry in results["sets"].items())
+    rates = ", ".join(
+        f"{name} {entry['slots_per_question']:.1f} (x{entry['compression_rate']:.0f})"
+        for name, entry in results["sets"].items()
+        if "compression_rate" in entry
+    )
+    return [
+        f"Questions: {counts}. Percent, with 95 % bootstrap intervals over questions; differences are paired. "
+        f"EM is non-strict: the answer contains a gold. A gold stands in the passages read: {recalls}. "
+        f"Slots a question, and tokens of text for each: {rates or 'none'}. "
+        f"{results['machine']}."
+    ]
+
+
+def table(title: str, rows: list[str], sets: dict, show: Callable[[dict, str], str | None]) -> list[str]:
+    """Lines of a Markdown table without empty rows; `show` makes a cell of a set's entry and a row's title."""
+    cells = {row: [show(entry, row) for entry in sets.values()] for row in rows}
+    shown = {row: found for row, found in cells.items() if any(cell is not None for cell in found)}
+    if not shown:
+        return []
+    lines = [f"| {title} | {' | '.join(sets)} |", "|---" * (len(sets) + 1) + "|"]
+    for row, found in shown.items():
+        name = f"**{row}**" if row == MAIN_TITLE else row
+        lines.append(f"| {name} | {' | '.join('-' if cell is None else cell for cell in found)} |")
+    return [*lines, ""]
+
+
+def _interval(values: list[float] | None, sign: str = "") -> str | None:
+    return None if values is None else shown_interval(values, sign)

@@ -1,53 +1,58 @@
-"""Retrieval as in the paper: dense, over a corpus; the first 20 passages re-ranked; the first k of them kept.
+"""Retrieval as in the paper: dense, over a corpus; the first 20 passages are re-ranked, and the first k of them kept.
 
     python -m arcaligner.evaluation.retrieval --questions nq.jsonl.gz --corpus paragraphs.jsonl.gz --output nq.jsonl
     python -m arcaligner.evaluation.retrieval --questions nq.jsonl.gz --corpus paragraphs.jsonl.gz --output nq.jsonl \\
         --retriever sentence-transformers/all-MiniLM-L6-v2 --reranker bi_encoder:sentence-transformers/all-MiniLM-L6-v2
 
 Writes the questions with the passages that were found and prints Recall@k. A retriever is any model of
-sentence-transformers; a checkpoint of transformers alone, such as Contriever's, is read by the mean of its tokens.
-Passages are compared by inner product of embeddings as the model's own pipeline makes them: these are of length 1, and
-the product is their cosine, where the pipeline normalises, and stay as they are where it does not, as Contriever's.
+sentence-transformers; a plain transformers checkpoint, such as Contriever, is read by the mean of its tokens. Passages
+are compared by the inner product of embeddings, normalized or not as the model's own pipeline has them. A re-ranker is
+named by its kind and its model:
 
-    <cache_dir>/embeddings/<model>/           shards of embeddings; see retrieval_index.py
-    <cache_dir>/ranks/<corpus, models, top_n>/<questions>.json    passages found for 32 questions, with scores
+    rank_llm:castorini/rank_zephyr_7b_v1_full             RankZephyr, the paper's, by the package `rank_llm`, on a GPU
+    cross_encoder:cross-encoder/ms-marco-MiniLM-L6-v2     a CrossEncoder of sentence-transformers
+    bi_encoder:sentence-transformers/all-MiniLM-L6-v2     inner products of a SentenceTransformer's embeddings
 
-A part of a path in brackets is a digest of what it names, models by their files or commit: what was made from anything
-else is not found, and is made anew. A killed run goes on where it was.
+    <cache_dir>/embeddings/<retriever>/<texts>.npy                float16 embeddings of 2,048 passages
+    <cache_dir>/ranks/<corpus, models, top_n>/<questions>.json    the passages found for 32 questions, with scores
+
+A part of a path in brackets is a digest of what it names, models by their files or commit, so nothing is mixed up. A
+killed run continues where it stopped.
 """
 
 import gzip
 import hashlib
+import importlib.util
 import itertools
 import json
-import os
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Protocol
 
 import datasets
 import numpy as np
+import torch
 import typer
+from datasets import Features, Value
 from huggingface_hub import snapshot_download
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import CrossEncoder, SentenceTransformer
 
-from ..files import run_command
 from ..configuration_arcaligner import cache_directory, missing_model_message, resolve_encoder
-from ..train.corpora import JSON_LINES, read_rows
-from ..train.saving import write_whole
-from .answering import Row
+from ..files import digest, run_command, write_whole
+from ..train.corpora import JSON_LINES, Row, open_corpus, read_rows
 from .metrics import bootstrap_interval, contains_match, usable_golds
-from .reranking import check_installed, load_reranker, parse_reranker
-from .retrieval_index import embed_passages, open_passages, search
-from .runs import text_digest
+from .runs import to_lines
 
+PASSAGES_PER_SHARD = 2048
 QUESTIONS_PER_FILE = 32
 PAPER_RETRIEVER = "facebook/contriever"
 PAPER_RERANKER = "rank_llm:castorini/rank_zephyr_7b_v1_full"
 
+Passage = dict[str, str]
 # For each question, numbers and scores of the passages found, the best first.
 Ranks = list[tuple[list[int], list[float]]]
 
@@ -60,7 +65,7 @@ class RetrievalSettings:
     Args:
         corpus (`str`): Source of the passages; see `train/corpora.py`.
         retriever (`str`): Model of sentence-transformers, a folder or a Hub id.
-        reranker (`str`, *optional*): `kind:model`, see `evaluation/reranking.py`; `None` keeps the retriever's order.
+        reranker (`str`, *optional*): `kind:model`, see above; `None` keeps the retriever's order.
         top_n (`int`): How many passages are re-ranked.
         top_k (`int`): How many of them are kept.
 
@@ -91,7 +96,7 @@ def retrieve(rows: list[Row], settings: RetrievalSettings, cache_dir: Path, devi
     Args:
         rows (`list[dict]`): With `question`.
         settings ([`RetrievalSettings`]): From where and how.
-        cache_dir (`Path`): Where embeddings and what was found are kept.
+        cache_dir (`Path`): Where embeddings and ranks are kept.
         device (`str`): Where the models run.
 
     Returns:
@@ -127,15 +132,11 @@ def rank_passages(
         "retriever": retriever,
         "reranker": settings.reranker and model_version("re-ranker", parse_reranker(settings.reranker)[1]),
     }
-    folder = cache_dir / "ranks" / text_digest(made_from)
-    starts = range(0, len(questions), QUESTIONS_PER_FILE)
-    groups = [questions[start : start + QUESTIONS_PER_FILE] for start in starts]
-    files = [folder / f"{text_digest(group)}.json" for group in groups]
+    groups = [questions[i : i + QUESTIONS_PER_FILE] for i in range(0, len(questions), QUESTIONS_PER_FILE)]
+    files = [cache_dir / "ranks" / digest(made_from) / f"{digest(group)}.json" for group in groups]
     missing = [(group, file) for group, file in zip(groups, files, strict=True) if not file.exists()]
     if missing:
-        write_whole(folder / "made_from.json", json.dumps(made_from, indent=1))
-        shards = cache_dir / "embeddings" / text_digest(retriever)
-        _rank_missing(missing, passages, settings, shards, device)
+        _rank_missing(missing, passages, settings, cache_dir / "embeddings" / digest(retriever), device)
     return list(itertools.chain(*(json.loads(file.read_text(encoding="utf-8")) for file in files)))
 
 
@@ -143,7 +144,7 @@ def _rank_missing(
     missing: list[tuple[list[str], Path]],
     passages: datasets.Dataset,
     settings: RetrievalSettings,
-    shard_folder: Path,
+    folder: Path,
     device: str,
 ) -> None:
     """Writes a file for each group of questions."""
@@ -151,28 +152,26 @@ def _rank_missing(
     reranks = settings.reranker not in (None, f"bi_encoder:{settings.retriever}")
     if reranks:
         check_installed(settings.reranker)
-    questions = [question for group, _ in missing for question in group]
-    scores, numbers = _search(questions, passages, settings, shard_folder, device)
+    scores, numbers = _search(
+        [question for group, _ in missing for question in group], passages, settings, folder, device
+    )
     reranker = load_reranker(settings.reranker, device) if reranks else None
-    start = 0
+    found = zip(numbers.tolist(), scores.tolist(), strict=True)
     for group, file in track(missing, "re-ranking", transient=True, disable=reranker is None):
-        of_group = slice(start, start + len(group))
-        ranks = list(zip(numbers[of_group].tolist(), scores[of_group].tolist(), strict=True))
+        ranks = list(itertools.islice(found, len(group)))
         if reranker is not None:
-            candidates = [[passages[number] for number in found] for found, _ in ranks]
-            ranks = [
-                _sorted(found, new) for (found, _), new in zip(ranks, reranker.score(group, candidates), strict=True)
-            ]
+            candidates = [[passages[number] for number in numbers] for numbers, _ in ranks]
+            new_scores = reranker.score(group, candidates)
+            ranks = [_sorted(numbers, new) for (numbers, _), new in zip(ranks, new_scores, strict=True)]
         write_whole(file, json.dumps(ranks))
-        start += len(group)
 
 
 def _search(
-    questions: list[str], passages: datasets.Dataset, settings: RetrievalSettings, shard_folder: Path, device: str
+    questions: list[str], passages: datasets.Dataset, settings: RetrievalSettings, folder: Path, device: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Inner products and numbers of the passages found, (num_questions, top_n); the retriever is freed at the end."""
     model = SentenceTransformer(resolve_encoder(settings.retriever), device=device)
-    shards = embed_passages(passages, lambda texts: model.encode_document(texts, show_progress_bar=False), shard_folder)
+    shards = embed_passages(passages, lambda texts: model.encode_document(texts, show_progress_bar=False), folder)
     queries = model.encode_query(questions, show_progress_bar=False)  # (num_questions, width)
     return search(queries, shards, min(settings.top_n, len(passages)))
 
@@ -185,14 +184,14 @@ def _sorted(numbers: list[int], scores: list[float]) -> tuple[list[int], list[fl
 
 def model_version(kind: str, name: str) -> str:
     """
-    What tells a model from others: the digest of a folder's files, the commit of a model of the Hub.
+    The digest of a model folder's files, or the commit of a model of the Hub.
 
     Args:
         kind (`str`): What it is for, in messages.
         name (`str`): Folder or Hub id.
 
     Raises:
-        `OSError`: it is neither on this machine nor to be had from the Hub, with how to get it.
+        `OSError`: it is neither on this machine nor available from the Hub, with how to get it.
     """
     folder = Path(resolve_encoder(name))
     if not folder.is_dir():
@@ -200,14 +199,231 @@ def model_version(kind: str, name: str) -> str:
             return Path(snapshot_download(name, allow_patterns="*config.json")).name
         except (OSError, ValueError) as error:
             raise OSError(missing_model_message(kind, name, error)) from error
-    digest = hashlib.sha256()
+    found = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and path.suffix != ".md" and not name.startswith("."):
             with path.open("rb") as file:
                 content = hashlib.file_digest(file, "sha256").hexdigest()
-            digest.update(f"{name} {content}\n".encode())
-    return digest.hexdigest()
+            found.update(f"{name} {content}\n".encode())
+    return found.hexdigest()
+
+
+# The passages of a corpus and their embeddings
+
+
+def passage_text(passage: dict[str, Any]) -> str:
+    """A passage as encoders and re-rankers read it, the title before the text, as Contriever was evaluated."""
+    return f"{passage['title']} {passage['text']}".strip()
+
+
+def open_passages(source: str) -> datasets.Dataset:
+    """
+    The passages of a source, each once, in their order: `title` and `text`, memory-mapped.
+
+    Args:
+        source (`str`): See `train/corpora.py`.
+
+    Raises:
+        `ValueError`: no passage with a text.
+    """
+    corpus = open_corpus(source)
+    if not any(passage["text"].strip() for row in corpus for passage in row["passages"]):
+        raise ValueError(f"The corpus {source} has no passage with a text; there is nothing to retrieve from.")
+    return datasets.Dataset.from_generator(
+        _unique_passages,
+        features=Features(title=Value("string"), text=Value("string")),
+        gen_kwargs={"source": source, "version": corpus.fingerprint},
+    )
+
+
+def _unique_passages(source: str, version: str) -> Iterator[Passage]:
+    """`version` makes a changed source another data set."""
+    seen = set()
+    for row in open_corpus(source):
+        for passage in row["passages"]:
+            key = digest([passage["title"], passage["text"]])
+            if passage["text"].strip() and key not in seen:
+                seen.add(key)
+                yield passage
+
+
+def embed_passages(passages: datasets.Dataset, encode: Callable[[list[str]], np.ndarray], folder: Path) -> list[Path]:
+    """
+    Encodes the passages whose shard is not in `folder`, with a progress bar.
+
+    Args:
+        passages (`datasets.Dataset`): Of [`open_passages`].
+        encode (`Callable`): Texts to embeddings (num_texts, width); the same encoder for everything in `folder`.
+        folder (`Path`): Where shards are kept; made when missing.
+
+    Returns:
+        `list[Path]`: The shards, in order.
+
+    Raises:
+        `ValueError`: embeddings that are NaN, or infinite in float16.
+    """
+    shards = []
+    num_shards = -(-len(passages) // PASSAGES_PER_SHARD)
+    batches = passages.iter(PASSAGES_PER_SHARD)
+    for batch in track(batches, "encoding passages", total=num_shards, transient=True):
+        pairs = zip(batch["title"], batch["text"], strict=True)
+        texts = [passage_text({"title": title, "text": text}) for title, text in pairs]
+        shards.append(folder / f"{digest(texts)}.npy")
+        if shards[-1].exists():
+            continue
+        with np.errstate(over="ignore"):
+            embeddings = np.asarray(encode(texts)).astype(np.float16)  # (num_texts, width)
+        is_finite = np.isfinite(embeddings).all(axis=1)
+        if not is_finite.all():
+            bad = texts[int(np.argmin(is_finite))]
+            raise ValueError(
+                f"The retriever returned NaN, or values too large for float16, first for the passage {bad[:80]!r}. "
+                "Remove it from the corpus or use another retriever."
+            )
+        write_whole(shards[-1], lambda file, embeddings=embeddings: np.save(file, embeddings))
+    return shards
+
+
+def search(queries: np.ndarray, shards: list[Path], top_n: int) -> tuple[np.ndarray, np.ndarray]:
+    """
+    The passages with the largest inner products, exactly. One shard is in memory at a time.
+
+    Args:
+        queries (`np.ndarray` of shape `(num_queries, width)`): Embeddings of the questions.
+        shards (`list[Path]`): Of [`embed_passages`].
+        top_n (`int`): How many to find; at most the number of passages.
+
+    Returns:
+        Inner products and numbers of the passages, each `(num_queries, top_n)`, the best first.
+    """
+    try:
+        import faiss
+    except ImportError as error:
+        raise ImportError("Retrieval searches with FAISS, which is not installed: `pip install faiss-cpu`.") from error
+    best = faiss.ResultHeap(len(queries), top_n, keep_max=True)
+    start = 0
+    for shard in shards:
+        embeddings = np.load(shard).astype(np.float32)  # (num_passages, width)
+        most = min(top_n, len(embeddings))
+        scores, numbers = faiss.knn(queries, embeddings, most, metric=faiss.METRIC_INNER_PRODUCT)
+        best.add_result(scores, numbers + start)
+        start += len(embeddings)
+    best.finalize()
+    return best.D, best.I
+
+
+# Re-rankers
+
+
+class Reranker(Protocol):
+    """Scores passages."""
+
+    def score(self, questions: list[str], candidates: list[list[Passage]]) -> list[list[float]]:
+        """A score for each candidate of each question; larger is better."""
+
+
+class CrossEncoderReranker:
+    """Reads a question together with each passage."""
+
+    def __init__(self, name: str, device: str):
+        self.model = CrossEncoder(name, device=device)
+
+    def score(self, questions: list[str], candidates: list[list[Passage]]) -> list[list[float]]:
+        pairs = [
+            (question, passage_text(passage))
+            for question, passages in zip(questions, candidates, strict=True)
+            for passage in passages
+        ]
+        scores = iter(self.model.predict(pairs, show_progress_bar=False).tolist())
+        return [[next(scores) for _ in passages] for passages in candidates]
+
+
+class BiEncoderReranker:
+    """Encodes questions and passages separately; a passage that several questions share only once."""
+
+    def __init__(self, name: str, device: str):
+        self.model = SentenceTransformer(name, device=device)
+
+    def score(self, questions: list[str], candidates: list[list[Passage]]) -> list[list[float]]:
+        texts = [[passage_text(passage) for passage in passages] for passages in candidates]
+        numbers = {text: number for number, text in enumerate(dict.fromkeys(itertools.chain(*texts)))}
+        queries = self.model.encode_query(questions, show_progress_bar=False)  # (num_questions, width)
+        embeddings = self.model.encode_document(list(numbers), show_progress_bar=False)  # (num_texts, width)
+        return [
+            (embeddings[[numbers[text] for text in each]] @ query).tolist()
+            for query, each in zip(queries, texts, strict=True)
+        ]
+
+
+class RankLLMReranker:
+    """RankZephyr: reads all passages of a question at once and says their order; a score is minus the rank."""
+
+    def __init__(self, name: str, device: str):
+        from rank_llm.rerank.listwise import ZephyrReranker
+
+        self.model = ZephyrReranker(model_path=name, device=torch.device(device).type)
+
+    def score(self, questions: list[str], candidates: list[list[Passage]]) -> list[list[float]]:
+        from rank_llm.data import Candidate, Query, Request
+
+        requests = [
+            Request(
+                query=Query(text=question, qid=number),
+                candidates=[Candidate(docid, -float(docid), dict(passage)) for docid, passage in enumerate(passages)],
+            )
+            for number, (question, passages) in enumerate(zip(questions, candidates, strict=True))
+        ]
+        results = self.model.rerank_batch(requests, rank_end=max(map(len, candidates)))
+        ranks = [{candidate.docid: rank for rank, candidate in enumerate(each.candidates)} for each in results]
+        return [[-float(rank[docid]) for docid in range(len(rank))] for rank in ranks]
+
+
+RERANKERS = {"rank_llm": RankLLMReranker, "cross_encoder": CrossEncoderReranker, "bi_encoder": BiEncoderReranker}
+
+
+def parse_reranker(reranker: str) -> tuple[str, str]:
+    """Kind and model of a re-ranker.
+
+    >>> parse_reranker("cross_encoder:org/model")
+    ('cross_encoder', 'org/model')
+
+    Raises:
+        `ValueError`: no known kind, or no model.
+    """
+    kind, _, name = reranker.partition(":")
+    if kind not in RERANKERS or not name:
+        raise ValueError(
+            f"The re-ranker is {reranker!r}; expected kind:model, the kind one of {', '.join(RERANKERS)}, such as "
+            "'cross_encoder:cross-encoder/ms-marco-MiniLM-L6-v2'."
+        )
+    return kind, name
+
+
+def check_installed(reranker: str) -> None:
+    """Raises `ImportError` if the package of a re-ranker is missing, before anything is encoded."""
+    if parse_reranker(reranker)[0] == "rank_llm" and importlib.util.find_spec("rank_llm") is None:
+        raise ImportError(
+            f"The re-ranker {reranker} needs the package `rank_llm`, which is not installed: `pip install rank-llm` "
+            "(it brings vllm, and needs a GPU). Or name another re-ranker: cross_encoder:MODEL, bi_encoder:MODEL."
+        )
+
+
+def load_reranker(reranker: str, device: str) -> Reranker:
+    """
+    The re-ranker of a name, on a device.
+
+    Raises:
+        `OSError`: its model is neither on this machine nor available from the Hub.
+    """
+    kind, name = parse_reranker(reranker)
+    try:
+        return RERANKERS[kind](resolve_encoder(name), device)
+    except OSError as error:
+        raise OSError(missing_model_message("re-ranker", name, error)) from error
+
+
+# The command
 
 
 def recall_at_k(rows: list[Row], ks: tuple[int, ...] = (1, 5, 20)) -> dict[int, list[float]]:
@@ -243,24 +459,15 @@ def recall_table(recall: dict[int, list[float]]) -> Table:
     return table
 
 
-def write_rows(path: Path, rows: list[Row]) -> None:
-    """Writes JSON Lines in one step, gzipped where the name says so."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(temporary, "wt", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    os.replace(temporary, path)
-
-
 def main(
     questions: Annotated[Path, typer.Option(help="Rows with questions, JSON Lines.", exists=True, dir_okay=False)],
     corpus: Annotated[str, typer.Option(help="Source of the passages; see train/corpora.py.")],
     output: Annotated[Path, typer.Option(help="File for the rows with what was found: .jsonl or .jsonl.gz.")],
     retriever: Annotated[str, typer.Option(help="Model of sentence-transformers.")] = PAPER_RETRIEVER,
-    reranker: Annotated[str, typer.Option(help="kind:model, see evaluation/reranking.py, or `none`.")] = PAPER_RERANKER,
+    reranker: Annotated[str, typer.Option(help="kind:model, or `none`.")] = PAPER_RERANKER,
     top_n: Annotated[int, typer.Option(min=1, help="Passages that are re-ranked.")] = 20,
     top_k: Annotated[int, typer.Option(min=1, help="Passages that are kept.")] = 1,
-    num_questions: Annotated[int | None, typer.Option("-n", min=1, help="The first this many.")] = None,
+    num_questions: Annotated[int | None, typer.Option("-n", min=1, help="Only the first questions.")] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Where embeddings and ranks are kept.")] = None,
     device: Annotated[str, typer.Option(help="Where the models run.")] = "cpu",
 ) -> None:
@@ -271,8 +478,8 @@ def main(
     settings = RetrievalSettings(corpus, retriever, None if reranker == "none" else reranker, top_n, top_k)
     rows = read_rows(questions)[:num_questions]
     ranked = retrieve(rows, replace(settings, top_k=top_n), cache_dir, device)  # all of them, for the recall
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_rows(output, retrieve(rows, settings, cache_dir, device))
+    text = to_lines(retrieve(rows, settings, cache_dir, device)).encode()
+    write_whole(output, gzip.compress(text) if output.suffix == ".gz" else text)
     console = Console()
     comparable = [row for row in ranked if usable_golds(row["answers"])]
     if comparable:

@@ -1,13 +1,13 @@
-"""A run's folder: what each method answered to each question, one JSON line a question.
+"""A run's folder: what each method answered to each question, one JSON line per question.
 
     <run>/<task>/<method>.jsonl   id, question, answers, prediction, scores, tokens, seconds, prompt and row digests
     <run>/<task>/<method>.json    what they were made with; another configuration is refused
 
-Answers are appended batch by batch: a killed run goes on where it was, and several processes may fill different files.
+Answers are appended batch by batch: a killed run continues where it stopped, and several processes may fill different
+files.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -17,11 +17,28 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ..train.saving import write_whole
-from .answering import Row
+from ..files import digest, write_whole
+from ..train.corpora import Row
 
-# What may be other when a run goes on.
+# What may be different when a run continues.
 FREE_SETTINGS = {"machine", "checkpoint", "batch_size"}
+
+
+def row_digest(row: Row) -> str:
+    """Changes with a row's question, golds and passages."""
+    return digest([row["question"], row["answers"], row["passages"]])
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file that is appended to; the end of a killed run's last line is not one."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+def to_lines(records: Iterable[dict[str, Any]]) -> str:
+    """Records as JSON Lines."""
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
 @dataclass(frozen=True)
@@ -41,11 +58,8 @@ class AnswerFile:
         return self.path.with_suffix(".json")
 
     def read(self) -> list[dict[str, Any]]:
-        """All answers; of a line that a kill cut off, nothing."""
-        if not self.path.exists():
-            return []
-        lines = self.path.read_bytes().split(b"\n")
-        return [json.loads(line) for line in lines[:-1]]
+        """All answers."""
+        return read_lines(self.path)
 
     def settings(self) -> dict[str, Any]:
         """What the answers were made with."""
@@ -53,14 +67,14 @@ class AnswerFile:
 
     def open(self, settings: dict[str, Any], rows: list[Row]) -> list[Row]:
         """
-        Makes the file ready for the rows that are not answered yet.
+        Prepares the file for the rows that are not answered yet.
 
         Returns:
             `list[dict]`: These rows.
 
         Raises:
-            `ValueError`: answers made with other settings, or to rows of these ids with another question, gold or
-                passage.
+            `ValueError`: the file's answers were made with other settings, or to rows of the same ids with another
+                question, gold or passage.
         """
         known = {answer["id"]: answer["row"] for answer in self.read()}
         if known:
@@ -72,14 +86,15 @@ class AnswerFile:
 
     @contextlib.contextmanager
     def claim(self) -> Iterator[None]:
-        """Inside, this process alone appends; a line that a kill cut off is gone.
+        """Inside, only this process appends; the rest of a line that a kill cut off is removed.
 
         Raises:
             `ValueError`: another process appends.
         """
         try:
             with FileLock(self.path.with_suffix(".lock"), timeout=0):
-                self._cut_broken_line()
+                if self.path.exists():
+                    os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
                 yield
         except Timeout as error:
             raise ValueError(
@@ -88,9 +103,8 @@ class AnswerFile:
 
     def append(self, records: Iterable[dict[str, Any]]) -> None:
         """Adds answers, all of them on disk when it returns."""
-        text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(text)
+            file.write(to_lines(records))
             file.flush()
             os.fsync(file.fileno())
 
@@ -101,19 +115,14 @@ class AnswerFile:
             for key in {**before, **settings}
             if key not in FREE_SETTINGS and before.get(key) != settings.get(key)
         ]
-        changed += [f"row {row['id']} is another" for row in rows if known.get(row["id"], digest(row)) != digest(row)]
+        changed += [
+            f"row {row['id']} is another" for row in rows if known.get(row["id"], row_digest(row)) != row_digest(row)
+        ]
         if changed:
             raise ValueError(
                 f"{self.path} holds {len(known)} answers made otherwise: {', '.join(changed[:3])}. Name another folder "
                 "with `--output`, or delete the file to answer anew."
             )
-
-    def _cut_broken_line(self) -> None:
-        if self.path.exists():
-            whole = self.path.read_bytes()
-            length = whole.rfind(b"\n") + 1
-            if length < len(whole):
-                os.truncate(self.path, length)
 
 
 def answer_files(run: Path) -> list[AnswerFile]:
@@ -122,11 +131,7 @@ def answer_files(run: Path) -> list[AnswerFile]:
     return [AnswerFile(run, path.parent.name, path.stem) for path in paths]
 
 
-def digest(row: Row) -> str:
-    """Tells a row's question, golds and passages from others."""
-    return text_digest([row["question"], row["answers"], row["passages"]])
-
-
-def text_digest(value: Any) -> str:
-    """A short SHA-256 of a value that JSON can hold."""
-    return hashlib.sha256(json.dumps(value, ensure_ascii=False).encode()).hexdigest()[:16]
+def answers_to(rows: list[Row], run: Path, task: str, name: str) -> list[dict[str, Any]]:
+    """The answers to `rows`, of all that a file holds."""
+    asked = {row["id"] for row in rows}
+    return [answer for answer in AnswerFile(run, task, name).read() if answer["id"] in asked]

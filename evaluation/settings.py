@@ -1,7 +1,6 @@
-"""What an evaluation is asked for: the keys of a recipe with those of the command line over them."""
+"""What an evaluation is asked for: the keys of a recipe, and those of the command line over them."""
 
 import dataclasses
-import difflib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,11 @@ from typing import Any
 import yaml
 
 from ..configuration_arcaligner import cache_directory
-from .methods import METHODS, Checkpoints
+from ..files import refuse_unknown
+from ..segmentation_arcaligner import check_tokens_per_slot
+from .methods import METHODS, Checkpoints, find_method
 from .retrieval import RetrievalSettings
-from .tasks import TASKS
+from .tasks import TASKS, find_task
 
 RECIPES = Path(__file__).parent / "recipes"
 PASSAGES = ("given", "gold", "retrieved")
@@ -25,8 +26,8 @@ class TaskSettings:
     Args:
         passages (`str`): `"given"`, those of its rows; `"gold"`, those that the answer needs; `"retrieved"`, those
             found in a corpus.
-        top_k (`int`, *optional*): The first so many of them; all where it is left out.
-        num_questions (`int`, *optional*): The most questions; the task's own number where it is left out.
+        top_k (`int`, *optional*): Only the first ones; all without it.
+        num_questions (`int`, *optional*): The most questions; the task's own number without it.
     """
 
     passages: str = "given"
@@ -49,13 +50,13 @@ class EvaluationSettings:
 
     Args:
         tasks (`dict[str, TaskSettings]`): By name.
-        methods (`list[str]`): Names.
+        methods (`list[str]`): Names, of `methods.METHODS` or with a rate, such as `arcaligner_x4`.
         checkpoints ([`Checkpoints`]): What there is to read with.
         output (`Path`): The run's folder.
-        data (`Path`, *optional*): Folder of local files of tasks.
-        retrieval ([`RetrievalSettings`], *optional*): Needed for passages that are retrieved.
+        data (`Path`, *optional*): Folder with local files of the tasks.
+        retrieval ([`RetrievalSettings`], *optional*): Needed for retrieved passages.
         batch_size (`int`): Questions at a time.
-        cache_dir (`Path`): Where indices and retrieved passages are kept.
+        cache_dir (`Path`): Where embeddings and retrieved passages are kept.
     """
 
     tasks: dict[str, TaskSettings]
@@ -68,8 +69,11 @@ class EvaluationSettings:
     cache_dir: Path = field(default_factory=lambda: cache_directory() / "retrieval")
 
     def __post_init__(self):
-        _check_names("task", self.tasks, TASKS)
-        _check_names("method", self.methods, METHODS)
+        for kind, names, find in (("task", self.tasks, find_task), ("method", self.methods, find_method)):
+            for name in names:
+                find(name)
+            if not names:
+                raise ValueError(f"No {kind} is named.")
         if self.batch_size < 1:
             raise ValueError(f"`batch_size` is {self.batch_size}; at least 1 question is asked at a time.")
         needing = [name for name, task in self.tasks.items() if task.passages == "retrieved"]
@@ -81,10 +85,14 @@ class EvaluationSettings:
 
 
 # A recipe is flat: the fields of `Checkpoints` stand beside those of `EvaluationSettings`.
-_CHECKPOINT_KEYS = {"checkpoint": "aligner"} | {
-    each.name: each.name for each in dataclasses.fields(Checkpoints) if each.name != "aligner"
+_CHECKPOINT_KEYS = {
+    "checkpoint": "aligner",
+    **{each.name: each.name for each in dataclasses.fields(Checkpoints) if each.name != "aligner"},
 }
-_KEYS = {"tasks", "methods", "output", "data", "retrieval", "batch_size", "cache_dir"} | set(_CHECKPOINT_KEYS)
+_KEYS = [
+    *("tasks", "methods", "tokens_per_slot", "output", "data", "retrieval", "batch_size", "cache_dir"),
+    *_CHECKPOINT_KEYS,
+]
 
 
 def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str, Any]) -> EvaluationSettings:
@@ -93,17 +101,17 @@ def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str,
 
     Args:
         recipe (`str`, *optional*): Name of one in `evaluation/recipes`, or a file.
-        given (`dict`): Keys of the command line, over those of the recipe; `None` is not given.
+        given (`dict`): Keys of the command line, over those of the recipe; `None` is not given. With `tokens_per_slot`
+            (a list of numbers and `"segment"`) each method that has rates is asked for at each of them.
         of_tasks (`dict`): Keys of `TaskSettings` of the command line, for all tasks.
 
     Raises:
-        `ValueError`: an unknown recipe, key, task or method, with those that are known.
+        `ValueError`: an unknown recipe, key, task or method, with the nearest known one.
     """
     keys = read_recipe(recipe) if recipe else {}
     of_recipe, retrieval = _by_name(keys.get("tasks", {})), keys.get("retrieval", {})
     keys |= {key: value for key, value in given.items() if value is not None}
-    if unknown := sorted(set(keys) - _KEYS):
-        raise ValueError(f"Unknown keys: {', '.join(unknown)}. Known: {', '.join(sorted(_KEYS))}.")
+    refuse_unknown("the evaluation's settings", keys, _KEYS)
     tasks = _by_name(keys.get("tasks", list(TASKS)), of_recipe)
     over = {key: value for key, value in of_tasks.items() if value is not None}
     checkpoints = {field: keys[key] for key, field in _CHECKPOINT_KEYS.items() if key in keys}
@@ -111,16 +119,34 @@ def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str,
         raise ValueError("There is nothing to read with: name an aligner with `--checkpoint`.")
     if "output" not in keys:
         raise ValueError("Name a folder for the answers with `--output`.")
-    rest = {key: keys[key] for key in ("methods", "batch_size") if key in keys}
-    rest |= {key: Path(keys[key]) for key in ("data", "cache_dir") if key in keys}
+    rest = {key: Path(keys[key]) for key in ("data", "cache_dir") if key in keys}
+    if "batch_size" in keys:
+        rest["batch_size"] = keys["batch_size"]
     if "retrieval" in keys:
         rest["retrieval"] = _dataclass(RetrievalSettings, retrieval | keys["retrieval"], "retrieval")
     return EvaluationSettings(
-        **({"methods": list(METHODS)} | rest),
         tasks={name: _dataclass(TaskSettings, each | over, name) for name, each in tasks.items()},
+        methods=at_rates(keys.get("methods", list(METHODS)), keys.get("tokens_per_slot", [])),
         checkpoints=Checkpoints(**checkpoints),
         output=Path(keys["output"]),
+        **rest,
     )
+
+
+def at_rates(methods: list[str], tokens_per_slot: list[int | str]) -> list[str]:
+    """
+    Names of methods, those that have rates once for each rate.
+
+    >>> at_rates(["naive", "arcaligner"], [4, "segment"])
+    ['naive', 'arcaligner_x4', 'arcaligner_xsegment']
+    """
+    for rate in tokens_per_slot:
+        check_tokens_per_slot(rate)
+    found = []
+    for name in methods:
+        has_rates = bool(tokens_per_slot) and name in METHODS and METHODS[name].has_rates
+        found += [METHODS[name].at_rate(rate).name for rate in tokens_per_slot] if has_rates else [name]
+    return found
 
 
 def split_names(names: str | None) -> list[str] | None:
@@ -131,6 +157,16 @@ def split_names(names: str | None) -> list[str] | None:
     ['squad', 'nq']
     """
     return names and [name.strip() for name in names.split(",")]
+
+
+def split_rates(rates: str | None) -> list[int | str] | None:
+    """
+    Values of `tokens_per_slot` with commas between.
+
+    >>> split_rates("4,16,segment")
+    [4, 16, 'segment']
+    """
+    return rates and [int(rate) if rate.isdecimal() else rate for rate in split_names(rates)]
 
 
 def read_recipe(recipe: str) -> dict[str, Any]:
@@ -150,17 +186,5 @@ def _by_name(tasks: list[str] | dict[str, dict | None], known: dict[str, dict] |
 
 
 def _dataclass(kind: type, keys: dict[str, Any], where: str) -> Any:
-    known = {each.name for each in dataclasses.fields(kind)}
-    if unknown := sorted(set(keys) - known):
-        raise ValueError(f"{where}: unknown keys {', '.join(unknown)}; known: {', '.join(sorted(known))}.")
+    refuse_unknown(f"`{where}`", keys, [each.name for each in dataclasses.fields(kind)])
     return kind(**keys)
-
-
-def _check_names(kind: str, names, known: dict[str, Any]) -> None:
-    for name in names:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {close[0]}?" if close else ""
-            raise ValueError(f"There is no {kind} {name!r}.{hint} Known: {', '.join(known)}.")
-    if not names:
-        raise ValueError(f"No {kind} is named; known: {', '.join(known)}.")

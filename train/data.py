@@ -140,11 +140,11 @@ class ExampleBuilder:
                 segments, start = list(group), 0
                 for chunk in chunk_segments(segments, self.max_segments, f"{row['id']}:{document}"):
                     start += len(chunk)
-                    yield self._reconstruction_example(
+                    yield self.reconstruction_example(
                         row["id"], documents[document], chunk, segments[start : start + 1]
                     )
 
-    def _reconstruction_example(
+    def reconstruction_example(
         self, row_id: str, document: dict, chunk: list[SegmentTokens], following: list[SegmentTokens]
     ) -> Example:
         """Consecutive segments of a document as slots; their text and that of the `following` segment as targets."""

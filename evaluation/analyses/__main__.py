@@ -1,4 +1,4 @@
-"""The analyses as commands: each draws a figure and writes its data, with a line on how to read it.
+"""The analyses as commands: each draws a figure and writes its data, with a caption.
 
 python -m arcaligner.evaluation.analyses --help
 """
@@ -8,7 +8,6 @@ import logging
 import typer
 
 from ...files import exit_on_user_error
-from .backbones import backbones
 from .budgets import budgets
 from .four_way import four_way
 from .gates import gates
@@ -16,23 +15,13 @@ from .rates import rates
 from .reconstruction import reconstruction
 from .trajectories import trajectories
 
-COMMANDS = (
-    gates,
-    reconstruction,
-    trajectories,
-    four_way,
-    rates,
-    budgets,
-    backbones,
-)
-
 app = typer.Typer(
-    help="Draws the paper's figures: a picture as PNG and SVG, its data as JSON, and how to read it.",
+    help="Draws the paper's figures: a picture as PNG and SVG, its data as JSON, and a caption.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in COMMANDS:
+for command in (gates, reconstruction, trajectories, four_way, rates, budgets):
     app.command()(command)
 
 

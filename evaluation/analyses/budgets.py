@@ -1,7 +1,7 @@
 """Quality against operations: one aligner read with several settings of refinement and numbers of slots.
 
-    python -m arcaligner.evaluation.analyses budgets --recipe smollm2_135m --tasks squad,hotpotqa -n 200
-    python -m arcaligner.evaluation.analyses budgets --recipe smollm2_135m --tasks hotpotqa --knobs max_slots
+    python -m arcaligner.evaluation.analyzes budgets --recipe smollm2_135m --tasks squad,hotpotqa -n 200
+    python -m arcaligner.evaluation.analyzes budgets --recipe smollm2_135m --tasks hotpotqa --knobs max_slots
 
 Each knob is turned alone, and its curve goes through the aligner as it is configured. The operations of an answer are
 those of its prefill, with the steps that its own slots took.
@@ -12,6 +12,7 @@ those of its prefill, with the steps that its own slots took.
 import dataclasses
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -21,17 +22,16 @@ from matplotlib.lines import Line2D
 
 from ...configuration_arcaligner import ArcAlignerConfig
 from ...refinement_arcaligner import prefix_flops
-from ..answering import Row, full_text, text_inputs
-from ..evaluate import Variant, answer_tasks, load_rows
-from ..fingerprints import fingerprint
+from ...train.corpora import Row
+from ..answering import Answer, SlotAnswerer, full_text, load_aligner, text_inputs
+from ..evaluate import answer_tasks, load_rows
+from ..methods import fingerprint
 from ..operations import count_operations, recorded_depths
-from ..reading import Answer, SlotReader, load_aligner
+from ..runs import answers_to
 from ..settings import EvaluationSettings, read_settings, split_names
 from ..tasks import TASKS
-from .curves import METRICS, answers_to, draw_curve, quality
-from .figures import COLOURS, new_figure, save_analysis
-from .gates import check_gates
-from .options import FIGURES, Data, Folder
+from .figures import COLORS, FIGURES, QUALITY, Data, Folder, draw_curve, new_figure, quality, save_analysis
+from .gates import require_gates
 
 BUDGETS = (0.05, 0.1, 0.2)
 THRESHOLDS = (0.3, 0.5, 0.7, 0.9)
@@ -44,7 +44,7 @@ KNOBS = {
     "max_slots": {"drop": "-", "merge": "--"},
 }
 MARKERS = "os^Dvp"  # of the values of a knob, in order
-READING = (
+CAPTION = (
     "In each column one setting of the aligner is turned (a mark for each value), all others stay as they are "
     "configured. To the right: operations of the prefill of all questions, with the LoRA of the slots and the "
     "refinement that they really took (a gate counts in every layer, also behind a spent budget); 100 % are those of "
@@ -94,49 +94,33 @@ def curves_of(knobs: list[str], config: ArcAlignerConfig) -> Curves:
     return {curve: curves[curve] for knob in knobs for curve in KNOBS[knob]}
 
 
-class MeasuringReader:
-    """
-    Answers as a [`SlotReader`] does, and measures the operations of each answer's prefill and of StandardRAG's.
-
-    Args:
-        reader ([`SlotReader`]): Of an aligner with adaptive gates.
-        max_refinement_steps (`int`): Steps that a slot may take.
-    """
-
-    def __init__(self, reader: SlotReader, max_refinement_steps: int):
-        self.reader, self.max_refinement_steps = reader, max_refinement_steps
+class MeasuringAnswerer(SlotAnswerer):
+    """Measures the operations of each answer's prefill, with the steps that its slots took, and of StandardRAG's."""
 
     def answer(self, rows: list[Row]) -> list[Answer]:
-        model = self.reader.model
-        with recorded_depths(model) as depths:
-            answers = self.reader.answer(rows)
+        steps = self.refinement.get("max_refinement_steps", self.model.config.max_refinement_steps)
+        with recorded_depths(self.model) as depths:
+            answers = super().answer(rows)
         (depth,) = depths  # (batch, num_layers, max_slots), of the one prefill
-        texts = text_inputs(self.reader.processor, [full_text(row) for row in rows])["attention_mask"].sum(dim=1)
+        texts = text_inputs(self.processor, [full_text(row) for row in rows])["attention_mask"].sum(dim=1)
         measured = []
         for answer, depth_of_row, length in zip(answers, depth, texts.tolist(), strict=True):
-            operations = count_operations(model, answer.prompt_ids, depth_of_row, self.max_refinement_steps)
-            operations["standard_rag_flops"] = prefix_flops(model.model.layer_costs, length, num_slots=0)
+            operations = count_operations(self.model, answer.prompt_ids, depth_of_row, steps)
+            operations["standard_rag_flops"] = prefix_flops(self.model.model.layer_costs, length, num_slots=0)
             measured.append(dataclasses.replace(answer, measured=operations))
         return measured
 
 
-def load_reader(checkpoint: str, setting: Setting, device: str) -> MeasuringReader:
+def load_answerer(checkpoint: str, setting: Setting, device: str) -> MeasuringAnswerer:
     """The aligner, read with a setting."""
     model, processor = load_aligner(checkpoint, device)
-    check_gates(model, checkpoint)
-    slot_budget = {key: value for key, value in setting.changed.items() if key in ("max_slots", "slot_policy")}
-    refinement = {key: value for key, value in setting.changed.items() if key not in slot_budget}
-    reader = SlotReader(model, processor, "adaptive", refinement=refinement, slot_budget=slot_budget)
-    return MeasuringReader(reader, refinement.get("max_refinement_steps", model.config.max_refinement_steps))
+    require_gates(model, checkpoint)
+    slots = {key: value for key, value in setting.changed.items() if key in ("max_slots", "slot_policy")}
+    refinement = {key: value for key, value in setting.changed.items() if key not in slots}
+    return MeasuringAnswerer(model, processor, slots=slots, gate_mode="adaptive", **refinement)
 
 
-def variant_of(setting: Setting, checkpoint: str, weights: str, device: str) -> Variant:
-    """A setting as a way to answer."""
-    made_with = {"checkpoint": checkpoint, "weights": weights, **dataclasses.asdict(setting)}
-    return Variant(setting.name, setting.name, made_with, lambda: load_reader(checkpoint, setting, device))
-
-
-def analyse(settings: EvaluationSettings, knobs: list[str]) -> dict[str, Any]:
+def analyze(settings: EvaluationSettings, knobs: list[str]) -> dict[str, Any]:
     """
     Answers what is not answered yet, and measures quality and operations.
 
@@ -153,7 +137,9 @@ def analyse(settings: EvaluationSettings, knobs: list[str]) -> dict[str, Any]:
     weights = fingerprint(checkpoint)
     rows = {name: load_rows(name, task, settings) for name, task in settings.tasks.items()}
     for setting in dict.fromkeys(setting for points in curves.values() for setting in points.values()):
-        answer_tasks(variant_of(setting, checkpoint, weights, device), rows, settings)
+        made_with = {"checkpoint": checkpoint, "weights": weights, **dataclasses.asdict(setting)}
+        load = partial(load_answerer, checkpoint, setting, device)
+        answer_tasks(setting.name, setting.name, made_with, load, rows, settings)
     sets = {}
     for name, asked in rows.items():
         as_configured = answers_to(asked, settings.output, name, AS_CONFIGURED.name)
@@ -193,29 +179,29 @@ def measure(answers: list[dict[str, Any]], as_configured: list[dict[str, Any]]) 
 
 
 def draw(sets: dict[str, dict[str, list[dict[str, Any]]]], knobs: list[str]) -> Figure:
-    """A column for each knob, a row for each metric, a colour for each set of questions."""
-    shape = {"nrows": len(METRICS), "ncols": len(knobs), "sharex": "col", "sharey": "row", "squeeze": False}
-    figure, grid = new_figure(3.2 * len(knobs) + 0.6, 2.6 * len(METRICS) + 1.0, **shape)
-    colours = dict(zip(sets, itertools.cycle(COLOURS), strict=False))
-    for panels, metric in zip(grid, METRICS, strict=True):
+    """A column for each knob, a row for each metric, a color for each set of questions."""
+    shape = {"nrows": len(QUALITY), "ncols": len(knobs), "sharex": "col", "sharey": "row", "squeeze": False}
+    figure, grid = new_figure(3.2 * len(knobs) + 0.6, 2.6 * len(QUALITY) + 1.0, **shape)
+    colors = dict(zip(sets, itertools.cycle(COLORS), strict=False))
+    for panels, metric in zip(grid, QUALITY, strict=True):
         for axes, knob in zip(panels, knobs, strict=True):
             for (title, curves), (curve, line) in itertools.product(sets.items(), KNOBS[knob].items()):
-                draw_points(axes, curves[curve], metric, colours[title], line)
-        panels[0].set_ylabel(f"{METRICS[metric]}, %")
+                draw_points(axes, curves[curve], metric, colors[title], line)
+        panels[0].set_ylabel(f"{QUALITY[metric]}, %")
     for axes, knob in zip(grid[0], knobs, strict=True):
         explain(axes, knob, next(iter(sets.values())))
     figure.supxlabel("operations of the prefill, % of that with all slots and no refinement", fontsize=10)
-    handles = [set_line(colour, title, sets[title]) for title, colour in colours.items()]
+    handles = [set_line(color, title, sets[title]) for title, color in colors.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=2, frameon=False)
     return figure
 
 
-def draw_points(axes: Axes, points: list[dict[str, Any]], metric: str, colour: str, line: str) -> None:
+def draw_points(axes: Axes, points: list[dict[str, Any]], metric: str, color: str, line: str) -> None:
     """A curve with another mark for each value; hollow where the line is broken."""
-    draw_curve(axes, points, "cost", metric, color=colour, linestyle=line, linewidth=1, elinewidth=0.6, marker="")
-    filling = colour if line == "-" else "white"
+    draw_curve(axes, points, "cost", metric, color=color, linestyle=line, linewidth=1, elinewidth=0.6, marker="")
+    filling = color if line == "-" else "white"
     for point, marker in zip(points, itertools.cycle(MARKERS), strict=False):
-        axes.scatter(point["cost"], point[metric][0], s=28, marker=marker, color=filling, edgecolors=colour, zorder=3)
+        axes.scatter(point["cost"], point[metric][0], s=28, marker=marker, color=filling, edgecolors=color, zorder=3)
 
 
 def explain(axes: Axes, knob: str, curves: dict[str, list[dict[str, Any]]]) -> None:
@@ -233,11 +219,11 @@ def explain(axes: Axes, knob: str, curves: dict[str, list[dict[str, Any]]]) -> N
     axes.legend(handles=marks, title=knob, fontsize=8, handlelength=1.6, handletextpad=0.2, columnspacing=0.7, **place)
 
 
-def set_line(colour: str, title: str, curves: dict[str, list[dict[str, Any]]]) -> Line2D:
+def set_line(color: str, title: str, curves: dict[str, list[dict[str, Any]]]) -> Line2D:
     """A set of questions in the legend, and what 100 % of its operations are."""
     point = next(iter(curves.values()))[0]
     share = 100 * point["of_standard_rag"] / point["cost"]
-    return Line2D([], [], color=colour, label=f"{title} (100 % are {share:.0f} % of StandardRAG's)")
+    return Line2D([], [], color=color, label=f"{title} (100 % are {share:.0f} % of StandardRAG's)")
 
 
 def budgets(
@@ -246,7 +232,7 @@ def budgets(
     tasks: Annotated[str | None, typer.Option(help="Tasks, with commas between; else those of the recipe.")] = None,
     knobs: Annotated[str, typer.Option(help="What is turned, with commas between.")] = ",".join(KNOBS),
     data: Data = None,
-    num_questions: Annotated[int | None, typer.Option("-n", help="At most so many questions of each task.")] = None,
+    num_questions: Annotated[int | None, typer.Option("-n", help="Maximum number of questions of each task.")] = None,
     device: Annotated[str | None, typer.Option(help="Where models run: cpu, cuda.")] = None,
     folder: Folder = FIGURES,
 ) -> None:
@@ -260,6 +246,6 @@ def budgets(
         raise ValueError(f"There is no knob {', '.join(map(repr, unknown))}; known: {', '.join(KNOBS)}.")
     given = {"checkpoint": checkpoint, "tasks": split_names(tasks), "data": data, "device": device}
     settings = read_settings(recipe, given | {"output": folder / "budgets"}, {"num_questions": num_questions})
-    numbers = analyse(settings, names)
-    save_analysis(folder, "budgets", draw(numbers["sets"], names), numbers, READING)
-    typer.echo(READING)
+    numbers = analyze(settings, names)
+    save_analysis(folder, "budgets", draw(numbers["sets"], names), numbers, CAPTION)
+    typer.echo(CAPTION)

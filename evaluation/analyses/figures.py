@@ -1,22 +1,34 @@
-"""What each analysis leaves behind: `<name>.png`, `<name>.svg`, `<name>.json` with the numbers and how to read them."""
+"""What the analyses share: one style, curves and bars with intervals, options, and the files that each one writes."""
 
+import io
+import itertools
 import json
-import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import matplotlib
+import numpy as np
+import typer
 
 matplotlib.use("Agg")  # no window: files only
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-from ...train.saving import write_whole
+from ...files import write_whole
+from ..metrics import percent_interval
 
-# Told apart by people who see colours differently, too (Okabe and Ito).
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
+FIGURES = Path("runs/figures")
+Folder = Annotated[Path, typer.Option("--output", help="Folder for the figure and its data.")]
+Data = Annotated[Path | None, typer.Option(help="Folder of local files, TASK.jsonl.gz; else from the Hub.")]
+BatchSize = Annotated[int, typer.Option(help="Questions or paragraphs at a time.", min=1)]
+Device = Annotated[str, typer.Option(help="Where models run: cpu, cuda.")]
+
+# Told apart by people who see colors differently, too (Okabe and Ito).
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 STYLE = {
-    "axes.prop_cycle": matplotlib.cycler(color=COLOURS),
+    "axes.prop_cycle": matplotlib.cycler(color=COLORS),
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
@@ -28,21 +40,81 @@ STYLE = {
     "svg.hashsalt": "arcaligner",  # the same picture is the same file
     "savefig.bbox": "tight",
 }
+QUALITY = {"f1": "F1", "em": "EM (non-strict)"}
+
+# By group and title of a bar: mean, low and high end of its interval. A bar that is not there leaves a gap.
+Groups = dict[str, dict[str, list[float]]]
 
 
 def new_figure(width: float = 7.0, height: float = 3.5, **subplots: Any):
-    """A figure and its axes, inches wide and high, in the one style of all analyses."""
+    """A figure and its axes, in inches, in the style of all analyses."""
     with plt.rc_context(STYLE):
         return plt.subplots(figsize=(width, height), layout="constrained", **subplots)
 
 
-def save_analysis(folder: Path, name: str, figure: Figure, data: dict[str, Any], reading: str) -> None:
-    """Writes the picture in both forms and, with the line of reading help, the data; each in one step."""
-    folder.mkdir(parents=True, exist_ok=True)
+def save_analysis(folder: Path, name: str, figure: Figure, data: dict[str, Any], caption: str) -> None:
+    """Writes `<name>.png` and `<name>.svg`, and `<name>.json` with the numbers and, as `reading`, the caption."""
     with plt.rc_context(STYLE):
         for suffix, options in ((".png", {"dpi": 150}), (".svg", {"metadata": {"Date": None}})):
-            temporary = folder / f"{name}.{os.getpid()}{suffix}"
-            figure.savefig(temporary, **options)
-            os.replace(temporary, folder / f"{name}{suffix}")
+            picture = io.BytesIO()
+            figure.savefig(picture, format=suffix[1:], **options)
+            write_whole(folder / f"{name}{suffix}", picture.getvalue())
     plt.close(figure)
-    write_whole(folder / f"{name}.json", json.dumps({"reading": reading, **data}, indent=1, ensure_ascii=False) + "\n")
+    write_whole(folder / f"{name}.json", json.dumps({"reading": caption, **data}, indent=1, ensure_ascii=False) + "\n")
+
+
+def quality(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many answers there are and, for each of `QUALITY`, the mean in percent and the ends of its interval."""
+    scores = {metric: percent_interval([answer[metric] for answer in answers]) for metric in QUALITY}
+    return {"questions": len(answers), **scores}
+
+
+def reach(intervals) -> np.ndarray:
+    """How far intervals (num, 3) reach below and above their means, (2, num); an interval of one value may miss it."""
+    means, lows, highs = np.transpose(intervals)
+    return np.maximum(0, [means - lows, highs - means])
+
+
+def draw_curve(axes: Axes, points: list[dict[str, Any]], across: str, metric: str, **style: Any) -> None:
+    """A line through a metric of the points, with its intervals, across another of their numbers."""
+    intervals = [point[metric] for point in points]
+    style = {"marker": "o", "markersize": 4, "capsize": 2} | style
+    axes.errorbar([point[across] for point in points], [each[0] for each in intervals], reach(intervals), **style)
+
+
+def draw_panels(panels: dict[str, Groups], label: str) -> Figure:
+    """
+    A figure with a panel of grouped bars for each entry, two in a row.
+
+    Args:
+        panels (`dict[str, Groups]`): By title of the panel. A bar has the same color in all of them.
+        label (`str`): What the height of a bar is.
+    """
+    titles = dict.fromkeys(bar for groups in panels.values() for bars in groups.values() for bar in bars)
+    colors = dict(zip(titles, itertools.cycle(COLORS), strict=False))
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, grid = new_figure(4.6 * columns, 2.5 * rows + 0.5, nrows=rows, ncols=columns, squeeze=False, sharey=True)
+    for axes, (title, groups) in zip(grid.flat, panels.items(), strict=False):
+        draw_groups(axes, groups, colors)
+        axes.set_title(title)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_axis_off()
+    for axes in grid[:, 0]:
+        axes.set_ylabel(label)
+    patches = [Patch(color=color, label=title) for title, color in colors.items()]
+    figure.legend(handles=patches, loc="outside upper center", ncols=2 * columns, frameon=False)
+    return figure
+
+
+def draw_groups(axes: Axes, groups: Groups, colors: dict[str, str]) -> None:
+    """The bars of each group side by side, in the order of `colors`."""
+    width = 0.8 / len(colors)
+    for number, (title, color) in enumerate(colors.items()):
+        found = {place: bars[title] for place, bars in enumerate(groups.values()) if title in bars}
+        if found:
+            places = [place + (number - (len(colors) - 1) / 2) * width for place in found]
+            means = [interval[0] for interval in found.values()]
+            bars = {"yerr": reach([*found.values()]), "color": color, "error_kw": {"linewidth": 0.8}}
+            axes.bar(places, means, width, **bars)
+    axes.set_xticks(range(len(groups)), list(groups))

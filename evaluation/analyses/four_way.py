@@ -12,30 +12,21 @@ from typing import Annotated, Any
 import typer
 
 from ..judge import judged_scores
-from ..methods import METHODS
+from ..methods import find_method
 from ..metrics import percent_interval
 from ..runs import AnswerFile, answer_files
-from ..settings import split_names
+from ..settings import at_rates, split_names, split_rates
 from ..tasks import TASKS
-from .bars import draw_panels
-from .figures import save_analysis
-from .options import FIGURES, Folder
+from .figures import FIGURES, Folder, draw_panels, save_analysis
 
 CATEGORIES = ("TT", "TF", "FT", "FF")
 NAIVE, FULL_TEXT, MAIN = "naive", "standard_rag", "arcaligner"
-COMPARED = (
-    MAIN,
-    "xrag",
-    "xrag_released",
-    "projector_only",
-    "cocom_4",
-    "cocom_16",
-    "llmlingua",
-    "llmlingua2",
-)
+COMPARED = [MAIN, "xrag", "xrag_released", "projector_only", "cocom_4", "cocom_16", "llmlingua", "llmlingua2"]
 
 
-def analyse(run: Path, tasks: list[str] | None = None, judge: str | None = None) -> dict[str, Any]:
+def analyze(
+    run: Path, tasks: list[str] | None = None, judge: str | None = None, rates: list[int | str] | None = None
+) -> dict[str, Any]:
     """
     Shares of right answers in each category.
 
@@ -43,6 +34,7 @@ def analyse(run: Path, tasks: list[str] | None = None, judge: str | None = None)
         run (`Path`): Folder with answers.
         tasks (`list[str]`, *optional*): Names; all that the run has.
         judge (`str`, *optional*): What it says is right; without a judge, a non-strict exact match.
+        rates (`list`, *optional*): `tokens_per_slot` of the compressors that have rates; the checkpoint's own without.
 
     Returns:
         `dict`: `{"right", "sets": {title: {"questions", "categories": {"TT": {"questions", "methods": {title:
@@ -61,14 +53,17 @@ def analyse(run: Path, tasks: list[str] | None = None, judge: str | None = None)
         )
     return {
         "right": f"judged by {judge}" if judge else "non-strict EM",
-        "sets": {TASKS[name].title: analyse_task(run, name, judge) for name in tasks or known},
+        "sets": {
+            TASKS[name].title: analyze_task(run, name, judge, at_rates(COMPARED, rates or []))
+            for name in tasks or known
+        },
     }
 
 
-def analyse_task(run: Path, task: str, judge: str | None = None) -> dict[str, Any]:
-    """The entry of a task, over the questions that Naive and StandardRAG answered."""
-    right = {method: right_answers(run, task, method, judge) for method in (NAIVE, FULL_TEXT, *COMPARED)}
-    if missing := [method for method in (NAIVE, FULL_TEXT, MAIN) if not right[method]]:
+def analyze_task(run: Path, task: str, judge: str | None, compared: list[str]) -> dict[str, Any]:
+    """The entry of a task, over the questions that Naive and StandardRAG answered; the first method has to be there."""
+    right = {method: right_answers(run, task, method, judge) for method in (NAIVE, FULL_TEXT, *compared)}
+    if missing := [method for method in (NAIVE, FULL_TEXT, compared[0]) if not right[method]]:
         raise ValueError(_missing(run, task, missing, judge))
     members: dict[str, list[str]] = {category: [] for category in CATEGORIES}
     for key in right[NAIVE]:
@@ -76,11 +71,11 @@ def analyse_task(run: Path, task: str, judge: str | None = None) -> dict[str, An
             members["".join("T" if right[method][key] else "F" for method in (NAIVE, FULL_TEXT))].append(key)
     categories = {}
     for category, keys in members.items():
-        scores = {method: [right[method][key] for key in keys if key in right[method]] for method in COMPARED}
+        scores = {method: [right[method][key] for key in keys if key in right[method]] for method in compared}
         categories[category] = {
             "questions": len(keys),
             "methods": {
-                METHODS[method].title: {"questions": len(own), "right": sum(own), "share": percent_interval(own)}
+                find_method(method).title: {"questions": len(own), "right": sum(own), "share": percent_interval(own)}
                 for method, own in scores.items()
                 if own
             },
@@ -113,10 +108,13 @@ def four_way(
     run: Annotated[Path, typer.Option(help="Folder of a run, with answers.")] = Path("runs/evaluation"),
     tasks: Annotated[str | None, typer.Option(help="Tasks, with commas between; else all of the run.")] = None,
     judge: Annotated[str | None, typer.Option(help="Right is what this judge finds so, in place of EM.")] = None,
+    tokens_per_slot: Annotated[
+        str | None, typer.Option(help="Rates of the methods that have them, with commas.")
+    ] = None,
     folder: Folder = FIGURES,
 ) -> None:
     """Right answers by whether Naive and StandardRAG succeed."""
-    data = analyse(run, split_names(tasks), judge)
+    data = analyze(run, split_names(tasks), judge, split_rates(tokens_per_slot))
     panels = {
         title: {
             f"{category}\nn = {found['questions']}": {
@@ -126,10 +124,10 @@ def four_way(
         }
         for title, entry in data["sets"].items()
     }
-    reading = (
+    caption = (
         "Of the n questions that Naive (first letter) and StandardRAG (second) answer rightly (T) or wrongly (F), the "
         f"share that compressed passages get right ({data['right']}), with 95 % bootstrap intervals: FT shows what "
         "survives compression, TF how far misleading passages are resisted."
     )
-    save_analysis(folder, "four_way", draw_panels(panels, "right answers, %"), data, reading)
-    typer.echo(reading)
+    save_analysis(folder, "four_way", draw_panels(panels, "right answers, %"), data, caption)
+    typer.echo(caption)

@@ -14,19 +14,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.progress import track
 
-from ...cli import Checkpoint
 from ...modeling_arcaligner import ArcAlignerForCausalLM
 from ...processing_arcaligner import ArcAlignerProcessor
-from ..answering import Row, slot_inputs
-from ..batches import in_batches, longest_first
-from ..reading import load_aligner
+from ...train.corpora import Row
+from ..answering import in_batches, load_aligner, longest_first, slot_inputs
+from ..metrics import ratio_interval
 from ..settings import split_names
-from ..tasks import TASKS, choose_passages
-from .figures import new_figure, save_analysis
-from .intervals import ratio_interval
-from .options import FIGURES, BatchSize, Data, Device, Folder
+from ..tasks import choose_passages, find_task
+from .figures import FIGURES, BatchSize, Data, Device, Folder, new_figure, save_analysis
 
-READING = (
+CAPTION = (
     "Each line is a set of questions: how many loops a slot takes at a layer, the mean over all slots of the set's "
     "passages, the gold ones where these are marked. 1 is the single pass that every slot takes, {max_loops} the most. "
     "The band is a 95 % bootstrap interval over questions. The last layer never loops when an aligner answers: no "
@@ -35,29 +32,24 @@ READING = (
 
 
 def gates(
-    checkpoint: Checkpoint,
+    checkpoint: Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.")],
     folder: Folder = FIGURES,
     data: Data = None,
     tasks: Annotated[str, typer.Option(help="Tasks, with commas between.")] = "squad,nq,hotpotqa,popqa_longtail",
-    num_questions: Annotated[int, typer.Option("-n", help="At most so many questions of each task.", min=1)] = 500,
+    num_questions: Annotated[int, typer.Option("-n", help="Maximum number of questions of each task.", min=1)] = 500,
     batch_size: BatchSize = 16,
     device: Device = "cpu",
 ) -> None:
     """Draws how many loops the gates trigger at each layer, on several sets."""
-    names = split_names(tasks)
-    if unknown := [name for name in names if name not in TASKS]:
-        raise ValueError(f"There is no task {', '.join(map(repr, unknown))}; known: {', '.join(TASKS)}.")
-    rows = {name: rows_with_passages(name, TASKS[name].load(data, num_questions)) for name in names}
+    asked = [find_task(name) for name in split_names(tasks)]
+    rows = {task.title: rows_with_passages(task.name, task.load(data, num_questions)) for task in asked}
     model, processor = load_aligner(checkpoint, device)
-    check_gates(model, checkpoint)
-    sets = {
-        TASKS[name].title: summarize(count_loops(model, processor, asked, batch_size, TASKS[name].title))
-        for name, asked in rows.items()
-    }
-    reading = READING.format(max_loops=model.config.max_refinement_steps + 1)
+    require_gates(model, checkpoint)
+    sets = {title: summarize(count_loops(model, processor, each, batch_size, title)) for title, each in rows.items()}
+    caption = CAPTION.format(max_loops=model.config.max_refinement_steps + 1)
     numbers = {"checkpoint": checkpoint, "gate_mode": model.config.gate_mode, "sets": sets}
-    save_analysis(folder, "gates", draw(sets), numbers, reading)
-    typer.echo(reading)
+    save_analysis(folder, "gates", draw(sets), numbers, caption)
+    typer.echo(caption)
 
 
 def rows_with_passages(name: str, rows: list[Row]) -> list[Row]:
@@ -68,7 +60,7 @@ def rows_with_passages(name: str, rows: list[Row]) -> list[Row]:
     return found
 
 
-def check_gates(model: ArcAlignerForCausalLM, checkpoint: str) -> None:
+def require_gates(model: ArcAlignerForCausalLM, checkpoint: str) -> None:
     """Raises `ValueError` where no gate decides anything."""
     config = model.config
     if config.gate_mode != "adaptive" or not config.gated_layers:
@@ -114,7 +106,7 @@ def summarize(counts: np.ndarray) -> dict[str, Any]:
 
 
 def draw(sets: dict[str, dict[str, Any]]) -> Figure:
-    """Loops by layer, a line a set."""
+    """Loops by layer, one line per set."""
     figure, axes = new_figure()
     for title, numbers in sets.items():
         mean, low, high = np.transpose(numbers["loops"])  # each (num_layers,)

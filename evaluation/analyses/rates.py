@@ -1,156 +1,118 @@
-"""Quality against compression rate: answers from half a sentence, one and three sentences a slot.
+"""Quality against compression rate, from the answers of a run that holds several rates of a checkpoint.
 
-    python -m arcaligner.evaluation.analyses rates --recipe smollm2_135m --tasks squad,popqa_longtail
-    python -m arcaligner.evaluation.analyses rates --recipe smollm2_135m --checkpoint runs/half --checkpoint runs/three
+    python -m arcaligner evaluate --recipe smollm2_135m --methods naive,full_text_lora,arcaligner,truncated,llmlingua \\
+        --tokens-per-slot 4,8,16,segment
+    python -m arcaligner.evaluation.analyses rates --run runs/evaluation
 
-One aligner is read with each of these segmentations. Several are read with their own: the paper trains one for each.
-
-    <output>/rates/<task>/sentences_<n>.jsonl   the answers, as a run of `evaluate` keeps them; a killed one goes on
+A point is a method at a rate (`arcaligner_x4`): its F1 and retention, across the tokens of the passages that really
+stand behind one position of the prompt. Baselines at the same rate read as many positions. No model runs.
 """
 
-import copy
-from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, ScalarFormatter
+from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
-from ...processing_arcaligner import ArcAlignerProcessor
-from ..evaluate import Variant, answer_tasks, load_rows
-from ..fingerprints import fingerprint
-from ..reading import SlotReader, load_aligner
-from ..settings import EvaluationSettings, read_settings, split_names
-from ..tasks import TASKS
-from .curves import METRICS, answers_to, draw_curve, quality
-from .figures import new_figure, save_analysis
-from .options import FIGURES, Data, Folder
+from ..methods import METHODS, base_name, find_method
+from ..results import summarize
+from ..runs import answer_files
+from ..settings import split_names
+from ..tasks import TASKS, find_task
+from .figures import COLORS, FIGURES, Folder, draw_curve, new_figure, save_analysis
 
-SEGMENTATIONS = (0.5, 1, 3)  # of the paper: 12x, 24x, 72x
-
-
-@dataclass(frozen=True)
-class Reading:
-    """An aligner, what tells its weights from others, and how many sentences stand in each of its slots."""
-
-    checkpoint: str
-    weights: str
-    sentences_per_segment: float
-
-    @property
-    def name(self) -> str:
-        """Of its answers' files."""
-        return f"sentences_{self.sentences_per_segment:g}"
+MEASURES = {"f1": "F1, %", "retention": "retention of F1, %"}
+# The ends of what can be reached, drawn as horizontal lines of the F1 panels.
+BOUNDS = {"naive": ":", "full_text_lora": "--"}
+CAPTION = (
+    "Each line is a method, each point a rate at which the same checkpoint is read: to the right, one position of the "
+    "prompt stands for more tokens of the passages (measured). Baselines at a rate read as many positions as there are "
+    "slots. Retention is (F1 - closed book) / (fine-tuned full text - closed book). Dotted: closed book; dashed: the "
+    "fine-tuned full text. Bars are 95 % bootstrap intervals over questions."
+)
 
 
-def readings_of(checkpoints: list[str]) -> list[Reading]:
-    """One aligner with each of `SEGMENTATIONS`; several, each with its own.
-
-    Raises:
-        `ValueError`: two of several have the same; no checkpoint.
+def analyze(run: Path, tasks: list[str] | None = None) -> dict[str, Any]:
     """
-    weights = [fingerprint(each) for each in checkpoints]
-    if len(checkpoints) == 1:
-        return [Reading(checkpoints[0], weights[0], sentences) for sentences in SEGMENTATIONS]
-    own = [ArcAlignerProcessor.from_pretrained(each).sentences_per_segment for each in checkpoints]
-    if len(set(own)) < len(own):
-        listed = ", ".join(f"{each} has {sentences:g}" for each, sentences in zip(checkpoints, own, strict=True))
-        raise ValueError(
-            f"Two aligners have as many sentences a slot: {listed}. Name such as were trained with different "
-            "`sentences_per_segment`, or a single one, to be read with several."
-        )
-    readings = [Reading(*each) for each in zip(checkpoints, weights, own, strict=True)]
-    return sorted(readings, key=lambda each: each.sentences_per_segment)
-
-
-def analyse(settings: EvaluationSettings, checkpoints: list[str]) -> dict[str, Any]:
-    """
-    Answers what is not answered yet, and measures quality and rate.
+    The points of each method that was asked at several rates.
 
     Args:
-        settings ([`EvaluationSettings`]): Tasks, data and device, and the folder for answers; its methods are not used.
-        checkpoints (`list[str]`): One aligner or several, as in `readings_of`.
+        run (`Path`): Folder with answers.
+        tasks (`list[str]`, *optional*): Names; all that the run has.
 
     Returns:
-        `dict`: `{"trained_for_each", "sets": {title: [{"sentences_per_segment", "weights", "questions",
-        "compression_rate", "f1", "em"}]}}`, scores in percent with their intervals.
+        `dict`: `{"sets": {title: {"curves": {title: [point, ...]}, "bounds": {title: [mean, low, high]}}}}`, a point
+        with `tokens_per_slot`, `compression_rate`, `f1`, `em`, and `retention` where the run has its two ends.
+
+    Raises:
+        `ValueError`: no method at several rates, with the command that makes them.
     """
-    readings = readings_of(checkpoints)
-    rows = {name: load_rows(name, task, settings) for name, task in settings.tasks.items()}
-    for reading in readings:
-        answer_tasks(variant_of(reading, settings.checkpoints.device), rows, settings)
-    sets = {
-        TASKS[name].title: [measure(each, answers_to(asked, settings.output, name, each.name)) for each in readings]
-        for name, asked in rows.items()
+    wanted = {find_task(name).title for name in tasks or TASKS}
+    methods = [find_method(name) for name in sorted({file.method for file in answer_files(run)})]
+    sets = {}
+    for title, entry in summarize(run)["sets"].items():
+        curves: dict[str, list[dict[str, Any]]] = {}
+        for method in methods:
+            numbers = entry["methods"].get(method.title)
+            if numbers and method.tokens_per_slot is not None:
+                point = {key: numbers[key] for key in ("compression_rate", "f1", "em", "retention") if key in numbers}
+                point = {"tokens_per_slot": method.tokens_per_slot, **point}
+                curves.setdefault(METHODS[base_name(method)].title, []).append(point)
+        curves = {
+            name: sorted(points, key=lambda point: point["compression_rate"])
+            for name, points in curves.items()
+            if len(points) > 1
+        }
+        if curves and title in wanted:
+            titles = [METHODS[name].title for name in BOUNDS]
+            bounds = {each: entry["methods"][each]["f1"] for each in titles if each in entry["methods"]}
+            sets[title] = {"curves": curves, "bounds": bounds}
+    if not sets:
+        raise ValueError(
+            f"{run} has no method at several rates. `python -m arcaligner evaluate --tokens-per-slot 4,8,16,segment "
+            f"--output {run}`, with the other options of that run, adds them."
+        )
+    return {"sets": sets}
+
+
+def draw(sets: dict[str, dict[str, Any]]) -> Figure:
+    """A column for each set of questions, a row for each of `MEASURES` that there is."""
+    points = [point for entry in sets.values() for curve in entry["curves"].values() for point in curve]
+    measures = [measure for measure in MEASURES if any(measure in point for point in points)]
+    shape = {"nrows": len(measures), "ncols": len(sets), "sharex": True, "sharey": "row", "squeeze": False}
+    figure, grid = new_figure(3.4 * len(sets) + 0.6, 2.7 * len(measures) + 0.8, **shape)
+    titles = list(dict.fromkeys(title for entry in sets.values() for title in entry["curves"]))
+    for panels, measure in zip(grid, measures, strict=True):
+        for axes, (title, entry) in zip(panels, sets.items(), strict=True):
+            for method, curve in entry["curves"].items():
+                shown = [point for point in curve if measure in point]
+                color = COLORS[titles.index(method) % len(COLORS)]
+                if shown:
+                    draw_curve(axes, shown, "compression_rate", measure, label=method, color=color)
+            for name, line in BOUNDS.items():
+                if measure == "f1" and (bound := entry["bounds"].get(METHODS[name].title)):
+                    axes.axhline(bound[0], color="grey", linestyle=line, linewidth=1)
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(base=2))
+            axes.xaxis.set_major_formatter(ScalarFormatter())
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.set_title(title if measure == measures[0] else "")
+        panels[0].set_ylabel(MEASURES[measure])
+    figure.supxlabel("tokens of the passages per position", fontsize=10)
+    found = {
+        label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    return {"trained_for_each": len(checkpoints) > 1, "sets": sets}
-
-
-def variant_of(reading: Reading, device: str) -> Variant:
-    """A reading as a way to answer."""
-    title = f"{reading.sentences_per_segment:g} sentences a slot"
-    return Variant(reading.name, title, asdict(reading), lambda: load_reader(reading, device))
-
-
-def load_reader(reading: Reading, device: str) -> SlotReader:
-    """The aligner with the reading's segmentation; others that share its processor keep theirs."""
-    model, processor = load_aligner(reading.checkpoint, device)
-    processor = copy.copy(processor)
-    processor.sentences_per_segment = reading.sentences_per_segment
-    return SlotReader(model, processor, gate_mode="adaptive")
-
-
-def measure(reading: Reading, answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Quality of the answers, and tokens of their passages for each slot."""
-    return {
-        "sentences_per_segment": reading.sentences_per_segment,
-        "weights": reading.weights,
-        "compression_rate": sum(each["passage_tokens"] for each in answers)
-        / sum(each["context_tokens"] for each in answers),
-        **quality(answers),
-    }
-
-
-def draw(sets: dict[str, list[dict[str, Any]]]) -> Figure:
-    """A panel for each metric, a line for each set of questions."""
-    figure, panels = new_figure(9.0, 3.8, ncols=len(METRICS))
-    for axes, (metric, label) in zip(panels, METRICS.items(), strict=True):
-        for title, points in sets.items():
-            draw_curve(axes, points, "compression_rate", metric, label=title)
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(base=2, subs=(1.0, 1.5)))  # 8, 12, 16, 24, 32, 48, ...
-        axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.minorticks_off()
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("tokens of passages a slot")
-        axes.set_ylabel(f"{label}, %")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False)
+    figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=3, frameon=False)
     return figure
 
 
 def rates(
-    checkpoint: Annotated[
-        list[str] | None, typer.Option(help="An aligner, not the recipe's; repeated, several that were trained for it.")
-    ] = None,
-    recipe: Annotated[str | None, typer.Option(help="A recipe of evaluation/recipes, or a YAML file.")] = None,
-    tasks: Annotated[str | None, typer.Option(help="Tasks, with commas between; else those of the recipe.")] = None,
-    data: Data = None,
-    num_questions: Annotated[int | None, typer.Option("-n", help="At most so many questions of each task.")] = None,
-    device: Annotated[str | None, typer.Option(help="Where models run: cpu, cuda.")] = None,
+    run: Annotated[Path, typer.Option(help="Folder of a run, with answers.")] = Path("runs/evaluation"),
+    tasks: Annotated[str | None, typer.Option(help="Tasks, with commas between; else all of the run.")] = None,
     folder: Folder = FIGURES,
 ) -> None:
-    """F1 and EM against the measured compression rate."""
-    given = {"checkpoint": checkpoint[0] if checkpoint else None, "tasks": split_names(tasks)}
-    given |= {"data": data, "device": device, "output": folder / "rates"}
-    settings = read_settings(recipe, given, {"num_questions": num_questions})
-    numbers = analyse(settings, checkpoint or [settings.checkpoints.aligner])
-    which = (
-        "an aligner that was trained for it" if numbers["trained_for_each"] else "the same aligner, not trained anew"
-    )
-    reading = (
-        "Each point is all questions of a set, read with half a sentence, one or more sentences a slot (to the right: "
-        f"fewer slots) by {which}, at the rate that was measured; bars are 95 % bootstrap intervals."
-    )
-    save_analysis(folder, "rates", draw(numbers["sets"]), numbers, reading)
-    typer.echo(reading)
+    """F1 and retention against the measured compression rate."""
+    numbers = analyze(run, split_names(tasks))
+    save_analysis(folder, "rates", draw(numbers["sets"]), numbers, CAPTION)
+    typer.echo(CAPTION)

@@ -18,14 +18,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.progress import track
 
-from ...cli import DEFAULT_CHECKPOINT, Checkpoint, Document, load_pipeline, read_document
 from ...demo import CASE_STUDIES, MAX_NEW_TOKENS
 from ...pipeline_arcaligner import ArcAlignerPipeline, format_trajectory
-from ..answering import Row
-from .figures import new_figure, save_analysis
-from .options import FIGURES, Folder
+from ...train.corpora import Row
+from ..answering import load_aligner
+from ..publish import DEFAULT_CHECKPOINT
+from .figures import FIGURES, Folder, new_figure, save_analysis
 
-READING = (
+CAPTION = (
     "Each row is a slot, the text that it stands for on its left, each column a layer. The darker, the more loops the "
     "slot takes there: L0. is the single pass that every slot takes, LL two loops, LLL three."
 )
@@ -33,20 +33,25 @@ SLOT_WIDTH, TITLE_WIDTH = 60, 100  # characters
 
 
 def trajectories(
-    checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
+    checkpoint: Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.")] = str(
+        DEFAULT_CHECKPOINT
+    ),
     folder: Folder = FIGURES,
     question: Annotated[str | None, typer.Option(help="Draw this question, too.")] = None,
-    document: Annotated[list[Path] | None, Document] = None,
+    document: Annotated[
+        list[Path] | None, typer.Option(help="A text file; can be repeated.", exists=True, dir_okay=False)
+    ] = None,
 ) -> None:
     """Draws the loops of each slot at each layer, a figure for each of the paper's cases."""
     cases = [*CASE_STUDIES, *own_case(question, document or [])]
-    ask = load_pipeline(checkpoint)
+    model, processor = load_aligner(checkpoint, "cpu")
+    ask = ArcAlignerPipeline(model=model, processor=processor, task="text-generation", device="cpu")
     for row in track(cases, "Trajectories", transient=True):
         case = trace(ask, row)
         figure = draw(case, ask.model.config.max_refinement_steps + 1)
         data = {"checkpoint": Path(checkpoint).name, **case}
-        save_analysis(folder, file_name(row["question"]), figure, data, READING)
-    typer.echo(READING)
+        save_analysis(folder, file_name(row["question"]), figure, data, CAPTION)
+    typer.echo(CAPTION)
 
 
 def own_case(question: str | None, documents: list[Path]) -> list[Row]:
@@ -60,7 +65,7 @@ def own_case(question: str | None, documents: list[Path]) -> list[Row]:
         raise ValueError(f"`{given}` is given without `{missing}`; a question and what it is about belong together.")
     if question is None:
         return []
-    passages = [{"title": "", "text": read_document(path)} for path in documents]
+    passages = [{"title": "", "text": path.read_text(encoding="utf-8")} for path in documents]
     return [{"question": question, "answers": [], "passages": passages}]
 
 

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from training_rows import question_rows, write_rows
 from transformers import AutoModelForCausalLM
 
-from arcaligner.evaluation.answering import full_text, text_inputs
-from arcaligner.evaluation.reading import load_text_lora
+from arcaligner.evaluation.answering import full_text, load_text_lora, text_inputs
 from arcaligner.train import full_text as script
 from arcaligner.train.full_text import FullTextArguments, build_dataset, tokenize
 from arcaligner.train.stages import RECIPES

@@ -1,0 +1,210 @@
+"""The sets of questions: the paper's six, in its order, then three more."""
+
+import difflib
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+
+from ..train.corpora import Row, hotpotqa_row, read_rows
+from .metrics import usable_golds
+
+logger = logging.getLogger(__name__)
+
+LOCAL_SUFFIXES = (".jsonl.gz", ".jsonl")
+SAMPLE_SEED = 0
+MOST_PAGE_VIEWS = 100  # a month, of a subject in the long tail
+
+
+@dataclass(frozen=True)
+class Task:
+    """
+    A set of questions.
+
+    Args:
+        name (`str`): In commands, and of a local file `<name>.jsonl.gz`.
+        title (`str`): In tables.
+        hub_id (`str`): Data set of the Hub.
+        config (`str` or `None`), split (`str`): Of that data set.
+        to_row (`Callable`): A row of that data set to `{"id", "question", "answers", "passages", "meta"?}`, or `None`
+            where it is not part of the task.
+        num_questions (`int`, *optional*): How many are asked, always the same random sample; `None` for all. The
+            paper's six have the numbers of its table of data sets.
+    """
+
+    name: str
+    title: str
+    hub_id: str
+    config: str | None
+    split: str
+    to_row: Callable[[dict], Row | None]
+    num_questions: int | None = None
+
+    def load(self, data: Path | None = None, num_questions: int | None = None) -> list[Row]:
+        """Rows with a question and a gold that can be compared; others are counted and left out.
+
+        Args:
+            data (`Path`, *optional*): Folder with a file `<name>.jsonl.gz` or `<name>.jsonl` that replaces the Hub.
+            num_questions (`int`, *optional*): The most questions, instead of the task's own number.
+
+        Raises:
+            `ValueError`: no row to ask; a row of another schema; two rows of the same id.
+            `OSError`: no such file in `data`; without `data`, the Hub does not have it or cannot be reached.
+        """
+        num_questions = num_questions or self.num_questions
+        path = self._local_file(data) if data else None
+        rows = [_checked(path, row) for row in read_rows(path)] if path else self._from_hub()
+        asked = [row for row in rows if row["question"].strip() and usable_golds(row["answers"])]
+        if len(asked) < len(rows):
+            num_lost = len(rows) - len(asked)
+            logger.warning("%s: %d rows left out, without a question or a usable gold", self.title, num_lost)
+        if not asked:
+            raise ValueError(f"{path or self.hub_id} has no row with a question and an answer to compare with.")
+        twice = [each for each, count in Counter(row["id"] for row in asked).items() if count > 1]
+        if twice:
+            raise ValueError(f"{path or self.hub_id} has {len(twice)} ids more than once, such as {twice[0]!r}.")
+        return asked[:num_questions]
+
+    def _local_file(self, data: Path) -> Path:
+        for suffix in LOCAL_SUFFIXES:
+            if (path := data / f"{self.name}{suffix}").is_file():
+                return path
+        raise FileNotFoundError(
+            f"There is no {self.name}{LOCAL_SUFFIXES[0]} in {data}. Put it there, name another folder with `--data`, "
+            f"or leave `data` out to take {self.hub_id} of the Hub."
+        )
+
+    def _from_hub(self) -> list[Row]:
+        try:
+            dataset = datasets.load_dataset(self.hub_id, self.config, split=self.split)
+        except (OSError, ValueError) as error:
+            raise OSError(
+                f"{self.title} is neither on this machine nor available from the Hub ({self.hub_id}: "
+                f"{type(error).__name__}). Put {self.name}{LOCAL_SUFFIXES[0]} into the folder named with `--data`, "
+                'one line per question: {"id", "question", "answers", "passages": [{"title", "text"}]}.'
+            ) from error
+        return [row for row in map(self.to_row, dataset.shuffle(seed=SAMPLE_SEED)) if row is not None]
+
+
+def _checked(path: Path, row: Row) -> Row:
+    """The row, if it has the schema; a missing title is empty.
+
+    Raises:
+        `ValueError`: it has another one.
+    """
+    answers, passages = row["answers"], row["passages"]
+    is_right = isinstance(row["question"], str) and isinstance(answers, list) and isinstance(passages, list)
+    is_right = is_right and all(isinstance(answer, str) for answer in answers)
+    is_right = is_right and all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in passages)
+    gold = (row.get("meta") or {}).get("gold") or []
+    if not is_right or not all(index in range(len(passages)) for index in gold):
+        raise ValueError(
+            f"{path}, row {row['id']!r} is not of the schema: a text `question`, a list of texts `answers`, a list "
+            '`passages` of {"title", "text"}, and in `meta.gold` numbers of passages.'
+        )
+    titled = [{"title": each.get("title") or "", "text": each["text"]} for each in passages]
+    return row | {"id": str(row["id"]), "passages": titled}
+
+
+def choose_passages(rows: list[Row], passages: str = "given", top_k: int | None = None) -> list[Row]:
+    """
+    Rows with the passages that are read.
+
+    Args:
+        rows (`list[dict]`): Of a task.
+        passages (`str`): `"given"`, those of the row, or `"gold"`, those that the answer needs where the row says
+            which (`meta.gold`, their numbers).
+        top_k (`int`, *optional*): Only the first of these.
+    """
+    chosen = []
+    for row in rows:
+        found = row["passages"]
+        gold = (row.get("meta") or {}).get("gold")
+        if passages == "gold" and gold is not None:
+            found = [found[index] for index in gold]
+        chosen.append(row | {"passages": found[:top_k]})
+    return chosen
+
+
+# Rows of the Hub to ours. Those without passages are for `--passages retrieved`.
+
+
+def _open_row(row: dict, row_id: str, answers: list[str]) -> Row:
+    return {"id": row_id, "question": row["question"], "answers": answers, "passages": []}
+
+
+def _hotpotqa(row: dict) -> Row:
+    """Questions about two of ten paragraphs; 2WikiMultiHopQA has the same form."""
+    supporting = set(row["supporting_facts"]["title"])
+    gold = [index for index, title in enumerate(row["context"]["title"]) if title in supporting]
+    return hotpotqa_row(row, 0, all_paragraphs=True) | {"meta": {"gold": gold}}
+
+
+def _nq(row: dict) -> Row:
+    return _open_row(row, row["question"], row["answer"])
+
+
+def _popqa(row: dict) -> Row | None:
+    return (
+        _open_row(row, str(row["id"]), json.loads(row["possible_answers"])) if row["s_pop"] < MOST_PAGE_VIEWS else None
+    )
+
+
+def _triviaqa(row: dict) -> Row:
+    return _open_row(row, row["question_id"], list(dict.fromkeys([row["answer"]["value"], *row["answer"]["aliases"]])))
+
+
+def _webq(row: dict) -> Row:
+    return _open_row(row, row["question"], row["answers"])
+
+
+def _squad(row: dict) -> Row:
+    """A question about its paragraph."""
+    passage = {"title": row["title"].replace("_", " "), "text": row["context"]}
+    return _open_row(row, row["id"], list(dict.fromkeys(row["answers"]["text"]))) | {"passages": [passage]}
+
+
+def _musique(row: dict) -> Row | None:
+    """Answerable questions about two to four of twenty paragraphs."""
+    if not row["answerable"]:
+        return None
+    passages = [{"title": each["title"], "text": each["paragraph_text"]} for each in row["paragraphs"]]
+    gold = [index for index, each in enumerate(row["paragraphs"]) if each["is_supporting"]]
+    answers = [row["answer"], *row["answer_aliases"]]
+    return _open_row(row, row["id"], answers) | {"passages": passages, "meta": {"gold": gold}}
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task("2wikimultihopqa", "2WikiMultiHopQA", "framolfese/2WikiMultihopQA", None, "validation", _hotpotqa, 500),
+        Task("hotpotqa", "HotpotQA", "hotpotqa/hotpot_qa", "distractor", "validation", _hotpotqa, 500),
+        Task("nq", "NaturalQA", "google-research-datasets/nq_open", None, "validation", _nq, 3610),
+        Task("popqa_longtail", "PopQA_longtail", "akariasai/PopQA", None, "test", _popqa, 1399),
+        # The asterisk is the paper's, for 500 random questions.
+        Task("triviaqa", "TriviaQA*", "mandarjoshi/trivia_qa", "unfiltered.nocontext", "validation", _triviaqa, 500),
+        Task("webq", "WebQuestions", "stanfordnlp/web_questions", None, "test", _webq, 2032),
+        # Not in the paper.
+        Task("squad", "SQuAD", "rajpurkar/squad", None, "validation", _squad),
+        Task("adversarialqa", "AdversarialQA", "UCLNLP/adversarial_qa", "adversarialQA", "validation", _squad),
+        Task("musique", "MuSiQue", "dgslibisey/MuSiQue", None, "validation", _musique),
+    )
+}
+PAPER_TASKS = tuple(TASKS)[:6]
+
+
+def find_task(name: str) -> Task:
+    """A task by its name.
+
+    Raises:
+        `ValueError`: there is none, with the nearest one.
+    """
+    if name in TASKS:
+        return TASKS[name]
+    close = difflib.get_close_matches(name, TASKS, n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    raise ValueError(f"There is no task {name!r}.{hint} Known: {', '.join(TASKS)}.")
