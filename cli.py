@@ -10,9 +10,8 @@ Answers go to standard output, all else to standard error. What documents and mo
 characters as visible escapes.
 """
 
-import contextlib
 import logging
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,7 +35,6 @@ output = Console()
 messages = Console(stderr=True)
 
 Document = typer.Option(help="A text file; can be repeated.", exists=True, dir_okay=False)
-Folder = Annotated[Path, typer.Option("--checkpoint", help="Aligner checkpoint: a folder.")]
 Checkpoint = Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.")]
 
 
@@ -56,16 +54,9 @@ TokensPerSlot = Annotated[
 
 
 def check_folder(checkpoint: str) -> None:
-    """Refuses a folder that is not there, whose name would be looked up on the Hub, for minutes.
-
-    Raises:
-        `ValueError`: an empty name.
-        `FileNotFoundError`: no such folder.
-    """
+    """Refuses an empty name, and a folder that is not there, which would be looked up on the Hub for minutes."""
     if not checkpoint:
-        raise ValueError(
-            "`--checkpoint` is empty; expected a folder or a Hub id. Leave it out for the shipped aligner."
-        )
+        raise ValueError("`--checkpoint` is empty; expected a folder or a Hub id, or nothing for the shipped aligner.")
     path = Path(checkpoint).expanduser()
     is_folder = path.is_absolute() or len(path.parts) > 2 or checkpoint.startswith(".") or Path(path.parts[0]).is_dir()
     if is_folder and not path.exists():
@@ -127,15 +118,12 @@ def show(text: str) -> None:
     output.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
-@contextlib.contextmanager
-def busy(what: str) -> Iterator[None]:
+def busy(what: str) -> AbstractContextManager:
     """Says what is being done, with a spinner on a terminal and in one line elsewhere."""
     if messages.is_terminal:
-        with messages.status(what):
-            yield
-    else:
-        messages.print(what, soft_wrap=True)
-        yield
+        return messages.status(what)
+    messages.print(what, soft_wrap=True)
+    return nullcontext()
 
 
 def slots_table(record: dict[str, Any]) -> Table:
@@ -145,20 +133,17 @@ def slots_table(record: dict[str, Any]) -> Table:
     layer = busiest_layer(record["trajectories"])
     table = Table("Slot", "Document", "Characters", "Text", f"Passes at layer {layer}")
     segments = record["segments"] or [{"document": "-", "start": 0, "end": 0, "text": ""}]
-    passes = record["trajectories"][layer]
-    for number, (segment, each) in enumerate(zip(segments, passes, strict=True)):
-        span = f"{segment['start']}-{segment['end']}"
-        text = escape(printable(segment["text"]))
-        table.add_row(str(number), str(segment["document"]), span, text, format_trajectories([each]))
+    for number, (segment, each) in enumerate(zip(segments, record["trajectories"][layer], strict=True)):
+        place = str(number), str(segment["document"]), f"{segment['start']}-{segment['end']}"
+        table.add_row(*place, escape(printable(segment["text"])), format_trajectories([each]))
     return table
 
 
 def compression_summary(statistics: dict[str, Any]) -> str:
     """How many tokens were read as how many slots."""
-    num_slots, rate = statistics["slots"], statistics["compression_rate"]
-    tokens = (
-        f"{round(rate * num_slots)} of {statistics['tokens']}" if statistics.get("dropped") else statistics["tokens"]
-    )
+    num_slots, rate, tokens = statistics["slots"], statistics["compression_rate"], statistics["tokens"]
+    if statistics.get("dropped"):
+        tokens = f"{round(rate * num_slots)} of {tokens}"
     return f"{tokens} tokens of text read as {'one slot' if num_slots == 1 else f'{num_slots} slots'}, x{rate:.1f}"
 
 
@@ -171,7 +156,7 @@ def answer(
     max_new_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens of the answer.", min=1)] = None,
     tokens_per_slot: TokensPerSlot = None,
     max_slots: Annotated[
-        int | None, typer.Option(help="Maximum number of slots; later text is not read.", min=1)
+        int | None, typer.Option(help="Maximum number of slots. Later text is ignored.", min=1)
     ] = None,
     gate_mode: Annotated[
         Literal["off", "adaptive", "always"] | None,  # `GATE_MODES`, which would wait for transformers
@@ -182,12 +167,10 @@ def answer(
     documents = [read_document(path) for path in document]
     with busy("Loading the aligner and its base model"):
         ask = load_pipeline(checkpoint)
+    settings = {"max_new_tokens": max_new_tokens, "tokens_per_slot": tokens_per_slot, "max_slots": max_slots}
+    settings = {name: each for name, each in (settings | {"gate_mode": gate_mode}).items() if each is not None}
     with busy("Reading the documents"):
-        row = {"question": question, "documents": documents}
-        settings = {"max_new_tokens": max_new_tokens, "max_slots": max_slots, "gate_mode": gate_mode}
-        settings["tokens_per_slot"] = tokens_per_slot
-        given = {name: value for name, value in settings.items() if value is not None}
-        record = ask(row, return_slots=True, **given)[0]
+        record = ask({"question": question, "documents": documents}, return_slots=True, **settings)[0]
     show(record["generated_text"].strip())
     if show_slots:
         output.print(slots_table(record))
@@ -234,6 +217,9 @@ def evaluate(
     methods: Annotated[
         str | None, typer.Option(help="Methods, separated by commas. Default: the recipe's, or all.")
     ] = None,
+    tokens_per_slot: Annotated[
+        str | None, typer.Option(help="Rates to compare, with commas between, such as 4,16,segment.")
+    ] = None,
     checkpoint: Annotated[str | None, typer.Option(help="The aligner: a folder or a Hub id.")] = None,
     xrag: Annotated[str | None, typer.Option(help="An aligner like xRAG: a projector, one slot per passage.")] = None,
     projector_only: Annotated[str | None, typer.Option(help="An aligner with a projector only.")] = None,
@@ -249,14 +235,15 @@ def evaluate(
 ) -> None:
     """Answers questions with several methods and compares them in tables."""
     from .evaluation.evaluate import evaluate
-    from .evaluation.settings import read_settings, split_names
-    from .evaluation.tables import results_page
+    from .evaluation.results import results_page
+    from .evaluation.settings import read_settings, split_names, split_rates
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger(__package__).setLevel(logging.INFO)
     given = {"output": folder, "data": data, "batch_size": batch_size, "device": device, "checkpoint": checkpoint}
     given |= {"xrag": xrag, "projector_only": projector_only, "full_text_lora": full_text_lora}
     given |= {"tasks": split_names(tasks), "methods": split_names(methods)}
+    given |= {"tokens_per_slot": split_rates(tokens_per_slot)}
     given |= {"retrieval": corpus and {"corpus": corpus}}
     of_tasks = {"num_questions": num_questions, "passages": passages, "top_k": top_k}
     results = evaluate(read_settings(recipe, given, of_tasks))
@@ -266,7 +253,7 @@ def evaluate(
 @app.command()
 def push(
     repo_id: Annotated[str, typer.Option(help="Repository on the Hub, user/name. Created if it does not exist.")],
-    checkpoint: Folder = DEFAULT_CHECKPOINT,
+    checkpoint: Annotated[Path, typer.Option(help="Aligner checkpoint: a folder.")] = DEFAULT_CHECKPOINT,
     private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
 ) -> None:
     """Uploads a trained aligner to the Hub, in one commit."""

@@ -27,11 +27,8 @@ def convert_base_model(source: Path, folder: Path) -> None:
         settings = {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
         plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
         plain.load_state_dict(model.state_dict())
-        plain.generation_config = GenerationConfig(
-            bos_token_id=plain.config.bos_token_id,
-            eos_token_id=plain.config.eos_token_id,
-            pad_token_id=plain.config.pad_token_id,
-        )
+        tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
+        plain.generation_config = GenerationConfig(**{name: getattr(plain.config, name) for name in tokens})
         converted = Path(temporary) / folder.name
         plain.save_pretrained(converted)
         AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE).save_pretrained(converted)

@@ -1,7 +1,6 @@
 """A checkpoint folder to the Hub: checked, then uploaded in one commit, which is there whole or not at all.
 
-`HfApi.upload_folder` commits in several steps where hf_xet is installed, so an upload that breaks off leaves new code
-beside old weights. `HfApi.create_commit` uploads first and moves the branch once; run again, it uploads what is left.
+`HfApi.upload_folder` commits in several steps where hf_xet is installed, which could leave new code beside old weights.
 """
 
 import contextlib
@@ -92,10 +91,10 @@ def push_checkpoint(repo_id: str, checkpoint: str | Path, *, private: bool = Fal
     validate_repo_id(repo_id)
     folder, api = Path(checkpoint), HfApi()
     config = check_checkpoint(folder)
-    if config.base_model_name_or_path is not None and not is_hub_id(config.base_model_name_or_path):
+    base = config.base_model_name_or_path
+    if base is not None and not is_hub_id(base):
         logger.warning(
-            f"The base model of {folder} is {config.base_model_name_or_path}, not a model on the Hub: whoever loads "
-            "the aligner from there needs it at the same place."
+            f"The base model of {folder} is {base}, not a model on the Hub: others need it at the same place."
         )
     with tempfile.TemporaryDirectory() as temporary, _translate_hub_errors(repo_id, api.endpoint):
         staged = Path(temporary)

@@ -54,12 +54,13 @@ def write_model_card(
         if GENERATED not in card.read_text(encoding="utf-8"):
             return False
         datasets = (*datasets, *(metadata_load(card) or {}).get("datasets", []))
-    stages, results, processor = _read_recipes(folder), _read_results(folder), _read_processor(folder)
-    base = config.base_model_name_or_path
+    stages, results, base = _read_recipes(folder), _read_results(folder), config.base_model_name_or_path
+    processor_file = folder / "processor_config.json"
+    processor = json.loads(processor_file.read_text(encoding="utf-8")) if processor_file.exists() else {}
     trained_on = {source for stage in stages for source in stage["sources"] if is_hub_id(source)}
     metadata = ModelCardData(
         license="apache-2.0",
-        language=_language(processor),
+        language=_language(processor.get("spacy_model", "")),
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["arcaligner", "rag", "context-compression"],
@@ -81,14 +82,9 @@ def is_hub_id(name: str | None) -> bool:
     return is_name and not name.startswith(".") and not name.endswith(_FILE_SUFFIXES) and not Path(name).exists()
 
 
-def _read_processor(folder: Path) -> dict[str, Any]:
-    path = folder / "processor_config.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
-def _language(processor: dict[str, Any]) -> str | None:
-    """The language that passages are split into sentences in."""
-    language = processor.get("spacy_model", "").split("_")[0]
+def _language(spacy_model: str) -> str | None:
+    """The language of a spaCy pipeline, or of a language code."""
+    language = spacy_model.split("_")[0]
     return language if re.fullmatch("[a-z]{2,3}", language) and language != "xx" else None
 
 
@@ -139,7 +135,7 @@ def _read_results(folder: Path) -> dict[str, Any] | None:
         rates = [
             f"{title} x{each['compression_rate']:.1f}" for title, each in sets.items() if "compression_rate" in each
         ]
-        tables = {METRIC_TITLES[metric]: _table(sets, metric) for metric in METRIC_TITLES}
+        tables = {title: _table(sets, metric) for metric, title in METRIC_TITLES.items()}
         listed = [
             EvalResult("question-answering", title, title, metric, each["methods"][_MAIN_METHOD][metric][0])
             for title, each in sets.items()
