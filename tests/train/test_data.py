@@ -1,13 +1,32 @@
-"""Rows become examples: the prompt of inference, labels on the answer, a segment a slot."""
+"""Rows become examples: the prompt of inference, labels on what the assistant says, turns side by side."""
+
+from collections import Counter
 
 import numpy as np
 import pytest
 from training_rows import passage_rows, question_rows
 
+from arcaligner.files import stable_number
 from arcaligner.segmentation_arcaligner import Segment
-from arcaligner.train.data import ExampleBuilder, build_dataset, chunk_segments
-from arcaligner.train.embedding_store import EmbeddingStore
-from arcaligner.train.templates import choose_template
+from arcaligner.train.data import (
+    CONTINUATION,
+    MIN_RARITY,
+    RECONSTRUCTION_TEMPLATES,
+    ExampleBuilder,
+    choose_template,
+    chunk_segments,
+    word_rarity,
+)
+
+# Table "Stage-I instruction templates", as printed.
+TEMPLATES = (
+    "Background: [B]. This is equivalent to: [T].",
+    "Rewrite the background in your own words: [B] → [T].",
+    "Provide a restatement of the background: [B]. Return: [T].",
+    "[B] is a paraphrase of what? Answer with: [T].",
+    "These two expressions convey the same meaning: (1) [B] (2) [T].",
+    "Restate [B] using a single sentence. Output only [T].",
+)
 
 
 @pytest.fixture
@@ -15,79 +34,119 @@ def builder(processor):
     return ExampleBuilder(processor, max_segments=2)
 
 
+def targets(processor, example) -> list[str]:
+    """What the assistant is to say in each turn."""
+    return [processor.decode([label for label in turn.labels if label != -100]) for turn in example.turns]
+
+
+def test_templates_are_those_of_the_paper_fixed_by_the_id_and_used_about_equally():
+    assert tuple(f"{t.before}[B]{t.after} [T]." for t in RECONSTRUCTION_TEMPLATES) == TEMPLATES
+    # Written out: another hash would change every training set, and `hash` does so in each process.
+    assert stable_number("recon_train_0", 1000) == 200
+    counts = Counter(choose_template(f"row-{number}").intent for number in range(6000))
+    assert len(counts) == 6 and min(counts.values()) > 850
+
+
 def test_a_question_has_the_prompt_of_inference(processor, builder):
     for row in question_rows(3):
-        (example,) = builder.question_examples(row)
-        inputs = processor.apply_chat_template(
+        (example,) = builder.question_examples([row])
+        prompt = processor.apply_chat_template(
             [{"role": "user", "content": row["question"]}],
             documents=row["passages"],
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
-        )
-        prompt = inputs["input_ids"][0]
-        assert example.input_ids[: len(prompt)] == prompt
-        assert example.labels[: len(prompt)] == [-100] * len(prompt)
-        expected = processor.tokenizer(row["answers"][0] + "<|im_end|>")["input_ids"]
-        assert example.labels[len(prompt) :] == example.input_ids[len(prompt) :] == expected
+        )["input_ids"][0]
+        (turn,) = example.turns
+        answer = processor.tokenizer(row["answers"][0] + "<|im_end|>")["input_ids"]
+        whole = example.head + [processor.context_token_id] * len(example.segments) + turn.input_ids
+        assert whole == prompt + answer
+        assert turn.labels == [-100] * (len(turn.input_ids) - len(answer)) + answer
+        assert (example.length, example.answers) == (len(whole), [row["answers"]])
 
 
-def test_slots_stand_for_the_segments_of_inference_in_order(processor, builder):
+def test_segments_keep_what_the_encoder_reads_and_their_own_words(processor, builder):
     (row,) = question_rows(1)
-    (example,) = builder.question_examples(row)
-    assert example.segment_texts == [
+    (example,) = builder.question_examples([row])
+    (passage,) = row["passages"]
+    assert [segment["encoder_text"] for segment in example.segments] == [
         "Toronto Northwest: It was a federal district.",
         "Toronto Northwest: It was created in 1924!",
         "Toronto Northwest: Parkdale lost a part to it?",
     ]
-    assert example.input_ids.count(processor.context_token_id) == 3
+    for segment in example.segments:
+        assert segment["encoder_text"][segment["encoder_start"] :] in passage["text"]
+        assert segment["word_ends"] == sorted(segment["word_ends"])
+    words = [processor.tokenizer.decode(segment["word_ids"]).strip() for segment in example.segments]
+    assert " ".join(words) == f"{passage['title']}: {passage['text']}"
 
 
-def test_a_question_without_passages_has_the_slot_of_the_empty_text(processor, builder):
-    row = question_rows(1)[0] | {"passages": []}
-    (example,) = builder.question_examples(row)
-    assert example.segment_texts == [""]
-    assert example.input_ids.count(processor.context_token_id) == 1
+def test_questions_about_the_same_passages_are_turns_of_one_example(processor, builder):
+    rows = [row | {"passages": question_rows(1)[0]["passages"]} for row in question_rows(3)]
+    rows[1]["answers"] = [" "]  # no turn for it
+    (together,) = builder.question_examples(rows)
+    alone = [next(builder.question_examples([row])) for row in (rows[0], rows[2])]
+    assert together.turns == [each.turns[0] for each in alone]
+    assert together.answers == [rows[0]["answers"], rows[2]["answers"]]
+    assert all((each.head, each.segments) == (together.head, together.segments) for each in alone)
+    assert together.length == alone[0].length + len(alone[1].turns[0].input_ids)
+
+
+def test_the_finest_rate_decides_how_long_an_example_is(processor):
+    (row,) = question_rows(1)
+    lengths = []
+    for rates in (["segment"], ["segment", 4, 2]):
+        (example,) = ExampleBuilder(processor, tokens_per_slot=rates).question_examples([row])
+        lengths.append(example.length)
+    fewest, most = (len(processor.encode_documents(row["passages"], tokens_per_slot=r)[1]) for r in ("segment", 2))
+    assert fewest < most and lengths[1] - lengths[0] == most - fewest
+
+
+def test_a_question_without_passages_has_the_slot_of_the_empty_text(builder):
+    (example,) = builder.question_examples([question_rows(1)[0] | {"passages": []}])
+    assert example.segments == [{"encoder_text": "", "encoder_start": 0, "word_ids": [], "word_ends": []}]
 
 
 @pytest.mark.parametrize("answers", [[], [""], ["  "]])
 def test_a_question_without_an_answer_gives_no_example(builder, answers):
-    assert not list(builder.question_examples(question_rows(1)[0] | {"answers": answers}))
+    assert not list(builder.question_examples([question_rows(1)[0] | {"answers": answers}]))
 
 
 def test_reconstruction_covers_each_segment_once_with_its_text_as_target(processor, builder):
     for row in passage_rows(3):
-        examples = list(builder.reconstruction_examples(row))
+        examples = list(builder.reconstruction_examples([row]))
         (passage,) = row["passages"]
-        targets = [processor.decode([label for label in example.labels if label != -100]) for example in examples]
-        assert all(target.endswith("<|im_end|>") for target in targets)
-        assert " ".join(target.removesuffix("<|im_end|>") for target in targets) == passage["text"]
-        segments = processor.segment_documents(row["passages"])
-        texts = [text for example in examples for text in example.segment_texts]
-        assert texts == processor.encoder_texts(segments, row["passages"])
-        for example in examples:
-            num_slots = example.input_ids.count(processor.context_token_id)
-            assert 1 <= num_slots == len(example.segment_texts) <= 2
+        texts = [text for example in examples for text in targets(processor, example)]
+        assert all(text.endswith("<|im_end|>") for text in texts)
+        assert " ".join(text.removesuffix("<|im_end|>") for text in texts) == passage["text"]
+        read = [segment["encoder_text"] for example in examples for segment in example.segments]
+        assert read == processor.encoder_texts(processor.segment_documents(row["passages"]), row["passages"])
+        assert all(1 <= len(example.segments) <= 2 for example in examples)
 
 
 def test_reconstruction_puts_the_slots_where_the_template_says(processor):
-    builder = ExampleBuilder(processor, max_segments=1)
-    row = passage_rows(3)[2]
-    (example,) = builder.reconstruction_examples(row)
-    text = processor.decode(example.input_ids)
-    target = "Nobody else knew how to read it aloud."
+    (example,) = ExampleBuilder(processor).reconstruction_examples([passage_rows(3)[2]])
     template = choose_template("row-2:0:0")
-    assert text == (
-        f"<|im_start|>user\n{template.before}<context>{template.after}<|im_end|>\n"
-        f"<|im_start|>assistant\n{target}<|im_end|>"
+    assert processor.decode(example.head) == f"<|im_start|>user\n{template.before}"
+    assert processor.decode(example.turns[0].input_ids) == (
+        f"{template.after}<|im_end|>\n<|im_start|>assistant\nNobody else knew how to read it aloud.<|im_end|>"
     )
 
 
+def test_a_second_turn_goes_on_with_the_next_segment(processor):
+    row = passage_rows(1)[0]
+    plain = list(ExampleBuilder(processor, max_segments=1).reconstruction_examples([row]))
+    examples = list(ExampleBuilder(processor, max_segments=1, continues=True).reconstruction_examples([row]))
+    texts = [segment.text + "<|im_end|>" for segment in processor.segment_documents(row["passages"])]
+    assert [targets(processor, each) for each in examples] == [texts[:2], texts[1:], texts[2:]]
+    for example, without in zip(examples, plain, strict=True):
+        assert (example.head, example.turns[0], example.segments) == (without.head, without.turns[0], without.segments)
+    assert processor.decode(examples[0].turns[1].input_ids).startswith(f"{CONTINUATION}<|im_end|>\n<|im_start|>assis")
+
+
 def test_the_context_token_in_a_text_is_text(processor, builder):
-    row = question_rows(1)[0]
-    row["question"] = "What does <context> mean?"
-    (example,) = builder.question_examples(row)
-    assert example.input_ids.count(processor.context_token_id) == len(example.segment_texts) == 3
+    (example,) = builder.question_examples([question_rows(1)[0] | {"question": "What does <context> mean?"}])
+    assert processor.context_token_id not in example.head + example.turns[0].input_ids
 
 
 def test_chunks_are_consecutive_and_fixed_by_the_row():
@@ -95,8 +154,7 @@ def test_chunks_are_consecutive_and_fixed_by_the_row():
     chunks = list(chunk_segments(segments, 3, "row"))
     assert [segment for chunk in chunks for segment in chunk] == segments
     assert {len(chunk) for chunk in chunks} == {1, 2, 3}
-    assert chunks == list(chunk_segments(segments, 3, "row"))
-    assert chunks != list(chunk_segments(segments, 3, "another row"))
+    assert chunks == list(chunk_segments(segments, 3, "row")) != list(chunk_segments(segments, 3, "another row"))
 
 
 def test_a_template_that_renders_the_prompt_in_two_ways_is_refused(builder, processor, monkeypatch):
@@ -104,14 +162,13 @@ def test_a_template_that_renders_the_prompt_in_two_ways_is_refused(builder, proc
     template += "{% if add_generation_prompt %}?{% endif %}"
     monkeypatch.setattr(processor, "chat_template", template)
     with pytest.raises(ValueError, match="Row row-0: the prompt .* is not how the whole .*chat_template_path"):
-        list(builder.question_examples(question_rows(1)[0]))
+        list(builder.question_examples(question_rows(1)))
 
 
 def test_a_template_that_ends_no_turn_gets_the_eos_token(builder, processor, monkeypatch):
-    template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
-    monkeypatch.setattr(processor, "chat_template", template)
-    (example,) = builder.question_examples(question_rows(1)[0])
-    assert processor.decode(example.input_ids).endswith("it?<|im_end|>")
+    monkeypatch.setattr(processor, "chat_template", "{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
+    (example,) = builder.question_examples(question_rows(1))
+    assert processor.decode(example.turns[0].input_ids).endswith("it?<|im_end|>")
 
 
 def test_max_segments_below_one_is_refused(processor):
@@ -119,18 +176,9 @@ def test_max_segments_below_one_is_refused(processor):
         ExampleBuilder(processor, max_segments=0)
 
 
-def test_the_dataset_points_to_the_embeddings_of_its_segments(tmp_path, processor, builder):
-    store = EmbeddingStore(tmp_path, "tiny", processor.encoder_hidden_size, processor.encode_segments)
-    examples = [e for row in question_rows(4) for e in builder.question_examples(row)]
-    dataset = build_dataset(examples, store)
-    assert dataset.column_names == ["row_id", "input_ids", "labels", "answers", "length", "segment_rows"]
-    for row, example in zip(dataset, examples, strict=True):
-        assert (row["row_id"], row["input_ids"], row["labels"], row["length"]) == (
-            example.row_id,
-            example.input_ids,
-            example.labels,
-            len(example.input_ids),
-        )
-        expected = processor.encode_segments(example.segment_texts).numpy()
-        np.testing.assert_allclose(store[row["segment_rows"]], expected, atol=1e-3)
-    assert len(store) == 6  # rows 0 and 3 share their passage
+def test_rare_words_weigh_more_and_none_nothing():
+    segments = [[0, 1], [0, 2, 2], [0], [0, 2]]
+    rarity = word_rarity([{"segments": [{"word_ids": ids} for ids in segments[:2]]}, {"segments": []}], 4)
+    np.testing.assert_allclose(rarity, [MIN_RARITY, *2 * [np.log(3 / 2) / np.log(3)], 1.0])
+    rarity = word_rarity([{"segments": [{"word_ids": ids} for ids in segments]}], 4)
+    assert rarity.shape == (4,) and rarity[0] == MIN_RARITY < rarity[2] < rarity[1] < rarity[3] == 1.0

@@ -1,19 +1,31 @@
-"""Recipes: nonsense is refused, stage-I rows mix in, distractors are added."""
+"""Recipes: mistakes are refused, starts are checked, reconstruction mixes in; those that are shipped load."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from training_rows import passage_rows, question_rows, write_rows
 
+from arcaligner import ArcAlignerConfig, ArcAlignerForCausalLM, ArcAlignerProcessor
+from arcaligner.train import sft
+from arcaligner.train.corpora import FILES, parse_source
 from arcaligner.train.data import ExampleBuilder
-from arcaligner.train.recipe import RecipeArguments, eval_examples, training_examples
-from arcaligner.train.sft import parse
+from arcaligner.train.recipe import RecipeArguments, check_resume
+from arcaligner.train.selection import eval_examples, training_examples
+from arcaligner.train.sft import load_processor, parse
 
-RECIPE = Path(__file__).parents[2] / "train/recipes/tiny/1_reconstruction.yaml"
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "train/recipes/tiny/1_reconstruction.yaml"
+RECIPES = sorted((ROOT / "train/recipes").glob("*/[0-3]_*.yaml"))
+STAGES = ["lexical", "reconstruction", "grounding", "gating"]
+PAPERS = ["mistral_7b", "llama_3_1_8b"]
+NUM_GPUS = 4  # in both of the paper's tables
 
 
 def recipe(**changes):
-    required = {"stage": "grounding", "model_name_or_path": "base", "train_files": {"a": 1.0}}
+    required = {"stage": "grounding", "model_name_or_path": "base", "train_files": {"a": 1.0}, "data_dir": ""}
     return RecipeArguments(**{**required, **changes})
 
 
@@ -71,7 +83,7 @@ def test_a_share_without_files_is_refused():
 @pytest.fixture
 def local(base_model_dir, tmp_path):
     """Keys of a recipe that looks at files of this machine only."""
-    return {"model_name_or_path": str(base_model_dir), "embedding_cache_dir": str(tmp_path / "cache")}
+    return {"model_name_or_path": str(base_model_dir), "examples_cache_dir": str(tmp_path / "cache")}
 
 
 def test_stage_one_rows_mix_into_a_later_stage(tmp_path, processor, local):
@@ -85,7 +97,7 @@ def test_stage_one_rows_mix_into_a_later_stage(tmp_path, processor, local):
         **local,
     )
     examples = training_examples(mixed, ExampleBuilder(processor), seed=0)
-    texts = [processor.decode(example["input_ids"]) for example in examples]
+    texts = [processor.decode(example["turns"][0]["input_ids"]) for example in examples]
     assert ["Question: " in text for text in texts] == [True] * 6 + [False] * 2
 
 
@@ -102,9 +114,38 @@ def test_a_range_of_passages_that_is_none_is_refused(changes):
         recipe(**changes)
 
 
-def test_stage_one_has_no_distractors():
-    with pytest.raises(ValueError, match="stage I asks none"):
-        recipe(stage="reconstruction", max_passages=2)
+@pytest.mark.parametrize("stage", ["lexical", "reconstruction"])
+def test_stages_without_questions_have_no_distractors(stage):
+    with pytest.raises(ValueError, match=f"stage `{stage}` asks none"):
+        recipe(stage=stage, max_passages=2)
+
+
+def test_rates_are_numbers_or_segment_from_a_recipe_and_from_the_command_line():
+    rates = parse(["--config", str(RECIPE), "--tokens_per_slot", "4", "segment"])[0].tokens_per_slot
+    assert rates == recipe(tokens_per_slot=[4, "segment"]).tokens_per_slot == [4, "segment"]
+    for wrong in ([0], ["4.5"], ["sentence"]):
+        with pytest.raises(ValueError, match="`tokens_per_slot` is .*expected a whole number"):
+            recipe(tokens_per_slot=wrong)
+    with pytest.raises(ValueError, match="`tokens_per_slot` is empty"):
+        recipe(tokens_per_slot=[])
+
+
+@pytest.mark.parametrize("turns", [{"continues": True}, {"max_questions": 2}])
+def test_turns_side_by_side_need_an_attention_that_takes_a_mask(turns):
+    assert recipe(attn_implementation="flash_attention_2") and recipe(attn_implementation="sdpa", **turns)
+    with pytest.raises(ValueError, match="'flash_attention_2', which cannot read several turns side by side"):
+        recipe(attn_implementation="flash_attention_2", **turns)
+
+
+def test_no_questions_in_an_example_are_refused():
+    with pytest.raises(ValueError, match="`max_questions` is 0"):
+        recipe(max_questions=0)
+
+
+@pytest.mark.parametrize("key", ["tokens_per_slot", "context_words"])
+def test_settings_of_the_processor_that_follow_from_the_recipe_are_refused(key):
+    with pytest.raises(ValueError, match=f"`{key}` is in `processor`, but follows from"):
+        recipe(processor={key: 4})
 
 
 def test_a_recipe_adds_distractors_to_questions_and_leaves_stage_one_rows_alone(tmp_path, processor, local):
@@ -119,7 +160,7 @@ def test_a_recipe_adds_distractors_to_questions_and_leaves_stage_one_rows_alone(
         **local,
     )
     examples = training_examples(mixed, ExampleBuilder(processor), seed=0)
-    assert [len(texts) for texts in examples["segment_texts"]] == [6] * 6 + [1] * 2
+    assert [len(segments) for segments in examples["segments"]] == [6] * 6 + [1] * 2
 
 
 @pytest.mark.parametrize("max_tokens, limit", [(None, 512), (600, 512), (200, 200)])
@@ -138,3 +179,224 @@ def test_strict_is_a_key_of_the_recipe(tmp_path, processor, local):
     path = write_rows(tmp_path / "questions.jsonl", [row | {"answers": []} for row in question_rows(1)])
     with pytest.raises(ValueError, match="row row-0 has no answer"):
         training_examples(recipe(train_files={path: 1.0}, strict=True, **local), ExampleBuilder(processor), seed=0)
+
+
+# Starts
+
+
+def start_recipe(stage, name, **changes):
+    return RecipeArguments(stage=stage, model_name_or_path=str(name), train_files={"rows.jsonl": 1.0}, **changes)
+
+
+@pytest.fixture
+def start(tmp_path, checkpoint_dir):
+    """Writes a copy of the aligner checkpoint, as a stage or with other keys in its configuration."""
+
+    def write(**changes):
+        folder = tmp_path / "start"
+        shutil.copytree(checkpoint_dir, folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        return folder
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "stage, before",
+    [
+        ("lexical", "lexical"),
+        ("reconstruction", "lexical"),
+        ("reconstruction", "reconstruction"),
+        ("grounding", "reconstruction"),
+        ("grounding", "grounding"),
+        ("gating", "grounding"),
+        ("gating", "gating"),
+    ],
+)
+def test_a_stage_starts_from_the_one_before_or_goes_on_at_rates_of_its_own(start, stage, before):
+    processor = load_processor(start_recipe(stage, start(training_stage=before), tokens_per_slot=[4, "segment"]), None)
+    assert processor.encoder_hidden_size == 12
+    assert (processor.tokens_per_slot, processor.trained_tokens_per_slot) == (4, [4, "segment"])
+
+
+@pytest.mark.parametrize(
+    "stage, before",
+    [
+        ("lexical", "reconstruction"),
+        ("lexical", "gating"),
+        ("reconstruction", "grounding"),
+        ("reconstruction", "gating"),
+        ("grounding", "lexical"),
+        ("grounding", "gating"),
+        ("gating", "reconstruction"),
+    ],
+)
+def test_a_stage_out_of_order_is_refused(start, stage, before):
+    folder = start(training_stage=before)
+    with pytest.raises(ValueError, match=f"`{stage}` cannot start from {folder}, which is a {before} checkpoint; exp"):
+        load_processor(start_recipe(stage, folder), None)
+
+
+def test_a_base_model_is_no_start_for_gating(base_model_dir):
+    for stage in STAGES[:3]:
+        assert load_processor(start_recipe(stage, base_model_dir), None)
+    with pytest.raises(ValueError, match="which is a base model; expected one of grounding, gating"):
+        load_processor(start_recipe("gating", base_model_dir), None)
+
+
+def test_a_model_says_which_stage_it_was_trained_in(tmp_path, model):
+    assert model.config.training_stage is None
+    for stage in STAGES:
+        model.set_stage(stage)
+        model.save_pretrained(tmp_path)
+        assert ArcAlignerForCausalLM.from_pretrained(tmp_path).config.training_stage == stage
+
+
+@pytest.mark.parametrize(
+    "changes, was",
+    [
+        ({"processor": {"sentences_per_segment": 3}}, "1"),
+        ({"processor": {"encoder_name_or_path": "org/another"}}, "'.*encoder'"),
+        ({"aligner": {"base_model_name_or_path": "org/another"}}, "'.*base_model0'"),
+    ],
+)
+def test_another_backbone_encoder_or_segmentation_is_refused(start, changes, was):
+    folder = start()
+    ((key, value),) = next(iter(changes.values())).items()
+    with pytest.raises(ValueError, match=f"`{key}` to {value!r}, but {folder} was trained with {was}.*stage I"):
+        load_processor(start_recipe("grounding", folder, **changes), None)
+
+
+def test_settings_that_the_start_has_may_be_said_again(start):
+    processor = load_processor(start_recipe("grounding", start(), processor={"sentences_per_segment": 1}), None)
+    assert processor.sentences_per_segment == 1
+
+
+def test_a_folder_of_two_aligners_is_refused(start):
+    with pytest.raises(ValueError, match="two aligners: `encoder_name_or_path` is 'org/another' in its config.json"):
+        load_processor(start_recipe("grounding", start(encoder_name_or_path="org/another")), None)
+
+
+def test_a_run_goes_on_only_from_its_own_checkpoint(start, checkpoint_dir):
+    config = ArcAlignerConfig.from_pretrained(checkpoint_dir)
+    processor = ArcAlignerProcessor.from_pretrained(checkpoint_dir)
+    check_resume(checkpoint_dir, config, processor)
+    for key, value in [("training_stage", "gating"), ("base_model_name_or_path", "org/another")]:
+        folder = start(**{key: value})
+        with pytest.raises(ValueError, match=f"was made with `{key}` '{value}', but this run has .*output_dir"):
+            check_resume(folder, config, processor)
+        shutil.rmtree(folder)
+    processor.sentences_per_segment = 0.5
+    with pytest.raises(ValueError, match="`sentences_per_segment` 1, but this run has 0.5"):
+        check_resume(checkpoint_dir, config, processor)
+
+
+def test_what_the_processor_decides_is_no_key_of_the_aligner():
+    with pytest.raises(ValueError, match="`encoder_hidden_size` is in `aligner`.*set it in `processor`"):
+        start_recipe("grounding", "base", aligner={"encoder_hidden_size": 7})
+
+
+# The shipped recipes
+
+
+def parse_shipped(path, *arguments):
+    """A recipe as on a machine without an accelerator, where bf16 is refused."""
+    return sft.parse(["--config", str(path), "--use_cpu", "true", *arguments])
+
+
+def recipe_id(path):
+    return f"{path.parent.name}/{path.stem}"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=recipe_id)
+def test_a_shipped_recipe_parses(path):
+    parsed, args, text = parse_shipped(path)
+    assert parsed.stage == path.stem.split("_")[1] == STAGES[int(path.stem[0])]
+    assert Path(args.output_dir).parts == ("runs", path.parent.name, path.stem)
+    assert yaml.safe_load(text) == yaml.safe_load(path.read_text("utf-8")) | {"use_cpu": True}
+    for source in [*parsed.train_files, *parsed.reconstruction_files, *parsed.eval_files]:
+        assert not parse_source(source)[0].endswith(FILES) or "/" not in source, "files are found by `data_dir`"
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in RECIPES}), ids=lambda folder: folder.name)
+def test_each_stage_starts_where_the_one_before_ended(folder):
+    stages = [yaml.safe_load(path.read_text("utf-8")) for path in sorted(folder.glob("[0-3]_*.yaml"))]
+    first = STAGES.index(stages[0]["stage"])
+    assert [stage["stage"] for stage in stages] == STAGES[first : first + len(stages)] and len(stages) > 1
+    assert [stage["model_name_or_path"] for stage in stages[1:]] == [stage["output_dir"] for stage in stages[:-1]]
+
+
+# Tables "Hyperparameters for Stage I" and "Hyperparameters for Stage II & III".
+OF_BOTH_TABLES = {
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0.03,
+    "weight_decay": 0.0,
+    "num_train_epochs": 1,
+    "per_device_train_batch_size": 8,
+}
+OF_STAGE = {
+    1: {"learning_rate": 2e-4, "gradient_accumulation_steps": 8},
+    2: {"learning_rate": 2e-5, "gradient_accumulation_steps": 2},
+    3: {"learning_rate": 2e-5, "gradient_accumulation_steps": 2},
+}
+EXAMPLES = {1: (200_000, 256), 2: (90_447, 64), 3: (90_447, 64)}  # in all, and in a step
+ALIGNER = {"lora_r": 128, "lora_alpha": 32, "lora_dropout": 0.05, "gate_layers": "all"}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", PAPERS)
+def test_the_recipes_of_the_paper_have_its_values(name, stage):
+    (path,) = (ROOT / "train/recipes" / name).glob(f"{stage}_*.yaml")
+    parsed, args, _ = parse_shipped(path)
+    expected = OF_BOTH_TABLES | OF_STAGE[stage]
+    assert {key: getattr(args, key) for key in expected} == expected
+    assert args.optim.startswith("adamw")
+    examples_a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * NUM_GPUS
+    assert (parsed.max_train_samples, examples_a_step) == EXAMPLES[stage]
+    assert {key: parsed.aligner[key] for key in ALIGNER} == ALIGNER
+    assert 1 + parsed.aligner["max_refinement_steps"] == 3  # "max loops"
+    assert args.bf16 and parsed.dtype == "bfloat16" and args.max_steps == -1
+    ArcAlignerConfig(text_config={"model_type": "llama"}, **parsed.aligner)
+
+
+@pytest.mark.parametrize(
+    "name, backbone",
+    [("mistral_7b", "mistralai/Mistral-7B-Instruct-v0.2"), ("llama_3_1_8b", "meta-llama/Llama-3.1-8B-Instruct")],
+)
+def test_the_recipes_of_the_paper_name_its_models_and_data(name, backbone):
+    stages = [parse_shipped(path)[0] for path in sorted((ROOT / "train/recipes" / name).glob("*.yaml"))]
+    first = stages[0]
+    assert first.model_name_or_path == backbone
+    assert first.processor["encoder_name_or_path"] == "Salesforce/SFR-Embedding-Mistral"
+    assert first.processor["sentences_per_segment"] == 1
+    sources = [parse_source(source)[0] for stage in stages for source in stage.train_files]
+    assert sources == ["wikimedia/wikipedia", "hotpotqa/hotpot_qa", "hotpotqa/hotpot_qa"]
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if path.parent.name in PAPERS], ids=recipe_id)
+def test_each_value_of_the_paper_says_where_it_stands(path):
+    sourced = {*OF_BOTH_TABLES, *OF_STAGE[1], *ALIGNER, "optim", "max_refinement_steps", "max_train_samples"}
+    table = "Table I:" if path.stem.startswith("1_") else "Table II & III:"
+    for line in path.read_text("utf-8").splitlines():
+        key, _, rest = line.strip().partition(":")
+        if key in sourced:
+            assert table in rest.partition("#")[2], line
+            sourced.remove(key)
+    assert not sourced
+
+
+@pytest.mark.slow
+@pytest.mark.default_backbone
+def test_the_tiny_recipe_trains_all_stages(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    folders = [tmp_path / stage for stage in STAGES[1:]]
+    for number, path in enumerate(path for path in RECIPES if path.parent.name == "tiny"):
+        start = ["--model_name_or_path", str(folders[number - 1])] if number else []
+        cache = str(tmp_path / "cache")
+        sft.main(
+            *parse_shipped(
+                path, "--output_dir", str(folders[number]), "--examples_cache_dir", cache, "--max_steps", "1", *start
+            )
+        )
+        assert ArcAlignerConfig.from_pretrained(folders[number]).training_stage == STAGES[number + 1]

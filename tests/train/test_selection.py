@@ -1,4 +1,4 @@
-"""Mixtures of sources: shares, limits, counted rows, blocks made once."""
+"""Mixtures of sources: shares, limits, questions that share a row, distractors, counted rows, blocks made once."""
 
 import copy
 import logging
@@ -11,19 +11,38 @@ import pytest
 from training_rows import question_rows, write_rows
 
 from arcaligner.train import selection
-from arcaligner.train.corpora import read_rows
-from arcaligner.train.data import Example, ExampleBuilder
-from arcaligner.train.selection import ExampleSelector
+from arcaligner.train.corpora import open_corpus, read_rows
+from arcaligner.train.data import Example, ExampleBuilder, Turn
+from arcaligner.train.selection import Distractors, ExampleSelector, contains_answer
 
 
-def one_token_examples(row):
-    """A stand-in for a builder: one example a row, of as many tokens as the question has words."""
-    yield Example(row["id"], [0] * len(row["question"].split()), [0], [""])
+def one_example(rows):
+    """A stand-in for a builder: one example for rows that share their passages, as long as the first question."""
+    questions = [Turn([0], [0]) for _ in rows]
+    yield Example(",".join(row["id"] for row in rows), [], questions, [], len(rows[0]["question"].split()))
+
+
+CITIES = ("Rome", "Oslo", "Lima", "Bonn", "Cairo", "Quito", "Dakar", "Hanoi")
+
+
+def rows_of(cities):
+    return [
+        {
+            "id": city,
+            "question": "Which city is it?",
+            "answers": [city],
+            "passages": [
+                {"title": f"About {city}", "text": f"It lies by a river, as {CITIES[0]} does. This is {city}."},
+                {"title": "", "text": f"A second passage, number {number}."},
+            ],
+        }
+        for number, city in enumerate(cities)
+    ]
 
 
 @pytest.fixture
 def selector(tmp_path):
-    return ExampleSelector(one_token_examples, tmp_path / "examples", seed=0)
+    return ExampleSelector(one_example, tmp_path / "examples", seed=0)
 
 
 @pytest.fixture
@@ -54,7 +73,7 @@ def test_the_selection_is_random_and_repeatable(selector, two_files, tmp_path):
     many, _ = two_files
 
     def ids(seed):
-        return list(ExampleSelector(one_token_examples, tmp_path, seed=seed).select({many: 1.0}, 8)["row_id"])
+        return list(ExampleSelector(one_example, tmp_path, seed=seed).select({many: 1.0}, 8)["row_id"])
 
     assert ids(0) == ids(0) != ids(1)
     assert ids(0) != [f"many-row-{number}" for number in range(8)]
@@ -63,17 +82,17 @@ def test_the_selection_is_random_and_repeatable(selector, two_files, tmp_path):
 def test_long_examples_are_left_out_made_up_for_and_counted(tmp_path, caplog):
     rows = [row | {"question": "Who is it?" if number % 2 else "Who?"} for number, row in enumerate(question_rows(20))]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    selector = ExampleSelector(one_token_examples, tmp_path / "examples", max_tokens=1)
+    selector = ExampleSelector(one_example, tmp_path / "examples", max_tokens=1)
     with caplog.at_level(logging.INFO):
         mixture = selector.select({path: 1.0}, 8)
-    assert [len(input_ids) for input_ids in mixture["input_ids"]] == [1] * 8
+    assert list(mixture["length"]) == [1] * 8
     assert f"{path}: 8 examples" in caplog.text
     assert f"{path}: left out 10 longer than 1 tokens" in caplog.text
 
 
 def test_passage_sets_limit_passages_not_questions(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", question_rows(30))
-    mixture = ExampleSelector(one_token_examples, tmp_path / "examples", passage_sets=2).select({path: 1.0})
+    mixture = ExampleSelector(one_example, tmp_path / "examples", passage_sets=2).select({path: 1.0})
     assert len(mixture) == 20
     assert len({int(row_id.split("-")[1]) % 3 for row_id in mixture["row_id"]}) == 2
 
@@ -99,7 +118,7 @@ def gaps(tmp_path):
 
 
 def test_rows_without_a_part_are_left_out_and_reported(tmp_path, gaps, caplog):
-    selector = ExampleSelector(one_token_examples, tmp_path / "examples", needs_question=True)
+    selector = ExampleSelector(one_example, tmp_path / "examples", needs_question=True)
     with caplog.at_level(logging.INFO):
         examples = selector.select({gaps: 1.0})
     assert sorted(examples["row_id"]) == ["row-0", "row-5", "row-6", "row-7"]
@@ -110,14 +129,14 @@ def test_rows_without_a_part_are_left_out_and_reported(tmp_path, gaps, caplog):
 
 
 def test_reconstruction_needs_passages_only(tmp_path, gaps):
-    examples = ExampleSelector(one_token_examples, tmp_path / "examples").select({gaps: 1.0})
+    examples = ExampleSelector(one_example, tmp_path / "examples").select({gaps: 1.0})
     assert sorted(examples["row_id"]) == ["row-0", "row-1", "row-2", "row-5", "row-6", "row-7"]
 
 
 def test_a_long_list_of_rows_is_cut_short(tmp_path, caplog):
     rows = [row | {"answers": []} for row in question_rows(9)] + [question_rows(1)[0] | {"id": "whole"}]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    ExampleSelector(one_token_examples, tmp_path / "examples", needs_question=True).select({path: 1.0})
+    ExampleSelector(one_example, tmp_path / "examples", needs_question=True).select({path: 1.0})
     (record,) = [record for record in caplog.records if "without an answer" in record.message]
     assert record.levelname == "WARNING" and "left out 9 " in record.message
     assert record.message.count("row-") == 5 and record.message.endswith(", ...")
@@ -127,14 +146,14 @@ def test_a_long_list_of_rows_is_cut_short(tmp_path, caplog):
 def test_strict_stops_at_a_row_without_a_part(tmp_path, gaps, row_id, part):
     (row,) = [row for row in read_rows(gaps) if row["id"] == row_id]
     path = write_rows(tmp_path / "rows.jsonl", [*question_rows(1), row])
-    selector = ExampleSelector(one_token_examples, tmp_path / "examples", needs_question=True, strict=True)
+    selector = ExampleSelector(one_example, tmp_path / "examples", needs_question=True, strict=True)
     with pytest.raises(ValueError, match=f"{path}: row {row_id} has no {part}.*`strict`"):
         selector.select({path: 1.0})
 
 
 def test_a_row_without_an_id_is_reported_by_its_number(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", [*question_rows(1), question_rows(1)[0] | {"id": None, "answers": []}])
-    selector = ExampleSelector(one_token_examples, tmp_path / "examples", needs_question=True, strict=True)
+    selector = ExampleSelector(one_example, tmp_path / "examples", needs_question=True, strict=True)
     with pytest.raises(ValueError, match="row 1 has no answer"):
         selector.select({path: 1.0})
 
@@ -142,18 +161,22 @@ def test_a_row_without_an_id_is_reported_by_its_number(tmp_path):
 def test_strict_does_not_stop_at_long_examples(tmp_path):
     rows = [row | {"question": "Who?" if number else "Who is it?"} for number, row in enumerate(question_rows(4))]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    selector = ExampleSelector(one_token_examples, tmp_path / "examples", max_tokens=1, strict=True)
+    selector = ExampleSelector(one_example, tmp_path / "examples", max_tokens=1, strict=True)
     assert sorted(selector.select({path: 1.0})["row_id"]) == ["row-1", "row-2", "row-3"]
 
 
 def test_a_corpus_of_texts_asks_no_questions(tmp_path):
     path = str(tmp_path / "texts.parquet")
     datasets.Dataset.from_dict({"text": ["One two three."]}).to_parquet(path)
-    examples = ExampleSelector(one_token_examples, tmp_path / "examples", passage_words=2).select({path: 1.0})
+    examples = ExampleSelector(one_example, tmp_path / "examples", passage_words=2).select({path: 1.0})
     assert sorted(examples["row_id"]) == ["0-0", "0-1"]
-    selector = ExampleSelector(one_token_examples, tmp_path / "examples", needs_question=True)
+    selector = ExampleSelector(one_example, tmp_path / "examples", needs_question=True)
     with pytest.raises(ValueError, match="texts.parquet has no questions"):
         selector.select({path: 1.0})
+
+
+def texts_of(example) -> list[str]:
+    return [segment["encoder_text"] for segment in example["segments"]]
 
 
 def test_questions_get_distractors(tmp_path, processor):
@@ -162,9 +185,44 @@ def test_questions_get_distractors(tmp_path, processor):
     selector = ExampleSelector(builder.question_examples, tmp_path / "examples", needs_question=True)
     alone, among = selector.select({path: 1.0}), replace(selector, min_passages=3, max_passages=3).select({path: 1.0})
     assert list(among["row_id"]) == list(alone["row_id"])
-    own = dict(zip(alone["row_id"], alone["segment_texts"], strict=True))
-    for row_id, texts in zip(among["row_id"], among["segment_texts"], strict=True):
-        assert len(texts) == 6 and set(own[row_id]) < set(texts)
+    for one, other in zip(alone, among, strict=True):
+        assert len(texts_of(other)) == 6 and set(texts_of(one)) < set(texts_of(other))
+
+
+@pytest.mark.parametrize("max_questions, sizes", [(1, [1] * 12), (2, [2] * 6), (3, [1, 1, 1, 3, 3, 3]), (9, [4] * 3)])
+def test_questions_about_the_same_passages_share_a_row(tmp_path, max_questions, sizes):
+    path = write_rows(tmp_path / "rows.jsonl", question_rows(12))
+    examples = ExampleSelector(one_example, tmp_path / "e", max_questions=max_questions).select({path: 1.0})
+    groups = [row_ids.split(",") for row_ids in examples["row_id"]]
+    assert sorted(map(len, groups)) == sizes
+    assert sorted(row_id for group in groups for row_id in group) == sorted(f"row-{n}" for n in range(12))
+    assert all(len({int(row_id.removeprefix("row-")) % 3 for row_id in group}) == 1 for group in groups)
+
+
+def test_passages_that_differ_in_their_titles_are_not_the_same(tmp_path):
+    rows = question_rows(2)
+    rows[1]["passages"] = [rows[0]["passages"][0] | {"title": "Another"}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    assert len(ExampleSelector(one_example, tmp_path / "e", max_questions=2).select({path: 1.0})) == 2
+
+
+def test_questions_that_share_a_row_share_distractors_that_answer_none_of_them(tmp_path):
+    own = [{"title": "", "text": "A text of two questions."}]
+    rows = [row | {"passages": own} for row in rows_of(CITIES[:2])]
+    path = write_rows(tmp_path / "rows.jsonl", [*rows, *rows_of(CITIES[2:])])
+    drawn = []
+
+    def record(rows):
+        drawn.append(rows)
+        yield from one_example(rows)
+
+    selector = ExampleSelector(record, tmp_path / "e", max_questions=2, min_passages=5, max_passages=5)
+    selector._take(path, None)
+    ((first, second),) = [group for group in drawn if len(group) == 2]
+    assert first["passages"] == second["passages"] and len(first["passages"]) == 5 and own[0] in first["passages"]
+    others = [passage for passage in first["passages"] if passage not in own]
+    # Those of the other cities name Rome, the answer to the first question, all but their second passages.
+    assert all(passage["text"].startswith("A second passage") for passage in others)
 
 
 def refuse(*args, **kwargs):
@@ -238,11 +296,11 @@ def test_examples_of_other_data_are_not_taken(tmp_path, question_selector, chang
     assert selector.select({path: 1.0}).to_dict() == fresh.to_dict()
 
 
-def stopping_examples(row):
-    """One example a row; the process stops at the row that the environment names."""
-    if row["id"] == os.environ.get("STOP_AT"):
+def stopping_examples(rows):
+    """One example; the process stops at the row that the environment names."""
+    if rows[0]["id"] == os.environ.get("STOP_AT"):
         raise KeyboardInterrupt
-    yield from one_token_examples(row)
+    yield from one_example(rows)
 
 
 def test_a_stopped_run_goes_on_at_its_next_block(tmp_path, monkeypatch):
@@ -262,3 +320,72 @@ def test_several_processes_make_the_same_examples(tmp_path, question_selector):
     path = write_rows(tmp_path / "rows.jsonl", question_rows(6))
     two = replace(question_selector, num_proc=2, cache_dir=tmp_path / "two")
     assert two.select({path: 1.0}).to_dict() == question_selector.select({path: 1.0}).to_dict()
+
+
+# Distractors
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    datasets.Dataset.from_list(rows_of(CITIES)).to_parquet(tmp_path / "cities.parquet")
+    return open_corpus(str(tmp_path / "cities.parquet"))
+
+
+def texts(row):
+    return [passage["text"] for passage in row["passages"]]
+
+
+def test_a_row_keeps_its_passages_among_others_of_the_corpus(corpus):
+    known = {text for row in corpus for text in texts(row)}
+    places = set()
+    for seed in range(8):
+        for row in corpus:
+            mixed = texts(Distractors(corpus, 5, 5, seed)(row))
+            assert len(mixed) == len(set(mixed)) == 5
+            assert set(texts(row)) < set(mixed) <= known
+            places.add(mixed.index(texts(row)[0]))
+    assert places == set(range(5))
+
+
+def test_no_distractor_holds_the_answer(corpus):
+    row = corpus[0]  # Rome: the first passage of every other row names it
+    for seed in range(20):
+        others = [p for p in Distractors(corpus, 6, 6, seed)(row)["passages"] if p not in row["passages"]]
+        assert len(others) == 4
+        assert all(text.startswith("A second passage") for text in (passage["text"] for passage in others))
+
+
+@pytest.mark.parametrize(
+    "text, answers, found",
+    [
+        ("It is in ROME, Italy.", ["Rome"], True),
+        ("It is in Italy.", ["Lima", "italy"], True),
+        ("It is well known.", ["no"], False),
+        ("New\n York is large.", ["new york"], True),
+        ("It cost $5 (five).", ["$5"], True),
+        ("Romeo came.", ["Rome"], False),
+    ],
+)
+def test_an_answer_is_found_as_whole_words(text, answers, found):
+    assert contains_answer({"title": "", "text": text}, answers) is found
+    assert contains_answer({"title": text, "text": ""}, answers) is found
+
+
+def test_the_draw_depends_on_seed_and_row_only(corpus):
+    draws = [Distractors(corpus, 2, 6, seed=0)(row) for row in corpus]
+    backwards = [Distractors(corpus, 2, 6, seed=0)(row) for row in reversed(list(corpus))]
+    assert draws == backwards[::-1]
+    assert draws != [Distractors(corpus, 2, 6, seed=1)(row) for row in corpus]
+
+
+def test_numbers_of_passages_are_drawn_from_the_range(corpus):
+    counts = {len(Distractors(corpus, 1, 4, seed)(row)["passages"]) for seed in range(8) for row in corpus}
+    assert counts == {2, 3, 4}  # its own two always stay
+
+
+def test_a_corpus_with_too_few_passages_gives_fewer(tmp_path):
+    datasets.Dataset.from_list(rows_of(CITIES[:2])).to_parquet(tmp_path / "two.parquet")
+    corpus = open_corpus(str(tmp_path / "two.parquet"))
+    assert sorted(texts(Distractors(corpus, 9, 9, seed=0)(corpus[0]))) == sorted(
+        [*texts(corpus[0]), texts(corpus[1])[1]]
+    )

@@ -1,0 +1,162 @@
+"""The losses of training: a frozen head without logits, slots that name their words, compiled layers; the encoder."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import BACKBONES, VOCAB_SIZE, backbone_config, collate, random_rows, tiny_aligner
+from torch import nn
+from torch.nn.functional import cross_entropy, normalize
+from transformers import PreTrainedConfig
+
+from arcaligner import backbones_arcaligner
+from arcaligner.backbones_arcaligner import frozen_head_nll, postprocess_logits
+from arcaligner.modeling_arcaligner import slot_decoder_layers
+
+
+@pytest.mark.parametrize("rows_at_a_time", [3, 256])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"logit_scale": 0.0625},
+        {"logits_scaling": 8.0},
+        {"final_logit_softcapping": 2.0},
+        {"logit_scale": 3.0, "final_logit_softcapping": 2.0},
+    ],
+    ids=lambda settings: "+".join(settings) or "plain",
+)
+def test_the_frozen_head_gives_loss_and_gradient_of_cross_entropy(monkeypatch, settings, bias, rows_at_a_time):
+    monkeypatch.setattr(backbones_arcaligner, "HEAD_ROWS", rows_at_a_time)
+    torch.manual_seed(0)
+    head = nn.Linear(6, 11, bias=bias, dtype=torch.float64).requires_grad_(False)
+    config = PreTrainedConfig(**settings)
+    hidden = torch.randn(10, 6, dtype=torch.float64) * 3
+    targets = torch.randint(11, (10,))
+    results = []
+    for own in (True, False):
+        states = hidden.clone().requires_grad_()
+        if own:
+            loss = frozen_head_nll(states, targets, head, config)
+        else:
+            loss = cross_entropy(postprocess_logits(head(states), config), targets, reduction="sum")
+        (loss * 0.7).backward()
+        results.append((loss.detach(), states.grad))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("backbone", list(BACKBONES))
+def test_the_loss_without_logits_is_the_loss_with_them(backbone):
+    """In loss and gradients, whatever a backbone does to its logits, and divided by the same number of items."""
+    model = tiny_aligner(backbone, dtype=torch.float32).train()
+    model.set_stage("gating")
+    batch = collate(random_rows(model, [3, 6, 1, 4]))
+    for more in ({}, {"num_items_in_batch": 17}):
+        losses, gradients = [], []
+        for skip_logits in (False, True):
+            model.zero_grad()
+            outputs = model(**batch, skip_logits=skip_logits, **more)
+            outputs.loss.backward()
+            losses.append(outputs.loss.detach())
+            gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        assert outputs.logits is None
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-5)
+    assert any("projector" in name and gradient.abs().max() > 1e-5 for name, gradient in gradients[0].items())
+
+
+def test_the_lexical_loss_is_that_of_a_slots_distinct_words_by_weight():
+    model = tiny_aligner("llama")  # float64
+    embeds = torch.randn(1, 3, model.config.encoder_hidden_size, dtype=torch.float64)
+    word_ids = torch.tensor([[[5, 9, 5], [4, -1, -1], [-1, -1, -1]]])  # the last slot has no words and does not count
+    weights = torch.linspace(0.1, 1.0, VOCAB_SIZE, dtype=torch.float64)
+    loss = model(context_embeds=embeds, context_word_ids=word_ids, lexical_weights=weights).loss
+    slots = model.model.backbone.norm(model.model.projector(embeds[0]))
+    log_probs = postprocess_logits(model.lm_head(slots), model.config.text_config).log_softmax(dim=1)
+    of_two = weights[[5, 9]] / weights[[5, 9]].sum()
+    expected = -((of_two * log_probs[0, [5, 9]]).sum() + log_probs[1, 4]) / 2
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)  # the head is read in float32
+
+
+def test_compiled_layers_give_the_loss_and_gradients_of_plain_ones():
+    plain = tiny_aligner(backbone_config("llama", num_hidden_layers=1), dtype=torch.float32).train()
+    plain.set_stage("reconstruction")
+    compiled = copy.deepcopy(plain)
+    for layer in slot_decoder_layers(compiled):
+        layer.compile(dynamic=True, backend="aot_eager")  # the graph of training without a minute of C++
+    batch = collate(random_rows(plain, [2, 3]))
+    results = []
+    for model in (plain, compiled):
+        loss = model(**batch, skip_logits=True, use_cache=False).loss
+        loss.backward()
+        results.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+# The encoder
+
+TEXTS = ["Radik Zhaparov is a Kazakh ski jumper who has competed since 2003.", "Ada", "Parkdale lost a part of it?"]
+
+
+@pytest.fixture
+def encoder(processor):
+    processor.sentence_encoder.eval()
+    return processor._encoder
+
+
+def own_states(encoder, text):
+    """States and characters of the tokens that stand for something, read alone."""
+    read = encoder.model.tokenizer(text, return_offsets_mapping=True, return_tensors="pt")
+    offsets = read.pop("offset_mapping")[0]
+    with torch.no_grad():
+        states = encoder.model[0](dict(read))["token_embeddings"][0]
+    is_own = offsets[:, 1] > offsets[:, 0]
+    return states[is_own], offsets[is_own]
+
+
+def test_one_run_over_a_text_is_the_mean_of_its_tokens(encoder):
+    runs = encoder.encode_runs(TEXTS, [0, 0, 0], [[len(text)] for text in TEXTS])
+    expected = torch.stack([normalize(own_states(encoder, text)[0].mean(dim=0), dim=0) for text in TEXTS])
+    torch.testing.assert_close(runs, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(runs.norm(dim=1), torch.ones(3))
+
+
+def test_runs_share_out_the_tokens_of_a_text_and_leave_the_title(encoder):
+    title, text = "Toronto: ", TEXTS[0]
+    ends = [len(title) + end for end in (14, 15, 40, len(text))]  # the second run is a space, without a token
+    runs = encoder.encode_runs([title + text], [len(title)], [ends])
+    states, offsets = own_states(encoder, title + text)
+    bounds = [len(title), *ends]
+    for run, (start, end) in zip(runs, zip(bounds[:-1], bounds[1:], strict=True), strict=True):
+        middles = offsets.float().mean(dim=1)
+        inside = (middles > start) & (middles <= end)
+        if not inside.any():
+            inside = torch.arange(len(middles)) == (middles - (start + end) / 2).abs().argmin()
+        torch.testing.assert_close(run, normalize(states[inside].mean(dim=0), dim=0), rtol=1e-5, atol=1e-6)
+
+
+def test_texts_of_several_lengths_in_one_call_equal_one_by_one(encoder, monkeypatch):
+    ends = [[20, len(TEXTS[0])], [3], [8, 16, len(TEXTS[2])]]
+    one_by_one = [encoder.encode_runs([text], [0], [ends]) for text, ends in zip(TEXTS, ends, strict=True)]
+    for batch_size in (64, 2):
+        monkeypatch.setattr("arcaligner.segmentation_arcaligner.RUN_BATCH", batch_size)
+        together = encoder.encode_runs(TEXTS, [0, 0, 0], ends)
+        torch.testing.assert_close(together, torch.cat(one_by_one), rtol=1e-5, atol=1e-6)
+
+
+def test_the_encoder_gets_a_gradient_where_its_weights_ask_for_one(encoder):
+    weights = list(encoder.model.parameters())
+    asked = [weight.requires_grad for weight in weights]
+    try:
+        for wanted in (True, False):
+            encoder.model.requires_grad_(wanted)
+            runs = encoder.encode_runs(TEXTS[:1], [0], [[20, len(TEXTS[0])]])
+            assert runs.requires_grad == wanted
+            if wanted:
+                runs[0, 0].backward()
+                assert any(weight.grad is not None and weight.grad.abs().max() > 0 for weight in weights)
+    finally:
+        for weight, before in zip(weights, asked, strict=True):
+            weight.grad = None
+            weight.requires_grad_(before)
