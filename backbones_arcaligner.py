@@ -107,16 +107,15 @@ class _FrozenHeadLoss(torch.autograd.Function):
         for start in range(0, len(hidden_states), HEAD_ROWS):
             rows = slice(start, start + HEAD_ROWS)
             logits = nn.functional.linear(hidden_states[rows], weight, bias).to(total.dtype)  # (rows, vocab_size)
-            slope = None
-            if (cap := getattr(text_config, "final_logit_softcapping", None)) is not None:
-                logits = postprocess_logits(logits, text_config)
-                slope = 1 - (logits / cap) ** 2
-            else:
-                logits = postprocess_logits(logits, text_config)
-            log_sum = logits.logsumexp(dim=1, keepdim=True)  # (rows, 1)
-            target = targets[rows, None]
-            total += (log_sum - logits.gather(1, target)).sum()
-            d_logits = logits.sub_(log_sum).exp_().scatter_add_(1, target, logits.new_full(target.shape, -1.0))
+            logits = postprocess_logits(logits, text_config)
+            cap = getattr(text_config, "final_logit_softcapping", None)
+            slope = None if cap is None else 1 - (logits / cap) ** 2
+            top, target = logits.amax(dim=1, keepdim=True), targets[rows, None]  # (rows, 1)
+            picked = logits.gather(1, target)
+            weights = logits.sub_(top).exp_()  # in place, as all of this: a copy would cost as much as the product
+            mass = weights.sum(dim=1, keepdim=True)
+            total += (mass.log() + top - picked).sum()
+            d_logits = weights.div_(mass).scatter_add_(1, target, weights.new_full(target.shape, -1.0))
             if slope is not None:
                 d_logits *= slope
             gradient[rows] = d_logits.to(weight.dtype) @ weight
