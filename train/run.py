@@ -28,6 +28,7 @@ from ..files import exit_on_user_error, write_whole
 from ..model_card import RECIPE_FILE, write_model_card
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
+from .corpora import FILES
 
 logger = logging.getLogger(__name__)
 
@@ -144,8 +145,13 @@ def _without_folders(key: str, keys: dict[str, Any]) -> Any:
     if key == "model_name_or_path":
         return os.path.relpath(str(value), str(keys.get("output_dir")))
     if key in ("train_files", "reconstruction_files") and isinstance(value, dict):
-        return {os.path.basename(source): weight for source, weight in value.items()}
-    return os.path.basename(value) if key == "train_file" and value else value
+        return {_without_folder(source): weight for source, weight in value.items()}
+    return _without_folder(value) if key == "train_file" and value else value
+
+
+def _without_folder(source: str) -> str:
+    path, mark, options = source.partition("?")
+    return (os.path.basename(path) if path.endswith(FILES) else path) + mark + options
 
 
 # The folder while it trains

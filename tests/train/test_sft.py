@@ -1,10 +1,11 @@
-"""The script: three stages, each training its parts only; resuming; saving; refusals."""
+"""The script: each stage trains its parts only, at its rates; broken runs end as if unbroken; mistakes are refused."""
 
 import json
-import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -14,22 +15,58 @@ from training_rows import question_rows
 from transformers import default_data_collator
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
-from arcaligner.train import saving
+from arcaligner.train import sft
 from arcaligner.train.collator import ContextCollator
-from arcaligner.train.data import ExampleBuilder, build_dataset
-from arcaligner.train.embedding_store import EmbeddingStore
+from arcaligner.train.data import EXAMPLE_FEATURES, ExampleBuilder
+from arcaligner.train.run import last_checkpoint
 from arcaligner.train.trainer import AlignerTrainer, AlignerTrainingConfig
 
 PARTS = {
+    "lexical": {"projector"},
     "reconstruction": {"projector", "lora_A", "lora_B"},
     "grounding": {"projector", "lora_A", "lora_B"},
     "gating": {"projector", "lora_A", "lora_B", "slot_gate"},
 }
+RATES = [2, 4, "segment"]
+STEPS = {"max_steps": 8, "save_steps": 2, "tokens_per_slot": RATES, "max_questions": 2}  # two steps an epoch
 
 
-@pytest.fixture(scope="session")
+class InterruptError(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
 def write_recipe(tmp_path_factory, base_model_dir, encoder_dir) -> RecipeWriter:
     return RecipeWriter(tmp_path_factory.mktemp("recipes"), base_model_dir, encoder_dir)
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory, write_recipe) -> dict[str, Path]:
+    """The four stages of an aligner that reads words, each from the one before."""
+    root = tmp_path_factory.mktemp("runs")
+    folders = {stage: root / f"{number}_{stage}" for number, stage in enumerate(PARTS)}
+    aligner = {"lora_r": 4, "gate_hidden_size": 8, "lora_dropout": 0.1, "word_parts": 2}
+    held_out = {"eval_files": {write_recipe.files["lexical"]: 1.0}, "eval_strategy": "steps", "eval_steps": 10}
+    keys = {"max_steps": 30, "logging_steps": 5, "save_steps": 15, "tokens_per_slot": RATES, "max_segments": 2}
+    run(write_recipe("lexical", folders["lexical"], aligner=aligner, **keys, **held_out))
+    more = {"tokens_per_slot": ["segment", 3], "max_segments": 2, "continues": True}
+    run(write_recipe("reconstruction", folders["reconstruction"], folders["lexical"], **more))
+    run(write_recipe("grounding", folders["grounding"], folders["reconstruction"], max_questions=3))
+    run(write_recipe("gating", folders["gating"], folders["grounding"], max_questions=3))
+    return folders
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory, write_recipe) -> Path:
+    """The folder of a run that nothing broke."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(write_recipe("grounding", folder, **STEPS))
+    return folder
+
+
+def logs(folder: Path, key: str) -> list[dict]:
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [entry for entry in history if key in entry]
 
 
 def moved_parts(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
@@ -38,38 +75,53 @@ def moved_parts(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor])
     return {next((part for part in PARTS["gating"] if part in name), name) for name in names}
 
 
-def logs(folder: Path) -> list[dict]:
-    return json.loads((folder / "trainer_state.json").read_text())["log_history"]
+def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.fixture(scope="module")
-def stages(tmp_path_factory, write_recipe) -> dict[str, Path]:
-    """The three stages, each from the one before."""
-    root = tmp_path_factory.mktemp("runs")
-    folders = {stage: root / f"{number}_{stage}" for number, stage in enumerate(PARTS, start=1)}
-    run(write_recipe("reconstruction", folders["reconstruction"]))
-    run(write_recipe("grounding", folders["grounding"], folders["reconstruction"]))
-    run(write_recipe("gating", folders["gating"], folders["grounding"]))
-    return folders
+def interrupted_at(step):
+    original = AlignerTrainer.training_step
+
+    def training_step(self, *args, **kwargs):
+        if self.state.global_step == step:
+            raise InterruptError
+        return original(self, *args, **kwargs)
+
+    return training_step
+
+
+# The stages
 
 
 def test_each_stage_trains_its_parts_and_nothing_else(stages):
-    before = parameters(stages["reconstruction"] / "checkpoint-2")
-    for stage in PARTS:
+    before = parameters(stages["lexical"] / "checkpoint-15")
+    for stage, parts in PARTS.items():
         after = parameters(stages[stage])
-        assert moved_parts(before, after) == PARTS[stage]
+        assert moved_parts(before, after) == parts, stage
         before = after
 
 
 def test_a_stage_starts_from_the_one_before(stages):
     # With a learning rate of 0.01, four steps of Adam move no element by more than 0.05.
-    before, after = parameters(stages["grounding"]), parameters(stages["gating"])
-    for name, tensor in before.items():
-        torch.testing.assert_close(after[name], tensor, rtol=0, atol=0.05)
+    names = list(PARTS)
+    for earlier, later in zip(names[:-1], names[1:], strict=True):
+        before, after = parameters(stages[earlier]), parameters(stages[later])
+        for name, tensor in before.items():
+            torch.testing.assert_close(after[name], tensor, rtol=0, atol=0.05)
 
 
-def test_a_stage_leaves_a_folder_that_answers(stages):
-    processor = ArcAlignerProcessor.from_pretrained(str(stages["gating"]), trust_remote_code=False)
+def test_the_lexical_stage_lowers_its_loss_and_finds_more_words(stages):
+    losses = [entry["loss"] for entry in logs(stages["lexical"], "loss")]
+    assert losses[-1] < losses[0] - 0.1
+    recalls = [entry["eval_word_recall"] for entry in logs(stages["lexical"], "eval_word_recall")]
+    assert len(recalls) == 3 and 0 <= recalls[0] < recalls[-1] <= 1
+    assert not logs(stages["lexical"], "eval_perplexity")
+
+
+def test_a_stage_leaves_a_folder_that_answers_at_its_rates(stages):
+    processor = ArcAlignerProcessor.from_pretrained(str(stages["reconstruction"]))
+    assert (processor.tokens_per_slot, processor.trained_tokens_per_slot) == ("segment", ["segment", 3])
+    processor = ArcAlignerProcessor.from_pretrained(str(stages["gating"]))
     model = ArcAlignerForCausalLM.from_pretrained(str(stages["gating"]))
     assert model.config.gate_mode == "adaptive"
     inputs = processor.apply_chat_template(
@@ -80,76 +132,186 @@ def test_a_stage_leaves_a_folder_that_answers(stages):
         return_dict=True,
         return_tensors="pt",
     )
-    output = model.generate(**inputs, max_new_tokens=4, do_sample=False)
-    assert output.shape[1] > inputs["input_ids"].shape[1]
+    assert "context_word_ids" in inputs
+    assert model.generate(**inputs, max_new_tokens=4, do_sample=False).shape[1] > inputs["input_ids"].shape[1]
 
 
 def test_a_stage_keeps_its_recipe_and_no_base_weights(stages):
     folder = stages["grounding"]
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
     assert recipe["stage"] == "grounding" and recipe["max_steps"] == 4
-    assert not list(folder.glob(".saving-*"))
-    size = (folder / "model.safetensors").stat().st_size
-    kept = {name: p for name, p in parameters(folder).items() if "base_layer" not in name}
-    aligner = sum(p.nbytes for name, p in kept.items() if any(part in name for part in PARTS["gating"]))
-    assert size < 1.5 * aligner + 50_000
+    aligner = sum(p.nbytes for name, p in parameters(folder).items() if any(part in name for part in PARTS["gating"]))
+    words = 400 * 4 * 2  # the frozen statistics of words
+    assert (folder / "model.safetensors").stat().st_size < 1.5 * aligner + words + 50_000
 
 
 def test_logs_tell_speed_and_gates(stages):
     for stage, folder in stages.items():
-        entries = [entry for entry in logs(folder) if "loss" in entry]
-        assert len(entries) == 2
-        for entry in entries:
-            assert entry["tokens_per_second"] > 0 and 0 <= entry["mean_token_accuracy"] <= 1
+        for entry in logs(folder, "loss"):
+            assert entry["tokens_per_second"] > 0 and "minutes_left" in entry
             assert ("refinement_steps" in entry) == ("open_gates" in entry) == (stage == "gating")
+    for entry in logs(stages["gating"], "open_gates"):
+        by_layer = [value for key, value in entry.items() if key.startswith("open_gates/layer_")]
+        assert len(by_layer) == 3 and entry["open_gates"] == pytest.approx(sum(by_layer) / 3, abs=1e-4)
 
 
-def test_an_interrupted_run_ends_as_if_it_was_not(tmp_path, write_recipe, stages, caplog):
-    arguments = write_recipe("reconstruction", tmp_path / "run")
+def test_the_gates_can_learn_faster_than_the_rest(tmp_path, write_recipe, stages):
+    keys = {"max_steps": 1, "warmup_steps": 0, "learning_rate": 1e-3}
+    run(write_recipe("gating", tmp_path / "slow", stages["grounding"], **keys))
+    run(write_recipe("gating", tmp_path / "fast", stages["grounding"], gate_learning_rate=1e-1, **keys))
+    before, slow, fast = (parameters(path) for path in (stages["grounding"], tmp_path / "slow", tmp_path / "fast"))
+    for name, tensor in before.items():
+        if "slot_gate" not in name:
+            assert torch.equal(fast[name], slow[name])
+        else:  # a first step of Adam moves each number by the learning rate
+            torch.testing.assert_close((fast[name] - tensor) / 100, slow[name] - tensor, rtol=1e-2, atol=1e-5)
+    assert any(not torch.equal(fast[name], before[name]) for name in fast if "slot_gate" in name)
 
-    class InterruptError(Exception):
-        pass
 
-    def stop(self, *args, **kwargs):
-        if self.state.global_step == 3:
-            raise InterruptError
-        return original(self, *args, **kwargs)
+# Broken runs
 
-    original = AlignerTrainer.training_step
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AlignerTrainer, "training_step", stop)
-        with pytest.raises(InterruptError):
-            run(arguments)
+
+@pytest.mark.parametrize("step, checkpoint", [(3, "checkpoint-2"), (5, "checkpoint-4")])
+def test_a_broken_run_ends_as_if_unbroken(tmp_path, write_recipe, whole_run, monkeypatch, caplog, step, checkpoint):
+    """To the bit, in the same or a later epoch, with batches at several rates."""
+    arguments = write_recipe("grounding", tmp_path / "run", **STEPS)
+    with monkeypatch.context() as patch, pytest.raises(InterruptError):
+        patch.setattr(AlignerTrainer, "training_step", interrupted_at(step))
+        run(arguments)
     assert not (tmp_path / "run/config.json").exists()
+    with caplog.at_level("INFO"):
+        run(arguments)
+    assert f"resuming from {tmp_path / 'run' / checkpoint}" in caplog.text and "missing keys" not in caplog.text
+    assert same_tensors(parameters(tmp_path / "run"), parameters(whole_run))
+    for key in ("num_tokens", "loss"):
+        found = [[entry[key] for entry in logs(folder, key)] for folder in (tmp_path / "run", whole_run)]
+        assert found[0] == found[1]
+
+
+def test_a_broken_run_resumes_with_no_other_settings(tmp_path, write_recipe, monkeypatch):
+    arguments = write_recipe("grounding", tmp_path / "run", **STEPS)
+    monkeypatch.setattr(AlignerTrainer, "training_step", interrupted_at(3))
+    with pytest.raises(InterruptError):
+        run(arguments)
+    for key, was, value in [("learning_rate", "0.01", "0.5"), ("seed", "None", "7")]:
+        with pytest.raises(ValueError, match=f"run was begun with .*`{key}` was {was} and is now {value}"):
+            run([*arguments, f"--{key}", value])
+    with pytest.raises(InterruptError):
+        run([*arguments, "--save_steps", "1"])
+
+
+def test_a_run_that_broke_when_it_was_trained_is_only_saved(tmp_path, write_recipe, monkeypatch):
+    arguments = write_recipe("grounding", tmp_path / "run", lr_scheduler_type="constant")
+
+    def stop(*args):
+        raise InterruptError
+
+    with monkeypatch.context() as patch, pytest.raises(InterruptError):
+        patch.setattr(sft, "save_stage", stop)
+        run(arguments)
     run(arguments)
-    assert "missing keys" not in caplog.text
-    resumed, whole = parameters(tmp_path / "run"), parameters(stages["reconstruction"])
-    for name, tensor in whole.items():
-        assert torch.equal(resumed[name], tensor), name
+    assert same_tensors(parameters(tmp_path / "run"), parameters(tmp_path / "run" / "checkpoint-4"))
+    assert json.loads((tmp_path / "run" / "trainer_state.json").read_text())["global_step"] == 4
 
 
-def test_held_out_loss_is_logged(tmp_path, write_recipe, stages):
-    files = yaml.safe_load((stages["reconstruction"] / "recipe.yaml").read_text())["train_files"]
-    run(
-        write_recipe(
-            "reconstruction",
-            tmp_path,
-            eval_files=files,
-            max_eval_samples=3,
-            eval_strategy="steps",
-            eval_steps=2,
-        )
-    )
-    losses = [entry["eval_loss"] for entry in logs(tmp_path) if "eval_loss" in entry]
-    assert len(losses) == 2 and all(loss > 0 for loss in losses)
+KILLED = """
+import os, signal, sys
+import torch
+from arcaligner.train import sft
+
+def save(obj, path, *args, **kwargs):
+    original(obj, path, *args, **kwargs)
+    if "checkpoint-4" in str(path) and "optimizer.pt" in str(path):
+        os.truncate(path, os.path.getsize(path) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+original, torch.save = torch.save, save
+sft.main(*sft.parse(sys.argv[1:]))
+"""
+
+
+def test_a_run_that_was_killed_while_it_saved_ends_as_if_unbroken(tmp_path, write_recipe, whole_run, caplog):
+    arguments = write_recipe("grounding", tmp_path / "run", **STEPS)
+    killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    with caplog.at_level("INFO"):
+        run(arguments)
+    assert f"{tmp_path / 'run' / 'checkpoint-4'} is not whole" in caplog.text
+    assert f"resuming from {tmp_path / 'run' / 'checkpoint-2'}" in caplog.text
+    assert same_tensors(parameters(tmp_path / "run"), parameters(whole_run))
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, write_recipe, monkeypatch):
+    def save(obj, path, *args, **kwargs):
+        if "checkpoint-4" in str(path) and str(path).endswith("optimizer.pt"):
+            Path(path).write_bytes(b"PK")
+            raise OSError("No space left on device")
+        original(obj, path, *args, **kwargs)
+
+    original = torch.save
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(OSError, match="No space left"):
+        run(write_recipe("grounding", tmp_path / "run", **STEPS))
+    assert last_checkpoint(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-2")
+
+
+# The dtype of the backbone
+
+
+def test_auto_takes_the_faster_dtype_and_logs_both(monkeypatch, caplog):
+    speeds = {torch.float32: 20.0, torch.bfloat16: 50.0}
+    monkeypatch.setattr(sft, "_products_per_second", lambda dtype, seconds: speeds[dtype])
+    with caplog.at_level("INFO"):
+        assert sft.fastest_dtype(torch.device("cpu")) == torch.bfloat16
+    assert "float32 20 products/s" in caplog.text and "bfloat16 50 products/s" in caplog.text
+    speeds[torch.float32] = 60.0
+    assert sft.resolve_dtype("auto", torch.device("cpu")) == torch.float32
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    assert sft.fastest_dtype(torch.device("cuda")) == torch.float32
+
+
+def test_measuring_a_dtype_takes_as_long_as_it_says():
+    assert sft._products_per_second(torch.float32, seconds=0.01) > 0
+
+
+@pytest.mark.parametrize("name", ["bfloat61", "int8", "nn"])
+def test_a_dtype_that_is_none_is_refused(name):
+    with pytest.raises(ValueError, match=f"`dtype` is '{name}'; expected auto, float32, bfloat16"):
+        sft.resolve_dtype(name, torch.device("cpu"))
+
+
+def test_a_dtype_that_the_device_cannot_compute_in_is_refused_before_anything_is_loaded(tmp_path, write_recipe):
+    with pytest.raises(ValueError, match="`dtype` is 'float8_e4m3fn', in which cpu cannot compute"):
+        run(write_recipe("grounding", tmp_path, Path("no/such/model"), dtype="float8_e4m3fn"))
+
+
+def test_a_resumed_run_keeps_the_dtype_that_auto_chose(tmp_path, write_recipe, monkeypatch):
+    arguments = write_recipe("grounding", tmp_path / "run", dtype="auto")
+    monkeypatch.setattr(sft, "fastest_dtype", lambda device: torch.bfloat16)
+    with monkeypatch.context() as patch, pytest.raises(InterruptError):
+        patch.setattr(AlignerTrainer, "training_step", interrupted_at(3))
+        run(arguments)
+    monkeypatch.setattr(sft, "fastest_dtype", lambda device: torch.float32)
+    seen = []
+    monkeypatch.setattr(sft, "load_model", lambda recipe, processor, dtype: seen.append(dtype) or stop())
+
+    def stop():
+        raise InterruptError
+
+    with pytest.raises(InterruptError):
+        run(arguments)
+    assert seen == [torch.bfloat16]
+
+
+# The trainer
 
 
 @pytest.fixture
 def trainer_arguments(tmp_path, processor, model):
     """What an `AlignerTrainer` needs, on two batches of questions."""
-    store = EmbeddingStore(tmp_path, "tiny", processor.encoder_hidden_size, processor.encode_segments)
     builder = ExampleBuilder(processor)
-    examples = [example for row in question_rows(8) for example in builder.question_examples(row)]
+    examples = [example for row in question_rows(8) for example in builder.question_examples([row])]
+    rows = [vars(example) | {"turns": [vars(turn) for turn in example.turns]} for example in examples]
     return {
         "model": model,
         "stage": "grounding",
@@ -161,38 +323,50 @@ def trainer_arguments(tmp_path, processor, model):
             per_device_train_batch_size=4,
             max_steps=2,
         ),
-        "data_collator": ContextCollator(store, processor.context_token_id, processor.tokenizer.pad_token_id),
-        "train_dataset": build_dataset(examples, store),
+        "data_collator": ContextCollator(processor.context_token_id, processor.tokenizer.pad_token_id),
+        "train_dataset": sft.Dataset.from_list(rows, features=EXAMPLE_FEATURES),
         "processing_class": processor,
     }
 
 
 def test_the_loss_is_that_of_the_whole_model(trainer_arguments):
     trainer = AlignerTrainer(**trainer_arguments)
-    collator, rows = trainer.data_collator, list(trainer.train_dataset)
-    batch = collator(rows)
-    batch.pop("row_ids")
-    loss = trainer.compute_loss(trainer.model.eval(), collator(rows))
-    torch.testing.assert_close(loss, trainer.model(**batch).loss)
-    loss = trainer.compute_loss(trainer.model, collator(rows), num_items_in_batch=100)
+    rows = list(trainer.train_dataset)
+    batch = trainer.data_collator(rows)
+    embeds = trainer.processing_class.encode_segments(batch["encoder_texts"])
+    inputs = {
+        "input_ids": batch["input_ids"],
+        "attention_mask": (batch["turn_ids"] >= 0).long(),
+        "labels": batch["labels"],
+        "context_embeds": torch.nn.utils.rnn.pad_sequence(embeds.split(batch["num_slots"]), batch_first=True),
+    }
+    trainer.model.eval()
+    loss = trainer.compute_loss(trainer.model, trainer.data_collator(rows))
+    torch.testing.assert_close(loss, trainer.model(**inputs).loss)
+    loss = trainer.compute_loss(trainer.model, trainer.data_collator(rows), num_items_in_batch=100)
     num_targets = (batch["labels"] != -100).sum()
-    torch.testing.assert_close(loss, trainer.model(**batch).loss * num_targets / 100)
+    torch.testing.assert_close(loss, trainer.model(**inputs).loss * num_targets / 100)
 
 
-def test_a_peft_config_is_refused(trainer_arguments):
-    with pytest.raises(ValueError, match="LoraConfig.*another adapter"):
-        AlignerTrainer(**trainer_arguments, peft_config=LoraConfig())
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"peft_config": LoraConfig()}, "LoraConfig.*another adapter"),
+        ({"data_collator": None}, "expected a `ContextCollator`"),
+        ({"data_collator": default_data_collator}, "expected a `ContextCollator`"),
+        ({"stage": "warm-up"}, "warm-up"),
+        ({"stage": "lexical"}, "pass `word_weights`"),
+    ],
+)
+def test_what_would_train_something_else_is_refused(trainer_arguments, changes, message):
+    with pytest.raises(ValueError, match=message):
+        AlignerTrainer(**{**trainer_arguments, **changes})
 
 
-@pytest.mark.parametrize("collator", [None, default_data_collator])
-def test_another_collator_is_refused(trainer_arguments, collator):
-    with pytest.raises(ValueError, match="expected a `ContextCollator`"):
-        AlignerTrainer(**{**trainer_arguments, "data_collator": collator})
-
-
-def test_an_unknown_stage_is_refused(trainer_arguments):
-    with pytest.raises(ValueError, match="warm-up"):
-        AlignerTrainer(**{**trainer_arguments, "stage": "warm-up"})
+def test_a_gap_of_the_lexical_stage_is_refused(trainer_arguments):
+    trainer_arguments["args"].eval_slot_gap = True
+    with pytest.raises(ValueError, match="`eval_slot_gap` needs targets behind the slots"):
+        AlignerTrainer(**{**trainer_arguments, "stage": "lexical", "word_weights": torch.ones(400)})
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_rows(trainer_arguments):
@@ -213,38 +387,8 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_it_changes_a_weight(
 
 
 def test_an_error_of_the_model_names_the_rows(trainer_arguments, monkeypatch):
-    monkeypatch.setattr(EmbeddingStore, "__getitem__", lambda self, rows: np.full((len(rows), 12), np.nan))
+    broken = lambda self, texts, starts, ends: torch.full((len(texts), 12), torch.nan)  # noqa: E731
+    monkeypatch.setattr(ArcAlignerProcessor, "encode_runs", broken)
     with pytest.raises(ValueError, match="NaN or infinite values") as error:
         AlignerTrainer(**trainer_arguments).train()
     assert error.value.__notes__[0].startswith("At step 0, in the batch of the rows ['row-")
-
-
-def test_an_interrupted_save_leaves_no_folder_that_loads(tmp_path, processor, monkeypatch, model):
-    saving.save_stage(tmp_path, model, processor, "stage: gating\n")
-    assert (tmp_path / "config.json").exists()
-
-    def replace(source, target):
-        if target == tmp_path / "model.safetensors":
-            raise OSError("disk full")
-        move(source, target)
-
-    move = os.replace
-    monkeypatch.setattr(saving.os, "replace", replace)
-    with pytest.raises(OSError, match="disk full"):
-        saving.save_stage(tmp_path, model, processor, "stage: gating\n")
-    assert not (tmp_path / "config.json").exists()
-    assert not list(tmp_path.glob(".saving-*"))
-
-
-def test_the_gates_can_learn_faster_than_the_rest(tmp_path, write_recipe, stages):
-    slow, fast = tmp_path / "slow", tmp_path / "fast"
-    run(write_recipe("gating", slow, stages["grounding"], max_steps=1, warmup_steps=0, learning_rate=1e-3))
-    keys = {"max_steps": 1, "warmup_steps": 0, "learning_rate": 1e-3, "gate_learning_rate": 1e-1}
-    run(write_recipe("gating", fast, stages["grounding"], **keys))
-    before, slow, fast = parameters(stages["grounding"]), parameters(slow), parameters(fast)
-    for name, tensor in before.items():
-        if "slot_gate" not in name:
-            torch.testing.assert_close(fast[name], slow[name], rtol=0, atol=0)
-        else:  # a first step of Adam moves each number by the learning rate
-            torch.testing.assert_close((fast[name] - tensor) / 100, slow[name] - tensor, rtol=1e-2, atol=1e-5)
-    assert any(not torch.equal(fast[name], before[name]) for name in fast if "slot_gate" in name)

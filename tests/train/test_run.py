@@ -1,0 +1,212 @@
+"""The folder of a run: what is kept of its settings, one trainer at a time, whole checkpoints, whole saves."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from arcaligner.train import run
+from arcaligner.train.run import check_settings, claim_folder, last_checkpoint, read_keys, run_settings, save_stage
+
+SCRIPT = "arcaligner.train.sft"
+RECIPE = "# why\nstage: grounding\nseed: 1  # paper: 2\noutput_dir: runs/2\nmodel_name_or_path: runs/1\nbf16: true"
+
+
+@pytest.fixture
+def config(tmp_path) -> list[str]:
+    path = tmp_path / "2_grounding.yaml"
+    path.write_text(RECIPE)
+    return ["--config", str(path)]
+
+
+@pytest.fixture
+def begun(tmp_path, config) -> Path:
+    """The folder of a run with a checkpoint."""
+    folder = tmp_path / "run"
+    (folder / "checkpoint-2").mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(run_settings(SCRIPT, config))
+    return folder
+
+
+def test_a_recipe_alone_is_kept_as_it_is_below_the_command(config):
+    assert run_settings(SCRIPT, config) == f"# {SCRIPT} --config {config[1]}\n{RECIPE}\n"
+
+
+def test_keys_of_the_command_line_are_among_those_that_are_kept(config):
+    given = ["--stage", "gating", "--learning-rate=3e-4", "--report_to", "wandb", "tensorboard"]
+    given += ["--no_bf16", "--tf32", "--run_name", "it's mine\nand yours"]
+    text = run_settings(SCRIPT, config + given)
+    keys = {"stage": "gating", "seed": 1, "output_dir": "runs/2", "model_name_or_path": "runs/1", "bf16": False}
+    keys |= {"learning_rate": 3e-4, "report_to": ["wandb", "tensorboard"], "tf32": True}
+    keys["run_name"] = "it's mine and yours"
+    assert yaml.safe_load(text) == read_keys(text) == keys
+    assert text.startswith(f"# {SCRIPT} --config") and text.endswith("\n")
+
+
+def test_settings_without_a_recipe_file_are_kept_too():
+    assert yaml.safe_load(run_settings(SCRIPT, ["--stage", "gating"])) == {"stage": "gating"}
+
+
+def test_a_number_is_the_same_however_it_is_written(tmp_path, config):
+    kept = Path(config[1])
+    kept.write_text(RECIPE + "\nlearning_rate: 1e-4")  # which YAML takes for text
+    assert read_keys(run_settings(SCRIPT, config)) == read_keys(
+        run_settings(SCRIPT, [*config, "--learning_rate", "0.0001"])
+    )
+
+
+def test_a_run_resumes_with_its_own_settings_and_other_ways_to_watch_and_run_it(begun, config):
+    check_settings(begun, run_settings(SCRIPT, config))
+    free = ["--logging_steps", "1", "--save_steps", "5", "--report_to", "wandb", "--dataloader_num_workers", "2"]
+    free += ["--dtype", "auto", "--compile_layers", "true", "--data_dir", "elsewhere"]
+    check_settings(begun, run_settings(SCRIPT, config + free))
+
+
+def test_data_may_move_but_not_change(begun, config):
+    (begun / "recipe.yaml").write_text(RECIPE + "\ntrain_files: {../data/a.jsonl: 1.0, 'org/corpus?name=de': 2.0}\n")
+    moved = ["--train_files", "{b/a.jsonl: 1.0, 'org/corpus?name=de': 2.0}"]
+    check_settings(begun, run_settings(SCRIPT, config + moved))
+    for changed in (
+        "{a.jsonl: 2.0, 'org/corpus?name=de': 2.0}",
+        "{c.jsonl: 1.0, 'org/corpus?name=de': 2.0}",
+        "{a.jsonl: 1.0, 'me/corpus?name=de': 2.0}",
+    ):
+        with pytest.raises(ValueError, match="`train_files` was"):
+            check_settings(begun, run_settings(SCRIPT, [*config, "--train_files", changed]))
+
+
+@pytest.mark.parametrize("left", ["checkpoint-2", "config.json", "adapter_config.json"])
+def test_other_settings_are_refused_with_all_that_changed(begun, config, left):
+    (begun / "checkpoint-2").rename(begun / left)
+    message = "run was begun with .*: `seed` was 1 and is now 2, `train_files` was None and is now .*Delete that folder"
+    with pytest.raises(ValueError, match=message):
+        check_settings(begun, run_settings(SCRIPT, [*config, "--seed", "2", "--train_files", "{a: 1}"]))
+
+
+def test_a_folder_with_nothing_to_go_on_from_takes_any_settings(begun, config):
+    (begun / "checkpoint-2").rmdir()
+    check_settings(begun, run_settings(SCRIPT, [*config, "--seed", "2"]))
+
+
+def test_a_checkpoint_that_does_not_say_its_settings_is_warned_of(begun, config, caplog):
+    (begun / "recipe.yaml").unlink()
+    check_settings(begun, run_settings(SCRIPT, config))
+    assert "run has no recipe.yaml: it may have been begun with other settings" in caplog.text
+
+
+def test_result_and_start_may_move_together_but_not_one_of_them(begun, config):
+    check_settings(begun, run_settings(SCRIPT, [*config, "--output_dir", "/new/2", "--model_name_or_path", "/new/1"]))
+    with pytest.raises(ValueError, match="`model_name_or_path` was 'runs/1' and is now '/new/1'"):
+        check_settings(begun, run_settings(SCRIPT, [*config, "--model_name_or_path", "/new/1"]))
+
+
+# The folder while it trains
+
+OWN_SETTINGS = "# arcaligner.train.sft --config a.yaml\nseed: 1\n"
+
+
+def test_settings_are_there_before_anything_else(tmp_path):
+    folder = tmp_path / "runs" / "1"
+    with claim_folder(str(folder), OWN_SETTINGS, is_main=True):
+        assert (folder / "recipe.yaml").read_text() == OWN_SETTINGS
+        assert {path.name for path in folder.iterdir()} == {"recipe.yaml", ".lock"}
+
+
+def test_a_second_trainer_is_refused_until_the_first_has_ended(tmp_path):
+    with claim_folder(str(tmp_path), OWN_SETTINGS, is_main=True):
+        with pytest.raises(ValueError, match=f"Another process is training in {tmp_path}. Wait for its end"):
+            with claim_folder(str(tmp_path), OWN_SETTINGS, is_main=True):
+                raise AssertionError("two trainers")
+        with claim_folder(str(tmp_path), OWN_SETTINGS, is_main=False):
+            pass  # another process of the same run
+    with claim_folder(str(tmp_path), OWN_SETTINGS, is_main=True):
+        pass
+
+
+def test_a_run_with_other_settings_is_refused_and_changes_nothing(tmp_path):
+    with claim_folder(str(tmp_path), OWN_SETTINGS, is_main=True):
+        (tmp_path / "checkpoint-2").mkdir()
+    with pytest.raises(ValueError, match="`seed` was 1 and is now 2"):
+        with claim_folder(str(tmp_path), OWN_SETTINGS.replace("1", "2"), is_main=True):
+            raise AssertionError("two settings")
+    assert (tmp_path / "recipe.yaml").read_text() == OWN_SETTINGS
+
+
+def test_settings_of_a_run_that_left_nothing_to_go_on_from_are_replaced(tmp_path):
+    for settings in (OWN_SETTINGS, OWN_SETTINGS.replace("1", "2")):
+        with claim_folder(str(tmp_path), settings, is_main=True):
+            assert (tmp_path / "recipe.yaml").read_text() == settings
+
+
+def test_the_other_processes_of_a_run_leave_the_folder_alone(tmp_path):
+    with claim_folder(str(tmp_path / "run"), OWN_SETTINGS, is_main=False):
+        assert not (tmp_path / "run").exists()
+
+
+# Checkpoints and the end
+
+
+@pytest.fixture
+def checkpoints(tmp_path) -> Path:
+    """A run with three checkpoints, with each kind of file that a trainer writes."""
+    for step in (2, 10, 8):
+        folder = tmp_path / "run" / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        save_file({"weight": torch.arange(100.0)}, folder / "model.safetensors")
+        torch.save({"step": torch.arange(100.0)}, folder / "optimizer.pt")
+        torch.save({"step": step}, folder / "training_args.bin")
+        torch.save({"step": step}, folder / "rng_state.pth")
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return tmp_path / "run"
+
+
+def test_the_last_checkpoint_is_that_of_the_highest_step(checkpoints, tmp_path):
+    (checkpoints / "checkpoint-11.old").mkdir()
+    assert last_checkpoint(checkpoints) == str(checkpoints / "checkpoint-10")
+    assert last_checkpoint(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    "name", ["trainer_state.json", "model.safetensors", "optimizer.pt", "rng_state.pth", "training_args.bin"]
+)
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+def test_a_checkpoint_with_a_cut_file_is_passed_over_and_logged(checkpoints, caplog, name, kept):
+    path = checkpoints / "checkpoint-10" / name
+    data = path.read_bytes()
+    path.write_bytes(data[: int(kept * len(data))])
+    assert last_checkpoint(checkpoints) == str(checkpoints / "checkpoint-8")
+    assert f"checkpoint-10 is not whole ({name} is cut)" in caplog.text
+
+
+def test_a_checkpoint_without_its_last_file_is_passed_over_and_logged(checkpoints, caplog):
+    for step in (10, 8):
+        (checkpoints / f"checkpoint-{step}" / "trainer_state.json").unlink()
+    assert last_checkpoint(checkpoints) == str(checkpoints / "checkpoint-2")
+    assert caplog.text.count("no trainer_state.json, which is written last") == 2
+
+
+def test_an_interrupted_save_leaves_no_folder_that_loads(tmp_path, processor, monkeypatch, model):
+    save_stage(tmp_path, model, processor, "stage: gating\n")
+    assert (tmp_path / "config.json").exists() and (tmp_path / "recipe.yaml").read_text() == "stage: gating\n"
+
+    def replace(source, target):
+        if target == tmp_path / "model.safetensors":
+            raise OSError("disk full")
+        move(source, target)
+
+    move = os.replace
+    monkeypatch.setattr(run.os, "replace", replace)
+    with pytest.raises(OSError, match="disk full"):
+        save_stage(tmp_path, model, processor, "stage: gating\n")
+    assert not (tmp_path / "config.json").exists()
+    assert not list(tmp_path.glob(".saving-*"))
+
+
+def test_a_save_clears_what_a_killed_one_left(tmp_path, processor, model):
+    (tmp_path / ".saving-killed").mkdir()
+    save_stage(tmp_path, model, processor, "stage: gating\n")
+    assert not list(tmp_path.glob(".saving-*"))
