@@ -218,7 +218,7 @@ def evaluate(
         str | None, typer.Option(help="Methods, separated by commas. Default: the recipe's, or all.")
     ] = None,
     tokens_per_slot: Annotated[
-        str | None, typer.Option(help="Rates to compare, with commas between, such as 4,16,segment.")
+        str | None, typer.Option(help="Tokens per slot to compare, separated by commas, such as 4,16,segment.")
     ] = None,
     checkpoint: Annotated[str | None, typer.Option(help="The aligner: a folder or a Hub id.")] = None,
     xrag: Annotated[str | None, typer.Option(help="An aligner like xRAG: a projector, one slot per passage.")] = None,
