@@ -32,7 +32,6 @@ CODE_FILES = (
     "backbones_arcaligner.py",
     "lora_arcaligner.py",
     "refinement_arcaligner.py",
-    "backbones_arcaligner.py",
     "modeling_arcaligner.py",
     "prefix_store_arcaligner.py",
     "generation_arcaligner.py",
