@@ -17,7 +17,7 @@ from transformers import GenerationConfig, TextGenerationPipeline
 from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
-from .processing_arcaligner import pad_words
+from .encoding_arcaligner import pad_words
 
 
 def format_trajectory(depth: int) -> str:

@@ -1,4 +1,4 @@
-"""Questions and passages to model inputs: passages become segments, segments become slots in the prompt.
+"""Questions and passages to model inputs: the prompt with its slots, and what stands in them.
 
     passages -> segments (spaCy) -> context_embeds (sentence encoder), one row per slot
     question -> "Refer to the background document: [B] [B] ... [B]" + "Question: ..." with one [B] per slot
@@ -13,7 +13,7 @@ import json
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,17 +21,8 @@ from transformers import AutoTokenizer, BatchFeature, PreTrainedConfig, Processo
 from transformers.utils import logging
 
 from .configuration_arcaligner import DEFAULT_ENCODER, resolve_base_model
-from .segmentation_arcaligner import (
-    FittedSegments,
-    LazyEncoder,
-    Segment,
-    SegmentTokens,
-    check_sentences_per_segment,
-    check_slot_budget,
-    check_tokens_per_slot,
-    fit_segments,
-    segment_document,
-)
+from .encoding_arcaligner import DocumentEncoder, EncodedDocuments, LazyEncoder, pad_words, text_of
+from .segmentation_arcaligner import check_sentences_per_segment, check_tokens_per_slot
 
 logger = logging.get_logger(__name__)
 
@@ -42,21 +33,9 @@ _FILES = {
     "tokenizer.json": "model",
 }
 
-# What "no passages" is: one slot that stands for the empty string.
-EMPTY_SEGMENT = SegmentTokens(Segment(0, 0, 0, ""), "", (), ())
 
 BACKGROUND_LINE = "Refer to the background document: "
 QUESTION_LINE = "\nQuestion: "
-
-
-class EncodedDocuments(NamedTuple):
-    """The passages of one question as slots."""
-
-    segments: list[Segment]  # what each slot stands for; none where there is nothing but white space
-    context_embeds: torch.FloatTensor  # (num_slots, encoder_hidden_size)
-    context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 behind a slot's tokens
-    num_merged: int  # segments that share their slot with others
-    dropped: list[Segment]  # what has no slot
 
 
 def _check_json_file(path: Path, key: str) -> None:
@@ -69,16 +48,7 @@ def _check_json_file(path: Path, key: str) -> None:
         raise ValueError(f"{path} is not an object with `{key}`. Save the processor again, or download it again.")
 
 
-def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
-    """Words of slots, each (num_slots, max_words), as one (batch, max_slots, max_words), -1 where there is none."""
-    sizes = [max(row.shape[axis] for row in rows) for axis in (0, 1)]
-    padded = torch.full((len(rows), *sizes), -1, device=rows[0].device)
-    for number, row in enumerate(rows):
-        padded[number, : row.shape[0], : row.shape[1]] = row
-    return padded
-
-
-class ArcAlignerProcessor(ProcessorMixin):
+class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
     r"""
     Builds the inputs of an [`ArcAlignerForCausalLM`] from questions and passages.
 
@@ -169,111 +139,6 @@ class ArcAlignerProcessor(ProcessorMixin):
     def from_base_model(cls, base_model: str, **settings: Any) -> "ArcAlignerProcessor":
         """A processor around the tokenizer of a base model, by name or path; `settings` as in `__init__`."""
         return cls(AutoTokenizer.from_pretrained(resolve_base_model(base_model)), **settings)
-
-    @property
-    def encoder_device(self) -> str | None:
-        """Device of the sentence encoder; `None` leaves it to sentence-transformers."""
-        return self._encoder.device
-
-    @encoder_device.setter
-    def encoder_device(self, device: str | None) -> None:
-        self._encoder.device = device
-
-    @property
-    def sentence_encoder(self):
-        """The `SentenceTransformer`, loaded on first use."""
-        return self._encoder.model
-
-    pad_words = staticmethod(pad_words)
-
-    # Passages to segments to embeddings
-
-    def segment_documents(self, documents: Sequence[str | dict]) -> list[Segment]:
-        """The segments of one question's documents, in order; empty when there is nothing but white space.
-
-        Raises:
-            `ValueError`: a document that is neither a string nor `{"title": str, "text": str}`.
-        """
-        segments = []
-        for number, document in enumerate(documents):
-            segments += segment_document(
-                _document_text(document, number),
-                number,
-                sentences_per_segment=self.sentences_per_segment,
-                spacy_model=self.spacy_model,
-                fits=self._encoder.fits,
-            )
-        return segments
-
-    def encoder_texts(self, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[str]:
-        """What the encoder reads for each segment: a title, where there is one, keeps a sentence's subject with it."""
-        titles = [_title(document) for document in documents]
-        return [f"{titles[s.document]}: {s.text}" if titles[s.document] else s.text for s in segments]
-
-    def tokenize_segments(self, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[SegmentTokens]:
-        """Each segment's tokens in the backbone's vocabulary, as the whole document has them. The words of a title
-        belong to the first segment of its document."""
-        texts = self.encoder_texts(segments, documents)
-        tokens_of = {
-            number: self._tokenize_document(documents[number], number) for number in {s.document for s in segments}
-        }
-        found = []
-        for number, (segment, text) in enumerate(zip(segments, texts, strict=True)):
-            ids, ends = tokens_of[segment.document]
-            is_first = number == 0 or segments[number - 1].document != segment.document
-            start = 0 if is_first else np.searchsorted(ends, segment.start, side="right")
-            end = np.searchsorted(ends, segment.end, side="right")
-            word_ends = np.clip(ends[start:end] - segment.start, 0, len(segment.text))
-            found.append(SegmentTokens(segment, text, tuple(ids[start:end].tolist()), tuple(word_ends.tolist())))
-        return found
-
-    def _tokenize_document(self, document: str | dict, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of a document's tokens, title first, and the character of its text where each ends, below 1 in titles."""
-        text, title = _document_text(document, number), _title(document)
-        title = f"{title}: " if title else ""
-        read = self.tokenizer(title + text, add_special_tokens=False, return_offsets_mapping=True)
-        ends = np.array([end for _, end in read["offset_mapping"]], dtype=np.int64) - len(title)
-        return np.array(read["input_ids"], dtype=np.int64), ends
-
-    def encode_slots(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> torch.FloatTensor:
-        """Normalised embeddings of the slots of `tokens`, in order, float32 (num_slots, encoder_hidden_size): one for
-        each segment, or for each run of about `tokens_per_slot` tokens."""
-        if tokens_per_slot == "segment":
-            return self.encode_segments([each.encoder_text for each in tokens])
-        starts = [each.encoder_start for each in tokens]
-        ends = [
-            [start + (each.word_ends[last - 1] if last else 0) for _, last in each.runs(tokens_per_slot)]
-            for start, each in zip(starts, tokens, strict=True)
-        ]
-        with torch.no_grad():
-            embeds = self._encoder.encode_runs([each.encoder_text for each in tokens], starts, ends).cpu()
-        self.check_context_embeds(embeds, 0)
-        return embeds
-
-    def encode_segments(
-        self, texts: Sequence[str], batch_size: int = 64, show_progress_bar: bool = False, **kwargs: Any
-    ) -> torch.FloatTensor:
-        """Normalised embeddings of `texts`, float32, (len(texts), encoder_hidden_size).
-
-        `kwargs` are those of `SentenceTransformer.encode`, such as `pool`.
-        """
-        embeds = self._encoder.model.encode(
-            list(texts),
-            batch_size=batch_size,
-            show_progress_bar=show_progress_bar,
-            normalize_embeddings=True,
-            convert_to_tensor=True,
-            **kwargs,
-        )
-        embeds = embeds.float().cpu()
-        self.check_context_embeds(embeds, 0)
-        return embeds
-
-    def encode_runs(self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]] | None):
-        """Embeddings of runs of characters, as [`LazyEncoder.encode_runs`]; of whole texts where `ends` is `None`."""
-        return self.encode_segments(texts) if ends is None else self._encoder.encode_runs(texts, starts, ends)
-
-    # Prompts
 
     def split_prompt(self, messages: list[dict], **kwargs: Any) -> tuple[str, str]:
         """The chat template's text before and behind the slots; `kwargs` are the template's.
@@ -373,84 +238,6 @@ class ArcAlignerProcessor(ProcessorMixin):
         kwargs |= {"tokens_per_slot": tokens_per_slot, "context_word_ids": context_word_ids}
         return self._with_slots(prompts, is_single, documents, context_embeds, return_segments, **kwargs)
 
-    def encode_documents(
-        self,
-        documents: Sequence[str | dict],
-        *,
-        max_slots: int | None = None,
-        slot_policy: str = "drop",
-        tokens_per_slot: int | str | None = None,
-    ) -> EncodedDocuments:
-        """The slots of one question's passages, to keep or to give as `context_embeds` and `context_word_ids`.
-
-        Arguments and errors as in [`~ArcAlignerProcessor.__call__`].
-        """
-        return self.encode_batch(
-            [documents], max_slots=max_slots, slot_policy=slot_policy, tokens_per_slot=tokens_per_slot
-        )[0]
-
-    def encode_batch(
-        self,
-        documents: Sequence[Sequence[str | dict]],
-        *,
-        max_slots: int | None = None,
-        slot_policy: str = "drop",
-        tokens_per_slot: int | str | None = None,
-    ) -> list[EncodedDocuments]:
-        """As `encode_documents` for the passages of several questions, all encoded at once."""
-        rate = self.check_slot_settings(max_slots, slot_policy, tokens_per_slot)
-        by_segment = rate == "segment"
-        fitted = [self._fit(row, max_slots if by_segment else None, slot_policy) for row in documents]
-        tokens = [
-            self.tokenize_segments(row.segments, row_documents) or [EMPTY_SEGMENT]
-            if self.context_words or not by_segment
-            else [SegmentTokens(each, text, (), ()) for each, text in self._read(row.segments, row_documents)]
-            or [EMPTY_SEGMENT]
-            for row, row_documents in zip(fitted, documents, strict=True)
-        ]
-        counts = [sum(len(each.runs(rate)) for each in row) for row in tokens]
-        encoded = self.encode_slots([each for row in tokens for each in row], rate).split(counts)
-        rows = []
-        for row, row_tokens, embeds in zip(fitted, tokens, encoded, strict=True):
-            pieces = row.segments if by_segment else [each for one in row_tokens for each in one.pieces(rate)]
-            pieces, dropped = (
-                (pieces, row.dropped) if by_segment else (pieces[:max_slots], pieces[max_slots or len(pieces) :])
-            )
-            words = None
-            if self.context_words:
-                runs = [torch.tensor(one.word_ids[a:b]) for one in row_tokens for a, b in one.runs(rate)][:max_slots]
-                words = torch.nn.utils.rnn.pad_sequence(runs, batch_first=True, padding_value=-1).long()
-            rows.append(
-                EncodedDocuments(pieces if row.segments else [], embeds[:max_slots], words, row.num_merged, dropped)
-            )
-        return rows
-
-    def _read(self, segments, documents) -> list[tuple[Segment, str]]:
-        return list(zip(segments, self.encoder_texts(segments, documents), strict=True))
-
-    def check_slot_settings(
-        self, max_slots: int | None = None, slot_policy: str = "drop", tokens_per_slot: int | str | None = None
-    ) -> int | str:
-        """The rate that a call has.
-
-        Raises:
-            `ValueError`: settings that cannot be, or not together.
-        """
-        check_slot_budget(max_slots, slot_policy)
-        rate = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
-        check_tokens_per_slot(rate)
-        if rate != "segment" and max_slots is not None and slot_policy == "merge":
-            raise ValueError(
-                f'`slot_policy` is "merge", but with `tokens_per_slot` {rate} slots are runs of tokens. Raise '
-                '`tokens_per_slot` for fewer slots, or pass `slot_policy="drop"`.'
-            )
-        if (known := self.trained_tokens_per_slot) and rate not in known:
-            logger.warning_once(
-                f"`tokens_per_slot` is {rate!r}, but this aligner has learned {', '.join(map(str, known))}. Expect "
-                "worse answers."
-            )
-        return rate
-
     def _with_slots(
         self,
         prompts,
@@ -521,25 +308,6 @@ class ArcAlignerProcessor(ProcessorMixin):
             rows.append(EncodedDocuments(segments[:max_slots], embeds[:max_slots], row_words, 0, dropped))
         return rows
 
-    def _fit(self, documents, max_slots, slot_policy) -> FittedSegments:
-        segments = self.segment_documents(documents)
-        texts = [_document_text(document, number) for number, document in enumerate(documents)]
-        return fit_segments(segments, texts, max_slots, slot_policy, self._encoder.fits)
-
-    def check_context_embeds(self, embeds: torch.FloatTensor, row: int) -> None:
-        """Raises `ValueError` unless `embeds` is (num_slots, encoder_hidden_size), finite, with at least one slot."""
-        if embeds.dim() != 2 or embeds.shape[1] != self.encoder_hidden_size or embeds.shape[0] == 0:
-            raise ValueError(
-                f"The embeddings of row {row} have shape {tuple(embeds.shape)}; expected (num_slots, "
-                f"{self.encoder_hidden_size}), the width of encoder {self.encoder_name_or_path}, with at least "
-                "one slot."
-            )
-        if not torch.isfinite(embeds).all():
-            raise ValueError(
-                f"The embeddings of row {row} hold {int((~torch.isfinite(embeds)).sum())} NaN or infinite values of "
-                f"{embeds.numel()}. Check the encoder's output."
-            )
-
     def _pad(self, ids, rows, *, truncation=False, max_length=None, return_tensors=None, padding=None, **kwargs):
         if truncation and max_length is not None:
             for row, row_ids in enumerate(ids):
@@ -571,7 +339,7 @@ class ArcAlignerProcessor(ProcessorMixin):
         return BatchFeature({**features, **slots})
 
     def _statistics(self, documents, row: EncodedDocuments, has_budget: bool) -> dict[str, float]:
-        texts = [_document_text(document, number) for number, document in enumerate(documents)]
+        texts = [text_of(document, number) for number, document in enumerate(documents)]
         tokens = kept = self._count_tokens(texts)
         if row.dropped:
             last = row.segments[-1]
@@ -683,21 +451,6 @@ def _check_question(question) -> None:
         raise ValueError(f"A question is of type {type(question).__name__}; expected a string.")
     if not question.strip():
         raise ValueError("The question is empty; expected a text. Passages alone ask nothing.")
-
-
-def _title(document) -> str | None:
-    return document.get("title") if isinstance(document, dict) else None
-
-
-def _document_text(document, number: int) -> str:
-    text = document.get("text") if isinstance(document, dict) else document
-    if not isinstance(text, str):
-        raise ValueError(
-            f"Document {number} is of type {type(document).__name__}"
-            + (f" with a `text` of type {type(text).__name__}" if isinstance(document, dict) else "")
-            + '; expected a string or {"title": str, "text": str}.'
-        )
-    return text
 
 
 def _documents_of_rows(documents, is_single: bool, num_rows: int) -> list:

@@ -11,11 +11,6 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import NamedTuple
 
-import numpy as np
-import torch
-
-from .configuration_arcaligner import missing_model_message, resolve_encoder
-
 # spaCy refuses longer texts by default; its rule-based sentence splitter needs little memory for each character.
 _MAX_SPACY_CHARACTERS = 100_000_000
 
@@ -28,35 +23,6 @@ class Segment:
     start: int
     end: int
     text: str
-
-
-@dataclass(frozen=True)
-class SegmentTokens:
-    """A segment's tokens in the backbone's vocabulary, and what the encoder reads for it."""
-
-    segment: Segment
-    encoder_text: str
-    word_ids: tuple[int, ...]
-    word_ends: tuple[int, ...]  # the character of the segment's text where each token ends; 0 for those of a title
-
-    @property
-    def encoder_start(self) -> int:
-        """Where the segment's text begins in what the encoder reads."""
-        return len(self.encoder_text) - len(self.segment.text)
-
-    def runs(self, tokens_per_slot: int | str) -> list[tuple[int, int]]:
-        """First and end token of each slot."""
-        return equal_runs(len(self.word_ids), tokens_per_slot)
-
-    def pieces(self, tokens_per_slot: int | str) -> list[Segment]:
-        """The part of the segment's text that each slot stands for, with its characters in the document."""
-        pieces, start = [], 0
-        for _, last in self.runs(tokens_per_slot):
-            end = self.word_ends[last - 1] if last < len(self.word_ids) else len(self.segment.text)
-            text = self.segment.text[start:end]
-            pieces.append(Segment(self.segment.document, self.segment.start + start, self.segment.start + end, text))
-            start = end
-        return pieces
 
 
 def equal_runs(num_tokens: int, tokens_per_slot: int | str) -> list[tuple[int, int]]:
@@ -262,120 +228,3 @@ def _shortest_groups(segments, texts, max_slots, fits) -> list[list[Segment]]:
 def _merged(group: list[Segment], texts: Sequence[str]) -> Segment:
     document, start, end = group[0].document, group[0].start, group[-1].end
     return Segment(document, start, end, texts[document][start:end])
-
-
-# Texts whose token states exist at a time.
-RUN_BATCH = 64
-
-
-class LazyEncoder:
-    """The sentence encoder, loaded on first use. Shared, not copied, when a processor is copied or saved."""
-
-    def __init__(self, name_or_path: str):
-        self.name_or_path = name_or_path
-        self.device = None
-        self._model = None
-        self._reading = None
-
-    def __deepcopy__(self, memo):
-        return self
-
-    def __getstate__(self):
-        # A process that cuts passages asks what the encoder reads; the weights stay where they are.
-        return self.__dict__ | {"_model": None, "_reading": self._reading if self._model is None else self.reading}
-
-    @property
-    def model(self):
-        if self._model is None:
-            try:
-                sentence_transformers = importlib.import_module("sentence_transformers")
-            except ImportError as error:
-                raise ImportError(
-                    "Passages are encoded by sentence-transformers, which is not installed: `pip install "
-                    "sentence-transformers`. Or pass precomputed `context_embeds`."
-                ) from error
-            try:
-                self._model = sentence_transformers.SentenceTransformer(
-                    resolve_encoder(self.name_or_path), device=self.device
-                )
-            except OSError as error:
-                raise OSError(missing_model_message("encoder", self.name_or_path, error)) from error
-        elif self.device is not None:
-            self._model.to(self.device)
-        return self._model
-
-    @property
-    def reading(self) -> tuple:
-        """The most tokens it reads, if there is a limit, and its tokenizer."""
-        if self._model is None and self._reading is not None:
-            return self._reading
-        return self.model.max_seq_length, self.model.tokenizer
-
-    def fits(self, text: str) -> bool:
-        """Whether the encoder reads `text` whole."""
-        limit, tokenizer = self.reading
-        if limit is None or 2 * len(text) < limit:
-            return True
-        # Characters that no tokenizer would join bound the work on a huge "sentence".
-        if len(text) > 40 * limit:
-            return False
-        return len(tokenizer(text, truncation=False, verbose=False)["input_ids"]) <= limit
-
-    def encode_runs(self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Late chunking: each text is read once, its token states are averaged over runs of characters.
-
-        Args:
-            texts (`Sequence[str]`): What the encoder reads.
-            starts (`Sequence[int]`): For each text, the character where its first run begins.
-            ends (`Sequence[Sequence[int]]`): For each text, the characters where its runs end, ascending.
-
-        Returns:
-            Normalised embeddings (num_runs, encoder_hidden_size) of all texts' runs in order, with a gradient where the
-            encoder's weights ask for one. A run without a token of the encoder's own, inside of a long one, has the
-            states of that token.
-        """
-        order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # texts of like length share a batch
-        pooled: list[torch.Tensor] = [torch.empty(0)] * len(texts)
-        for first in range(0, len(order), RUN_BATCH):
-            batch = order[first : first + RUN_BATCH]
-            states, offsets = self._token_states([texts[number] for number in batch])
-            weights = torch.zeros(len(batch), max(len(ends[number]) for number in batch), states.shape[1])
-            for row, number in enumerate(batch):
-                run_weights = _run_weights(offsets[row], starts[number], np.asarray(ends[number]))
-                weights[row, : len(ends[number]), : run_weights.shape[1]] = torch.from_numpy(run_weights)
-            means = weights.to(states) @ states  # (texts, max_runs, encoder_hidden_size)
-            for row, number in enumerate(batch):
-                pooled[number] = means[row, : len(ends[number])]
-        return torch.nn.functional.normalize(torch.cat(pooled).float(), dim=-1)
-
-    def _token_states(self, texts: list[str]) -> tuple[torch.Tensor, list[np.ndarray]]:
-        """States (texts, max_tokens, encoder_hidden_size), and of each text's tokens the characters they stand for,
-        (tokens, 2), equal where a token stands for none."""
-        transformer = self.model[0]
-        prompt = self.model.prompts.get(self.model.default_prompt_name) or ""
-        limit, tokenizer = self.reading
-        read = tokenizer(
-            [prompt + text for text in texts],
-            truncation=limit is not None,
-            max_length=limit,
-            padding=True,
-            return_offsets_mapping=True,
-            return_tensors="pt",
-        )
-        offsets, lengths = read.pop("offset_mapping").numpy() - len(prompt), read["attention_mask"].sum(dim=1).tolist()
-        device = next(transformer.parameters()).device
-        states = transformer({name: tensor.to(device) for name, tensor in read.items()})["token_embeddings"]
-        return states, [row[:length] for row, length in zip(offsets, lengths, strict=True)]
-
-
-def _run_weights(offsets: np.ndarray, start: int, ends: np.ndarray) -> np.ndarray:
-    """Weights (num_runs, tokens) that average the tokens at `offsets` (tokens, 2) whose middle lies in each run."""
-    middles = offsets.sum(axis=1) / 2
-    is_own = (offsets[:, 1] > offsets[:, 0]) & (middles > start)
-    weights = np.zeros((len(ends), len(offsets)), dtype=np.float32)
-    run_of_token = np.minimum(np.searchsorted(ends, middles), len(ends) - 1)
-    weights[run_of_token[is_own], is_own.nonzero()[0]] = 1.0
-    run_middles = (np.concatenate([[start], ends[:-1]]) + ends) / 2
-    for run in (weights.sum(axis=1) == 0).nonzero()[0]:
-        weights[run, np.abs(middles - run_middles[run]).argmin()] = 1.0
-    return weights / weights.sum(axis=1, keepdims=True)

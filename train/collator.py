@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from ..encoding_arcaligner import pad_words
 from ..files import stable_number
-from ..processing_arcaligner import pad_words
 from ..segmentation_arcaligner import equal_runs
 
 

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from datasets import Features, List, Value
 
+from ..encoding_arcaligner import SegmentTokens
 from ..files import stable_number
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..segmentation_arcaligner import Segment, SegmentTokens, equal_runs
+from ..segmentation_arcaligner import equal_runs
 
 
 class ReconstructionTemplate(NamedTuple):
@@ -94,7 +95,7 @@ def choose_template(example_id: str) -> ReconstructionTemplate:
     return RECONSTRUCTION_TEMPLATES[stable_number(f"template:{example_id}", len(RECONSTRUCTION_TEMPLATES))]
 
 
-def chunk_segments(segments: list[Segment], max_segments: int, row_id: str) -> Iterator[list[Segment]]:
+def chunk_segments(segments: list[Any], max_segments: int, row_id: str) -> Iterator[list[Any]]:
     """Consecutive runs of 1 to `max_segments` segments of one document, fixed by `row_id`."""
     start = 0
     while start < len(segments):

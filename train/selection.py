@@ -21,7 +21,7 @@ import numpy as np
 from datasets import Features, Value
 from datasets.fingerprint import Hasher
 
-from .. import processing_arcaligner, segmentation_arcaligner
+from .. import encoding_arcaligner, processing_arcaligner, segmentation_arcaligner
 from ..configuration_arcaligner import ArcAlignerConfig, resolve_base_model
 from . import corpora, data
 from .corpora import Corpus, Row, open_corpus
@@ -37,7 +37,13 @@ DRAWS = 50
 
 _BLOCK_FEATURES = Features(EXAMPLE_FEATURES | {"problem": Value("string")})
 # The code that decides what an example is: another version of it makes blocks of its own.
-_FILES = [__file__, *(module.__file__ for module in (corpora, data, processing_arcaligner, segmentation_arcaligner))]
+_FILES = [
+    __file__,
+    *(
+        module.__file__
+        for module in (corpora, data, encoding_arcaligner, processing_arcaligner, segmentation_arcaligner)
+    ),
+]
 _CODE = Hasher.hash([Path(file).read_bytes() for file in _FILES])
 
 

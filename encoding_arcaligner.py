@@ -1,0 +1,413 @@
+"""Passages to slots: each segment is read once by the sentence encoder and becomes one embedding or, with
+`tokens_per_slot`, one for each run of its tokens.
+
+    documents -> segments (`segmentation_arcaligner.py`) -> tokens -> context_embeds, context_word_ids
+"""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers.utils import logging
+
+from .configuration_arcaligner import missing_model_message, resolve_encoder
+from .segmentation_arcaligner import (
+    FittedSegments,
+    Segment,
+    check_slot_budget,
+    check_tokens_per_slot,
+    equal_runs,
+    fit_segments,
+    segment_document,
+)
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class SegmentTokens:
+    """A segment's tokens in the backbone's vocabulary, and what the encoder reads for it."""
+
+    segment: Segment
+    encoder_text: str
+    word_ids: tuple[int, ...]
+    word_ends: tuple[int, ...]  # the character of the segment's text where each token ends; 0 for those of a title
+
+    @property
+    def encoder_start(self) -> int:
+        """Where the segment's text begins in what the encoder reads."""
+        return len(self.encoder_text) - len(self.segment.text)
+
+    def runs(self, tokens_per_slot: int | str) -> list[tuple[int, int]]:
+        """First and end token of each slot."""
+        return equal_runs(len(self.word_ids), tokens_per_slot)
+
+    def pieces(self, tokens_per_slot: int | str) -> list[Segment]:
+        """The part of the segment's text that each slot stands for, with its characters in the document."""
+        pieces, start = [], 0
+        for _, last in self.runs(tokens_per_slot):
+            end = self.word_ends[last - 1] if last < len(self.word_ids) else len(self.segment.text)
+            text = self.segment.text[start:end]
+            pieces.append(Segment(self.segment.document, self.segment.start + start, self.segment.start + end, text))
+            start = end
+        return pieces
+
+
+# What "no passages" is: one slot that stands for the empty string.
+EMPTY_SEGMENT = SegmentTokens(Segment(0, 0, 0, ""), "", (), ())
+
+
+class EncodedDocuments(NamedTuple):
+    """The passages of one question as slots."""
+
+    segments: list[Segment]  # what each slot stands for; none where there is nothing but white space
+    context_embeds: torch.FloatTensor  # (num_slots, encoder_hidden_size)
+    context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 behind a slot's tokens
+    num_merged: int  # segments that share their slot with others
+    dropped: list[Segment]  # what has no slot
+
+
+def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
+    """Words of slots, each (num_slots, max_words), as one (batch, max_slots, max_words), -1 where there is none."""
+    sizes = [max(row.shape[axis] for row in rows) for axis in (0, 1)]
+    padded = torch.full((len(rows), *sizes), -1, device=rows[0].device)
+    for number, row in enumerate(rows):
+        padded[number, : row.shape[0], : row.shape[1]] = row
+    return padded
+
+
+def title_of(document) -> str | None:
+    return document.get("title") if isinstance(document, dict) else None
+
+
+def text_of(document, number: int) -> str:
+    text = document.get("text") if isinstance(document, dict) else document
+    if not isinstance(text, str):
+        raise ValueError(
+            f"Document {number} is of type {type(document).__name__}"
+            + (f" with a `text` of type {type(text).__name__}" if isinstance(document, dict) else "")
+            + '; expected a string or {"title": str, "text": str}.'
+        )
+    return text
+
+
+class DocumentEncoder:
+    """Passages to slots, for the processor: needs its `tokenizer` and settings."""
+
+    pad_words = staticmethod(pad_words)
+
+    @property
+    def encoder_device(self) -> str | None:
+        """Device of the sentence encoder; `None` leaves it to sentence-transformers."""
+        return self._encoder.device
+
+    @encoder_device.setter
+    def encoder_device(self, device: str | None) -> None:
+        self._encoder.device = device
+
+    @property
+    def sentence_encoder(self):
+        """The `SentenceTransformer`, loaded on first use."""
+        return self._encoder.model
+
+    def segment_documents(self, documents: Sequence[str | dict]) -> list[Segment]:
+        """The segments of one question's documents, in order; empty when there is nothing but white space.
+
+        Raises:
+            `ValueError`: a document that is neither a string nor `{"title": str, "text": str}`.
+        """
+        segments = []
+        for number, document in enumerate(documents):
+            segments += segment_document(
+                text_of(document, number),
+                number,
+                sentences_per_segment=self.sentences_per_segment,
+                spacy_model=self.spacy_model,
+                fits=self._encoder.fits,
+            )
+        return segments
+
+    def encoder_texts(self, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[str]:
+        """What the encoder reads for each segment: a title, where there is one, keeps a sentence's subject with it."""
+        titles = [title_of(document) for document in documents]
+        return [f"{titles[s.document]}: {s.text}" if titles[s.document] else s.text for s in segments]
+
+    def tokenize_segments(self, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[SegmentTokens]:
+        """Each segment's tokens in the backbone's vocabulary, as the whole document has them. The words of a title
+        belong to the first segment of its document."""
+        texts = self.encoder_texts(segments, documents)
+        tokens_of = {
+            number: self._tokenize_document(documents[number], number) for number in {s.document for s in segments}
+        }
+        found = []
+        for number, (segment, text) in enumerate(zip(segments, texts, strict=True)):
+            ids, ends = tokens_of[segment.document]
+            is_first = number == 0 or segments[number - 1].document != segment.document
+            start = 0 if is_first else np.searchsorted(ends, segment.start, side="right")
+            end = np.searchsorted(ends, segment.end, side="right")
+            word_ends = np.clip(ends[start:end] - segment.start, 0, len(segment.text))
+            found.append(SegmentTokens(segment, text, tuple(ids[start:end].tolist()), tuple(word_ends.tolist())))
+        return found
+
+    def _tokenize_document(self, document: str | dict, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of a document's tokens, title first, and the character of its text where each ends, below 1 in titles."""
+        text, title = text_of(document, number), title_of(document)
+        title = f"{title}: " if title else ""
+        read = self.tokenizer(title + text, add_special_tokens=False, return_offsets_mapping=True)
+        ends = np.array([end for _, end in read["offset_mapping"]], dtype=np.int64) - len(title)
+        return np.array(read["input_ids"], dtype=np.int64), ends
+
+    def encode_slots(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> torch.FloatTensor:
+        """Normalised embeddings of the slots of `tokens`, in order, float32 (num_slots, encoder_hidden_size): one for
+        each segment, or for each run of about `tokens_per_slot` tokens."""
+        if tokens_per_slot == "segment":
+            return self.encode_segments([each.encoder_text for each in tokens])
+        starts = [each.encoder_start for each in tokens]
+        ends = [
+            [start + (each.word_ends[last - 1] if last else 0) for _, last in each.runs(tokens_per_slot)]
+            for start, each in zip(starts, tokens, strict=True)
+        ]
+        with torch.no_grad():
+            embeds = self._encoder.encode_runs([each.encoder_text for each in tokens], starts, ends).cpu()
+        self.check_context_embeds(embeds, 0)
+        return embeds
+
+    def encode_segments(
+        self, texts: Sequence[str], batch_size: int = 64, show_progress_bar: bool = False, **kwargs: Any
+    ) -> torch.FloatTensor:
+        """Normalised embeddings of `texts`, float32, (len(texts), encoder_hidden_size).
+
+        `kwargs` are those of `SentenceTransformer.encode`, such as `pool`.
+        """
+        embeds = self._encoder.model.encode(
+            list(texts),
+            batch_size=batch_size,
+            show_progress_bar=show_progress_bar,
+            normalize_embeddings=True,
+            convert_to_tensor=True,
+            **kwargs,
+        )
+        embeds = embeds.float().cpu()
+        self.check_context_embeds(embeds, 0)
+        return embeds
+
+    def encode_runs(self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]] | None):
+        """Embeddings of runs of characters, as [`LazyEncoder.encode_runs`]; of whole texts where `ends` is `None`."""
+        return self.encode_segments(texts) if ends is None else self._encoder.encode_runs(texts, starts, ends)
+
+    def encode_documents(
+        self,
+        documents: Sequence[str | dict],
+        *,
+        max_slots: int | None = None,
+        slot_policy: str = "drop",
+        tokens_per_slot: int | str | None = None,
+    ) -> EncodedDocuments:
+        """The slots of one question's passages, to keep or to give as `context_embeds` and `context_word_ids`.
+
+        Arguments and errors as in [`~ArcAlignerProcessor.__call__`].
+        """
+        return self.encode_batch(
+            [documents], max_slots=max_slots, slot_policy=slot_policy, tokens_per_slot=tokens_per_slot
+        )[0]
+
+    def encode_batch(
+        self,
+        documents: Sequence[Sequence[str | dict]],
+        *,
+        max_slots: int | None = None,
+        slot_policy: str = "drop",
+        tokens_per_slot: int | str | None = None,
+    ) -> list[EncodedDocuments]:
+        """As `encode_documents` for the passages of several questions, all encoded at once."""
+        rate = self.check_slot_settings(max_slots, slot_policy, tokens_per_slot)
+        by_segment = rate == "segment"
+        fitted = [self._fit(row, max_slots if by_segment else None, slot_policy) for row in documents]
+        tokens = [
+            self.tokenize_segments(row.segments, row_documents) or [EMPTY_SEGMENT]
+            if self.context_words or not by_segment
+            else [SegmentTokens(each, text, (), ()) for each, text in self._read(row.segments, row_documents)]
+            or [EMPTY_SEGMENT]
+            for row, row_documents in zip(fitted, documents, strict=True)
+        ]
+        counts = [sum(len(each.runs(rate)) for each in row) for row in tokens]
+        encoded = self.encode_slots([each for row in tokens for each in row], rate).split(counts)
+        rows = []
+        for row, row_tokens, embeds in zip(fitted, tokens, encoded, strict=True):
+            pieces = row.segments if by_segment else [each for one in row_tokens for each in one.pieces(rate)]
+            pieces, dropped = (
+                (pieces, row.dropped) if by_segment else (pieces[:max_slots], pieces[max_slots or len(pieces) :])
+            )
+            words = None
+            if self.context_words:
+                runs = [torch.tensor(one.word_ids[a:b]) for one in row_tokens for a, b in one.runs(rate)][:max_slots]
+                words = torch.nn.utils.rnn.pad_sequence(runs, batch_first=True, padding_value=-1).long()
+            rows.append(
+                EncodedDocuments(pieces if row.segments else [], embeds[:max_slots], words, row.num_merged, dropped)
+            )
+        return rows
+
+    def _read(self, segments, documents) -> list[tuple[Segment, str]]:
+        return list(zip(segments, self.encoder_texts(segments, documents), strict=True))
+
+    def check_slot_settings(
+        self, max_slots: int | None = None, slot_policy: str = "drop", tokens_per_slot: int | str | None = None
+    ) -> int | str:
+        """The rate that a call has.
+
+        Raises:
+            `ValueError`: settings that cannot be, or not together.
+        """
+        check_slot_budget(max_slots, slot_policy)
+        rate = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
+        check_tokens_per_slot(rate)
+        if rate != "segment" and max_slots is not None and slot_policy == "merge":
+            raise ValueError(
+                f'`slot_policy` is "merge", but with `tokens_per_slot` {rate} slots are runs of tokens. Raise '
+                '`tokens_per_slot` for fewer slots, or pass `slot_policy="drop"`.'
+            )
+        if (known := self.trained_tokens_per_slot) and rate not in known:
+            logger.warning_once(
+                f"`tokens_per_slot` is {rate!r}, but this aligner has learned {', '.join(map(str, known))}. Expect "
+                "worse answers."
+            )
+        return rate
+
+    def _fit(self, documents, max_slots, slot_policy) -> FittedSegments:
+        segments = self.segment_documents(documents)
+        texts = [text_of(document, number) for number, document in enumerate(documents)]
+        return fit_segments(segments, texts, max_slots, slot_policy, self._encoder.fits)
+
+    def check_context_embeds(self, embeds: torch.FloatTensor, row: int) -> None:
+        """Raises `ValueError` unless `embeds` is (num_slots, encoder_hidden_size), finite, with at least one slot."""
+        if embeds.dim() != 2 or embeds.shape[1] != self.encoder_hidden_size or embeds.shape[0] == 0:
+            raise ValueError(
+                f"The embeddings of row {row} have shape {tuple(embeds.shape)}; expected (num_slots, "
+                f"{self.encoder_hidden_size}), the width of encoder {self.encoder_name_or_path}, with at least "
+                "one slot."
+            )
+        if not torch.isfinite(embeds).all():
+            raise ValueError(
+                f"The embeddings of row {row} hold {int((~torch.isfinite(embeds)).sum())} NaN or infinite values of "
+                f"{embeds.numel()}. Check the encoder's output."
+            )
+
+
+# Texts whose token states exist at a time.
+RUN_BATCH = 64
+
+
+class LazyEncoder:
+    """The sentence encoder, loaded on first use. Shared, not copied, when a processor is copied or saved."""
+
+    def __init__(self, name_or_path: str):
+        self.name_or_path = name_or_path
+        self.device = None
+        self._model = None
+        self._reading = None
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __getstate__(self):
+        # A process that cuts passages asks what the encoder reads; the weights stay where they are.
+        return self.__dict__ | {"_model": None, "_reading": self._reading if self._model is None else self.reading}
+
+    @property
+    def model(self):
+        if self._model is None:
+            try:
+                sentence_transformers = importlib.import_module("sentence_transformers")
+            except ImportError as error:
+                raise ImportError(
+                    "Passages are encoded by sentence-transformers, which is not installed: `pip install "
+                    "sentence-transformers`. Or pass precomputed `context_embeds`."
+                ) from error
+            try:
+                self._model = sentence_transformers.SentenceTransformer(
+                    resolve_encoder(self.name_or_path), device=self.device
+                )
+            except OSError as error:
+                raise OSError(missing_model_message("encoder", self.name_or_path, error)) from error
+        elif self.device is not None:
+            self._model.to(self.device)
+        return self._model
+
+    @property
+    def reading(self) -> tuple:
+        """The most tokens it reads, if there is a limit, and its tokenizer."""
+        if self._model is None and self._reading is not None:
+            return self._reading
+        return self.model.max_seq_length, self.model.tokenizer
+
+    def fits(self, text: str) -> bool:
+        """Whether the encoder reads `text` whole."""
+        limit, tokenizer = self.reading
+        if limit is None or 2 * len(text) < limit:
+            return True
+        # Characters that no tokenizer would join bound the work on a huge "sentence".
+        if len(text) > 40 * limit:
+            return False
+        return len(tokenizer(text, truncation=False, verbose=False)["input_ids"]) <= limit
+
+    def encode_runs(self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Late chunking: each text is read once, its token states are averaged over runs of characters.
+
+        Args:
+            texts (`Sequence[str]`): What the encoder reads.
+            starts (`Sequence[int]`): For each text, the character where its first run begins.
+            ends (`Sequence[Sequence[int]]`): For each text, the characters where its runs end, ascending.
+
+        Returns:
+            Normalised embeddings (num_runs, encoder_hidden_size) of all texts' runs in order, with a gradient where the
+            encoder's weights ask for one. A run without a token of the encoder's own, inside of a long one, has the
+            states of that token.
+        """
+        order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # texts of like length share a batch
+        pooled: list[torch.Tensor] = [torch.empty(0)] * len(texts)
+        for first in range(0, len(order), RUN_BATCH):
+            batch = order[first : first + RUN_BATCH]
+            states, offsets = self._token_states([texts[number] for number in batch])
+            weights = torch.zeros(len(batch), max(len(ends[number]) for number in batch), states.shape[1])
+            for row, number in enumerate(batch):
+                run_weights = _run_weights(offsets[row], starts[number], np.asarray(ends[number]))
+                weights[row, : len(ends[number]), : run_weights.shape[1]] = torch.from_numpy(run_weights)
+            means = weights.to(states) @ states  # (texts, max_runs, encoder_hidden_size)
+            for row, number in enumerate(batch):
+                pooled[number] = means[row, : len(ends[number])]
+        return torch.nn.functional.normalize(torch.cat(pooled).float(), dim=-1)
+
+    def _token_states(self, texts: list[str]) -> tuple[torch.Tensor, list[np.ndarray]]:
+        """States (texts, max_tokens, encoder_hidden_size), and of each text's tokens the characters they stand for,
+        (tokens, 2), equal where a token stands for none."""
+        transformer = self.model[0]
+        prompt = self.model.prompts.get(self.model.default_prompt_name) or ""
+        limit, tokenizer = self.reading
+        read = tokenizer(
+            [prompt + text for text in texts],
+            truncation=limit is not None,
+            max_length=limit,
+            padding=True,
+            return_offsets_mapping=True,
+            return_tensors="pt",
+        )
+        offsets, lengths = read.pop("offset_mapping").numpy() - len(prompt), read["attention_mask"].sum(dim=1).tolist()
+        device = next(transformer.parameters()).device
+        states = transformer({name: tensor.to(device) for name, tensor in read.items()})["token_embeddings"]
+        return states, [row[:length] for row, length in zip(offsets, lengths, strict=True)]
+
+
+def _run_weights(offsets: np.ndarray, start: int, ends: np.ndarray) -> np.ndarray:
+    """Weights (num_runs, tokens) that average the tokens at `offsets` (tokens, 2) whose middle lies in each run."""
+    middles = offsets.sum(axis=1) / 2
+    is_own = (offsets[:, 1] > offsets[:, 0]) & (middles > start)
+    weights = np.zeros((len(ends), len(offsets)), dtype=np.float32)
+    run_of_token = np.minimum(np.searchsorted(ends, middles), len(ends) - 1)
+    weights[run_of_token[is_own], is_own.nonzero()[0]] = 1.0
+    run_middles = (np.concatenate([[start], ends[:-1]]) + ends) / 2
+    for run in (weights.sum(axis=1) == 0).nonzero()[0]:
+        weights[run, np.abs(middles - run_middles[run]).argmin()] = 1.0
+    return weights / weights.sum(axis=1, keepdims=True)
