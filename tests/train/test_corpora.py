@@ -227,3 +227,11 @@ def test_no_rows_and_broken_files_are_refused(tmp_path):
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(ValueError, match="broken.parquet cannot be read"):
         open_corpus(str(tmp_path / "broken.parquet"))
+
+
+def test_files_are_found_in_the_data_folder_and_data_sets_are_not_looked_for_there(hub, tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", question_rows(2))
+    assert list(open_corpus("rows.jsonl", data_dir=str(tmp_path))) == list(open_corpus(path, data_dir="elsewhere"))
+    assert len(open_corpus("org/corpus?name=de", data_dir="elsewhere")) == 1
+    with pytest.raises(FileNotFoundError, match="no file elsewhere/rows.jsonl.*`data_dir`, which is 'elsewhere': set"):
+        open_corpus("rows.jsonl", data_dir="elsewhere")

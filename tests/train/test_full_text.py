@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 from training_rows import question_rows, write_rows
 from transformers import AutoModelForCausalLM
 
-from arcaligner.evaluation.answering import full_text, load_text_lora, text_inputs
 from arcaligner.train import full_text as script
-from arcaligner.train.full_text import FullTextArguments, build_dataset, tokenize
+from arcaligner.train.full_text import FullTextArguments, build_dataset, full_text, tokenize
 from arcaligner.train.stages import RECIPES
 
 TEMPLATE = RECIPES / "smollm2_135m" / "chat_template.jinja"
@@ -28,6 +27,7 @@ def arguments(folder: Path, base_model_dir: Path, output_dir: Path, **changes) -
         "model_name_or_path": str(base_model_dir),
         "output_dir": str(output_dir),
         "train_file": write_rows(folder / "questions.jsonl", question_rows(12)),
+        "data_dir": "",
         "max_train_samples": 8,
         "learning_rate": 0.01,
         "num_train_epochs": 1,
@@ -49,7 +49,7 @@ def run(options: list[str]) -> None:
 
 
 def of_file(path: str, **limits) -> FullTextArguments:
-    return FullTextArguments("base", path, **{"max_train_samples": 100, "max_tokens": 500, **limits})
+    return FullTextArguments("base", path, **{"max_train_samples": 100, "data_dir": "", "max_tokens": 500, **limits})
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +60,31 @@ def whole_run(tmp_path_factory, base_model_dir) -> Path:
     return folder / "whole"
 
 
+def prompt_of(tokenizer, row) -> str:
+    asked = [{"role": "user", "content": full_text(row)}]
+    return tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+
+
+def test_the_text_stands_where_the_slots_would_be_with_titles_as_the_encoder_reads_them():
+    rows = question_rows(2)
+    row = rows[0] | {"passages": rows[0]["passages"] + rows[1]["passages"]}
+    assert full_text(row) == (
+        "Refer to the background document: Toronto Northwest: It was a federal district. It was created in 1924! "
+        "Parkdale lost a part to it? Radik Zhaparov is a Kazakh ski jumper. He has competed since 2003.\n"
+        "Question: What is said in sentence 0?"
+    )
+
+
 @pytest.mark.parametrize("template", [None, TEMPLATE.read_text("utf-8")], ids=["ChatML", "of the recipe"])
-def test_the_prompt_is_what_the_report_asks_and_the_target_the_answer(processor, tokenizer, monkeypatch, template):
+def test_the_prompt_is_read_and_the_answer_is_learned(tokenizer, monkeypatch, template):
     if template is not None:
-        monkeypatch.setattr(processor, "chat_template", template)
         monkeypatch.setattr(tokenizer, "chat_template", template)
     for row in question_rows(3):
         example = tokenize(row, tokenizer)
-        asked = text_inputs(processor, [full_text(row)])["input_ids"][0].tolist()
-        learned = [label != -100 for label in example["labels"]]
-        assert learned == [False] * len(asked) + [True] * (len(learned) - len(asked))
-        assert example["input_ids"][: len(asked)] == asked
+        asked = tokenizer(prompt_of(tokenizer, row), add_special_tokens=False)["input_ids"]
         target = example["input_ids"][len(asked) :]
-        assert example["labels"][len(asked) :] == target
+        assert example["input_ids"][: len(asked)] == asked
+        assert example["labels"] == [-100] * len(asked) + target
         assert tokenizer.decode(target) == row["answers"][0] + "<|im_end|>"
 
 
@@ -116,19 +128,16 @@ def test_a_template_whose_prompt_is_not_the_beginning_is_refused(tokenizer, monk
         tokenize(question_rows(1)[0], tokenizer)
 
 
-def test_a_run_leaves_a_lora_that_the_report_loads(whole_run, base_model_dir, checkpoint_dir, processor):
+def test_a_run_leaves_a_lora_that_changes_what_the_backbone_says(whole_run, base_model_dir, tokenizer):
     lora = load_file(whole_run / WEIGHTS)
     assert all(key.split(".lora_")[1] in ("A.weight", "B.weight") for key in lora)
     assert all(tensor.abs().sum() > 0 for tensor in lora.values())
     assert not list(whole_run.glob(".saving-*"))
-    model, _ = load_text_lora(str(checkpoint_dir), str(whole_run), "cpu")
     base = AutoModelForCausalLM.from_pretrained(base_model_dir, dtype=torch.float32)
-    inputs = text_inputs(processor, [full_text(row) for row in question_rows(2)])
+    inputs = tokenizer(prompt_of(tokenizer, question_rows(1)[0]), return_tensors="pt", return_token_type_ids=False)
     with torch.inference_mode():
         plain = base(**inputs).logits
-        expected = PeftModel.from_pretrained(base, whole_run).eval()(**inputs).logits
-        torch.testing.assert_close(model(**inputs).logits, expected)
-        assert not torch.allclose(plain, expected)
+        assert not torch.allclose(PeftModel.from_pretrained(base, whole_run).eval()(**inputs).logits, plain)
 
 
 KILLED = """
@@ -146,7 +155,7 @@ full_text.main(*full_text.parse(sys.argv[1:]))
 """
 
 
-def test_a_run_that_was_killed_ends_as_if_it_was_not_and_then_rests(tmp_path, base_model_dir, whole_run, caplog):
+def test_a_run_that_was_killed_ends_as_if_unbroken_and_then_rests(tmp_path, base_model_dir, whole_run, caplog):
     options = arguments(tmp_path, base_model_dir, tmp_path / "run")
     killed = subprocess.run([sys.executable, "-c", KILLED, *options], capture_output=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
@@ -155,7 +164,7 @@ def test_a_run_that_was_killed_ends_as_if_it_was_not_and_then_rests(tmp_path, ba
         run([*options, "--learning_rate", "0.5"])
     with caplog.at_level("INFO"):
         run(options)
-    assert f"going on from {tmp_path / 'run' / 'checkpoint-1'}" in caplog.text
+    assert f"resuming from {tmp_path / 'run' / 'checkpoint-1'}" in caplog.text
     resumed, whole = load_file(tmp_path / "run" / WEIGHTS), load_file(whole_run / WEIGHTS)
     assert resumed.keys() == whole.keys() and all(torch.equal(resumed[key], whole[key]) for key in whole)
     changed = (tmp_path / "run" / WEIGHTS).stat().st_mtime_ns

@@ -13,7 +13,7 @@ import yaml
 from training_recipes import RecipeWriter, parameters, run
 
 from arcaligner.train import sft, stages
-from arcaligner.train.settings import run_settings
+from arcaligner.train.run import run_settings
 from arcaligner.train.stages import RECIPES, SCRIPT, find_recipe, read_stages, run_stages, run_to_end
 
 NAMES = ["1_reconstruction", "2_grounding", "3_gating"]
@@ -330,7 +330,7 @@ def test_a_command_that_was_killed_ends_as_if_it_was_not(tmp_path, base_model_di
     assert "1_reconstruction is finished: runs/1_reconstruction" in done.stderr
     assert (
         "2_grounding -> runs/2_grounding" in done.stderr
-        and "going on from runs/2_grounding/checkpoint-2" in done.stderr
+        and "resuming from runs/2_grounding/checkpoint-2" in done.stderr
     )
     assert "3_gating -> runs/3_gating" in done.stderr
 

@@ -1,0 +1,228 @@
+"""What a run logs of itself: words of slots, open gates, pace, perplexity and gap, answers, the best checkpoint."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from training_recipes import RecipeWriter, parameters, run
+from training_rows import question_rows, write_rows
+
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
+from arcaligner.train import metrics, sft
+from arcaligner.train import trainer as trainer_module
+from arcaligner.train.collator import ContextCollator
+from arcaligner.train.data import ExampleBuilder
+from arcaligner.train.metrics import (
+    Clock,
+    GateCounter,
+    SwappedSlots,
+    answer_questions,
+    contains_match,
+    token_f1,
+    word_recall,
+)
+from arcaligner.train.selection import eval_examples
+
+
+@pytest.fixture(scope="module")
+def write_recipe(tmp_path_factory, base_model_dir, encoder_dir) -> RecipeWriter:
+    return RecipeWriter(tmp_path_factory.mktemp("recipes"), base_model_dir, encoder_dir)
+
+
+def logs(folder: Path) -> list[dict]:
+    return json.loads((folder / "trainer_state.json").read_text())["log_history"]
+
+
+@pytest.mark.parametrize(
+    "prediction, golds, em, f1",
+    [
+        ("The capital is PARIS.", ["Paris"], 1.0, 0.5),
+        ("Parisian", ["paris"], 1.0, 0.0),
+        ("London", ["Paris", "London, England"], 0.0, 2 / 3),
+        ("anything", ["the", "..."], 0.0, 0.0),
+        ("", ["Paris"], 0.0, 0.0),
+    ],
+)
+def test_em_and_f1_are_those_of_normalized_words(prediction, golds, em, f1):
+    assert (contains_match(prediction, golds), token_f1(prediction, golds)) == (em, pytest.approx(f1))
+
+
+def test_recall_counts_rare_words_among_the_heads_first():
+    weights = torch.tensor([0.1, 0.2, 0.9, 0.8, 0.5, 0.5])
+    word_ids = torch.tensor([[0, 1, 2, 3, 0], [0, 1, 2, -1, -1], [4, 5, -1, -1, -1], [-1] * 5])
+    logits = torch.zeros(4, 6)
+    logits[0, [4, 2, 1, 5]] = torch.tensor([9.0, 8.0, 7.0, 6.0])  # of content words 2 and 3, 2 is among the first four
+    logits[1, [2, 4, 5]] = 9.0  # of three words only 2 is above the median, and it is there
+    # In the third slot no word is rarer than the other; the last one has no words. Neither counts.
+    torch.testing.assert_close(word_recall(logits, word_ids, weights), torch.tensor([0.5, 1.0]))
+    assert word_recall(logits[2:], word_ids[2:], weights).shape == (0,)
+
+
+def test_open_gates_are_counted_by_layer_and_padding_is_not():
+    gates = GateCounter()
+    gates.add(torch.tensor([[[0, 2, -1], [1, 1, -1]], [[0, 0, 2], [0, 0, 1]]]))  # (batch, num_layers, max_slots)
+    gates.add(torch.tensor([[[1], [0]]]))
+    # Of 6 slots: steps 5 and 3, open 3 and 3.
+    expected = {"refinement_steps": 8 / 12, "open_gates": 6 / 12}
+    expected |= {"open_gates/layer_0": 3 / 6, "open_gates/layer_1": 3 / 6}
+    assert gates.pop(Accelerator(cpu=True)) == pytest.approx(expected)
+    assert gates.pop(Accelerator(cpu=True)) == {}
+
+
+def test_time_left_is_at_the_pace_since_the_start_and_speed_since_the_last_log(monkeypatch):
+    times = iter([100.0, 160.0, 180.0])
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(times))
+    clock = Clock()
+    clock.start(500.0, 10)  # resumed at step 10
+    clock.start(900.0, 11)
+    assert clock.read(1100.0, 20, 50) == {"tokens_per_second": 10.0, "minutes_left": 3.0}
+    assert clock.read(1500.0, 30, 50) == {"tokens_per_second": 20.0, "minutes_left": pytest.approx(1.3)}
+
+
+# Evaluation during a run
+
+
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory) -> dict:
+    path = write_rows(tmp_path_factory.mktemp("held_out") / "questions.jsonl", question_rows(7))
+    return {"eval_files": {path: 1.0}, "eval_strategy": "steps", "eval_steps": 2}
+
+
+def test_perplexity_and_gap_are_those_of_all_targets_whatever_the_batches(tmp_path, write_recipe, held_out):
+    found = []
+    # Rows are evaluated in their order.
+    keys = {"train_sampling_strategy": "random", "max_steps": 2, "eval_slot_gap": True, "eval_answers": 3, **held_out}
+    for batch_size in (2, 7):
+        arguments = write_recipe("grounding", tmp_path / str(batch_size), per_device_eval_batch_size=batch_size, **keys)
+        run(arguments)
+        (entry,) = [entry for entry in logs(tmp_path / str(batch_size)) if "eval_slot_gap" in entry]
+        assert 0 <= entry["eval_f1"] <= 100 and 0 <= entry["eval_em"] <= 100
+        found.append(entry)
+    assert found[0]["eval_perplexity"] == pytest.approx(found[1]["eval_perplexity"], rel=1e-5)
+    recipe, args, _ = sft.parse(arguments)
+    model = ArcAlignerForCausalLM.from_pretrained(tmp_path / "7").eval()
+    processor = ArcAlignerProcessor.from_pretrained(tmp_path / "7")
+    rows = list(eval_examples(recipe, ExampleBuilder(processor), args.seed))
+    collator = ContextCollator(processor.context_token_id, 0)
+    nll = []
+    for collate in (collator, SwappedSlots(collator)):
+        batch = collate(rows)
+        embeds = processor.encode_segments(batch["encoder_texts"]).split(batch["num_slots"])
+        with torch.no_grad():
+            logits = model(
+                batch["input_ids"],
+                attention_mask=(batch["turn_ids"] >= 0).long(),
+                context_embeds=torch.nn.utils.rnn.pad_sequence(embeds, batch_first=True),
+            ).logits
+        targets = batch["labels"][:, 1:].flatten()
+        nll.append(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets).item())
+    assert found[1]["eval_perplexity"] == pytest.approx(math.exp(nll[0]), rel=1e-5)
+    assert found[1]["eval_slot_gap"] == pytest.approx(nll[1] - nll[0], abs=1e-5)
+    assert abs(nll[1] - nll[0]) > 1e-5
+
+
+def test_swapped_slots_are_those_of_the_next_row_with_other_passages():
+    def row(name, segments):
+        segments = [{"encoder_text": text, "encoder_start": 0, "word_ids": [], "word_ends": []} for text in segments]
+        return {"row_id": name, "head": [1], "turns": [{"input_ids": [2], "labels": [2]}], "segments": segments}
+
+    rows = [row("x", "abc"), row("same as x", "abc"), row("y", "d"), row("z", "ef")]
+    swapped = SwappedSlots(ContextCollator(9, 0))
+    batch = swapped(rows)
+    assert batch["encoder_texts"] == [*"d", *"d", *"ef", *"abc"] and batch["num_slots"] == [1, 1, 2, 3]
+    assert (batch["input_ids"] == 9).sum(dim=1).tolist() == [1, 1, 2, 3] and batch["row_ids"][0] == "x"
+    assert swapped(rows[3:])["encoder_texts"] == [*"abc"]  # the first row of the batch before
+
+
+def test_a_gap_within_batches_of_one_row_is_refused(write_recipe, tmp_path):
+    with pytest.raises(ValueError, match="`per_device_eval_batch_size` is 1"):
+        sft.parse(write_recipe("grounding", tmp_path, eval_slot_gap=True, per_device_eval_batch_size=1))
+
+
+def test_questions_that_are_not_there_are_not_asked(tmp_path, write_recipe, held_out):
+    keys = {**held_out, "eval_files": {write_recipe.files["reconstruction"]: 1.0}, "eval_answers": 3}
+    with pytest.raises(ValueError, match="`eval_answers` is 3, but no row of `eval_files` has a question"):
+        run(write_recipe("reconstruction", tmp_path / "run", **keys))
+
+
+def test_the_best_checkpoint_is_kept_and_is_what_the_stage_ends_with(tmp_path, write_recipe, held_out, monkeypatch):
+    scores = iter([1.0, 5.0, 3.0])
+    monkeypatch.setattr(trainer_module, "answer_questions", lambda *args: {"em": 0.0, "f1": next(scores)})
+    keys = {"eval_answers": 3, "save_total_limit": 1, "max_steps": 6, **held_out}
+    keys |= {"metric_for_best_model": "eval_f1", "load_best_model_at_end": True}
+    run(write_recipe("grounding", tmp_path / "run", **keys))
+    assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-4"}
+    best, final = parameters(tmp_path / "run" / "checkpoint-4"), parameters(tmp_path / "run")
+    assert all(torch.equal(final[name], tensor) for name, tensor in best.items())
+
+
+# Answers
+
+
+class Asker:
+    """What `answer_questions` needs of a trainer, as process `index` of `count`."""
+
+    def __init__(self, model, processor, index=0, count=1):
+        self.model_wrapped, self.processing_class = model, processor
+        self.accelerator = SimpleNamespace(process_index=index, num_processes=count, unwrap_model=self.unwrap_model)
+        self.data_collator = ContextCollator(processor.context_token_id, processor.tokenizer.pad_token_id)
+        self.batch_sizes = []
+
+    def unwrap_model(self, model):
+        def generate(synced_gpus, **inputs):
+            assert synced_gpus == (self.accelerator.num_processes > 1)
+            self.batch_sizes.append(len(inputs["input_ids"]))
+            return model.generate(**inputs)
+
+        return SimpleNamespace(generate=generate)
+
+    def _prepare_inputs(self, batch):
+        return batch
+
+    def slots_of(self, batch):
+        embeds = self.processing_class.encode_segments(batch["encoder_texts"]).split(batch["num_slots"])
+        return {"context_embeds": torch.nn.utils.rnn.pad_sequence(embeds, batch_first=True)}
+
+
+@pytest.fixture
+def asked(model, processor):
+    """Five questions as examples and their scores when asked alone; row 2's golds have what the model says first."""
+    rows, scores = question_rows(5), []
+    for number, row in enumerate(rows):
+        inputs = processor.apply_chat_template(
+            [{"role": "user", "content": row["question"]}],
+            documents=row["passages"],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        output = model.generate(**inputs, max_new_tokens=metrics.MAX_NEW_TOKENS, do_sample=False)
+        text = processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        if number == 2:
+            row["answers"] = [*row["answers"], text]
+        scores.append((contains_match(text, row["answers"]), token_f1(text, row["answers"])))
+    examples = [example for row in rows for example in ExampleBuilder(processor).question_examples([row])]
+    questions = [vars(example) | {"turns": [vars(turn) for turn in example.turns]} for example in examples]
+    em, f1 = (100 * sum(score) / 5 for score in zip(*scores, strict=True))
+    assert em > 0
+    return SimpleNamespace(questions=questions, scores={"em": pytest.approx(em), "f1": pytest.approx(f1)})
+
+
+def test_scores_are_those_of_the_prompts_asked_one_by_one(asked, model, processor, monkeypatch):
+    monkeypatch.setattr(metrics, "gather_object", list)
+    assert answer_questions(Asker(model, processor), asked.questions, 2) == asked.scores
+
+
+def test_several_processes_ask_each_question_once_and_take_as_many_steps(asked, model, processor, monkeypatch):
+    gathered = []
+    monkeypatch.setattr(metrics, "gather_object", lambda scores: gathered.extend(scores) or list(gathered))
+    askers = [Asker(model, processor, index, count=2) for index in (0, 1)]
+    scores = [answer_questions(asker, asked.questions, 2) for asker in askers]
+    assert sorted(index for index, *_ in gathered) == [0, 1, 2, 3, 4]
+    assert [asker.batch_sizes for asker in askers] == [[2, 1], [2, 1]]  # the last one is a stand-in
+    assert scores[-1] == asked.scores
