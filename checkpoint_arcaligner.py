@@ -2,7 +2,7 @@
 
 `save_pretrained` writes projector, LoRA and gates (tens of MB), the configuration and the code;
 `from_pretrained` streams the base model's own files beside them, through transformers' loader, so that dtype, device
-map and quantisation work as for any model. A base model's own name or folder can be given to `from_pretrained` too: a
+map and quantization work as for any model. A base model's own name or folder can be given to `from_pretrained` too: a
 fresh aligner is put around it.
 """
 
