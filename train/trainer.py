@@ -170,6 +170,8 @@ class AlignerTrainer(SFTTrainer):
         sampler = super()._get_train_sampler(train_dataset)
         if not isinstance(sampler, LengthGroupedSampler | RandomSampler):  # what else there is draws nothing
             return sampler
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler.lengths = list(sampler.lengths)  # each look into a column of a concatenated data set takes 1 ms
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return EpochOrder(sampler, seed, epoch=lambda: int(self.state.epoch or 0))
 
