@@ -15,7 +15,7 @@ import typer
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
-from ..methods import METHODS, base_name, find_method
+from ..methods import METHODS, base_name, find_method, sort_key
 from ..results import summarize
 from ..runs import answer_files
 from ..settings import split_names
@@ -49,7 +49,7 @@ def analyze(run: Path, tasks: list[str] | None = None) -> dict[str, Any]:
         `ValueError`: no method at several rates, with the command that makes them.
     """
     wanted = {find_task(name).title for name in tasks or TASKS}
-    methods = [find_method(name) for name in sorted({file.method for file in answer_files(run)})]
+    methods = [find_method(name) for name in sorted({file.method for file in answer_files(run)}, key=sort_key)]
     sets = {}
     for title, entry in summarize(run)["sets"].items():
         curves: dict[str, list[dict[str, Any]]] = {}

@@ -8,12 +8,10 @@ from tiny_models import backbone_config
 from training_rows import question_rows, write_rows
 from typer.testing import CliRunner
 
-from arcaligner.benchmarks import latency, latency_report
-from arcaligner.benchmarks.arms import ARMS
+from arcaligner.benchmarks import latency, report
+from arcaligner.benchmarks.arms import ARMS, Arm
 from arcaligner.benchmarks.latency import Bench, main, measure_rounds, measure_size, parse_dtypes, parse_sizes
 from arcaligner.benchmarks.models import SHAPES, load_models, shape_of
-from arcaligner.benchmarks.profiling import profile_arm
-from arcaligner.benchmarks.timing import Turn
 
 PEAKS = {"flops_per_second": 1e9, "bytes_per_second": 1e9}
 
@@ -34,23 +32,23 @@ class Counting:
 @pytest.fixture(scope="module")
 def bench(checkpoint_dir, processor):
     models = load_models(str(checkpoint_dir), torch.float32, "cpu")
-    return Bench(*models, processor, question_rows(6), has_encoder=True, peaks=PEAKS)
+    return Bench(*models, processor, question_rows(6), True, PEAKS)
 
 
 @pytest.fixture(scope="module")
 def size(bench):
-    return {"dtype": "float32", **measure_size(bench, 3, 2, rounds=3, seconds=0.0, profile=True)}
+    return {"dtype": "float32", **measure_size(bench, 3, 2, rounds=3, seconds=0.0)}
 
 
 def test_at_least_three_rounds_are_timed_each_with_a_whole_answer():
     decoding = {"a": Counting(), "b": Counting()}
-    found, tokens = measure_rounds({"x": Turn(lambda: None)}, decoding, "cpu", rounds=9, seconds=0.0)
+    found, tokens = measure_rounds({"x": Arm(lambda: None)}, decoding, "cpu", rounds=9, seconds=0.0)
     assert len(found) == 3 and len(tokens) == 3 * 15
     assert decoding["a"].log == decoding["b"].log == ("|" + "." * 15) * 3
 
 
 def test_rounds_end_at_their_number_when_there_is_time():
-    found, _ = measure_rounds({"x": Turn(lambda: None)}, {"a": Counting()}, "cpu", rounds=5, seconds=1e6)
+    found, _ = measure_rounds({"x": Arm(lambda: None)}, {"a": Counting()}, "cpu", rounds=5, seconds=1e6)
     assert len(found) == 5
 
 
@@ -67,8 +65,7 @@ def test_a_size_has_all_figures_of_all_arms(size, bench):
     _, slots = bench.prompts(latency.pick_rows(bench.rows, bench.processor, 3, 2))
     is_slot = slots.whole.input_ids == bench.processor.context_token_id
     assert size["slots"] == int(is_slot.sum()) / 2 and 0 < size["open_share"] < 1
-    table = latency_report.profile_table(size)
-    assert tuple(size["profile"]) == tuple(table.columns[0].cells) == ARMS and table.columns[1].header == "weights"
+    assert tuple(report.size_table(size).columns[0].cells) == ARMS
     assert size["same_first_token"] == {"standard_rag_cached": 1.0, "slots_cached": 1.0, "plain": 1.0}
     assert size["refinement_flops_ratio"] > 1
     assert size["prefix_bytes_ratio"] > 1
@@ -87,12 +84,12 @@ def test_the_prefix_bytes_are_those_of_everything_before_the_question(bench, siz
 def test_arms_and_encoder_take_turns_in_a_rotating_order(bench, monkeypatch):
     seen = []
 
-    def in_turn(turns, first, device):
+    def time_interleaved(turns, first, device):
         seen.append((list(turns), first))
         return dict.fromkeys(turns, 1.0)
 
-    monkeypatch.setattr(latency, "in_turn", in_turn)
-    measure_size(bench, 1, 1, rounds=3, seconds=0.0, profile=False)
+    monkeypatch.setattr(latency, "time_interleaved", time_interleaved)
+    measure_size(bench, 1, 1, rounds=3, seconds=0.0)
     prefills = [(turns, first) for turns, first in seen if "plain" in turns]
     assert prefills == [([*ARMS, "segmenting", "encoding"], number) for number in range(3)]
     steps = [(turns, first) for turns, first in seen if "plain" not in turns]
@@ -107,7 +104,7 @@ def test_all_weights_are_read_before_an_arm_is_measured(bench):
         for module in (model.lm_head, *model.get_decoder().modules())
         if isinstance(module, torch.nn.Linear) and "lora" not in type(module).__module__
     ]
-    Bench(bench.aligner, bench.base, bench.processor, bench.rows, has_encoder=True, peaks=PEAKS)
+    Bench(bench.aligner, bench.base, bench.processor, bench.rows, True, PEAKS)
     for hook in hooks:
         hook.remove()
     heads = [bench.aligner.lm_head, bench.base.lm_head]
@@ -117,18 +114,18 @@ def test_all_weights_are_read_before_an_arm_is_measured(bench):
 def test_a_prompt_longer_than_the_backbones_context_is_refused(bench, monkeypatch):
     monkeypatch.setattr(bench.base.config, "max_position_embeddings", 64)
     with pytest.raises(ValueError, match="A prompt with 3 passages and its answer have .* tokens, but"):
-        measure_size(bench, 3, 1, rounds=3, seconds=0.0, profile=False)
+        measure_size(bench, 3, 1, rounds=3, seconds=0.0)
 
 
 def test_ratios_are_taken_within_a_round():
     seconds = [{"a": 2.0, "b": 1.0}, {"a": 40.0, "b": 10.0}, {"a": 9.0, "b": 3.0}]
-    assert latency_report.ratio(seconds, "a", "b") == {"lower": 2.5, "median": 3.0, "upper": 3.5}
+    assert report.ratio(seconds, "a", "b") == {"lower": 2.5, "median": 3.0, "upper": 3.5}
 
 
 def test_refinement_is_compared_by_what_it_adds():
     rounds = [{"off": base, "adaptive": base + 1.0, "plain": base + 6.0} for base in (1.0, 50.0, 3.0)]
-    assert latency_report.refinement_ratio(rounds) == 6.0
-    assert latency_report.refinement_ratio([{**each, "adaptive": each["off"]} for each in rounds]) is None
+    assert report.refinement_ratio(rounds) == 6.0
+    assert report.refinement_ratio([{**each, "adaptive": each["off"]} for each in rounds]) is None
 
 
 def size_with(k, **speed_ups):
@@ -147,7 +144,7 @@ def size_with(k, **speed_ups):
 def test_targets_are_those_of_their_number_of_passages():
     met = {
         each["what"]: (each["bound"], each["met"])
-        for each in latency_report.targets(size_with(5, off=8, adaptive=6, budgeted=7))
+        for each in report.targets(size_with(5, off=8, adaptive=6, budgeted=7))
     }
     assert met == {
         "first token, off": (8.0, True),
@@ -156,7 +153,7 @@ def test_targets_are_those_of_their_number_of_passages():
         "added by refinement, plain over adaptive": (4.0, True),
         "time per output token over the bare backbone's": (1.02, False),
     }
-    found = latency_report.targets(size_with(20, off=14.9, adaptive=12.0, budgeted=11.9, slots_cached=25.0))
+    found = report.targets(size_with(20, off=14.9, adaptive=12.0, budgeted=11.9, slots_cached=25.0))
     assert [(each["bound"], each["met"]) for each in found] == [
         (15.0, False),
         (12.0, True),
@@ -167,15 +164,7 @@ def test_targets_are_those_of_their_number_of_passages():
         (4.0, True),
         (1.02, False),
     ]
-    assert len(latency_report.targets(size_with(1))) == 2
-
-
-def test_the_profile_tells_weights_from_the_rest_and_adds_up_to_the_pass():
-    weight = torch.randn(300, 300)
-    found = profile_arm(Turn(lambda: torch.cat([weight @ weight, weight]).exp()), "cpu")
-    assert list(found) == ["weights", "attention", "moving rows", "other operators", "outside of operators"]
-    assert found["weights"] > 0 and found["moving rows"] > 0 and found["other operators"] > 0
-    assert found["attention"] == 0.0
+    assert len(report.targets(size_with(1))) == 2
 
 
 def run_latency(options):
@@ -208,9 +197,9 @@ def test_a_run_that_broke_off_goes_on_with_the_sizes_that_are_missing(tmp_path, 
     monkeypatch.setattr(latency, "measure_size", measure_size)
     asked_in_another_order = [*options, "--sizes", "2x1,1x1"]
     assert run_latency(asked_in_another_order).exit_code == 0
-    report = json.loads((output / "latency.json").read_text("utf-8"))
-    assert [each["k"] for each in report["sizes"]] == [2, 1] and report["sizes"][1] == left["sizes"][0]
-    assert report["peaks"] == left["peaks"] and not partial.exists()
+    found = json.loads((output / "latency.json").read_text("utf-8"))
+    assert [each["k"] for each in found["sizes"]] == [2, 1] and found["sizes"][1] == left["sizes"][0]
+    assert found["peaks"] == left["peaks"] and not partial.exists()
 
 
 def test_the_command_writes_one_json_line_tables_and_a_picture(tmp_path, checkpoint_dir, monkeypatch):
@@ -222,18 +211,18 @@ def test_the_command_writes_one_json_line_tables_and_a_picture(tmp_path, checkpo
     result = run_latency(options)
     assert result.exit_code == 0, result.output
     lines = [line for line in result.output.splitlines() if line.startswith("{")]
-    report = json.loads(lines[0])
-    assert len(lines) == 1 and report["data"] == "rows.jsonl" and list(report["peaks"]) == ["float32", "bfloat16"]
-    assert [(each["dtype"], each["k"], each["batch_size"]) for each in report["sizes"]] == [
+    found = json.loads(lines[0])
+    assert len(lines) == 1 and found["data"] == "rows.jsonl" and list(found["peaks"]) == ["float32", "bfloat16"]
+    assert [(each["dtype"], each["k"], each["batch_size"]) for each in found["sizes"]] == [
         ("float32", 1, 1),
         ("float32", 2, 2),
         ("bfloat16", 1, 1),
         ("bfloat16", 2, 2),
     ]
-    assert all(each["targets"] and "profile" not in each for each in report["sizes"])
+    assert all(each["targets"] for each in found["sizes"])
     table = (output / "latency.txt").read_text("utf-8")
     assert all(name in table for name in ARMS) and "2 passages x 2 questions, bfloat16" in table
-    assert json.loads((output / "latency.json").read_text("utf-8"))["sizes"] == report["sizes"]
+    assert json.loads((output / "latency.json").read_text("utf-8"))["sizes"] == found["sizes"]
     assert {path.name for path in output.iterdir()} == {f"latency.{end}" for end in ("json", "txt", "png", "svg")}
 
 
@@ -243,10 +232,10 @@ def test_a_shape_is_measured_with_random_weights_and_without_an_encoder(tmp_path
     monkeypatch.setitem(SHAPES, "mistral_7b", backbone_config("mistral", max_position_embeddings=512).to_dict())
     monkeypatch.setattr(latency, "measured_peaks", lambda device, dtype: PEAKS)
     options = {"checkpoint": str(checkpoint_dir), "data": data, "seconds": 0.0, "rounds": 3, "device": "cpu"}
-    main(sizes="2x2", dtype="bfloat16", shape="mistral_7b", layers=5, profile=False, output=None, **options)
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    size = report["sizes"][0]
-    assert (report["model"], report["layers"], size["encoder"]) == ("mistral_7b", 5, {})
+    main(sizes="2x2", dtype="bfloat16", shape="mistral_7b", layers=5, output=None, **options)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    size = found["sizes"][0]
+    assert (found["model"], found["layers"], size["encoder"]) == ("mistral_7b", 5, {})
     assert size["open_layers"] == pytest.approx(1 / 5) and tuple(size["arms"]) == ARMS
 
 

@@ -1,14 +1,120 @@
-"""The prompts of the ways to answer differ where they should and nowhere else."""
+"""The prompts differ where they should; answers are the model's own; batches shrink where memory is short."""
 
+import weakref
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from training_rows import question_rows
+from transformers import AutoModelForCausalLM
 
 from arcaligner.evaluation.answering import (
-    closed_book_text,
+    SlotAnswerer,
+    TextAnswerer,
     full_text,
+    in_batches,
+    load_aligner,
+    longest_first,
+    lora_off,
     passages_text,
     slot_inputs,
     text_inputs,
+    text_prompt,
 )
+
+ROWS = question_rows(5)
+NEW_TOKENS = 4
+
+
+pytestmark = pytest.mark.usefixtures("few_tokens")
+
+
+def generate(model, processor, inputs) -> str:
+    output = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    return processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+
+
+def test_text_is_read_by_the_bare_backbone(model, processor, base_model_dir):
+    answerer = TextAnswerer(model, processor, lambda rows: [passages_text(row) for row in rows])
+    base = AutoModelForCausalLM.from_pretrained(base_model_dir)
+    answers = answerer.answer(ROWS)
+    for row, answer in zip(ROWS, answers, strict=True):
+        inputs = text_inputs(processor, [full_text(row)])
+        assert answer.text == generate(base, processor, inputs)
+        assert answer.prompt_ids == inputs["input_ids"][0].tolist()
+        num_tokens = len(processor.tokenizer(passages_text(row), add_special_tokens=False)["input_ids"])
+        assert answer.context_tokens == answer.passage_tokens == num_tokens
+
+
+@pytest.mark.parametrize("gate_mode", ["off", "adaptive", "always"])
+def test_slots_are_read_in_the_gate_mode_that_is_asked_for_alone(model, processor, gate_mode):
+    answers = SlotAnswerer(model, processor, gate_mode=gate_mode).answer(ROWS)
+    assert model.config.gate_mode == "adaptive"
+    model.config.gate_mode = gate_mode
+    for row, answer in zip(ROWS, answers, strict=True):
+        inputs = slot_inputs(processor, [row])
+        assert answer.text == generate(model, processor, inputs)
+        assert answer.context_tokens == len(processor.segment_documents(row["passages"]))
+        assert answer.prompt_ids.count(model.config.context_token_id) == answer.context_tokens
+
+
+def test_the_ways_to_read_slots_differ(model, processor):
+    answerers = [
+        SlotAnswerer(model, processor, gate_mode="adaptive"),
+        SlotAnswerer(model, processor, gate_mode="off"),
+        SlotAnswerer(model, processor, gate_mode="always"),
+        SlotAnswerer(model, processor, gate_mode="off", use_lora=False),
+        SlotAnswerer(model, processor, gate_mode="adaptive", with_passages=False),
+    ]
+    texts = [tuple(answer.text for answer in answerer.answer(ROWS)) for answerer in answerers]
+    assert len(set(texts)) == len(answerers)
+
+
+def test_gates_and_slots_are_those_that_are_asked_for(model, processor):
+    refinement = {"gate_threshold": 0.3, "max_refinement_steps": 1, "refinement_budget": 0.5}
+    slots = {"max_slots": 2, "slot_policy": "merge"}
+    everything = SlotAnswerer(model, processor, gate_mode="adaptive").answer(ROWS)
+    asked = []
+    model.model.register_forward_pre_hook(lambda module, args, kwargs: asked.append(kwargs), with_kwargs=True)
+    answers = SlotAnswerer(model, processor, gate_mode="adaptive", slots=slots, **refinement).answer(ROWS)
+    assert (refinement | {"gate_mode": "adaptive"}).items() <= asked[0].items()
+    inputs = slot_inputs(processor, ROWS, **slots)
+    assert torch.equal(asked[0]["input_ids"], inputs["input_ids"])
+    torch.testing.assert_close(asked[0]["context_embeds"], inputs["context_embeds"])
+    assert [answer.context_tokens for answer in answers] == [2, 2, 1, 2, 2]
+    assert [answer.context_tokens for answer in everything] == [3, 2, 1, 3, 2]
+
+
+def test_without_lora_the_slots_are_the_projectors_alone(model, processor, checkpoint_dir):
+    inputs = slot_inputs(processor, ROWS[:2])
+    model.config.gate_mode = "off"
+    with torch.inference_mode():
+        with_lora = model(**inputs).logits
+        with lora_off(model):
+            without = model(**inputs).logits
+        torch.testing.assert_close(model(**inputs).logits, with_lora, rtol=0, atol=0)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+        torch.testing.assert_close(without, model(**inputs).logits)
+    assert not torch.allclose(with_lora, without)
+
+
+def test_the_empty_slot_is_one_that_no_passage_changes(model, processor):
+    answerer = SlotAnswerer(model, processor, gate_mode="adaptive", with_passages=False)
+    answers = answerer.answer(ROWS)
+    others = answerer.answer([row | {"passages": ROWS[0]["passages"]} for row in ROWS])
+    assert [answer.context_tokens for answer in answers] == [1] * 5
+    assert [answer.text for answer in answers] == [answer.text for answer in others]
+
+
+def test_methods_of_one_checkpoint_share_its_model(checkpoint_dir):
+    load_aligner.cache_clear()
+    model, _ = load_aligner(str(checkpoint_dir), "cpu")
+    assert load_aligner(str(checkpoint_dir), "cpu")[0] is model
+    assert model.dtype == torch.float32 and not model.training
+    load_aligner.cache_clear()
 
 
 def test_the_prompt_with_text_differs_from_the_one_with_slots_in_the_passage_alone(processor):
@@ -17,7 +123,7 @@ def test_the_prompt_with_text_differs_from_the_one_with_slots_in_the_passage_alo
     text = processor.decode(text_inputs(processor, [full_text(row)])["input_ids"][0])
     passage = f"Toronto Northwest: {row['passages'][0]['text']}"
     assert text == slots.replace("<context>" * 3, passage)
-    closed = processor.decode(text_inputs(processor, [closed_book_text(row)])["input_ids"][0])
+    closed = processor.decode(text_inputs(processor, [text_prompt(row, "")])["input_ids"][0])
     assert closed == text.replace(f"Refer to the background document: {passage}\n", "")
     empty = processor.decode(slot_inputs(processor, [row], with_passages=False)["input_ids"][0])
     assert empty == slots.replace("<context>" * 3, "<context>")
@@ -30,4 +136,71 @@ def test_passages_follow_each_other_with_their_titles():
 
 def test_without_a_passage_the_text_prompt_is_the_question_alone():
     row = question_rows(1)[0] | {"passages": []}
-    assert full_text(row) == closed_book_text(row)
+    assert full_text(row) == text_prompt(row, "")
+
+
+def test_rows_come_once_each_the_longest_first():
+    rows = question_rows(7)
+    found = longest_first(rows)
+    assert sorted(row["id"] for row in found) == sorted(row["id"] for row in rows)
+    lengths = [len(row["passages"][0]["text"]) for row in found]
+    assert lengths == sorted(lengths, reverse=True) and len(set(lengths)) > 1
+
+
+@given(st.lists(st.integers()), st.integers(1, 9))
+def test_each_item_is_run_once_in_order(items, batch_size):
+    found = list(in_batches(items, batch_size, lambda batch: [-item for item in batch]))
+    assert [item for batch, _ in found for item in batch] == items
+    assert [item for _, results in found for item in results] == [-item for item in items]
+    assert all(len(batch) == batch_size for batch, _ in found[:-1])
+
+
+def short_of_memory(error, sizes, most=2):
+    """Does what it is asked for batches of `most` items alone."""
+
+    def run(batch):
+        sizes.append(len(batch))
+        if len(batch) > most:
+            raise error
+        return list(batch)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+    ],
+)
+def test_a_lack_of_memory_halves_the_batch_and_goes_on(error, caplog):
+    sizes, items = [], list(range(9))
+    found = list(in_batches(items, 8, short_of_memory(error, sizes)))
+    assert sizes == [8, 4, 2, 2, 2, 2, 1]
+    assert [item for _, results in found for item in results] == items
+    assert "going on with batches of 2" in caplog.text
+
+
+def test_the_failed_batch_is_let_go_before_the_next():
+    alive = []
+
+    def run(batch):
+        assert not any(tensor() is not None for tensor in alive)
+        tensor = torch.empty(len(batch))
+        alive.append(weakref.ref(tensor))
+        if len(batch) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    assert len(list(in_batches(range(3), 4, run))) == 3
+
+
+def test_other_errors_are_raised():
+    with pytest.raises(RuntimeError, match="a bug"):
+        list(in_batches(range(4), 4, short_of_memory(RuntimeError("a bug"), [])))
+
+
+def test_a_lack_of_memory_for_one_item_is_raised():
+    with pytest.raises(torch.OutOfMemoryError):
+        list(in_batches(range(4), 4, short_of_memory(torch.OutOfMemoryError("CUDA out of memory."), [], most=0)))

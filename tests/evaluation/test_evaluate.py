@@ -11,9 +11,9 @@ from training_rows import question_rows, write_rows
 from transformers import AutoModelForCausalLM
 
 from arcaligner import ArcAlignerForCausalLM
-from arcaligner.evaluation import evaluate as module
+from arcaligner.evaluation.answering import slot_inputs
 from arcaligner.evaluation.evaluate import evaluate
-from arcaligner.evaluation.methods import METHODS, truncated_texts
+from arcaligner.evaluation.methods import METHODS
 from arcaligner.evaluation.metrics import METRICS
 from arcaligner.evaluation.runs import AnswerFile
 from arcaligner.evaluation.settings import read_settings
@@ -49,21 +49,6 @@ def settings(tmp_path, data, checkpoint_dir):
         return read_settings(None, given, of_tasks or {})
 
     return make
-
-
-@pytest.fixture
-def asked(monkeypatch) -> list[list[str]]:
-    """Ids of each batch that a reader was given."""
-    batches = []
-    original = module.timed
-
-    def watched(reader, rows):
-        found = original(reader, rows)
-        batches.append([row["id"] for row in rows])
-        return found
-
-    monkeypatch.setattr(module, "timed", watched)
-    return batches
 
 
 def save_projector(base_model: str, processor, folder) -> None:
@@ -169,12 +154,41 @@ def test_another_aligner_is_refused_but_the_backbones_answers_are_kept(settings,
         evaluate(settings(["squad"], ["arcaligner"], checkpoint=str(tmp_path / "other")))
 
 
-def test_truncated_text_has_as_many_tokens_as_there_are_slots(processor):
-    rows = question_rows(3)
-    for row, text in zip(rows, truncated_texts(processor, rows), strict=True):
-        num_slots = len(processor.segment_documents(row["passages"]))
-        assert len(processor.tokenizer(text, add_special_tokens=False)["input_ids"]) <= num_slots
-        assert text and row["passages"][0]["title"].startswith(text[:3]) or not row["passages"][0]["title"]
+def test_one_run_holds_several_rates_of_a_checkpoint_and_baselines_of_as_many_positions(settings):
+    pytest.importorskip("llmlingua", reason="llmlingua is not installed: `pip install llmlingua==0.2.2`")
+    methods = ["naive", "arcaligner", "no_lora", "truncated", "llmlingua"]
+    made = settings(["squad"], methods, tokens_per_slot=[4, "segment"])
+    results = evaluate(made)
+    titles = [
+        "Naive",
+        *(f"{METHODS[name].title} (per {rate})" for name in methods[1:] for rate in ("4 tokens", "segment")),
+    ]
+    assert set(results["sets"]["SQuAD"]["methods"]) == set(titles)
+    positions = {
+        name: {row["id"]: row["context_tokens"] for row in answers(made, "squad", name)}
+        for name in made.methods
+        if name != "naive"
+    }
+    assert positions["arcaligner_xsegment"] == positions["no_lora_xsegment"] == {
+        "row-0": 3, "row-1": 2, "row-2": 1, "row-3": 3
+    }  # fmt: skip
+    assert all(positions["arcaligner_x4"][key] > number for key, number in positions["arcaligner_xsegment"].items())
+    for name in ("truncated", "llmlingua"):
+        for rate in ("4", "segment"):
+            for key, number in positions[f"{name}_x{rate}"].items():
+                assert 0 < number <= positions[f"arcaligner_x{rate}"][key]
+    assert positions["truncated_x4"] == positions["arcaligner_x4"]
+
+
+def test_a_rate_is_read_as_the_processor_reads_it(settings, model, processor):
+    made = settings(["squad"], ["arcaligner_x4"])
+    evaluate(made)
+    found = {row["id"]: row["prediction"] for row in answers(made, "squad", "arcaligner_x4")}
+    for row in question_rows(4):
+        inputs = slot_inputs(processor, [row], tokens_per_slot=4)
+        output = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+        text = processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert found[row["id"]] == text.strip()
 
 
 def test_a_task_without_any_passage_is_asked_of_those_that_read_none_alone(settings, data):

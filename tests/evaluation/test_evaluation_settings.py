@@ -65,8 +65,8 @@ def test_the_papers_recipe_is_the_papers():
         ({"tasks": ["squat"]}, {}, r"no task 'squat'\. Did you mean squad\? Known: 2wikimultihopqa, hotpotqa"),
         ({"methods": ["arcalinger"]}, {}, r"no method 'arcalinger'\. Did you mean arcaligner\? Known: naive"),
         ({"methods": []}, {}, "No method is named"),
-        ({"colour": "red"}, {}, "Unknown keys: colour"),
-        ({"tasks": {"squad": {"topk": 1}}}, {}, "squad: unknown keys topk; known: num_questions, passages, top_k"),
+        ({"colour": "red"}, {}, "Unknown key `colour` in the evaluation"),
+        ({"tasks": {"squad": {"topk": 1}}}, {}, "Unknown key `topk` in `squad`. Did you mean `top_k`"),
         (
             {"tasks": ["squad"]},
             {"passages": "golden"},
@@ -75,11 +75,18 @@ def test_the_papers_recipe_is_the_papers():
         ({"tasks": ["squad"]}, {"top_k": 0}, "`top_k` is 0; expected a whole number of at least 1"),
         ({"tasks": ["squad"]}, {"passages": "retrieved"}, "squad: passages are to be retrieved, but from where"),
         ({"batch_size": 0}, {}, "`batch_size` is 0"),
+        ({"tokens_per_slot": [4, "word"]}, {}, "`tokens_per_slot` is 'word'; expected a whole number"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(given, of_tasks, message):
     with pytest.raises(ValueError, match=message):
         read_settings(None, NEEDED | given, of_tasks)
+
+
+def test_each_method_that_has_rates_is_asked_for_at_each_of_them():
+    given = {"methods": ["naive", "arcaligner", "truncated_x2"], "tokens_per_slot": [4, "segment"]}
+    settings = read_settings(None, NEEDED | given, {})
+    assert settings.methods == ["naive", "arcaligner_x4", "arcaligner_xsegment", "truncated_x2"]
 
 
 @pytest.mark.parametrize("missing, message", [("checkpoint", "nothing to read with"), ("output", "Name a folder")])

@@ -14,9 +14,9 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from arcaligner.evaluation import lm_eval_adapter  # noqa: E402
+from arcaligner.evaluation.answering import SlotAnswerer, load_aligner  # noqa: E402
 from arcaligner.evaluation.lm_eval_adapter import DECODING, TASKS_DIRECTORY, ArcAlignerLM, parse_prompt  # noqa: E402
 from arcaligner.evaluation.metrics import contains_match, token_f1  # noqa: E402
-from arcaligner.evaluation.reading import SlotReader, load_aligner  # noqa: E402
 from arcaligner.evaluation.tasks import TASKS  # noqa: E402
 
 
@@ -37,7 +37,7 @@ def test_the_harness_reports_the_scores_of_the_aligners_own_answers(tmp_path, ch
     rows = question_rows(5)
     rows[3]["passages"] = rows[0]["passages"] + rows[1]["passages"]
     model, processor = load_aligner(str(checkpoint_dir), "cpu")
-    predictions = [answer.text for answer in SlotReader(model, processor, "adaptive").answer(rows)]
+    predictions = [answer.text for answer in SlotAnswerer(model, processor).answer(rows)]
     assert len(set(predictions)) > 1
     rows[1]["answers"] = [predictions[1]]
     rows[4]["answers"] = ["nothing of it", predictions[4]]

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from arcaligner.benchmarks.latency_page import first_token_table, speed_page
-from arcaligner.evaluation.publish import INTRODUCTION, MARKS, SPEED_MARKS, readme_tables, with_block
-from arcaligner.evaluation.tables import results_page
+from arcaligner.benchmarks import report as speed
+from arcaligner.evaluation.publish import INTRODUCTION, MARKS, readme_tables, with_block
+from arcaligner.evaluation.results import results_page
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = json.loads((ROOT / "checkpoints/arcaligner-smollm2-135m/results.json").read_text("utf-8"))
@@ -15,7 +15,7 @@ SHIPPED = json.loads((ROOT / "checkpoints/arcaligner-smollm2-135m/results.json")
 
 def test_the_readmes_tables_are_those_of_the_shipped_results():
     readme = (ROOT / "README.md").read_text("utf-8")
-    assert with_block(readme, readme_tables(SHIPPED)) == readme
+    assert with_block(readme, readme_tables(SHIPPED), MARKS) == readme
 
 
 def test_the_results_page_is_that_of_the_shipped_results():
@@ -34,13 +34,13 @@ def test_figures_are_shown_on_one_of_the_pages_with_their_reading_help():
 def test_the_readme_and_the_page_of_speed_are_those_of_the_latency_report():
     report = json.loads((ROOT / "docs/figures/latency.json").read_text("utf-8"))
     readme = (ROOT / "README.md").read_text("utf-8")
-    assert with_block(readme, "\n".join(first_token_table(report)), SPEED_MARKS) == readme
-    assert (ROOT / "docs/speed.md").read_text("utf-8").startswith(speed_page(report, []).rstrip())
+    assert with_block(readme, "\n".join(speed.first_token_table(report)), speed.MARKS) == readme
+    assert (ROOT / "docs/speed.md").read_text("utf-8").startswith(speed.speed_page(report, []).rstrip())
 
 
 def test_a_block_is_replaced_between_its_marks_alone():
     start, end = MARKS
-    assert with_block(f"a\n{start}\nold\n{end}\nb", "new") == f"a\n{start}\nnew\n{end}\nb"
+    assert with_block(f"a\n{start}\nold\n{end}\nb", "new", MARKS) == f"a\n{start}\nnew\n{end}\nb"
     for text in ("none", f"{end}{start}", f"{start}{start}{end}"):
         with pytest.raises(ValueError, match="each once"):
-            with_block(text, "new")
+            with_block(text, "new", MARKS)

@@ -10,9 +10,9 @@ from training_rows import question_rows
 from transformers import AutoConfig
 
 from arcaligner.evaluation import released
+from arcaligner.evaluation.answering import Answer, MissingMethodError
 from arcaligner.evaluation.methods import Checkpoints
-from arcaligner.evaluation.reading import Answer, MissingMethodError
-from arcaligner.evaluation.released import CocomReader, load_cocom, load_cocom_model, load_released_xrag
+from arcaligner.evaluation.released import CocomAnswerer, load_cocom, load_cocom_model, load_released_xrag
 
 # The shape of COCOM's own code: a decoder that is loaded while the model is made.
 COCOM_CODE = """
@@ -61,7 +61,7 @@ def mixed_rows() -> list[dict]:
 
 def test_cocom_reads_each_passage_by_itself_and_answers_in_order(tokenizer):
     rows = mixed_rows()
-    answers = CocomReader(FakeCocom(tokenizer), 4).answer(rows)
+    answers = CocomAnswerer(FakeCocom(tokenizer), 4).answer(rows)
     ada = rows[0]["passages"][0]["text"]
     skier = rows[1]["passages"][1]["text"]
     contexts = [
@@ -177,8 +177,8 @@ def test_xrag_reads_a_slot_a_passage_with_its_own_prompt(monkeypatch, tmp_path, 
     monkeypatch.setitem(sys.modules, "src.model", module)
 
     rows = mixed_rows()
-    reader = load_released_xrag(Checkpoints("unused"))
-    answers = reader.answer(rows)
+    answerer = load_released_xrag(Checkpoints("unused"))
+    answers = answerer.answer(rows)
     prompts = [own.decode(answer.prompt_ids) for answer in answers]
     assert prompts[1] == (
         "[INST] Refer to the background document and answer the questions:\n\nBackground: <xRAG> <xRAG>\n\n"
@@ -186,9 +186,9 @@ def test_xrag_reads_a_slot_a_passage_with_its_own_prompt(monkeypatch, tmp_path, 
     )
     assert [prompt.count("<xRAG>") for prompt in prompts] == [1, 2, 1, 1]
     assert [answer.context_tokens for answer in answers] == [1, 2, 1, 1]
-    assert (reader.model.attention_mask[:, -1] == 1).all() and (reader.model.attention_mask[:, 0] == 0).any()
+    assert (answerer.model.attention_mask[:, -1] == 1).all() and (answerer.model.attention_mask[:, 0] == 0).any()
     texts = [f"{p['title']}: {p['text']}" if p["title"] else p["text"] for row in rows for p in row["passages"]]
     texts.insert(3, "")  # of the row without a passage
     lengths = [float(len(own(text)["input_ids"])) for text in texts]
-    assert reader.model.embeds[:, 0].tolist() == lengths
+    assert answerer.model.embeds[:, 0].tolist() == lengths
     assert [answer.text for answer in answers] == [own.decode(answer.prompt_ids[-2:]).strip() for answer in answers]

@@ -6,9 +6,19 @@ import pytest
 
 from arcaligner.evaluation.judge import judge_prompt, verdict_path
 from arcaligner.evaluation.metrics import bootstrap_interval
-from arcaligner.evaluation.results import compare, summarize, write_results
-from arcaligner.evaluation.runs import AnswerFile, text_digest
-from arcaligner.evaluation.tables import PAPER, method_table, order_lines, paper_table, results_page
+from arcaligner.evaluation.results import (
+    PAPER,
+    compare,
+    method_table,
+    method_titles,
+    order_lines,
+    paper_table,
+    results_page,
+    summarize,
+    write_results,
+)
+from arcaligner.evaluation.runs import AnswerFile
+from arcaligner.files import digest
 from arcaligner.model_card import write_model_card
 
 
@@ -35,7 +45,7 @@ def judge_all(run, method: str, verdicts: dict[str, str]) -> None:
     file = AnswerFile(run, "hotpotqa", method)
     rows = {row["id"]: row for row in file.read()}
     lines = [
-        {"id": row_id, "prompt": text_digest(judge_prompt(rows[row_id])), "verdict": verdict, "reply": verdict}
+        {"id": row_id, "prompt": digest(judge_prompt(rows[row_id])), "verdict": verdict, "reply": verdict}
         for row_id, verdict in verdicts.items()
     ]
     verdict_path(file, "org/judge").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -163,3 +173,36 @@ def test_the_papers_tables_are_whole():
     for methods in PAPER["sets"].values():
         assert {"Naive", "StandardRAG", "xRAG", "COCOM x4", "COCOM x16", "LLMLingua-2", "ArcAligner"} <= set(methods)
         assert all(len(numbers) == len(PAPER["metrics"]) for numbers in methods.values())
+
+
+def test_retention_is_the_share_kept_of_what_the_text_adds(run):
+    file = AnswerFile(run, "hotpotqa", "full_text_lora")
+    file.open({"machine": "here"}, [{"id": "new"}])
+    file.append(answer(number, f1, context=60) for number, f1 in enumerate([1.0, 1.0, 0.5]))  # three of the four
+    numbers = summarize(run)["sets"]["HotpotQA"]["methods"]
+    # Naive has 0, 0.5, 0 and the fine-tuned text 1, 1, 0.5: 2 could be gained, ArcAligner gains 1.
+    mean, low, high = numbers["ArcAligner"]["retention"]
+    assert mean == 50.0 and 0 <= low < mean < high
+    assert numbers["StandardRAG"]["retention"][0] == 100.0
+    assert not {"retention"} & (set(numbers["Naive"]) | set(numbers["StandardRAG, fine-tuned"]))
+    assert "| Retention of F1 | HotpotQA |" in results_page(summarize(run))
+
+
+def test_retention_needs_both_of_its_ends_and_something_to_gain(run):
+    assert "retention" not in summarize(run)["sets"]["HotpotQA"]["methods"]["ArcAligner"]
+    file = AnswerFile(run, "hotpotqa", "full_text_lora")
+    file.open({"machine": "here"}, [{"id": "new"}])
+    file.append(answer(number, 0.0) for number in range(4))
+    assert "retention" not in summarize(run)["sets"]["HotpotQA"]["methods"]["ArcAligner"]
+
+
+def test_rates_of_a_method_have_rows_of_their_own_behind_it(run):
+    for rate, f1 in (("segment", 0.2), ("16", 0.4), ("4", 0.6)):
+        file = AnswerFile(run, "hotpotqa", f"arcaligner_x{rate}")
+        file.open({"machine": "here"}, [{"id": "new"}])
+        file.append(answer(number, f1) for number in range(4))
+    sets = summarize(run)["sets"]
+    rates = [f"ArcAligner (per {rate})" for rate in ("4 tokens", "16 tokens", "segment")]
+    assert method_titles(sets) == ["Naive", "StandardRAG", "ArcAligner", *rates]
+    assert sets["HotpotQA"]["methods"][rates[0]]["f1"][0] == pytest.approx(60.0)
+    assert sets["HotpotQA"]["differences"][rates[0]]["f1"][0] == pytest.approx(-10.0)

@@ -15,9 +15,16 @@ from training_rows import question_rows, write_rows
 from transformers import AutoModel, AutoTokenizer, BertForSequenceClassification
 from typer.testing import CliRunner
 
-from arcaligner.evaluation import reranking, retrieval, retrieval_index
-from arcaligner.evaluation.retrieval import RetrievalSettings, main, model_version, recall_at_k, retrieve
-from arcaligner.evaluation.retrieval_index import embed_passages, open_passages
+from arcaligner.evaluation import retrieval
+from arcaligner.evaluation.retrieval import (
+    RetrievalSettings,
+    embed_passages,
+    main,
+    model_version,
+    open_passages,
+    recall_at_k,
+    retrieve,
+)
 from arcaligner.train.corpora import read_rows
 
 PASSAGES = [
@@ -29,8 +36,7 @@ QUESTIONS = ["Who wrote parkdale?", "What sport does he play?", "Which riding wa
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr(retrieval_index, "PASSAGES_PER_SHARD", 4)
-    monkeypatch.setattr(retrieval_index, "PASSAGES_PER_STEP", 3)
+    monkeypatch.setattr(retrieval, "PASSAGES_PER_SHARD", 4)
     monkeypatch.setattr(retrieval, "QUESTIONS_PER_FILE", 2)
 
 
@@ -189,7 +195,7 @@ def test_a_corpus_that_grew_is_encoded_from_its_last_whole_shard(corpus, tmp_pat
 def test_embeddings_that_cannot_be_kept_are_refused_before_anything_is_written(corpus, tmp_path, value):
     with pytest.raises(ValueError, match="first for the passage 'Ada wrote parkdale"):
         embed_passages(open_passages(corpus), lambda texts: np.full((len(texts), 2), value), tmp_path / "shards")
-    assert not list((tmp_path / "shards").iterdir())
+    assert not list(tmp_path.glob("shards/*"))
 
 
 def test_a_second_time_no_model_is_loaded(rows, settings, tmp_path, monkeypatch, other_encoder):
@@ -200,7 +206,6 @@ def test_a_second_time_no_model_is_loaded(rows, settings, tmp_path, monkeypatch,
         raise AssertionError("a model is loaded")
 
     monkeypatch.setattr(retrieval, "SentenceTransformer", load)
-    monkeypatch.setattr(reranking, "SentenceTransformer", load)
     assert retrieve(rows, settings, tmp_path) == found
     (row,) = retrieve(rows[2:3] + rows[3:4], replace(settings, top_k=2), tmp_path)[:1]
     assert row["passages"] == found[2]["passages"][:2]
@@ -302,7 +307,7 @@ def test_rank_llm_orders_all_passages_of_a_question_at_once(rows, settings, tmp_
 
 def test_a_killed_re_ranking_goes_on_behind_the_last_group(rows, settings, tmp_path, other_encoder, monkeypatch):
     settings = replace(settings, reranker=f"bi_encoder:{other_encoder}")
-    asked, score = [], reranking.BiEncoderReranker.score
+    asked, score = [], retrieval.BiEncoderReranker.score
 
     def killed(self, questions, candidates):
         if QUESTIONS[2] in questions and len(asked) == 2:
@@ -310,7 +315,7 @@ def test_a_killed_re_ranking_goes_on_behind_the_last_group(rows, settings, tmp_p
         asked.extend(questions)
         return score(self, questions, candidates)
 
-    monkeypatch.setattr(reranking.BiEncoderReranker, "score", killed)
+    monkeypatch.setattr(retrieval.BiEncoderReranker, "score", killed)
     with pytest.raises(KeyboardInterrupt):
         retrieve(rows, settings, tmp_path)
     asked.clear()

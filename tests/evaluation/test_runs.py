@@ -5,14 +5,14 @@ import json
 import pytest
 from training_rows import question_rows
 
-from arcaligner.evaluation.runs import AnswerFile, answer_files, digest
+from arcaligner.evaluation.runs import AnswerFile, answer_files, row_digest
 
 SETTINGS = {"weights": "abc", "passages": "given", "top_k": None, "machine": "here", "checkpoint": "runs/a"}
 ROWS = question_rows(4)
 
 
 def line(row: dict) -> dict:
-    return {"id": row["id"], "prediction": "é", "row": digest(row)}
+    return {"id": row["id"], "prediction": "é", "row": row_digest(row)}
 
 
 @pytest.fixture

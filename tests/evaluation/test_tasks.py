@@ -6,8 +6,7 @@ import datasets
 import pytest
 from training_rows import write_rows
 
-from arcaligner.evaluation.tasks import PAPER_TASKS, TASKS, choose_passages
-from arcaligner.evaluation.tasks.task import Task
+from arcaligner.evaluation.tasks import PAPER_TASKS, TASKS, Task, choose_passages
 
 HOTPOT = {
     "id": "h1",
@@ -148,7 +147,7 @@ def test_a_file_without_a_row_to_ask_is_refused(tmp_path):
 
 def test_a_folder_without_the_file_is_not_replaced_by_the_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", None)
-    with pytest.raises(FileNotFoundError, match=r"no squad\.jsonl\.gz in .*leave `--data` out to take rajpurkar/squad"):
+    with pytest.raises(FileNotFoundError, match=r"no squad\.jsonl\.gz in .*to take rajpurkar/squad"):
         TASKS["squad"].load(tmp_path)
 
 

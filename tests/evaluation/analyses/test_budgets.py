@@ -7,23 +7,21 @@ import torch
 from training_rows import PASSAGES, question_rows, write_rows
 
 from arcaligner.configuration_arcaligner import ArcAlignerConfig
-from arcaligner.evaluation import evaluate
 from arcaligner.evaluation.analyses import budgets
 from arcaligner.evaluation.analyses.__main__ import main
 from arcaligner.evaluation.analyses.budgets import (
     AS_CONFIGURED,
     KNOBS,
     NO_REFINEMENT,
-    MeasuringReader,
+    MeasuringAnswerer,
     Setting,
     curves_of,
-    load_reader,
+    load_answerer,
     measure,
 )
 from arcaligner.evaluation.answering import full_text, slot_inputs, text_inputs
 from arcaligner.evaluation.metrics import bootstrap_interval
 from arcaligner.evaluation.operations import refinement_flops
-from arcaligner.evaluation.reading import SlotReader
 from arcaligner.evaluation.runs import AnswerFile
 from arcaligner.refinement_arcaligner import prefix_flops
 
@@ -86,12 +84,12 @@ def test_each_curve_goes_through_the_configuration_and_equal_settings_are_read_o
 def test_operations_are_those_of_the_steps_that_the_slots_of_each_question_took(model, processor, rows):
     """The same settings cost what the gates make of them, in a batch as alone."""
     costs = model.model.layer_costs
-    reader = MeasuringReader(SlotReader(model, processor, "adaptive"), max_refinement_steps=2)
+    answerer = MeasuringAnswerer(model, processor, gate_mode="adaptive")
     measured = {}
     for gates, bias in (("mixed", None), ("open", 1e6), ("closed", -1e6)):
         if bias is not None:
             set_gates(model, bias)
-        measured[gates] = [answer.measured for answer in reader.answer(rows)]
+        measured[gates] = [answer.measured for answer in answerer.answer(rows)]
         for row, found in zip(rows, measured[gates], strict=True):
             inputs = slot_inputs(processor, [row])
             with torch.no_grad():
@@ -123,7 +121,7 @@ def test_a_setting_is_read_as_the_model_and_the_processor_read_it(checkpoint_dir
     ):
         refinement = {key: value for key, value in setting.changed.items() if "slot" not in key}
         slots = {key: value for key, value in setting.changed.items() if "slot" in key}
-        answers = load_reader(str(checkpoint_dir), setting, "cpu").answer(rows)
+        answers = load_answerer(str(checkpoint_dir), setting, "cpu").answer(rows)
         for row, answer in zip(rows, answers, strict=True):
             inputs = slot_inputs(processor, [row], **slots)
             output = model.generate(**inputs, **refinement, max_new_tokens=4, do_sample=False)
@@ -153,18 +151,12 @@ def test_the_command_writes_the_figure_and_a_point_for_each_value(command, tmp_p
     assert files == {"budgets", "budgets.png", "budgets.svg", "budgets.json"}
 
 
-def test_answers_that_are_there_are_kept_with_their_operations(command, tmp_path, monkeypatch):
+def test_answers_that_are_there_are_kept_with_their_operations(command, tmp_path, monkeypatch, asked):
     command("max_refinement_steps", num_questions=3)
     before = answers(tmp_path, AS_CONFIGURED)
-    asked = []
-    original = evaluate.answer_file
-    monkeypatch.setattr(
-        evaluate,
-        "answer_file",
-        lambda reader, file, rows, *rest: asked.append(rows) or original(reader, file, rows, *rest),
-    )
+    asked.clear()
     command("max_refinement_steps")
-    assert [[row["id"] for row in left] for left in asked] == [["row-3"]] * 3
+    assert asked == [["row-3"]] * 3
     assert before.items() <= answers(tmp_path, AS_CONFIGURED).items()
     monkeypatch.setattr(budgets, "load_aligner", None)  # there is nothing left to answer
     points = command("max_refinement_steps", num_questions=3)["sets"]["SQuAD"]["max_refinement_steps"]
@@ -228,4 +220,4 @@ def test_an_aligner_whose_gates_decide_nothing_is_refused(model, processor, monk
     model.config.gate_mode = "off"
     monkeypatch.setattr(budgets, "load_aligner", lambda checkpoint, device: (model, processor))
     with pytest.raises(ValueError, match="The gates of there decide nothing"):
-        load_reader("there", AS_CONFIGURED, "cpu")
+        load_answerer("there", AS_CONFIGURED, "cpu")

@@ -5,9 +5,8 @@ import json
 import pytest
 
 from arcaligner.evaluation.analyses.__main__ import main
-from arcaligner.evaluation.analyses.four_way import analyse
-from arcaligner.evaluation.judge import judge_answers, verdict_path
-from arcaligner.evaluation.judge_models import Reply
+from arcaligner.evaluation.analyses.four_way import analyze
+from arcaligner.evaluation.judge import Reply, judge_answers, verdict_path
 from arcaligner.evaluation.metrics import bootstrap_interval
 from arcaligner.evaluation.runs import AnswerFile
 
@@ -49,7 +48,7 @@ def run(tmp_path):
 
 
 def test_each_part_counts_its_questions_and_the_right_answers_of_each_compressor(run):
-    entry = analyse(run)["sets"]["SQuAD"]
+    entry = analyze(run)["sets"]["SQuAD"]
     half = [50.0, *bootstrap_interval([0.0, 100.0])]
     assert entry == {
         "questions": 6,
@@ -84,9 +83,15 @@ def test_a_question_that_one_of_both_did_not_answer_is_in_no_part(run):
     write(run, "nq", "naive", "1111")
     write(run, "nq", "standard_rag", "00")
     write(run, "nq", "arcaligner", "0110")
-    entry = analyse(run, ["nq"])["sets"]["NaturalQA"]
+    entry = analyze(run, ["nq"])["sets"]["NaturalQA"]
     assert entry["questions"] == entry["categories"]["TF"]["questions"] == 2
     assert entry["categories"]["TF"]["methods"]["ArcAligner"]["right"] == 1
+
+
+def test_compressors_can_be_compared_at_a_rate(run):
+    write(run, "squad", "arcaligner_x4", "111111")
+    found = analyze(run, rates=[4])["sets"]["SQuAD"]["categories"]["FT"]["methods"]
+    assert {title: each["right"] for title, each in found.items()} == {"ArcAligner (per 4 tokens)": 3}
 
 
 def test_a_judge_decides_instead_of_a_match(run):
@@ -97,7 +102,7 @@ def test_a_judge_decides_instead_of_a_match(run):
     for method in ("naive", "standard_rag", "arcaligner"):
         file = AnswerFile(run, "squad", method)
         judge_answers(Contrary(), file.read(), verdict_path(file, "org/judge"), "")
-    found = analyse(run, judge="org/judge")
+    found = analyze(run, judge="org/judge")
     assert found["right"] == "judged by org/judge"
     parts = found["sets"]["SQuAD"]["categories"]
     assert {name: part["questions"] for name, part in parts.items()} == {"TT": 0, "TF": 3, "FT": 1, "FF": 2}
@@ -114,7 +119,7 @@ def test_the_command_writes_figure_data_and_reading_help(run, tmp_path, capsys):
     assert end.value.code == 0
     data = json.loads((tmp_path / "figures" / "four_way.json").read_text())
     assert list(data["sets"]) == ["NaturalQA", "SQuAD"]
-    assert data["sets"]["SQuAD"] == analyse(run)["sets"]["SQuAD"]
+    assert data["sets"]["SQuAD"] == analyze(run)["sets"]["SQuAD"]
     assert data["reading"] in capsys.readouterr().out.replace("\n", " ")
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == [
         "four_way.json",
@@ -126,13 +131,13 @@ def test_the_command_writes_figure_data_and_reading_help(run, tmp_path, capsys):
 def test_missing_answers_are_named_with_the_command_that_makes_them(run):
     write(run, "nq", "arcaligner", "10")
     with pytest.raises(ValueError, match=r"evaluate --tasks nq --methods naive,standard_rag --output"):
-        analyse(run)
+        analyze(run)
     with pytest.raises(ValueError, match=r"has no answers to webq; it has some to nq, squad\."):
-        analyse(run, ["squad", "webq"])
+        analyze(run, ["squad", "webq"])
     with pytest.raises(ValueError, match=r"no answers to any task; it has some to none\. .*arcaligner evaluate"):
-        analyse(run / "elsewhere")
+        analyze(run / "elsewhere")
 
 
 def test_missing_verdicts_are_named_with_the_command_that_makes_them(run):
     with pytest.raises(ValueError, match=r"no verdicts of org/judge .*evaluation\.judge --run .* --model org/judge"):
-        analyse(run, judge="org/judge")
+        analyze(run, judge="org/judge")

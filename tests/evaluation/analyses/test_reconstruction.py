@@ -18,13 +18,7 @@ from arcaligner.evaluation.analyses.reconstruction import (
     with_text,
 )
 from arcaligner.lora_arcaligner import ADAPTER_NAME, slot_lora_layers
-from arcaligner.train.data import ExampleBuilder
-from arcaligner.train.templates import choose_template
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("ARCALIGNER_CACHE", str(tmp_path / "cache"))
+from arcaligner.train.data import ExampleBuilder, choose_template
 
 
 @pytest.fixture
@@ -35,7 +29,11 @@ def heldout(tmp_path):
 def draw(heldout, checkpoint_dir, folder, **options) -> dict:
     """Runs the command with three paragraphs; what it wrote."""
     defaults = {"files": [heldout], "checkpoint": [f"ours={checkpoint_dir}"], "folder": folder, "batch_size": 2}
-    reconstruction(**defaults | {"with_lora_off": False, "num_paragraphs": 2000, "max_segments": None} | options)
+    reconstruction(
+        **defaults
+        | {"with_lora_off": False, "tokens_per_slot": None, "num_paragraphs": 2000, "max_segments": None}
+        | options
+    )
     name = "reconstruction" if "max_segments" not in options else f"reconstruction_{options['max_segments']}"
     return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
 
@@ -44,15 +42,23 @@ def lines(folder, arm: str) -> list[dict]:
     return [json.loads(line) for line in (folder / "reconstruction" / f"{arm}.jsonl").read_text().splitlines()]
 
 
+def whole(example, processor) -> tuple[list[int], list[int]]:
+    """Ids and labels of an example, one slot per segment."""
+    (turn,) = example.turns
+    before = example.head + [processor.context_token_id] * len(example.segments)
+    return before + turn.input_ids, [-100] * len(before) + turn.labels
+
+
 @torch.inference_mode()
 def plain_nll(model, processor, example) -> float:
     """The model's own loss on one example, without padding, times its tokens."""
-    inputs = {"input_ids": torch.tensor([example.input_ids])}
-    if example.segment_texts:
-        embeds = processor.encode_segments(example.segment_texts).half().float()  # as they are stored
+    ids, labels = whole(example, processor)
+    inputs = {"input_ids": torch.tensor([ids])}
+    if example.segments:
+        embeds = processor.encode_segments([segment["encoder_text"] for segment in example.segments])
         inputs["context_embeds"] = embeds[None]
-    loss = model(**inputs, labels=torch.tensor([example.labels])).loss
-    return loss.item() * sum(label != -100 for label in example.labels)
+    loss = model(**inputs, labels=torch.tensor([labels])).loss
+    return loss.item() * sum(label != -100 for label in labels)
 
 
 def expected_records(model, processor, make=lambda example: example, max_segments=None) -> dict[str, float]:
@@ -77,7 +83,7 @@ def test_each_paragraph_has_the_loss_of_the_model_alone_without_padding(
         if layer in set(slot_lora_layers(model))
     }
     expected = {
-        "base": expected_records(backbone, processor, lambda each: with_text(each, processor.context_token_id)),
+        "base": expected_records(backbone, processor, with_text),
         "ours": expected_records(model, processor),
     }
     for name in without_lora:
@@ -112,18 +118,16 @@ def test_the_whole_paragraph_is_the_target_and_the_template_stands_around_its_sl
     turns = (
         f"<|im_start|>user\n{template.before}{{}}{template.after}<|im_end|>\n<|im_start|>assistant\n{text}<|im_end|>"
     )
-    assert processor.decode(example.input_ids) == turns.format("<context>" * 3)
-    recited = with_text(example, processor.context_token_id)
-    assert processor.decode(recited.input_ids) == turns.format(text)
-    for each in (example, recited):
-        assert len(each.labels) == len(each.input_ids)
-        assert processor.decode([label for label in each.labels if label != -100]) == text + "<|im_end|>"
+    for each, read in ((example, "<context>" * 3), (with_text(example), text)):
+        ids, labels = whole(each, processor)
+        assert processor.decode(ids) == turns.format(read)
+        assert processor.decode([label for label in labels if label != -100]) == text + "<|im_end|>"
 
 
 def test_single_segments_are_the_examples_of_training(processor):
     builder = ExampleBuilder(processor, max_segments=1)
     for row in passage_rows(3):
-        assert list(paragraph_examples(processor, row, 1)) == list(builder.reconstruction_examples(row))
+        assert list(paragraph_examples(processor, row, 1)) == list(builder.reconstruction_examples([row]))
 
 
 def test_single_segments_go_to_files_of_their_own(heldout, checkpoint_dir, model, processor, tmp_path):
@@ -136,6 +140,29 @@ def test_single_segments_go_to_files_of_their_own(heldout, checkpoint_dir, model
     assert records == pytest.approx(expected, rel=1e-4)
     assert "1 segment at a time" in data["reading"]
     assert not (tmp_path / "reconstruction").exists()
+
+
+def test_each_rate_is_an_arm_of_its_own(heldout, checkpoint_dir, model, processor, tmp_path):
+    data = draw(heldout, checkpoint_dir, tmp_path, tokens_per_slot="4,segment")
+    assert [(arm["title"], arm["tokens_per_slot"]) for arm in data["arms"]] == [
+        ("Base", None),
+        ("ours x4", 4),
+        ("ours xsegment", "segment"),
+    ]
+    assert data["arms"][1]["slots"] > data["arms"][2]["slots"] == 6
+    found = {each["id"]: each["nll"] for each in lines(tmp_path, "ours_xsegment")}
+    assert found == pytest.approx(expected_records(model, processor), rel=1e-4)
+    row = passage_rows(3)[2]
+    (example,) = paragraph_examples(processor, row, None)
+    encoded = processor.encode_documents(row["passages"], tokens_per_slot=4)
+    (turn,) = example.turns
+    ids = example.head + [processor.context_token_id] * len(encoded.context_embeds) + turn.input_ids
+    labels = [-100] * (len(ids) - len(turn.labels)) + turn.labels
+    inputs = {"input_ids": torch.tensor([ids]), "context_embeds": encoded.context_embeds[None]}
+    with torch.no_grad():
+        nll = model(**inputs, labels=torch.tensor([labels])).loss.item() * sum(each != -100 for each in labels)
+    (own,) = [each["nll"] for each in lines(tmp_path, "ours_x4") if each["id"] == row["id"]]
+    assert own == pytest.approx(nll, rel=1e-4)
 
 
 def test_a_killed_run_goes_on_where_it_was(heldout, checkpoint_dir, tmp_path):

@@ -1,4 +1,4 @@
-"""Answers of one checkpoint are told from those of another, wherever it lies."""
+"""Methods are found by name, with a rate; answers of one checkpoint are told from those of another."""
 
 import json
 import shutil
@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from arcaligner import ArcAlignerConfig
-from arcaligner.evaluation import fingerprints
-from arcaligner.evaluation.fingerprints import backbone_fingerprint, fingerprint
+from arcaligner.evaluation import methods
+from arcaligner.evaluation.methods import METHODS, backbone_fingerprint, find_method, fingerprint, sort_key
 
 
 @pytest.fixture
@@ -49,10 +49,38 @@ def test_a_checkpoint_of_the_hub_is_named_with_its_commit(monkeypatch):
     asked = []
     monkeypatch.setattr(ArcAlignerConfig, "from_pretrained", asked.append)
     found = "hub/models--user--name/snapshots/abc/config.json"
-    monkeypatch.setattr(fingerprints, "try_to_load_from_cache", lambda name, file: f"{name}/{file}" and found)
+    monkeypatch.setattr(methods, "try_to_load_from_cache", lambda name, file: f"{name}/{file}" and found)
     assert fingerprint("user/name") == "user/name@abc" and asked == ["user/name"]
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
     with pytest.raises(ValueError, match="There is no checkpoint in"):
         fingerprint(str(tmp_path / "nowhere"))
+
+
+def test_a_name_with_a_rate_is_a_method_of_its_own():
+    method = find_method("arcaligner_x4")
+    assert (method.name, method.title) == ("arcaligner_x4", "ArcAligner (per 4 tokens)")
+    assert find_method("llmlingua_xsegment").tokens_per_slot == "segment"
+    assert all(find_method(name) is METHODS[name] for name in METHODS)
+
+
+@pytest.mark.parametrize("name", ["naive_x4", "arcaligner_x0", "arcaligner_x", "arcaligner_xhalf", "arcaligner_4"])
+def test_a_name_that_is_no_method_is_refused_with_those_that_are(name):
+    with pytest.raises(ValueError, match=f"There is no method '{name}'.* with a rate, such as `_x4` .*: truncated"):
+        find_method(name)
+
+
+def test_rates_stand_behind_their_method_from_fine_to_coarse():
+    names = ["arcaligner_xsegment", "no_recursion", "arcaligner_x16", "naive", "arcaligner_x4", "arcaligner"]
+    ordered = ["naive", "arcaligner", "arcaligner_x4", "arcaligner_x16", "arcaligner_xsegment", "no_recursion"]
+    assert sorted(names, key=sort_key) == ordered
+
+
+def test_the_rate_is_part_of_what_answers_depend_on(checkpoint_dir):
+    checkpoints = methods.Checkpoints(str(checkpoint_dir))
+    plain, fine = (find_method(name).made_with(checkpoints) for name in ("arcaligner", "arcaligner_x4"))
+    assert fine == plain | {"tokens_per_slot": 4}
+    # Its slots decide how much text the baseline reads.
+    baseline = find_method("llmlingua_x4").made_with(checkpoints)
+    assert baseline["weights"] == plain["weights"] != find_method("llmlingua").made_with(checkpoints)["weights"]

@@ -1,9 +1,9 @@
-"""Bars stand in their group, as high as their mean, in one colour a title."""
+"""Bars stand in their group, as high as their mean, in one color per title."""
 
 import pytest
 from matplotlib.colors import to_hex
 
-from arcaligner.evaluation.analyses.bars import draw_panels
+from arcaligner.evaluation.analyses.figures import draw_panels
 
 PANELS = {
     "SQuAD": {"TT": {"ours": [50.0, 40.0, 70.0], "theirs": [20.0, 20.0, 20.0]}, "TF": {"theirs": [10.0, 0.0, 30.0]}},

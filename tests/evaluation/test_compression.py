@@ -10,11 +10,17 @@ import torch
 from training_rows import question_rows
 from transformers import BertConfig, BertForTokenClassification, BertTokenizerFast
 
-from arcaligner.evaluation import prompt_compression
-from arcaligner.evaluation.answering import passages_text, text_inputs, text_prompt
+from arcaligner.evaluation import compression
+from arcaligner.evaluation.answering import MissingMethodError, passages_text, text_inputs, text_prompt
+from arcaligner.evaluation.compression import (
+    LLMLINGUA2_MODEL,
+    RATE,
+    PairCacheModel,
+    llmlingua_compressor,
+    load_llmlingua,
+    load_llmlingua2,
+)
 from arcaligner.evaluation.methods import Checkpoints
-from arcaligner.evaluation.prompt_compression import LLMLINGUA2_MODEL, RATE, load_llmlingua, load_llmlingua2
-from arcaligner.evaluation.reading import MissingMethodError
 
 needs_llmlingua = pytest.mark.skipif(
     find_spec("llmlingua") is None, reason="llmlingua is not installed: `pip install llmlingua==0.2.2`"
@@ -28,49 +34,48 @@ def is_subsequence(part: str, whole: str) -> bool:
 
 
 @pytest.fixture
-def compressor(model, tokenizer):
-    from arcaligner.evaluation.backbone_compressor import BackboneCompressor
-
-    return BackboneCompressor(model, tokenizer)
+def compress(model, tokenizer):
+    return llmlingua_compressor(model, tokenizer)
 
 
 @needs_llmlingua
 @pytest.mark.parametrize("repeats", [1, 5, 8])  # one part; three with a cache between them; more than the model reads
-def test_llmlingua_keeps_a_third_of_the_tokens_in_their_order(compressor, tokenizer, repeats):
+def test_llmlingua_keeps_a_third_of_the_tokens_in_their_order(compress, tokenizer, repeats):
     text = " ".join([TEXT] * repeats)
     num_tokens = len(tokenizer(text)["input_ids"])
     assert (num_tokens > 200, num_tokens > 512) == (repeats > 1, repeats > 5)
-    compressed = compressor.compress(text, RATE)
+    compressed = compress(text, RATE)
     assert is_subsequence(compressed, text)
     assert 0.25 < len(tokenizer(compressed)["input_ids"]) / num_tokens < 0.4
 
 
 @needs_llmlingua
 @pytest.mark.parametrize("text", ["", "a"])
-def test_what_is_too_short_to_thin_out_stays(compressor, text):
-    assert compressor.compress(text, RATE) == text
+def test_what_is_too_short_to_thin_out_stays(compress, text):
+    assert compress(text, RATE) == text
 
 
 @needs_llmlingua
-def test_a_cache_of_pairs_continues_as_if_all_were_read_at_once(compressor, tokenizer, model):
+def test_a_cache_of_pairs_continues_as_if_all_were_read_at_once(tokenizer, model):
+    pairs_model = PairCacheModel(model)
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]  # (1, seq_len)
     mask = torch.ones_like(ids)
     with torch.no_grad():
         whole = model(ids).logits
-        first = compressor.model(ids[:, :9], mask[:, :9], None, True)
+        first = pairs_model(ids[:, :9], mask[:, :9], None, True)
         pairs = [[keys[:, :, :6], values[:, :, :6]] for keys, values in first.past_key_values]
-        rest = compressor.model(ids[:, 6:], attention_mask=mask, past_key_values=pairs, use_cache=True)
+        rest = pairs_model(ids[:, 6:], attention_mask=mask, past_key_values=pairs, use_cache=True)
     torch.testing.assert_close(first.logits, whole[:, :9])
     torch.testing.assert_close(rest.logits, whole[:, 6:])
     assert all(keys.shape[2] == values.shape[2] == ids.shape[1] for keys, values in rest.past_key_values)
 
 
 @needs_llmlingua
-def test_llmlingua_compresses_the_passages_and_leaves_the_question(checkpoint_dir, compressor, processor):
+def test_llmlingua_compresses_the_passages_and_leaves_the_question(checkpoint_dir, compress, processor):
     rows = question_rows(3)
     rows[1]["passages"] = []
     answers = load_llmlingua(Checkpoints(str(checkpoint_dir))).answer(rows)
-    texts = [compressor.compress(passages_text(row), RATE) for row in rows]
+    texts = [compress(passages_text(row), RATE) for row in rows]
     assert texts[1] == "" and len(texts[0]) < len(passages_text(rows[0])) / 2
     prompts = text_inputs(processor, [text_prompt(row, text) for row, text in zip(rows, texts, strict=True)])
     expected = [ids[mask.bool()].tolist() for ids, mask in zip(*prompts.values(), strict=True)]
@@ -81,7 +86,6 @@ def test_llmlingua_compresses_the_passages_and_leaves_the_question(checkpoint_di
 @pytest.mark.parametrize("load", [load_llmlingua, load_llmlingua2])
 def test_without_the_package_the_error_says_how_to_get_it(monkeypatch, load):
     monkeypatch.setitem(sys.modules, "llmlingua", None)
-    monkeypatch.delitem(sys.modules, "arcaligner.evaluation.backbone_compressor", raising=False)
     with pytest.raises(MissingMethodError, match="pip install llmlingua==0.2.2"):
         load(Checkpoints("unused"))
 
@@ -104,7 +108,7 @@ def classifier(monkeypatch, tmp_path) -> None:
     sizes = {"hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(0)
     BertForTokenClassification(BertConfig(vocab_size=len(tokens), **sizes)).save_pretrained(folder)
-    monkeypatch.setattr(prompt_compression, "downloaded", lambda *_: str(folder))
+    monkeypatch.setattr(compression, "downloaded", lambda *_: str(folder))
 
 
 @needs_llmlingua
