@@ -21,28 +21,26 @@ from datasets import Features, List, Value
 
 from ..encoding_arcaligner import SegmentTokens
 from ..files import stable_number
-from ..processing_arcaligner import ArcAlignerProcessor
+from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE, ArcAlignerProcessor
 from ..segmentation_arcaligner import equal_runs
+from .corpora import Row
 
 
 class ReconstructionTemplate(NamedTuple):
-    """An instruction of stage I: the user's words before and behind the slots."""
-
-    intent: str
     before: str
     after: str
 
 
 # The paper's Table "Stage-I instruction templates", in its order. A template there reads "... [B] ... [T]": the slots
-# stand for [B], the words before [T] are the user's turn, and [T] is the assistant's. The full stop behind [T] is the
-# target's own. The prompt of stages II and III is the processor's, the same as at inference.
+# stand for [B], and [T] is what the assistant says. Here are the user's words before and behind the slots; the full
+# stop behind [T] is the target's own. The prompt of stages II and III is the processor's, the same as at inference.
 RECONSTRUCTION_TEMPLATES = (
-    ReconstructionTemplate("equivalence statement", "Background: ", ". This is equivalent to:"),
-    ReconstructionTemplate("direct rewrite", "Rewrite the background in your own words: ", " →"),
-    ReconstructionTemplate("restatement request", "Provide a restatement of the background: ", ". Return:"),
-    ReconstructionTemplate("paraphrase-as-question", "", " is a paraphrase of what? Answer with:"),
-    ReconstructionTemplate("two-formulation alignment", "These two expressions convey the same meaning: (1) ", " (2)"),
-    ReconstructionTemplate("minimal-output constraint", "Restate ", " using a single sentence. Output only"),
+    ReconstructionTemplate("Background: ", ". This is equivalent to:"),
+    ReconstructionTemplate("Rewrite the background in your own words: ", " →"),
+    ReconstructionTemplate("Provide a restatement of the background: ", ". Return:"),
+    ReconstructionTemplate("", " is a paraphrase of what? Answer with:"),
+    ReconstructionTemplate("These two expressions convey the same meaning: (1) ", " (2)"),
+    ReconstructionTemplate("Restate ", " using a single sentence. Output only"),
 )
 # Beyond the paper: what stands behind the slots in a turn that goes on with the text after theirs.
 CONTINUATION = " Continue:"
@@ -88,6 +86,24 @@ class Example:
     segments: list[dict[str, Any]]
     length: int = 0
     answers: list[list[str]] = field(default_factory=list)
+
+
+def passages_text(row: Row) -> str:
+    """The passages with their titles, as the encoder reads them."""
+    return " ".join(
+        f"{passage['title']}: {passage['text']}" if passage["title"] else passage["text"] for passage in row["passages"]
+    )
+
+
+def text_prompt(row: Row, context: str) -> str:
+    """The user's turn with a text in the place of the slots; without a text, the question alone."""
+    question = QUESTION_LINE + row["question"]
+    return BACKGROUND_LINE + context + question if context else question.lstrip()
+
+
+def full_text(row: Row) -> str:
+    """The user's turn with the whole text of the passages."""
+    return text_prompt(row, passages_text(row))
 
 
 def choose_template(example_id: str) -> ReconstructionTemplate:
@@ -150,13 +166,13 @@ class ExampleBuilder:
     ) -> Example:
         """Consecutive segments of a document as slots; their text and that of the `following` segment as targets."""
         first, last = chunk[0].segment, chunk[-1].segment
-        template = choose_template(f"{row_id}:{first.document}:{first.start}")
+        before, after = choose_template(f"{row_id}:{first.document}:{first.start}")
         text = document["text"][first.start : last.end].strip()
-        head, turn = self._turn(template.before, template.after, text, row_id)
+        head, turn = self._turn(before, after, text, row_id)
         turns = [turn]
         if self.continues and following:
             # The words before the slots are shared: only what stands behind them tells the two turns apart.
-            _, turn = self._turn(template.before, CONTINUATION, following[0].segment.text.strip(), row_id)
+            _, turn = self._turn(before, CONTINUATION, following[0].segment.text.strip(), row_id)
             turns.append(turn)
         return self._example(row_id, head, turns, chunk)
 

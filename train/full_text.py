@@ -9,7 +9,7 @@ is left alone.
 """
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from ..configuration_arcaligner import resolve_base_model
-from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE
 from .corpora import Row, open_corpus
+from .data import full_text
 from .recipe import parse_recipe
 from .run import claim_folder, last_checkpoint, run_script, written_whole
 from .selection import missing_part
@@ -42,13 +42,13 @@ class FullTextArguments:
         lora_r (`int`), lora_alpha (`int`): Of the LoRA on all linears.
     """
 
-    model_name_or_path: str = field(metadata={"help": "Backbone"})
-    train_file: str = field(metadata={"help": "Rows of questions"})
-    max_train_samples: int = field(metadata={"help": "Training examples"})
-    data_dir: str = field(default="data", metadata={"help": "Folder of data files with a relative path"})
-    max_tokens: int = field(default=512, metadata={"help": "Leave out longer examples"})
-    lora_r: int = field(default=16, metadata={"help": "LoRA rank"})
-    lora_alpha: int = field(default=32, metadata={"help": "LoRA alpha"})
+    model_name_or_path: str
+    train_file: str
+    max_train_samples: int
+    data_dir: str = "data"
+    max_tokens: int = 512
+    lora_r: int = 16
+    lora_alpha: int = 32
 
 
 def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.Dataset:
@@ -77,12 +77,6 @@ def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.D
             "tokens. Raise `max_tokens`, or name another `train_file`."
         )
     return datasets.Dataset.from_list(examples)
-
-
-def full_text(row: Row) -> str:
-    """The user's turn with the whole text of the passages, titles as the encoder reads them."""
-    texts = [f"{passage['title']}: {passage['text']}".removeprefix(": ") for passage in row["passages"]]
-    return f"{BACKGROUND_LINE}{' '.join(texts)}{QUESTION_LINE}{row['question']}"
 
 
 def tokenize(row: Row, tokenizer) -> dict[str, list[int]]:

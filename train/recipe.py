@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from trl import TrlParser
@@ -26,9 +25,6 @@ STARTS = {
 _FROM_PROCESSOR = {"encoder_name_or_path", "encoder_hidden_size", "context_token", "context_token_id"}
 # Settings of a processor that other keys of the recipe decide.
 _FROM_RECIPE = {"tokens_per_slot", "trained_tokens_per_slot", "context_words", "chat_template"}
-# What embeddings and weights were made for, besides shapes, which loading compares.
-_OF_MODEL = ("base_model_name_or_path", "encoder_name_or_path", "encoder_hidden_size", "training_stage")
-_OF_PROCESSOR = ("encoder_name_or_path", "encoder_hidden_size", "sentences_per_segment", "spacy_model")
 # Turns side by side need a mask of their own, which other attention kernels do not take.
 _MASKED_ATTENTION = (None, "eager", "sdpa")
 
@@ -50,7 +46,6 @@ class RecipeArguments:
         aligner (`dict`): Fields of `ArcAlignerConfig` to set, such as `lora_r`.
         processor (`dict`): Settings of a new processor, such as `sentences_per_segment`; for a base model only.
         max_train_samples (`int`, *optional*): Examples to train on.
-        max_train_passages (`int`, *optional*): Sets of passages of each source to draw them from.
         eval_files, max_eval_samples: The same for the held-out loss.
         max_segments (`int`): The most segments of a reconstruction example.
         continues (`bool`): Whether reconstruction examples have a second turn, which goes on with the next segment.
@@ -76,46 +71,30 @@ class RecipeArguments:
             `aligner` or `processor`; an attention kernel that cannot read several turns side by side.
     """
 
-    stage: Literal["lexical", "reconstruction", "grounding", "gating"] = field(
-        metadata={"help": "lexical, reconstruction, grounding or gating"}
-    )
-    model_name_or_path: str = field(metadata={"help": "Base model, or the previous stage's output_dir"})
-    train_files: dict[str, float] = field(metadata={"help": "Files or Hub data sets, with their weights"})
-    data_dir: str = field(default="data", metadata={"help": "Folder of data files with a relative path"})
-    dtype: str = field(default="float32", metadata={"help": "dtype of the frozen backbone, or auto"})
-    aligner: dict[str, Any] = field(default_factory=dict, metadata={"help": "Fields of ArcAlignerConfig"})
-    processor: dict[str, Any] = field(default_factory=dict, metadata={"help": "Settings of a new processor"})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Training examples"})
-    max_train_passages: int | None = field(
-        default=None, metadata={"help": "Sets of passages to draw training examples from"}
-    )
-    eval_files: dict[str, float] = field(
-        default_factory=dict, metadata={"help": "Files for the held-out loss, with weights"}
-    )
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Held-out examples"})
-    max_segments: int = field(default=1, metadata={"help": "Most segments of a reconstruction example"})
-    continues: bool = field(default=False, metadata={"help": "Reconstruction examples also go on with the text behind"})
-    max_tokens: int | None = field(default=None, metadata={"help": "Leave out longer examples"})
-    passage_words: int = field(default=100, metadata={"help": "Words of a passage that texts are cut into"})
-    min_passages: int = field(default=1, metadata={"help": "Fewest passages of a question, with distractors"})
-    max_passages: int | None = field(default=None, metadata={"help": "Most passages of a question, with distractors"})
-    max_questions: int = field(default=1, metadata={"help": "Most questions about the same passages in one example"})
-    strict: bool = field(default=False, metadata={"help": "Stop at a row without question, answer or passage"})
-    reconstruction_files: dict[str, float] = field(
-        default_factory=dict, metadata={"help": "Files for reconstruction examples in later stages"}
-    )
-    reconstruction_share: float = field(
-        default=0.0, metadata={"help": "Share of reconstruction examples in later stages"}
-    )
-    tokens_per_slot: list[str] = field(
-        default_factory=lambda: ["segment"], metadata={"help": "Rates that batches are drawn at"}
-    )
-    attn_implementation: str | None = field(default=None, metadata={"help": "Attention kernel"})
-    compile_layers: bool = field(default=False, metadata={"help": "Compile the decoder layers"})
-    examples_cache_dir: str = field(
-        default_factory=lambda: str(cache_directory() / "examples"),
-        metadata={"help": "Where tokenized examples are kept"},
-    )
+    stage: Literal["lexical", "reconstruction", "grounding", "gating"]
+    model_name_or_path: str
+    train_files: dict[str, float]
+    data_dir: str = "data"
+    dtype: str = "float32"
+    aligner: dict[str, Any] = field(default_factory=dict)
+    processor: dict[str, Any] = field(default_factory=dict)
+    max_train_samples: int | None = None
+    eval_files: dict[str, float] = field(default_factory=dict)
+    max_eval_samples: int | None = None
+    max_segments: int = 1
+    continues: bool = False
+    max_tokens: int | None = None
+    passage_words: int = 100
+    min_passages: int = 1
+    max_passages: int | None = None
+    max_questions: int = 1
+    strict: bool = False
+    reconstruction_files: dict[str, float] = field(default_factory=dict)
+    reconstruction_share: float = 0.0
+    tokens_per_slot: list[str] = field(default_factory=lambda: ["segment"])
+    attn_implementation: str | None = None
+    compile_layers: bool = False
+    examples_cache_dir: str = field(default_factory=lambda: str(cache_directory() / "examples"))
 
     def __post_init__(self):
         # A command line gives text, a recipe numbers.
@@ -229,20 +208,3 @@ def check_start(recipe: RecipeArguments, processor: ArcAlignerProcessor, start: 
                 f"The recipe sets `{key}` to {wanted!r}, but {name} was trained with {was!r}. Leave the key out, or "
                 "train again from stage I with it."
             )
-
-
-def check_resume(checkpoint: str | Path, config: ArcAlignerConfig, processor: ArcAlignerProcessor) -> None:
-    """Refuses to resume from a checkpoint that another recipe left in the stage's folder.
-
-    Raises:
-        `ValueError`: another stage, backbone, encoder or segmentation, with both values.
-    """
-    of_checkpoint = ArcAlignerConfig.from_pretrained(checkpoint)
-    other = ArcAlignerProcessor.from_pretrained(checkpoint)
-    for now, then, keys in ((config, of_checkpoint, _OF_MODEL), (processor, other, _OF_PROCESSOR)):
-        for key in keys:
-            if getattr(then, key) not in (None, getattr(now, key)):
-                raise ValueError(
-                    f"{checkpoint} was made with `{key}` {getattr(then, key)!r}, but this run has "
-                    f"{getattr(now, key)!r}. Delete that folder, or name another `output_dir`."
-                )

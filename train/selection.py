@@ -61,9 +61,7 @@ def training_examples(
     share, limit = recipe.reconstruction_share, recipe.max_train_samples
     num_task = None if limit is None else round(limit * (1 - share))
     selector = _selector(recipe, builder, seed, num_proc)
-    examples = dataclasses.replace(selector, passage_sets=recipe.max_train_passages).select(
-        recipe.train_files, num_task
-    )
+    examples = selector.select(recipe.train_files, num_task)
     if share:
         num_reconstruction = round(len(examples) * share / (1 - share))
         reconstruction = dataclasses.replace(
@@ -188,8 +186,6 @@ class ExampleSelector:
         needs_question (`bool`): Whether a row needs a question and an answer besides a passage.
         max_questions (`int`): The most questions about the same passages in one example.
         max_tokens (`int`, *optional*): Longer examples are left out, and counted in the log.
-        passage_sets (`int`, *optional*): Only rows of this many sets of passages in each source, drawn at random: fewer
-            passages, more questions about each.
         min_passages (`int`), max_passages (`int`, *optional*): Passages a row, see [`Distractors`]; without a
             maximum, its own.
         passage_words (`int`): Words of a passage that a text is cut into.
@@ -204,7 +200,6 @@ class ExampleSelector:
     needs_question: bool = False
     max_questions: int = 1
     max_tokens: int | None = None
-    passage_sets: int | None = None
     min_passages: int = 1
     max_passages: int | None = None
     passage_words: int = 100
@@ -275,7 +270,7 @@ class ExampleSelector:
     def _order(self, corpus: Corpus) -> list[list[int]]:
         """Numbers of the rows to look at, shuffled, those that become one example together."""
         draw = random.Random(self.seed)
-        if self.passage_sets is None and self.max_questions == 1:
+        if self.max_questions == 1:
             order = [[number] for number in range(len(corpus))]
         else:
             groups = defaultdict(list)
@@ -284,7 +279,7 @@ class ExampleSelector:
             keys = sorted(groups)
             draw.shuffle(keys)
             order = []
-            for numbers in (groups[key] for key in keys[: self.passage_sets]):
+            for numbers in (groups[key] for key in keys):
                 draw.shuffle(numbers)
                 order += [numbers[i : i + self.max_questions] for i in range(0, len(numbers), self.max_questions)]
         draw.shuffle(order)

@@ -26,7 +26,7 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM, slot_decoder_layers
 from ..processing_arcaligner import ArcAlignerProcessor
 from .collator import ContextCollator
 from .data import ExampleBuilder, word_rarity
-from .recipe import RecipeArguments, check_resume, check_start, parse_recipe
+from .recipe import RecipeArguments, check_start, parse_recipe
 from .run import claim_folder, last_checkpoint, run_script, save_stage
 from .selection import eval_examples, training_examples
 from .trainer import AlignerTrainer, AlignerTrainingConfig
@@ -187,8 +187,6 @@ def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -
         eval_dataset=eval_dataset,
         processing_class=processor,
     )
-    if checkpoint is not None:
-        check_resume(checkpoint, model.config, processor)
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_state()
     state_dict = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # by all processes: each may have a part

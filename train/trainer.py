@@ -10,7 +10,7 @@ as well, which on a CPU costs more than all decoder layers of a small model.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,36 +37,26 @@ class AlignerTrainingConfig(SFTConfig):
     `gradient_checkpointing=False`, `ddp_find_unused_parameters=False`, `train_sampling_strategy="group_by_length"`,
     `ddp_timeout` of a day (the first process tokenizes while the others wait).
 
+    Args:
+        gate_learning_rate (`float`, *optional*): Of the gates, which start untrained in stage III. Default:
+            `learning_rate`.
+        eval_slot_gap (`bool`): Evaluate with other rows' slots, too, for `eval_slot_gap`.
+        eval_answers (`int`): Held-out questions to answer at each evaluation, for `eval_em` and `eval_f1`.
+
     Raises:
         `ValueError`: packing, padding-free batches, a `max_length` or dropped columns; `eval_slot_gap` with
             batches of one row.
     """
 
-    max_length: int | None = field(
-        default=None, metadata={"help": "Must stay None: it would cut slots. Use `max_tokens`."}
-    )
-    remove_unused_columns: bool = field(
-        default=False, metadata={"help": "Must stay False: the collator reads the columns."}
-    )
-    gradient_checkpointing: bool = field(
-        default=False, metadata={"help": "Compressed prompts are short; saves memory at a cost."}
-    )
-    ddp_find_unused_parameters: bool | None = field(
-        default=False, metadata={"help": "Each stage trains all that it unfreezes."}
-    )
-    ddp_timeout: int = field(default=24 * 3600, metadata={"help": "Seconds that a process waits for another one."})
-    train_sampling_strategy: str = field(
-        default="group_by_length", metadata={"help": "Rows of similar length share a batch."}
-    )
-    gate_learning_rate: float | None = field(
-        default=None, metadata={"help": "Of the gates, which start untrained in stage III. Default: learning_rate."}
-    )
-    eval_slot_gap: bool = field(
-        default=False, metadata={"help": "Evaluate with other rows' slots, too, for eval_slot_gap."}
-    )
-    eval_answers: int = field(
-        default=0, metadata={"help": "Held-out questions to answer at each evaluation, for eval_em and eval_f1."}
-    )
+    max_length: int | None = None
+    remove_unused_columns: bool = False
+    gradient_checkpointing: bool = False
+    ddp_find_unused_parameters: bool | None = False  # each stage trains all that it unfreezes
+    ddp_timeout: int = 24 * 3600
+    train_sampling_strategy: str = "group_by_length"
+    gate_learning_rate: float | None = None
+    eval_slot_gap: bool = False
+    eval_answers: int = 0
 
     def __post_init__(self):
         self.dataset_kwargs = {"skip_prepare_dataset": True} | (self.dataset_kwargs or {})
@@ -226,7 +216,8 @@ class AlignerTrainer(SFTTrainer):
             position_ids=position_ids,
             labels=inputs["labels"],
             use_cache=False,
-            skip_logits=True,
+            # A head that is spread over processes is gathered for its own call only.
+            skip_logits=not (self.is_fsdp_enabled or self.is_deepspeed_enabled),
             num_items_in_batch=num_items_in_batch,
             **self.slots_of(inputs),
         )
@@ -244,11 +235,14 @@ class AlignerTrainer(SFTTrainer):
             "context_word_ids": word_ids.flatten(0, 1)[taken][None],
         }
         outputs = model(**slots, lexical_weights=self.word_weights)
-        if self.model.training:  # a mean over batches, as Trainer divides a loss only if it has no labels to count
-            outputs.loss = outputs.loss / self.current_gradient_accumulation_steps
+        num_slots = torch.tensor(len(taken), device=self.args.device)
+        if self.model.training:
+            # All slots of all processes count alike, and all batches of a step; Trainer has no labels to count by.
+            share = num_slots / self.accelerator.gather(num_slots[None]).sum()
+            outputs.loss *= share * self.accelerator.num_processes / self.current_gradient_accumulation_steps
         else:
             self._eval_recall += self._summed(self._word_recall(**slots))
-        return outputs, torch.tensor(len(taken), device=self.args.device)
+        return outputs, num_slots
 
     @torch.no_grad()
     def _word_recall(self, context_embeds, context_word_ids) -> torch.Tensor:

@@ -4,8 +4,8 @@
 
 RUNS is a JSON list of `{"arguments", "interrupt_at", "nan_at"}`: what `train.sft` gets, the step at which all processes
 raise, and the step from which on the last process's projector gives NaN. Each process writes its list of reports to
-`REPORTS/<process>.json`: `error` (of the run, if any), `rows` (ids, batch after batch), `encoded` (number of texts that
-the encoder got), `written` (files that this process opened to write, or renamed).
+`REPORTS/<process>.json`: `error` (of the run, if any), `rows` (ids, batch after batch), `written` (files that this
+process opened to write, or renamed).
 """
 
 import json
@@ -18,7 +18,6 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from transformers import modeling_utils
 
-from arcaligner.processing_arcaligner import ArcAlignerProcessor
 from arcaligner.train import sft
 from arcaligner.train.trainer import AlignerTrainer
 
@@ -46,14 +45,6 @@ def recording_path(save):
         return save(obj, path, *args, **kwargs)
 
     return record_and_save
-
-
-def recording_texts(encode):
-    def record_and_encode(self, texts, *args, **kwargs):
-        report["encoded"] += len(texts)
-        return encode(self, texts, *args, **kwargs)
-
-    return record_and_encode
 
 
 def recording_rows(compute_loss):
@@ -85,7 +76,7 @@ def main(runs: list[dict]) -> list[dict]:
     for run in runs:
         current_run.clear()
         current_run.update(run)
-        report.update(error=None, rows=[], encoded=0, written=[])
+        report.update(error=None, rows=[], written=[])
         try:
             sft.main(*sft.parse(run["arguments"]))
         except (ValueError, InterruptedError) as error:
@@ -98,7 +89,6 @@ if __name__ == "__main__":
     sys.addaudithook(on_event)
     torch.save = recording_path(torch.save)
     modeling_utils.safe_save_file = recording_path(modeling_utils.safe_save_file)
-    ArcAlignerProcessor.encode_segments = recording_texts(ArcAlignerProcessor.encode_segments)
     AlignerTrainer.compute_loss = recording_rows(AlignerTrainer.compute_loss)
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         PartialState.__init__ = allowing_fsdp(PartialState.__init__)

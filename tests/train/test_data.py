@@ -40,10 +40,10 @@ def targets(processor, example) -> list[str]:
 
 
 def test_templates_are_those_of_the_paper_fixed_by_the_id_and_used_about_equally():
-    assert tuple(f"{t.before}[B]{t.after} [T]." for t in RECONSTRUCTION_TEMPLATES) == TEMPLATES
+    assert tuple(f"{before}[B]{after} [T]." for before, after in RECONSTRUCTION_TEMPLATES) == TEMPLATES
     # Written out: another hash would change every training set, and `hash` does so in each process.
     assert stable_number("recon_train_0", 1000) == 200
-    counts = Counter(choose_template(f"row-{number}").intent for number in range(6000))
+    counts = Counter(choose_template(f"row-{number}") for number in range(6000))
     assert len(counts) == 6 and min(counts.values()) > 850
 
 
@@ -126,10 +126,10 @@ def test_reconstruction_covers_each_segment_once_with_its_text_as_target(process
 
 def test_reconstruction_puts_the_slots_where_the_template_says(processor):
     (example,) = ExampleBuilder(processor).reconstruction_examples([passage_rows(3)[2]])
-    template = choose_template("row-2:0:0")
-    assert processor.decode(example.head) == f"<|im_start|>user\n{template.before}"
+    before, after = choose_template("row-2:0:0")
+    assert processor.decode(example.head) == f"<|im_start|>user\n{before}"
     assert processor.decode(example.turns[0].input_ids) == (
-        f"{template.after}<|im_end|>\n<|im_start|>assistant\nNobody else knew how to read it aloud.<|im_end|>"
+        f"{after}<|im_end|>\n<|im_start|>assistant\nNobody else knew how to read it aloud.<|im_end|>"
     )
 
 

@@ -8,11 +8,11 @@ import pytest
 import yaml
 from training_rows import passage_rows, question_rows, write_rows
 
-from arcaligner import ArcAlignerConfig, ArcAlignerForCausalLM, ArcAlignerProcessor
+from arcaligner import ArcAlignerConfig, ArcAlignerForCausalLM
 from arcaligner.train import sft
 from arcaligner.train.corpora import FILES, parse_source
 from arcaligner.train.data import ExampleBuilder
-from arcaligner.train.recipe import RecipeArguments, check_resume
+from arcaligner.train.recipe import RecipeArguments
 from arcaligner.train.selection import eval_examples, training_examples
 from arcaligner.train.sft import load_processor, parse
 
@@ -276,20 +276,6 @@ def test_settings_that_the_start_has_may_be_said_again(start):
 def test_a_folder_of_two_aligners_is_refused(start):
     with pytest.raises(ValueError, match="two aligners: `encoder_name_or_path` is 'org/another' in its config.json"):
         load_processor(start_recipe("grounding", start(encoder_name_or_path="org/another")), None)
-
-
-def test_a_run_goes_on_only_from_its_own_checkpoint(start, checkpoint_dir):
-    config = ArcAlignerConfig.from_pretrained(checkpoint_dir)
-    processor = ArcAlignerProcessor.from_pretrained(checkpoint_dir)
-    check_resume(checkpoint_dir, config, processor)
-    for key, value in [("training_stage", "gating"), ("base_model_name_or_path", "org/another")]:
-        folder = start(**{key: value})
-        with pytest.raises(ValueError, match=f"was made with `{key}` '{value}', but this run has .*output_dir"):
-            check_resume(folder, config, processor)
-        shutil.rmtree(folder)
-    processor.sentences_per_segment = 0.5
-    with pytest.raises(ValueError, match="`sentences_per_segment` 1, but this run has 0.5"):
-        check_resume(checkpoint_dir, config, processor)
 
 
 def test_what_the_processor_decides_is_no_key_of_the_aligner():

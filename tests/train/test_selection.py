@@ -90,13 +90,6 @@ def test_long_examples_are_left_out_made_up_for_and_counted(tmp_path, caplog):
     assert f"{path}: left out 10 longer than 1 tokens" in caplog.text
 
 
-def test_passage_sets_limit_passages_not_questions(tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", question_rows(30))
-    mixture = ExampleSelector(one_example, tmp_path / "examples", passage_sets=2).select({path: 1.0})
-    assert len(mixture) == 20
-    assert len({int(row_id.split("-")[1]) % 3 for row_id in mixture["row_id"]}) == 2
-
-
 def test_no_examples_and_bad_weights_are_refused(selector, two_files):
     many, few = two_files
     selector.max_tokens = 0
