@@ -203,7 +203,7 @@ class DocumentEncoder:
         documents: Sequence[str | dict],
         *,
         max_slots: int | None = None,
-        slot_policy: str = "drop",
+        slot_policy: str | None = None,
         tokens_per_slot: int | str | None = None,
     ) -> EncodedDocuments:
         """The slots of one question's passages, to keep or to give as `context_embeds` and `context_word_ids`.
@@ -219,7 +219,7 @@ class DocumentEncoder:
         documents: Sequence[Sequence[str | dict]],
         *,
         max_slots: int | None = None,
-        slot_policy: str = "drop",
+        slot_policy: str | None = None,
         tokens_per_slot: int | str | None = None,
     ) -> list[EncodedDocuments]:
         """As `encode_documents` for the passages of several questions, all encoded at once."""
@@ -254,14 +254,14 @@ class DocumentEncoder:
         return list(zip(segments, self.encoder_texts(segments, documents), strict=True))
 
     def check_slot_settings(
-        self, max_slots: int | None = None, slot_policy: str = "drop", tokens_per_slot: int | str | None = None
+        self, max_slots: int | None = None, slot_policy: str | None = None, tokens_per_slot: int | str | None = None
     ) -> int | str:
         """The rate that a call has.
 
         Raises:
             `ValueError`: settings that cannot be, or not together.
         """
-        check_slot_budget(max_slots, slot_policy)
+        check_slot_budget(max_slots, slot_policy or "drop")
         rate = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
         check_tokens_per_slot(rate)
         if rate != "segment" and max_slots is not None and slot_policy == "merge":
@@ -279,7 +279,7 @@ class DocumentEncoder:
     def _fit(self, documents, max_slots, slot_policy) -> FittedSegments:
         segments = self.segment_documents(documents)
         texts = [text_of(document, number) for number, document in enumerate(documents)]
-        return fit_segments(segments, texts, max_slots, slot_policy, self._encoder.fits)
+        return fit_segments(segments, texts, max_slots, slot_policy or "drop", self._encoder.fits)
 
     def check_context_embeds(self, embeds: torch.FloatTensor, row: int) -> None:
         """Raises `ValueError` unless `embeds` is (num_slots, encoder_hidden_size), finite, with at least one slot."""

@@ -130,13 +130,15 @@ class SlotDecoderLayer(InPlaceMixin):
 
     def _plan_steps(self, hidden_states: torch.Tensor, slots: Slots) -> AllSlotsSteps | OpenSlotsSteps | None:
         """Which slots this layer's steps compute; `None` for a layer that takes none."""
-        settings = slots.settings
+        settings, rows = slots.settings, slots.rows
         if self.slot_gate is None or settings.gate_mode == "off" or settings.max_refinement_steps == 0:
             return None
+        # Nothing reads the slots of the last layer, except a prompt that ends in one; training takes all steps.
+        if rows.slot_rows.shape[0] == 0 or (self.is_last and not self.training and rows.ends_in_slot is None):
+            return None
         if self.training or torch.compiler.is_compiling():
-            # No later layer reads the slots of the last one: only training, to the letter, takes its steps.
-            return AllSlotsSteps(self, hidden_states, slots) if self.training or not self.is_last else None
-        return None if self.is_last else OpenSlotsSteps.plan(self, hidden_states, slots)
+            return AllSlotsSteps(self, hidden_states, slots)
+        return OpenSlotsSteps.plan(self, hidden_states, slots)
 
     def gate_prob(self, slot_states: torch.Tensor, settings: RefinementSettings) -> torch.Tensor:
         """Eq. 5, slot states (..., hidden) to (..., 1); 1 where no gate is asked."""

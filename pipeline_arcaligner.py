@@ -133,7 +133,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         documents: list | None = None,
         return_slots: bool = False,
         max_slots: int | None = None,
-        slot_policy: str = "drop",
+        slot_policy: str | None = None,
         tokens_per_slot: int | str | None = None,
         **kwargs,
     ) -> dict[str, Any]:

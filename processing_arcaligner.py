@@ -151,6 +151,11 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         before, after = text.split(mark)
         return before, after
 
+    @property
+    def model_input_names(self) -> list[str]:
+        names = [*self.tokenizer.model_input_names, "context_embeds"]
+        return [*names, "context_word_ids"] if self.context_words else names
+
     def plain_prompt(self, question: str) -> tuple[str, str]:
         """The text before and behind the slots of a question without a chat template.
 
@@ -187,7 +192,7 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         context_embeds: Any = None,
         return_segments: bool | None = None,
         max_slots: int | None = None,
-        slot_policy: str = "drop",
+        slot_policy: str | None = None,
         tokens_per_slot: int | str | None = None,
         context_word_ids: Any = None,
         **kwargs: Any,
@@ -247,7 +252,7 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         return_segments,
         add_special_tokens,
         max_slots=None,
-        slot_policy="drop",
+        slot_policy=None,
         tokens_per_slot=None,
         context_word_ids=None,
         **kwargs,
@@ -359,7 +364,7 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         context_embeds: Any = None,
         return_segments: bool | None = None,
         max_slots: int | None = None,
-        slot_policy: str = "drop",
+        slot_policy: str | None = None,
         tokens_per_slot: int | str | None = None,
         context_word_ids: Any = None,
         tokenize: bool = False,

@@ -32,6 +32,12 @@ class SlotRows(NamedTuple):
     slot_rows: torch.Tensor  # (num_slots,), flat indices into (batch * seq_len)
     slot_cells: torch.Tensor  # (num_slots,), flat indices into (batch * max_slots)
     slot_span: tuple[int, int] | None  # first and end of `slot_rows` where all stand together, as in one prompt
+    ends_in_slot: torch.Tensor | None  # (batch,), rows whose last slot decides a token; None where there is none
+
+    def refinable(self, is_last_layer: bool) -> torch.Tensor:
+        """Slots (batch, max_slots) that may be refined: nothing reads those of the last layer, except at a row's end."""
+        is_slot = self.slot_positions >= 0
+        return is_slot & self.ends_in_slot[:, None] if is_last_layer and self.ends_in_slot is not None else is_slot
 
     def row_index(self) -> torch.Tensor | slice:
         """The slots among flat rows, as a slice where they stand together: their rows need no copy then."""
@@ -116,12 +122,15 @@ def find_slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, dev
     last_slot = slots.max(axis=1, keepdims=True, initial=-1)  # (batch, 1)
     texts = _packed_positions(is_text & (np.arange(is_slot.shape[1]) < last_slot))
     rows = is_slot.ravel().nonzero()[0]
+    last_real = np.where(is_slot | is_text, np.arange(is_slot.shape[1]), -1).max(axis=1, initial=-1)  # (batch,)
     stand_together = len(rows) > 0 and rows[-1] - rows[0] + 1 == len(rows)
     indices = (slots, texts, rows, (slots >= 0).ravel().nonzero()[0])
+    ends_in_slot = (last_slot[:, 0] >= 0) & (last_slot[:, 0] == last_real)  # (batch,)
     at_once = device.type == "cuda"  # it takes a copy of its own before it returns; others may read what is freed
     return SlotRows(
         *(torch.from_numpy(each).to(device, non_blocking=at_once) for each in indices),
         slot_span=(int(rows[0]), int(rows[-1]) + 1) if stand_together else None,
+        ends_in_slot=torch.from_numpy(ends_in_slot).to(device) if ends_in_slot.any() else None,
     )
 
 
@@ -525,6 +534,8 @@ class AllSlotsSteps:
         settings = self.slots.settings
         gate_prob = self.layer.gate_prob(states, settings)
         is_open = gate_prob >= settings.gate_threshold
+        if not self.layer.training:
+            is_open = is_open & self.slots.rows.refinable(self.layer.is_last)[:, :, None]
         self.depth = self.depth + (is_open[:, :, 0] & (self.slots.rows.slot_positions >= 0))
         return straight_through_gate(gate_prob, settings.gate_threshold) if self.layer.training else is_open
 
@@ -553,9 +564,7 @@ class OpenSlotsSteps:
         """The steps of a layer, or `None` where no gate is open after the mandatory pass or nothing can be paid for."""
         rows, settings = slots.rows, slots.settings
         budget, cost = settings.budget, _cost_of_step(layer, settings)
-        if rows.slot_rows.shape[0] == 0:
-            return None
-        is_slot = rows.slot_positions >= 0  # (batch, max_slots)
+        is_slot = rows.refinable(layer.is_last)  # (batch, max_slots)
         if budget is None and settings.gate_mode == "always":
             return cls(layer, hidden_states, slots, is_slot)
         if budget is not None and not budget.pay_gates(cost, is_slot.sum(dim=1)):
@@ -565,10 +574,10 @@ class OpenSlotsSteps:
         if not bool((prob >= settings.gate_threshold).any()):
             return None  # the usual case, found without laying out a step
         gate_prob = prob.new_zeros(is_slot.numel()).index_copy(0, rows.slot_cells, prob[:, 0]).view_as(is_slot)
-        gate_open = gate_prob >= settings.gate_threshold
+        gate_open = (gate_prob >= settings.gate_threshold) & is_slot
         if budget is not None:
             gate_open = budget.take_slots(gate_prob, gate_open, cost, rows)
-        if budget is not None and not bool(gate_open.any()):
+        if (budget is not None or layer.is_last) and not bool(gate_open.any()):
             return None
         return cls(layer, hidden_states, slots, gate_open)
 

@@ -54,11 +54,12 @@ def run(model, row, **kwargs):
 def assert_matches_reference(model, rows, padding_side, training=False):
     """Logits of every real position and decisions of every slot are those of Algorithm 1."""
     model.train(training)
-    reference = Reference(model, refine_last_layer=training)
     with torch.no_grad():
         batch = collate(rows, padding_side)
         output = model(**for_generate(batch))
         for i, row in enumerate(rows):
+            ends_in_slot = bool(row.input_ids[-1] == model.config.context_token_id)
+            reference = Reference(model, refine_last_layer=training or ends_in_slot)
             expected = reference(row.input_ids, row.context_embeds, training=training)
             place = text_slice(row, batch["input_ids"].shape[1], padding_side)
             torch.testing.assert_close(output.logits[i, place], expected.logits, **TOLERANCE)
@@ -394,3 +395,25 @@ def test_attention_without_a_mask_of_rows_and_columns_refines_the_whole_prefix(m
     is_real = batch["attention_mask"].bool()
     torch.testing.assert_close(model(**batch).logits[is_real], expected[is_real], **TOLERANCE)
     assert len(calls) == model.config.text_config.num_hidden_layers - 1
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+@pytest.mark.parametrize("gate_mode", ["adaptive", "always"])
+def test_a_prompt_that_ends_in_a_slot_has_it_refined_by_the_last_layer_too(restored, gate_mode, padding_side):
+    restored.config.gate_mode = gate_mode
+    rows = random_rows(restored, [3, 6, 5], seed=1)
+    is_slot = rows[1].input_ids == restored.config.context_token_id
+    rows[1].input_ids = torch.cat([rows[1].input_ids[~is_slot], rows[1].input_ids[is_slot]])
+    output = assert_matches_reference(restored, rows, padding_side)
+    assert (output.recursion_depth[1, -1] > 0).any()
+    assert not (output.recursion_depth[[0, 2], -1] > 0).any()
+
+
+@pytest.mark.parametrize("gate_mode", ["adaptive", "always"])
+def test_a_training_batch_without_slots_is_the_backbone_alone(gate_mode):
+    model = tiny_aligner("llama").train()
+    model.config.gate_mode = gate_mode
+    input_ids = torch.randint(3, 50, (2, 7))
+    width = model.config.encoder_hidden_size
+    found = model(input_ids=input_ids, context_embeds=torch.zeros(2, 0, width, dtype=model.dtype)).logits
+    torch.testing.assert_close(found, model(input_ids=input_ids).logits, rtol=0, atol=0)
