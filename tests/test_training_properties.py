@@ -9,7 +9,6 @@ import pytest
 import torch
 from reference import Reference
 from tiny_models import (
-    BACKBONES,
     ENCODER_HIDDEN_SIZE,
     VOCAB_SIZE,
     backbone_config,
@@ -20,7 +19,6 @@ from tiny_models import (
     tiny_aligner,
 )
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-from trl.trainer.utils import add_fused_lm_head
 
 from arcaligner.modeling_arcaligner import ArcAlignerForCausalLM
 
@@ -37,6 +35,7 @@ def is_part(name: str, part: str) -> bool:
 @pytest.mark.parametrize(
     "stage, parts, gate_mode",
     [
+        ("lexical", {"projector"}, "off"),
         ("reconstruction", {"projector", "lora"}, "off"),
         ("grounding", {"projector", "lora"}, "off"),
         ("gating", {"projector", "lora", "gate"}, "adaptive"),
@@ -70,7 +69,7 @@ def test_step_moves_what_the_stage_trains_and_nothing_else(stage):
 
 
 def test_unknown_stage_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="'pretraining'.*reconstruction, grounding, gating"):
+    with pytest.raises(ValueError, match="'pretraining'.*lexical, reconstruction, grounding, gating"):
         tiny_aligner("llama").set_stage("pretraining")
 
 
@@ -205,28 +204,6 @@ def test_accumulating_8_batches_of_1_equals_1_batch_of_8(tmp_path):
     assert any(not torch.equal(together[name], start[name]) for name in start)
     for name, parameter in together.items():
         torch.testing.assert_close(apart[name], parameter, msg=name, rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.parametrize("backbone", list(BACKBONES))
-def test_loss_of_trl_equals_loss_of_the_model(backbone):
-    """TRL goes around our forward, through `base_model` and the head's weights, with its own scales and caps."""
-    model = tiny_aligner(backbone, dtype=torch.float32).train()
-    model.set_stage("gating")
-    batch = collate(random_rows(model, SLOT_COUNTS), "left")
-    losses, gradients = [], []
-    for use_trl in (False, True):
-        if use_trl:
-            add_fused_lm_head(model)
-        model.zero_grad()
-        loss = model(**batch, **({"fused_lm_head": True} if use_trl else {})).loss
-        loss.backward()
-        losses.append(loss.detach())
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
-    assert gradients[0].keys() == gradients[1].keys()
-    assert any(is_part(name, "projector") and g.abs().max() > 1e-5 for name, g in gradients[0].items())
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, msg=name, rtol=1e-3, atol=1e-5)
 
 
 def test_batch_without_slots_gives_zero_gradients_not_none():
