@@ -25,10 +25,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..evaluation.answering import count_tokens, passages_text
+from ..evaluation.answering import count_tokens
 from ..modeling_arcaligner import ArcAlignerForCausalLM, SlotDecoderLayer
 from ..processing_arcaligner import ArcAlignerProcessor, pad_words
 from ..train.corpora import Row
+from ..train.data import passages_text
 
 ARMS = ("standard_rag", "standard_rag_cached", "off", "adaptive", "budgeted", "always", "slots_cached", "plain")
 BUDGET = 0.2

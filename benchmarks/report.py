@@ -26,7 +26,7 @@ SPEED_UPS = {5: 8.0, 20: 15.0}  # over `standard_rag`, without refinement, by pa
 REFINED_SHARE = 0.8  # of these with adaptive refinement
 CACHED_SPEED_UPS = {20: 25.0}
 CACHE_RATIO = 24.0  # bytes of the text's cached prefix over those of the slots'
-DECODING_BOUND = 1.02  # seconds a token, over those of the bare backbone
+DECODING_BOUND = 1.02  # seconds per token, over those of the bare backbone
 PLAIN_RATIO = 4.0  # seconds that plain refinement adds, over those that adaptive refinement adds
 
 COLUMNS = ("Arm", "First token, ms", "x text", "x limit", "ms/token", "questions/s", "peak", "cache", "GFLOP")

@@ -22,8 +22,9 @@ from transformers import AutoModelForCausalLM
 from ..configuration_arcaligner import resolve_base_model
 from ..lora_arcaligner import ADAPTER_NAME, slot_lora_layers
 from ..modeling_arcaligner import ArcAlignerForCausalLM
-from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE, ArcAlignerProcessor
+from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import Row
+from ..train.data import passages_text, text_prompt
 from ..train.metrics import MAX_NEW_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -61,24 +62,6 @@ class Answerer(Protocol):
 
 
 # Prompts
-
-
-def passages_text(row: Row) -> str:
-    """The passages with their titles, as the encoder reads them."""
-    return " ".join(
-        f"{passage['title']}: {passage['text']}" if passage["title"] else passage["text"] for passage in row["passages"]
-    )
-
-
-def text_prompt(row: Row, context: str) -> str:
-    """The user's turn with a text in the place of the passages; without a text, the question alone."""
-    question = QUESTION_LINE + row["question"]
-    return BACKGROUND_LINE + context + question if context else question.lstrip()
-
-
-def full_text(row: Row) -> str:
-    """The user's turn with the whole text of the passages."""
-    return text_prompt(row, passages_text(row))
 
 
 def text_inputs(processor: ArcAlignerProcessor, contents: list[str]):

@@ -14,7 +14,8 @@ from transformers import DynamicCache
 
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import Row
-from .answering import Answerer, MissingMethodError, TextAnswerer, count_tokens, downloaded, load_aligner, passages_text
+from ..train.data import passages_text
+from .answering import Answerer, MissingMethodError, TextAnswerer, count_tokens, downloaded, load_aligner
 
 RATE = 1 / 3  # the share of tokens that LLMLingua keeps, as in the paper
 PART_SIZE = 200  # tokens that LLMLingua looks at together, the package's default

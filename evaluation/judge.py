@@ -140,7 +140,7 @@ def read_verdicts(path: Path, rows: Sequence[Row]) -> Judged:
 
 def judge_answers(judge: "Judge", rows: Sequence[Row], path: Path, title: str) -> None:
     """
-    Asks for the verdicts that are missing in a file, and leaves it with a line an answer.
+    Asks for the verdicts that are missing in a file, and leaves it with one line per answer.
 
     Args:
         judge ([`Judge`]): Replies.

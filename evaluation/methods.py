@@ -20,15 +20,8 @@ from transformers.utils import CONFIG_NAME
 
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..files import digest_files
-from .answering import (
-    Answerer,
-    MissingMethodError,
-    SlotAnswerer,
-    TextAnswerer,
-    load_aligner,
-    load_text_lora,
-    passages_text,
-)
+from ..train.data import passages_text
+from .answering import Answerer, MissingMethodError, SlotAnswerer, TextAnswerer, load_aligner, load_text_lora
 from .compression import LLMLINGUA2_MODEL, load_llmlingua, load_llmlingua2, load_truncated
 from .released import COCOM, XRAG_MODEL, load_cocom, load_released_xrag
 

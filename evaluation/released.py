@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ..train.corpora import Row
-from .answering import MAX_NEW_TOKENS, Answer, Answerer, MissingMethodError, count_tokens, downloaded, passages_text
+from ..train.data import passages_text
+from .answering import MAX_NEW_TOKENS, Answer, Answerer, MissingMethodError, count_tokens, downloaded
 
 MISTRAL = "mistralai/Mistral-7B-Instruct-v0.2"
 COCOM = "naver/cocom-v1-{}-mistral-7b"  # with the rate
@@ -30,13 +31,7 @@ def passage_texts(row: Row) -> list[str]:
 
 
 class CocomAnswerer:
-    """
-    COCOM.
-
-    Args:
-        model: With `generate_from_text(contexts, questions, max_new_tokens)` and `decoder_tokenizer`.
-        rate (`int`): Tokens of a passage per embedding.
-    """
+    """COCOM: a `model` with `generate_from_text` and `decoder_tokenizer`, one embedding per `rate` tokens."""
 
     def __init__(self, model, rate: int):
         self.model, self.rate = model, rate
@@ -65,11 +60,7 @@ def load_cocom(rate: int):
 
 
 def load_cocom_model(folder: str):
-    """The model of a COCOM checkpoint.
-
-    Raises:
-        `MissingMethodError`: its code needs a package that is missing, such as flash-attn.
-    """
+    """The model of a COCOM checkpoint; `MissingMethodError` if its code needs a package that is missing."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
         # Not by `from_pretrained`: the model loads its decoder while it is made, which transformers 5 forbids there.
@@ -81,15 +72,7 @@ def load_cocom_model(folder: str):
 
 
 class XragAnswerer:
-    """
-    xRAG, one slot per passage.
-
-    Args:
-        model: `XMistralForCausalLM` of its repository.
-        tokenizer: Its tokenizer, padding on the left.
-        retriever: `SFR` of its repository, which embeds passages.
-        retriever_tokenizer: The tokenizer of `retriever`.
-    """
+    """xRAG, one slot per passage: `XMistralForCausalLM` and `SFR` of its repository, with their tokenizers."""
 
     def __init__(self, model, tokenizer, retriever, retriever_tokenizer):
         self.model, self.tokenizer = model, tokenizer
@@ -103,20 +86,15 @@ class XragAnswerer:
             for row, texts in zip(rows, passages, strict=True)
         ]
         inputs = self.tokenizer(prompts, padding=True, return_tensors="pt").to(self.model.device)
-        read = self.retriever_tokenizer(
-            [text for texts in passages for text in texts],
-            max_length=XRAG_MAX_LENGTH,
-            padding=True,
-            truncation=True,
-            return_tensors="pt",
-        ).to(self.retriever.device)
+        flat = [text for texts in passages for text in texts]
+        cut = {"max_length": XRAG_MAX_LENGTH, "truncation": True}
+        read = self.retriever_tokenizer(flat, padding=True, return_tensors="pt", **cut).to(self.retriever.device)
+        embeds = self.retriever.get_doc_embedding(input_ids=read["input_ids"], attention_mask=read["attention_mask"])
         # From embeddings, `generate` returns the new tokens alone.
         output = self.model.generate(
             input_ids=inputs["input_ids"],  # (batch, seq_len)
             attention_mask=inputs["attention_mask"],
-            retrieval_embeds=self.retriever.get_doc_embedding(
-                input_ids=read["input_ids"], attention_mask=read["attention_mask"]
-            ).to(self.model.device),  # (num_passages, retriever_hidden_size)
+            retrieval_embeds=embeds.to(self.model.device),  # (num_passages, retriever_hidden_size)
             do_sample=False,
             max_new_tokens=MAX_NEW_TOKENS,
             pad_token_id=self.tokenizer.pad_token_id,

@@ -21,14 +21,13 @@ killed run continues where it stopped.
 """
 
 import gzip
-import hashlib
 import importlib.util
 import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import datasets
 import numpy as np
@@ -42,7 +41,7 @@ from rich.table import Table
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from ..configuration_arcaligner import cache_directory, missing_model_message, resolve_encoder
-from ..files import digest, run_command, write_whole
+from ..files import digest, digest_files, run_command, write_whole
 from ..train.corpora import JSON_LINES, Row, open_corpus, read_rows
 from .metrics import bootstrap_interval, contains_match, usable_golds
 from .runs import to_lines
@@ -194,19 +193,13 @@ def model_version(kind: str, name: str) -> str:
         `OSError`: it is neither on this machine nor available from the Hub, with how to get it.
     """
     folder = Path(resolve_encoder(name))
-    if not folder.is_dir():
-        try:
-            return Path(snapshot_download(name, allow_patterns="*config.json")).name
-        except (OSError, ValueError) as error:
-            raise OSError(missing_model_message(kind, name, error)) from error
-    found = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and path.suffix != ".md" and not name.startswith("."):
-            with path.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
-            found.update(f"{name} {content}\n".encode())
-    return found.hexdigest()
+    if folder.is_dir():
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".md"]
+        return digest_files([path for path in files if not path.relative_to(folder).as_posix().startswith(".")])
+    try:
+        return Path(snapshot_download(name, allow_patterns="*config.json")).name
+    except (OSError, ValueError) as error:
+        raise OSError(missing_model_message(kind, name, error)) from error
 
 
 # The passages of a corpus and their embeddings
@@ -313,14 +306,7 @@ def search(queries: np.ndarray, shards: list[Path], top_n: int) -> tuple[np.ndar
     return best.D, best.I
 
 
-# Re-rankers
-
-
-class Reranker(Protocol):
-    """Scores passages."""
-
-    def score(self, questions: list[str], candidates: list[list[Passage]]) -> list[list[float]]:
-        """A score for each candidate of each question; larger is better."""
+# Re-rankers. Each has `score`: a number for each candidate of each question; larger is better.
 
 
 class CrossEncoderReranker:
@@ -409,7 +395,7 @@ def check_installed(reranker: str) -> None:
         )
 
 
-def load_reranker(reranker: str, device: str) -> Reranker:
+def load_reranker(reranker: str, device: str) -> "CrossEncoderReranker | BiEncoderReranker | RankLLMReranker":
     """
     The re-ranker of a name, on a device.
 

@@ -23,7 +23,8 @@ from matplotlib.lines import Line2D
 from ...configuration_arcaligner import ArcAlignerConfig
 from ...refinement_arcaligner import prefix_flops
 from ...train.corpora import Row
-from ..answering import Answer, SlotAnswerer, full_text, load_aligner, text_inputs
+from ...train.data import full_text
+from ..answering import Answer, SlotAnswerer, load_aligner, text_inputs
 from ..evaluate import answer_tasks, load_rows
 from ..methods import fingerprint
 from ..operations import count_operations, recorded_depths

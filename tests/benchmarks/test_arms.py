@@ -20,7 +20,8 @@ from arcaligner.benchmarks.arms import (
     share,
 )
 from arcaligner.benchmarks.models import SHAPE_ENCODER_WIDTH, load_models, random_models
-from arcaligner.evaluation.answering import full_text, passages_text, slot_inputs, text_inputs
+from arcaligner.evaluation.answering import slot_inputs, text_inputs
+from arcaligner.train.data import full_text, passages_text
 
 
 @pytest.fixture(scope="module")

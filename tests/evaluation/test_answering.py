@@ -1,27 +1,28 @@
 """The prompts differ where they should; answers are the model's own; batches shrink where memory is short."""
 
+import copy
 import weakref
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import randomize
 from training_rows import question_rows
 from transformers import AutoModelForCausalLM
 
+from arcaligner import ArcAlignerForCausalLM
 from arcaligner.evaluation.answering import (
     SlotAnswerer,
     TextAnswerer,
-    full_text,
     in_batches,
     load_aligner,
     longest_first,
     lora_off,
-    passages_text,
     slot_inputs,
     text_inputs,
-    text_prompt,
 )
+from arcaligner.train.data import full_text, passages_text, text_prompt
 
 ROWS = question_rows(5)
 NEW_TOKENS = 4
@@ -204,3 +205,21 @@ def test_other_errors_are_raised():
 def test_a_lack_of_memory_for_one_item_is_raised():
     with pytest.raises(torch.OutOfMemoryError):
         list(in_batches(range(4), 4, short_of_memory(torch.OutOfMemoryError("CUDA out of memory."), [], most=0)))
+
+
+def test_slots_with_words_are_read_with_them(base_model_dir, processor):
+    model = ArcAlignerForCausalLM.from_pretrained(
+        str(base_model_dir),
+        encoder_hidden_size=processor.encoder_hidden_size,
+        context_token_id=processor.context_token_id,
+        lora_r=2,
+        word_parts=2,
+    ).eval()
+    randomize(model, seed=3)
+    processor = copy.copy(processor)
+    processor.context_words = True
+    answers = SlotAnswerer(model, processor, slots={"tokens_per_slot": 4}).answer(ROWS)
+    for row, answer in zip(ROWS, answers, strict=True):
+        inputs = slot_inputs(processor, [row], tokens_per_slot=4)
+        assert inputs["context_word_ids"].shape[1] == answer.context_tokens
+        assert answer.text == generate(model, processor, inputs)

@@ -11,7 +11,7 @@ from training_rows import question_rows
 from transformers import BertConfig, BertForTokenClassification, BertTokenizerFast
 
 from arcaligner.evaluation import compression
-from arcaligner.evaluation.answering import MissingMethodError, passages_text, text_inputs, text_prompt
+from arcaligner.evaluation.answering import MissingMethodError, text_inputs
 from arcaligner.evaluation.compression import (
     LLMLINGUA2_MODEL,
     RATE,
@@ -21,6 +21,7 @@ from arcaligner.evaluation.compression import (
     load_llmlingua2,
 )
 from arcaligner.evaluation.methods import Checkpoints
+from arcaligner.train.data import passages_text, text_prompt
 
 needs_llmlingua = pytest.mark.skipif(
     find_spec("llmlingua") is None, reason="llmlingua is not installed: `pip install llmlingua==0.2.2`"

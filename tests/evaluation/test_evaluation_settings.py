@@ -96,5 +96,5 @@ def test_an_aligner_and_a_folder_are_needed(missing, message):
 
 
 def test_an_unknown_recipe_names_those_there_are():
-    with pytest.raises(ValueError, match="no recipe 'mine': neither one of paper, smollm2_135m nor a YAML file"):
+    with pytest.raises(ValueError, match="no recipe 'mine': neither one of paper, rates, smollm2_135m nor a YAML file"):
         read_settings("mine", NEEDED, {})

@@ -19,11 +19,12 @@ from arcaligner.evaluation.analyses.budgets import (
     load_answerer,
     measure,
 )
-from arcaligner.evaluation.answering import full_text, slot_inputs, text_inputs
+from arcaligner.evaluation.answering import slot_inputs, text_inputs
 from arcaligner.evaluation.metrics import bootstrap_interval
 from arcaligner.evaluation.operations import refinement_flops
 from arcaligner.evaluation.runs import AnswerFile
 from arcaligner.refinement_arcaligner import prefix_flops
+from arcaligner.train.data import full_text
 
 pytestmark = pytest.mark.usefixtures("few_tokens")
 
