@@ -9,6 +9,7 @@ as many tokens as there are slots then), so that one run compares several rates 
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,10 @@ CHECKPOINT_FILES = (
     "processor_config.json",
     "chat_template.jinja",
 )
+
+
+RATE_TITLES = {"segment": "one slot per segment"}
+_RATE_IN_TITLE = re.compile(r", (?:(\d+) tokens per slot|one slot per segment)$")
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ class Method:
         return dataclasses.replace(
             self,
             name=f"{self.name}_x{tokens_per_slot}",
-            title=f"{self.title} (per {tokens_per_slot}{'' if tokens_per_slot == 'segment' else ' tokens'})",
+            title=f"{self.title}, {RATE_TITLES.get(tokens_per_slot, f'{tokens_per_slot} tokens per slot')}",
             load=partial(self.load, tokens_per_slot=tokens_per_slot),
             checkpoint=self.checkpoint or "aligner",  # its segments and tokens decide how many slots there are
             tokens_per_slot=tokens_per_slot,
@@ -253,8 +258,13 @@ def base_name(method: Method) -> str:
     return method.name.removesuffix(f"_x{method.tokens_per_slot}")
 
 
+def title_order(title: str) -> tuple[int, float]:
+    """The order of titles in tables: that of `METHODS`, each without a rate first, then by rate."""
+    found = _RATE_IN_TITLE.search(title)
+    rate = 0.0 if found is None else float(found[1] or "inf")
+    return [method.title for method in METHODS.values()].index(_RATE_IN_TITLE.sub("", title)), rate
+
+
 def sort_key(name: str) -> tuple[int, float]:
-    """The order of methods in tables: that of `METHODS`, each without a rate first, then by rate."""
-    method = find_method(name)
-    rate = {None: 0, "segment": float("inf")}.get(method.tokens_per_slot, method.tokens_per_slot)
-    return list(METHODS).index(base_name(method)), rate
+    """The order of names in tables."""
+    return title_order(find_method(name).title)

@@ -10,7 +10,7 @@ import numpy as np
 from ..files import write_whole
 from ..model_card import METRIC_TITLES, RESULTS_FILE
 from .judge import judges_of, read_verdicts, verdict_path
-from .methods import ABLATIONS, METHODS, find_method, sort_key
+from .methods import ABLATIONS, METHODS, find_method, sort_key, title_order
 from .metrics import METRICS, percent_interval, ratio_interval, shown_interval
 from .runs import AnswerFile, answer_files
 from .tasks import TASKS
@@ -193,14 +193,7 @@ def results_page(results: dict[str, Any]) -> str:
 
 def method_titles(sets: dict) -> list[str]:
     """Titles of all methods in `sets`, in the order of `METHODS`, the rates of a method behind it."""
-    found = {title for entry in sets.values() for title in entry["methods"]}
-    order = {method.title: number for number, method in enumerate(METHODS.values())}
-    return sorted(found, key=lambda title: (order[title.split(" (per ")[0]], _rate_in_title(title)))
-
-
-def _rate_in_title(title: str) -> float:
-    rate = title.partition(" (per ")[2].split(" ")[0].rstrip(")")
-    return float(rate) if rate.isdecimal() else 0.0 if not rate else float("inf")
+    return sorted({title for entry in sets.values() for title in entry["methods"]}, key=title_order)
 
 
 def _section(title: str, *parts: list[str]) -> list[str]:

@@ -161,7 +161,11 @@ def test_one_run_holds_several_rates_of_a_checkpoint_and_baselines_of_as_many_po
     results = evaluate(made)
     titles = [
         "Naive",
-        *(f"{METHODS[name].title} (per {rate})" for name in methods[1:] for rate in ("4 tokens", "segment")),
+        *(
+            f"{METHODS[name].title}, {rate}"
+            for name in methods[1:]
+            for rate in ("4 tokens per slot", "one slot per segment")
+        ),
     ]
     assert set(results["sets"]["SQuAD"]["methods"]) == set(titles)
     positions = {

@@ -60,7 +60,7 @@ def test_a_folder_without_weights_is_refused(tmp_path):
 
 def test_a_name_with_a_rate_is_a_method_of_its_own():
     method = find_method("arcaligner_x4")
-    assert (method.name, method.title) == ("arcaligner_x4", "ArcAligner (per 4 tokens)")
+    assert (method.name, method.title) == ("arcaligner_x4", "ArcAligner, 4 tokens per slot")
     assert find_method("llmlingua_xsegment").tokens_per_slot == "segment"
     assert all(find_method(name) is METHODS[name] for name in METHODS)
 

@@ -202,7 +202,7 @@ def test_rates_of_a_method_have_rows_of_their_own_behind_it(run):
         file.open({"machine": "here"}, [{"id": "new"}])
         file.append(answer(number, f1) for number in range(4))
     sets = summarize(run)["sets"]
-    rates = [f"ArcAligner (per {rate})" for rate in ("4 tokens", "16 tokens", "segment")]
+    rates = [f"ArcAligner, {rate}" for rate in ("4 tokens per slot", "16 tokens per slot", "one slot per segment")]
     assert method_titles(sets) == ["Naive", "StandardRAG", "ArcAligner", *rates]
     assert sets["HotpotQA"]["methods"][rates[0]]["f1"][0] == pytest.approx(60.0)
     assert sets["HotpotQA"]["differences"][rates[0]]["f1"][0] == pytest.approx(-10.0)

@@ -91,7 +91,7 @@ def test_a_question_that_one_of_both_did_not_answer_is_in_no_part(run):
 def test_compressors_can_be_compared_at_a_rate(run):
     write(run, "squad", "arcaligner_x4", "111111")
     found = analyze(run, rates=[4])["sets"]["SQuAD"]["categories"]["FT"]["methods"]
-    assert {title: each["right"] for title, each in found.items()} == {"ArcAligner (per 4 tokens)": 3}
+    assert {title: each["right"] for title, each in found.items()} == {"ArcAligner, 4 tokens per slot": 3}
 
 
 def test_a_judge_decides_instead_of_a_match(run):

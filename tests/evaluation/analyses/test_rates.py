@@ -47,7 +47,7 @@ def test_each_method_has_a_point_for_each_rate_from_fine_to_coarse(run):
     assert [point["tokens_per_slot"] for point in points] == [4, 16, "segment"]
     assert [point["compression_rate"] for point in points] == [4.0, 12.0, 24.0]
     numbers = summarize(run)["sets"]["SQuAD"]["methods"]
-    assert points[0]["f1"] == numbers["ArcAligner (per 4 tokens)"]["f1"]
+    assert points[0]["f1"] == numbers["ArcAligner, 4 tokens per slot"]["f1"]
     assert points[0]["retention"][0] == pytest.approx(100 * (0.6 - 0.1) / (0.9 - 0.1))
     assert found["bounds"]["StandardRAG, fine-tuned"] == numbers["StandardRAG, fine-tuned"]["f1"]
 
