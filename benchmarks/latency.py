@@ -21,7 +21,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 
 from ..evaluation.settings import split_rates
 from ..files import describe_machine, run_command, write_whole
@@ -42,7 +41,7 @@ from .arms import (
 )
 from .measuring import Formula, Work, flop_counter, measured_peaks, peak_memory, quartiles, time_interleaved
 from .models import load_models, random_models, shape_of
-from .report import machine_line, ratio, refinement_ratio, save_figure, size_table, targets, targets_table
+from .report import machine_line, ratio, refinement_ratio, save_figure, size_lines, target_lines, targets
 
 ROOT = Path(__file__).parents[1]
 NEW_TOKENS = 16
@@ -293,7 +292,7 @@ def main(
     layers: Annotated[int | None, typer.Option(help="Layers of the shape, where its own are too many.")] = None,
     data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = ROOT
     / "tests/data/squad_dev_sample.jsonl",
-    output: Annotated[Path | None, typer.Option(help="Folder for the JSON, the tables and the picture.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for the report and its figure.")] = None,
 ) -> None:
     """Measures time to the first token, time per token, memory and operations of slots and of text."""
     asked, dtypes = parse_sizes(sizes), parse_dtypes(dtype)
@@ -311,9 +310,8 @@ def main(
     }
     report = begin_report(None if output is None else output / PARTIAL, what)
     found = {(size["dtype"], size["k"], size["batch_size"]): size for size in report["sizes"]}
-    console = Console(record=True, width=140)
     for size in report["sizes"]:  # of a run that broke off
-        console.print(size_table(size))
+        typer.echo("\n".join(size_lines(size)))
     for name, kind in dtypes.items():
         missing = [size for size in asked if (name, *size) not in found]
         if not missing:
@@ -333,16 +331,14 @@ def main(
             report["sizes"] = list(found.values())
             if output is not None:
                 write_whole(output / PARTIAL, json.dumps(report, indent=2) + "\n")
-            console.print(size_table(size))
+            typer.echo("\n".join(size_lines(size)))
         del models, bench  # before the next dtype's are loaded
     report["sizes"] = [found[name, *size] for name in dtypes for size in asked]
-    console.print(targets_table(report["sizes"]))
-    console.print(machine_line(report))
+    typer.echo("\n".join([*target_lines(report["sizes"]), "", machine_line(report)]))
     typer.echo(json.dumps(report))
     if output is not None:
         save_figure(output, report)
         (output / PARTIAL).unlink()
-        write_whole(output / "latency.txt", console.export_text())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, ScalarFormatter
-from rich.table import Table
 
 from ..evaluation.analyses.figures import new_figure, reach, save_analysis
 from ..evaluation.publish import ROOT, SPEED_FIGURES, copy_figures, with_block
@@ -29,6 +28,16 @@ CACHE_RATIO = 24.0  # bytes of the text's cached prefix over those of the slots'
 DECODING_BOUND = 1.02  # seconds per token, over those of the bare backbone
 PLAIN_RATIO = 4.0  # seconds that plain refinement adds, over those that adaptive refinement adds
 
+_SHOWN = {
+    "standard_rag": "text",
+    "standard_rag_cached": "text, cached",
+    "off": "slots, no refinement",
+    "adaptive": "slots, **adaptive**",
+    "budgeted": f"slots, adaptive within {BUDGET:.0%}",
+    "always": "slots, all refined",
+    "slots_cached": "**slots, cached**",
+    "plain": "plain Algorithm 1",
+}
 COLUMNS = ("Arm", "First token, ms", "x text", "x limit", "ms/token", "questions/s", "peak", "cache", "GFLOP")
 
 # Tables
@@ -103,14 +112,6 @@ def arm_cells(arm: dict[str, Any]) -> list[str]:
     ]
 
 
-def size_table(size: dict[str, Any]) -> Table:
-    """One arm per row."""
-    table = Table(*COLUMNS, title=size_title(size), caption=size_caption(size))
-    for name, arm in size["arms"].items():
-        table.add_row(name, *arm_cells(arm))
-    return table
-
-
 def size_caption(size: dict[str, Any]) -> str:
     """What holds for all arms of a size."""
     parts = [
@@ -130,26 +131,24 @@ def _mebibytes(count: float | None) -> str:
     return "-" if count is None else f"{count / 2**20:.1f} MiB"
 
 
-def target_cells(size: dict[str, Any], target: dict[str, Any]) -> list[str]:
-    """Of a row: size, what is aimed at, what was reached, the bound, and whether it is met."""
-    digits = 2 if target["at_least"] else 3  # bounds from above are close to 1
-    value = "no time added" if target["value"] is None else f"{target['value']:.{digits}f}"
-    bound = f"{'at least' if target['at_least'] else 'at most'} {target['bound']:g}"
-    return [size_name(size), target["what"], value, bound, "yes" if target["met"] else "no"]
+def size_lines(size: dict[str, Any]) -> list[str]:
+    """Markdown lines of a size, one arm per row, under a heading."""
+    lines = [f"## {size_title(size)}", "", *_head(COLUMNS)]
+    lines += [_row([_SHOWN[name], *arm_cells(arm)]) for name, arm in size["arms"].items()]
+    return [*lines, "", f"{size_caption(size)}.", ""]
 
 
-def size_name(size: dict[str, Any]) -> str:
-    """Passages x questions, and the dtype."""
-    return f"{size['k']}x{size['batch_size']} {size['dtype']}"
-
-
-def targets_table(sizes: list[dict[str, Any]]) -> Table:
-    """One target per row, of every size."""
-    table = Table("Size", "Target", "Reached", "Bound", "Met", title="Targets")
+def target_lines(sizes: list[dict[str, Any]]) -> list[str]:
+    """Markdown lines: what is aimed at, what was reached, the bound, and whether it is met, of every size."""
+    lines = _head(["Passages x questions", "Aim", "Reached", "Bound", "Met"])
     for size in sizes:
-        for each in size["targets"]:
-            table.add_row(*target_cells(size, each))
-    return table
+        for target in size["targets"]:
+            digits = 2 if target["at_least"] else 3  # bounds from above are close to 1
+            value = "no time added" if target["value"] is None else f"{target['value']:.{digits}f}"
+            bound = f"{'at least' if target['at_least'] else 'at most'} {target['bound']:g}"
+            name = f"{size['k']}x{size['batch_size']} {size['dtype']}"
+            lines.append(_row([name, target["what"], value, bound, "yes" if target["met"] else "no"]))
+    return lines
 
 
 def machine_line(report: dict[str, Any]) -> str:
@@ -205,16 +204,6 @@ def save_figure(folder: Path, report: dict[str, Any]) -> None:
 
 # The page and the README
 
-_SHOWN = {
-    "standard_rag": "text",
-    "standard_rag_cached": "text, cached",
-    "off": "slots, no refinement",
-    "adaptive": "slots, **adaptive**",
-    "budgeted": f"slots, adaptive within {BUDGET:.0%}",
-    "always": "slots, all refined",
-    "slots_cached": "**slots, cached**",
-    "plain": "plain Algorithm 1",
-}
 _INTRODUCTION = f"""\
 # Speed
 
@@ -245,22 +234,10 @@ def first_token_table(report: dict[str, Any]) -> list[str]:
 
 def speed_page(report: dict[str, Any], figures: list[str]) -> str:
     """`docs/speed.md`: what was aimed at, each size, and the lines of `figures`."""
-    lines = [_INTRODUCTION, "## Aims", "", *_targets(report), ""]
+    lines = [_INTRODUCTION, "## Aims", "", *target_lines(report["sizes"]), ""]
     for size in report["sizes"]:
-        lines += _size(size)
+        lines += size_lines(size)
     return "\n".join([*lines, machine_line(report) + ".", "", *figures]).rstrip() + "\n"
-
-
-def _targets(report: dict[str, Any]) -> list[str]:
-    lines = _head(["Passages x questions", "Aim", "Reached", "Bound", "Met"])
-    return lines + [_row(target_cells(size, each)) for size in report["sizes"] for each in size["targets"]]
-
-
-def _size(size: dict[str, Any]) -> list[str]:
-    lines = [f"## {size_title(size)}", "", *_head(COLUMNS)]
-    lines += [_row([_SHOWN[name], *arm_cells(arm)]) for name, arm in size["arms"].items()]
-    lines += ["", f"{size_caption(size)}.", ""]
-    return lines
 
 
 def _ms(size: dict[str, Any], arm: str) -> str:
