@@ -7,7 +7,6 @@ from training_rows import question_rows
 from transformers import AutoModelForCausalLM
 
 from arcaligner.benchmarks.arms import (
-    ARMS,
     SAME_AS,
     Decoding,
     both_prompts,
@@ -16,12 +15,11 @@ from arcaligner.benchmarks.arms import (
     make_arms,
     pick_rows,
     plain_algorithm,
-    random_slots,
     share,
 )
 from arcaligner.benchmarks.models import SHAPE_ENCODER_WIDTH, load_models, random_models
 from arcaligner.evaluation.answering import slot_inputs, text_inputs
-from arcaligner.train.data import full_text, passages_text
+from arcaligner.train.data import full_text
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +58,6 @@ def columns(name, prompts):
     """The ids that an arm's cache holds."""
     own = prompts[0] if name.startswith("standard_rag") else prompts[1]
     return own.prefix.then(own.tail) if name.endswith("_cached") else own.whole
-
-
-def test_the_arms_come_in_their_order(read):
-    assert tuple(read) == ARMS
 
 
 @pytest.mark.parametrize(("name", "other"), SAME_AS.items())
@@ -125,19 +119,6 @@ def test_plain_steps_are_over_all_rows_of_all_gated_layers(models, prompts, monk
         aligner(slots.input_ids, attention_mask=slots.attention_mask, **prompts[1].slots)
     steps = 1 + aligner.config.max_refinement_steps
     assert seen == [(*slots.input_ids.shape, 32)] * (len(aligner.config.gated_layers) * steps)
-
-
-def test_the_plain_algorithm_has_nothing_to_refine_while_decoding(models, prompts, read):
-    aligner, _ = models
-    after = Decoding(aligner, prompts[1].whole, read["adaptive"])
-    after.restart()
-    with torch.no_grad(), plain_algorithm(aligner):
-        after.step()
-    plain = after.ids.input_ids
-    after.restart()
-    with torch.no_grad():
-        after.step()
-    assert torch.equal(after.ids.input_ids, plain)
 
 
 def test_the_bare_model_goes_on_from_the_aligners_cache_as_the_aligner_does(models, prompts, read):
@@ -225,13 +206,6 @@ def test_prefix_and_tail_are_the_whole_prompt_with_the_same_positions(processor,
         assert not prompts.slots or (prompts.prefix.input_ids[:, -1] == processor.context_token_id).all()
 
 
-def test_the_question_stands_in_the_tail_alone(processor, rows):
-    text, _ = both_prompts(processor, rows, encoded_slots(processor, rows), vocab_size=len(processor.tokenizer))
-    for row, tail in zip(rows, text.tail.input_ids.tolist(), strict=True):
-        assert row["question"] in processor.decode(tail)
-        assert all(passage["text"] not in processor.decode(tail) for passage in row["passages"])
-
-
 def test_rows_take_the_passages_nearest_in_length_and_the_question_of_the_first(processor):
     rows = [
         {"question": f"{size}?", "passages": [{"title": "", "text": " ".join(["sky"] * size)}]}
@@ -245,29 +219,9 @@ def test_rows_take_the_passages_nearest_in_length_and_the_question_of_the_first(
     assert [row["question"] for row in picked] == [rows[index]["question"] for index in nearest[:2]]
 
 
-def test_no_passage_stands_twice_in_a_prompt_of_a_large_batch(processor):
-    for row in pick_rows(question_rows(3), processor, k=3, batch_size=7):
-        assert len({passage["text"] for passage in row["passages"]}) == 3
-
-
 def test_too_few_passages_are_refused(processor):
     with pytest.raises(ValueError, match="Found 3 passages with a question; 4 passages in a prompt need"):
         pick_rows(question_rows(3), processor, k=4, batch_size=1)
-
-
-def test_ids_of_another_tokenizer_stay_within_the_vocabulary(processor, rows):
-    text, slots = both_prompts(processor, rows, encoded_slots(processor, rows), vocab_size=50)
-    assert int(text.whole.input_ids.max()) < 50
-    is_slot = slots.whole.input_ids == processor.context_token_id
-    assert is_slot.sum(dim=1).tolist() == [len(each) for each in encoded_slots(processor, rows)["context_embeds"]]
-    assert int(slots.whole.input_ids[~is_slot].max()) < 50
-
-
-def test_random_embeddings_are_unit_vectors_one_for_24_tokens(processor, rows):
-    embeds = random_slots(processor, rows, width=7)["context_embeds"]
-    counts = [len(ids) for ids in processor.tokenizer([passages_text(row) for row in rows])["input_ids"]]
-    assert [each.shape for each in embeds] == [(-(-count // 24), 7) for count in counts]
-    torch.testing.assert_close(torch.cat(embeds).norm(dim=1), torch.ones(sum(map(len, embeds))))
 
 
 def test_slots_are_those_of_the_rate(processor, rows):

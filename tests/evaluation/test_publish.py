@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from arcaligner.benchmarks import report as speed
-from arcaligner.evaluation.publish import INTRODUCTION, MARKS, readme_tables, with_block
+from arcaligner.evaluation.publish import INTRODUCTION, MARKS, readme_table, with_block
 from arcaligner.evaluation.results import results_page
 
 ROOT = Path(__file__).parents[2]
@@ -15,7 +15,7 @@ SHIPPED = json.loads((ROOT / "checkpoints/arcaligner-smollm2-135m/results.json")
 
 def test_the_readmes_tables_are_those_of_the_shipped_results():
     readme = (ROOT / "README.md").read_text("utf-8")
-    assert with_block(readme, readme_tables(SHIPPED), MARKS) == readme
+    assert with_block(readme, readme_table(SHIPPED), MARKS) == readme
 
 
 def test_the_results_page_is_that_of_the_shipped_results():

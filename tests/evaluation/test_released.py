@@ -121,19 +121,6 @@ def test_absent_weights_are_named_with_the_command_that_gets_them(monkeypatch, t
         load(Checkpoints("unused", device="cuda"))
 
 
-def test_cocom_wants_a_cuda_device(monkeypatch, tmp_path):
-    monkeypatch.setattr(released, "downloaded", lambda *_: str(tmp_path))
-    with pytest.raises(MissingMethodError, match="--device cuda"):
-        load_cocom(4)(Checkpoints("unused"))
-
-
-def test_xrags_own_code_is_asked_for(monkeypatch, tmp_path):
-    monkeypatch.setattr(released, "downloaded", lambda *_: str(tmp_path))
-    monkeypatch.setitem(sys.modules, "src", None)
-    with pytest.raises(MissingMethodError, match="git clone https://github.com/Hannibal046/xRAG"):
-        load_released_xrag(Checkpoints("unused"))
-
-
 class FakeXMistral:
     """Checks what the real one checks; answers with the sums of its slots."""
 

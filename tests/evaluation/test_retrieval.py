@@ -5,7 +5,6 @@ import shutil
 import sys
 from dataclasses import replace
 
-import datasets
 import numpy as np
 import pytest
 import typer
@@ -144,19 +143,6 @@ def test_passages_come_once_and_not_without_a_text(tmp_path):
     assert list(passages) == [PASSAGES[0], PASSAGES[1], same_text]
 
 
-def test_a_corpus_smaller_than_top_n_is_found_whole(rows, settings, tmp_path, encoder_dir):
-    small = replace(settings, corpus=write_corpus(tmp_path / "small.jsonl", PASSAGES[:3]))
-    scores = inner_products(encoder_dir, QUESTIONS, PASSAGES[:3])
-    assert_found(retrieve(rows, small, tmp_path), scores, PASSAGES[:3])
-
-
-def test_a_corpus_of_texts_is_found_in(rows, settings, tmp_path):
-    path = tmp_path / "texts.parquet"
-    datasets.Dataset.from_dict({"text": [passage["text"] for passage in PASSAGES]}).to_parquet(path)
-    (row,) = retrieve(rows[:1], replace(settings, corpus=str(path), top_n=10, top_k=10), tmp_path)
-    assert sorted(passage["text"] for passage in row["passages"]) == sorted(passage["text"] for passage in PASSAGES)
-
-
 def length_encoder(asked):
     def encode(texts):
         asked.extend(texts)
@@ -181,14 +167,6 @@ def test_a_killed_encoding_goes_on_behind_its_last_shard(corpus, tmp_path):
     expected = np.array([[len(text), 1.0] for text in texts], dtype=np.float16)
     np.testing.assert_array_equal(np.concatenate([np.load(shard) for shard in shards]), expected)
     assert sorted((tmp_path / "shards").iterdir()) == sorted(shards)
-
-
-def test_a_corpus_that_grew_is_encoded_from_its_last_whole_shard(corpus, tmp_path):
-    embed_passages(open_passages(corpus), length_encoder([]), tmp_path / "shards")
-    asked, more = [], {"title": "", "text": "One more."}
-    grown = open_passages(write_corpus(tmp_path / "grown.jsonl", [*PASSAGES, more]))
-    embed_passages(grown, length_encoder(asked), tmp_path / "shards")
-    assert asked == [read_text(passage) for passage in [*PASSAGES[8:], more]]
 
 
 @pytest.mark.parametrize("value", [np.nan, 1e6])

@@ -33,8 +33,3 @@ def test_bars_stand_side_by_side_in_their_group_and_a_missing_one_leaves_a_gap(f
 def test_an_interval_reaches_from_its_low_to_its_high_end(figure):
     reaches = [path.vertices[:, 1].tolist() for path in figure.axes[0].collections[0].get_paths()]
     assert reaches == [[40.0, 70.0]]
-
-
-def test_panels_have_titles_and_one_legend(figure):
-    assert [axes.get_title() for axes in figure.axes] == ["SQuAD", "NaturalQA", "HotpotQA", ""]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["ours", "theirs"]
