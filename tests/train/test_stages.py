@@ -259,6 +259,14 @@ def test_recipes_are_found_by_name_or_folder_and_have_three_stages(recipe):
         assert [stage.number for stage in read_stages(folder)] == [1, 2, 3]
 
 
+def test_a_recipe_may_begin_with_a_lexical_stage():
+    stages = read_stages(find_recipe("sentence"))
+    assert [stage.name for stage in stages] == ["0_lexical", *NAMES[:2]]
+    assert [stage.start for stage in stages] == [None, *stages[:2]]
+    (only,) = read_stages(find_recipe("sentence"), only=0)
+    assert only.number == 0
+
+
 def test_the_script_keeps_what_the_stage_is_compared_with(base_model_dir, encoder_dir, tmp_path):
     arguments = RecipeWriter(tmp_path, base_model_dir, encoder_dir)("grounding", tmp_path / "run")
     arguments += ["--run_name", "it's mine"]
