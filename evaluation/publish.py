@@ -15,18 +15,15 @@ import typer
 
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..files import run_command, write_whole
-from ..model_card import METRIC_TITLES, RESULTS_FILE, write_model_card
+from ..model_card import RESULTS_FILE, write_model_card
 from .methods import METHODS, find_method, fingerprint
-from .results import described, method_table, ratio_lines, results_page, write_results
+from .results import results_page, write_results
 from .runs import answer_files
 
 ROOT = Path(__file__).parents[1]
 DEFAULT_CHECKPOINT = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
 README_SETS = ("SQuAD", "NaturalQA", "HotpotQA", "PopQA_longtail")
-README_METHODS = (
-    *("naive", "empty_slot", "truncated", "llmlingua", "xrag", "projector_only"),
-    *("no_lora", "no_recursion", "max_loop", "arcaligner", "standard_rag", "full_text_lora"),
-)
+README_METHODS = ("naive", "llmlingua", "no_lora", "no_recursion", "arcaligner", "standard_rag", "full_text_lora")
 MARKS = "<!-- results: evaluation/publish.py -->", "<!-- end of results -->"
 SPEED_FIGURES = ("latency", "budgets", "throughput")  # on the page of speed, the others on that of results
 INTRODUCTION = """\
@@ -46,7 +43,7 @@ def publish(run: Path, checkpoint: Path, figures: Path | None, root: Path) -> No
     shown = copy_figures(figures, root / "docs" / "figures") if figures else {}
     lines = [line for name, each in shown.items() if name not in SPEED_FIGURES for line in each]
     page = "\n".join([INTRODUCTION, results_page(results), *(["## Figures", "", *lines] if lines else [])])
-    readme = with_block((root / "README.md").read_text(encoding="utf-8"), readme_tables(results), MARKS)
+    readme = with_block((root / "README.md").read_text(encoding="utf-8"), readme_table(results), MARKS)
     write_whole(checkpoint / RESULTS_FILE, (run / RESULTS_FILE).read_text(encoding="utf-8"))
     is_ours = checkpoint.resolve().is_relative_to(root.resolve())
     name = checkpoint.resolve().relative_to(root.resolve()).as_posix() if is_ours else None
@@ -67,12 +64,22 @@ def check_weights(run: Path, checkpoint: Path) -> None:
             raise ValueError(f"{file.path} was answered by weights {found}, {checkpoint} has {expected}.")
 
 
-def readme_tables(results: dict[str, Any]) -> str:
-    """F1 and EM of the README's sets and methods."""
+def readme_table(results: dict[str, Any]) -> str:
+    """F1 and EM of the README's sets and methods in one table."""
     sets = {name: results["sets"][name] for name in README_SETS if name in results["sets"]}
-    titles = [METHODS[name].title for name in README_METHODS]
-    lines = [line for m in ("f1", "em") for line in method_table(METRIC_TITLES[m], sets, m, titles)]
-    return "\n".join([*lines, *ratio_lines(sets), *described(results | {"sets": sets})])
+    lines = [f"| F1 / EM | {' | '.join(sets)} |", "|---" * (1 + len(sets)) + "|"]
+    for title in (METHODS[name].title for name in README_METHODS):
+        found = [each["methods"].get(title) for each in sets.values()]
+        if any(found):
+            cells = [f"{each['f1'][0]:.1f} / {each['em'][0]:.1f}" if each else "-" for each in found]
+            lines.append(f"| {title} | {' | '.join(cells)} |")
+    rates = ", ".join(f"{name} x{each['compression_rate']:.0f}" for name, each in sets.items())
+    counts = sorted({each["questions"] for each in sets.values()})
+    lines += [
+        "",
+        f"Percent, {' to '.join(map(str, counts))} questions per set; EM is non-strict. Tokens per slot: {rates}.",
+    ]
+    return "\n".join(lines)
 
 
 def with_block(text: str, block: str, marks: tuple[str, str]) -> str:
