@@ -429,7 +429,7 @@ def recall_at_k(rows: list[Row], ks: tuple[int, ...] = (1, 5, 20)) -> dict[int, 
     lacking = [row["id"] for row in rows if not usable_golds(row["answers"])]
     if lacking:
         raise ValueError(
-            f"{len(lacking)} rows have no gold that is left when it is normalised, first {lacking[0]!r}; leave them "
+            f"{len(lacking)} rows have no gold that is left when it is normalized, first {lacking[0]!r}; leave them "
             "out."
         )
     hits = [[contains_match(passage["text"], row["answers"]) for passage in row["passages"]] for row in rows]

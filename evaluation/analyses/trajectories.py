@@ -89,7 +89,7 @@ def trace(ask: ArcAlignerPipeline, row: Row) -> dict[str, Any]:
 
 
 def draw(case: dict[str, Any], max_loops: int) -> Figure:
-    """Slots down, layers across, loops as colour."""
+    """Slots down, layers across, loops as color."""
     loops = np.array([[each.count("L") for each in layer] for layer in case["trajectories"]]).T  # (slots, layers)
     texts = [segment["text"] for segment in case["segments"]] or ["(no passage)"]
     labels = [one_line(text, SLOT_WIDTH) for text in texts]
