@@ -1,4 +1,4 @@
-"""ArcAligner: retrieved passages as context slots for a frozen language model, one a sentence.
+"""ArcAligner: retrieved passages as context slots for a frozen language model.
 
     from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor
 

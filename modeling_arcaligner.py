@@ -590,7 +590,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 f"({context_embeds.shape[0]}, {context_embeds.shape[1]}, max_words), a row for each context embedding."
             )
 
-    @torch.compiler.disable  # it is the host's
+    @torch.compiler.disable  # runs on the CPU
     def _find_slots(self, slot_mask, attention_mask, context_embeds, past_key_values) -> SlotRows:
         is_slot, is_text, *found = to_numpy_in_one_sync(
             slot_mask,
@@ -608,7 +608,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         if most > given or is_given[:, most:].any():
             raise ValueError(
                 f"Found {counts.tolist()} context tokens in the rows of `input_ids` but `context_embeds` holds {given} "
-                "embeddings a row. Each context token needs one embedding; rows with fewer are padded at the end."
+                "embeddings per row. Each context token needs one embedding; rows with fewer are padded at the end."
             )
         is_broken = ~is_finite & (np.arange(given) < counts[:, None])
         if is_broken.any():

@@ -62,7 +62,7 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         72x).
         spacy_model (`str`, defaults to `"en"`): Language code for rule-based sentences, or an installed spaCy pipeline.
         tokens_per_slot (`int` or `"segment"`, defaults to `"segment"`):
-            Beyond the paper: a segment becomes several slots of about so many tokens each, pooled from one reading of
+            Beyond the paper: a segment becomes several slots of about this many tokens each, pooled from one reading of
             the segment by the encoder. `"segment"` is one slot per segment, as in the paper. Can be given per call.
         trained_tokens_per_slot (`list`, *optional*): The rates that the aligner has learned; others give a warning.
         context_words (`bool`, defaults to `False`):
@@ -203,7 +203,7 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
                 With documents or embeddings: the questions. Without: plain text, tokenised as it is.
             documents (`str`, `dict`, or list of them, *optional*):
                 Passages of a question, each a string or `{"title", "text"}`; for a list of questions a list of such
-                lists. None but an empty list, or nothing but white space, gives one slot with the encoding of the
+                lists. An empty list, or nothing but white space, gives one slot with the encoding of the
                 empty string.
             context_embeds (tensor or array of shape `(num_slots, encoder_hidden_size)`, or a list of them, *optional*):
                 Embeddings made before, one a segment. Neither encoder nor segmenter is needed then.
