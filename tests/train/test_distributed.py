@@ -17,6 +17,8 @@ from training_recipes import RecipeWriter, parameters, run
 
 from arcaligner.train.run import last_checkpoint
 
+pytestmark = pytest.mark.slow
+
 WORKER = Path(__file__).with_name("distributed_worker.py")
 CONFIGS = Path(__file__).parents[2] / "train" / "accelerate"
 STAGES = ["lexical", "grounding"]  # all gates learn in tests/test_training_properties.py
@@ -148,7 +150,6 @@ def test_the_first_process_makes_the_examples_and_the_second_reads_them(runs, wr
     assert any(path.startswith(cache) for path in first) and not any(path.startswith(cache) for path in second)
 
 
-@pytest.mark.slow
 def test_a_sharded_model_trains_resumes_and_is_saved_as_any_other(runs, write_recipe, tmp_path):
     arguments = write_recipe("grounding", tmp_path / "run", **LONG)
     interrupted, resumed = launch(
