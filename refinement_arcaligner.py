@@ -35,7 +35,7 @@ class SlotRows(NamedTuple):
     ends_in_slot: torch.Tensor | None  # (batch,), rows whose last slot decides a token; None where there is none
 
     def refinable(self, is_last_layer: bool) -> torch.Tensor:
-        """Slots (batch, max_slots) that may be refined: nothing reads those of the last layer, except at a row's end."""
+        """Slots (batch, max_slots) that may be refined: nothing reads the last layer's, except at the end of a row."""
         is_slot = self.slot_positions >= 0
         return is_slot & self.ends_in_slot[:, None] if is_last_layer and self.ends_in_slot is not None else is_slot
 

@@ -1,4 +1,4 @@
-"""What a slot is made of, beyond the paper: several slots per segment, and the slot's own words beside its embedding."""
+"""What a slot is made of, beyond the paper: several slots per segment, and its own words beside its embedding."""
 
 import copy
 from pathlib import Path
@@ -180,9 +180,7 @@ def test_a_fresh_slot_of_one_word_is_nearly_that_words_embedding(base_model_dir)
 
 def test_rows_with_words_answer_in_a_batch_as_alone(words_model, words_processor):
     rows = [DOCUMENTS, ["Ada."], []]
-    batch = words_processor(
-        text=[QUESTION] * 3, documents=rows, return_tensors="pt", padding=True, padding_side="left"
-    )
+    batch = words_processor(text=[QUESTION] * 3, documents=rows, return_tensors="pt", padding=True, padding_side="left")
     together = words_model(**batch).logits[:, -1]
     for row, documents in enumerate(rows):
         alone = words_model(**words_processor(text=QUESTION, documents=documents, return_tensors="pt")).logits[:, -1]
