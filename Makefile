@@ -19,7 +19,7 @@ demo: $(STAMP)  ## Answers the paper's three questions and three of SQuAD with t
 	$(BIN)/python -m arcaligner demo
 
 test: $(STAMP)  ## Runs all tests, without network
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto
 
 lint: $(STAMP)  ## Looks for mistakes without changing a file
 	$(BIN)/ruff check .

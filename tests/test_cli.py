@@ -152,7 +152,7 @@ def test_a_terminal_is_not_steered_by_documents_answers_and_mistakes(
     code, out, _ = run(capsys, "answer", "--question", QUESTION, *options)
     assert (code, out) == (0, f"{SHOWN}\n")
     monkeypatch.undo()
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(cli, "output", Console(width=160))  # a table would break lines where the escapes are
     code, out, _ = run(capsys, "answer", "--question", f"Who {STEERING}?", *options, "--show-slots")
     assert code == 0 and SHOWN in out
     code, _, err = run(capsys, "answer", "--question", QUESTION, *options[:-1], f"nobody/{STEERING}")
