@@ -51,8 +51,8 @@ class RecipeArguments:
         continues (`bool`): Whether reconstruction examples have a second turn, which goes on with the next segment.
         max_tokens (`int`, *optional*): Longer examples are left out, as are those that the backbone cannot read.
         passage_words (`int`): Words of a passage that the texts of a corpus are cut into.
-        min_passages (`int`), max_passages (`int`, *optional*): Passages of a question, drawn evenly from this range:
-            its own and distractors from other questions, in random order. Without a maximum, its own only.
+        distractors (`float`): Share of question examples that get 1 to 4 passages of other rows, which do not hold the
+            answer, in random order with their own.
         max_questions (`int`): The most questions about the same passages in one example. They share the slots, and each
             reads these and itself, so a passage is computed once for all of them.
         strict (`bool`): Stop at a row without a question, answer or passage, rather than leave it out and count it.
@@ -67,7 +67,7 @@ class RecipeArguments:
         examples_cache_dir (`str`): Where tokenized examples are kept, for all stages.
 
     Raises:
-        `ValueError`: a share outside [0, 1), or a share without files; an empty range of passages; unknown keys in
+        `ValueError`: a share out of its range, or a share without files; unknown keys in
             `aligner` or `processor`; an attention kernel that cannot read several turns side by side.
     """
 
@@ -85,8 +85,7 @@ class RecipeArguments:
     continues: bool = False
     max_tokens: int | None = None
     passage_words: int = 100
-    min_passages: int = 1
-    max_passages: int | None = None
+    distractors: float = 0.0
     max_questions: int = 1
     strict: bool = False
     reconstruction_files: dict[str, float] = field(default_factory=dict)
@@ -117,7 +116,12 @@ class RecipeArguments:
                 f"`attn_implementation` is {self.attn_implementation!r}, which cannot read several turns side by side. "
                 "Set it to `eager` or `sdpa`, or leave `continues` and `max_questions` out."
             )
-        self._check_passages()
+        if self.max_questions < 1:
+            raise ValueError(f"`max_questions` is {self.max_questions}; an example needs at least 1.")
+        if not 0.0 <= self.distractors <= 1.0:
+            raise ValueError(f"`distractors` is {self.distractors}; expected a share of the examples, from 0 to 1.")
+        if self.distractors and self.stage in ("lexical", "reconstruction"):
+            raise ValueError(f"`distractors` are for questions, and stage `{self.stage}` asks none. Leave the key out.")
         if not 0.0 <= self.reconstruction_share < 1.0:
             raise ValueError(
                 f"`reconstruction_share` is {self.reconstruction_share}; expected at least 0 and less than 1."
@@ -132,22 +136,6 @@ class RecipeArguments:
     def has_turns(self) -> bool:
         """Whether several turns may stand side by side behind the same slots."""
         return self.continues or self.max_questions > 1
-
-    def _check_passages(self) -> None:
-        if self.max_questions < 1:
-            raise ValueError(f"`max_questions` is {self.max_questions}; an example needs at least 1.")
-        if self.max_passages is None and self.min_passages == 1:
-            return
-        if self.max_passages is None or not 1 <= self.min_passages <= self.max_passages:
-            raise ValueError(
-                f"`min_passages` is {self.min_passages} and `max_passages` {self.max_passages}; expected 1 <= "
-                "`min_passages` <= `max_passages`, or neither for each question's own passages."
-            )
-        if self.stage in ("lexical", "reconstruction"):
-            raise ValueError(
-                f"`max_passages` adds distractors to questions, and stage `{self.stage}` asks none. Leave it out; "
-                "`max_segments` says how many segments of a passage are read at once."
-            )
 
 
 class RecipeParser(TrlParser):

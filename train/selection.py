@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 ROWS_PER_BLOCK = 2048
 NAMED_ROWS = 5  # ids in a report
+MAX_DISTRACTORS = 4
 # Draws for each distractor wanted. Few passages, or an answer that stands in most of them, must not hang.
 DRAWS = 50
 
@@ -69,7 +70,7 @@ def training_examples(
             make_examples=builder.reconstruction_examples,
             needs_question=False,
             max_questions=1,
-            max_passages=None,
+            distractors=0.0,
         ).select(recipe.reconstruction_files, num_reconstruction)
         examples = datasets.concatenate_datasets([examples, reconstruction])
     return examples
@@ -94,8 +95,7 @@ def _selector(recipe: RecipeArguments, builder: ExampleBuilder, seed: int, num_p
         needs_question=asks,
         max_questions=recipe.max_questions if asks else 1,
         max_tokens=_token_limit(recipe),
-        min_passages=recipe.min_passages,
-        max_passages=recipe.max_passages,
+        distractors=recipe.distractors,
         passage_words=recipe.passage_words,
         strict=recipe.strict,
         num_proc=num_proc,
@@ -134,40 +134,37 @@ def contains_answer(passage: dict[str, str], answers: list[str]) -> bool:
 @dataclass
 class Distractors:
     """
-    Adds passages of other questions, which do not hold the answer, around a question's own ones.
+    Adds 1 to `MAX_DISTRACTORS` passages of other questions, which do not hold the answer, to some rows.
 
-    All is drawn from the seed and the row's id, so a row has the same passages in each run and process, whatever rows
-    are trained on besides.
+    All is drawn from the seed and the row's id, so a row has the same passages in each run and process, whatever other
+    rows are trained on.
 
     Args:
         corpus ([`Corpus`]): Whose passages may be drawn.
-        min_passages (`int`), max_passages (`int`): How many passages a row gets, drawn evenly from this range. A row's
-            own passages always stay, also when there are more.
+        share (`float`): Share of rows that get some.
         seed (`int`): Another one draws others.
     """
 
     corpus: Corpus
-    min_passages: int
-    max_passages: int
+    share: float
     seed: int
 
     def __call__(self, row: Row) -> Row:
         """The row with its own passages and the drawn ones, in random order; fewer where the corpus has no more."""
-        draw = random.Random(f"passages:{self.seed}:{row['id']}")
-        wanted = draw.randint(self.min_passages, self.max_passages)
-        passages = list(row["passages"])
-        texts = {passage["text"] for passage in passages}
-        for _ in range(DRAWS * max(0, wanted - len(passages))):
-            others = self.corpus[draw.randrange(len(self.corpus))]["passages"]
-            if not others:
-                continue
+        draw = random.Random(f"distractors:{self.seed}:{row['id']}")
+        if draw.random() >= self.share:
+            return row
+        number = draw.randint(1, MAX_DISTRACTORS)
+        drawn: dict[str, dict[str, str]] = {}  # by their texts
+        own = {passage["text"] for passage in row["passages"]}
+        for _ in range(DRAWS * number):
+            others = self.corpus[draw.randrange(len(self.corpus))]["passages"] or [{"title": "", "text": ""}]
             passage = draw.choice(others)
-            is_new = passage["text"].strip() and passage["text"] not in texts
-            if is_new and not contains_answer(passage, row["answers"]):
-                passages.append(passage)
-                texts.add(passage["text"])
-            if len(passages) >= wanted:
+            if passage["text"].strip() and passage["text"] not in own and not contains_answer(passage, row["answers"]):
+                drawn[passage["text"]] = passage
+            if len(drawn) == number:
                 break
+        passages = [*row["passages"], *drawn.values()]
         draw.shuffle(passages)
         return row | {"passages": passages}
 
@@ -186,8 +183,7 @@ class ExampleSelector:
         needs_question (`bool`): Whether a row needs a question and an answer besides a passage.
         max_questions (`int`): The most questions about the same passages in one example.
         max_tokens (`int`, *optional*): Longer examples are left out, and counted in the log.
-        min_passages (`int`), max_passages (`int`, *optional*): Passages a row, see [`Distractors`]; without a
-            maximum, its own.
+        distractors (`float`): Share of examples with passages of other rows, see [`Distractors`].
         passage_words (`int`): Words of a passage that a text is cut into.
         strict (`bool`): Whether a row without a part stops the run, rather than being left out and counted.
         num_proc (`int`, *optional*): Processes that segment and tokenize.
@@ -200,8 +196,7 @@ class ExampleSelector:
     needs_question: bool = False
     max_questions: int = 1
     max_tokens: int | None = None
-    min_passages: int = 1
-    max_passages: int | None = None
+    distractors: float = 0.0
     passage_words: int = 100
     strict: bool = False
     num_proc: int | None = None
@@ -248,11 +243,9 @@ class ExampleSelector:
             raise ValueError(
                 f"{source} has no questions. Stages II and III need rows of {corpora.ROW_FIELDS}, or HotpotQA's."
             )
-        mix, passages = None, None
-        if self.max_passages is not None:
-            passages = (self.min_passages, self.max_passages, self.seed)
-            mix = Distractors(corpus, *passages)
-        settings = (_CODE, corpus.fingerprint, self.make_examples, self.needs_question, self.max_questions, passages)
+        mix = Distractors(corpus, self.distractors, self.seed) if self.distractors else None
+        drawn = (self.distractors, self.seed) if self.distractors else None
+        settings = (_CODE, corpus.fingerprint, self.make_examples, self.needs_question, self.max_questions, drawn)
         make_block = functools.partial(self._block, corpus, mix, Hasher.hash(settings))
         report = _Report(source, self.max_tokens, self.strict)
         taken = [datasets.Dataset.from_dict({name: [] for name in EXAMPLE_FEATURES}, features=EXAMPLE_FEATURES)]
