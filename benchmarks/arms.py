@@ -1,22 +1,22 @@
 """The ways to read k passages that the latency benchmark compares, from the same prompts.
 
 standard_rag           the passages' text, read by the bare base model of transformers
-standard_rag_cached    the same, with the keys and values of everything before the question made before
+standard_rag_cached    the same, with cached keys and values of everything before the question
 off                    slots, no refinement
 adaptive               slots, the gates decide
 budgeted               slots, the gates decide within `BUDGET` of the slot prefix's operations
 always                 slots, each gate forced open
-slots_cached           `adaptive`, with the keys and values of the slot prefix made before
+slots_cached           `adaptive`, with cached keys and values of the slot prefix
 plain                  `adaptive` by Algorithm 1 as it is written
 
-A prompt is cut where the question begins: nothing in its prefix (the passages, as text or as slots) depends on the
+A prompt is cut where the question begins. Nothing in its prefix (the passages, as text or as slots) depends on the
 question, so the keys and values of a prefix serve any number of questions.
 """
 
 import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,11 +30,10 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM, SlotDecoderLayer
 from ..processing_arcaligner import ArcAlignerProcessor, pad_words
 from ..train.corpora import Row
 from ..train.data import passages_text
+from .measuring import Arm
 
 ARMS = ("standard_rag", "standard_rag_cached", "off", "adaptive", "budgeted", "always", "slots_cached", "plain")
 BUDGET = 0.2
-# What must begin its answer like another arm, up to the rounding of differently shaped products.
-SAME_AS = {"standard_rag_cached": "standard_rag", "slots_cached": "adaptive", "plain": "adaptive"}
 TOKENS_PER_PASSAGE = 150
 TOKENS_PER_RANDOM_SLOT = 24  # of a shape without an encoder: the paper's rate
 
@@ -183,14 +182,6 @@ class FirstToken:
     tokens: torch.Tensor
     cache: Cache | None
     recursion_depth: torch.Tensor | None = None  # (batch, num_layers, max_slots), -1 where there is no slot
-
-
-@dataclass
-class Arm:
-    """What is timed, and the state it is timed in, which is entered and left outside of the clock."""
-
-    run: Callable[[], Any]
-    state: Callable[[], AbstractContextManager] = nullcontext
 
 
 def share(cache: Cache) -> Cache:

@@ -1,17 +1,16 @@
-"""Reading k passages as slots beside reading their text: time to the first token and after, memory, operations.
+"""Reading k passages as slots compared with reading their text: time to the first token and after, memory, operations.
 
     python -m arcaligner.benchmarks.latency [--output FOLDER] [--sizes 1x1,5x1,10x1,20x1,5x8] [--dtype float32,bfloat16]
     python -m arcaligner.benchmarks.latency --device cuda --shape mistral_7b --dtype bfloat16 --sizes 1x1,20x1,20x32
 
-All arms (`arms`) read the same questions with the same passages, in one process and in turns; who goes first rotates.
-The first pass of an arm warms up; its operations, memory and first tokens are noted. Then rounds are timed until
-`--seconds` are used, at least `MIN_ROUNDS` and at most `--rounds` of them. Tokens are ready and segments encoded
-before; what segmenting and encoding take is timed separately. A run that broke off continues when its command is given
-again.
+All arms (`arms.py`) read the same questions with the same passages, in one process and in turns; who goes first
+rotates. The first pass of an arm warms up; its operations and memory are noted. Then rounds are timed until `--seconds`
+are used, at least `MIN_ROUNDS` and at most `--rounds`. Tokenizing, segmenting and encoding happen before; segmenting
+and encoding are timed separately.
 
-Decoding is the same for all arms with slots, whose caches have one form, so three decoders take turns token by token:
-the base model after the text, the aligner after the slots, and the bare base model after the same cache as the aligner.
-Questions per second are those of a prompt and `NEW_TOKENS` tokens, of which the prompt gives the first.
+Decoding is the same for all arms with slots, so three decoders take turns token by token: the base model after the
+text, the aligner after the slots, and the bare base model after the aligner's cache. Questions per second are those of
+a prompt and `NEW_TOKENS` tokens, the first of which comes with the prompt.
 """
 
 import json
@@ -23,61 +22,46 @@ import torch
 import typer
 
 from ..evaluation.settings import split_rates
-from ..files import describe_machine, run_command, write_whole
+from ..files import describe_machine, run_command
+from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import Row, read_rows
-from .arms import (
-    SAME_AS,
-    Arm,
-    Decoding,
-    FirstToken,
-    Prompts,
-    both_prompts,
-    cache_bytes,
-    encoded_slots,
-    make_arms,
-    pick_rows,
-    random_slots,
-)
-from .measuring import Formula, Work, flop_counter, measured_peaks, peak_memory, quartiles, time_interleaved
-from .models import load_models, random_models, shape_of
-from .report import machine_line, ratio, refinement_ratio, save_figure, size_lines, target_lines, targets
+from .arms import Decoding, Prompts, both_prompts, cache_bytes, encoded_slots, make_arms, pick_rows, random_slots
+from .measuring import Arm, flop_counter, peak_memory, quartiles, ratio, time_interleaved
+from .models import SHAPES, load_models, random_models
+from .report import machine_line, save_figure, size_lines
 
 ROOT = Path(__file__).parents[1]
 NEW_TOKENS = 16
 MIN_ROUNDS = 3
-DECODED = ("standard_rag", "adaptive")  # whose caches are decoded from
-PARTIAL = "latency.partial.json"  # the report of a run that goes on, or that broke off
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Bench:
-    """Models in one dtype, and the batches that they read."""
+    """The models in one dtype, and the batches that they read; without an encoder, random slots."""
 
     def __init__(
         self,
-        aligner,
+        aligner: ArcAlignerForCausalLM,
         base,
         processor: ArcAlignerProcessor,
         rows: list[Row],
-        has_encoder: bool,
-        peaks: dict,
+        has_encoder: bool = True,
         tokens_per_slot: int | str | None = None,
     ):
         self.aligner, self.base, self.processor, self.rows = aligner, base, processor, rows
-        self.has_encoder, self.peaks, self.tokens_per_slot = has_encoder, peaks, tokens_per_slot
+        self.has_encoder, self.tokens_per_slot = has_encoder, tokens_per_slot
         self.device = str(aligner.device)
-        self.formula = Formula(aligner, base)
-        # Weights come from the disk when they are first read, which must not count as memory of an arm.
+        # Weights are read from the disk at their first use, which must not count as memory of an arm.
         with torch.no_grad():
             for model in (aligner, base):
                 model(torch.zeros(1, 1, dtype=torch.long, device=self.device))
 
     def prompts(self, rows: list[Row]) -> tuple[Prompts, Prompts]:
-        """Of text and of slots, on the device.
+        """The prompts of text and of slots, on the device.
 
         Raises:
-            `ValueError`: longer than the backbone's context.
+            `ValueError`: a prompt longer than the backbone's context.
         """
         if self.has_encoder:
             encoded = encoded_slots(self.processor, rows, self.tokens_per_slot)
@@ -93,46 +77,23 @@ class Bench:
         return text.to(self.device), slots.to(self.device)
 
     def encoder_arms(self, rows: list[Row]) -> dict[str, Arm]:
-        """What has to be done online where embeddings were not made before."""
+        """The work that is done online where no embeddings are kept."""
         if not self.has_encoder:
             return {}
-        segments = [self.processor.segment_documents(row["passages"]) for row in rows]
-        tokens = [
-            each
-            for found, row in zip(segments, rows, strict=True)
-            for each in self.processor.tokenize_segments(found, row["passages"])
-        ]
+
+        def segment() -> list:
+            return [self.processor.segment_documents(row["passages"]) for row in rows]
+
+        found = zip(segment(), rows, strict=True)
+        tokens = [each for part, row in found for each in self.processor.tokenize_segments(part, row["passages"])]
         rate = self.tokens_per_slot or self.processor.tokens_per_slot
-        return {
-            "segmenting": Arm(lambda: [self.processor.segment_documents(row["passages"]) for row in rows]),
-            "encoding": Arm(lambda: self.processor.encode_slots(tokens, rate)),
-        }
-
-
-def first_pass(arm: Arm, device: str) -> tuple[FirstToken, dict[str, Any]]:
-    """Warms up; what was read, operations counted, peak memory and bytes of the cache."""
-    with arm.state(), peak_memory(device) as peak, flop_counter() as counter:
-        found = arm.run()
-    return found, {
-        "flops_counted": counter.get_total_flops(),
-        "peak_bytes": peak["bytes"],
-        "cache_bytes": cache_bytes(found.cache) / len(found.tokens),
-    }
-
-
-def decoders(bench: Bench, text: Prompts, slots: Prompts, read: dict[str, FirstToken]) -> dict[str, Decoding]:
-    """The base model after text, the aligner after slots, and the bare base model after the same cache."""
-    return {
-        "standard_rag": Decoding(bench.base, text.whole, read["standard_rag"]),
-        "slots": Decoding(bench.aligner, slots.whole, read["adaptive"]),
-        "backbone": Decoding(bench.base, slots.whole, read["adaptive"]),
-    }
+        return {"segmenting": Arm(segment), "encoding": Arm(lambda: self.processor.encode_slots(tokens, rate))}
 
 
 def measure_rounds(
     prefills: dict[str, Arm], decoding: dict[str, Decoding], device: str, rounds: int, seconds: float
 ) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """Seconds of prefills and others, one per round; seconds of a decoded token, `NEW_TOKENS` - 1 for each round."""
+    """Seconds of the prefills in each round, and of each decoded token: `NEW_TOKENS` - 1 entries for each round."""
     found, tokens = [], []
     steps = {name: Arm(decoder.step) for name, decoder in decoding.items()}
     start = time.perf_counter()
@@ -146,25 +107,30 @@ def measure_rounds(
 
 @torch.no_grad()
 def measure_size(bench: Bench, k: int, batch_size: int, rounds: int, seconds: float) -> dict[str, Any]:
-    """All figures of `batch_size` questions with `k` passages each."""
+    """All numbers of `batch_size` questions with `k` passages each."""
     rows = pick_rows(bench.rows, bench.processor, k, batch_size)
     text, slots = bench.prompts(rows)
     arms, prefixes = make_arms(bench.aligner, bench.base, text, slots)
     read, noted = {}, {}
     for name, arm in arms.items():
-        read[name], noted[name] = first_pass(arm, bench.device)
-        if name not in DECODED:  # a long text's keys and values are gigabytes in a large batch
+        with arm.state(), peak_memory(bench.device) as peak, flop_counter() as counter:
+            read[name] = arm.run()
+        noted[name] = {
+            "flops_counted": counter.get_total_flops(),
+            "peak_bytes": peak["bytes"],
+            "cache_bytes": cache_bytes(read[name].cache) / batch_size,
+        }
+        if name not in ("standard_rag", "adaptive"):  # whose caches are decoded from; the others take gigabytes
             read[name].cache = None
+    decoding = {
+        "standard_rag": Decoding(bench.base, text.whole, read["standard_rag"]),
+        "slots": Decoding(bench.aligner, slots.whole, read["adaptive"]),
+        "backbone": Decoding(bench.base, slots.whole, read["adaptive"]),
+    }
     encoder = bench.encoder_arms(rows)
-    found, tokens = measure_rounds(
-        {**arms, **encoder}, decoders(bench, text, slots, read), bench.device, rounds, seconds
-    )
-    depths = {name: read[name].recursion_depth for name in ("adaptive", "budgeted", "always")}
-    work = bench.formula.of_arms(text, slots, depths)
-    after_slots = bench.formula.reading([1] * batch_size, slots.whole.lengths)
-    prefix_bytes = {name: cache_bytes(cache) / batch_size for name, cache in prefixes.items()}
-    taken = depths["adaptive"]
-    added = {name: work[name].flops - work["off"].flops for name in ("plain", "adaptive")}
+    found, tokens = measure_rounds({**arms, **encoder}, decoding, bench.device, rounds, seconds)
+    text_prefix, slot_prefix = (cache_bytes(prefixes[name]) for name in ("standard_rag_cached", "slots_cached"))
+    taken = read["adaptive"].recursion_depth  # (batch, num_layers, max_slots)
     return {
         "k": k,
         "batch_size": batch_size,
@@ -175,46 +141,38 @@ def measure_size(bench: Bench, k: int, batch_size: int, rounds: int, seconds: fl
         "open_share": float((taken[taken >= 0] > 0).double().mean()),
         "open_layers": float((taken > 0).any(dim=2).double().mean()),
         "encoder": {name: quartiles([each[name] for each in found]) for name in encoder},
-        "arms": {
-            name: {**summarize(name, found, tokens, work[name], bench.peaks, batch_size), **noted[name]}
-            for name in arms
-        },
-        "per_token_limit": after_slots.limit(bench.peaks),
+        "arms": {name: summarize(name, found, tokens, batch_size) | noted[name] for name in arms},
         "decoding_ratio": ratio(tokens, "slots", "backbone"),
         "cached_speed_up": ratio(found, "standard_rag_cached", "slots_cached"),
-        "prefix_bytes": prefix_bytes,
-        "prefix_bytes_ratio": prefix_bytes["standard_rag_cached"] / prefix_bytes["slots_cached"],
+        "prefix_bytes_ratio": text_prefix / slot_prefix,
         "refinement_ratio": refinement_ratio(found),
-        "refinement_flops_ratio": added["plain"] / added["adaptive"] if added["adaptive"] else None,
-        "same_first_token": {
-            name: float((read[name].tokens == read[other].tokens).double().mean()) for name, other in SAME_AS.items()
-        },
     }
 
 
 def summarize(
-    name: str,
-    found: list[dict[str, float]],
-    tokens: list[dict[str, float]],
-    work: Work,
-    peaks: dict[str, float],
-    batch_size: int,
+    name: str, found: list[dict[str, float]], tokens: list[dict[str, float]], batch_size: int
 ) -> dict[str, Any]:
-    """Times of an arm; questions a second with the time a token of the round's own decoder."""
+    """Times of an arm; questions per second with the round's own times per token."""
     decoder = "standard_rag" if name.startswith("standard_rag") else "slots"
     per_token = [each[decoder] for each in tokens]
     after = NEW_TOKENS - 1
     decoded = [sum(per_token[number * after : (number + 1) * after]) for number in range(len(found))]
-    rates = [batch_size / (each[name] + rest) for each, rest in zip(found, decoded, strict=True)]
     return {
         "first_token": quartiles([each[name] for each in found]),
-        "first_token_limit": work.limit(peaks),
         "speed_up": ratio(found, "standard_rag", name),
         "per_token": quartiles(per_token),
-        "questions_per_second": quartiles(rates),
-        "flops": work.flops,
-        "bytes": work.bytes,
+        "questions_per_second": quartiles(
+            [batch_size / (each[name] + rest) for each, rest in zip(found, decoded, strict=True)]
+        ),
     }
+
+
+def refinement_ratio(seconds: list[dict[str, float]]) -> float | None:
+    """Median seconds that plain refinement adds to `off`, over those of adaptive; `None` where that adds none."""
+    plain, adaptive = (
+        quartiles([each[arm] - each["off"] for each in seconds])["median"] for arm in ("plain", "adaptive")
+    )
+    return plain / adaptive if adaptive > 0 else None
 
 
 def parse_sizes(text: str) -> list[tuple[int, int]]:
@@ -233,43 +191,9 @@ def parse_sizes(text: str) -> list[tuple[int, int]]:
         sizes = []
     if not sizes or any(len(size) != 2 or min(size) < 1 for size in sizes):
         raise ValueError(
-            f"`--sizes` is {text!r}; expected passages x questions of a batch, with commas between, such as 1x1,5x8."
+            f"`--sizes` is {text!r}; expected passages x questions of a batch, separated by commas, such as 1x1,5x8."
         )
     return sizes
-
-
-def parse_dtypes(text: str) -> dict[str, torch.dtype]:
-    """
-    Dtypes by name.
-
-    Raises:
-        `ValueError`: another dtype.
-    """
-    names = text.split(",")
-    if unknown := [name for name in names if name not in DTYPES]:
-        raise ValueError(f"`--dtype` names {', '.join(unknown)}; expected {', '.join(DTYPES)}, with commas between.")
-    return {name: DTYPES[name] for name in names}
-
-
-def begin_report(path: Path | None, what: dict[str, Any]) -> dict[str, Any]:
-    """
-    A report of `what` is measured, with the sizes and peaks of a run that broke off, where `path` has one.
-
-    Raises:
-        `ValueError`: what broke off was another run.
-    """
-    report = {**what, "peaks": {}, "sizes": []}
-    if path is None or not path.exists():
-        return report
-    left = json.loads(path.read_text("utf-8"))
-    for name in what:
-        ours, theirs = ({**each[name], "load": 0.0} if name == "machine" else each[name] for each in (what, left))
-        if ours != theirs:
-            raise ValueError(
-                f"{path} is left from a run that broke off, with {name} {theirs} and not {ours}. Remove it, or name "
-                "another `--output`."
-            )
-    return left
 
 
 def main(
@@ -277,68 +201,51 @@ def main(
         ROOT / "checkpoints/arcaligner-smollm2-135m"
     ),
     sizes: Annotated[
-        str, typer.Option(help="Passages x questions of a batch, with commas between.")
+        str, typer.Option(help="Passages x questions of a batch, separated by commas.")
     ] = "1x1,5x1,10x1,20x1,5x8",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or both with a comma.")] = "float32",
-    tokens_per_slot: Annotated[
-        str | None, typer.Option(help="A number, or `segment`; else the checkpoint's own.")
-    ] = None,
+    tokens_per_slot: Annotated[str | None, typer.Option(help="A number, or `segment`.", show_default="own")] = None,
     device: Annotated[str, typer.Option(help="Where the models run: cpu, cuda.")] = "cpu",
     rounds: Annotated[int, typer.Option(help="Maximum number of rounds of a size.")] = 15,
     seconds: Annotated[float, typer.Option(help="Seconds of a size after which no further round begins.")] = 30.0,
     shape: Annotated[
         str | None, typer.Option(help="Random weights of mistral_7b or llama_3_1_8b, and the checkpoint's tokenizer.")
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="Layers of the shape, where its own are too many.")] = None,
     data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = ROOT
     / "tests/data/squad_dev_sample.jsonl",
     output: Annotated[Path | None, typer.Option(help="Folder for the report and its figure.")] = None,
 ) -> None:
     """Measures time to the first token, time per token, memory and operations of slots and of text."""
-    asked, dtypes = parse_sizes(sizes), parse_dtypes(dtype)
+    asked, names = parse_sizes(sizes), dtype.split(",")
+    if unknown := [name for name in names if name not in DTYPES]:
+        raise ValueError(f"`--dtype` names {', '.join(unknown)}; expected {', '.join(DTYPES)}, separated by commas.")
+    if shape not in (None, *SHAPES):
+        raise ValueError(f"`--shape` is {shape!r}; expected {' or '.join(SHAPES)}.")
     rate = tokens_per_slot and split_rates(tokens_per_slot)[0]
-    chosen = None if shape is None else shape_of(shape, layers)
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
     rows = read_rows(data)
-    what = {
+    report = {
         "model": shape or checkpoint.rstrip("/").split("/")[-1],
-        "layers": layers,
         "tokens_per_slot": rate,
         "data": data.name,
         "new_tokens": NEW_TOKENS,
         "machine": describe_machine(device),
+        "sizes": [],
     }
-    report = begin_report(None if output is None else output / PARTIAL, what)
-    found = {(size["dtype"], size["k"], size["batch_size"]): size for size in report["sizes"]}
-    for size in report["sizes"]:  # of a run that broke off
-        typer.echo("\n".join(size_lines(size)))
-    for name, kind in dtypes.items():
-        missing = [size for size in asked if (name, *size) not in found]
-        if not missing:
-            continue
-        if name not in report["peaks"]:
-            report["peaks"][name] = measured_peaks(device, kind)
-        models = (
-            load_models(checkpoint, kind, device)
-            if chosen is None
-            else random_models(chosen, kind, device, processor.context_token_id)
-        )
-        bench = Bench(*models, processor, rows, chosen is None, report["peaks"][name], rate)
-        for k, batch_size in missing:
-            size = {"dtype": name, **measure_size(bench, k, batch_size, rounds, seconds)}
-            size["targets"] = targets(size)
-            found[name, k, batch_size] = size
-            report["sizes"] = list(found.values())
-            if output is not None:
-                write_whole(output / PARTIAL, json.dumps(report, indent=2) + "\n")
-            typer.echo("\n".join(size_lines(size)))
+    for name in names:
+        if shape is None:
+            models = load_models(checkpoint, DTYPES[name], device)
+        else:
+            models = random_models(SHAPES[shape], DTYPES[name], device, processor.context_token_id)
+        bench = Bench(*models, processor, rows, shape is None, rate)
+        for k, batch_size in asked:
+            report["sizes"].append({"dtype": name, **measure_size(bench, k, batch_size, rounds, seconds)})
+            typer.echo("\n".join(size_lines(report["sizes"][-1])))
         del models, bench  # before the next dtype's are loaded
-    report["sizes"] = [found[name, *size] for name in dtypes for size in asked]
-    typer.echo("\n".join([*target_lines(report["sizes"]), "", machine_line(report)]))
+    typer.echo(machine_line(report))
     typer.echo(json.dumps(report))
     if output is not None:
         save_figure(output, report)
-        (output / PARTIAL).unlink()
 
 
 if __name__ == "__main__":

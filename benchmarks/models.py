@@ -3,8 +3,6 @@
 A checkpoint's, or, for a machine where a large one would not be at hand, random weights of a published shape.
 """
 
-from typing import Any
-
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -46,18 +44,6 @@ SHAPES = {
 }
 SHAPE_ENCODER_WIDTH = 4096  # of the paper's encoder
 SHAPE_OPEN_LAYERS = 4  # of random weights every fourth layer refines all of its slots, the others none
-
-
-def shape_of(name: str, layers: int | None) -> dict[str, Any]:
-    """
-    A shape of `SHAPES`, with its layers or fewer.
-
-    Raises:
-        `ValueError`: another name.
-    """
-    if name not in SHAPES:
-        raise ValueError(f"`--shape` is {name!r}; expected {' or '.join(SHAPES)}.")
-    return SHAPES[name] | ({} if layers is None else {"num_hidden_layers": layers})
 
 
 def load_models(checkpoint: str, dtype: torch.dtype, device: str) -> tuple[ArcAlignerForCausalLM, PreTrainedModel]:

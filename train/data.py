@@ -3,7 +3,7 @@
 In stages 0 and I, a row (`corpora.py`) becomes an example for every few consecutive segments of its passages: the
 slots, behind them a turn that gives their text back and, where wanted, one that goes on with the text that follows. In
 stages II and III, the questions about the same passages become one example: the slots of all segments, and behind them
-a turn for each question with its first answer.
+a turn for each question with its first answer. Questions that do not fit into `max_tokens` become a further example.
 
 How many slots a segment has is not decided here: the collator draws the rate of each batch. So an example keeps its
 segments' tokens, and the prompt before and behind the slots. The encoder runs later, in the training step.
@@ -129,6 +129,7 @@ class ExampleBuilder:
         max_segments (`int`): The most segments of a reconstruction example, at least 1.
         continues (`bool`): Whether a reconstruction example has a second turn, which goes on with the next segment.
         tokens_per_slot (`Sequence`): The rates that batches will have. The finest decides how long examples are.
+        max_tokens (`int`, *optional*): Questions about the same passages share an example up to this length.
 
     Raises:
         `ValueError`: `max_segments` below 1; a chat template whose prompt is not the beginning of the conversation.
@@ -140,12 +141,14 @@ class ExampleBuilder:
         max_segments: int = 1,
         continues: bool = False,
         tokens_per_slot: Sequence[int | str] = ("segment",),
+        max_tokens: int | None = None,
     ):
         if max_segments < 1:
             raise ValueError(f"`max_segments` is {max_segments}; an example needs at least 1 segment.")
         self.processor = processor
         self.max_segments = max_segments
         self.continues = continues
+        self.max_tokens = max_tokens
         self.finest_rate = min(tokens_per_slot, key=lambda rate: math.inf if rate == "segment" else rate)
 
     def reconstruction_examples(self, rows: list[dict[str, Any]]) -> Iterator[Example]:
@@ -179,14 +182,23 @@ class ExampleBuilder:
     def question_examples(self, rows: list[dict[str, Any]]) -> Iterator[Example]:
         """Stages II and III: the passages that `rows` share as slots, a turn for each question that has an answer."""
         documents = rows[0]["passages"]
-        head, turns, answers = [], [], []
+        tokens = self._tokens(documents)
+        example = None
         for row in rows:
-            if row["answers"] and (answer := row["answers"][0].strip()):
-                head, turn = self._question_turn(row["question"], answer, row["id"])
-                turns.append(turn)
-                answers.append(row["answers"])
-        if turns:
-            yield self._example(rows[0]["id"], head, turns, self._tokens(documents), answers)
+            if not (row["answers"] and (answer := row["answers"][0].strip())):
+                continue
+            head, turn = self._question_turn(row["question"], answer, row["id"])
+            fits = self.max_tokens is None or (example and example.length + len(turn.input_ids) <= self.max_tokens)
+            if example and fits:
+                example.turns.append(turn)
+                example.answers.append(row["answers"])
+                example.length += len(turn.input_ids)
+                continue
+            if example:
+                yield example
+            example = self._example(row["id"], head, [turn], tokens, [row["answers"]])
+        if example:
+            yield example
 
     def _tokens(self, documents: list[dict[str, str]]) -> list[SegmentTokens]:
         segments = self.processor.segment_documents(documents)

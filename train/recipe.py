@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from trl import TrlParser
 
-from ..configuration_arcaligner import ArcAlignerConfig, cache_directory
+from ..configuration_arcaligner import ArcAlignerConfig, cache_directory, resolve_base_model
 from ..files import refuse_unknown
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import check_tokens_per_slot
@@ -24,7 +24,7 @@ STARTS = {
 # Fields of `ArcAlignerConfig` that the processor decides.
 _FROM_PROCESSOR = {"encoder_name_or_path", "encoder_hidden_size", "context_token", "context_token_id"}
 # Settings of a processor that other keys of the recipe decide.
-_FROM_RECIPE = {"tokens_per_slot", "trained_tokens_per_slot", "context_words", "chat_template"}
+_FROM_RECIPE = {"tokens_per_slot", "trained_tokens_per_slot", "context_words", "trained_encoder", "chat_template"}
 # Turns side by side need a mask of their own, which other attention kernels do not take.
 _MASKED_ATTENTION = (None, "eager", "sdpa")
 
@@ -45,11 +45,13 @@ class RecipeArguments:
             bfloat16.
         aligner (`dict`): Fields of `ArcAlignerConfig` to set, such as `lora_r`.
         processor (`dict`): Settings of a new processor, such as `sentences_per_segment`; for a base model only.
+        encoder_lora_r (`int`): Rank of LoRA for the sentence encoder, which is then trained along; 0 leaves it frozen.
         max_train_samples (`int`, *optional*): Examples to train on.
         eval_files, max_eval_samples: The same for the held-out loss.
         max_segments (`int`): The most segments of a reconstruction example.
         continues (`bool`): Whether reconstruction examples have a second turn, which goes on with the next segment.
         max_tokens (`int`, *optional*): Longer examples are left out, as are those that the backbone cannot read.
+            Questions that share their passages become several examples rather than one that is too long.
         passage_words (`int`): Words of a passage that the texts of a corpus are cut into.
         distractors (`float`): Share of question examples that get 1 to 4 passages of other rows, which do not hold the
             answer, in random order with their own.
@@ -78,6 +80,7 @@ class RecipeArguments:
     dtype: str = "float32"
     aligner: dict[str, Any] = field(default_factory=dict)
     processor: dict[str, Any] = field(default_factory=dict)
+    encoder_lora_r: int = 0
     max_train_samples: int | None = None
     eval_files: dict[str, float] = field(default_factory=dict)
     max_eval_samples: int | None = None
@@ -120,7 +123,7 @@ class RecipeArguments:
             raise ValueError(f"`max_questions` is {self.max_questions}; an example needs at least 1.")
         if not 0.0 <= self.distractors <= 1.0:
             raise ValueError(f"`distractors` is {self.distractors}; expected a share of the examples, from 0 to 1.")
-        if self.distractors and self.stage in ("lexical", "reconstruction"):
+        if self.distractors and not self.asks_questions:
             raise ValueError(f"`distractors` are for questions, and stage `{self.stage}` asks none. Leave the key out.")
         if not 0.0 <= self.reconstruction_share < 1.0:
             raise ValueError(
@@ -136,6 +139,21 @@ class RecipeArguments:
     def has_turns(self) -> bool:
         """Whether several turns may stand side by side behind the same slots."""
         return self.continues or self.max_questions > 1
+
+    @property
+    def asks_questions(self) -> bool:
+        """Whether the stage's examples are questions; else texts to read back."""
+        return self.stage in ("grounding", "gating")
+
+    def token_limit(self) -> int:
+        """The most tokens of an example: what the recipe says, and never more than the backbone reads."""
+        config = ArcAlignerConfig.from_pretrained(resolve_base_model(self.model_name_or_path)).text_config
+        limits = [config.max_position_embeddings]
+        if self.max_tokens is not None:
+            limits.append(self.max_tokens)
+        if self.has_turns and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+            limits.append(config.sliding_window)  # the mask of turns side by side knows of no window
+        return min(limits)
 
 
 class RecipeParser(TrlParser):

@@ -2,8 +2,7 @@
 
 Rows are read in random order, a block at a time, until there are enough examples. The examples of a block are made by
 several processes and kept as an Arrow file under the block's fingerprint: of the data, the rows, the tokenizer, the
-segmenter, all settings and the code. So a block is made once, a run that was killed goes on at its next block, and
-examples of another segmenter or tokenizer are never taken for these.
+segmenter, all settings and the code. So a block is made once, and a run that was killed goes on at its next block.
 """
 
 import dataclasses
@@ -12,7 +11,6 @@ import logging
 import random
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from datasets import Features, Value
 from datasets.fingerprint import Hasher
 
 from .. import encoding_arcaligner, processing_arcaligner, segmentation_arcaligner
-from ..configuration_arcaligner import ArcAlignerConfig, resolve_base_model
+from ..files import printable
 from . import corpora, data
 from .corpora import Corpus, Row, open_corpus
 from .data import EXAMPLE_FEATURES, Example, ExampleBuilder
@@ -38,41 +36,33 @@ DRAWS = 50
 
 _BLOCK_FEATURES = Features(EXAMPLE_FEATURES | {"problem": Value("string")})
 # The code that decides what an example is: another version of it makes blocks of its own.
-_FILES = [
-    __file__,
-    *(
-        module.__file__
-        for module in (corpora, data, encoding_arcaligner, processing_arcaligner, segmentation_arcaligner)
-    ),
-]
-_CODE = Hasher.hash([Path(file).read_bytes() for file in _FILES])
+_MODULES = (corpora, data, encoding_arcaligner, processing_arcaligner, segmentation_arcaligner)
+_CODE = Hasher.hash([Path(file).read_bytes() for file in (__file__, *(module.__file__ for module in _MODULES))])
 
 
 def training_examples(
     recipe: RecipeArguments, builder: ExampleBuilder, seed: int, num_proc: int | None = None
 ) -> datasets.Dataset:
-    """The stage's examples, with reconstruction examples mixed in when the recipe says so, a row an [`Example`].
+    """The stage's examples, with reconstruction examples mixed in when the recipe says so, a row per [`Example`].
 
     Args:
         recipe ([`RecipeArguments`]): Sources and limits.
         builder ([`ExampleBuilder`]): Makes examples of rows.
         seed (`int`): Order of the rows.
         num_proc (`int`, *optional*): Processes that segment and tokenize.
+
+    Raises:
+        `ValueError`: a weight that is not positive, a source without questions where they are needed, with `strict` a
+            row that lacks a part, no examples at all.
     """
     share, limit = recipe.reconstruction_share, recipe.max_train_samples
-    num_task = None if limit is None else round(limit * (1 - share))
-    selector = _selector(recipe, builder, seed, num_proc)
-    examples = selector.select(recipe.train_files, num_task)
+    selector = ExampleSelector(recipe, builder, seed, num_proc)
+    examples = selector.select(recipe.train_files, None if limit is None else round(limit * (1 - share)))
     if share:
-        num_reconstruction = round(len(examples) * share / (1 - share))
-        reconstruction = dataclasses.replace(
-            selector,
-            make_examples=builder.reconstruction_examples,
-            needs_question=False,
-            max_questions=1,
-            distractors=0.0,
-        ).select(recipe.reconstruction_files, num_reconstruction)
-        examples = datasets.concatenate_datasets([examples, reconstruction])
+        stage_one = dataclasses.replace(recipe, stage="reconstruction", distractors=0.0, reconstruction_share=0.0)
+        selector = dataclasses.replace(selector, recipe=stage_one)
+        number = round(len(examples) * share / (1 - share))
+        examples = datasets.concatenate_datasets([examples, selector.select(recipe.reconstruction_files, number)])
     return examples
 
 
@@ -82,35 +72,7 @@ def eval_examples(
     """The stage's held-out examples; none without `eval_files`."""
     if not recipe.eval_files:
         return None
-    return _selector(recipe, builder, seed, num_proc).select(recipe.eval_files, recipe.max_eval_samples)
-
-
-def _selector(recipe: RecipeArguments, builder: ExampleBuilder, seed: int, num_proc: int | None) -> "ExampleSelector":
-    asks = recipe.stage in ("grounding", "gating")
-    return ExampleSelector(
-        builder.question_examples if asks else builder.reconstruction_examples,
-        cache_dir=recipe.examples_cache_dir,
-        data_dir=recipe.data_dir,
-        seed=seed,
-        needs_question=asks,
-        max_questions=recipe.max_questions if asks else 1,
-        max_tokens=_token_limit(recipe),
-        distractors=recipe.distractors,
-        passage_words=recipe.passage_words,
-        strict=recipe.strict,
-        num_proc=num_proc,
-    )
-
-
-def _token_limit(recipe: RecipeArguments) -> int:
-    """The most tokens of an example: what the recipe says, and never more than the backbone reads."""
-    config = ArcAlignerConfig.from_pretrained(resolve_base_model(recipe.model_name_or_path)).text_config
-    limits = [config.max_position_embeddings]
-    if recipe.max_tokens is not None:
-        limits.append(recipe.max_tokens)
-    if recipe.has_turns and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        limits.append(config.sliding_window)  # the mask of turns side by side knows of no window
-    return min(limits)
+    return ExampleSelector(recipe, builder, seed, num_proc).select(recipe.eval_files, recipe.max_eval_samples)
 
 
 def missing_part(row: Row, needs_question: bool) -> str:
@@ -172,33 +134,19 @@ class Distractors:
 @dataclass
 class ExampleSelector:
     """
-    Takes examples from sources.
+    Takes examples from sources, by the sources' keys of a recipe.
 
     Args:
-        make_examples (`Callable`): Rows that share their passages to examples, such as
-            `ExampleBuilder.question_examples`.
-        cache_dir (`str` or `Path`): Folder of the blocks of examples; made when missing.
-        data_dir (`str`): Folder of data files with a relative path.
+        recipe ([`RecipeArguments`]): Its stage decides what a row needs and becomes.
+        builder ([`ExampleBuilder`]): Makes examples of rows that share their passages. Those longer than its
+            `max_tokens` are left out and counted.
         seed (`int`): Order of the rows, and their distractors.
-        needs_question (`bool`): Whether a row needs a question and an answer besides a passage.
-        max_questions (`int`): The most questions about the same passages in one example.
-        max_tokens (`int`, *optional*): Longer examples are left out, and counted in the log.
-        distractors (`float`): Share of examples with passages of other rows, see [`Distractors`].
-        passage_words (`int`): Words of a passage that a text is cut into.
-        strict (`bool`): Whether a row without a part stops the run, rather than being left out and counted.
         num_proc (`int`, *optional*): Processes that segment and tokenize.
     """
 
-    make_examples: Callable[[list[Row]], Iterator[Example]]
-    cache_dir: str | Path
-    data_dir: str = ""
+    recipe: RecipeArguments
+    builder: ExampleBuilder
     seed: int = 0
-    needs_question: bool = False
-    max_questions: int = 1
-    max_tokens: int | None = None
-    distractors: float = 0.0
-    passage_words: int = 100
-    strict: bool = False
     num_proc: int | None = None
 
     def select(self, sources: dict[str, float], max_examples: int | None = None) -> datasets.Dataset:
@@ -209,13 +157,6 @@ class ExampleSelector:
                 weights.
             max_examples (`int`, *optional*): Size of the mixture. Nothing is repeated: when a source holds less than
                 its share, the mixture gets smaller and keeps its shares. Default: as many as that allows.
-
-        Returns:
-            `datasets.Dataset`, a row an [`Example`].
-
-        Raises:
-            `ValueError`: a weight that is not positive, a source without questions where they are needed, with `strict`
-                a row that lacks a part, no examples at all.
         """
         if not sources or any(weight <= 0 for weight in sources.values()):
             raise ValueError(f"Got files and weights {sources}; expected files with positive weights.")
@@ -223,37 +164,42 @@ class ExampleSelector:
         shares = {source: weight / total for source, weight in sources.items()}
         found = {}
         for source, share in shares.items():
-            quota = None if max_examples is None else round(max_examples * share)
-            found[source] = self._take(source, quota)
+            found[source] = self._take(source, None if max_examples is None else round(max_examples * share))
         size = min(len(found[source]) / share for source, share in shares.items())
         if max_examples is not None and size < max_examples - len(sources):
             logger.warning("%s hold %d such examples, not %d.", list(sources), size, max_examples)
         counts = {source: min(len(found[source]), round(size * share)) for source, share in shares.items()}
         if not sum(counts.values()):
             raise ValueError(
-                f"No examples in {list(sources)}: {max_examples=}, max_tokens={self.max_tokens}. Raise the limits or "
-                "name other files."
+                f"No examples in {list(sources)}: {max_examples=}, max_tokens={self.builder.max_tokens}. Raise the "
+                "limits or name other files."
             )
         return datasets.concatenate_datasets([found[source].select(range(counts[source])) for source in sources])
 
     def _take(self, source: str, quota: int | None) -> datasets.Dataset:
         """The first `quota` examples of a source that are not too long, its rows in random order."""
-        corpus = open_corpus(source, self.passage_words, self.num_proc, self.data_dir)
-        if self.needs_question and not corpus.has_questions:
+        recipe, asks = self.recipe, self.recipe.asks_questions
+        corpus = open_corpus(source, recipe.passage_words, self.num_proc, recipe.data_dir)
+        if asks and not corpus.has_questions:
             raise ValueError(
                 f"{source} has no questions. Stages II and III need rows of {corpora.ROW_FIELDS}, or HotpotQA's."
             )
-        mix = Distractors(corpus, self.distractors, self.seed) if self.distractors else None
-        drawn = (self.distractors, self.seed) if self.distractors else None
-        settings = (_CODE, corpus.fingerprint, self.make_examples, self.needs_question, self.max_questions, drawn)
-        make_block = functools.partial(self._block, corpus, mix, Hasher.hash(settings))
-        report = _Report(source, self.max_tokens, self.strict)
+        make = functools.partial(
+            _examples_of_rows,
+            corpus=corpus,
+            mix=Distractors(corpus, recipe.distractors, self.seed) if recipe.distractors else None,
+            builder=self.builder,
+            asks=asks,
+        )
+        drawn = recipe.distractors and (recipe.distractors, self.seed)
+        settings = Hasher.hash((_CODE, corpus.fingerprint, self.builder, asks, recipe.max_questions, drawn))
+        report = _Report(source, self.builder.max_tokens, recipe.strict)
         taken = [datasets.Dataset.from_dict({name: [] for name in EXAMPLE_FEATURES}, features=EXAMPLE_FEATURES)]
         order = self._order(corpus)
         for start in range(0, len(order), ROWS_PER_BLOCK):
             if quota is not None and sum(map(len, taken)) >= quota:
                 break
-            block = make_block(order[start : start + ROWS_PER_BLOCK])
+            block = self._block(make, settings, order[start : start + ROWS_PER_BLOCK])
             taken.append(block.select(report.usable(block)).remove_columns("problem"))
         examples = datasets.concatenate_datasets(taken)
         examples = examples.select(range(min(len(examples), len(examples) if quota is None else quota)))
@@ -263,7 +209,8 @@ class ExampleSelector:
     def _order(self, corpus: Corpus) -> list[list[int]]:
         """Numbers of the rows to look at, shuffled, those that become one example together."""
         draw = random.Random(self.seed)
-        if self.max_questions == 1:
+        size = self.recipe.max_questions if self.recipe.asks_questions else 1
+        if size == 1:
             order = [[number] for number in range(len(corpus))]
         else:
             groups = defaultdict(list)
@@ -274,25 +221,17 @@ class ExampleSelector:
             order = []
             for numbers in (groups[key] for key in keys):
                 draw.shuffle(numbers)
-                order += [numbers[i : i + self.max_questions] for i in range(0, len(numbers), self.max_questions)]
+                order += [numbers[i : i + size] for i in range(0, len(numbers), size)]
         draw.shuffle(order)
         return order
 
-    def _block(
-        self, corpus: Corpus, mix: Distractors | None, settings: str, numbers: list[list[int]]
-    ) -> datasets.Dataset:
+    def _block(self, make, settings: str, numbers: list[list[int]]) -> datasets.Dataset:
         """Examples of some rows, and a line for each row that lacks a part; from the cache if they were made before."""
         fingerprint = Hasher.hash((settings, numbers))
-        folder = Path(self.cache_dir).expanduser()
+        folder = Path(self.recipe.examples_cache_dir).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         return datasets.Dataset.from_dict({"numbers": numbers}).map(
-            _examples_of_rows,
-            fn_kwargs={
-                "corpus": corpus,
-                "mix": mix,
-                "make_examples": self.make_examples,
-                "needs_question": self.needs_question,
-            },
+            make,
             batched=True,
             batch_size=64,
             num_proc=self.num_proc,
@@ -300,17 +239,17 @@ class ExampleSelector:
             features=_BLOCK_FEATURES,
             cache_file_name=str(folder / f"{fingerprint}.arrow"),
             new_fingerprint=fingerprint,
-            desc=f"segmenting and tokenizing {corpus.source}",
+            desc="segmenting and tokenizing",
         )
 
 
-def _examples_of_rows(batch: dict, corpus, mix, make_examples, needs_question) -> dict[str, list]:
+def _examples_of_rows(batch: dict, *, corpus, mix, builder, asks: bool) -> dict[str, list]:
     """Columns of `_BLOCK_FEATURES`. A row that lacks a part gives an empty example with a `problem`."""
     columns = {name: [] for name in _BLOCK_FEATURES}
     for numbers in batch["numbers"]:
         whole, found = [], []
         for row in (corpus[number] for number in numbers):
-            if problem := missing_part(row, needs_question):
+            if problem := missing_part(row, asks):
                 found.append((Example(row["id"], [], [], []), problem))
             else:
                 whole.append(row)
@@ -319,7 +258,9 @@ def _examples_of_rows(batch: dict, corpus, mix, make_examples, needs_question) -
             drawn = mix(whole[0] | {"answers": [answer for row in whole for answer in row["answers"]]})
             whole = [row | {"passages": drawn["passages"]} for row in whole]
         if whole:
-            found += [(example, "") for example in make_examples(whole)]
+            made = builder.question_examples(whole) if asks else builder.reconstruction_examples(whole)
+            limit = builder.max_tokens or float("inf")
+            found += [(example, "too long" if example.length > limit else "") for example in made]
         for example, problem in found:
             for name, value in dataclasses.asdict(example).items():
                 columns[name].append(value)
@@ -338,21 +279,16 @@ class _Report:
 
     def usable(self, block: datasets.Dataset) -> np.ndarray:
         """Numbers of the examples that may be trained on."""
-        table = block.data.table
-        lengths = table["length"].to_numpy()
-        problems = np.array(table["problem"].to_pylist(), dtype=object)
-        if self.max_tokens is not None:
-            problems[lengths > self.max_tokens] = "too long"
-        row_ids = table["row_id"].to_pylist()
-        for number in np.flatnonzero(problems != ""):
-            problem = problems[number]
-            if self.strict and problem != "too long":
+        problems, row_ids = block["problem"][:], block["row_id"][:]
+        for row_id, problem in zip(row_ids, problems, strict=True):
+            if self.strict and problem not in ("", "too long"):
                 raise ValueError(
-                    f"{self.source}: row {row_ids[number]} has no {problem}. Correct it, or leave `strict` out to "
-                    "train without such rows."
+                    f"{self.source}: row {row_id} has no {problem}. Correct it, or leave `strict` out to train without "
+                    "such rows."
                 )
-            self.left_out[problem].append(row_ids[number])
-        return np.flatnonzero(problems == "")
+            if problem:
+                self.left_out[problem].append(row_id)
+        return np.flatnonzero([not problem for problem in problems])
 
     def log(self, num_examples: int) -> None:
         logger.info("%s: %d examples", self.source, num_examples)
@@ -362,5 +298,5 @@ class _Report:
                 reason = (
                     f"longer than {self.max_tokens} tokens (`max_tokens`, or the backbone's `max_position_embeddings`)"
                 )
-            first = ", ".join(row_ids[:NAMED_ROWS]) + (", ..." if len(row_ids) > NAMED_ROWS else "")
+            first = printable(", ".join(row_ids[:NAMED_ROWS])) + (", ..." if len(row_ids) > NAMED_ROWS else "")
             logger.warning("%s: left out %d %s: %s", self.source, len(row_ids), reason, first)

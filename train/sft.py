@@ -153,26 +153,41 @@ def main(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) ->
         train(recipe, args, settings)
 
 
-def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -> None:
-    """Data, model, training, saving."""
-    checkpoint = last_checkpoint(args.output_dir)
-    dtype = resolve_dtype(recipe.dtype, args.device, checkpoint)
-    processor = load_processor(recipe, args.chat_template_path)
-    builder = ExampleBuilder(processor, recipe.max_segments, recipe.continues, recipe.tokens_per_slot)
+def make_examples(
+    recipe: RecipeArguments, args: AlignerTrainingConfig, processor: ArcAlignerProcessor
+) -> tuple[Dataset, Dataset | None]:
+    """The examples to train on and, where there are any, to evaluate on."""
+    builder = ExampleBuilder(
+        processor, recipe.max_segments, recipe.continues, recipe.tokens_per_slot, recipe.token_limit()
+    )
     with args.main_process_first(desc="making the training examples"):
-        train_dataset = training_examples(recipe, builder, args.seed, args.dataset_num_proc)
-        eval_dataset = eval_examples(recipe, builder, args.seed, args.dataset_num_proc)
+        return tuple(
+            make(recipe, builder, args.seed, args.dataset_num_proc) for make in (training_examples, eval_examples)
+        )
+
+
+def make_trainer(
+    recipe: RecipeArguments,
+    args: AlignerTrainingConfig,
+    processor: ArcAlignerProcessor,
+    dtype: torch.dtype,
+    train_dataset: Dataset,
+    eval_dataset: Dataset | None = None,
+) -> AlignerTrainer:
+    """The model of a recipe and what trains it."""
     with encoder_in_one_piece(args):
         processor.encoder_device = str(args.device)
+        encoder_weights = processor.train_encoder(recipe.encoder_lora_r) if recipe.encoder_lora_r else []
         processor.sentence_encoder.to(dtype)
-
+        for weight in encoder_weights:
+            weight.data = weight.data.float()
     set_seed(args.seed)  # a new aligner starts from random weights
     model = load_model(recipe, processor, dtype)
     word_weights = find_word_weights(recipe, model, train_dataset)
     if recipe.compile_layers:
         for layer in slot_decoder_layers(model):
             layer.compile(dynamic=True)
-    trainer = AlignerTrainer(
+    return AlignerTrainer(
         model,
         stage=recipe.stage,
         args=args,
@@ -183,10 +198,21 @@ def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -
             context_words=bool(model.config.word_parts) or recipe.stage == "lexical",
         ),
         word_weights=None if word_weights is None else word_weights.to(args.device),
+        encoder_weights=encoder_weights,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=processor,
     )
+
+
+def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -> None:
+    """Data, model, training, saving."""
+    checkpoint = last_checkpoint(args.output_dir)
+    dtype = resolve_dtype(recipe.dtype, args.device, checkpoint)
+    processor = load_processor(recipe, args.chat_template_path)
+    if checkpoint is not None and recipe.encoder_lora_r:
+        processor.load_trained_encoder(checkpoint)
+    trainer = make_trainer(recipe, args, processor, dtype, *make_examples(recipe, args, processor))
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_state()
     state_dict = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # by all processes: each may have a part

@@ -9,7 +9,7 @@ as well, which on a CPU costs more than all decoder layers of a small model.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ class AlignerTrainingConfig(SFTConfig):
     Args:
         gate_learning_rate (`float`, *optional*): Of the gates, which start untrained in stage III. Default:
             `learning_rate`.
+        encoder_learning_rate (`float`, *optional*): Of an encoder that is trained along. Default: `learning_rate`.
         eval_slot_gap (`bool`): Evaluate with other rows' slots, too, for `eval_slot_gap`.
         eval_answers (`int`): Held-out questions to answer at each evaluation, for `eval_em` and `eval_f1`.
 
@@ -55,6 +56,7 @@ class AlignerTrainingConfig(SFTConfig):
     ddp_timeout: int = 24 * 3600
     train_sampling_strategy: str = "group_by_length"
     gate_learning_rate: float | None = None
+    encoder_learning_rate: float | None = None
     eval_slot_gap: bool = False
     eval_answers: int = 0
 
@@ -89,6 +91,7 @@ class AlignerTrainer(SFTTrainer):
         stage (`str`): `"lexical"`, `"reconstruction"`, `"grounding"` or `"gating"`.
         data_collator ([`ContextCollator`]): Makes the batches, at rates of its own.
         word_weights (`torch.Tensor` of shape `(vocab_size,)`, *optional*): Rarity of words, for the lexical stage.
+        encoder_weights (`Sequence[nn.Parameter]`): Of the encoder, those that are trained along.
         **kwargs: Passed to [`~trl.SFTTrainer`].
 
     Added to the logs:
@@ -117,6 +120,7 @@ class AlignerTrainer(SFTTrainer):
         stage: str,
         data_collator: ContextCollator | None = None,
         word_weights: torch.Tensor | None = None,
+        encoder_weights: Sequence[torch.nn.Parameter] = (),
         peft_config: Any = None,
         **kwargs: Any,
     ):
@@ -144,8 +148,16 @@ class AlignerTrainer(SFTTrainer):
                 "targets. Leave it out; `eval_word_recall` is logged."
             )
         model.set_stage(stage)
+        # Among the model's parameters they are optimized, clipped and averaged over processes like the others. They are
+        # saved with the processor.
+        model.encoder_weights = torch.nn.ParameterList(encoder_weights)
         self.stage, self.word_weights = stage, word_weights
         super().__init__(model, data_collator=data_collator, **kwargs)
+        if encoder_weights and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ValueError(
+                "The encoder is trained along on one device or with DDP; FSDP and DeepSpeed would spread its weights. "
+                "Leave `encoder_lora_r` out, or use DDP."
+            )
         self._clock = Clock()
         self._gates = GateCounter()
         self._eval_loss = torch.zeros(2, dtype=torch.float64)  # summed over targets, number of targets
@@ -173,16 +185,16 @@ class AlignerTrainer(SFTTrainer):
         return progress
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """As ever, with a learning rate of the gates' own if there is one."""
+        """As ever, with learning rates of their own for gates and encoder where there are any."""
         optimizer = super().create_optimizer(model)
-        if self.args.gate_learning_rate is None:
-            return optimizer
-        gates = {parameter for name, parameter in self.model.named_parameters() if ".slot_gate." in name}
-        for group in list(optimizer.param_groups):
-            own = [parameter for parameter in group["params"] if parameter in gates]
-            if own:
-                group["params"] = [parameter for parameter in group["params"] if parameter not in gates]
-                optimizer.add_param_group(group | {"params": own, "lr": self.args.gate_learning_rate})
+        rates = {".slot_gate.": self.args.gate_learning_rate, "encoder_weights.": self.args.encoder_learning_rate}
+        for part, rate in rates.items():
+            members = {parameter for name, parameter in self.model.named_parameters() if part in name}
+            for group in list(optimizer.param_groups) if rate is not None else ():
+                own = [parameter for parameter in group["params"] if parameter in members]
+                if own:
+                    group["params"] = [parameter for parameter in group["params"] if parameter not in members]
+                    optimizer.add_param_group(group | {"params": own, "lr": rate})
         return optimizer
 
     def _run_epoch(self, *args, **kwargs) -> None:
@@ -263,7 +275,10 @@ class AlignerTrainer(SFTTrainer):
 
     def _encode(self, inputs: dict[str, Any]) -> torch.FloatTensor:
         """Context embeddings of a batch, (batch, max_slots, encoder_hidden_size)."""
-        with torch.no_grad():
+        is_trained = self.model.training and len(self.model.encoder_weights) > 0
+        dtype, device = self.model.dtype, self.args.device
+        autocast = torch.autocast(device.type, dtype, enabled=is_trained and dtype != torch.float32)
+        with torch.set_grad_enabled(is_trained), autocast:
             embeds = self.processing_class.encode_runs(
                 inputs["encoder_texts"], inputs["encoder_starts"], inputs["encoder_ends"]
             )

@@ -92,6 +92,20 @@ def test_questions_about_the_same_passages_are_turns_of_one_example(processor, b
     assert together.length == alone[0].length + len(alone[1].turns[0].input_ids)
 
 
+def test_questions_that_do_not_fit_become_further_examples(processor, builder):
+    rows = [row | {"passages": question_rows(1)[0]["passages"]} for row in question_rows(5)]
+    (together,) = builder.question_examples(rows)
+    one = together.length - sum(len(turn.input_ids) for turn in together.turns[1:])
+    for limit, sizes in ((together.length, [5]), (together.length - 1, [4, 1]), (one, [1] * 5), (1, [1] * 5)):
+        found = list(ExampleBuilder(processor, max_segments=2, max_tokens=limit).question_examples(rows))
+        assert [len(example.turns) for example in found] == sizes
+        assert [turn for example in found for turn in example.turns] == together.turns
+        assert [answers for example in found for answers in example.answers] == together.answers
+        assert len({example.row_id for example in found}) == len(found)
+        assert all(example.segments == together.segments for example in found)
+        assert limit in (1, one) or max(example.length for example in found) <= limit
+
+
 def test_the_finest_rate_decides_how_long_an_example_is(processor):
     (row,) = question_rows(1)
     lengths = []

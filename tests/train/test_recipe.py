@@ -6,14 +6,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from training_rows import passage_rows, question_rows, write_rows
 
 from arcaligner import ArcAlignerConfig, ArcAlignerForCausalLM
 from arcaligner.train import sft
 from arcaligner.train.corpora import FILES, parse_source
-from arcaligner.train.data import ExampleBuilder
 from arcaligner.train.recipe import RecipeArguments
-from arcaligner.train.selection import eval_examples, training_examples
 from arcaligner.train.sft import load_processor, parse
 
 ROOT = Path(__file__).parents[2]
@@ -80,34 +77,6 @@ def test_a_share_without_files_is_refused():
         recipe(reconstruction_share=0.5)
 
 
-@pytest.fixture
-def local(base_model_dir, tmp_path):
-    """Keys of a recipe that looks at files of this machine only."""
-    return {"model_name_or_path": str(base_model_dir), "examples_cache_dir": str(tmp_path / "cache")}
-
-
-def test_stage_one_rows_mix_into_a_later_stage(tmp_path, processor, local):
-    questions = write_rows(tmp_path / "questions.jsonl", question_rows(12))
-    passages = write_rows(tmp_path / "passages.jsonl", passage_rows(12))
-    mixed = recipe(
-        train_files={questions: 1.0},
-        max_train_samples=8,
-        reconstruction_files={passages: 1.0},
-        reconstruction_share=0.25,
-        **local,
-    )
-    examples = training_examples(mixed, ExampleBuilder(processor), seed=0)
-    texts = [processor.decode(example["turns"][0]["input_ids"]) for example in examples]
-    assert ["Question: " in text for text in texts] == [True] * 6 + [False] * 2
-
-
-def test_held_out_examples_are_those_of_the_stage(tmp_path, processor, local):
-    passages = write_rows(tmp_path / "passages.jsonl", passage_rows(3))
-    held_out = recipe(stage="reconstruction", eval_files={passages: 1.0}, max_eval_samples=4, **local)
-    assert len(eval_examples(held_out, ExampleBuilder(processor), seed=0)) == 4
-    assert eval_examples(recipe(), ExampleBuilder(processor), seed=0) is None
-
-
 @pytest.mark.parametrize("share", [-0.1, 1.5])
 def test_distractors_are_a_share(share):
     with pytest.raises(ValueError, match="`distractors` is .*; expected a share"):
@@ -148,37 +117,9 @@ def test_settings_of_the_processor_that_follow_from_the_recipe_are_refused(key):
         recipe(processor={key: 4})
 
 
-def test_a_recipe_adds_distractors_to_questions_and_leaves_stage_one_rows_alone(tmp_path, processor, local):
-    questions = write_rows(tmp_path / "questions.jsonl", question_rows(12))
-    mixed = recipe(
-        train_files={questions: 1.0},
-        distractors=1.0,
-        max_train_samples=8,
-        reconstruction_files={questions: 1.0},
-        reconstruction_share=0.25,
-        **local,
-    )
-    examples = training_examples(mixed, ExampleBuilder(processor), seed=0)
-    sizes = [len(segments) for segments in examples["segments"]]
-    assert min(sizes[:6]) > 2 and sizes[6:] == [1] * 2
-
-
 @pytest.mark.parametrize("max_tokens, limit", [(None, 512), (600, 512), (200, 200)])
-def test_what_the_backbone_cannot_read_is_left_out_and_counted(tmp_path, processor, local, caplog, max_tokens, limit):
-    rows = question_rows(3)
-    rows[1]["passages"][0]["text"] = "It was so. " * 600
-    path = write_rows(tmp_path / "questions.jsonl", rows)
-    examples = training_examples(
-        recipe(train_files={path: 1.0}, max_tokens=max_tokens, **local), ExampleBuilder(processor), seed=0
-    )
-    assert sorted(examples["row_id"]) == ["row-0", "row-2"]
-    assert f"left out 1 longer than {limit} tokens" in caplog.text and "row-1" in caplog.text
-
-
-def test_strict_is_a_key_of_the_recipe(tmp_path, processor, local):
-    path = write_rows(tmp_path / "questions.jsonl", [row | {"answers": []} for row in question_rows(1)])
-    with pytest.raises(ValueError, match="row row-0 has no answer"):
-        training_examples(recipe(train_files={path: 1.0}, strict=True, **local), ExampleBuilder(processor), seed=0)
+def test_no_example_is_longer_than_the_backbone_reads(base_model_dir, max_tokens, limit):
+    assert recipe(model_name_or_path=str(base_model_dir), max_tokens=max_tokens).token_limit() == limit
 
 
 # Starts
