@@ -7,10 +7,12 @@
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from huggingface_hub import snapshot_download
 from transformers.utils import logging
 
 from .configuration_arcaligner import missing_model_message, resolve_encoder
@@ -126,7 +128,7 @@ class DocumentEncoder:
                 number,
                 sentences_per_segment=self.sentences_per_segment,
                 spacy_model=self.spacy_model,
-                fits=self._encoder.fits,
+                num_reads=self._encoder.num_reads,
             )
         return segments
 
@@ -196,7 +198,7 @@ class DocumentEncoder:
 
     def encode_runs(self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]] | None):
         """Embeddings of runs of characters, as [`LazyEncoder.encode_runs`]; of whole texts where `ends` is `None`."""
-        return self.encode_segments(texts) if ends is None else self._encoder.encode_runs(texts, starts, ends)
+        return self._encoder.encode_texts(texts) if ends is None else self._encoder.encode_runs(texts, starts, ends)
 
     def encode_documents(
         self,
@@ -279,7 +281,7 @@ class DocumentEncoder:
     def _fit(self, documents, max_slots, slot_policy) -> FittedSegments:
         segments = self.segment_documents(documents)
         texts = [text_of(document, number) for number, document in enumerate(documents)]
-        return fit_segments(segments, texts, max_slots, slot_policy or "drop", self._encoder.fits)
+        return fit_segments(segments, texts, max_slots, slot_policy or "drop", self._encoder.num_reads)
 
     def check_context_embeds(self, embeds: torch.FloatTensor, row: int) -> None:
         """Raises `ValueError` unless `embeds` is (num_slots, encoder_hidden_size), finite, with at least one slot."""
@@ -300,11 +302,37 @@ class DocumentEncoder:
 RUN_BATCH = 64
 
 
-class LazyEncoder:
-    """The sentence encoder, loaded on first use. Shared, not copied, when a processor is copied or saved."""
+# Of a checkpoint whose encoder was trained along.
+ENCODER_FOLDER = "encoder"
 
-    def __init__(self, name_or_path: str):
+
+def find_encoder_folder(checkpoint: str, revision: str | None = None) -> str:
+    """The folder `encoder` of a checkpoint, on this machine or on the Hub.
+
+    Raises:
+        `ValueError`: a checkpoint without, by its name.
+    """
+    folder = Path(checkpoint)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(checkpoint, revision=revision, allow_patterns=f"{ENCODER_FOLDER}/*"))
+    if not (folder / ENCODER_FOLDER / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{checkpoint} lacks {ENCODER_FOLDER}/adapter_config.json, the sentence encoder that was trained along "
+            "with the aligner. Save the processor again, or download the checkpoint again."
+        )
+    return str(folder / ENCODER_FOLDER)
+
+
+class LazyEncoder:
+    """The sentence encoder, loaded on first use. Shared, not copied, when a processor is copied or saved.
+
+    With `folder`, a sentence-transformers folder of LoRA weights that were trained along with the aligner, these are
+    added to the encoder `name_or_path`.
+    """
+
+    def __init__(self, name_or_path: str, folder: str | None = None):
         self.name_or_path = name_or_path
+        self.folder = folder
         self.device = None
         self._model = None
         self._reading = None
@@ -319,22 +347,64 @@ class LazyEncoder:
     @property
     def model(self):
         if self._model is None:
-            try:
-                sentence_transformers = importlib.import_module("sentence_transformers")
-            except ImportError as error:
-                raise ImportError(
-                    "Passages are encoded by sentence-transformers, which is not installed: `pip install "
-                    "sentence-transformers`. Or pass precomputed `context_embeds`."
-                ) from error
-            try:
-                self._model = sentence_transformers.SentenceTransformer(
-                    resolve_encoder(self.name_or_path), device=self.device
-                )
-            except OSError as error:
-                raise OSError(missing_model_message("encoder", self.name_or_path, error)) from error
+            self._model = self._load()
+            for layer in self._lora_layers():
+                layer.merge()
         elif self.device is not None:
             self._model.to(self.device)
         return self._model
+
+    def _load(self):
+        try:
+            sentence_transformers = importlib.import_module("sentence_transformers")
+        except ImportError as error:
+            raise ImportError(
+                "Passages are encoded by sentence-transformers, which is not installed: `pip install "
+                "sentence-transformers`. Or pass precomputed `context_embeds`."
+            ) from error
+        try:
+            model = sentence_transformers.SentenceTransformer(resolve_encoder(self.name_or_path), device=self.device)
+        except OSError as error:
+            raise OSError(missing_model_message("encoder", self.name_or_path, error)) from error
+        if self.folder is not None:
+            model.load_adapter(self.folder)
+            model.eval().requires_grad_(False)
+        return model
+
+    def _lora_layers(self) -> list:
+        from peft.tuners.lora import LoraLayer  # only an encoder that was trained along needs PEFT
+
+        return [module for module in self._model.modules() if isinstance(module, LoraLayer)]
+
+    def train_along(self, lora_r: int) -> list[torch.nn.Parameter]:
+        """Gives the encoder LoRA of rank `lora_r`, or goes on with what it has, and returns its weights, to be trained.
+
+        Raises:
+            `ValueError`: LoRA of another rank.
+        """
+        from peft import LoraConfig
+
+        model = self.model
+        if not (layers := self._lora_layers()):
+            model.add_adapter(LoraConfig(r=lora_r, lora_alpha=2 * lora_r, target_modules="all-linear"))
+            layers = self._lora_layers()
+        weights = []
+        for layer in layers:
+            if layer.merged:
+                layer.unmerge()
+            if (found := layer.r["default"]) != lora_r:
+                raise ValueError(f"The encoder has LoRA of rank {found}; got {lora_r}. Go on with the rank it has.")
+            weights += [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+        model.requires_grad_(False)
+        for weight in weights:
+            weight.requires_grad_(True)
+        return weights
+
+    def save(self, folder: Path) -> None:
+        """Writes the encoder's LoRA as a sentence-transformers folder, which needs the base encoder only."""
+        config = self.model[0].model.peft_config["default"]
+        config.base_model_name_or_path = self.name_or_path
+        self.model.save(str(folder), create_model_card=False)
 
     @property
     def reading(self) -> tuple:
@@ -343,15 +413,16 @@ class LazyEncoder:
             return self._reading
         return self.model.max_seq_length, self.model.tokenizer
 
-    def fits(self, text: str) -> bool:
-        """Whether the encoder reads `text` whole."""
+    def num_reads(self, text: str) -> int:
+        """How many times the most that the encoder reads `text` is, about; 1 where it reads it whole."""
         limit, tokenizer = self.reading
         if limit is None or 2 * len(text) < limit:
-            return True
-        # Characters that no tokenizer would join bound the work on a huge "sentence".
-        if len(text) > 40 * limit:
-            return False
-        return len(tokenizer(text, truncation=False, verbose=False)["input_ids"]) <= limit
+            return 1
+        # No tokenizer joins so many characters. What is longer is cut first, so that it is tokenized twice at most.
+        longest = 16 * limit
+        if len(text) > longest:
+            return max(2, len(text) // longest)
+        return -(-len(tokenizer(text, truncation=False, verbose=False)["input_ids"]) // limit)
 
     def encode_runs(self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]]) -> torch.Tensor:
         """Late chunking: each text is read once, its token states are averaged over runs of characters.
@@ -379,6 +450,20 @@ class LazyEncoder:
             for row, number in enumerate(batch):
                 pooled[number] = means[row, : len(ends[number])]
         return torch.nn.functional.normalize(torch.cat(pooled).float(), dim=-1)
+
+    def encode_texts(self, texts: Sequence[str]) -> torch.Tensor:
+        """Normalised embeddings (len(texts), encoder_hidden_size), as [`SentenceTransformer.encode`] makes them, with a
+        gradient where the encoder's weights ask for one."""
+        prompt = self.model.prompts.get(self.model.default_prompt_name) or ""
+        order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
+        embeds: list[torch.Tensor] = [torch.empty(0)] * len(texts)
+        for first in range(0, len(order), RUN_BATCH):
+            batch = order[first : first + RUN_BATCH]
+            features = self.model.preprocess([prompt + texts[number] for number in batch])
+            features = {name: each.to(self.model.device) for name, each in features.items() if torch.is_tensor(each)}
+            for number, embed in zip(batch, self.model(features)["sentence_embedding"], strict=True):
+                embeds[number] = embed
+        return torch.nn.functional.normalize(torch.stack(embeds).float(), dim=-1)
 
     def _token_states(self, texts: list[str]) -> tuple[torch.Tensor, list[np.ndarray]]:
         """States (texts, max_tokens, encoder_hidden_size), and of each text's tokens the characters they stand for,

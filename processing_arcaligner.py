@@ -21,7 +21,15 @@ from transformers import AutoTokenizer, BatchFeature, PreTrainedConfig, Processo
 from transformers.utils import logging
 
 from .configuration_arcaligner import DEFAULT_ENCODER, resolve_base_model
-from .encoding_arcaligner import DocumentEncoder, EncodedDocuments, LazyEncoder, pad_words, text_of
+from .encoding_arcaligner import (
+    ENCODER_FOLDER,
+    DocumentEncoder,
+    EncodedDocuments,
+    LazyEncoder,
+    find_encoder_folder,
+    pad_words,
+    text_of,
+)
 from .segmentation_arcaligner import check_sentences_per_segment, check_tokens_per_slot
 
 logger = logging.get_logger(__name__)
@@ -67,6 +75,9 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         trained_tokens_per_slot (`list`, *optional*): The rates that the aligner has learned; others give a warning.
         context_words (`bool`, defaults to `False`):
             Whether the slots' own tokens are handed to the model, as an aligner with `word_parts` needs them.
+        trained_encoder (`bool`, defaults to `False`):
+            Whether the encoder was trained along: the checkpoint's folder `encoder`, for sentence-transformers as well,
+            holds LoRA weights that are added to it.
         chat_template (`str`, *optional*): Default: the tokenizer's.
 
     Raises:
@@ -85,6 +96,7 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         tokens_per_slot: int | str = "segment",
         trained_tokens_per_slot: list[int | str] | None = None,
         context_words: bool = False,
+        trained_encoder: bool = False,
         chat_template: str | None = None,
     ):
         names = {"encoder_name_or_path": encoder_name_or_path, "spacy_model": spacy_model}
@@ -106,6 +118,7 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         self.tokens_per_slot = tokens_per_slot
         self.trained_tokens_per_slot = trained_tokens_per_slot
         self.context_words = context_words
+        self.trained_encoder = trained_encoder
         self._encoder = LazyEncoder(encoder_name_or_path)
         self.auto_map = {"AutoProcessor": "processing_arcaligner.ArcAlignerProcessor"}
         super().__init__(tokenizer, chat_template=chat_template or tokenizer.chat_template)
@@ -115,7 +128,35 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         """As any processor's. The code is this class; transformers need not ask whether to run the checkpoint's."""
         kwargs.setdefault("trust_remote_code", False)
         kwargs.setdefault("config", PreTrainedConfig())  # else the tokenizer reads the aligner's, and complains of it
-        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        processor = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        if processor.trained_encoder:
+            processor.load_trained_encoder(pretrained_model_name_or_path, kwargs.get("revision"))
+        return processor
+
+    def load_trained_encoder(self, checkpoint: str, revision: str | None = None) -> None:
+        """Takes the encoder that was trained along from a checkpoint, by path or Hub id, on its next use.
+
+        Raises:
+            `ValueError`: a checkpoint without.
+        """
+        folder = find_encoder_folder(str(checkpoint), revision)
+        self._encoder, self.trained_encoder = LazyEncoder(self.encoder_name_or_path, folder), True
+
+    def save_pretrained(self, save_directory, **kwargs):
+        """As any processor's; an encoder that was trained along is written to the folder `encoder`."""
+        if self.trained_encoder:
+            self._encoder.save(Path(save_directory, ENCODER_FOLDER))
+        return super().save_pretrained(save_directory, **kwargs)
+
+    def train_encoder(self, lora_r: int) -> list[torch.nn.Parameter]:
+        """Gives the encoder LoRA of rank `lora_r`, or goes on with what it has, and returns its weights, to be trained.
+
+        Raises:
+            `ValueError`: an encoder that has LoRA of another rank.
+        """
+        weights = self._encoder.train_along(lora_r)
+        self.trained_encoder = True
+        return weights
 
     @classmethod
     def get_processor_dict(cls, pretrained_model_name_or_path, **kwargs):

@@ -4,10 +4,12 @@ spaCy finds the sentences. Offsets always count characters of the document's tex
 it.
 """
 
+import bisect
 import functools
 import importlib
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from numbers import Integral
 from typing import NamedTuple
 
@@ -46,8 +48,17 @@ def check_tokens_per_slot(tokens_per_slot: int | str) -> None:
         )
 
 
+# A word of 100 characters or 9 marks. spaCy's tokenizer takes quadratic time on some, such as "((((".
+_LONG_WORD = re.compile(r"(?<!\S)(?=\S{100}|(?:\w*[^\w\s]){9})\S+")
+_MARKS_AT_THE_END = re.compile(r"[^\w\s]*$")
+_SPACE = re.compile(r"\s")
+# spaCy never forgets a word. After so many new ones it is loaded again.
+_MAX_NEW_WORDS = 100_000
+
+
 @functools.lru_cache(maxsize=4)
 def _load_spacy(spacy_model: str):
+    """The pipeline that finds sentences, and the number of words at which it has had enough."""
     try:
         spacy = importlib.import_module("spacy")
     except ImportError as error:
@@ -61,42 +72,60 @@ def _load_spacy(spacy_model: str):
     else:
         nlp = spacy.load(spacy_model)
     nlp.max_length = _MAX_SPACY_CHARACTERS
-    return nlp
+    if isinstance(nlp.tokenizer, spacy.tokenizer.Tokenizer):  # not the ones of languages without spaces
+        nlp.tokenizer = functools.partial(_tokenize, nlp.tokenizer, spacy.tokens.Doc)
+    return nlp, len(nlp.vocab.strings) + _MAX_NEW_WORDS
+
+
+def _tokenize(tokenizer, doc_class, text: str):
+    """As spaCy's `tokenizer`, in linear time: nothing inside of a very long word ends a sentence."""
+    tokens, done = [], 0  # text, and whether a space follows
+    for word in _LONG_WORD.finditer(text):
+        tokens += [(token.text, bool(token.whitespace_)) for token in tokenizer(text[done : word.start()])]
+        done = _MARKS_AT_THE_END.search(text, word.end() - 10, word.end()).start()
+        tokens += [("x" * min(100, done - start), False) for start in range(word.start(), done, 100)]
+    read = tokenizer(text[done:])
+    if not tokens:
+        return read
+    tokens += [(token.text, bool(token.whitespace_)) for token in read]
+    return doc_class(tokenizer.vocab, *zip(*tokens, strict=True))
 
 
 def _strip(text: str, start: int, end: int) -> tuple[int, int]:
     """`start` and `end` moved inwards over white space; equal when nothing else is there."""
-    while start < end and text[start].isspace():
-        start += 1
-    while end > start and text[end - 1].isspace():
-        end -= 1
-    return start, end
+    start = end - len(text[start:end].lstrip())
+    return start, start + len(text[start:end].rstrip())
 
 
 def _sentences(text: str, spacy_model: str) -> list[tuple[int, int]]:
-    spans = [_strip(text, s.start_char, s.end_char) for s in _load_spacy(spacy_model)(text).sents]
+    nlp, most_words = _load_spacy(spacy_model)
+    spans = [_strip(text, s.start_char, s.end_char) for s in nlp(text).sents]
+    if len(nlp.vocab.strings) > most_words:
+        _load_spacy.cache_clear()
     return [(start, end) for start, end in spans if start < end]
 
 
-def _halves(text: str, start: int, end: int) -> list[tuple[int, int]]:
-    """Two halves, cut at the white space nearest to the middle; one piece when it has none."""
+def _halves(text: str, start: int, end: int, anywhere: bool = False) -> list[tuple[int, int]]:
+    """Two halves, cut at the white space nearest to the middle; where there is none `anywhere`, or one piece."""
     middle = (start + end) // 2
-    spaces = [i for i in range(start + 1, end - 1) if text[i].isspace()]
-    if not spaces:
-        return [(start, end)]
-    cut = min(spaces, key=lambda i: abs(i - middle))
-    return [_strip(text, start, cut), _strip(text, cut, end)]
+    before = _SPACE.search(text[start + 1 : middle][::-1])
+    after = _SPACE.search(text, middle, max(middle, end - 1))
+    cuts = [middle - 1 - before.start()] if before else []
+    cuts += [after.start()] if after else []
+    if cuts:
+        cut = min(cuts, key=lambda place: abs(place - middle))
+        return [_strip(text, start, cut), _strip(text, cut, end)]
+    return [(start, middle), (middle, end)] if anywhere and start < middle else [(start, end)]
 
 
-def _fitting_pieces(text: str, start: int, end: int, fits: Callable[[str], bool]) -> list[tuple[int, int]]:
+def _fitting_pieces(text: str, start: int, end: int, num_reads: Callable[[str], int]) -> list[tuple[int, int]]:
     """Pieces the encoder reads whole: cut in two at a space (or anywhere in one long word) until each fits."""
-    if end - start <= 1 or fits(text[start:end]):
-        return [(start, end)]
-    pieces = _halves(text, start, end)
-    if len(pieces) == 1:
-        middle = (start + end) // 2
-        pieces = [(start, middle), (middle, end)]
-    return [small for piece in pieces for small in _fitting_pieces(text, *piece, fits)]
+    pieces, reads = [(start, end)], num_reads(text[start:end])
+    if reads <= 1 or end - start <= 1:
+        return pieces
+    for _ in range(1 if reads < 5 else (reads - 1).bit_length()):  # several cuts at once: to ask takes time
+        pieces = [half for piece in pieces for half in _halves(text, *piece, anywhere=True)]
+    return [small for piece in pieces for small in _fitting_pieces(text, *piece, num_reads)]
 
 
 def check_sentences_per_segment(sentences_per_segment: int | float) -> None:
@@ -115,7 +144,7 @@ def segment_document(
     *,
     sentences_per_segment: int | float = 1,
     spacy_model: str = "en",
-    fits: Callable[[str], bool] = lambda text: True,
+    num_reads: Callable[[str], int] = lambda text: 1,
 ) -> list[Segment]:
     """Cuts a document into segments.
 
@@ -124,7 +153,7 @@ def segment_document(
         document (`int`): Its number, kept in the segments.
         sentences_per_segment (`int` or `float`): 0.5 for half sentences, 1 for sentences, n to merge n of them.
         spacy_model (`str`): A language code (rule-based sentences) or the name of an installed spaCy pipeline.
-        fits (`Callable`): Whether the encoder reads a text whole; what does not fit is split further.
+        num_reads (`Callable`): How many times the encoder's limit a text is, about; what is more than one is split.
 
     Returns:
         `list[Segment]`: In order, without overlap; empty for a document of white space.
@@ -139,7 +168,7 @@ def segment_document(
     elif sentences_per_segment > 1:
         size = int(sentences_per_segment)
         spans = [(spans[i][0], spans[min(i + size, len(spans)) - 1][1]) for i in range(0, len(spans), size)]
-    pieces = [piece for span in spans for piece in _fitting_pieces(text, *span, fits)]
+    pieces = [piece for span in spans for piece in _fitting_pieces(text, *span, num_reads)]
     return [Segment(document, start, end, text[start:end]) for start, end in pieces]
 
 
@@ -171,7 +200,7 @@ def fit_segments(
     texts: Sequence[str],
     max_slots: int | None,
     slot_policy: str = "drop",
-    fits: Callable[[str], bool] = lambda text: True,
+    num_reads: Callable[[str], int] = lambda text: 1,
 ) -> FittedSegments:
     """Drops or merges segments until there are at most `max_slots`.
 
@@ -180,7 +209,7 @@ def fit_segments(
         texts (`Sequence[str]`): Of these documents.
         max_slots (`int`, *optional*): `None` keeps all.
         slot_policy (`str`, defaults to `"drop"`): Or `"merge"`, see above.
-        fits (`Callable`): Whether the encoder reads a text whole.
+        num_reads (`Callable`): As for `segment_document`.
 
     >>> segments = [Segment(0, 0, 2, "A."), Segment(0, 3, 5, "B."), Segment(1, 0, 2, "C.")]
     >>> [s.text for s in fit_segments(segments, ["A. B.", "C."], 2, "merge").segments]
@@ -191,7 +220,7 @@ def fit_segments(
         return FittedSegments(list(segments), 0, [])
     if slot_policy == "drop":
         return FittedSegments(list(segments[:max_slots]), 0, list(segments[max_slots:]))
-    groups = _shortest_groups(segments, texts, max_slots, fits)
+    groups = _shortest_groups(segments, texts, max_slots, num_reads)
     kept, dropped = groups[:max_slots], groups[max_slots:]
     return FittedSegments(
         segments=[_merged(group, texts) for group in kept],
@@ -200,19 +229,27 @@ def fit_segments(
     )
 
 
-def _shortest_groups(segments, texts, max_slots, fits) -> list[list[Segment]]:
+def _shortest_groups(segments, texts, max_slots, num_reads) -> list[list[Segment]]:
     """Neighbours in groups of at most as many characters as it takes for `max_slots` groups, if that can be had."""
-    fits_within = functools.cache(lambda document, start, end: fits(texts[document][start:end]))
+    reads_within = functools.cache(lambda document, start, end: num_reads(texts[document][start:end]))
 
     def groups_of(longest: int) -> list[list[Segment]]:
-        groups = []
-        for segment in segments:
-            first = groups[-1][0] if groups else None
-            joins = first is not None and first.document == segment.document and segment.end - first.start <= longest
-            if joins and fits_within(segment.document, first.start, segment.end):
-                groups[-1].append(segment)
-            else:
-                groups.append([segment])
+        groups, first = [], 0
+        while first < len(segments):
+            document, start, _, _ = astuple(segments[first])
+
+            def is_outside(number: int, document=document, start=start) -> bool:
+                other = segments[number]
+                within = other.document == document and other.end - start <= longest
+                return not within or reads_within(document, start, other.end) > 1
+
+            size = 1  # doubled, so that no text is read that is much longer than the group
+            while first + size < len(segments) and not is_outside(first + size):
+                size *= 2
+            others = range(first + size // 2 + 1, min(first + size, len(segments)))
+            end = first + size // 2 + 1 + bisect.bisect_left(others, True, key=is_outside)
+            groups.append(list(segments[first:end]))
+            first = end
         return groups
 
     shortest, longest = 1, max(len(text) for text in texts)

@@ -36,13 +36,13 @@ def test_white_space_has_no_segments(text):
 
 
 def test_a_segment_that_does_not_fit_is_split_at_spaces():
-    pieces = cut("aa bb cc dd ee ff gg hh", fits=lambda text: len(text) <= 6)
+    pieces = cut("aa bb cc dd ee ff gg hh", num_reads=lambda text: -(-len(text) // 6))
     assert all(len(piece) <= 6 for piece in pieces)
     assert " ".join(pieces) == "aa bb cc dd ee ff gg hh"
 
 
 def test_a_huge_word_is_split_anywhere():
-    pieces = cut("x" * 100, fits=lambda text: len(text) <= 7)
+    pieces = cut("x" * 100, num_reads=lambda text: -(-len(text) // 7))
     assert "".join(pieces) == "x" * 100
     assert max(map(len, pieces)) <= 7
 
@@ -61,7 +61,7 @@ def test_impossible_numbers_of_sentences_are_refused(sentences):
 @settings(max_examples=150, deadline=None)
 @given(text=documents, sentences=st.sampled_from([0.5, 1, 2, 3]), longest=st.integers(1, 30))
 def test_segments_keep_order_and_offsets_and_lose_only_white_space(text, sentences, longest):
-    segments = segment_document(text, sentences_per_segment=sentences, fits=lambda piece: len(piece) <= longest)
+    segments = segment_document(text, sentences_per_segment=sentences, num_reads=lambda piece: -(-len(piece) // longest))
     ends = [0]
     for segment in segments:
         assert text[segment.start : segment.end] == segment.text

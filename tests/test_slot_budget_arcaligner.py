@@ -42,7 +42,7 @@ def test_merge_never_joins_documents_and_drops_the_last_ones():
 def test_merge_stops_where_the_encoder_does():
     """What no slot could be read whole with is dropped, and not cut behind the caller's back."""
     longest = len("One is here. Two goes there!")
-    fitted = fit_segments(segments_of(TEXTS), TEXTS, 2, "merge", fits=lambda text: len(text) <= longest)
+    fitted = fit_segments(segments_of(TEXTS), TEXTS, 2, "merge", num_reads=lambda text: -(-len(text) // longest))
     assert [s.text for s in fitted.segments] == ["One is here. Two goes there!", "Is three next? Four ends it."]
     assert fitted.num_merged == 4 and [s.text for s in fitted.dropped] == ["Five.", "Six is the last one."]
 
@@ -55,11 +55,11 @@ def test_merge_stops_where_the_encoder_does():
     longest=st.integers(5, 80),
 )
 def test_no_more_slots_than_the_budget_each_character_once_and_in_order(texts, max_slots, slot_policy, longest):
-    def fits(text):
-        return len(text) <= longest
+    def num_reads(text):
+        return -(-len(text) // longest)
 
     segments = segments_of(texts)
-    fitted = fit_segments(segments, texts, max_slots, slot_policy, fits)
+    fitted = fit_segments(segments, texts, max_slots, slot_policy, num_reads)
     assert len(fitted.segments) <= max_slots
     assert len(fitted.segments) == min(len(segments), max_slots) or slot_policy == "merge"
     num_kept = len(segments) - len(fitted.dropped)
@@ -70,7 +70,7 @@ def test_no_more_slots_than_the_budget_each_character_once_and_in_order(texts, m
         assert texts[slot.document][slot.start : slot.end] == slot.text
         run = [s for s in left if s.document == slot.document and s.start >= slot.start and s.end <= slot.end]
         assert run == left[: len(run)] and (run[0].start, run[-1].end) == (slot.start, slot.end)
-        assert len(run) == 1 or fits(slot.text)
+        assert len(run) == 1 or num_reads(slot.text) == 1
         num_merged += len(run) if len(run) > 1 else 0
         left = left[len(run) :]
     assert not left and num_merged == fitted.num_merged
