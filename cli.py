@@ -1,6 +1,9 @@
-"""The command line: answer a question from files, watch the demo, train an aligner, measure it, share it.
+"""The command line: answer from files or a corpus, serve answers, watch the demo, train, measure, share.
 
     python -m arcaligner answer --question "Who wrote it?" --document letter.txt
+    python -m arcaligner corpus build letters/ --output letters.lance
+    python -m arcaligner ask --corpus letters.lance "Who wrote it?"
+    python -m arcaligner serve --corpus letters.lance
     python -m arcaligner demo
     python -m arcaligner train --recipe smollm2_135m
     python -m arcaligner evaluate --recipe smollm2_135m
@@ -31,6 +34,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+corpus_app = typer.Typer(help="Passages encoded once, to ask from: build, change, describe.", no_args_is_help=True)
+app.add_typer(corpus_app, name="corpus")
 output = Console()
 messages = Console(stderr=True)
 
@@ -175,6 +180,128 @@ def answer(
     if show_slots:
         output.print(slots_table(record))
     messages.print(f"[dim]{compression_summary(record['statistics'])}[/]")
+
+
+Sources = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SOURCE...", help="Text, Markdown, JSON Lines or Parquet files, folders, data sets of the Hub."
+    ),
+]
+CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder of the corpus.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Stop at what cannot be read, instead of skipping it.")]
+Workers = Annotated[
+    int | None, typer.Option("--ray", metavar="WORKERS", help="Encode on so many workers of Ray.", min=1)
+]
+
+
+def load_processor(checkpoint: str):
+    """The processor of a checkpoint, without the model."""
+    from .processing_arcaligner import ArcAlignerProcessor
+
+    check_folder(checkpoint)
+    return ArcAlignerProcessor.from_pretrained(checkpoint)
+
+
+def fill_corpus(corpus, processor, sources: list[str], strict: bool, workers: int | None) -> None:
+    """Adds sources to a corpus and says what was done."""
+    from .corpus.build import build_corpus, summary
+
+    write_batches = None
+    if workers is not None:
+        from .corpus.ray_build import RayWriter
+
+        write_batches = RayWriter(workers)
+    with busy("Encoding passages"):
+        report = build_corpus(sources, corpus, processor, strict=strict, write_batches=write_batches)
+    for each in report.skipped:
+        messages.print(printable(f"Skipped: {each}"), markup=False, soft_wrap=True)
+    show(summary(report, corpus.info()))
+
+
+@corpus_app.command("build")
+def build(
+    sources: Sources,
+    folder: Annotated[Path, typer.Option("--output", help="Folder of the corpus; it goes on with one that is there.")],
+    checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
+    passage_words: Annotated[int, typer.Option(help="Maximum number of words per passage.", min=1)] = 100,
+    tokens_per_slot: TokensPerSlot = None,
+    strict: Strict = False,
+    ray: Workers = None,
+) -> None:
+    """Makes a corpus of texts, or goes on with one: new documents are added, changed ones replaced."""
+    from .corpus.table import Corpus
+
+    processor = load_processor(checkpoint)
+    corpus = Corpus.create(folder, processor, passage_words, tokens_per_slot)
+    fill_corpus(corpus, processor, sources, strict, ray)
+
+
+@corpus_app.command("add")
+def add(
+    sources: Sources,
+    corpus: CorpusFolder,
+    checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
+    strict: Strict = False,
+    ray: Workers = None,
+) -> None:
+    """Adds documents to a corpus, and replaces those that have changed."""
+    from .corpus.table import Corpus
+
+    processor, opened = load_processor(checkpoint), Corpus(corpus)
+    opened.check(processor)
+    fill_corpus(opened, processor, sources, strict, ray)
+
+
+@corpus_app.command("remove")
+def remove(
+    documents: Annotated[list[str], typer.Argument(metavar="DOCUMENT...", help="Ids of documents.")],
+    corpus: CorpusFolder,
+) -> None:
+    """Removes documents from a corpus."""
+    from .corpus.table import Corpus
+
+    Corpus(corpus).remove(documents)
+
+
+@corpus_app.command("info")
+def info(corpus: CorpusFolder) -> None:
+    """Says what is in a corpus, what it was made with and how large it is."""
+    from .corpus.table import Corpus
+
+    for name, value in Corpus(corpus).info().items():
+        show(f"{name}: {value:.0f}" if isinstance(value, float) else f"{name}: {value}")
+
+
+@app.command("ask")
+def ask_corpus(
+    question: Annotated[str, typer.Argument(help="What to ask.")],
+    corpus: CorpusFolder,
+    checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
+    top_k: Annotated[int, typer.Option(help="Number of passages read.", min=1)] = 5,
+    reranker: Annotated[
+        str | None, typer.Option(help="A CrossEncoder that orders the passages that are found.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the answer.", min=1)] = 256,
+) -> None:
+    """Answers a question from the passages of a corpus, and names them."""
+    from .corpus.retrieve import Retriever
+    from .corpus.table import Corpus
+    from .server.engine import Engine, Request
+
+    opened = Corpus(corpus)
+    with busy("Loading the aligner and its base model"):
+        ask = load_pipeline(checkpoint)
+        engine = Engine(ask, Retriever(opened, ask.processor, reranker))
+    request = Request([{"role": "user", "content": question}], top_k=top_k, max_new_tokens=max_new_tokens)
+    found = engine.submit(request).result()
+    show(found.text.strip())
+    for each in found.passages.documents:
+        title = f" {each['title']}" if each["title"] else ""
+        show(f"{each['document']}:{each['start']}-{each['end']}{title}")
+    milliseconds = ", ".join(f"{name} {1000 * found.seconds[name]:.0f}" for name in ("retrieval", "slots", "model"))
+    times = f"First token after {1000 * found.seconds['first_token']:.0f} ms: {milliseconds}"
+    messages.print(f"[dim]{compression_summary(found.statistics)}\n{times}[/]")
 
 
 @app.command()

@@ -1,0 +1,12 @@
+"""A corpus of slots: passages encoded once, kept in a LanceDB table, found for a question and read without encoding.
+
+sources.py    files, folders and data sets of the Hub -> documents -> passages
+table.py      the table on disk and what it was made with
+build.py      documents -> passages with their slots -> the table
+ray_build.py  the same on several workers of Ray Data
+retrieve.py   a question -> passages with their stored slots
+"""
+
+import os
+
+os.environ.setdefault("LANCEDB_LOG", "error")  # it warns of what it is asked to do

@@ -1,0 +1,183 @@
+"""Documents to rows of a corpus: cut into passages, encoded, written. What is there already is left as it is.
+
+read_documents -> new_documents (batches of those that are new or changed) -> encode_documents -> Corpus.add
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from .sources import Document, cut_passages, read_documents
+from .table import Corpus, table_schema
+
+# What is encoded and written at a time, some hundred passages; a document is never parted.
+BATCH_DOCUMENTS = 512
+BATCH_CHARACTERS = 300_000
+
+
+@dataclass
+class BuildReport:
+    """What a build has done so far. `skipped` says what could not be read, and why."""
+
+    added: int = 0
+    replaced: int = 0
+    unchanged: int = 0
+    passages: int = 0
+    skipped: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Batch:
+    """Documents to be written together, those of them that are `replaced`, and what was met on the way to them."""
+
+    documents: list[Document]
+    replaced: list[str]
+    unchanged: int
+    skipped: list[str]
+
+
+def build_corpus(
+    sources: Iterable[str],
+    corpus: Corpus,
+    processor,
+    *,
+    strict: bool = False,
+    on_batch: Callable[[BuildReport], Any] = lambda report: None,
+    write_batches: Callable[..., Iterator[tuple[Batch, int]]] | None = None,
+) -> BuildReport:
+    """
+    Adds the documents of sources, and replaces those that have changed. A build that was killed goes on where it was.
+
+    Args:
+        sources (`Iterable[str]`): See `sources.py`.
+        corpus ([`Corpus`]): Where to.
+        processor ([`ArcAlignerProcessor`]): Makes the slots; its settings are the corpus's.
+        strict (`bool`): Stop at what cannot be read, instead of skipping it.
+        on_batch (`Callable`): Is told what was done, after each batch.
+        write_batches (`Callable`, *optional*): Encodes and writes; default: `write_here`.
+
+    Raises:
+        `ValueError`: with `strict`, what cannot be read; no document at all; another process writes.
+    """
+    report = BuildReport()
+    with corpus.writing():
+        for batch, num_passages in (write_batches or write_here)(list(sources), corpus, processor, strict):
+            report.added += len(batch.documents) - len(batch.replaced)
+            report.replaced += len(batch.replaced)
+            report.unchanged += batch.unchanged
+            report.passages += num_passages
+            report.skipped += batch.skipped
+            on_batch(report)
+        if not report.added + report.replaced + report.unchanged:
+            why = f": {report.skipped[0]}" if report.skipped else "."
+            raise ValueError(f"There is no document in {', '.join(sources)}{why}")
+        corpus.optimize()
+    return report
+
+
+def summary(report: BuildReport, info: dict[str, Any]) -> str:
+    """What a build has done, and the size of the corpus."""
+    return (
+        f"{report.added} documents added, {report.replaced} replaced, {report.unchanged} unchanged, "
+        f"{len(report.skipped)} skipped.\n"
+        f"{info['passages']} passages of {info['documents']} documents, {info['slots']} slots: "
+        f"{info['slot_bytes_per_passage']:.0f} bytes of embeddings per passage, {info['bytes_per_passage']:.0f} with "
+        "text and indices."
+    )
+
+
+def write_here(sources: list[str], corpus: Corpus, processor, strict: bool) -> Iterator[tuple[Batch, int]]:
+    """Encodes and writes in this process; gives each batch, and its number of passages, when it is written."""
+    for batch in new_documents(sources, corpus, strict):
+        rows = passage_rows(batch.documents, processor, corpus.settings) if batch.documents else []
+        if batch.documents:
+            corpus.add(rows, batch.replaced)
+        yield batch, len(rows)
+
+
+def new_documents(sources: list[str], corpus: Corpus, strict: bool) -> Iterator[Batch]:
+    """Documents that the corpus does not have, or has with another text, in batches.
+
+    Raises:
+        `ValueError`: with `strict`, the first thing that cannot be read, and a second text under one id.
+    """
+    skipped: list[str] = []
+
+    def skip(what: str) -> None:
+        if strict:
+            raise ValueError(f"{what}. Mend it or leave it out; without `--strict` it is skipped.")
+        skipped.append(what)
+
+    def batch_of(documents: list[Document]) -> Batch:
+        nonlocal skipped, unchanged
+        known = corpus.digests(document.id for document in documents)
+        new = [document for document in documents if known.get(document.id) != document.digest]
+        batch = Batch(
+            new, [each.id for each in new if each.id in known], unchanged + len(documents) - len(new), skipped
+        )
+        skipped, unchanged = [], 0
+        return batch
+
+    documents: list[Document] = []
+    text_of: dict[int, int] = {}  # of an id, both as hashes: there may be millions
+    num_characters = unchanged = 0
+    for document in read_documents(sources, skip):
+        key, text = hash(document.id), hash((document.title, document.text))
+        if key in text_of:
+            if text_of[key] == text:
+                unchanged += 1
+            else:
+                skip(f"{document.id} is the id of an earlier document with another text")
+            continue
+        text_of[key] = text
+        documents.append(document)
+        num_characters += len(document.text)
+        if num_characters >= BATCH_CHARACTERS or len(documents) == BATCH_DOCUMENTS:
+            yield batch_of(documents)
+            documents, num_characters = [], 0
+    yield batch_of(documents)
+
+
+def passage_rows(documents: list[Document], processor, settings: dict[str, Any]) -> pa.Table:
+    """The passages of documents with their slots, as rows of a corpus."""
+    schema = table_schema(settings)
+    passages = [
+        (document, number, start, end)
+        for document in documents
+        for number, (start, end) in enumerate(
+            cut_passages(document.text, settings["passage_words"], settings["spacy_model"])
+        )
+    ]
+    read = [[{"title": document.title, "text": document.text[a:b]}] for document, _, a, b in passages]
+    encoded = processor.encode_batch(read, tokens_per_slot=settings["tokens_per_slot"])
+    means = [torch.nn.functional.normalize(each.context_embeds.mean(dim=0), dim=0) for each in encoded]
+    columns = {
+        "id": [f"{document.id}#{number}" for document, number, _, _ in passages],
+        "document": [document.id for document, *_ in passages],
+        "digest": [document.digest for document, *_ in passages],
+        "title": [document.title for document, *_ in passages],
+        "text": [each[0]["text"] for each in read],
+        "start": [start for *_, start, _ in passages],
+        "end": [end for *_, end in passages],
+        "segments": [[{"start": s.start, "end": s.end} for s in each.segments] for each in encoded],
+        "slots": pa.ListArray.from_arrays(
+            np.cumsum([0, *(len(each.context_embeds) for each in encoded)], dtype=np.int32),
+            _vectors([each.context_embeds for each in encoded], settings["encoder_hidden_size"]),
+        ),
+        "vector": _vectors([mean[None] for mean in means], settings["encoder_hidden_size"]),
+    }
+    if settings["context_words"]:
+        columns["words"] = [
+            [[word for word in words if word >= 0] for words in each.context_word_ids.tolist()] for each in encoded
+        ]
+    return pa.table(columns, schema=schema)
+
+
+def _vectors(rows: list[torch.Tensor], width: int) -> pa.FixedSizeListArray:
+    """Rows of (number, width) one below the other, in float16."""
+    values = torch.cat([torch.empty(0, width), *rows]).half().numpy().ravel()
+    return pa.FixedSizeListArray.from_arrays(pa.array(values), width)

@@ -1,0 +1,142 @@
+"""A question to the passages of a corpus that answer it, with their stored slots: nothing but the question is encoded.
+
+    retriever = Retriever(Corpus("letters.lance"), processor)
+    found = retriever("Who wrote it?", top_k=5)
+    inputs = processor("Who wrote it?", **found.inputs, return_tensors="pt")
+
+Search is LanceDB's: vectors and full text, joined by reciprocal rank fusion, or re-ranked by a CrossEncoder.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from lancedb.query import MultiMatchQuery
+from lancedb.rerankers import RRFReranker
+from sentence_transformers import CrossEncoder
+from torch.nn.utils.rnn import pad_sequence
+
+from ..configuration_arcaligner import missing_model_message, resolve_encoder
+from ..segmentation_arcaligner import Segment
+from .table import Corpus
+
+# Passages that a re-ranker reads for each one that is kept.
+CANDIDATES = 4
+
+
+@dataclass
+class SlotPassages:
+    """
+    Passages of a question as slots, whether from a corpus or from the question's own documents.
+
+    Args:
+        documents (`list[dict]`): With `title` and `text`; from a corpus, the best first, also `document` (its id),
+            `start` and `end` (characters of the passage in it) and `score`.
+        segments (`list[Segment]`): What each slot stands for, in `documents`.
+        context_embeds (`torch.FloatTensor` of shape `(num_slots, encoder_hidden_size)`): The slots.
+        context_word_ids (`torch.LongTensor` of shape `(num_slots, max_words)`, *optional*): Their words.
+        seconds (`dict`): How long `retrieval` and `slots` took.
+    """
+
+    documents: list[dict[str, Any]]
+    segments: list[Segment]
+    context_embeds: torch.FloatTensor
+    context_word_ids: torch.LongTensor | None
+    seconds: dict[str, float]
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What processor, prefix store and `generate` take."""
+        words = {} if self.context_word_ids is None else {"context_word_ids": self.context_word_ids}
+        return {"context_embeds": self.context_embeds, **words}
+
+
+class Retriever:
+    """
+    Finds passages of a corpus.
+
+    Args:
+        corpus ([`Corpus`]): With at least one passage.
+        processor ([`ArcAlignerProcessor`]): Encodes questions, as it encoded the passages.
+        reranker (`str`, *optional*): A CrossEncoder that reads each question with each candidate.
+        search (`str`): `"hybrid"`, or `"vector"` without the full text.
+
+    Raises:
+        `ValueError`: a corpus that another encoder, segmenter or rate made, or an empty one.
+        `OSError`: a re-ranker that is not there, with how to get it.
+    """
+
+    def __init__(self, corpus: Corpus, processor, reranker: str | None = None, search: str = "hybrid"):
+        corpus.check(processor)
+        if len(corpus) == 0:
+            raise ValueError(f"The corpus {corpus.path} is empty. Add documents: `arcaligner corpus add`.")
+        self.corpus, self.processor, self.search = corpus, processor, search
+        self.reranker = None
+        if reranker is not None:
+            try:
+                self.reranker = CrossEncoder(resolve_encoder(reranker), device=processor.encoder_device)
+            except OSError as error:
+                raise OSError(missing_model_message("re-ranker", reranker, error)) from error
+        self.columns = ["document", "title", "text", "start", "end", "segments", "slots"]
+        if processor.context_words:
+            self.columns.append("words")
+
+    def __call__(self, question: str, top_k: int = 5) -> SlotPassages:
+        """The `top_k` passages for a question, the best first; fewer where the corpus has fewer.
+
+        Raises:
+            `ValueError`: an empty question, or `top_k` below 1.
+            `OSError`: a corpus that is not there any more.
+        """
+        if top_k < 1 or not question.strip():
+            raise ValueError(f"Got `top_k` {top_k} and the question {question!r}; expected at least 1, and a text.")
+        began = time.perf_counter()
+        vector = self.processor.encode_segments([question])[0].numpy()
+        try:
+            rows = self._query(question, vector, top_k * (1 if self.reranker is None else CANDIDATES)).to_arrow()
+        except (RuntimeError, ValueError) as error:  # of Lance
+            raise OSError(f"The corpus {self.corpus.path} cannot be searched: {error}") from error
+        if self.reranker is not None:
+            texts = [f"{row['title']} {row['text']}".strip() for row in rows.select(["title", "text"]).to_pylist()]
+            scores = self.reranker.predict([(question, text) for text in texts], show_progress_bar=False)
+            best = np.argsort(-scores, kind="stable")[:top_k]
+            rows = rows.take(best).select(self.columns).append_column("_relevance_score", [scores[best]])
+        found = time.perf_counter()
+        passages = slot_passages(rows)
+        passages.seconds = {"retrieval": found - began, "slots": time.perf_counter() - found}
+        return passages
+
+    def _query(self, question: str, vector, limit: int):
+        table, words = self.corpus.table, MultiMatchQuery(question, ["text", "title"])
+        if self.search == "hybrid":
+            query = table.search(query_type="hybrid", vector_column_name="vector").vector(vector).text(words)
+            query = query.distance_type("dot").rerank(RRFReranker())
+        else:
+            query = table.search(vector, vector_column_name="vector").distance_type("dot")
+        return query.limit(limit).select(self.columns)
+
+
+def slot_passages(rows) -> SlotPassages:
+    """Rows of a corpus as passages with slots."""
+    documents = rows.select([name for name in rows.column_names if name not in ("segments", "slots", "words")])
+    documents = [_with_score(each) for each in documents.to_pylist()]
+    segments = [
+        Segment(number, each["start"], each["end"], document["text"][each["start"] : each["end"]])
+        for number, (document, row) in enumerate(zip(documents, rows["segments"].to_pylist(), strict=True))
+        for each in row
+    ]
+    slots = rows["slots"].combine_chunks().flatten()
+    width = slots.type.list_size
+    embeds = torch.tensor(slots.flatten().to_numpy(zero_copy_only=False)).view(-1, width).float()
+    words = None
+    if "words" in rows.column_names:
+        each = [torch.tensor(ids, dtype=torch.long) for row in rows["words"].to_pylist() for ids in row]
+        words = pad_sequence(each, batch_first=True, padding_value=-1)
+    return SlotPassages(documents, segments, embeds, words, {})
+
+
+def _with_score(row: dict[str, Any]) -> dict[str, Any]:
+    scores = {name: row.pop(name) for name in list(row) if name.startswith("_")}
+    return row | {"score": scores.get("_relevance_score", -scores.get("_distance", 0.0))}

@@ -1,0 +1,146 @@
+"""Documents of a corpus, and the passages that they are cut into.
+
+A source is a text file, a Markdown file, a JSON Lines or Parquet file, a folder of such files, or a data set of the
+Hub. Columns are named as in `train/corpora.py`:
+
+    letters/                                          every file below, by its suffix
+    paragraphs.jsonl.gz                               rows of {"title", "text"}, or of our schema with `passages`
+    letters.parquet?text=body                         a text a row
+    wikimedia/wikipedia?name=20231101.en&title=title  a data set of the Hub
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import pyarrow.parquet
+
+from ..files import digest, read_json_lines
+from ..segmentation_arcaligner import segment_document
+from ..train.corpora import parse_source
+
+TEXTS = (".txt", ".md", ".markdown")
+JSON_LINES = (".jsonl", ".jsonl.gz")
+FILES = (*TEXTS, *JSON_LINES, ".parquet")
+_HEADING = re.compile(r"^# +(.+)$", re.MULTILINE)
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# A word, or a part of one: text without spaces is cut as well.
+_WORD = re.compile(r"\S{1,16}")
+
+
+class Document(NamedTuple):
+    """A text to be cut into passages."""
+
+    id: str
+    title: str
+    text: str
+
+    @property
+    def digest(self) -> str:
+        """Changes with what is read."""
+        return digest([self.title, self.text])
+
+
+def read_documents(sources: Iterable[str], skip: Callable[[str], None]) -> Iterator[Document]:
+    """The documents of sources, one after the other.
+
+    Args:
+        sources (`Iterable[str]`): See the top of this file.
+        skip (`Callable`): Is told what cannot be read, and why: a file, a row, a document without a text.
+
+    Raises:
+        `FileNotFoundError`: no such file or folder.
+        `ValueError`: a source with an unknown option, a data set that cannot be opened.
+    """
+    for source in sources:
+        path, options = parse_source(source)
+        for document in _read_source(path, options, skip):
+            if document.text.strip():
+                yield Document(*(each.encode("utf-8", "replace").decode() for each in document))
+            else:
+                skip(f"{document.id} holds no text")
+
+
+def _read_source(path: str, options: dict[str, Any], skip: Callable[[str], None]) -> Iterator[Document]:
+    local = Path(path)
+    if local.is_dir():
+        files = sorted(each for each in local.rglob("*") if each.is_file())
+        visible = [each for each in files if not any(p.startswith(".") for p in each.relative_to(local).parts)]
+        if not visible:
+            skip(f"{path} is an empty folder")
+        for file in visible:
+            yield from _read_file(file, options, skip)
+    elif local.exists():
+        yield from _read_file(local, options, skip)
+    elif path.endswith(FILES) or not _HUB_ID.fullmatch(path):
+        raise FileNotFoundError(
+            f"There is no file or folder {path}. Expected one, or a data set of the Hub, user/name."
+        )
+    else:
+        rows = datasets.load_dataset(path, options["name"], split=options["split"], streaming=True)
+        yield from _documents_of_rows(path, rows, options, skip)
+
+
+def _read_file(path: Path, options: dict[str, Any], skip: Callable[[str], None]) -> Iterator[Document]:
+    try:
+        if path.name.endswith(TEXTS):
+            text = path.read_text(encoding="utf-8-sig")
+            heading = None if path.suffix == ".txt" else _HEADING.search(text)
+            yield Document(str(path), heading[1].strip() if heading else "", text)
+        elif path.name.endswith(JSON_LINES):
+            yield from _documents_of_rows(str(path), read_json_lines(path), options, skip)
+        elif path.suffix == ".parquet":
+            with pyarrow.parquet.ParquetFile(path) as file:
+                rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
+                yield from _documents_of_rows(str(path), rows, options, skip)
+        else:
+            skip(f"{path} is none of {', '.join(FILES)}")
+    except UnicodeDecodeError as error:
+        skip(f"{path} is not UTF-8 text (byte {error.start})")
+    except (ValueError, OSError, EOFError, pyarrow.ArrowException) as error:
+        skip(f"{path} cannot be read: {error}")
+
+
+def _documents_of_rows(
+    place: str, rows: Iterable[dict[str, Any]], options: dict[str, Any], skip: Callable[[str], None]
+) -> Iterator[Document]:
+    for number, row in enumerate(rows, start=1):
+        where, text, passages = f"{place}#{number}", row.get(options["text"]), row.get("passages")
+        title = row.get(options["title"] or "title")
+        if isinstance(text, str) and isinstance(title, str | None):
+            yield Document(where if row.get("id") is None else str(row["id"]), title or "", text)
+        elif isinstance(passages, list) and all(_is_passage(each) for each in passages):
+            # Questions share passages; each is one document, by its content.
+            for each in passages:
+                title, text = each.get("title") or "", each["text"]
+                yield Document(digest([title, text]), title, text)
+        else:
+            skip(f"{where} has neither a text in `{options['text']}` nor `passages` of title and text")
+
+
+def _is_passage(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("text"), str) and isinstance(value.get("title"), str | None)
+
+
+def cut_passages(text: str, passage_words: int, spacy_model: str = "en") -> list[tuple[int, int]]:
+    """First and end character of passages of at most `passage_words` words, cut between sentences where one fits.
+
+    >>> cut_passages("One two. Three. Four five six seven.", passage_words=3)
+    [(0, 15), (16, 29), (30, 36)]
+    """
+    passages: list[tuple[int, int]] = []
+    room = 0
+    for sentence in segment_document(text, spacy_model=spacy_model):
+        words = [found.span() for found in _WORD.finditer(sentence.text)]
+        for first in range(0, len(words), passage_words):
+            piece = words[first : first + passage_words]
+            start, end = sentence.start + piece[0][0], sentence.start + piece[-1][1]
+            if len(piece) <= room:
+                passages[-1] = (passages[-1][0], end)
+                room -= len(piece)
+            else:
+                passages.append((start, end))
+                room = passage_words - len(piece)
+    return passages

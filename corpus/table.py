@@ -1,0 +1,235 @@
+"""The table of a corpus: a row a passage, with its slots, in a LanceDB folder that needs no server.
+
+    id         the document's id and the number of the passage in it
+    document   the document's id; `digest` changes with its text
+    title, text, start, end   the passage, and its characters in the document
+    segments   characters of the passage that each slot stands for
+    slots      embeddings, float16 (num_slots, encoder_hidden_size)
+    words      ids of the words of each slot, where the aligner reads them
+    vector     what is searched: the mean of the slots
+
+What the slots were made with stands in the metadata of the schema, and only a processor that makes the same slots may
+write or read.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+from filelock import FileLock, Timeout
+
+from ..files import digest
+
+try:
+    import lancedb
+    from lancedb.index import FTS, BTree, IvfPq
+except ImportError as error:
+    raise ImportError(
+        "A corpus is a LanceDB table, and lancedb is not installed: `pip install 'arcaligner[corpus]'`."
+    ) from error
+
+FORMAT = 1
+NAME = "passages"
+LOCK = ".writer.lock"
+METADATA = b"arcaligner"
+# What an encoder makes of it tells it from another one of the same name.
+PROBE = "It was written by Ada, and nobody else knew how to read it aloud."
+MIN_SIMILARITY = 0.999
+# Below, every vector is compared: exact, and fast enough.
+MIN_INDEXED_ROWS = 100_000
+# Readers look for the newest version with each search, so older ones are in nobody's use for long.
+KEPT_VERSIONS = timedelta(minutes=1)
+
+
+def table_schema(settings: dict[str, Any]) -> pa.Schema:
+    """Columns of a table with slots of `settings["encoder_hidden_size"]`, the settings in its metadata."""
+    vector = pa.list_(pa.float16(), settings["encoder_hidden_size"])
+    columns = {name: pa.string() for name in ("id", "document", "digest", "title", "text")}
+    columns |= {"start": pa.int64(), "end": pa.int64()}
+    columns |= {"segments": pa.list_(pa.struct({"start": pa.int32(), "end": pa.int32()}))}
+    columns |= {"slots": pa.list_(vector), "vector": vector}
+    if settings["context_words"]:
+        columns["words"] = pa.list_(pa.list_(pa.int32()))
+    return pa.schema(columns, metadata={METADATA: json.dumps(settings).encode()})
+
+
+def slot_settings(processor, tokens_per_slot: int | str | None = None) -> dict[str, Any]:
+    """All that decides the slots that a processor makes, as JSON."""
+    tokenizer = processor.tokenizer.backend_tokenizer.to_str()
+    return {
+        "encoder": processor.encoder_name_or_path,
+        "encoder_hidden_size": processor.encoder_hidden_size,
+        "sentences_per_segment": processor.sentences_per_segment,
+        "spacy_model": processor.spacy_model,
+        "tokens_per_slot": processor.check_slot_settings(tokens_per_slot=tokens_per_slot),
+        "context_words": processor.context_words,
+        "tokenizer": digest(tokenizer),
+        "probe": [round(value, 5) for value in processor.encode_segments([PROBE])[0].tolist()],
+    }
+
+
+class Corpus:
+    """
+    A corpus on disk, open for reading and writing.
+
+    Args:
+        path (`str` or `Path`): Its folder.
+
+    Attributes: `settings` are what it was made with.
+
+    Raises:
+        `FileNotFoundError`: there is no corpus.
+        `ValueError`: a folder that is none, or one of another version.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise FileNotFoundError(
+                f"There is no corpus {path}. Make one: `arcaligner corpus build SOURCE --output {path}`."
+            )
+        database = lancedb.connect(self.path, read_consistency_interval=timedelta(0))
+        try:
+            self.table = database.open_table(NAME)
+            self.settings = json.loads(self.table.schema.metadata[METADATA])
+        except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
+            raise ValueError(f"{path} is not a corpus of ArcAligner, or is broken: {error}. Build it anew.") from error
+        if self.settings["format"] != FORMAT:
+            raise ValueError(
+                f"The corpus {path} has format {self.settings['format']}; this version reads {FORMAT}. Build it anew."
+            )
+
+    @classmethod
+    def create(
+        cls, path: str | Path, processor, passage_words: int = 100, tokens_per_slot: int | str | None = None
+    ) -> "Corpus":
+        """An empty corpus, or the one that is there, if it was made with the same settings.
+
+        Raises:
+            `ValueError`: there is one of other settings, or something else.
+        """
+        if passage_words < 1:
+            raise ValueError(f"`passage_words` is {passage_words}; a passage needs at least 1 word.")
+        path = Path(path)
+        settings = slot_settings(processor, tokens_per_slot)
+        if not path.exists() or not any(each for each in path.iterdir() if each.name != LOCK):
+            schema = table_schema({"format": FORMAT, **settings, "passage_words": passage_words})
+            lancedb.connect(path).create_table(NAME, schema=schema, exist_ok=True)
+        corpus = cls(path)
+        corpus.check(processor, tokens_per_slot=settings["tokens_per_slot"], passage_words=passage_words)
+        return corpus
+
+    def check(self, processor, **wanted: Any) -> None:
+        """Refuses a processor that makes other slots, or `wanted` settings that are others.
+
+        Raises:
+            `ValueError`: the first setting that differs, with both values.
+        """
+        found = slot_settings(processor) | {"tokens_per_slot": self.settings["tokens_per_slot"]} | wanted
+        known = dict(self.settings)
+        probes = [torch.tensor(each.pop("probe")) for each in (found, known)]
+        is_same = probes[0].shape == probes[1].shape and float(probes[0] @ probes[1]) >= MIN_SIMILARITY
+        if not is_same:
+            raise ValueError(
+                f"The corpus {self.path} was made with the encoder {known['encoder']!r}, whose embeddings are others "
+                f"than those of {found['encoder']!r}. Build a corpus with this checkpoint, or use the other one."
+            )
+        if not found["context_words"]:  # then words that are there are not read
+            found.pop("context_words")
+            if found["tokens_per_slot"] == "segment":
+                found.pop("tokenizer")
+        for name, value in found.items():
+            if name != "encoder" and known[name] != value:
+                raise ValueError(
+                    f"The corpus {self.path} was made with `{name}` {known[name]!r}; expected {value!r}. Build another "
+                    "one with these settings, or use those it was made with."
+                )
+
+    def __len__(self) -> int:
+        return self.table.count_rows()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Inside, this process is the only one that writes.
+
+        Raises:
+            `ValueError`: another one does.
+            `OSError`: a disk that is full, or that cannot be written to.
+        """
+        try:
+            with FileLock(self.path / LOCK, timeout=0):
+                yield
+        except Timeout as error:
+            raise ValueError(f"Another process writes to the corpus {self.path}. Wait until it has ended.") from error
+        except RuntimeError as error:  # of Lance
+            raise OSError(f"The corpus {self.path} cannot be written: {error}. What was there before stays.") from error
+
+    def digests(self, documents: Iterable[str]) -> dict[str, str]:
+        """The digest of those documents that the corpus has, by their ids."""
+        if not (documents := list(documents)):
+            return {}
+        rows = self.table.search().where(_is_one_of(documents)).select(["document", "digest"]).to_arrow()
+        return dict(zip(rows["document"].to_pylist(), rows["digest"].to_pylist(), strict=True))
+
+    def add(self, rows: pa.Table, replaced: list[str]) -> None:
+        """Adds whole documents, in one step, in the place of those that are `replaced`."""
+        if replaced:
+            merge = self.table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
+            merge.when_not_matched_by_source_delete(_is_one_of(replaced)).execute(rows)
+        else:
+            self.table.add(rows)
+
+    def remove(self, documents: list[str]) -> None:
+        """Removes documents with all their passages.
+
+        Raises:
+            `ValueError`: a document that is not there; then none is removed.
+        """
+        with self.writing():
+            known = self.digests(documents)
+            if missing := [each for each in documents if each not in known]:
+                raise ValueError(
+                    f"The corpus {self.path} has no document {missing[0]!r}; expected ids as `ask` prints them."
+                )
+            self.table.delete(_is_one_of(documents))
+            self.optimize()
+
+    def optimize(self) -> None:
+        """Makes the indices that are missing, brings those that are there up to date, joins small files."""
+        indexed = {column for index in self.table.list_indices() for column in index.columns}
+        wanted = {"document": BTree(), "text": FTS(), "title": FTS()}
+        if len(self) >= MIN_INDEXED_ROWS:
+            wanted["vector"] = IvfPq(distance_type="dot", num_sub_vectors=self.settings["encoder_hidden_size"] // 4)
+        for column, config in wanted.items():
+            if column not in indexed and len(self):
+                self.table.create_index(column, config=config)
+        self.table.optimize(cleanup_older_than=KEPT_VERSIONS)
+
+    def info(self) -> dict[str, Any]:
+        """Numbers of documents, passages and slots, and bytes on disk."""
+        num_slots = num_bytes = 0
+        documents = set()
+        for batch in self.table.search().select(["document", "segments"]).to_batches():
+            documents.update(hash(each) for each in batch["document"].to_pylist())
+            num_slots += len(batch["segments"].flatten())
+        num_bytes = sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+        slot_bytes = 2 * self.settings["encoder_hidden_size"]
+        passages = max(1, len(self))
+        return {
+            "documents": len(documents),
+            "passages": len(self),
+            "slots": num_slots,
+            "slot_bytes_per_passage": num_slots * slot_bytes / passages,
+            "bytes_per_passage": num_bytes / passages,
+            **{name: value for name, value in self.settings.items() if name != "probe"},
+        }
+
+
+def _is_one_of(documents: Iterable[str]) -> str:
+    """A condition on rows, as SQL."""
+    return "document IN ({})".format(", ".join("'{}'".format(each.replace("'", "''")) for each in documents))

@@ -1,0 +1,367 @@
+"""Requests to answers: those that arrive together are one batch, and each hears its answer as it is written.
+
+One thread reads passages and runs the model; any number of threads may submit.
+
+    submit -> passages as slots (given, or of a corpus) -> slot prefixes, kept or read -> `generate` -> on_text
+"""
+
+import functools
+import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from ..corpus.retrieve import Retriever, SlotPassages
+from ..pipeline_arcaligner import ArcAlignerPipeline, format_trajectory
+from ..prefix_store_arcaligner import check_length
+
+# Given passages whose slots are kept; the prefixes have their own budget, in bytes.
+KEPT_DOCUMENTS = 64
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for, and how many may wait."""
+
+    max_documents: int = 64
+    max_slots: int = 1024
+    max_new_tokens: int = 1024
+    seconds: float = 120.0
+    waiting: int = 256
+
+
+class BusyError(RuntimeError):
+    """Too many requests wait."""
+
+
+@dataclass(eq=False)
+class Request:
+    """
+    A chat to be answered.
+
+    Args:
+        messages (`list[dict]`): With `role` and `content`.
+        documents (`list`, *optional*): Passages; `None` takes those of the corpus, if there is one.
+        top_k (`int`): How many passages of the corpus are read; 0 reads none.
+        max_new_tokens, temperature, top_p: Of the answer; temperature 0 takes the likeliest token.
+        return_slots (`bool`): Whether the passes of each slot are told. They are not known of a kept prefix, so it is
+            read again.
+        on_text (`Callable`): Is told each new piece of the answer, by the engine's thread.
+    """
+
+    messages: list[dict[str, str]]
+    documents: list[Any] | None = None
+    top_k: int = 5
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    return_slots: bool = False
+    on_text: Callable[[str], Any] = lambda text: None
+    future: "Future[Answer]" = field(default_factory=Future)
+    arrived: float = field(default_factory=time.monotonic)
+    cancelled: bool = False
+    passages: SlotPassages | None = None
+
+    @property
+    def kind(self) -> tuple:
+        """Requests of one kind can share a batch."""
+        return self.passages is None, self.return_slots and self.passages is not None, self.temperature, self.top_p
+
+
+@dataclass
+class Answer:
+    """What became of a request. `seconds` since it arrived: `waiting`, `retrieval`, `slots`, `model` add up to
+    `first_token`."""
+
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    batch_size: int
+    seconds: dict[str, float]
+    passages: SlotPassages | None
+    statistics: dict[str, Any]
+    trajectories: list[list[str]] | None
+
+
+class Engine:
+    """
+    Answers requests.
+
+    Args:
+        ask ([`ArcAlignerPipeline`]): Model and processor.
+        retriever ([`Retriever`], *optional*): For requests without documents.
+        max_batch (`int`): The most requests computed at a time.
+        batch_seconds (`float`): How long the first request of a batch waits for others.
+        prefix_bytes (`int`): Of slot prefixes kept between requests.
+        limits ([`Limits`]): What a request may ask for.
+    """
+
+    def __init__(
+        self,
+        ask: ArcAlignerPipeline,
+        retriever: Retriever | None = None,
+        *,
+        max_batch: int = 8,
+        batch_seconds: float = 0.01,
+        prefix_bytes: int = 2**29,
+        limits: Limits | None = None,
+    ):
+        if max_batch < 1:
+            raise ValueError(f"`max_batch` is {max_batch}; expected at least 1 request.")
+        self.model, self.processor, self.retriever = ask.model, ask.processor, retriever
+        self.max_batch, self.batch_seconds, self.limits = max_batch, batch_seconds, limits or Limits()
+        self.store = self.model.slot_prefix_store(self.processor, max_bytes=prefix_bytes)
+        self._encode = functools.lru_cache(KEPT_DOCUMENTS)(self._encode_documents)
+        self._waiting: list[Request] = []
+        self._arrival = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="arcaligner-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, request: Request) -> "Future[Answer]":
+        """Queues a request.
+
+        Raises:
+            `BusyError`: too many wait, or the engine is closing.
+            `ValueError`: more documents or tokens than the limits allow.
+        """
+        documents = request.documents or ()
+        if len(documents) > self.limits.max_documents:
+            raise ValueError(f"Got {len(documents)} documents; expected at most {self.limits.max_documents}.")
+        if not 1 <= request.max_new_tokens <= self.limits.max_new_tokens:
+            raise ValueError(f"Got {request.max_new_tokens} tokens; expected 1 to {self.limits.max_new_tokens}.")
+        with self._arrival:
+            if self._closed or len(self._waiting) >= self.limits.waiting:
+                raise BusyError(
+                    "The server is closing." if self._closed else "Too many requests wait; try again later."
+                )
+            self._waiting.append(request)
+            self._arrival.notify()
+        return request.future
+
+    def close(self) -> None:
+        """Takes no more requests, answers those that wait, and returns."""
+        with self._arrival:
+            self._closed = True
+            self._arrival.notify()
+        self._thread.join()
+
+    # The engine's thread
+
+    def _work(self) -> None:
+        while batch := self._take():
+            for group in self._groups(self._read(batch)):
+                self._answer(group)
+
+    def _take(self) -> list[Request]:
+        """The next requests, in the order of their arrival; none when the engine is closed."""
+        with self._arrival:
+            self._arrival.wait_for(lambda: self._waiting or self._closed)
+            self._arrival.wait_for(lambda: len(self._waiting) >= self.max_batch or self._closed, self.batch_seconds)
+            batch, self._waiting = self._waiting[: self.max_batch], self._waiting[self.max_batch :]
+        return batch
+
+    def _read(self, batch: list[Request]) -> list[Request]:
+        """Those whose passages could be read."""
+        read = []
+        for request in batch:
+            if request.future.set_running_or_notify_cancel():
+                try:
+                    self._check_time(request)
+                    request.passages = self._passages(request)
+                    read.append(request)
+                except Exception as error:  # one request's mistake is its own
+                    request.future.set_exception(error)
+        return read
+
+    def _check_time(self, request: Request) -> None:
+        if request.cancelled or time.monotonic() - request.arrived > self.limits.seconds:
+            raise TimeoutError(f"There was no time for the request within {self.limits.seconds:g} seconds.")
+
+    def _passages(self, request: Request) -> SlotPassages | None:
+        began = time.perf_counter()
+        if request.documents is not None:
+            passages = self._encode(json.dumps(request.documents))
+            passages = replace(passages, seconds={"retrieval": 0.0, "slots": time.perf_counter() - began})
+        elif self.retriever is not None and request.top_k > 0:
+            questions = [each["content"] for each in request.messages if each["role"] == "user"]
+            passages = self.retriever(questions[-1] if questions else "", request.top_k)
+        else:
+            return None
+        self._check_slots(len(passages.context_embeds))
+        return passages
+
+    def _check_slots(self, num_slots: int) -> None:
+        if num_slots > self.limits.max_slots:
+            raise ValueError(
+                f"The passages have {num_slots} slots; expected at most {self.limits.max_slots}. Pass fewer or shorter "
+                "ones."
+            )
+
+    def _encode_documents(self, documents: str) -> SlotPassages:
+        documents = json.loads(documents)
+        self._check_slots(len(self.processor.segment_documents(documents)))  # before any is encoded
+        encoded = self.processor.encode_documents(documents)
+        documents = [each if isinstance(each, dict) else {"title": "", "text": each} for each in documents]
+        return SlotPassages(documents, encoded.segments, encoded.context_embeds, encoded.context_word_ids, {})
+
+    def _groups(self, requests: list[Request]) -> list[list[Request]]:
+        groups: dict[tuple, list[Request]] = {}
+        for request in requests:
+            groups.setdefault(request.kind, []).append(request)
+        return list(groups.values())
+
+    def _answer(self, group: list[Request]) -> None:
+        began = time.monotonic()
+        try:
+            inputs = self._inputs(group)
+        except Exception as error:
+            if len(group) == 1:
+                group[0].future.set_exception(error)
+            else:  # so that it fails the one it comes from
+                for request in group:
+                    self._answer([request])
+            return
+        try:
+            self._generate(group, inputs, began)
+        except Exception as error:
+            for request in group:
+                if not request.future.done():
+                    request.future.set_exception(error)
+
+    def _inputs(self, group: list[Request]) -> dict[str, Any]:
+        """What `generate` needs, for a batch."""
+        has_template = self.processor.chat_template is not None
+        if not has_template and any(len(request.messages) > 1 for request in group):
+            raise ValueError("This base model has no chat template; expected one user message.")
+        chats = [request.messages if has_template else request.messages[0]["content"] for request in group]
+        slots: dict[str, Any] = {}
+        if group[0].passages is not None:
+            rows = [request.passages.inputs for request in group]
+            slots = {name: [row[name] for row in rows] for name in rows[0]}
+        if slots and not group[0].return_slots:
+            return self.store.prepare(chats, **slots)
+        options = {"return_tensors": "pt"}
+        padding = {"padding": True, "padding_side": "left"}
+        if not has_template:
+            return {**self.processor(chats, **slots, **options, **padding)}
+        options |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "processor_kwargs": padding}
+        return {**self.processor.apply_chat_template(chats, **slots, **options)}
+
+    @torch.inference_mode()
+    def _generate(self, group: list[Request], inputs: dict[str, Any], began: float) -> None:
+        depths: list[torch.Tensor] = []
+        inputs = {name: x.to(self.model.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+        if group[0].passages is not None and group[0].return_slots:
+            inputs["recorded_depths"] = depths
+        check_length(inputs["input_ids"].shape[1], "The prompt", self.model.config.text_config)
+        rows = Rows(group, inputs["attention_mask"].sum(dim=1).tolist(), self, began)
+        sampling = {"do_sample": True, "temperature": group[0].temperature, "top_p": group[0].top_p}
+        config = GenerationConfig(
+            max_new_tokens=max(request.max_new_tokens for request in group),
+            eos_token_id=self.model.generation_config.eos_token_id,
+            pad_token_id=self.processor.tokenizer.pad_token_id or 0,
+            **(sampling if group[0].temperature else {"do_sample": False}),
+        )
+        self.model.generate(
+            **inputs, generation_config=config, streamer=rows, stopping_criteria=StoppingCriteriaList([rows])
+        )
+        rows.finish(depths[0].tolist() if depths else None)
+
+    def statistics(self, passages: SlotPassages | None) -> dict[str, Any]:
+        """Tokens of the passages, slots, and the tokens a slot."""
+        if passages is None:
+            return {"tokens": 0, "slots": 0, "compression_rate": None}
+        texts = [each["text"] for each in passages.documents]
+        ids = self.processor.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        tokens, num_slots = sum(map(len, ids)), len(passages.context_embeds)
+        return {"tokens": tokens, "slots": num_slots, "compression_rate": tokens / num_slots}
+
+
+class Rows(BaseStreamer, StoppingCriteria):
+    """The answers of a batch while they are written: gives each its tokens, and says which rows are done."""
+
+    def __init__(self, group: list[Request], prompt_tokens: list[int], engine: Engine, began: float):
+        self.group, self.prompt_tokens, self.engine = group, prompt_tokens, engine
+        self.eos = set(torch.tensor(engine.model.generation_config.eos_token_id).reshape(-1).tolist())
+        self.ids: list[list[int]] = [[] for _ in group]
+        self.said = [""] * len(group)
+        self.reasons: list[str | None] = [None] * len(group)
+        self.began, self.first_token = began, 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt (batch, seq_len), then a token of each row (batch,)."""
+        if value.dim() == 2:
+            return
+        self.first_token = self.first_token or time.monotonic()
+        for row, token in enumerate(value.tolist()):
+            if self.reasons[row] is None:
+                self._put_token(row, token)
+
+    def _put_token(self, row: int, token: int) -> None:
+        request = self.group[row]
+        if token in self.eos:
+            self.reasons[row] = "stop"
+        else:
+            self.ids[row].append(token)
+            if len(self.ids[row]) == request.max_new_tokens:
+                self.reasons[row] = "length"
+            elif request.cancelled or time.monotonic() - request.arrived > self.engine.limits.seconds:
+                self.reasons[row] = "time"
+        self._say(row, is_last=self.reasons[row] is not None)
+
+    def _say(self, row: int, is_last: bool) -> None:
+        text = self.engine.processor.tokenizer.decode(self.ids[row], skip_special_tokens=True).lstrip()
+        if text.endswith("\ufffd") and not is_last:  # half of a character
+            return
+        new, self.said[row] = text[len(self.said[row]) :], text
+        if new:
+            self.group[row].on_text(new)
+
+    def end(self) -> None:
+        """Nothing is left: each row is told its last piece when it is done."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor, **kwargs) -> torch.BoolTensor:
+        return torch.tensor([reason is not None for reason in self.reasons], device=input_ids.device)
+
+    def finish(self, depths: list[list[list[int]]] | None) -> None:
+        """Answers the requests; `depths` (batch, num_layers, max_slots)."""
+        for row, request in enumerate(self.group):
+            if self.reasons[row] == "time":
+                error = TimeoutError(f"The answer was not done within {self.engine.limits.seconds:g} seconds.")
+                request.future.set_exception(error)
+                continue
+            passages = request.passages
+            parts = {"retrieval": 0.0, "slots": 0.0} if passages is None else dict(passages.seconds)
+            first_token = self.first_token - request.arrived
+            parts["model"] = self.first_token - self.began
+            parts["waiting"] = first_token - sum(parts.values())
+            layers = None
+            if depths is not None:
+                num_slots = len(passages.context_embeds)
+                layers = [[format_trajectory(each) for each in layer[:num_slots]] for layer in depths[row]]
+            request.future.set_result(
+                Answer(
+                    text=self.said[row],
+                    finish_reason=self.reasons[row],
+                    prompt_tokens=self.prompt_tokens[row],
+                    completion_tokens=len(self.ids[row]),
+                    batch_size=len(self.group),
+                    seconds={**parts, "first_token": first_token, "total": time.monotonic() - request.arrived},
+                    passages=passages,
+                    statistics=self.engine.statistics(passages),
+                    trajectories=layers,
+                )
+            )

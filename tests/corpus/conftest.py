@@ -1,0 +1,34 @@
+"""A small corpus for the tests of `corpus/` and `server/`."""
+
+import pytest
+
+import arcaligner.corpus  # noqa: F401 (quiets lancedb, which reads its settings when it is imported)
+
+pytest.importorskip("lancedb")
+
+from arcaligner.corpus.build import build_corpus
+from arcaligner.corpus.table import Corpus
+
+LETTER = (
+    "It was written by Ada, and nobody else knew how to read it aloud. "
+    "Radik Zhaparov is a Kazakh ski jumper. He has competed since 2003! "
+    "Toronto Northwest was a federal district in Canada. The riding was created in 1924."
+)
+
+
+@pytest.fixture
+def letters(tmp_path):
+    """A folder with a text of three passages and a Markdown file of one."""
+    folder = tmp_path / "letters"
+    (folder / "old").mkdir(parents=True)
+    (folder / "letter.txt").write_text(LETTER, encoding="utf-8")
+    (folder / "old" / "ski.md").write_text("# Zhaparov\n\nHe jumps. He has competed since 2003.", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def corpus(tmp_path, letters, processor):
+    """The corpus of `letters`."""
+    made = Corpus.create(tmp_path / "corpus", processor, passage_words=16)
+    build_corpus([str(letters)], made, processor)
+    return made

@@ -1,0 +1,235 @@
+"""Documents become passages with their slots, once; what is there is left, what has changed is replaced."""
+
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arcaligner import ArcAlignerProcessor
+from arcaligner.corpus import build
+from arcaligner.corpus.build import build_corpus
+from arcaligner.corpus.retrieve import slot_passages
+from arcaligner.corpus.sources import Document, cut_passages, read_documents
+from arcaligner.corpus.table import Corpus
+
+
+def rows_of(corpus):
+    return corpus.table.search().to_arrow().sort_by("id")
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.text("ab .!?\n\u00e9\U0001f600", max_size=120), st.integers(1, 9))
+def test_passages_hold_all_words_in_order_and_none_is_too_long(text, passage_words):
+    spans = cut_passages(text, passage_words)
+    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert "".join("".join(text[a:b].split()) for a, b in spans) == "".join(text.split())
+    assert all(len(text[a:b].split()) <= passage_words for a, b in spans)
+
+
+def test_sentences_stay_whole_where_they_fit_and_one_long_word_is_cut():
+    assert cut_passages("Ada wrote. Bob read it. Yes.", 4) == [(0, 10), (11, 28)]
+    spans = cut_passages("x" * 1000, 10)
+    assert spans[0] == (0, 160) and spans[-1] == (960, 1000)
+
+
+@pytest.mark.parametrize("rate", ["segment", 3])
+def test_stored_slots_are_those_that_the_processor_makes(
+    rate, tmp_path, letters, base_model_dir, encoder_dir, processor
+):
+    reads_words = ArcAlignerProcessor.from_base_model(
+        str(base_model_dir), encoder_name_or_path=str(encoder_dir), encoder_hidden_size=12, context_words=True
+    )
+    reads_words._encoder = processor._encoder
+    corpus = Corpus.create(tmp_path / "words", reads_words, passage_words=16, tokens_per_slot=rate)
+    build_corpus([str(letters)], corpus, reads_words)
+    rows = rows_of(corpus)
+    found = slot_passages(rows)
+    documents = {str(path): path.read_text() for path in (letters / "letter.txt", letters / "old" / "ski.md")}
+    assert [each["text"] for each in found.documents] == [
+        documents[each["document"]][each["start"] : each["end"]] for each in found.documents
+    ]
+    assert [each["title"] for each in found.documents] == [""] * (len(found.documents) - 1) + ["Zhaparov"]
+    assert len(found.documents) > 2
+    expected = reads_words.encode_documents(found.documents, tokens_per_slot=rate)
+    assert found.segments == expected.segments
+    torch.testing.assert_close(found.context_embeds, expected.context_embeds.half().float(), atol=1e-3, rtol=0)
+    torch.testing.assert_close(found.context_word_ids, expected.context_word_ids)
+    first = slot_passages(rows.slice(0, 1)).context_embeds.mean(dim=0)
+    vector = torch.tensor(rows["vector"][0].as_py(), dtype=torch.float32)
+    torch.testing.assert_close(vector, torch.nn.functional.normalize(first, dim=0), atol=2e-3, rtol=0)
+
+
+def test_a_killed_build_goes_on_where_it_was(tmp_path, monkeypatch, processor):
+    monkeypatch.setattr(build, "BATCH_DOCUMENTS", 2)
+    source = tmp_path / "rows.jsonl"
+    texts = [f"Sentence {number} stands here. It ends." for number in range(7)]
+    source.write_text("".join(json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(texts)))
+    corpus = Corpus.create(tmp_path / "corpus", processor)
+    read = []
+
+    def killed(report):
+        read.append(report.added)
+        if report.added == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_corpus([str(source)], corpus, processor, on_batch=killed)
+    encoded = []
+    encode = processor.encode_batch
+    monkeypatch.setattr(processor, "encode_batch", lambda rows, **k: encoded.extend(rows) or encode(rows, **k))
+    report = build_corpus([str(source)], Corpus(tmp_path / "corpus"), processor)
+    assert (read, report.added, report.unchanged, len(encoded)) == ([2, 4], 3, 4, 3)
+    whole = Corpus.create(tmp_path / "whole", processor)
+    build_corpus([str(source)], whole, processor)
+    assert rows_of(corpus).equals(rows_of(whole))
+    assert corpus.info()["documents"] == corpus.info()["passages"] == 7 and corpus.info()["slots"] == 14
+
+
+def test_a_changed_document_is_replaced_in_one_step_and_others_are_left(corpus, letters, processor, tmp_path):
+    before, version = rows_of(corpus).to_pylist(), corpus.table.version
+    (letters / "letter.txt").write_text("Short now.", encoding="utf-8")
+    seen = []
+    report = build_corpus([str(letters)], corpus, processor, on_batch=lambda report: seen.append(corpus.table.version))
+    assert (report.added, report.replaced, report.unchanged) == (0, 1, 1)
+    assert seen == [version + 1]
+    after = rows_of(corpus).to_pylist()
+    assert [row for row in after if "ski" in row["id"]] == [row for row in before if "ski" in row["id"]]
+    assert [row["text"] for row in after if "ski" not in row["id"]] == ["Short now."]
+
+
+def test_removed_documents_are_gone_and_unknown_ones_are_named(corpus, letters):
+    with pytest.raises(ValueError, match="has no document 'none'"):
+        corpus.remove([str(letters / "letter.txt"), "none"])
+    corpus.remove([str(letters / "letter.txt")])
+    assert rows_of(corpus)["document"].to_pylist() == [str(letters / "old" / "ski.md")]
+
+
+def test_ids_are_data_whatever_they_hold(tmp_path, processor):
+    ids = ["o'neil", "'); --", "%", "a\nb", "\u00e9\u202e", '"', "\\", "x#0", "x"]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps({"id": each, "text": f"It is {each}."}) + "\n" for each in ids))
+    corpus = Corpus.create(tmp_path / "corpus", processor)
+    build_corpus([str(source)], corpus, processor)
+    assert set(corpus.digests(ids)) == set(ids)
+    assert build_corpus([str(source)], corpus, processor).unchanged == len(ids)
+    for number, each in enumerate(ids, start=1):
+        corpus.remove([each])
+        assert len(corpus) == len(ids) - number
+
+
+def test_each_kind_of_source_gives_its_documents(tmp_path):
+    rows = [{"title": "A", "text": "One."}, {"text": "Two.", "id": 7}]
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    passages = [{"title": "B", "text": "Three."}, {"text": "Four \ud800."}]
+    shared = [{"question": "?", "passages": passages}, {"passages": passages[:1]}]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shared))
+    table = pa.table({"body": ["Five.", "Six."], "name": ["C", None]})
+    pyarrow.parquet.write_table(table, tmp_path / "c.parquet")
+    sources = ["a.jsonl.gz", "b.jsonl", "c.parquet?text=body&title=name"]
+    documents = list(read_documents([str(tmp_path / each) for each in sources], skip=pytest.fail))
+    assert [(each.title, each.text) for each in documents] == [
+        ("A", "One."), ("", "Two."), ("B", "Three."), ("", "Four ?."), ("B", "Three."), ("C", "Five."), ("", "Six.")
+    ]  # fmt: skip
+    assert documents[0].id == f"{tmp_path}/a.jsonl.gz#1" and documents[1].id == "7"
+    assert documents[2] == documents[4]
+
+
+def test_what_cannot_be_read_is_named_and_skipped_or_stops_a_strict_build(tmp_path, processor):
+    folder = tmp_path / "texts"
+    (folder / ".git").mkdir(parents=True)
+    (folder / ".git" / "hidden.txt").write_text("Hidden.")
+    (folder / "good.txt").write_text("Good.")
+    (folder / "binary.txt").write_bytes(b"text \xff")
+    (folder / "blank.md").write_text(" \n")
+    (folder / "broken.parquet").write_bytes(b"PAR1")
+    (folder / "broken.jsonl.gz").write_bytes(b"no gzip")
+    (folder / "picture.png").write_bytes(b"\x89PNG")
+    rows = [{"text": None}, {"id": "a", "text": "One."}, {"id": "a", "text": "One."}, {"id": "a", "text": "Two."}]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{")
+    corpus = Corpus.create(tmp_path / "corpus", processor)
+    report = build_corpus([str(folder)], corpus, processor)
+    said = [
+        "binary.txt is not UTF-8 text (byte 5)",
+        "blank.md holds no text",
+        "broken.jsonl.gz cannot be read",
+        "broken.parquet cannot be read",
+        "picture.png is none of",
+        "rows.jsonl#1 has neither a text",
+        "a is the id of an earlier document with another text",
+        "line 5 is not a JSON object",
+    ]
+    assert len(report.skipped) == len(said)
+    assert all(part in found for part, found in zip(said, report.skipped, strict=True))
+    assert (report.added, report.unchanged, len(corpus)) == (2, 1, 2)
+    with pytest.raises(ValueError, match="binary.txt is not UTF-8 text"):
+        build_corpus([str(folder)], corpus, processor, strict=True)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="There is no document in .*empty is an empty folder"):
+        build_corpus([str(tmp_path / "empty")], corpus, processor)
+    for missing in (tmp_path / "none.txt", tmp_path / "none"):
+        with pytest.raises(FileNotFoundError, match="There is no file or folder"):
+            build_corpus([str(missing)], corpus, processor)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"passage_words": 17}, "`passage_words` 16; expected 17"),
+        ({"tokens_per_slot": 4}, "`tokens_per_slot` 'segment'; expected 4"),
+        ({"sentences_per_segment": 2}, "`sentences_per_segment` 1; expected 2"),
+        ({"spacy_model": "de"}, "`spacy_model` 'en'; expected 'de'"),
+        ({"context_words": True}, "`context_words` False; expected True"),
+    ],
+)
+def test_a_corpus_of_other_settings_is_refused(settings, message, corpus, processor, base_model_dir, encoder_dir):
+    own = {name: settings[name] for name in ("passage_words", "tokens_per_slot") if name in settings}
+    names = {"encoder_name_or_path": str(encoder_dir), "encoder_hidden_size": 12}
+    other = ArcAlignerProcessor.from_base_model(
+        str(base_model_dir), **names, **{name: settings[name] for name in settings if name not in own}
+    )
+    with pytest.raises(ValueError, match=message):
+        Corpus.create(corpus.path, other, **{"passage_words": 16, **own})
+
+
+def test_a_corpus_of_another_encoder_is_refused_and_one_of_another_name_is_not(corpus, processor, monkeypatch):
+    monkeypatch.setattr(processor, "encoder_name_or_path", "another/name")
+    corpus.check(processor)
+    encode = processor.encode_segments
+    monkeypatch.setattr(processor, "encode_segments", lambda texts: encode(texts).roll(1, dims=1))
+    with pytest.raises(ValueError, match="whose embeddings are others than those of 'another/name'"):
+        corpus.check(processor)
+
+
+def test_what_is_no_corpus_and_a_second_writer_are_refused(corpus, processor, letters, tmp_path):
+    with pytest.raises(FileNotFoundError, match="There is no corpus"):
+        Corpus(tmp_path / "none")
+    for folder in (letters, tmp_path):
+        with pytest.raises(ValueError, match="is not a corpus of ArcAligner"):
+            Corpus.create(folder, processor)
+    with corpus.writing(), pytest.raises(ValueError, match="Another process writes"):
+        build_corpus([str(letters)], Corpus(corpus.path), processor)
+    with pytest.raises(ValueError, match="`passage_words` is 0"):
+        Corpus.create(tmp_path / "new", processor, passage_words=0)
+
+
+def test_a_disk_that_fills_up_ends_in_a_clear_error(corpus, letters, processor, monkeypatch):
+    (letters / "new.txt").write_text("New.")
+    before = rows_of(corpus)
+
+    def full(rows):
+        raise RuntimeError("lance error: LanceError(IO): No space left on device")
+
+    monkeypatch.setattr(corpus.table, "add", full)
+    with pytest.raises(OSError, match="cannot be written: .*No space left on device"):
+        build_corpus([str(letters)], corpus, processor)
+    assert rows_of(Corpus(corpus.path)).equals(before)
+
+
+def test_a_document_changes_its_digest_with_its_text_and_title():
+    digests = {Document("a", title, text).digest for title, text in (("", "b"), ("b", ""), ("", "c"))}
+    assert len(digests) == 3

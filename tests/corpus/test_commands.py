@@ -1,0 +1,63 @@
+"""A corpus from the command line: built, asked, changed, described."""
+
+import pytest
+
+from arcaligner import ArcAlignerPipeline, cli
+from arcaligner.corpus.retrieve import Retriever
+from arcaligner.corpus.table import Corpus
+from arcaligner.files import printable
+
+
+def run(capsys, *arguments) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error."""
+    with pytest.raises(SystemExit) as end:
+        cli.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return end.value.code, captured.out, captured.err
+
+
+def test_from_a_folder_to_an_answer_with_its_sources(capsys, letters, checkpoint_dir, tmp_path, model, processor):
+    (letters / "binary.txt").write_bytes(b"\xff")
+    folder, aligner = tmp_path / "corpus", ("--checkpoint", checkpoint_dir)
+    options = ("--passage-words", 16, *aligner)
+    code, out, err = run(capsys, "corpus", "build", letters, "--output", folder, *options)
+    assert code == 0 and "2 documents added, 0 replaced, 0 unchanged, 1 skipped." in out
+    assert "binary.txt is not UTF-8 text" in err
+    corpus = Corpus(folder)
+    info = corpus.info()
+    assert f"{info['passages']} passages of 2 documents, {info['slots']} slots" in out
+    assert f"{info['slots'] * 24 / info['passages']:.0f} bytes of embeddings per passage" in out
+    (letters / "new.txt").write_text("Ada wrote it.")
+    code, out, _ = run(capsys, "corpus", "add", letters, "--corpus", folder, *aligner)
+    assert code == 0 and "1 documents added, 0 replaced, 2 unchanged, 1 skipped." in out
+
+    question = "Who wrote it?"
+    code, out, err = run(capsys, "ask", question, "--corpus", folder, "--top-k", 2, "--max-new-tokens", 5, *aligner)
+    found = Retriever(corpus, processor)(question, top_k=2)
+    ask = ArcAlignerPipeline(model=model, processor=processor, task="text-generation", device="cpu")
+    record = ask({"question": question, "documents": found.documents}, return_slots=True, max_new_tokens=5)[0]
+    assert code == 0 and out.startswith(printable(record["generated_text"].strip()))
+    places = [f"{each['document']}:{each['start']}-{each['end']}" for each in found.documents]
+    assert [line.split(" ")[0] for line in out.splitlines()[-2:]] == places
+    assert cli.compression_summary(record["statistics"]) in err
+    assert "First token after" in err and all(part in err for part in ("retrieval ", "slots ", "model "))
+
+    code, _, _ = run(capsys, "corpus", "remove", letters / "new.txt", "--corpus", folder)
+    code, out, _ = run(capsys, "corpus", "info", "--corpus", folder)
+    assert code == 0 and {"documents: 2", "passage_words: 16", "tokens_per_slot: segment"} <= {*out.splitlines()}
+
+
+def test_mistakes_end_in_one_clear_line(capsys, letters, corpus, checkpoint_dir, tmp_path):
+    (letters / "binary.txt").write_bytes(b"\xff")
+    aligner = ("--checkpoint", checkpoint_dir)
+    for arguments, message in (
+        (("corpus", "info", "--corpus", tmp_path / "none"), "There is no corpus"),
+        (("corpus", "remove", "none", "--corpus", corpus.path), "has no document 'none'"),
+        (("corpus", "build", letters, "--output", corpus.path, *aligner), "`passage_words` 16; expected 100"),
+        (("corpus", "add", letters, "--corpus", corpus.path, "--strict", *aligner), "binary.txt is not UTF-8 text"),
+        (("ask", "Who?", "--corpus", letters, *aligner), "is not a corpus of ArcAligner"),
+        (("ask", " ", "--corpus", corpus.path, *aligner), "expected at least 1, and a text"),
+    ):
+        code, out, err = run(capsys, *arguments)
+        assert code == 1 and out == ""
+        assert err.splitlines()[-1].startswith("Error: ") and message in err.splitlines()[-1]

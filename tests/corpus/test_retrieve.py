@@ -1,0 +1,88 @@
+"""A question finds its passages, and their stored slots are read without encoding them again."""
+
+import shutil
+
+import pytest
+import torch
+from sentence_transformers import CrossEncoder
+from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
+
+from arcaligner.corpus.retrieve import Retriever
+from arcaligner.corpus.table import Corpus
+
+
+def test_passages_come_with_the_slots_that_encoding_them_gives(corpus, processor, monkeypatch):
+    retriever = Retriever(corpus, processor)
+    encode = processor.encode_batch
+    monkeypatch.setattr(processor, "encode_batch", lambda *a, **k: pytest.fail("a passage was encoded again"))
+    found = retriever("Who has competed as a Kazakh ski jumper?", top_k=3)
+    monkeypatch.setattr(processor, "encode_batch", encode)
+    expected = processor.encode_documents(found.documents)
+    assert found.segments == expected.segments and len(found.documents) == 3
+    torch.testing.assert_close(found.context_embeds, expected.context_embeds, atol=1e-3, rtol=0)
+    assert found.context_word_ids is None and set(found.inputs) == {"context_embeds"}
+    given = processor("Who?", **found.inputs, return_tensors="pt")
+    torch.testing.assert_close(given["context_embeds"][0], found.context_embeds)
+    assert found.seconds.keys() == {"retrieval", "slots"} and min(found.seconds.values()) > 0
+
+
+def test_full_text_finds_a_word_that_the_encoder_does_not_know(corpus, processor):
+    rows = corpus.table.search().to_arrow().to_pylist()
+    for word, part in (("Toronto", "district"), ("Zhaparov's", "jump")):  # of a text and of a title
+        best = Retriever(corpus, processor)(word, top_k=1).documents[0]
+        assert part in best["text"]
+    ranked = Retriever(corpus, processor, search="vector")("Kazakh", top_k=9)
+    query = processor.encode_segments(["Kazakh"])[0]
+    scores = [float(torch.tensor(row["vector"], dtype=torch.float32) @ query) for row in rows]
+    order = sorted(range(len(rows)), key=lambda number: -scores[number])
+    assert [each["text"] for each in ranked.documents] == [rows[number]["text"] for number in order]
+
+
+@pytest.mark.parametrize("question", ["the of", '"(a AND', "?", "\x00", "x" * 5000])
+def test_any_question_finds_something(question, corpus, processor):
+    assert len(Retriever(corpus, processor)(question, top_k=2).documents) == 2
+
+
+def test_a_cross_encoder_has_the_last_word(corpus, processor, encoder_dir, tmp_path):
+    tokenizer = BertTokenizerFast.from_pretrained(encoder_dir)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=12,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        num_labels=1,
+    )
+    torch.manual_seed(5)
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "reranker")
+    tokenizer.save_pretrained(tmp_path / "reranker")
+    processor.encoder_device = "cpu"
+    found = Retriever(corpus, processor, reranker=str(tmp_path / "reranker"))("Who wrote it?", top_k=4)
+    model = CrossEncoder(str(tmp_path / "reranker"), device="cpu")
+    scores = model.predict(
+        [("Who wrote it?", f"{each['title']} {each['text']}".strip()) for each in found.documents]
+    ).tolist()
+    assert scores == sorted(scores, reverse=True)
+    assert [each["score"] for each in found.documents] == pytest.approx(scores, abs=1e-5)
+    with pytest.raises(OSError, match="re-ranker"):
+        Retriever(corpus, processor, reranker=str(tmp_path / "none"))
+
+
+def test_changes_are_seen_by_a_retriever_that_is_open(corpus, processor):
+    retriever = Retriever(corpus, processor)
+    best = retriever("Toronto", top_k=1).documents[0]
+    Corpus(corpus.path).remove([best["document"]])
+    assert retriever("Toronto", top_k=1).documents[0]["document"] != best["document"]
+
+
+def test_mistakes_are_clear(corpus, processor, tmp_path):
+    retriever = Retriever(corpus, processor)
+    for question, top_k in (("", 1), ("Who?", 0)):
+        with pytest.raises(ValueError, match="expected at least 1, and a text"):
+            retriever(question, top_k)
+    with pytest.raises(ValueError, match="is empty. Add documents"):
+        Retriever(Corpus.create(tmp_path / "empty", processor), processor)
+    shutil.rmtree(corpus.path)
+    with pytest.raises(OSError, match="cannot be searched"):
+        retriever("Who?")
