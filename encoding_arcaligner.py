@@ -386,7 +386,11 @@ class LazyEncoder:
 
         model = self.model
         if not (layers := self._lora_layers()):
-            model.add_adapter(LoraConfig(r=lora_r, lora_alpha=2 * lora_r, target_modules="all-linear"))
+            # A pooler is not read: it would get no gradient.
+            config = LoraConfig(
+                r=lora_r, lora_alpha=2 * lora_r, target_modules="all-linear", exclude_modules=".*pooler.*"
+            )
+            model.add_adapter(config)
             layers = self._lora_layers()
         weights = []
         for layer in layers:
