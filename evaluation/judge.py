@@ -15,14 +15,14 @@ Verdicts are appended as they come. A second run, also after a kill, asks only f
 to answers that have changed.
 """
 
+import logging
 import os
 import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated
 
 import torch
 import typer
@@ -40,6 +40,8 @@ from .answering import in_batches
 from .metrics import percent_interval, shown_interval, usable_golds
 from .runs import AnswerFile, answer_files, read_lines, to_lines
 
+logger = logging.getLogger(__name__)
+
 YES, NO, UNREADABLE = "yes", "no", "unreadable"
 VERDICTS = ".verdicts.jsonl"
 MAX_NEW_TOKENS = 8  # a yes or a no, and what may stand before it
@@ -50,29 +52,10 @@ _BUSY = 429
 _NEEDED = ("id", "question", "answers", "prediction")
 _FIRST_WORD = re.compile(r"\W*(yes|no)\b", re.IGNORECASE)
 
+Reply = tuple[int, str | None]  # the number of a prompt and what the judge said, or `None`
+
 
 # Verdicts
-
-
-@dataclass(frozen=True)
-class Judged:
-    """
-    What a judge said of some answers.
-
-    Args:
-        verdicts (`dict[str, str | None]`): By id: `"yes"`, `"no"`, `"unreadable"`, or `None` without a reply.
-    """
-
-    verdicts: dict[str, str | None]
-
-    @property
-    def scores(self) -> dict[str, float]:
-        """By id, 1.0 for a yes and 0.0 for all else; nothing for what is unjudged."""
-        return {key: float(verdict == YES) for key, verdict in self.verdicts.items() if verdict is not None}
-
-    def count(self, verdict: str | None) -> int:
-        """Answers with a verdict."""
-        return sum(each == verdict for each in self.verdicts.values())
 
 
 def judge_prompt(row: Row) -> str:
@@ -103,47 +86,36 @@ def parse_verdict(reply: str) -> str:
     return found[1].lower() if found else UNREADABLE
 
 
-def judge_slug(judge: str) -> str:
-    """A judge's name in names of files.
-
-    >>> judge_slug("Qwen/Qwen3-30B-A3B-Instruct-2507")
-    'Qwen--Qwen3-30B-A3B-Instruct-2507'
-    """
-    return re.sub(r"[^\w.-]+", "--", judge.strip("/"))
-
-
 def verdict_path(file: AnswerFile, judge: str) -> Path:
-    """Where the verdicts of a judge on a file of answers are."""
-    return file.path.with_name(f"{file.method}.{judge_slug(judge)}{VERDICTS}")
-
-
-def judged_scores(run: Path, task: str, method: str, judge: str) -> dict[str, float]:
-    """By id, 1.0 for each answer that the judge, named as in the command, finds correct, 0.0 for others it judged.
-
-    An answer that is not judged as it is now is left out.
-    """
-    file = AnswerFile(run, task, method)
-    return read_verdicts(verdict_path(file, judge), file.read()).scores
+    """Where the verdicts of a judge, named as in the command, on a file of answers are."""
+    slug = re.sub(r"[^\w.-]+", "--", judge.strip("/"))
+    return file.path.with_name(f"{file.method}.{slug}{VERDICTS}")
 
 
 def judges_of(file: AnswerFile) -> list[str]:
-    """Slugs of the judges that have judged answers in a file."""
+    """The judges of a file's answers, as they stand in names of files."""
     paths = sorted(file.path.parent.glob(f"{file.method}.*{VERDICTS}"))
     return [path.name.removeprefix(f"{file.method}.").removesuffix(VERDICTS) for path in paths]
 
 
-def read_verdicts(path: Path, rows: Sequence[Row]) -> Judged:
-    """The verdicts in a file on answers as they are now."""
+def read_verdicts(path: Path, rows: Sequence[Row]) -> dict[str, str | None]:
+    """By id, what a judge said of the answers as they are now: `"yes"`, `"no"`, `"unreadable"`, or `None`."""
     found = {line["prompt"]: line["verdict"] for line in read_lines(path)}
-    return Judged({row["id"]: found.get(digest(judge_prompt(row))) for row in rows})
+    return {row["id"]: found.get(digest(judge_prompt(row))) for row in rows}
 
 
-def judge_answers(judge: "Judge", rows: Sequence[Row], path: Path, title: str) -> None:
+def judged_scores(file: AnswerFile, judge: str) -> dict[str, float]:
+    """By id, 1.0 for each answer that the judge finds correct, and 0.0 for the others that it judged."""
+    verdicts = read_verdicts(verdict_path(file, judge), file.read())
+    return {key: float(verdict == YES) for key, verdict in verdicts.items() if verdict is not None}
+
+
+def judge_answers(judge: "LocalJudge | EndpointJudge", rows: Sequence[Row], path: Path, title: str) -> None:
     """
     Asks for the verdicts that are missing in a file, and leaves it with one line per answer.
 
     Args:
-        judge ([`Judge`]): Replies.
+        judge ([`LocalJudge`] or [`EndpointJudge`]): Has `replies`.
         rows (`Sequence[dict]`): With `id`, `question`, `answers` and `prediction`.
         path (`Path`): The file; what it has of these answers is kept.
         title (`str`): For the progress bar.
@@ -154,48 +126,23 @@ def judge_answers(judge: "Judge", rows: Sequence[Row], path: Path, title: str) -
     lines = [line and {**line, "id": row["id"]} for line, row in zip(found, rows, strict=True)]
     todo = [number for number, line in enumerate(lines) if line is None]
     write_whole(path, to_lines(line for line in lines if line))
-    replies = judge.replies([prompts[number] for number in todo])
+    bar = {"description": title, "total": len(todo), "transient": True, "console": Console(stderr=True)}
     with open(path, "a", encoding="utf-8") as file:
-        bar = {"description": title, "total": len(todo), "transient": True, "console": Console(stderr=True)}
-        for reply in track(replies, **bar):
-            number = todo[reply.index]
-            lines[number] = _line(rows[number]["id"], prompts[number], reply)
+        for index, text in track(judge.replies([prompts[number] for number in todo]), **bar):
+            number = todo[index]
+            verdict = None if text is None else parse_verdict(text)
+            lines[number] = {
+                "id": rows[number]["id"],
+                "prompt": digest(prompts[number]),
+                "verdict": verdict,
+                "reply": text,
+            }
             file.write(to_lines([lines[number]]))
             file.flush()
     write_whole(path, to_lines(lines))
 
 
-def _line(row_id: str, prompt: str, reply: "Reply") -> dict[str, Any]:
-    line = {"id": row_id, "prompt": digest(prompt), "verdict": None, "reply": reply.text}
-    if reply.text is None:
-        return line | {"problem": reply.problem}
-    return line | {"verdict": parse_verdict(reply.text)}
-
-
 # Judges
-
-
-@dataclass(frozen=True)
-class Reply:
-    """
-    What a judge said.
-
-    Args:
-        index (`int`): Of the prompt.
-        text (`str`, *optional*): The reply; `None` where there is none.
-        problem (`str`, *optional*): Why there is none.
-    """
-
-    index: int
-    text: str | None
-    problem: str | None = None
-
-
-class Judge(Protocol):
-    """Replies to prompts."""
-
-    def replies(self, prompts: list[str]) -> Iterator[Reply]:
-        """A reply to each prompt, in the order they come."""
 
 
 class LocalJudge:
@@ -236,14 +183,14 @@ class LocalJudge:
         self.batch_size = batch_size
 
     def replies(self, prompts: list[str]) -> Iterator[Reply]:
-        """A reply to each prompt, the longest first, those of like length together."""
+        """A reply to each prompt, the longest first, those of similar length together."""
         longest_first = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
 
         def generate(batch: list[int]) -> list[str]:
             return self._generate([prompts[index] for index in batch])
 
         for batch, texts in in_batches(longest_first, self.batch_size, generate):
-            yield from map(Reply, batch, texts)
+            yield from zip(batch, texts, strict=True)
 
     @torch.inference_mode()
     def _generate(self, prompts: list[str]) -> list[str]:
@@ -265,31 +212,31 @@ class LocalJudge:
 
 class EndpointJudge:
     """
-    A chat model behind an OpenAI-compatible endpoint, as of vLLM; `$OPENAI_API_KEY` is its key where it wants one.
+    A chat model behind an OpenAI-compatible endpoint, such as vLLM's; `$OPENAI_API_KEY` is its key if it wants one.
 
     Args:
         name (`str`): The model's name there.
-        url (`str`): As `http://localhost:8000/v1`.
+        url (`str`): Such as `http://localhost:8000/v1`.
         timeout (`float`): Seconds to wait for a reply.
         concurrency (`int`): Prompts at a time.
 
     Raises:
-        `ValueError`: something else than the address of a server.
+        `ValueError`: anything but the address of a server.
     """
 
     def __init__(self, name: str, url: str, timeout: float = 60.0, concurrency: int = 16):
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"The endpoint is {url!r}; expected an address, as http://localhost:8000/v1.")
+            raise ValueError(f"The endpoint is {url!r}; expected an address, such as http://localhost:8000/v1.")
         self.name, self.url, self.timeout, self.concurrency = name, url, timeout, concurrency
-        # Without any key the client would send the one of the Hub to whoever listens there.
+        # Without a key the client would send the Hub's token to this server.
         key = os.environ.get(KEY_VARIABLE) or "none"
         self.client = InferenceClient(base_url=url, api_key=key, timeout=timeout)
 
     def replies(self, prompts: list[str]) -> Iterator[Reply]:
-        """A reply to each prompt; none after some attempts that time out, fail on the server's side or make no sense.
+        """A reply to each prompt; `None` after some attempts that time out, fail on the server or make no sense.
 
         Raises:
-            `ConnectionError`: nobody can be reached there.
+            `ConnectionError`: the server cannot be reached.
             `ValueError`: a server that refuses the request.
         """
         with ThreadPoolExecutor(self.concurrency) as pool:
@@ -301,11 +248,13 @@ class EndpointJudge:
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def _ask(self, index: int, prompt: str) -> Reply:
+        asked = {"model": self.name, "max_tokens": MAX_NEW_TOKENS, "temperature": 0.0}
         problem = ""
         for attempt in range(ATTEMPTS):
             time.sleep(PAUSE_SECONDS * attempt)
             try:
-                return Reply(index, self._request(prompt))
+                completion = self.client.chat_completion([{"role": "user", "content": prompt}], **asked)
+                return index, completion.choices[0].message.content or ""
             except InferenceTimeoutError:
                 problem = f"no reply within {self.timeout:g} seconds"
             except HfHubHTTPError as error:
@@ -325,12 +274,8 @@ class EndpointJudge:
                     ) from error
             except (ValueError, TypeError, LookupError, AttributeError) as error:
                 problem = f"no chat completion ({type(error).__name__}: {error})"
-        return Reply(index, None, problem)
-
-    def _request(self, prompt: str) -> str:
-        messages = [{"role": "user", "content": prompt}]
-        completion = self.client.chat_completion(messages, model=self.name, max_tokens=MAX_NEW_TOKENS, temperature=0.0)
-        return completion.choices[0].message.content or ""
+        logger.warning("an answer stays unjudged: %s", problem)
+        return index, None
 
 
 # The command
@@ -349,32 +294,27 @@ def main(
     batch_size: Annotated[int, typer.Option(min=1, help="Answers at a time.")] = 16,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to wait for the endpoint's reply.")] = 60.0,
 ) -> None:
-    """Judges all answers of a run and prints their accuracy."""
+    """Judges all answers of a run and prints their accuracy. The same command asks again for unjudged ones."""
     rows = {file: found for file in answer_files(run) if (found := file.read())}
     if not rows:
         raise ValueError(f"{run} holds no answers. `python -m arcaligner evaluate` writes them.")
-    paths = {file: verdict_path(file, model) for file in rows}
-    waiting = [file for file in rows if read_verdicts(paths[file], rows[file]).count(None)]
-    if waiting:
-        judge = (
-            LocalJudge(model, device, batch_size)
-            if endpoint is None
-            else EndpointJudge(model, endpoint, timeout, batch_size)
-        )
-        for file in waiting:
-            judge_answers(judge, rows[file], paths[file], f"{file.task}: {file.method}")
+    judge = None
     table = Table("task", "method", "Acc [95 %]", "judged", "unreadable", "unjudged", title=f"judged by {model}")
-    for file in rows:
-        judged = read_verdicts(paths[file], rows[file])
-        counts = [len(judged.scores), judged.count(UNREADABLE), judged.count(None)]
-        scores = [*judged.scores.values()]
+    for file, found in rows.items():
+        path = verdict_path(file, model)
+        if None in read_verdicts(path, found).values():
+            if judge is None:
+                judge = (
+                    EndpointJudge(model, endpoint, timeout, batch_size)
+                    if endpoint
+                    else LocalJudge(model, device, batch_size)
+                )
+            judge_answers(judge, found, path, f"{file.task}: {file.method}")
+        scores, verdicts = [*judged_scores(file, model).values()], [*read_verdicts(path, found).values()]
         shown = shown_interval(percent_interval(scores)) if scores else "-"
+        counts = [len(scores), verdicts.count(UNREADABLE), verdicts.count(None)]
         table.add_row(file.task, file.method, shown, *map(str, counts))
     Console().print(table)
-    problems = [line["problem"] for path in paths.values() for line in read_lines(path) if line["verdict"] is None]
-    if problems:
-        counted = ", ".join(f"{problems.count(problem)} {problem}" for problem in dict.fromkeys(problems))
-        typer.echo(f"Unjudged answers are asked for again by the same command: {counted}.", err=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..files import write_whole
 from ..model_card import METRIC_TITLES, RESULTS_FILE
-from .judge import judges_of, read_verdicts, verdict_path
+from .judge import judged_scores, judges_of
 from .methods import ABLATIONS, METHODS, find_method, sort_key, title_order
 from .metrics import METRICS, percent_interval, ratio_interval, shown_interval
 from .runs import AnswerFile, answer_files
@@ -22,8 +22,6 @@ FLOOR, CEILING = "naive", "full_text_lora"
 # Methods that read all of the text, or nothing of it.
 NOT_COMPRESSED = ("standard_rag", "full_text_lora", "empty_slot")
 PAPER = json.loads((Path(__file__).parent / "paper_results.json").read_text(encoding="utf-8"))
-# Titles of the same design here and in the paper.
-SAME_IN_PAPER = {"xRAG (our training)": "xRAG", "xRAG (released)": "xRAG"}
 
 Answers = dict[str, dict[str, Any]]  # by question id
 
@@ -74,10 +72,10 @@ def summarize(run: Path) -> dict[str, Any]:
 
 def judged(file: AnswerFile) -> list[dict[str, Any]]:
     """The answers in a file, each with the `acc` that it has from each judge that judged it."""
-    rows = file.read()
-    verdicts = {judge: read_verdicts(verdict_path(file, judge), rows).scores for judge in judges_of(file)}
-    accs = [{judge: scores[row["id"]] for judge, scores in verdicts.items() if row["id"] in scores} for row in rows]
-    return [row | {"acc": acc} for row, acc in zip(rows, accs, strict=True)]
+    scores = {judge: judged_scores(file, judge) for judge in judges_of(file)}
+    return [
+        row | {"acc": {judge: of[row["id"]] for judge, of in scores.items() if row["id"] in of}} for row in file.read()
+    ]
 
 
 def _check_pairs(run: Path, task: str, of_task: dict[str, Answers]) -> None:
@@ -185,7 +183,7 @@ def results_page(results: dict[str, Any]) -> str:
     ablation = [method_table(METRIC_TITLES[metric], sets, metric, ablations) for metric in ("em", "f1")]
     differences = [difference_table(METRIC_TITLES[metric], sets, metric) for metric in ("f1", "em")]
     lines += _section("Ablation", *ablation, accuracy_tables(sets, ablations))
-    lines += _section(f"{MAIN_TITLE} less another method, on the same questions", *differences, ratio_lines(sets))
+    lines += _section(f"{MAIN_TITLE} less another method, on the same questions", *differences)
     lines += _section("Costs", cost_table(sets))
     lines += _section("The paper's numbers", paper_table(sets))
     return "\n".join([*lines, *described(results), ""])
@@ -248,21 +246,6 @@ def cost_table(sets: dict) -> list[str]:
     return table("positions for the passages, rate, seconds a question", method_titles(sets), sets, show)
 
 
-def ratio_lines(sets: dict, metric: str = "f1") -> list[str]:
-    """The main method's mean over those of nothing read, of an empty slot, and of the fine-tuned upper bound."""
-    lines = []
-    for name in ("naive", "empty_slot", "projector_only", "full_text_lora"):
-        other = METHODS[name].title
-        ratios = [
-            f"{title} {entry['methods'][MAIN_TITLE][metric][0] / entry['methods'][other][metric][0]:.2f}"
-            for title, entry in sets.items()
-            if {MAIN_TITLE, other} <= set(entry["methods"]) and entry["methods"][other][metric][0]
-        ]
-        if ratios:
-            lines.append(f"- {METRIC_TITLES[metric]} of {MAIN_TITLE} over that of {other}: {', '.join(ratios)}.")
-    return [*lines, ""] if lines else []
-
-
 def paper_table(sets: dict) -> list[str]:
     """EM / F1 / Acc of the paper, for the sets that were measured here."""
     shared = {name: {"paper": PAPER["sets"][name]} for name in sets if name in PAPER["sets"]}
@@ -272,27 +255,7 @@ def paper_table(sets: dict) -> list[str]:
         numbers = entry["paper"].get(method)
         return None if numbers is None else " / ".join(f"{number:.1f}" for number in numbers)
 
-    return [*table("EM / F1 / Acc, Mistral 7B", methods, shared, show), *order_lines(sets)]
-
-
-def order_lines(sets: dict, metric: str = "f1") -> list[str]:
-    """For each set of the paper, the order of the methods that both have, there and here."""
-    lines = []
-    column = PAPER["metrics"].index(metric)
-    for name, entry in sets.items():
-        paper = PAPER["sets"].get(name, {})
-        ours = {
-            SAME_IN_PAPER.get(title, title): numbers[metric][0]
-            for title, numbers in entry["methods"].items()
-            if SAME_IN_PAPER.get(title, title) in paper
-        }
-        if len(ours) < 2:
-            continue
-        theirs = {title: paper[title][column] for title in ours}
-        there, here = (sorted(scores, key=scores.get, reverse=True) for scores in (theirs, ours))
-        said = "the same order here" if there == here else f"here {' > '.join(here)}"
-        lines.append(f"- {name}, {METRIC_TITLES[metric]}: in the paper {' > '.join(there)}; {said}.")
-    return [*lines, ""] if lines else []
+    return table("EM / F1 / Acc, Mistral 7B", methods, shared, show)
 
 
 def described(results: dict) -> list[str]:

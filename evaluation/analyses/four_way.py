@@ -87,7 +87,7 @@ def right_answers(run: Path, task: str, method: str, judge: str | None) -> dict[
     """By id, whether an answer is right; nothing where there is no answer, or no verdict on it."""
     if judge is None:
         return {answer["id"]: answer["em"] == 1 for answer in AnswerFile(run, task, method).read()}
-    return {key: score == 1 for key, score in judged_scores(run, task, method, judge).items()}
+    return {key: score == 1 for key, score in judged_scores(AnswerFile(run, task, method), judge).items()}
 
 
 def _missing(run: Path, task: str, methods: list[str], judge: str | None) -> str:

@@ -18,7 +18,6 @@ from arcaligner.evaluation.judge import (
     MAX_NEW_TOKENS,
     EndpointJudge,
     LocalJudge,
-    Reply,
     judge_answers,
     judge_prompt,
     judged_scores,
@@ -27,6 +26,7 @@ from arcaligner.evaluation.judge import (
     read_verdicts,
 )
 from arcaligner.evaluation.metrics import bootstrap_interval
+from arcaligner.evaluation.runs import AnswerFile
 
 SAYS = {"Paris": "Yes.", "Lyon": "No, it is Paris.", "Rome": "Hmm.", "Nice": None}
 
@@ -41,7 +41,7 @@ class FakeJudge:
         for index in reversed(range(len(prompts))):
             self.prompts.append(prompts[index])
             text = self.says(candidate(prompts[index]))
-            yield Reply(index, text, None if text is not None else "no reply within 1 seconds")
+            yield index, text
 
 
 def candidate(prompt: str) -> str:
@@ -109,9 +109,7 @@ def test_verdicts_stand_in_the_order_of_the_answers_and_are_scored(path):
     assert [line["id"] for line in lines] == ["q0", "q1", "q2", "q3"]
     assert [line["verdict"] for line in lines] == ["yes", "no", "unreadable", None]
     assert [line["reply"] for line in lines] == ["Yes.", "No, it is Paris.", "Hmm.", None]
-    judged = read_verdicts(path, rows)
-    assert judged.scores == {"q0": 1.0, "q1": 0.0, "q2": 0.0}
-    assert (judged.count("unreadable"), judged.count(None)) == (1, 1)
+    assert read_verdicts(path, rows) == {"q0": "yes", "q1": "no", "q2": "unreadable", "q3": None}
 
 
 def test_a_killed_judge_goes_on_where_it_was(path):
@@ -127,7 +125,7 @@ def test_a_killed_judge_goes_on_where_it_was(path):
     assert [line["id"] for line in read_lines(path)] == ["q3", "q2"]
     with open(path, "a", encoding="utf-8") as file:
         file.write('{"id": "q1", "prompt": "0')  # cut off
-    assert read_verdicts(path, rows).scores == {"q2": 0.0, "q3": 1.0}
+    assert read_verdicts(path, rows) == {"q0": None, "q1": None, "q2": "unreadable", "q3": "yes"}
     judge = FakeJudge()
     judge_answers(judge, rows, path, "")
     assert [candidate(prompt) for prompt in judge.prompts] == ["Lyon", "Paris"]
@@ -139,7 +137,7 @@ def test_a_verdict_on_another_answer_is_not_taken(path, change):
     before = answers("Paris", "Rome")
     judge_answers(FakeJudge(), before, path, "")
     after = [{**before[0], **change}, before[1]]
-    assert read_verdicts(path, after).scores == {"q1": 0.0}
+    assert read_verdicts(path, after) == {"q0": None, "q1": "unreadable"}
     judge = FakeJudge(lambda prediction: "no")
     judge_answers(judge, after, path, "")
     assert judge.prompts == [judge_prompt(after[0])]
@@ -152,7 +150,7 @@ def test_what_is_unjudged_is_asked_again(path):
     judge = FakeJudge(lambda prediction: "Yes")
     judge_answers(judge, rows, path, "")
     assert [candidate(prompt) for prompt in judge.prompts] == ["Nice"]
-    assert read_verdicts(path, rows).scores == {"q0": 1.0, "q1": 1.0}
+    assert read_verdicts(path, rows) == {"q0": "yes", "q1": "yes"}
 
 
 @pytest.fixture
@@ -162,7 +160,7 @@ def endpoint():
         yield chat
 
 
-def test_the_command_judges_all_answers_and_prints_the_accuracy(tmp_path, endpoint, capsys, monkeypatch):
+def test_the_command_judges_all_answers_and_prints_the_accuracy(tmp_path, endpoint, capsys, caplog, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     write_answers(tmp_path, "squad", "naive", answers("Paris", "Lyon", "Rome"))
     write_answers(tmp_path, "squad", "arcaligner", answers("Paris", "Nice"))
@@ -175,10 +173,10 @@ def test_the_command_judges_all_answers_and_prints_the_accuracy(tmp_path, endpoi
         ["squad", "arcaligner", "100.0 [100.0, 100.0]", "1", "0", "1"],
         ["squad", "naive", f"33.3 [{100 * low:.1f}, {100 * high:.1f}]", "3", "1", "0"],
     ]
-    assert "1 no reply within 0.2 seconds" in printed.err
-    assert judged_scores(tmp_path, "squad", "naive", "a/judge") == {"q0": 1.0, "q1": 0.0, "q2": 0.0}
-    assert judged_scores(tmp_path, "squad", "arcaligner", "a/judge") == {"q0": 1.0}
-    assert judged_scores(tmp_path, "squad", "naive", "other/judge") == {}
+    assert "stays unjudged: no reply within 0.2 seconds" in caplog.text
+    naive, ours = (AnswerFile(tmp_path, "squad", method) for method in ("naive", "arcaligner"))
+    assert judged_scores(naive, "a/judge") == {"q0": 1.0, "q1": 0.0, "q2": 0.0}
+    assert judged_scores(ours, "a/judge") == {"q0": 1.0} and judged_scores(naive, "other/judge") == {}
     files = {path.name for path in (tmp_path / "squad").glob("*.verdicts.jsonl")}
     assert files == {"naive.a--judge.verdicts.jsonl", "arcaligner.a--judge.verdicts.jsonl"}
 
@@ -226,7 +224,7 @@ def greedy_reply(folder: Path, prompt: str) -> str:
 
 def texts(judge, prompts: list[str]) -> list[str | None]:
     """The replies in the prompts' order."""
-    replies = {reply.index: reply.text for reply in judge.replies(prompts)}
+    replies = dict(judge.replies(prompts))
     assert len(replies) == len(prompts)
     return [replies[index] for index in range(len(prompts))]
 
@@ -270,31 +268,25 @@ def test_an_endpoint_is_asked_greedily_for_the_model(monkeypatch):
     assert chat.requests[-1] == {**expected, "messages": [{"role": "user", "content": "Is it?"}]}
 
 
-@pytest.mark.parametrize("failure", [500, 503, 429, b"<html>", b'{"choices": []}', b"{}", b"[]"])
+@pytest.mark.parametrize("failure", [500, 429, b"<html>", b'{"choices": []}', b"[]"])
 def test_a_failure_of_the_server_is_asked_again(failure):
     replies = [failure, "No."]
     with running_chat_server(lambda prompt: replies.pop(0)) as chat:
-        assert list(EndpointJudge("judge", chat.url).replies(["Is it?"])) == [Reply(0, "No.")]
+        assert list(EndpointJudge("judge", chat.url).replies(["Is it?"])) == [(0, "No.")]
     assert len(chat.requests) == 2
 
 
-@pytest.mark.parametrize(("failure", "problem"), [(500, "status 500"), (b"<html>", "no chat completion")])
-def test_after_some_attempts_there_is_no_reply_and_others_go_on(failure, problem):
+@pytest.mark.parametrize(
+    ("failure", "problem"),
+    [(500, "status 500"), (b"<html>", "no chat completion"), (None, "no reply within 0.2 seconds")],
+)
+def test_after_some_attempts_there_is_no_reply_and_others_go_on(failure, problem, caplog):
     with running_chat_server(lambda prompt: failure if prompt == "Is it?" else "Yes") as chat:
-        replies = {reply.index: reply for reply in EndpointJudge("judge", chat.url).replies(["Is it?", "Why?"])}
-    assert replies[0].text is None and problem in replies[0].problem
-    assert replies[1] == Reply(1, "Yes")
-    assert len(chat.requests) == ATTEMPTS + 1
+        assert texts(EndpointJudge("judge", chat.url, timeout=0.2), ["Is it?", "Why?"]) == [None, "Yes"]
+    assert problem in caplog.text and len(chat.requests) == ATTEMPTS + 1
 
 
-def test_an_endpoint_that_does_not_reply_is_given_up_in_time():
-    with running_chat_server(lambda prompt: None) as chat:
-        replies = list(EndpointJudge("judge", chat.url, timeout=0.2).replies(["Is it?"]))
-    assert replies == [Reply(0, None, "no reply within 0.2 seconds")]
-    assert len(chat.requests) == ATTEMPTS
-
-
-@pytest.mark.parametrize("status", [400, 401, 404])
+@pytest.mark.parametrize("status", [401, 404])
 def test_a_request_that_is_refused_is_an_error_at_once(status):
     with running_chat_server(lambda prompt: status) as chat:
         with pytest.raises(ValueError, match=rf"`judge` judge \(status {status}: .*so it is.*OPENAI_API_KEY"):
