@@ -12,17 +12,14 @@ all answers in the folder.
 
 import dataclasses
 import logging
-import os
-import platform
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from rich.progress import Progress
 
-from ..files import digest
+from ..files import describe_machine, digest
 from ..train.corpora import Row
 from .answering import MAX_NEW_TOKENS, Answer, Answerer, MissingMethodError, dtype_on, in_batches, longest_first
 from .methods import find_method
@@ -153,7 +150,7 @@ def record(row: Row, answer: Answer, seconds: float) -> dict[str, Any]:
 
 
 def machine_line(device: str) -> str:
-    """The processor or the accelerator, in a word for tables."""
-    if torch.device(device).type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-    return f"{os.cpu_count()} CPU cores ({platform.machine()}), torch {torch.__version__}"
+    """The processor or the accelerator, in a few words for tables."""
+    machine = describe_machine(device)
+    name = f"{machine['cores']} cores of {machine['cpu']}" if machine["device"] == "cpu" else machine["device"]
+    return f"{name}, torch {machine['torch']}"

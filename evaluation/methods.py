@@ -8,7 +8,6 @@ as many tokens as there are slots then), so that one run compares several rates 
 """
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,21 +20,15 @@ from transformers.utils import CONFIG_NAME
 
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..files import digest_files
+from ..train.corpora import Row
 from ..train.data import passages_text
 from .answering import Answerer, MissingMethodError, SlotAnswerer, TextAnswerer, load_aligner, load_text_lora
 from .compression import LLMLINGUA2_MODEL, load_llmlingua, load_llmlingua2, load_truncated
-from .released import COCOM, XRAG_MODEL, load_cocom, load_released_xrag
+from .released import COCOM, load_cocom
 
 # The files of a checkpoint's folder that decide its answers.
-CHECKPOINT_FILES = (
-    "*.safetensors",
-    "config.json",
-    "adapter_config.json",
-    "processor_config.json",
-    "chat_template.jinja",
-)
-
-
+_CONFIGS = ("config.json", "adapter_config.json", "processor_config.json")
+CHECKPOINT_FILES = ("*.safetensors", *_CONFIGS, "chat_template.jinja")
 RATE_TITLES = {"segment": "one slot per segment"}
 _RATE_IN_TITLE = re.compile(r", (?:(\d+) tokens per slot|one slot per segment)$")
 
@@ -149,49 +142,31 @@ class Method:
             ) from error
 
 
-def load_naive(checkpoints: Checkpoints) -> Answerer:
-    """The question alone."""
+def load_text(checkpoints: Checkpoints, context: Callable[[Row], str], with_lora: bool = False) -> Answerer:
+    """The backbone with a text of each row, as it is or with a LoRA that was trained to read passages."""
+    if with_lora:
+        loaded = load_text_lora(checkpoints.aligner, checkpoints.full_text_lora, checkpoints.device)
+    else:
+        loaded = load_aligner(checkpoints.aligner, checkpoints.device)
+    return TextAnswerer(*loaded, lambda rows: [context(row) for row in rows])
+
+
+def load_slots(checkpoints: Checkpoints, tokens_per_slot: int | str | None = None, **options: Any) -> Answerer:
+    """The aligner; `options` are those of [`SlotAnswerer`]."""
     model, processor = load_aligner(checkpoints.aligner, checkpoints.device)
-    return TextAnswerer(model, processor, lambda rows: [""] * len(rows))
+    return SlotAnswerer(model, processor, slots={"tokens_per_slot": tokens_per_slot}, **options)
 
 
-def load_standard_rag(checkpoints: Checkpoints) -> Answerer:
-    """The passages' whole text."""
-    model, processor = load_aligner(checkpoints.aligner, checkpoints.device)
-    return TextAnswerer(model, processor, lambda rows: [passages_text(row) for row in rows])
-
-
-def load_full_text_lora(checkpoints: Checkpoints) -> Answerer:
-    """The passages' whole text, read by the backbone with a LoRA that was trained for it."""
-    model, processor = load_text_lora(checkpoints.aligner, checkpoints.full_text_lora, checkpoints.device)
-    return TextAnswerer(model, processor, lambda rows: [passages_text(row) for row in rows])
-
-
-def load_slots(gate_mode: str, **options: Any) -> Callable[..., Answerer]:
-    """The aligner with a gate mode; `options` are those of [`SlotAnswerer`]."""
-
-    def load(checkpoints: Checkpoints, tokens_per_slot: int | str | None = None) -> Answerer:
-        model, processor = load_aligner(checkpoints.aligner, checkpoints.device)
-        slots = {"tokens_per_slot": tokens_per_slot}
-        return SlotAnswerer(model, processor, slots=slots, gate_mode=gate_mode, **options)
-
-    return load
-
-
-def load_projector(field: str) -> Callable[..., Answerer]:
-    """An aligner of a projector alone, named by a field of `Checkpoints`."""
-
-    def load(checkpoints: Checkpoints, tokens_per_slot: int | str | None = None) -> Answerer:
-        checkpoint = getattr(checkpoints, field)
-        model, processor = load_aligner(checkpoint, checkpoints.device)
-        if model.config.lora_r:
-            raise ValueError(
-                f"{checkpoint} has a LoRA of rank {model.config.lora_r}; for `--{field.replace('_', '-')}` expected an "
-                "aligner of a projector alone, trained with `aligner: {lora_r: 0, gate_layers: []}`."
-            )
-        return SlotAnswerer(model, processor, slots={"tokens_per_slot": tokens_per_slot}, gate_mode="off")
-
-    return load
+def load_projector(checkpoints: Checkpoints, name: str, tokens_per_slot: int | str | None = None) -> Answerer:
+    """An aligner of a projector alone, the field `name` of `checkpoints`."""
+    checkpoint = getattr(checkpoints, name)
+    model, processor = load_aligner(checkpoint, checkpoints.device)
+    if model.config.lora_r:
+        raise ValueError(
+            f"{checkpoint} has a LoRA of rank {model.config.lora_r}; for `--{name.replace('_', '-')}` expected an "
+            "aligner of a projector alone, trained with `aligner: {lora_r: 0, gate_layers: []}`."
+        )
+    return SlotAnswerer(model, processor, slots={"tokens_per_slot": tokens_per_slot}, gate_mode="off")
 
 
 _TRAIN = "python -m arcaligner train --recipe"
@@ -201,29 +176,36 @@ _OURS = {"checkpoint": "aligner", "has_rates": True}
 METHODS = {
     method.name: method
     for method in (
-        Method("naive", "Naive", load_naive),
-        Method("standard_rag", "StandardRAG", load_standard_rag),
-        Method("full_text_lora", "StandardRAG, fine-tuned", load_full_text_lora, "full_text_lora", _FULL_TEXT),
+        Method("naive", "Naive", partial(load_text, context=lambda row: "")),
+        Method("standard_rag", "StandardRAG", partial(load_text, context=passages_text)),
+        Method(
+            "full_text_lora",
+            "StandardRAG, fine-tuned",
+            partial(load_text, context=passages_text, with_lora=True),
+            "full_text_lora",
+            _FULL_TEXT,
+        ),
         Method("truncated", "truncated text", load_truncated, **_OURS),
         Method("llmlingua", "LLMLingua (the backbone scores)", load_llmlingua, has_rates=True),
         Method("llmlingua2", "LLMLingua-2", load_llmlingua2, weights=LLMLINGUA2_MODEL, has_rates=True),
-        Method("cocom_4", "COCOM x4", load_cocom(4), weights=COCOM.format(4)),
-        Method("cocom_16", "COCOM x16", load_cocom(16), weights=COCOM.format(16)),
-        Method("xrag_released", "xRAG (released)", load_released_xrag, weights=XRAG_MODEL),
-        Method("xrag", "xRAG (our training)", load_projector("xrag"), "xrag", f"{_TRAIN} xrag"),
+        Method("cocom_4", "COCOM x4", partial(load_cocom, rate=4), weights=COCOM.format(4)),
+        Method("cocom_16", "COCOM x16", partial(load_cocom, rate=16), weights=COCOM.format(16)),
+        Method("xrag", "xRAG (our training)", partial(load_projector, name="xrag"), "xrag", f"{_TRAIN} xrag"),
         Method(
             "projector_only",
             "projector only",
-            load_projector("projector_only"),
+            partial(load_projector, name="projector_only"),
             "projector_only",
             f"{_TRAIN} projector_only",
             has_rates=True,
         ),
-        Method("arcaligner", "ArcAligner", load_slots("adaptive"), **_OURS),
-        Method("no_recursion", "w/o Recursion", load_slots("off"), **_OURS),
-        Method("max_loop", "w/o Gate (Max Loop)", load_slots("always"), **_OURS),
-        Method("no_lora", "w/o LoRA & Recursion", load_slots("off", use_lora=False), **_OURS),
-        Method("empty_slot", "an empty slot", load_slots("adaptive", with_passages=False), "aligner"),
+        Method("arcaligner", "ArcAligner", partial(load_slots, gate_mode="adaptive"), **_OURS),
+        Method("no_recursion", "w/o Recursion", partial(load_slots, gate_mode="off"), **_OURS),
+        Method("max_loop", "w/o Gate (Max Loop)", partial(load_slots, gate_mode="always"), **_OURS),
+        Method("no_lora", "w/o LoRA & Recursion", partial(load_slots, gate_mode="off", use_lora=False), **_OURS),
+        Method(
+            "empty_slot", "an empty slot", partial(load_slots, gate_mode="adaptive", with_passages=False), "aligner"
+        ),
     )
 }
 ABLATIONS = ("arcaligner", "no_recursion", "max_loop", "no_lora")
@@ -244,12 +226,9 @@ def find_method(name: str) -> Method:
         return METHODS[name]
     if base in METHODS and METHODS[base].has_rates and (rate == "segment" or (rate.isdecimal() and int(rate))):
         return METHODS[base].at_rate(rate if rate == "segment" else int(rate))
-    close = difflib.get_close_matches(name, METHODS, n=1)
-    hint = f" Did you mean {close[0]}?" if close else ""
     rates = ", ".join(method.name for method in METHODS.values() if method.has_rates)
     raise ValueError(
-        f"There is no method {name!r}.{hint} Known: {', '.join(METHODS)}; with a rate, such as `_x4` or `_xsegment`: "
-        f"{rates}."
+        f"There is no method {name!r}. Known: {', '.join(METHODS)}; with a rate, such as `_x4` or `_xsegment`: {rates}."
     )
 
 

@@ -63,7 +63,7 @@ def test_the_papers_recipe_is_the_papers():
     "given, of_tasks, message",
     [
         ({"tasks": ["squat"]}, {}, r"no task 'squat'\. Did you mean squad\? Known: 2wikimultihopqa, hotpotqa"),
-        ({"methods": ["arcalinger"]}, {}, r"no method 'arcalinger'\. Did you mean arcaligner\? Known: naive"),
+        ({"methods": ["arcalinger"]}, {}, "no method 'arcalinger'. Known: naive"),
         ({"methods": []}, {}, "No method is named"),
         ({"colour": "red"}, {}, "Unknown key `colour` in the evaluation"),
         ({"tasks": {"squad": {"topk": 1}}}, {}, "Unknown key `topk` in `squad`. Did you mean `top_k`"),
