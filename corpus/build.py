@@ -39,6 +39,11 @@ class Batch:
     unchanged: int
     skipped: list[str]
 
+    def report(self, num_passages: int) -> BuildReport:
+        """What writing it has done."""
+        added = len(self.documents) - len(self.replaced)
+        return BuildReport(added, len(self.replaced), self.unchanged, num_passages, self.skipped)
+
 
 def build_corpus(
     sources: Iterable[str],
@@ -47,7 +52,7 @@ def build_corpus(
     *,
     strict: bool = False,
     on_batch: Callable[[BuildReport], Any] = lambda report: None,
-    write_batches: Callable[..., Iterator[tuple[Batch, int]]] | None = None,
+    write_batches: Callable[..., Iterator[BuildReport]] | None = None,
 ) -> BuildReport:
     """
     Adds the documents of sources, and replaces those that have changed. A build that was killed goes on where it was.
@@ -65,12 +70,9 @@ def build_corpus(
     """
     report = BuildReport()
     with corpus.writing():
-        for batch, num_passages in (write_batches or write_here)(list(sources), corpus, processor, strict):
-            report.added += len(batch.documents) - len(batch.replaced)
-            report.replaced += len(batch.replaced)
-            report.unchanged += batch.unchanged
-            report.passages += num_passages
-            report.skipped += batch.skipped
+        for done in (write_batches or write_here)(list(sources), corpus, processor, strict):
+            for name, value in vars(done).items():
+                setattr(report, name, getattr(report, name) + value)
             on_batch(report)
         if not report.added + report.replaced + report.unchanged:
             why = f": {report.skipped[0]}" if report.skipped else "."
@@ -90,13 +92,13 @@ def summary(report: BuildReport, info: dict[str, Any]) -> str:
     )
 
 
-def write_here(sources: list[str], corpus: Corpus, processor, strict: bool) -> Iterator[tuple[Batch, int]]:
-    """Encodes and writes in this process; gives each batch, and its number of passages, when it is written."""
+def write_here(sources: list[str], corpus: Corpus, processor, strict: bool) -> Iterator[BuildReport]:
+    """Encodes and writes in this process; says of each batch what was done."""
     for batch in new_documents(sources, corpus, strict):
         rows = passage_rows(batch.documents, processor, corpus.settings) if batch.documents else []
         if batch.documents:
             corpus.add(rows, batch.replaced)
-        yield batch, len(rows)
+        yield batch.report(len(rows))
 
 
 def new_documents(sources: list[str], corpus: Corpus, strict: bool) -> Iterator[Batch]:

@@ -1,0 +1,96 @@
+"""The build of a corpus on Ray Data, on this machine or on a cluster: the same table, row for row.
+
+    one task reads documents -> an actor pool encodes passages and writes Lance fragments -> this process commits them
+
+A worker that dies is started again and its batch encoded again; a build that is killed goes on as any other.
+"""
+
+import json
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+try:
+    import lance
+    import ray
+    from lance.fragment import write_fragments
+except ImportError as error:
+    raise ImportError("`--ray` needs Ray and pylance: `pip install 'arcaligner[ray]'`.") from error
+
+from .build import BuildReport, new_documents, passage_rows
+from .table import NAME, Corpus
+
+
+class RayWriter:
+    """`write_batches` of [`build_corpus`] on `workers` actors of Ray.
+
+    Ray is started on this machine unless it runs already or `RAY_ADDRESS` names a cluster, which has to see the folders
+    of sources and corpus.
+    """
+
+    def __init__(self, workers: int):
+        self.workers = workers
+
+    def __call__(self, sources: list[str], corpus: Corpus, processor, strict: bool) -> Iterator[BuildReport]:
+        if not ray.is_initialized():
+            ray.init(include_dashboard=False, log_to_driver=False)
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = False
+        context.target_max_block_size = 1  # each batch is a block, for any worker
+        reading = {"sources": sources, "path": str(corpus.path), "version": corpus.table.version, "strict": strict}
+        batches = ray.data.from_items([reading]).map_batches(read_batches, batch_size=1, num_cpus=0)
+        written = batches.map_batches(
+            EncodingWorker,
+            fn_constructor_args=(processor, corpus.path),
+            batch_size=1,
+            num_cpus=1,
+            compute=ray.data.ActorPoolStrategy(size=self.workers),
+        )
+        for row in written.iter_rows():
+            batch, num_passages = pickle.loads(row["batch"]), row["passages"]
+            if row["fragments"]:
+                fragments = [
+                    lance.FragmentMetadata.from_json(json.dumps(each)) for each in json.loads(row["fragments"])
+                ]
+                dataset = lance.dataset(table_uri(corpus.path))
+                lance.LanceDataset.commit(dataset, lance.LanceOperation.Append(fragments), dataset.version)
+            elif row["rows"]:
+                corpus.add(pickle.loads(row["rows"]), batch.replaced)
+            yield batch.report(num_passages)
+
+
+def table_uri(path) -> str:
+    """Where the Lance table of a corpus is."""
+    return str(path / f"{NAME}.lance")
+
+
+def read_batches(reading: dict[str, Any]) -> Iterator[dict[str, list]]:
+    """Batches of documents that are new in one version of the corpus: the same ones when the task runs again."""
+    sources, path, version, strict = (reading[name][0] for name in ("sources", "path", "version", "strict"))
+    corpus = Corpus(str(path))
+    corpus.table.checkout(int(version))
+    for batch in new_documents(list(sources), corpus, bool(strict)):
+        yield {"batch": [pickle.dumps(batch)]}
+
+
+class EncodingWorker:
+    """Encodes batches; those that replace nothing are written here, as fragments to be committed."""
+
+    def __init__(self, processor, path):
+        self.processor, self.corpus = processor, Corpus(path)
+
+    def __call__(self, rows: dict[str, Any]) -> dict[str, list]:
+        batch = pickle.loads(rows["batch"][0])
+        fragments = encoded = b""
+        num_passages = 0
+        if batch.documents:
+            table = passage_rows(batch.documents, self.processor, self.corpus.settings)
+            num_passages = len(table)
+            if batch.replaced:
+                encoded = pickle.dumps(table)
+            else:
+                written = write_fragments(table, table_uri(self.corpus.path), mode="append")
+                fragments = json.dumps([each.to_json() for each in written]).encode()
+        batch.documents = [each._replace(text="") for each in batch.documents]
+        done = {"batch": pickle.dumps(batch), "passages": num_passages, "fragments": fragments, "rows": encoded}
+        return {name: [value] for name, value in done.items()}
