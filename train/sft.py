@@ -175,13 +175,13 @@ def make_trainer(
     eval_dataset: Dataset | None = None,
 ) -> AlignerTrainer:
     """The model of a recipe and what trains it."""
+    set_seed(args.seed)  # new LoRA, of encoder and backbone, starts from random weights
     with encoder_in_one_piece(args):
         processor.encoder_device = str(args.device)
         encoder_weights = processor.train_encoder(recipe.encoder_lora_r) if recipe.encoder_lora_r else []
         processor.sentence_encoder.to(dtype)
         for weight in encoder_weights:
             weight.data = weight.data.float()
-    set_seed(args.seed)  # a new aligner starts from random weights
     model = load_model(recipe, processor, dtype)
     word_weights = find_word_weights(recipe, model, train_dataset)
     if recipe.compile_layers:

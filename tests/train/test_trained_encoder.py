@@ -1,0 +1,79 @@
+"""The sentence encoder is trained along, is kept in the checkpoint, and can be used by itself."""
+
+import shutil
+
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from training_recipes import RecipeWriter, parameters, run
+
+from arcaligner import ArcAlignerProcessor
+from arcaligner.train.trainer import AlignerTrainer
+
+TEXTS = ["Radik Zhaparov is a Kazakh ski jumper.", "It was written by Ada."]
+RATES = {"tokens_per_slot": [4, "segment"], "encoder_lora_r": 2, "encoder_learning_rate": 0.05}
+
+
+@pytest.fixture(scope="module")
+def write_recipe(tmp_path_factory, base_model_dir, encoder_dir):
+    return RecipeWriter(tmp_path_factory.mktemp("recipes"), base_model_dir, encoder_dir)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, write_recipe):
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    run(write_recipe("grounding", folder, lr_scheduler_type="constant", **RATES))
+    return folder
+
+
+def embeds(folder) -> torch.Tensor:
+    return ArcAlignerProcessor.from_pretrained(folder).encode_segments(TEXTS)
+
+
+def test_the_encoder_of_a_checkpoint_is_the_trained_one(trained, processor):
+    assert (embeds(trained) - processor.encode_segments(TEXTS)).abs().max() > 1e-3
+    assert torch.equal(embeds(trained), embeds(trained / "checkpoint-4"))
+    torch.testing.assert_close(
+        embeds(trained),
+        SentenceTransformer(str(trained / "encoder")).encode(TEXTS, convert_to_tensor=True, normalize_embeddings=True),
+    )
+
+
+def test_texts_are_encoded_in_training_as_at_inference(trained):
+    processor = ArcAlignerProcessor.from_pretrained(trained)
+    torch.testing.assert_close(processor.encode_runs(TEXTS, [0, 0], None), processor.encode_segments(TEXTS))
+
+
+def test_a_broken_run_goes_on_with_the_encoder_it_had(tmp_path, write_recipe, trained, monkeypatch):
+    arguments = write_recipe("grounding", tmp_path / "run", lr_scheduler_type="constant", **RATES)
+    step = AlignerTrainer.training_step
+
+    def break_at_third(trainer, *args, **kwargs):
+        if trainer.state.global_step == 2:
+            raise InterruptedError
+        return step(trainer, *args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr(AlignerTrainer, "training_step", break_at_third)
+        run(arguments)
+    run(arguments)
+    torch.testing.assert_close(embeds(tmp_path / "run"), embeds(trained), rtol=0, atol=1e-5)
+    for name, value in parameters(trained).items():
+        torch.testing.assert_close(parameters(tmp_path / "run")[name], value, rtol=0, atol=1e-5)
+
+
+def test_a_later_stage_keeps_the_trained_encoder(tmp_path, write_recipe, trained):
+    run(write_recipe("gating", tmp_path / "gating", model=trained, max_steps=1))
+    assert torch.equal(embeds(tmp_path / "gating"), embeds(trained))
+
+
+def test_lora_of_another_rank_is_refused(tmp_path, write_recipe, trained):
+    with pytest.raises(ValueError, match="has LoRA of rank 2; got 3"):
+        run(write_recipe("grounding", tmp_path / "run", model=trained, encoder_lora_r=3))
+
+
+def test_a_checkpoint_without_its_encoder_is_refused_by_name(tmp_path, trained):
+    shutil.copytree(trained, tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy" / "encoder")
+    with pytest.raises(ValueError, match="copy lacks encoder/adapter_config.json"):
+        ArcAlignerProcessor.from_pretrained(tmp_path / "copy")
