@@ -22,43 +22,12 @@ from .pipeline_arcaligner import ArcAlignerPipeline
 from .processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE
 from .train.metrics import contains_match
 
-SQUAD_SAMPLE = Path(__file__).parent / "tests" / "data" / "squad_dev_sample.jsonl"
+DATA = Path(__file__).parent / "tests" / "data"
+CASE_STUDIES = list(read_json_lines(DATA / "case_studies.jsonl"))
+SQUAD_SAMPLE = DATA / "squad_dev_sample.jsonl"
 NUM_SQUAD = 3
 MAX_NEW_TOKENS = 32
 TIMED_RUNS = 5
-
-_CASE_STUDIES = [  # question, answer, passage
-    (
-        "In what country is Toronto Northwest?",
-        "Canada",
-        "was redistributed between Davenport, Spadina, Trinity and York West ridings. Toronto Northwest was a federal"
-        " electoral district represented in the House of Commons of Canada from 1925 to 1935. It was located in the "
-        "city of Toronto in the province of Ontario. This riding was created in 1924 from parts of Parkdale, Toronto "
-        "North and York South ridings. It consisted of the part of the city of Toronto north of Bloor Street, west of"
-        " Bathurst St. and east of the Northern Division of the Canadian National Railway.",
-    ),
-    (
-        "What sport does Radik Zhaparov play?",
-        "ski jumping",
-        "Radik Zhaparov (born February 29, 1984) is a Kazakh ski jumper who has competed since 2003. At the 2006 "
-        "Winter Olympics in Turin, he finished 11th in the team large hill and 26th in the individual normal hill "
-        "events. At the FIS Nordic World Ski Championships, Zhaparov has finished 11th in team events three times and"
-        " 24th in the individual normal hill events. Zharparov's best individual World Cup finish was 11th in a large"
-        " hill event in Finland in 2007. His best individual career finish was second in an FIS Cup normal.",
-    ),
-    (
-        "What nationality is the director of film Astronauts Gone Wild?",
-        "American",
-        "Astronauts Gone Wild is a 2004 documentary video produced and directed by Bart Sibrel, a Nashville, "
-        "Tennessee-based video maker. Sibrel made this video as a follow-up to his 2001 video A Funny Thing Happened "
-        "on the Way to the Moon. The title of the presentation is a wordplay on the Girls Gone Wild video series. In "
-        "Astronauts Gone Wild, Sibrel confronts nine Apollo …",
-    ),
-]
-CASE_STUDIES = [
-    {"question": question, "answers": [answer], "passages": [{"title": "", "text": text}]}
-    for question, answer, text in _CASE_STUDIES
-]
 
 Row = dict[str, Any]
 Rate = int | str | None

@@ -21,13 +21,14 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from ..evaluation.answering import flop_counter
 from ..evaluation.settings import split_rates
 from ..files import describe_machine, run_command
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import Row, read_rows
 from .arms import Decoding, Prompts, both_prompts, cache_bytes, encoded_slots, make_arms, pick_rows, random_slots
-from .measuring import Arm, flop_counter, peak_memory, quartiles, ratio, time_interleaved
+from .measuring import Arm, peak_memory, quartiles, ratio, time_interleaved
 from .models import SHAPES, load_models, random_models
 from .report import machine_line, save_figure, size_lines
 

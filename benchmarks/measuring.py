@@ -1,4 +1,4 @@
-"""Time in turns, memory, and operations.
+"""Time in turns, and memory.
 
 The speed of a machine drifts, but ratios within a moment do not. So the arms of a comparison take turns in one process,
 who goes first rotates, and a ratio is taken within a round. Its median over rounds is reported with the middle half.
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 _PROCESS = Path("/proc/self")
 
@@ -87,13 +86,3 @@ def peak_memory(device: str) -> Iterator[dict[str, int | None]]:
 def _status_bytes(field: str) -> int:
     lines = (_PROCESS / "status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1]) * 1024
-
-
-def flop_counter() -> FlopCounterMode:
-    """Counts the operations of products inside, masked attention in full; it also knows the CPU's attention kernel."""
-
-    def attention(query, key, value, *args, **kwargs) -> int:
-        return sdpa_flop_count(query, key, value)
-
-    on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return FlopCounterMode(display=False, custom_mapping={on_cpu: attention})

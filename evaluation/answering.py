@@ -17,6 +17,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import AutoModelForCausalLM
 
 from ..configuration_arcaligner import resolve_base_model
@@ -228,7 +229,17 @@ def downloaded(repo_id: str, note: str) -> str:
         ) from error
 
 
-# Batches
+# Operations and batches
+
+
+def flop_counter() -> FlopCounterMode:
+    """Counts the operations of products inside, masked attention in full; it also knows the CPU's attention kernel."""
+
+    def attention(query, key, value, *args, **kwargs) -> int:
+        return sdpa_flop_count(query, key, value)
+
+    on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return FlopCounterMode(display=False, custom_mapping={on_cpu: attention})
 
 
 def longest_first(rows: Sequence[Row]) -> list[Row]:

@@ -1,9 +1,8 @@
 """Trajectories of single questions: how many loops each slot takes at each layer, as in the paper's case studies.
 
     python -m arcaligner.evaluation.analyses trajectories --checkpoint runs/mine
-    python -m arcaligner.evaluation.analyses trajectories --question "Who wrote it?" --document letter.txt
 
-Draws the paper's three cases and, where one is asked, a question of your own.
+For a question of your own: `python -m arcaligner answer --question ... --document ... --show-slots`.
 """
 
 import re
@@ -18,16 +17,18 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.progress import track
 
-from ...demo import CASE_STUDIES, MAX_NEW_TOKENS
+from ...files import read_json_lines
 from ...pipeline_arcaligner import ArcAlignerPipeline, format_trajectory
 from ...train.corpora import Row
 from ..answering import load_aligner
-from ..publish import DEFAULT_CHECKPOINT
+from ..publish import DEFAULT_CHECKPOINT, ROOT
 from .figures import FIGURES, Folder, new_figure, save_analysis
 
+CASE_STUDIES = ROOT / "tests/data/case_studies.jsonl"
+MAX_NEW_TOKENS = 32  # as in the demo
 CAPTION = (
-    "Each row is a slot, the text that it stands for on its left, each column a layer. The darker, the more loops the "
-    "slot takes there: L0. is the single pass that every slot takes, LL two loops, LLL three."
+    "Each row is a slot, with the text that it stands for on its left, and each column a layer. The darker, the more "
+    "loops the slot takes there: L0. is the single pass that every slot takes, LL two loops, LLL three."
 )
 SLOT_WIDTH, TITLE_WIDTH = 60, 100  # characters
 
@@ -37,13 +38,9 @@ def trajectories(
         DEFAULT_CHECKPOINT
     ),
     folder: Folder = FIGURES,
-    question: Annotated[str | None, typer.Option(help="Draw this question, too.")] = None,
-    document: Annotated[
-        list[Path] | None, typer.Option(help="A text file; can be repeated.", exists=True, dir_okay=False)
-    ] = None,
 ) -> None:
     """Draws the loops of each slot at each layer, a figure for each of the paper's cases."""
-    cases = [*CASE_STUDIES, *own_case(question, document or [])]
+    cases = list(read_json_lines(CASE_STUDIES))
     model, processor = load_aligner(checkpoint, "cpu")
     ask = ArcAlignerPipeline(model=model, processor=processor, task="text-generation", device="cpu")
     for row in track(cases, "Trajectories", transient=True):
@@ -52,21 +49,6 @@ def trajectories(
         data = {"checkpoint": Path(checkpoint).name, **case}
         save_analysis(folder, file_name(row["question"]), figure, data, CAPTION)
     typer.echo(CAPTION)
-
-
-def own_case(question: str | None, documents: list[Path]) -> list[Row]:
-    """The question of the command line as a row, if there is one.
-
-    Raises:
-        `ValueError`: a question without a document, or a document without a question.
-    """
-    if (question is None) != (not documents):
-        given, missing = ("--document", "--question") if question is None else ("--question", "--document")
-        raise ValueError(f"`{given}` is given without `{missing}`; a question and what it is about belong together.")
-    if question is None:
-        return []
-    passages = [{"title": "", "text": path.read_text(encoding="utf-8")} for path in documents]
-    return [{"question": question, "answers": [], "passages": passages}]
 
 
 def trace(ask: ArcAlignerPipeline, row: Row) -> dict[str, Any]:

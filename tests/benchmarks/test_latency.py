@@ -11,8 +11,9 @@ from training_rows import question_rows, write_rows
 from arcaligner.benchmarks import latency, measuring, report
 from arcaligner.benchmarks.arms import ARMS
 from arcaligner.benchmarks.latency import Bench, main, measure_rounds, measure_size, parse_sizes, refinement_ratio
-from arcaligner.benchmarks.measuring import Arm, flop_counter, peak_memory, quartiles, ratio, time_interleaved
+from arcaligner.benchmarks.measuring import Arm, peak_memory, quartiles, ratio, time_interleaved
 from arcaligner.benchmarks.models import SHAPES, load_models
+from arcaligner.evaluation.answering import flop_counter
 
 MIB = 2**20
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from arcaligner import ArcAlignerPipeline
-from arcaligner.demo import CASE_STUDIES
+from arcaligner.evaluation.analyses import trajectories as module
 from arcaligner.evaluation.analyses.figures import save_analysis
-from arcaligner.evaluation.analyses.trajectories import draw, file_name, own_case, title, trace, trajectories
+from arcaligner.evaluation.analyses.trajectories import draw, file_name, title, trace, trajectories
+from arcaligner.files import read_json_lines
 
-QUESTION = "Who wrote it?"
-TEXT = "It was written by Ada. Nobody else knew."
+CASES = list(read_json_lines(module.CASE_STUDIES))
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def ask(model, processor) -> ArcAlignerPipeline:
 
 
 def test_colours_are_the_loops_of_each_slot_at_each_layer(ask):
-    row = CASE_STUDIES[0]
+    row = CASES[0]
     case = trace(ask, row)
     inputs = ask.processor.apply_chat_template(
         [{"role": "user", "content": row["question"]}],
@@ -46,24 +46,22 @@ def test_colours_are_the_loops_of_each_slot_at_each_layer(ask):
     assert axes.get_title(loc="left") == title(case)
 
 
-def test_the_command_draws_the_cases_of_the_paper_and_ones_own(ask, checkpoint_dir, tmp_path):
-    letter = tmp_path / "letter.txt"
-    letter.write_text(TEXT, encoding="utf-8")
-    trajectories(checkpoint=str(checkpoint_dir), folder=tmp_path / "figures", question=QUESTION, document=[letter])
-    names = [file_name(question) for question in (*(row["question"] for row in CASE_STUDIES), QUESTION)]
-    files = {path.name for path in (tmp_path / "figures").iterdir()}
-    assert files == {f"{name}.{suffix}" for name in names for suffix in ("png", "svg", "json")}
-    data = json.loads((tmp_path / "figures" / "trajectory_who_wrote_it.json").read_text(encoding="utf-8"))
-    record = ask({"question": QUESTION, "documents": [TEXT]}, return_slots=True, max_new_tokens=32)[0]
-    assert data["answer"] == record["generated_text"].strip()
-    assert data["segments"] == record["segments"]
-    assert data["trajectories"] == record["trajectories"]
-    assert data["gold"] == []
+def test_the_command_draws_the_cases_of_the_paper(ask, checkpoint_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "read_json_lines", lambda path: CASES[1:2])
+    trajectories(checkpoint=str(checkpoint_dir), folder=tmp_path)
+    name = "trajectory_what_sport_does_radik_zhaparov_play"
+    assert file_name(CASES[1]["question"]) == name and len(CASES) == 3
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.{suffix}" for suffix in ("png", "svg", "json")}
+    data = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
+    asked = {"question": CASES[1]["question"], "documents": CASES[1]["passages"]}
+    record = ask(asked, return_slots=True, max_new_tokens=32)[0]
+    assert data["answer"] == record["generated_text"].strip() and data["gold"] == ["ski jumping"]
+    assert data["segments"] == record["segments"] and data["trajectories"] == record["trajectories"]
     assert "each column a layer" in data["reading"]
 
 
 def test_the_title_has_the_answer_and_the_gold_where_it_is_known():
-    case = {"question": QUESTION, "answer": "Ada", "gold": ["Ada", "Ada L."]}
+    case = {"question": "Who wrote it?", "answer": "Ada", "gold": ["Ada", "Ada L."]}
     assert title(case) == "Who wrote it?\nanswer: Ada\ngold: Ada / Ada L."
     assert title(case | {"gold": []}) == "Who wrote it?\nanswer: Ada"
 
@@ -82,11 +80,3 @@ def test_dollar_signs_control_characters_and_an_empty_document_can_be_drawn(tmp_
     for name in ("own", "priced"):
         picture = ElementTree.parse(tmp_path / f"{name}.svg").getroot()  # well-formed
         assert picture.tag == "{http://www.w3.org/2000/svg}svg"
-
-
-def test_a_question_and_its_documents_belong_together(tmp_path):
-    assert own_case(None, []) == []
-    with pytest.raises(ValueError, match="`--question` is given without `--document`"):
-        own_case(QUESTION, [])
-    with pytest.raises(ValueError, match="`--document` is given without `--question`"):
-        own_case(None, [tmp_path])
