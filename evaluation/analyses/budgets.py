@@ -1,10 +1,10 @@
 """Quality against operations: one aligner read with several settings of refinement and numbers of slots.
 
-    python -m arcaligner.evaluation.analyzes budgets --recipe smollm2_135m --tasks squad,hotpotqa -n 200
-    python -m arcaligner.evaluation.analyzes budgets --recipe smollm2_135m --tasks hotpotqa --knobs max_slots
+    python -m arcaligner.evaluation.analyses budgets --recipe smollm2_135m --tasks squad,hotpotqa -n 200
+    python -m arcaligner.evaluation.analyses budgets --recipe smollm2_135m --tasks hotpotqa --knobs max_slots
 
-Each knob is turned alone, and its curve goes through the aligner as it is configured. The operations of an answer are
-those of its prefill, with the steps that its own slots took.
+One setting is changed at a time, and its curve goes through the aligner as it is configured. The operations of an
+answer are those of its prefill, counted while it runs: its share of its batch.
 
     <output>/budgets/<task>/<setting>.jsonl   the answers, with their operations; a killed run goes on
 """
@@ -15,19 +15,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
+import torch
 import typer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from ...configuration_arcaligner import ArcAlignerConfig
-from ...refinement_arcaligner import prefix_flops
 from ...train.corpora import Row
-from ...train.data import full_text
-from ..answering import Answer, SlotAnswerer, load_aligner, text_inputs
+from ..answering import Answer, SlotAnswerer, flop_counter, load_aligner, slot_inputs
 from ..evaluate import answer_tasks, load_rows
 from ..methods import fingerprint
-from ..operations import count_operations, recorded_depths
 from ..runs import answers_to
 from ..settings import EvaluationSettings, read_settings, split_names
 from ..tasks import TASKS
@@ -46,11 +44,9 @@ KNOBS = {
 }
 MARKERS = "os^Dvp"  # of the values of a knob, in order
 CAPTION = (
-    "In each column one setting of the aligner is turned (a mark for each value), all others stay as they are "
-    "configured. To the right: operations of the prefill of all questions, with the LoRA of the slots and the "
-    "refinement that they really took (a gate counts in every layer, also behind a spent budget); 100 % are those of "
-    "the same questions with all their slots and no refinement. Sentence encoder and output head are not counted. Bars "
-    "are 95 % bootstrap intervals over questions."
+    "In each column one setting of the aligner changes (a mark for each value), the others stay as configured. "
+    "To the right: operations of the prefill of all questions, counted while it runs; 100 % are those of the same "
+    "questions with all their slots and no refinement. Bars are 95 % bootstrap intervals over questions."
 )
 
 
@@ -96,20 +92,14 @@ def curves_of(knobs: list[str], config: ArcAlignerConfig) -> Curves:
 
 
 class MeasuringAnswerer(SlotAnswerer):
-    """Measures the operations of each answer's prefill, with the steps that its slots took, and of StandardRAG's."""
+    """Measures the operations of the prefill, too."""
 
     def answer(self, rows: list[Row]) -> list[Answer]:
-        steps = self.refinement.get("max_refinement_steps", self.model.config.max_refinement_steps)
-        with recorded_depths(self.model) as depths:
-            answers = super().answer(rows)
-        (depth,) = depths  # (batch, num_layers, max_slots), of the one prefill
-        texts = text_inputs(self.processor, [full_text(row) for row in rows])["attention_mask"].sum(dim=1)
-        measured = []
-        for answer, depth_of_row, length in zip(answers, depth, texts.tolist(), strict=True):
-            operations = count_operations(self.model, answer.prompt_ids, depth_of_row, steps)
-            operations["standard_rag_flops"] = prefix_flops(self.model.model.layer_costs, length, num_slots=0)
-            measured.append(dataclasses.replace(answer, measured=operations))
-        return measured
+        inputs = slot_inputs(self.processor, rows, **self.slots).to(self.model.device)
+        with torch.no_grad(), flop_counter() as counter:
+            self.model(**inputs, **self.refinement, use_cache=True, logits_to_keep=1)
+        measured = {"prefill_flops": counter.get_total_flops() / len(rows)}
+        return [dataclasses.replace(answer, measured=measured) for answer in super().answer(rows)]
 
 
 def load_answerer(checkpoint: str, setting: Setting, device: str) -> MeasuringAnswerer:
@@ -137,16 +127,16 @@ def analyze(settings: EvaluationSettings, knobs: list[str]) -> dict[str, Any]:
     curves = curves_of(knobs, ArcAlignerConfig.from_pretrained(checkpoint))
     weights = fingerprint(checkpoint)
     rows = {name: load_rows(name, task, settings) for name, task in settings.tasks.items()}
-    for setting in dict.fromkeys(setting for points in curves.values() for setting in points.values()):
+    for setting in dict.fromkeys([NO_REFINEMENT, *(each for points in curves.values() for each in points.values())]):
         made_with = {"checkpoint": checkpoint, "weights": weights, **dataclasses.asdict(setting)}
         load = partial(load_answerer, checkpoint, setting, device)
         answer_tasks(setting.name, setting.name, made_with, load, rows, settings)
     sets = {}
     for name, asked in rows.items():
-        as_configured = answers_to(asked, settings.output, name, AS_CONFIGURED.name)
+        base = answers_to(asked, settings.output, name, NO_REFINEMENT.name)
         sets[TASKS[name].title] = {
             curve: [
-                {"value": value, **measure(answers_to(asked, settings.output, name, setting.name), as_configured)}
+                {"value": value, **measure(answers_to(asked, settings.output, name, setting.name), base)}
                 for value, setting in points.items()
             ]
             for curve, points in curves.items()
@@ -154,29 +144,21 @@ def analyze(settings: EvaluationSettings, knobs: list[str]) -> dict[str, Any]:
     return {"checkpoint": checkpoint, "weights": weights, "sets": sets}
 
 
-def measure(answers: list[dict[str, Any]], as_configured: list[dict[str, Any]]) -> dict[str, Any]:
+def measure(answers: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[str, Any]:
     """
     A point of a curve.
 
     Args:
         answers (`list[dict]`): With the setting.
-        as_configured (`list[dict]`): To the same questions, with all slots.
+        base (`list[dict]`): To the same questions, with all slots and no refinement.
 
     Returns:
-        `dict`: `cost`, the operations of the prefills in percent of those with all slots and no refinement;
-        `of_standard_rag`, the same in percent of StandardRAG's; `refinement`, those of refinement in percent of the
-        prefills up to the last slot without it, the share that a budget bounds; `slots` of a question; and the answers'
+        `dict`: `cost`, the operations of the prefills in percent of the base's; `slots` per question; and the answers'
         quality.
     """
-    total = {key: sum(answer[key] for answer in answers) for key in answers[0] if key.endswith("_flops")}
-    taken = total["prefill_flops"] + total["refinement_flops"]
-    return {
-        "cost": 100 * taken / sum(answer["prefill_flops"] for answer in as_configured),
-        "of_standard_rag": 100 * taken / total["standard_rag_flops"],
-        "refinement": 100 * total["refinement_flops"] / total["prefix_flops"],
-        "slots": sum(answer["context_tokens"] for answer in answers) / len(answers),
-        **quality(answers),
-    }
+    flops, of_base = (sum(answer["prefill_flops"] for answer in each) for each in (answers, base))
+    slots = sum(answer["context_tokens"] for answer in answers) / len(answers)
+    return {"cost": 100 * flops / of_base, "slots": slots, **quality(answers)}
 
 
 def draw(sets: dict[str, dict[str, list[dict[str, Any]]]], knobs: list[str]) -> Figure:
@@ -192,7 +174,7 @@ def draw(sets: dict[str, dict[str, list[dict[str, Any]]]], knobs: list[str]) -> 
     for axes, knob in zip(grid[0], knobs, strict=True):
         explain(axes, knob, next(iter(sets.values())))
     figure.supxlabel("operations of the prefill, % of that with all slots and no refinement", fontsize=10)
-    handles = [set_line(color, title, sets[title]) for title, color in colors.items()]
+    handles = [Line2D([], [], color=color, label=title) for title, color in colors.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=2, frameon=False)
     return figure
 
@@ -220,13 +202,6 @@ def explain(axes: Axes, knob: str, curves: dict[str, list[dict[str, Any]]]) -> N
     axes.legend(handles=marks, title=knob, fontsize=8, handlelength=1.6, handletextpad=0.2, columnspacing=0.7, **place)
 
 
-def set_line(color: str, title: str, curves: dict[str, list[dict[str, Any]]]) -> Line2D:
-    """A set of questions in the legend, and what 100 % of its operations are."""
-    point = next(iter(curves.values()))[0]
-    share = 100 * point["of_standard_rag"] / point["cost"]
-    return Line2D([], [], color=color, label=f"{title} (100 % are {share:.0f} % of StandardRAG's)")
-
-
 def budgets(
     checkpoint: Annotated[str | None, typer.Option(help="An aligner, not the recipe's.")] = None,
     recipe: Annotated[str | None, typer.Option(help="A recipe of evaluation/recipes, or a YAML file.")] = None,
@@ -239,8 +214,8 @@ def budgets(
 ) -> None:
     """F1 and EM against operations, for budgets of refinement and numbers of slots.
 
-    Takes long: all four knobs ask each question 15 times. Two cores answer 500 questions of a task once in two to four
-    minutes, so each task takes half an hour to an hour. A killed run goes on where it was.
+    All four knobs ask each question 15 times. Two cores answer 500 questions once in two to four minutes, so a task
+    takes half an hour to an hour. A killed run goes on where it was.
     """
     names = split_names(knobs)
     if unknown := [name for name in names if name not in KNOBS]:

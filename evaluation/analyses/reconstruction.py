@@ -4,14 +4,12 @@
         --checkpoint "ours=runs/mine/1_reconstruction" --checkpoint "w/o LoRA=runs/projector_only/1_reconstruction"
 
 "Base" is the backbone that repeats the text from the text: the upper limit. Beside it the paper has "xRAG" (a projector
-alone, one slot per passage), "w/o LoRA" (a projector alone) and "ours", all after stage I. `--lora-off` adds each
-aligner with its LoRA switched off, which is not the same: its projector was trained together with the LoRA.
-`--tokens-per-slot` reads each aligner at several rates.
+alone, one slot per passage), "w/o LoRA" (a projector alone) and "ours", all after stage I. `--tokens-per-slot` reads
+each aligner at several rates.
 
     <output>/reconstruction/<arm>.jsonl    one paragraph per line: nll, tokens, slots; a killed run continues
 """
 
-import contextlib
 import itertools
 import logging
 import math
@@ -34,7 +32,7 @@ from ...processing_arcaligner import ArcAlignerProcessor
 from ...train.collator import ContextCollator
 from ...train.corpora import Row, read_rows
 from ...train.data import Example, ExampleBuilder
-from ..answering import encode_slots, in_batches, load_aligner, longest_first, lora_off
+from ..answering import encode_slots, in_batches, load_aligner, longest_first
 from ..evaluate import machine_line
 from ..methods import fingerprint
 from ..metrics import ratio_interval
@@ -54,7 +52,7 @@ CAPTION = (
 
 @dataclass(frozen=True)
 class ReadFrom:
-    """A bar: what the text is read back from, `"text"`, `"slots"` or `"slots, LoRA off"`, by which checkpoint."""
+    """A bar: what the text is read back from, `"text"` or `"slots"`, by which checkpoint."""
 
     title: str
     checkpoint: str
@@ -72,7 +70,6 @@ def reconstruction(
         list[str], typer.Option(metavar="TITLE=PATH", help="An aligner and its name in the figure; can be repeated.")
     ],
     folder: Folder = FIGURES,
-    with_lora_off: Annotated[bool, typer.Option("--lora-off", help="Each LoRA switched off, too.")] = False,
     tokens_per_slot: Annotated[
         str | None, typer.Option(help="Rates, numbers or `segment`, with commas between; else the checkpoint's own.")
     ] = None,
@@ -84,7 +81,7 @@ def reconstruction(
     device: Device = "cpu",
 ) -> None:
     """Draws how well slots are read back as text, for several checkpoints."""
-    arms = read_arms(checkpoint, with_lora_off, split_rates(tokens_per_slot))
+    arms = read_arms(checkpoint, split_rates(tokens_per_slot))
     rows = read_paragraphs(files, num_paragraphs)
     name = "reconstruction" if max_segments is None else f"reconstruction_{max_segments}"
     measured = {}
@@ -99,9 +96,7 @@ def reconstruction(
     typer.echo(caption)
 
 
-def read_arms(
-    checkpoints: list[str], with_lora_off: bool, tokens_per_slot: list[int | str] | None = None
-) -> list[ReadFrom]:
+def read_arms(checkpoints: list[str], tokens_per_slot: list[int | str] | None = None) -> list[ReadFrom]:
     """
     The bars of `TITLE=PATH` pairs, after that of their backbone.
 
@@ -114,15 +109,11 @@ def read_arms(
         if not title.strip() or not path.strip():
             raise ValueError(f'`--checkpoint {pair}` is not of the form TITLE=PATH, such as "ours=runs/mine".')
         arms.append(ReadFrom(title.strip(), path.strip()))
-    configs = {arm: ArcAlignerConfig.from_pretrained(arm.checkpoint) for arm in arms}
-    backbones = {arm.title: backbone_name(config) for arm, config in configs.items()}
+    backbones = {arm.title: backbone_name(ArcAlignerConfig.from_pretrained(arm.checkpoint)) for arm in arms}
     if len(set(backbones.values())) > 1:
         raise ValueError(f"Perplexities of different backbones cannot be compared: {backbones}. Draw each by itself.")
     if left_out := [title for title in PAPER_ARMS if title not in backbones]:
         logger.warning("left out, for no checkpoint is named so: %s", ", ".join(left_out))
-    if with_lora_off:
-        with_lora = [arm for arm, config in configs.items() if config.lora_r]
-        arms += [replace(arm, title=f"{arm.title}, LoRA off", reads="slots, LoRA off") for arm in with_lora]
     if tokens_per_slot:
         arms = [
             replace(arm, title=f"{arm.title} x{rate}", tokens_per_slot=rate) for arm in arms for rate in tokens_per_slot
@@ -181,7 +172,7 @@ def measure(arm: ReadFrom, rows: list[Row], file: AnswerFile, max_segments: int 
         [rate],
         context_words=bool(config.word_parts) and arm.reads != "text",
     )
-    with file.claim(), lora_off(model) if arm.reads == "slots, LoRA off" else contextlib.nullcontext():
+    with file.claim():
         for start in track(range(0, len(left), batch_size), arm.title, transient=True):
             batch = left[start : start + batch_size]
             examples = [list(paragraph_examples(processor, row, max_segments)) for row in batch]

@@ -19,12 +19,9 @@ from arcaligner.evaluation.analyses.budgets import (
     load_answerer,
     measure,
 )
-from arcaligner.evaluation.answering import slot_inputs, text_inputs
+from arcaligner.evaluation.answering import flop_counter, slot_inputs
 from arcaligner.evaluation.metrics import bootstrap_interval
-from arcaligner.evaluation.operations import refinement_flops
 from arcaligner.evaluation.runs import AnswerFile
-from arcaligner.refinement_arcaligner import prefix_flops
-from arcaligner.train.data import full_text
 
 pytestmark = pytest.mark.usefixtures("few_tokens")
 
@@ -59,12 +56,6 @@ def answers(tmp_path, setting: Setting) -> dict[str, dict]:
     return {answer["id"]: answer for answer in found}
 
 
-def set_gates(model, bias: float) -> None:
-    """Opens all gates, or closes them."""
-    for layer in model.model.backbone.layers:
-        layer.slot_gate.out.bias.data.fill_(bias)
-
-
 def test_each_curve_goes_through_the_configuration_and_equal_settings_are_read_once():
     curves = curves_of(list(KNOBS), ArcAlignerConfig(gate_threshold=0.6))
     assert {curve: list(points) for curve, points in curves.items()} == {
@@ -82,34 +73,17 @@ def test_each_curve_goes_through_the_configuration_and_equal_settings_are_read_o
     assert len(settings) == len({setting.name for setting in settings}) == 15
 
 
-def test_operations_are_those_of_the_steps_that_the_slots_of_each_question_took(model, processor, rows):
-    """The same settings cost what the gates make of them, in a batch as alone."""
-    costs = model.model.layer_costs
-    answerer = MeasuringAnswerer(model, processor, gate_mode="adaptive")
-    measured = {}
-    for gates, bias in (("mixed", None), ("open", 1e6), ("closed", -1e6)):
-        if bias is not None:
-            set_gates(model, bias)
-        measured[gates] = [answer.measured for answer in answerer.answer(rows)]
-        for row, found in zip(rows, measured[gates], strict=True):
-            inputs = slot_inputs(processor, [row])
-            with torch.no_grad():
-                depth = model(**inputs).recursion_depth[0]
-            num_slots = depth.shape[1]
-            is_slot = inputs["input_ids"][0] == model.config.context_token_id
-            num_text = int(is_slot.nonzero().max()) + 1 - num_slots
-            standard = text_inputs(processor, [full_text(row)])["input_ids"].shape[1]
-            assert found == {
-                "prefill_flops": prefix_flops(costs, len(is_slot) - num_slots, num_slots),
-                "prefix_flops": prefix_flops(costs, num_text, num_slots),
-                "refinement_flops": refinement_flops(costs, depth, num_text, 2),
-                "standard_rag_flops": prefix_flops(costs, standard, 0),
-            }
-    asked = [num_slots * sum(cost.gate for cost in costs[:-1]) for num_slots in (3, 2, 1, 6)]
-    assert [found["refinement_flops"] for found in measured["closed"]] == asked
-    for closed, mixed, all_open in zip(measured["closed"], measured["mixed"], measured["open"], strict=True):
-        assert closed["refinement_flops"] <= mixed["refinement_flops"] < all_open["refinement_flops"]
-    assert sum(found["refinement_flops"] for found in measured["mixed"]) > 2 * sum(asked)
+def test_operations_are_those_of_the_prefill_and_grow_with_open_gates(model, processor, rows):
+    found = {}
+    for gates, bias in (("closed", -1e6), ("open", 1e6)):
+        for layer in model.model.backbone.layers:
+            layer.slot_gate.out.bias.data.fill_(bias)
+        answers = MeasuringAnswerer(model, processor, slots={}, gate_mode="adaptive").answer(rows)
+        (found[gates],) = {answer.measured["prefill_flops"] for answer in answers}
+    inputs = slot_inputs(processor, rows)
+    with torch.no_grad(), flop_counter() as counter:
+        model(**inputs, gate_mode="adaptive", use_cache=True, logits_to_keep=1)
+    assert found["open"] == counter.get_total_flops() / len(rows) > found["closed"]
 
 
 def test_a_setting_is_read_as_the_model_and_the_processor_read_it(checkpoint_dir, model, processor, rows):
@@ -142,12 +116,11 @@ def test_the_command_writes_the_figure_and_a_point_for_each_value(command, tmp_p
     }
     steps, drop = curves["max_refinement_steps"], curves["drop"]
     assert steps[0]["cost"] == 100 < steps[1]["cost"] < steps[2]["cost"] == drop[3]["cost"]
-    assert steps[0]["refinement"] == 0 < steps[1]["refinement"]
     assert [point["slots"] for point in drop] == [7 / 4, 10 / 4, 3, 3]
-    assert drop[0]["cost"] < drop[1]["cost"] < drop[2]["cost"] == drop[3]["cost"]
+    assert drop[0]["cost"] < drop[1]["cost"] < drop[2]["cost"]
     assert steps[2] == curves["merge"][3] | {"value": "2"}
-    found = list(answers(tmp_path, AS_CONFIGURED).values())
-    assert steps[2] == {"value": "2", **measure(found, found)}
+    found, base = (list(answers(tmp_path, setting).values()) for setting in (AS_CONFIGURED, NO_REFINEMENT))
+    assert steps[2] == {"value": "2", **measure(found, base)}
     files = {path.name for path in (tmp_path / "figures").iterdir()}
     assert files == {"budgets", "budgets.png", "budgets.svg", "budgets.json"}
 
@@ -161,20 +134,17 @@ def test_answers_that_are_there_are_kept_with_their_operations(command, tmp_path
     assert before.items() <= answers(tmp_path, AS_CONFIGURED).items()
     monkeypatch.setattr(budgets, "load_aligner", None)  # there is nothing left to answer
     points = command("max_refinement_steps", num_questions=3)["sets"]["SQuAD"]["max_refinement_steps"]
-    assert points[2] == {"value": "2", **measure(list(before.values()), list(before.values()))}
+    base = [answer for key, answer in answers(tmp_path, NO_REFINEMENT).items() if key in before]
+    assert points[2] == {"value": "2", **measure(list(before.values()), base)}
 
 
 def test_a_point_has_the_means_of_its_questions_and_the_ratio_of_all_their_operations():
     found = [
-        {"f1": 0.5, "em": 1.0, "context_tokens": 2, "prefill_flops": 30, "prefix_flops": 10, "refinement_flops": 5},
-        {"f1": 0.0, "em": 0.0, "context_tokens": 5, "prefill_flops": 50, "prefix_flops": 40, "refinement_flops": 15},
+        {"f1": 0.5, "em": 1.0, "context_tokens": 2, "prefill_flops": 35},
+        {"f1": 0.0, "em": 0.0, "context_tokens": 5, "prefill_flops": 65},
     ]
-    for answer, standard in zip(found, (100, 300), strict=True):
-        answer["standard_rag_flops"] = standard
     assert measure(found, [{"prefill_flops": 60}, {"prefill_flops": 65}]) == {
         "cost": 80.0,
-        "of_standard_rag": 25.0,
-        "refinement": 40.0,
         "slots": 3.5,
         "questions": 2,
         "f1": [25.0, *bootstrap_interval([50.0, 0.0])],
@@ -187,7 +157,6 @@ def test_each_knob_is_a_column_of_lines_through_its_costs():
         {
             "value": value,
             "cost": cost,
-            "of_standard_rag": cost / 5,
             "f1": [f1, f1 - 1, f1 + 2],
             "em": [2 * f1, f1, 3 * f1],
         }
@@ -209,7 +178,7 @@ def test_each_knob_is_a_column_of_lines_through_its_costs():
     assert list(slots_em.containers[1][0].get_ydata()) == [80.0, 60.0]
     assert [each[0].get_linestyle() for each in slots_f1.containers] == ["-", "--", "-", "--"]
     sets = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert sets == ["SQuAD (100 % are 20 % of StandardRAG's)", "NaturalQA (100 % are 20 % of StandardRAG's)"]
+    assert sets == ["SQuAD", "NaturalQA"]
 
 
 def test_an_unknown_knob_is_refused(command, capsys):

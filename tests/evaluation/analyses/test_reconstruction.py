@@ -17,7 +17,6 @@ from arcaligner.evaluation.analyses.reconstruction import (
     reconstruction,
     with_text,
 )
-from arcaligner.lora_arcaligner import ADAPTER_NAME, slot_lora_layers
 from arcaligner.train.data import ExampleBuilder, choose_template
 
 
@@ -29,11 +28,7 @@ def heldout(tmp_path):
 def draw(heldout, checkpoint_dir, folder, **options) -> dict:
     """Runs the command with three paragraphs; what it wrote."""
     defaults = {"files": [heldout], "checkpoint": [f"ours={checkpoint_dir}"], "folder": folder, "batch_size": 2}
-    reconstruction(
-        **defaults
-        | {"with_lora_off": False, "tokens_per_slot": None, "num_paragraphs": 2000, "max_segments": None}
-        | options
-    )
+    reconstruction(**defaults | {"tokens_per_slot": None, "num_paragraphs": 2000, "max_segments": None} | options)
     name = "reconstruction" if "max_segments" not in options else f"reconstruction_{options['max_segments']}"
     return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
 
@@ -74,26 +69,18 @@ def expected_records(model, processor, make=lambda example: example, max_segment
 def test_each_paragraph_has_the_loss_of_the_model_alone_without_padding(
     heldout, checkpoint_dir, base_model_dir, model, processor, tmp_path
 ):
-    data = draw(heldout, checkpoint_dir, tmp_path / "figures", with_lora_off=True)
-    found = {arm: lines(tmp_path / "figures", arm) for arm in ("base", "ours", "ours_lora_off")}
+    data = draw(heldout, checkpoint_dir, tmp_path / "figures")
+    found = {arm: lines(tmp_path / "figures", arm) for arm in ("base", "ours")}
     backbone = AutoModelForCausalLM.from_pretrained(base_model_dir)
-    without_lora = {
-        f"{name}.lora_B.{ADAPTER_NAME}.weight"
-        for name, layer in model.named_modules()
-        if layer in set(slot_lora_layers(model))
-    }
     expected = {
         "base": expected_records(backbone, processor, with_text),
         "ours": expected_records(model, processor),
     }
-    for name in without_lora:
-        torch.nn.init.zeros_(model.get_parameter(name))
-    expected["ours_lora_off"] = expected_records(model, processor)
     for arm, records in found.items():
         assert {each["id"] for each in records} == set(expected[arm])
         for each in records:
             assert each["nll"] == pytest.approx(expected[arm][each["id"]], rel=1e-4)
-    assert expected["ours"] != expected["ours_lora_off"] != expected["base"]
+    assert expected["ours"] != expected["base"]
     for arm, entry in zip(found, data["arms"], strict=True):
         assert entry["perplexity"][0] == pytest.approx(
             math.exp(sum(expected[arm].values()) / entry["tokens"]), rel=1e-4
@@ -104,7 +91,6 @@ def test_each_paragraph_has_the_loss_of_the_model_alone_without_padding(
     assert [(entry["title"], entry["reads"], entry["slots"]) for entry in data["arms"]] == [
         ("Base", "text", 0),
         ("ours", "slots", 6),
-        ("ours, LoRA off", "slots, LoRA off", 6),
     ]
     assert "1 is certainty" in data["reading"]
     for suffix in ("png", "svg"):
@@ -202,7 +188,7 @@ def test_the_interval_is_that_of_all_resamples():
 
 
 def test_arms_of_the_paper_without_a_checkpoint_are_named(checkpoint_dir, caplog):
-    arms = read_arms([f"w/o LoRA={checkpoint_dir}"], with_lora_off=False)
+    arms = read_arms([f"w/o LoRA={checkpoint_dir}"])
     assert [(arm.title, arm.checkpoint) for arm in arms] == [
         ("Base", str(checkpoint_dir)),
         ("w/o LoRA", str(checkpoint_dir)),
@@ -213,19 +199,19 @@ def test_arms_of_the_paper_without_a_checkpoint_are_named(checkpoint_dir, caplog
 @pytest.mark.parametrize("pair", ["runs/mine", "=runs/mine", "ours="])
 def test_a_checkpoint_without_a_title_is_refused(pair):
     with pytest.raises(ValueError, match="TITLE=PATH"):
-        read_arms([pair], with_lora_off=False)
+        read_arms([pair])
 
 
 def test_two_arms_of_a_name_are_refused(checkpoint_dir):
     with pytest.raises(ValueError, match="Name them apart"):
-        read_arms([f"base={checkpoint_dir}"], with_lora_off=False)
+        read_arms([f"base={checkpoint_dir}"])
 
 
 def test_checkpoints_of_different_backbones_are_refused(checkpoint_dir, tmp_path):
     config = json.loads((checkpoint_dir / "config.json").read_text()) | {"base_model_name_or_path": "org/other"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="different backbones.*org/other"):
-        read_arms([f"ours={checkpoint_dir}", f"xRAG={tmp_path}"], with_lora_off=False)
+        read_arms([f"ours={checkpoint_dir}", f"xRAG={tmp_path}"])
 
 
 def test_paragraphs_without_text_are_left_out_and_counted(tmp_path, caplog):
