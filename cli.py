@@ -14,6 +14,7 @@ characters as visible escapes.
 """
 
 import logging
+import signal
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -302,6 +303,48 @@ def ask_corpus(
     milliseconds = ", ".join(f"{name} {1000 * found.seconds[name]:.0f}" for name in ("retrieval", "slots", "model"))
     times = f"First token after {1000 * found.seconds['first_token']:.0f} ms: {milliseconds}"
     messages.print(f"[dim]{compression_summary(found.statistics)}\n{times}[/]")
+
+
+@app.command("serve")
+def serve_answers(
+    checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
+    corpus: Annotated[Path | None, typer.Option(help="Corpus to ask, for requests without documents.")] = None,
+    reranker: Annotated[
+        str | None, typer.Option(help="A CrossEncoder that orders the passages that are found.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port.", min=0, max=65535)] = 8000,
+    max_batch: Annotated[int, typer.Option(help="Maximum number of requests computed at a time.", min=1)] = 8,
+    prefix_megabytes: Annotated[int, typer.Option(help="Memory for slot prefixes kept between requests.", min=0)] = 512,
+    api_key: Annotated[str | None, typer.Option(envvar="ARCALIGNER_API_KEY", help="Key that clients send.")] = None,
+    ray: Annotated[
+        int | None, typer.Option(metavar="REPLICAS", help="Deploy so many replicas on Ray Serve.", min=1)
+    ] = None,
+) -> None:
+    """Serves answers over HTTP, as clients of OpenAI ask for them, and a page to ask from."""
+    from .server.app import ServerSettings, check_address, serve, serve_on_ray
+
+    def make_engine():
+        from .corpus.retrieve import Retriever
+        from .corpus.table import Corpus
+        from .server.engine import Engine
+
+        opened = None if corpus is None else Corpus(corpus)
+        ask = load_pipeline(checkpoint)
+        retriever = None if opened is None else Retriever(opened, ask.processor, reranker)
+        return Engine(ask, retriever, max_batch=max_batch, prefix_bytes=prefix_megabytes * 2**20)
+
+    settings = ServerSettings(model=Path(checkpoint).name, api_key=api_key or None)
+    check_address(host, settings.api_key)  # before the model is loaded
+    show_address = f"{settings.model} answers at http://{host}:{port}/v1, a page is at http://{host}:{port}/"
+    if ray is not None:
+        serve_on_ray(make_engine, settings, host, port, ray)
+        messages.print(show_address, soft_wrap=True)
+        signal.pause()
+    with busy("Loading the aligner and its base model"):
+        engine = make_engine()
+    messages.print(show_address, soft_wrap=True)
+    serve(engine, settings, host, port)
 
 
 @app.command()

@@ -230,9 +230,8 @@ class Engine:
         except Exception as error:
             if len(group) == 1:
                 group[0].future.set_exception(error)
-            else:  # so that it fails the one it comes from
-                for request in group:
-                    self._answer([request])
+            else:
+                self._answer_without_bad_ones(group)
             return
         try:
             self._generate(group, inputs, began)
@@ -240,6 +239,19 @@ class Engine:
             for request in group:
                 if not request.future.done():
                     request.future.set_exception(error)
+
+    def _answer_without_bad_ones(self, group: list[Request]) -> None:
+        """Fails the requests that cannot be read by themselves, answers the others together."""
+        good = []
+        for request in group:
+            try:
+                self._inputs([request])
+                good.append(request)
+            except Exception as error:
+                request.future.set_exception(error)
+        for rest in [good] if len(good) < len(group) else [[request] for request in group]:
+            if rest:
+                self._answer(rest)
 
     def _inputs(self, group: list[Request]) -> dict[str, Any]:
         """What `generate` needs, for a batch."""

@@ -1,0 +1,158 @@
+"""What a request may hold and what an answer looks like: OpenAI's chat completions, with passages.
+
+Beyond OpenAI's fields a request has `documents`, `top_k` and `return_slots`; an answer has `arcaligner`, with its
+sources, segments, statistics, seconds and, where asked for, the passes of each slot.
+"""
+
+import json
+import time
+import uuid
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from .engine import Answer, Request
+
+# The first `max_new_tokens` that a client does not name.
+MAX_TOKENS = 256
+
+
+def check_unicode(text: str) -> str:
+    """Refuses halves of surrogate pairs, which JSON can write but no tokenizer reads."""
+    text.encode()
+    return text
+
+
+Unicode = Annotated[str, AfterValidator(check_unicode)]
+
+
+class Text(BaseModel):
+    """A part of a message; images and sound are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text"] = "text"
+    text: Unicode
+
+
+class Message(BaseModel):
+    """A turn of the chat."""
+
+    model_config = ConfigDict(extra="forbid")
+    role: Literal["system", "user", "assistant"]
+    content: Unicode | list[Text]
+    name: str | None = None
+
+    @property
+    def turn(self) -> dict[str, str]:
+        """As a chat template takes it."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": content}
+
+
+class Document(BaseModel):
+    """A passage that comes with the request."""
+
+    model_config = ConfigDict(extra="forbid")
+    title: Unicode = ""
+    text: Unicode
+
+
+class StreamOptions(BaseModel):
+    """Whether the last piece of a stream says how many tokens there were."""
+
+    include_usage: bool = False
+
+
+class ChatRequest(BaseModel):
+    """The body of `/v1/chat/completions`; an unknown field is refused, not ignored."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str
+    messages: list[Message] = Field(min_length=1)
+    documents: list[Unicode | Document] | None = None
+    top_k: Annotated[int, Field(ge=0, le=100)] = 5
+    return_slots: bool = False
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Literal[1] = 1
+    user: str | None = None
+
+    def engine_request(self, **kwargs: Any) -> Request:
+        """For the engine; `kwargs` are its own."""
+        documents = self.documents
+        if documents is not None:
+            documents = [each if isinstance(each, str) else each.model_dump() for each in documents]
+        return Request(
+            messages=[message.turn for message in self.messages],
+            documents=documents,
+            top_k=self.top_k,
+            max_new_tokens=self.max_completion_tokens or self.max_tokens or MAX_TOKENS,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            return_slots=self.return_slots,
+            **kwargs,
+        )
+
+
+def error_body(message: str, kind: str = "invalid_request_error", code: str | None = None) -> dict[str, Any]:
+    """An error as the client of OpenAI reads it."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def slots_report(answer: Answer) -> dict[str, Any]:
+    """Where the answer comes from, and what reading it has cost."""
+    passages = answer.passages
+    segments = [] if passages is None else passages.segments
+    return {
+        "sources": [] if passages is None else passages.documents,
+        "segments": [{"document": each.document, "start": each.start, "end": each.end} for each in segments],
+        "trajectories": answer.trajectories,
+        "statistics": answer.statistics,
+        "seconds": answer.seconds,
+        "batch_size": answer.batch_size,
+    }
+
+
+def usage(answer: Answer) -> dict[str, int]:
+    """Tokens read and written; a slot counts as one."""
+    total = answer.prompt_tokens + answer.completion_tokens
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "total_tokens": total,
+    }
+
+
+class Completion:
+    """The bodies of one answer: whole, or piece by piece."""
+
+    def __init__(self, model: str):
+        self.head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        message = {"role": "assistant", "content": answer.text}
+        choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
+        report = {"usage": usage(answer), "arcaligner": slots_report(answer)}
+        return {**self.head, "object": "chat.completion", "choices": [choice], **report}
+
+    def piece(self, text: str | None = None, answer: Answer | None = None, **fields: Any) -> str:
+        """An event of a stream: the role (neither `text` nor `answer`), a piece of the text, or the end."""
+        delta = {} if answer else {"content": text} if text is not None else {"role": "assistant", "content": ""}
+        choice = {"index": 0, "delta": delta, "finish_reason": answer.finish_reason if answer else None}
+        if answer:
+            fields["arcaligner"] = slots_report(answer)
+        return event({**self.head, "object": "chat.completion.chunk", "choices": [choice], **fields})
+
+    def usage_piece(self, answer: Answer) -> str:
+        """The event behind the end, for clients that ask for it."""
+        return event({**self.head, "object": "chat.completion.chunk", "choices": [], "usage": usage(answer)})
+
+
+def event(body: dict[str, Any]) -> str:
+    """A server-sent event."""
+    return f"data: {json.dumps(body)}\n\n"

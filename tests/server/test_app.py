@@ -1,0 +1,158 @@
+"""The official client of OpenAI asks, with passages or without; mistakes are told, and are nobody else's."""
+
+import json
+import threading
+
+import httpx
+import openai
+import pytest
+
+from arcaligner.server.app import check_address
+
+QUESTION = "What sport does he play?"
+DOCUMENTS = [
+    "Radik Zhaparov is a Kazakh ski jumper. He has competed since 2003.",
+    {"title": "Ada", "text": "She wrote."},
+]
+
+
+def ask_server(client, question=QUESTION, stream=False, **extra):
+    messages = [{"role": "user", "content": question}]
+    settings = {"model": "tiny", "max_tokens": 8, "stream": stream}
+    return client.chat.completions.create(messages=messages, **settings, extra_body=extra)
+
+
+def test_documents_of_a_request_are_read_as_the_pipeline_reads_them(client, ask):
+    answer = ask_server(client, documents=DOCUMENTS, return_slots=True)
+    row = {"question": QUESTION, "documents": DOCUMENTS}
+    expected = ask(row, return_slots=True, max_new_tokens=8)[0]
+    assert answer.choices[0].message.content == expected["generated_text"].lstrip()
+    report = answer.model_extra["arcaligner"]
+    assert report["trajectories"] == expected["trajectories"] and report["statistics"] == expected["statistics"]
+    places = [{key: each[key] for key in ("document", "start", "end")} for each in expected["segments"]]
+    assert report["segments"] == places
+    assert report["sources"] == [{"title": "", "text": DOCUMENTS[0]}, DOCUMENTS[1]]
+    kept = ask_server(client, documents=DOCUMENTS)
+    assert kept.choices[0].message.content == answer.choices[0].message.content
+    assert kept.usage == answer.usage and kept.model_extra["arcaligner"]["trajectories"] is None
+    seconds = report["seconds"]
+    parts = sum(seconds[name] for name in ("waiting", "retrieval", "slots", "model"))
+    assert parts == pytest.approx(seconds["first_token"]) and seconds["first_token"] <= seconds["total"]
+
+
+def test_the_corpus_is_read_where_a_request_has_no_documents(client, retriever, ask):
+    answer = ask_server(client, top_k=1)
+    found = retriever(QUESTION, top_k=1)
+    assert answer.model_extra["arcaligner"]["sources"] == found.documents
+    expected = ask({"question": QUESTION, "documents": found.documents}, max_new_tokens=8)[0]["generated_text"]
+    assert answer.choices[0].message.content == expected.lstrip()
+    chat = [{"role": "user", "content": QUESTION}]
+    plain = ask(chat, max_new_tokens=8, return_full_text=False)[0]["generated_text"]
+    without = ask_server(client, top_k=0)
+    assert without.choices[0].message.content == plain.lstrip()
+    assert without.model_extra["arcaligner"]["statistics"]["slots"] == 0
+    nothing = ask_server(client, documents=[]).model_extra["arcaligner"]
+    assert nothing["sources"] == [] and nothing["statistics"]["slots"] == 1
+
+
+def test_a_stream_says_the_same_piece_by_piece(client):
+    whole = ask_server(client, documents=DOCUMENTS)
+    options = {"documents": DOCUMENTS, "stream_options": {"include_usage": True}}
+    pieces = list(ask_server(client, stream=True, **options))
+    assert [piece.choices[0].delta.role for piece in pieces[:1]] == ["assistant"]
+    texts = [piece.choices[0].delta.content or "" for piece in pieces if piece.choices]
+    assert "".join(texts) == whole.choices[0].message.content
+    last, end = pieces[-2:]
+    assert last.choices[0].finish_reason == whole.choices[0].finish_reason and end.usage == whole.usage
+    assert last.model_extra["arcaligner"]["statistics"] == whole.model_extra["arcaligner"]["statistics"]
+    assert len({piece.id for piece in pieces}) == 1
+
+
+def test_requests_that_arrive_together_share_a_batch_and_a_bad_one_fails_alone(client, engine):
+    questions = ["What?", "Who was it that wrote it aloud?", QUESTION, "When?"]
+    alone = {each: ask_server(client, each, top_k=1).choices[0].message.content for each in questions}
+    answers, barrier = {}, threading.Barrier(5)
+
+    def ask_one(question, **extra):
+        barrier.wait()
+        try:
+            answers[question] = ask_server(client, question, **extra)
+        except openai.APIStatusError as error:
+            answers[question] = error
+
+    threads = [threading.Thread(target=ask_one, args=[each], kwargs={"top_k": 1}) for each in questions]
+    threads.append(threading.Thread(target=ask_one, args=["Too long " * 600], kwargs={"top_k": 1}))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {each: answers[each].choices[0].message.content for each in questions} == alone
+    assert max(answers[each].model_extra["arcaligner"]["batch_size"] for each in questions) > 1
+    bad = answers["Too long " * 600]
+    assert bad.status_code == 400 and "positions but the backbone" in bad.message
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"messages": []}, "messages: List should have at least 1 item"),
+        ({"messages": [{"role": "wizard", "content": "?"}]}, "messages.0.role: Input should be 'system', 'user'"),
+        ({"messages": [{"role": "user", "content": " "}]}, "question"),
+        ({"messages": [{"role": "user", "content": "Who \ud800?"}]}, "surrogates"),
+        ({"messages": [{"role": "system", "content": "Be brief."}]}, "question"),
+        ({"temperature": -1}, "temperature: "),
+        ({"max_tokens": 65}, "Got 65 tokens; expected 1 to 64"),
+        ({"documents": ["a"] * 5}, "Got 5 documents; expected at most 4"),
+        ({"documents": ["A text. " * 41]}, "The passages have 41 slots; expected at most 40"),
+        ({"documents": [{"body": "a"}]}, "documents.0"),
+        ({"tools": []}, "tools: Extra inputs are not permitted"),
+        ({"n": 2}, "n: Input should be 1"),
+    ],
+)
+def test_a_bad_request_is_refused_with_the_reason(url, change, message):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2} | change
+    response = httpx.post(f"{url}/v1/chat/completions", content=json.dumps(body), headers=AUTHORIZED)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
+AUTHORIZED = {"Authorization": "Bearer a key", "Content-Type": "application/json"}
+
+
+def test_what_is_no_request_at_all_is_refused(url, client):
+    post = f"{url}/v1/chat/completions"
+    for content, status in ((b"{", 400), (b"\xff", 400), (b"[" * 15_000, 400), (b"x" * 20_001, 413)):
+        assert httpx.post(post, content=content, headers=AUTHORIZED).status_code == status
+    parts = (b"x" * 9_000 for _ in range(3))
+    assert httpx.post(post, content=parts, headers=AUTHORIZED).status_code == 413
+    for wrong in ({}, {"Authorization": b"Bearer \xff"}):
+        for path in ("/v1/models", "/metrics"):
+            assert httpx.get(url + path, headers=wrong).status_code == 401
+    with pytest.raises(openai.NotFoundError, match="There is no model 'gpt'; expected 'tiny'"):
+        client.chat.completions.create(model="gpt", messages=[{"role": "user", "content": "?"}])
+    assert httpx.get(f"{url}/none").status_code == 404
+
+
+def test_a_client_that_leaves_stops_its_answer(client, engine):
+    stream = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": QUESTION}], max_tokens=64, stream=True
+    )
+    next(iter(stream))
+    stream.close()
+    assert ask_server(client).choices[0].message.content
+
+
+def test_the_server_says_how_it_does(url, client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert httpx.get(f"{url}/health").json() == {"status": "ok", "model": "tiny", "corpus": True}
+    ask_server(client)
+    text = httpx.get(f"{url}/metrics", headers=AUTHORIZED).text
+    for name in ('requests_total{status="200"}', "tokens_total", "slots_total", "prefix_bytes", "seconds_bucket"):
+        assert f"arcaligner_{name}" in text
+
+
+def test_without_a_key_only_this_machine_may_ask():
+    check_address("127.0.0.1", None)
+    check_address("0.0.0.0", "key")
+    with pytest.raises(ValueError, match="there is no API key, so that anybody could ask"):
+        check_address("0.0.0.0", "")
