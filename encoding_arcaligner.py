@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from huggingface_hub import snapshot_download
+from transformers import PreTrainedConfig
 from transformers.utils import logging
+from transformers.utils.chat_template_utils import (
+    _get_control_token_patterns,
+    encode_marked_chat,
+    mark_control_tokens,
+)
 
 from .configuration_arcaligner import missing_model_message, resolve_encoder
 from .segmentation_arcaligner import (
@@ -81,6 +87,33 @@ def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
     return padded
 
 
+def embeds_tensor(values, name: str) -> torch.FloatTensor:
+    """Embeddings as a float32 tensor.
+
+    Raises:
+        `ValueError`: what is no dense array of numbers, by its name.
+    """
+    try:
+        tensor = torch.as_tensor(np.asarray(values) if isinstance(values, list | tuple) else values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{name} is of type {type(values).__name__}; expected a tensor of numbers ({error})."
+        ) from error
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex():
+        raise ValueError(f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}; expected a dense tensor.")
+    return tensor.float()
+
+
+def words_tensor(values, name: str) -> torch.LongTensor:
+    """Words of slots as a tensor of whole numbers; errors as of `embeds_tensor`."""
+    return embeds_tensor(values, name).long()
+
+
+def longest_prompt(config: PreTrainedConfig) -> int | None:
+    """The positions that a backbone reads, where its configuration says so."""
+    return getattr(config, "max_position_embeddings", None)
+
+
 def title_of(document) -> str | None:
     return document.get("title") if isinstance(document, dict) else None
 
@@ -100,6 +133,12 @@ class DocumentEncoder:
     """Passages to slots, for the processor: needs its `tokenizer` and settings."""
 
     pad_words = staticmethod(pad_words)
+
+    def mark_control_tokens(self, text):
+        """Texts or messages with the tokenizer's special tokens marked, so that `encode_marked_chat` reads them as
+        text. What stands for a turn without being a special token, such as Llama 2's `[INST]`, is not one."""
+        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        return mark_control_tokens(text, _get_control_token_patterns(tuple(special))[0])
 
     @property
     def encoder_device(self) -> str | None:
@@ -159,8 +198,17 @@ class DocumentEncoder:
         text, title = text_of(document, number), title_of(document)
         title = f"{title}: " if title else ""
         read = self.tokenizer(title + text, add_special_tokens=False, return_offsets_mapping=True)
-        ends = np.array([end for _, end in read["offset_mapping"]], dtype=np.int64) - len(title)
-        return np.array(read["input_ids"], dtype=np.int64), ends
+        ids, ends = read["input_ids"], [end for _, end in read["offset_mapping"]]
+        special = {token_id for token_id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        if special.intersection(ids):  # a document's `<|im_end|>` is text
+            tokens = [self.tokenizer.convert_ids_to_tokens(each) if each in special else None for each in ids]
+            read_as_text = [
+                [each] if token is None else encode_marked_chat(self.tokenizer, self.mark_control_tokens(token))
+                for each, token in zip(ids, tokens, strict=True)
+            ]
+            ends = [end for end, each in zip(ends, read_as_text, strict=True) for _ in each]
+            ids = [each for row in read_as_text for each in row]
+        return np.array(ids, dtype=np.int64), np.array(ends, dtype=np.int64) - len(title)
 
     def encode_slots(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> torch.FloatTensor:
         """Normalised embeddings of the slots of `tokens`, in order, float32 (num_slots, encoder_hidden_size): one for
@@ -223,37 +271,42 @@ class DocumentEncoder:
         max_slots: int | None = None,
         slot_policy: str | None = None,
         tokens_per_slot: int | str | None = None,
+        room: Sequence[int] | None = None,
     ) -> list[EncodedDocuments]:
-        """As `encode_documents` for the passages of several questions, all encoded at once."""
+        """As `encode_documents` for the passages of several questions, all encoded at once. With `room`, the most slots
+        that each may have, more are refused before anything is encoded."""
         rate = self.check_slot_settings(max_slots, slot_policy, tokens_per_slot)
-        by_segment = rate == "segment"
-        fitted = [self._fit(row, max_slots if by_segment else None, slot_policy) for row in documents]
+        fitted = [self._fit(row, max_slots if rate == "segment" else None, slot_policy) for row in documents]
         tokens = [
-            self.tokenize_segments(row.segments, row_documents) or [EMPTY_SEGMENT]
-            if self.context_words or not by_segment
-            else [SegmentTokens(each, text, (), ()) for each, text in self._read(row.segments, row_documents)]
-            or [EMPTY_SEGMENT]
+            self._tokens_of(row.segments, row_documents, rate) or [EMPTY_SEGMENT]
             for row, row_documents in zip(fitted, documents, strict=True)
         ]
         counts = [sum(len(each.runs(rate)) for each in row) for row in tokens]
+        for number, (count, most) in enumerate(zip(counts, room or counts, strict=True)):
+            if min(count, max_slots or count) > most:
+                raise ValueError(
+                    f"The passages of row {number} are {count} slots, but beside its text the backbone reads {most}. "
+                    "Pass fewer passages or a lower `max_slots`, or make a slot stand for more text."
+                )
         encoded = self.encode_slots([each for row in tokens for each in row], rate).split(counts)
         rows = []
         for row, row_tokens, embeds in zip(fitted, tokens, encoded, strict=True):
-            pieces = row.segments if by_segment else [each for one in row_tokens for each in one.pieces(rate)]
-            pieces, dropped = (
-                (pieces, row.dropped) if by_segment else (pieces[:max_slots], pieces[max_slots or len(pieces) :])
-            )
-            words = None
+            pieces, dropped, words = row.segments, row.dropped, None
+            if rate != "segment":
+                pieces = [piece for each in row_tokens for piece in each.pieces(rate)]
+                pieces, dropped = pieces[:max_slots], pieces[max_slots or len(pieces) :]
             if self.context_words:
                 runs = [torch.tensor(one.word_ids[a:b]) for one in row_tokens for a, b in one.runs(rate)][:max_slots]
                 words = torch.nn.utils.rnn.pad_sequence(runs, batch_first=True, padding_value=-1).long()
-            rows.append(
-                EncodedDocuments(pieces if row.segments else [], embeds[:max_slots], words, row.num_merged, dropped)
-            )
+            pieces = pieces if row.segments else []
+            rows.append(EncodedDocuments(pieces, embeds[:max_slots], words, row.num_merged, dropped))
         return rows
 
-    def _read(self, segments, documents) -> list[tuple[Segment, str]]:
-        return list(zip(segments, self.encoder_texts(segments, documents), strict=True))
+    def _tokens_of(self, segments, documents, rate) -> list[SegmentTokens]:
+        if self.context_words or rate != "segment":
+            return self.tokenize_segments(segments, documents)
+        texts = self.encoder_texts(segments, documents)
+        return [SegmentTokens(segment, text, (), ()) for segment, text in zip(segments, texts, strict=True)]
 
     def check_slot_settings(
         self, max_slots: int | None = None, slot_policy: str | None = None, tokens_per_slot: int | str | None = None

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, TextGenerationPipeline
 from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
-from .encoding_arcaligner import pad_words
+from .encoding_arcaligner import longest_prompt, pad_words
 
 
 def format_trajectory(depth: int) -> str:
@@ -85,6 +85,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             max_slots (`int`, *optional*), slot_policy (`str`, *optional*, defaults to `"drop"`):
                 The most slots of an input with documents, and what happens to more segments: `"drop"` or `"merge"`;
                 see [`ArcAlignerProcessor`].
+            sanitize_control_tokens (`bool`, *optional*, defaults to `True`):
+                Special tokens of the tokenizer, such as `<|im_end|>`, are text where they stand in a question or chat.
             batch_size (`int`, *optional*, defaults to 1): Inputs computed at a time.
             kwargs (`dict`):
                 As for the built-in pipeline: `return_full_text`, `streamer`, generation options, among them
@@ -114,17 +116,15 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         max_slots: int | None = None,
         slot_policy: str | None = None,
         tokens_per_slot: int | str | None = None,
+        sanitize_control_tokens: bool | None = None,
         **kwargs,
     ):
         preprocess, forward, postprocess = super()._sanitize_parameters(**kwargs)
-        if max_slots is not None:
-            preprocess["max_slots"] = max_slots
-        if slot_policy is not None:
-            preprocess["slot_policy"] = slot_policy
-        if tokens_per_slot is not None:
-            preprocess["tokens_per_slot"] = tokens_per_slot
+        given = {"max_slots": max_slots, "slot_policy": slot_policy, "tokens_per_slot": tokens_per_slot}
+        given |= {"return_slots": return_slots, "sanitize_control_tokens": sanitize_control_tokens}
+        preprocess |= {name: value for name, value in given.items() if value is not None}
         if return_slots is not None:
-            preprocess["return_slots"] = forward["return_slots"] = return_slots
+            forward["return_slots"] = return_slots
         return preprocess, forward, postprocess
 
     def preprocess(
@@ -135,6 +135,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         max_slots: int | None = None,
         slot_policy: str | None = None,
         tokens_per_slot: int | str | None = None,
+        sanitize_control_tokens: bool = True,
         **kwargs,
     ) -> dict[str, Any]:
         """`input_ids`, `attention_mask` (1, seq_len) and, in `row`, what is not padded."""
@@ -144,6 +145,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         else:
             slots = {"documents": documents, "return_segments": return_slots}
             slots |= {"max_slots": max_slots, "slot_policy": slot_policy, "tokens_per_slot": tokens_per_slot}
+            slots |= {"max_prompt_length": longest_prompt(self.model.config.text_config)}
+            slots |= {"sanitize_control_tokens": sanitize_control_tokens}
             encoded = self._encode(prompt, slots, **kwargs)
         return {
             "input_ids": encoded["input_ids"],

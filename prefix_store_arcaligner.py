@@ -33,6 +33,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
+from .encoding_arcaligner import embeds_tensor, longest_prompt, words_tensor
 from .refinement_arcaligner import REFINEMENT_SETTINGS, check_refinement_settings, normalize_budget
 
 FORMAT = "arcaligner-slot-prefix-1"
@@ -234,7 +235,7 @@ def _check_shapes(path: str | Path, tensors: dict[str, torch.Tensor], config: Pr
 
 
 def check_length(length: int, what: str, config: PreTrainedConfig) -> None:
-    longest = getattr(config, "max_position_embeddings", None)
+    longest = longest_prompt(config)
     if longest is not None and length > longest:
         raise ValueError(
             f"{what} has {length} positions but the backbone {config.model_type} reads {longest}. Pass fewer passages, "
@@ -491,7 +492,10 @@ class SlotPrefixStore:
         if self.model.training:
             raise ValueError("The model is in training mode, where dropout changes slots. Call `model.eval()` first.")
         gates = {each: value for each, value in settings.items() if each in REFINEMENT_SETTINGS}
-        rows = self._slots_of_rows(passages, {k: v for k, v in settings.items() if k not in REFINEMENT_SETTINGS})
+        slot_settings = {each: value for each, value in settings.items() if each not in REFINEMENT_SETTINGS}
+        longest = longest_prompt(self.model.config.text_config)
+        room = longest and [longest - len(head) for head in heads]
+        rows = self._slots_of_rows(passages, slot_settings, room)
         ids = [
             head + [self.processor.context_token_id] * len(embeds)
             for head, (embeds, _) in zip(heads, rows, strict=True)
@@ -508,14 +512,14 @@ class SlotPrefixStore:
         )
         return split_slot_prefixes(cache, [len(row) for row in ids], self.model.config.text_config)
 
-    def _slots_of_rows(self, passages: list, slot_settings: dict[str, Any]) -> list[tuple]:
+    def _slots_of_rows(self, passages: list, slot_settings: dict[str, Any], room: list[int] | None) -> list[tuple]:
         """Embeddings and, where the model reads them, words of each row's slots."""
         if isinstance(passages[0], tuple):
             for row, (embeds, _) in enumerate(passages):
                 self.processor.check_context_embeds(embeds, row)
             most = slot_settings.get("max_slots")
             return [(embeds[:most], words if words is None else words[:most]) for embeds, words in passages]
-        rows = self.processor.encode_batch(passages, **slot_settings)
+        rows = self.processor.encode_batch(passages, **slot_settings, room=room)
         return [(row.context_embeds, row.context_word_ids) for row in rows]
 
     def _keep(self, key: str, prefix: Cache) -> None:
@@ -558,6 +562,6 @@ def _passages_of_rows(documents, context_embeds, context_word_ids, is_single: bo
             )
     if context_embeds is None:
         return [[row] if isinstance(row, str | dict) else list(row) for row in rows["documents"]]
-    embeds = [torch.as_tensor(row) for row in rows["context_embeds"]]
-    words = [torch.as_tensor(row) for row in rows.get("context_word_ids", [])] or [None] * num_rows
+    embeds = [embeds_tensor(row, "`context_embeds`") for row in rows["context_embeds"]]
+    words = [words_tensor(row, "`context_word_ids`") for row in rows.get("context_word_ids", [])] or [None] * num_rows
     return list(zip(embeds, words, strict=True))

@@ -11,14 +11,15 @@ characters in somebody's text are text.
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, BatchFeature, PreTrainedConfig, ProcessorMixin
+from transformers import AutoConfig, AutoTokenizer, BatchFeature, PreTrainedConfig, ProcessorMixin
 from transformers.utils import logging
+from transformers.utils.chat_template_utils import encode_marked_chat
 
 from .configuration_arcaligner import DEFAULT_ENCODER, resolve_base_model
 from .encoding_arcaligner import (
@@ -26,9 +27,12 @@ from .encoding_arcaligner import (
     DocumentEncoder,
     EncodedDocuments,
     LazyEncoder,
+    embeds_tensor,
     find_encoder_folder,
+    longest_prompt,
     pad_words,
     text_of,
+    words_tensor,
 )
 from .segmentation_arcaligner import check_sentences_per_segment, check_tokens_per_slot
 
@@ -75,6 +79,8 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         trained_tokens_per_slot (`list`, *optional*): The rates that the aligner has learned; others give a warning.
         context_words (`bool`, defaults to `False`):
             Whether the slots' own tokens are handed to the model, as an aligner with `word_parts` needs them.
+        max_prompt_length (`int`, *optional*):
+            The positions that the backbone reads. Passages with more slots are refused before they are encoded.
         trained_encoder (`bool`, defaults to `False`):
             Whether the encoder was trained along: the checkpoint's folder `encoder`, for sentence-transformers as well,
             holds LoRA weights that are added to it.
@@ -97,10 +103,12 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         trained_tokens_per_slot: list[int | str] | None = None,
         context_words: bool = False,
         trained_encoder: bool = False,
+        max_prompt_length: int | None = None,
         chat_template: str | None = None,
     ):
         names = {"encoder_name_or_path": encoder_name_or_path, "spacy_model": spacy_model}
         sizes = {"encoder_hidden_size": encoder_hidden_size, "context_token_id": context_token_id}
+        sizes |= {"max_prompt_length": max_prompt_length}
         for name, value in (names | sizes).items():
             if not isinstance(value, str if name in names else int | None):
                 raise ValueError(f"`{name}` is {value!r}; expected {'a name' if name in names else 'a number'}.")
@@ -118,6 +126,7 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         self.tokens_per_slot = tokens_per_slot
         self.trained_tokens_per_slot = trained_tokens_per_slot
         self.context_words = context_words
+        self.max_prompt_length = max_prompt_length
         self.trained_encoder = trained_encoder
         self._encoder = LazyEncoder(encoder_name_or_path)
         self.auto_map = {"AutoProcessor": "processing_arcaligner.ArcAlignerProcessor"}
@@ -179,15 +188,22 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
     @classmethod
     def from_base_model(cls, base_model: str, **settings: Any) -> "ArcAlignerProcessor":
         """A processor around the tokenizer of a base model, by name or path; `settings` as in `__init__`."""
-        return cls(AutoTokenizer.from_pretrained(resolve_base_model(base_model)), **settings)
+        name = resolve_base_model(base_model)
+        settings.setdefault("max_prompt_length", longest_prompt(AutoConfig.from_pretrained(name)))
+        return cls(AutoTokenizer.from_pretrained(name), **settings)
 
-    def split_prompt(self, messages: list[dict], **kwargs: Any) -> tuple[str, str]:
-        """The chat template's text before and behind the slots; `kwargs` are the template's.
+    def split_prompt(
+        self, messages: list[dict], sanitize_control_tokens: bool = True, **kwargs: Any
+    ) -> tuple[str, str]:
+        """The chat template's text before and behind the slots; `kwargs` are the template's. `tokenize_prompt` reads
+        control tokens in messages, such as `<|im_end|>`, as text unless `sanitize_control_tokens` is `False`.
 
         Raises:
             `ValueError`: a conversation without a question.
         """
         mark = uuid.uuid4().hex
+        if sanitize_control_tokens:
+            messages = self.mark_control_tokens(messages)
         text = super().apply_chat_template(_with_background_line(messages, mark), tokenize=False, **kwargs)
         before, after = text.split(mark)
         return before, after
@@ -197,14 +213,16 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         names = [*self.tokenizer.model_input_names, "context_embeds"]
         return [*names, "context_word_ids"] if self.context_words else names
 
-    def plain_prompt(self, question: str) -> tuple[str, str]:
-        """The text before and behind the slots of a question without a chat template.
+    def plain_prompt(self, question: str, sanitize_control_tokens: bool = True) -> tuple[str, str]:
+        """The text before and behind the slots of a question without a chat template; see `split_prompt`.
 
         Raises:
             `ValueError`: an empty question, or something else than text.
         """
         _check_question(question)
-        return BACKGROUND_LINE, QUESTION_LINE + question
+        return BACKGROUND_LINE, QUESTION_LINE + (
+            self.mark_control_tokens(question) if sanitize_control_tokens else question
+        )
 
     def tokenize_prompt(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Ids of a part of a prompt.
@@ -212,7 +230,7 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         Raises:
             `ValueError`: a text that the tokenizer turns into the context token's id.
         """
-        ids = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"] if text else []
+        ids = self.tokenizer(text)["input_ids"] if add_special_tokens else encode_marked_chat(self.tokenizer, text)
         if self.context_token_id in ids:
             raise ValueError(
                 f"The tokenizer reads {self.tokenizer.convert_ids_to_tokens(self.context_token_id)!r} as id "
@@ -220,11 +238,6 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
                 f"{len(self.tokenizer)} or more in processor and model, so that no text can become a slot."
             )
         return ids
-
-    def build_prompt(self, before: str, num_slots: int, after: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `before`, then `num_slots` slots, then `after`; see `tokenize_prompt`."""
-        head = self.tokenize_prompt(before, add_special_tokens)
-        return head + [self.context_token_id] * num_slots + self.tokenize_prompt(after)
 
     def __call__(
         self,
@@ -236,6 +249,8 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         slot_policy: str | None = None,
         tokens_per_slot: int | str | None = None,
         context_word_ids: Any = None,
+        max_prompt_length: int | None = None,
+        sanitize_control_tokens: bool | None = None,
         **kwargs: Any,
     ) -> BatchFeature:
         r"""
@@ -250,7 +265,11 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
                 Embeddings made before, one a segment. Neither encoder nor segmenter is needed then.
             context_word_ids (tensor of shape `(num_slots, max_words)`, or a list of them, *optional*):
                 The tokens of the slots of `context_embeds`, -1 behind them, where the aligner reads them.
-            tokens_per_slot (`int` or `"segment"`, *optional*): For this call, not the processor's.
+            tokens_per_slot (`int` or `"segment"`), max_prompt_length (`int`, *optional*): For this call, not the
+                processor's.
+            sanitize_control_tokens (`bool`, defaults to `True` with documents or embeddings):
+                The tokenizer's special tokens, such as `<|im_end|>`, are text where they stand in a question, as they
+                are in documents.
             return_segments (`bool`, *optional*):
                 Adds `segments` (a list of [`Segment`] a row) and `statistics` (a dict a row: passage `tokens`, `slots`
                 and the measured `compression_rate` of what they stand for; with `max_slots` also how many segments are
@@ -275,12 +294,14 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         if text is None:
             raise ValueError("`text` is missing; pass a question, or a list of questions.")
         if documents is None and context_embeds is None:
+            if sanitize_control_tokens:  # of `apply_chat_template`
+                kwargs["sanitize_control_tokens"] = True
             return BatchFeature(dict(self.tokenizer(text, **kwargs)), skip_tensor_conversion=None)
         is_single = not isinstance(text, list | tuple)
         questions = [text] if is_single else list(text)
-        prompts = [self.plain_prompt(question) for question in questions]
+        prompts = [self.plain_prompt(question, sanitize_control_tokens is not False) for question in questions]
         kwargs.setdefault("add_special_tokens", True)
-        kwargs |= {"max_slots": max_slots, "slot_policy": slot_policy}
+        kwargs |= {"max_slots": max_slots, "slot_policy": slot_policy, "max_prompt_length": max_prompt_length}
         kwargs |= {"tokens_per_slot": tokens_per_slot, "context_word_ids": context_word_ids}
         return self._with_slots(prompts, is_single, documents, context_embeds, return_segments, **kwargs)
 
@@ -296,21 +317,30 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         slot_policy=None,
         tokens_per_slot=None,
         context_word_ids=None,
+        max_prompt_length=None,
         **kwargs,
     ) -> BatchFeature:
         """Batch of prompts, each cut in two where its slots belong."""
-        documents = _documents_of_rows(documents, is_single, len(prompts))
-        given = _embeds_of_rows(context_embeds, is_single, len(prompts))
+        documents = _rows_of(_documents, documents, "`documents`", is_single, len(prompts))
+        given = _rows_of(embeds_tensor, context_embeds, "`context_embeds`", is_single, len(prompts))
+        texts = [
+            (self.tokenize_prompt(before, add_special_tokens), self.tokenize_prompt(after)) for before, after in prompts
+        ]
         if given[0] is None:
+            longest = max_prompt_length or self.max_prompt_length
             rows = self.encode_batch(
-                documents, max_slots=max_slots, slot_policy=slot_policy, tokens_per_slot=tokens_per_slot
+                documents,
+                max_slots=max_slots,
+                slot_policy=slot_policy,
+                tokens_per_slot=tokens_per_slot,
+                room=longest and [longest - len(before) - len(after) for before, after in texts],
             )
         else:
-            words = _words_of_rows(context_word_ids, is_single, len(prompts))
+            words = _rows_of(words_tensor, context_word_ids, "`context_word_ids`", is_single, len(prompts))
             rows = self._given_rows(documents, given, words, max_slots, slot_policy, tokens_per_slot)
         ids = [
-            self.build_prompt(before, len(row.context_embeds), after, add_special_tokens)
-            for (before, after), row in zip(prompts, rows, strict=True)
+            before + [self.context_token_id] * len(row.context_embeds) + after
+            for (before, after), row in zip(texts, rows, strict=True)
         ]
         features = self._pad(ids, rows, **kwargs)
         if return_segments:
@@ -408,6 +438,8 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         slot_policy: str | None = None,
         tokens_per_slot: int | str | None = None,
         context_word_ids: Any = None,
+        max_prompt_length: int | None = None,
+        sanitize_control_tokens: bool | None = None,
         tokenize: bool = False,
         return_dict: bool = False,
         return_tensors: str | None = None,
@@ -422,8 +454,10 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
 
         Args:
             conversation (`list[dict]` or a list of them): Messages with `role` and `content`.
-            documents, context_embeds, context_word_ids, return_segments, max_slots, slot_policy, tokens_per_slot:
-                As in [`~ArcAlignerProcessor.__call__`], documents and embeddings with one entry a conversation.
+            documents, context_embeds, context_word_ids, return_segments, max_slots, slot_policy, tokens_per_slot,
+            max_prompt_length, sanitize_control_tokens:
+                As in [`~ArcAlignerProcessor.__call__`], documents and embeddings with one entry a conversation. Control
+                tokens in messages are text by default where there are documents or embeddings.
             processor_kwargs (`dict`, *optional*):
                 For the tokenizer: `padding`, `padding_side`, `truncation`, `max_length`. `max_slots` and `slot_policy`
                 may stand here as well.
@@ -432,10 +466,13 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         Returns:
             `BatchFeature` (`tokenize` and `return_dict`), the `input_ids` alone (`tokenize`), or the text.
         """
+        if sanitize_control_tokens is None:
+            sanitize_control_tokens = tokenize and (documents is not None or context_embeds is not None)
         if documents is None and context_embeds is None:
             return super().apply_chat_template(
                 conversation,
                 chat_template,
+                sanitize_control_tokens=sanitize_control_tokens,
                 tokenize=tokenize,
                 return_dict=return_dict,
                 return_tensors=return_tensors,
@@ -444,7 +481,8 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
             )
         is_single = isinstance(conversation[0], dict)
         conversations = [conversation] if is_single else conversation
-        prompts = [self.split_prompt(messages, chat_template=chat_template, **kwargs) for messages in conversations]
+        kwargs |= {"chat_template": chat_template, "sanitize_control_tokens": sanitize_control_tokens}
+        prompts = [self.split_prompt(messages, **kwargs) for messages in conversations]
         features = self._with_slots(
             prompts,
             is_single,
@@ -455,6 +493,7 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
             return_tensors=return_tensors,
             tokens_per_slot=tokens_per_slot,
             context_word_ids=context_word_ids,
+            max_prompt_length=max_prompt_length,
             **{"max_slots": max_slots, "slot_policy": slot_policy, **(processor_kwargs or {})},
         )
         if not tokenize:
@@ -499,41 +538,22 @@ def _check_question(question) -> None:
         raise ValueError("The question is empty; expected a text. Passages alone ask nothing.")
 
 
-def _documents_of_rows(documents, is_single: bool, num_rows: int) -> list:
-    """One list of documents a row; a row of `None` has precomputed embeddings only."""
-    if documents is None:
+def _rows_of(read: Callable, given, name: str, is_single: bool, num_rows: int) -> list:
+    """What is `given` for each of `num_rows` questions, as `read` has it; `None` for each where nothing is."""
+    if given is None:
         return [None] * num_rows
-    if isinstance(documents, str | dict):
-        documents = [documents]
-    if is_single:
-        return [list(documents)]
-    if len(documents) != num_rows:
-        raise ValueError(
-            f"Got {num_rows} questions but {len(documents)} lists of documents; each question needs its own list."
-        )
-    return [[row] if isinstance(row, str | dict) else list(row) for row in documents]
-
-
-def _embeds_of_rows(context_embeds, is_single: bool, num_rows: int) -> list:
-    if context_embeds is None:
-        return [None] * num_rows
-    rows = [context_embeds] if is_single else list(context_embeds)
+    rows = [given] if is_single or isinstance(given, str | dict) else list(given) if isinstance(given, Iterable) else []
     if len(rows) != num_rows:
-        raise ValueError(
-            f"Got {num_rows} questions but {len(rows)} sets of `context_embeds`; each question needs its own."
-        )
-    return [torch.as_tensor(np.asarray(row) if isinstance(row, list) else row).float() for row in rows]
+        raise ValueError(f"Got {num_rows} questions but {len(rows)} entries of {name}; each question needs its own.")
+    return [read(row, f"{name} of row {number}") for number, row in enumerate(rows)]
 
 
-def _words_of_rows(context_word_ids, is_single: bool, num_rows: int) -> list:
-    if context_word_ids is None:
-        return [None] * num_rows
-    rows = [context_word_ids] if is_single else list(context_word_ids)
-    if len(rows) != num_rows:
-        raise ValueError(
-            f"Got {num_rows} questions but {len(rows)} sets of `context_word_ids`; each question needs its own."
-        )
-    return [torch.as_tensor(row).long() for row in rows]
+def _documents(row, name: str) -> list:
+    if isinstance(row, str | dict):
+        return [row]
+    if not isinstance(row, Iterable):
+        raise ValueError(f'{name} is {row!r}; expected a list of strings or {{"title": str, "text": str}}.')
+    return list(row)
 
 
 def _with_background_line(messages: list[dict], mark: str) -> list[dict]:

@@ -1,13 +1,20 @@
 """Passages to segments: nothing is lost, offsets are true, pieces fit the encoder."""
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arcaligner.segmentation_arcaligner import Segment, segment_document
+from arcaligner import segmentation_arcaligner
+from arcaligner.segmentation_arcaligner import Segment, fit_segments, segment_document
 
 TEXT = "One is here. Two goes there!  Is three next? Four ends it."
 documents = st.text(st.sampled_from("ab .!?\n\t\u2028\x00é漢😀'\""), max_size=200)
+
+
+def reads_of(longest):
+    return lambda text: -(-len(text) // longest)
 
 
 def cut(text, **settings):
@@ -36,20 +43,59 @@ def test_white_space_has_no_segments(text):
 
 
 def test_a_segment_that_does_not_fit_is_split_at_spaces():
-    pieces = cut("aa bb cc dd ee ff gg hh", num_reads=lambda text: -(-len(text) // 6))
+    pieces = cut("aa bb cc dd ee ff gg hh", num_reads=reads_of(6))
     assert all(len(piece) <= 6 for piece in pieces)
     assert " ".join(pieces) == "aa bb cc dd ee ff gg hh"
 
 
 def test_a_huge_word_is_split_anywhere():
-    pieces = cut("x" * 100, num_reads=lambda text: -(-len(text) // 7))
+    pieces = cut("x" * 100, num_reads=reads_of(7))
     assert "".join(pieces) == "x" * 100
     assert max(map(len, pieces)) <= 7
 
 
-def test_a_document_of_one_megabyte_is_segmented():
-    segments = segment_document("Nine bytes. " * 87_382)
-    assert len(segments) == 87_382
+HOSTILE = [
+    "(",
+    '"',
+    "[",
+    "😀",
+    "$",
+    "a",
+    "!",
+    ".",
+    " ",
+    "\n",
+    "(.a",
+    "你好。",
+    "(" * 16 + " ",
+    "[1].",
+    "a ",
+    "мир! Hi. ",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_time_is_linear_in_any_text(text):
+    """Of runs of brackets, spaCy's own tokenizer needs 25 seconds for 10,000 characters, four times that for 20,000."""
+    text, start = (text * 100_000)[:100_000], time.process_time()
+    segments = segment_document(text, sentences_per_segment=0.5, num_reads=reads_of(500))
+    assert time.process_time() - start < 3
+    assert "".join("".join(segment.text.split()) for segment in segments) == "".join(text.split())
+
+
+def test_a_sentence_ends_behind_a_very_long_word():
+    word = "https://" + "example.com/!?" * 20
+    assert cut(f"See {word}page. It is long! Yes.") == [f"See {word}page.", "It is long!", "Yes."]
+
+
+def test_spacy_forgets_the_words_of_others(monkeypatch):
+    nlp, most_words = segmentation_arcaligner._load_spacy("en")
+    monkeypatch.setattr(segmentation_arcaligner, "_MAX_NEW_WORDS", 100)
+    segmentation_arcaligner._load_spacy.cache_clear()
+    for start in range(0, 200, 50):
+        assert len(cut(" ".join(f"new{number}." for number in range(start, start + 50)))) == 50
+        assert len(segmentation_arcaligner._load_spacy("en")[0].vocab.strings) < most_words
+    segmentation_arcaligner._load_spacy.cache_clear()
 
 
 @pytest.mark.parametrize("sentences", [0, -1, 0.25, 1.5])
@@ -61,7 +107,7 @@ def test_impossible_numbers_of_sentences_are_refused(sentences):
 @settings(max_examples=150, deadline=None)
 @given(text=documents, sentences=st.sampled_from([0.5, 1, 2, 3]), longest=st.integers(1, 30))
 def test_segments_keep_order_and_offsets_and_lose_only_white_space(text, sentences, longest):
-    segments = segment_document(text, sentences_per_segment=sentences, num_reads=lambda piece: -(-len(piece) // longest))
+    segments = segment_document(text, sentences_per_segment=sentences, num_reads=reads_of(longest))
     ends = [0]
     for segment in segments:
         assert text[segment.start : segment.end] == segment.text
@@ -69,3 +115,92 @@ def test_segments_keep_order_and_offsets_and_lose_only_white_space(text, sentenc
         assert not text[ends[-1] : segment.start].strip()
         ends.append(segment.end)
     assert not text[ends[-1] :].strip()
+
+
+# At most so many slots: the first segments, or neighbours in one; nothing twice, nothing out of order
+
+TEXTS = ["One is here. Two goes there! Is three next? Four ends it.", "Five. Six is the last one."]
+texts_of_documents = st.lists(st.text(st.sampled_from("ab .!?\n\u2028é漢"), max_size=60), max_size=4)
+
+
+def segments_of(texts: list[str]) -> list[Segment]:
+    return [segment for number, text in enumerate(texts) for segment in segment_document(text, number)]
+
+
+def fit(max_slots, slot_policy, texts=TEXTS, **options):
+    return [s.text for s in fit_segments(segments_of(texts), texts, max_slots, slot_policy, **options).segments]
+
+
+@pytest.mark.parametrize("slot_policy", ["drop", "merge"])
+@pytest.mark.parametrize("max_slots", [None, 6, 7])
+def test_segments_within_the_budget_stay_as_they_are(slot_policy, max_slots):
+    assert fit_segments(segments_of(TEXTS), TEXTS, max_slots, slot_policy) == (segments_of(TEXTS), 0, [])
+
+
+def test_drop_keeps_the_first_segments():
+    fitted = fit_segments(segments_of(TEXTS), TEXTS, 5, "drop")
+    assert fitted == (segments_of(TEXTS)[:5], 0, segments_of(TEXTS)[5:])
+
+
+def test_merge_joins_the_shortest_neighbours_first():
+    assert fit(5, "merge") == ["One is here.", "Two goes there!", "Is three next?", "Four ends it.", TEXTS[1]]
+    assert fit(3, "merge") == ["One is here. Two goes there!", "Is three next? Four ends it.", TEXTS[1]]
+
+
+def test_merge_never_joins_documents_and_drops_the_last_ones():
+    fitted = fit_segments(segments_of(TEXTS), TEXTS, 1, "merge")
+    assert fitted == ([Segment(0, 0, len(TEXTS[0]), TEXTS[0])], 4, segments_of(TEXTS)[4:])
+
+
+def test_merge_stops_where_the_encoder_does():
+    """What no slot could be read whole with is dropped, and not cut behind the caller's back."""
+    longest = len("One is here. Two goes there!")
+    fitted = fit_segments(segments_of(TEXTS), TEXTS, 2, "merge", num_reads=reads_of(longest))
+    assert [s.text for s in fitted.segments] == ["One is here. Two goes there!", "Is three next? Four ends it."]
+    assert fitted.num_merged == 4 and [s.text for s in fitted.dropped] == ["Five.", "Six is the last one."]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    texts=texts_of_documents,
+    max_slots=st.integers(1, 9),
+    slot_policy=st.sampled_from(["drop", "merge"]),
+    longest=st.integers(5, 80),
+)
+def test_no_more_slots_than_the_budget_each_character_once_and_in_order(texts, max_slots, slot_policy, longest):
+    num_reads = reads_of(longest)
+    segments = segments_of(texts)
+    fitted = fit_segments(segments, texts, max_slots, slot_policy, num_reads)
+    assert len(fitted.segments) <= max_slots
+    assert len(fitted.segments) == min(len(segments), max_slots) or slot_policy == "merge"
+    num_kept = len(segments) - len(fitted.dropped)
+    assert segments[num_kept:] == fitted.dropped
+    left = segments[:num_kept]
+    num_merged = 0
+    for slot in fitted.segments:  # each is a run of the segments that come next, and these are all
+        assert texts[slot.document][slot.start : slot.end] == slot.text
+        run = [s for s in left if s.document == slot.document and s.start >= slot.start and s.end <= slot.end]
+        assert run == left[: len(run)] and (run[0].start, run[-1].end) == (slot.start, slot.end)
+        assert len(run) == 1 or num_reads(slot.text) == 1
+        num_merged += len(run) if len(run) > 1 else 0
+        left = left[len(run) :]
+    assert not left and num_merged == fitted.num_merged
+
+
+@settings(max_examples=100, deadline=None)
+@given(texts=texts_of_documents, max_slots=st.integers(1, 9))
+def test_merge_drops_only_when_documents_outnumber_slots(texts, max_slots):
+    segments = segments_of(texts)
+    fitted = fit_segments(segments, texts, max_slots, "merge")
+    assert bool(fitted.dropped) == (len({segment.document for segment in segments}) > max_slots)
+
+
+@pytest.mark.parametrize("max_slots", [0, -1, 1.5, "3", True, float("nan")])
+def test_a_budget_that_holds_no_slot_is_refused(max_slots):
+    with pytest.raises(ValueError, match=r"`max_slots` is .*expected a whole number of at least 1"):
+        fit_segments([], [], max_slots)
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match="`slot_policy` is 'squeeze'; expected one of drop, merge"):
+        fit_segments([], [], 3, "squeeze")
