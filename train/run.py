@@ -83,13 +83,15 @@ def check_settings(folder: Path, settings: str) -> None:
     """Refuses a run that has begun with other settings than `settings`, except for `MAY_CHANGE_ON_RESUME`.
 
     Raises:
-        `ValueError`: the keys with both values, and what to do.
+        `ValueError`: the keys with both values; a folder that does not say its settings.
     """
     if not has_begun(folder):
         return
     if not (folder / RECIPE_FILE).exists():
-        logger.warning("%s has no %s: it may have been begun with other settings", folder, RECIPE_FILE)
-        return
+        raise ValueError(
+            f"{folder} holds a model or checkpoints without {RECIPE_FILE}, which says how they were trained. Name "
+            "another folder with `--output` of `arcaligner train` or `output_dir` of the recipe."
+        )
     was, now = read_keys((folder / RECIPE_FILE).read_text(encoding="utf-8")), read_keys(settings)
     changed = [
         key

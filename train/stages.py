@@ -11,6 +11,7 @@ one that was begun with other settings is refused. Each stage is a process of it
 """
 
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -20,7 +21,6 @@ from pathlib import Path
 import torch
 import yaml
 
-from ..model_card import RECIPE_FILE
 from .run import check_settings, read_keys, run_settings
 
 logger = logging.getLogger(__name__)
@@ -45,11 +45,6 @@ class Stage:
     def is_finished(self) -> bool:
         """Whether the stage has saved its model; `config.json` is written last."""
         return (self.output_dir / "config.json").exists()
-
-    @property
-    def recipe_file(self) -> Path:
-        """Where `train.sft` keeps `run_settings`."""
-        return self.output_dir / RECIPE_FILE
 
 
 def find_recipe(recipe: str) -> Path:
@@ -89,7 +84,7 @@ def read_stages(
     stages: list[Stage] = []
     for path in sorted(folder.glob(STAGE_FILES)):
         _check_recipe(path)
-        arguments = ["--config", _shown(path)]
+        arguments = ["--config", os.path.relpath(path)]
         if output is not None:
             arguments += ["--output_dir", str(Path(output, path.stem))]
             if stages:
@@ -106,7 +101,7 @@ def read_stages(
 
 
 def run_stages(stages: list[Stage], accelerate: str | None = None) -> None:
-    """Runs what is not finished, after a look at what is.
+    """Runs what is not finished, after a check of what is.
 
     Args:
         stages (`list[Stage]`): From `read_stages`.
@@ -115,14 +110,17 @@ def run_stages(stages: list[Stage], accelerate: str | None = None) -> None:
     Raises:
         `ValueError`: an unknown accelerate config, a stage that was begun with other settings than it has now, or one
             whose start is not finished.
-        `ChildProcessError`: a stage failed; what it said stands on standard error.
+        `ChildProcessError`: a stage failed; its own message stands on standard error.
     """
     launcher = _launcher(accelerate)
     for before, stage in zip([None, *stages], stages, strict=False):
-        _check_settings(stage)
-        if stage.is_finished:
-            _check_start(stage, before)
-        elif stage.start not in (None, *stages) and not stage.start.is_finished:
+        check_settings(stage.output_dir, run_settings(SCRIPT, stage.arguments))
+        if stage.is_finished and before is not None and not before.is_finished:
+            raise ValueError(
+                f"{stage.output_dir} is finished, but {before.name}, from which it starts, is not. Delete that folder "
+                "to train it again, too, or run one stage only with `--stage`."
+            )
+        if not stage.is_finished and stage.start not in (None, *stages) and not stage.start.is_finished:
             raise ValueError(
                 f"{stage.name} starts from {stage.start.output_dir}, which is no finished stage. Train it first: "
                 f"`--stage {stage.start.number}`, or no `--stage` for all."
@@ -136,20 +134,20 @@ def run_stages(stages: list[Stage], accelerate: str | None = None) -> None:
         if code != 0:
             end = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
             raise ChildProcessError(
-                f"{stage.name} {end}; what it said stands above. The same command goes on from its last "
-                "checkpoint, if there is one."
+                f"{stage.name} {end}; see the message above. The same command continues from its last checkpoint, if "
+                "there is one."
             )
 
 
 def run_to_end(command: list[str]) -> int:
-    """The exit code of a command, which is ended when this process is told to end."""
+    """The exit code of a command, which is stopped when this process is."""
     process = subprocess.Popen(command)
     former = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     try:
         return process.wait()
     finally:
         signal.signal(signal.SIGTERM, former)
-        process.terminate()  # when this process was interrupted; one that has ended is left alone
+        process.terminate()  # after an interrupt; does nothing when it has ended
         process.wait()
 
 
@@ -185,36 +183,3 @@ def _launcher(accelerate: str | None) -> list[str]:
     if accelerate in known and torch.accelerator.device_count():  # ours name the paper's number of GPUs
         command += ["--num_processes", str(torch.accelerator.device_count())]
     return command
-
-
-def _check_settings(stage: Stage) -> None:
-    if stage.is_finished and not stage.recipe_file.exists():
-        raise ValueError(
-            f"{stage.output_dir} holds a model without {RECIPE_FILE}, which says how it was trained. Name another "
-            "folder with `--output`."
-        )
-    check_settings(stage.output_dir, run_settings(SCRIPT, stage.arguments))
-
-
-def _check_start(stage: Stage, before: Stage | None) -> None:
-    """Refuses a finished stage when the one before it is not there; warns when that one is newer."""
-    if before is None:
-        return
-    if not before.is_finished:
-        raise ValueError(
-            f"{stage.output_dir} is finished, but {before.name}, from which it starts, is not. Delete that folder to "
-            "train it again, too, or run one stage only with `--stage`."
-        )
-    if before.recipe_file.stat().st_mtime > stage.recipe_file.stat().st_mtime:  # or the folders were copied
-        logger.warning(
-            "%s is older than %s, from which it starts: delete it if you trained %s again",
-            stage.output_dir,
-            before.output_dir,
-            before.name,
-        )
-
-
-def _shown(path: Path) -> str:
-    """The path as people write it: relative to the working directory where it lies below."""
-    path, here = path.resolve(), Path.cwd().resolve()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -47,10 +47,6 @@ def test_keys_of_the_command_line_are_among_those_that_are_kept(config):
     assert text.startswith(f"# {SCRIPT} --config") and text.endswith("\n")
 
 
-def test_settings_without_a_recipe_file_are_kept_too():
-    assert yaml.safe_load(run_settings(SCRIPT, ["--stage", "gating"])) == {"stage": "gating"}
-
-
 def test_a_number_is_the_same_however_it_is_written(tmp_path, config):
     kept = Path(config[1])
     kept.write_text(RECIPE + "\nlearning_rate: 1e-4")  # which YAML takes for text
@@ -87,15 +83,12 @@ def test_other_settings_are_refused_with_all_that_changed(begun, config, left):
         check_settings(begun, run_settings(SCRIPT, [*config, "--seed", "2", "--train_files", "{a: 1}"]))
 
 
-def test_a_folder_with_nothing_to_go_on_from_takes_any_settings(begun, config):
+def test_a_folder_that_does_not_say_its_settings_is_refused_and_an_empty_one_takes_any(begun, config):
+    (begun / "recipe.yaml").unlink()
+    with pytest.raises(ValueError, match="run holds a model or checkpoints without recipe.yaml"):
+        check_settings(begun, run_settings(SCRIPT, config))
     (begun / "checkpoint-2").rmdir()
     check_settings(begun, run_settings(SCRIPT, [*config, "--seed", "2"]))
-
-
-def test_a_checkpoint_that_does_not_say_its_settings_is_warned_of(begun, config, caplog):
-    (begun / "recipe.yaml").unlink()
-    check_settings(begun, run_settings(SCRIPT, config))
-    assert "run has no recipe.yaml: it may have been begun with other settings" in caplog.text
 
 
 def test_result_and_start_may_move_together_but_not_one_of_them(begun, config):
@@ -109,42 +102,24 @@ def test_result_and_start_may_move_together_but_not_one_of_them(begun, config):
 OWN_SETTINGS = "# arcaligner.train.sft --config a.yaml\nseed: 1\n"
 
 
-def test_settings_are_there_before_anything_else(tmp_path):
+def test_one_trainer_at_a_time_writes_its_settings_first(tmp_path):
     folder = tmp_path / "runs" / "1"
+    with claim_folder(str(folder), OWN_SETTINGS, is_main=False):  # not the first process of a run
+        assert not folder.exists()
     with claim_folder(str(folder), OWN_SETTINGS, is_main=True):
         assert (folder / "recipe.yaml").read_text() == OWN_SETTINGS
         assert {path.name for path in folder.iterdir()} == {"recipe.yaml", ".lock"}
-
-
-def test_a_second_trainer_is_refused_until_the_first_has_ended(tmp_path):
-    with claim_folder(str(tmp_path), OWN_SETTINGS, is_main=True):
-        with pytest.raises(ValueError, match=f"Another process is training in {tmp_path}. Wait for its end"):
-            with claim_folder(str(tmp_path), OWN_SETTINGS, is_main=True):
+        with pytest.raises(ValueError, match=f"Another process is training in {folder}. Wait for its end"):
+            with claim_folder(str(folder), OWN_SETTINGS, is_main=True):
                 raise AssertionError("two trainers")
-        with claim_folder(str(tmp_path), OWN_SETTINGS, is_main=False):
-            pass  # another process of the same run
-    with claim_folder(str(tmp_path), OWN_SETTINGS, is_main=True):
-        pass
-
-
-def test_a_run_with_other_settings_is_refused_and_changes_nothing(tmp_path):
-    with claim_folder(str(tmp_path), OWN_SETTINGS, is_main=True):
-        (tmp_path / "checkpoint-2").mkdir()
-    with pytest.raises(ValueError, match="`seed` was 1 and is now 2"):
-        with claim_folder(str(tmp_path), OWN_SETTINGS.replace("1", "2"), is_main=True):
+    other = OWN_SETTINGS.replace("1", "2")
+    with claim_folder(str(folder), other, is_main=True):  # nothing was left to go on from
+        assert (folder / "recipe.yaml").read_text() == other
+        (folder / "checkpoint-2").mkdir()
+    with pytest.raises(ValueError, match="`seed` was 2 and is now 1"):
+        with claim_folder(str(folder), OWN_SETTINGS, is_main=True):
             raise AssertionError("two settings")
-    assert (tmp_path / "recipe.yaml").read_text() == OWN_SETTINGS
-
-
-def test_settings_of_a_run_that_left_nothing_to_go_on_from_are_replaced(tmp_path):
-    for settings in (OWN_SETTINGS, OWN_SETTINGS.replace("1", "2")):
-        with claim_folder(str(tmp_path), settings, is_main=True):
-            assert (tmp_path / "recipe.yaml").read_text() == settings
-
-
-def test_the_other_processes_of_a_run_leave_the_folder_alone(tmp_path):
-    with claim_folder(str(tmp_path / "run"), OWN_SETTINGS, is_main=False):
-        assert not (tmp_path / "run").exists()
+    assert (folder / "recipe.yaml").read_text() == other
 
 
 # Checkpoints and the end
@@ -173,24 +148,22 @@ def test_the_last_checkpoint_is_that_of_the_highest_step(checkpoints, tmp_path):
 @pytest.mark.parametrize(
     "name", ["trainer_state.json", "model.safetensors", "optimizer.pt", "rng_state.pth", "training_args.bin"]
 )
-@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
-def test_a_checkpoint_with_a_cut_file_is_passed_over_and_logged(checkpoints, caplog, name, kept):
+def test_a_checkpoint_with_a_cut_file_is_passed_over_and_logged(checkpoints, caplog, name):
     path = checkpoints / "checkpoint-10" / name
     data = path.read_bytes()
-    path.write_bytes(data[: int(kept * len(data))])
-    assert last_checkpoint(checkpoints) == str(checkpoints / "checkpoint-8")
-    assert f"checkpoint-10 is not whole ({name} is cut)" in caplog.text
-
-
-def test_a_checkpoint_without_its_last_file_is_passed_over_and_logged(checkpoints, caplog):
-    for step in (10, 8):
-        (checkpoints / f"checkpoint-{step}" / "trainer_state.json").unlink()
+    for kept in (0.99, 0.5, 0.0):
+        path.write_bytes(data[: int(kept * len(data))])
+        assert last_checkpoint(checkpoints) == str(checkpoints / "checkpoint-8")
+    assert caplog.text.count(f"checkpoint-10 is not whole ({name} is cut)") == 3
+    (checkpoints / "checkpoint-8" / "trainer_state.json").unlink()
     assert last_checkpoint(checkpoints) == str(checkpoints / "checkpoint-2")
-    assert caplog.text.count("no trainer_state.json, which is written last") == 2
+    assert "no trainer_state.json, which is written last" in caplog.text
 
 
 def test_an_interrupted_save_leaves_no_folder_that_loads(tmp_path, processor, monkeypatch, model):
+    (tmp_path / ".saving-killed").mkdir()  # of a process that was killed
     save_stage(tmp_path, model, processor, "stage: gating\n")
+    assert not list(tmp_path.glob(".saving-*"))
     assert (tmp_path / "config.json").exists() and (tmp_path / "recipe.yaml").read_text() == "stage: gating\n"
 
     def replace(source, target):
@@ -203,10 +176,4 @@ def test_an_interrupted_save_leaves_no_folder_that_loads(tmp_path, processor, mo
     with pytest.raises(OSError, match="disk full"):
         save_stage(tmp_path, model, processor, "stage: gating\n")
     assert not (tmp_path / "config.json").exists()
-    assert not list(tmp_path.glob(".saving-*"))
-
-
-def test_a_save_clears_what_a_killed_one_left(tmp_path, processor, model):
-    (tmp_path / ".saving-killed").mkdir()
-    save_stage(tmp_path, model, processor, "stage: gating\n")
     assert not list(tmp_path.glob(".saving-*"))
