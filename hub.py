@@ -18,8 +18,10 @@ from transformers.utils import logging
 
 from .checkpoint_arcaligner import CODE_FILES, check_aligner_weights, tensor_shapes
 from .configuration_arcaligner import ArcAlignerConfig
+from .encoding_arcaligner import ENCODER_FOLDER
 from .model_card import RECIPE_FILE, RESULTS_FILE, is_hub_id, write_model_card
 from .modeling_arcaligner import ArcAlignerForCausalLM
+from .processing_arcaligner import ArcAlignerProcessor
 
 logger = logging.get_logger(__name__)
 
@@ -28,10 +30,11 @@ _CHECKPOINT_FILES = (
     *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
     *("processor_config.json", "tokenizer*", "special_tokens_map.json", "chat_template.jinja", "README.md"),
     *(RECIPE_FILE, RESULTS_FILE),
+    *(f"{ENCODER_FOLDER}/*", f"{ENCODER_FOLDER}/*/*.json"),
 )
 # Files of a former push that the next one removes when it has no such file: they belong to an aligner that is gone.
 _FORMER_FILE = re.compile(
-    r"\w+_arcaligner\.py|model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|"
+    rf"\w+_arcaligner\.py|model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|{ENCODER_FOLDER}/.*|"
     + "|".join(map(re.escape, (RECIPE_FILE, RESULTS_FILE)))
 )
 
@@ -56,7 +59,8 @@ def check_checkpoint(folder: Path) -> ArcAlignerConfig:
     """Refuses a folder that nobody could load an aligner from. No weights are loaded, no base model is needed.
 
     Raises:
-        `ValueError`: files that are missing, or weights that are missing, broken or of another shape.
+        `ValueError`: files that are missing, a trained encoder's among them, or weights that are missing, broken or
+            of another shape.
     """
     names = ("config.json", "processor_config.json", "tokenizer_config.json")
     if missing := [name for name in names if not (folder / name).is_file()]:
@@ -65,6 +69,7 @@ def check_checkpoint(folder: Path) -> ArcAlignerConfig:
             "stage wrote, or `save_pretrained` of both model and processor."
         )
     config = read_aligner_config(folder)
+    ArcAlignerProcessor.from_pretrained(folder)
     with torch.device("meta"):
         model = ArcAlignerForCausalLM(config)
     shapes = tensor_shapes(sorted(map(str, folder.glob("model*.safetensors"))))
@@ -98,8 +103,10 @@ def push_checkpoint(repo_id: str, checkpoint: str | Path, *, private: bool = Fal
         )
     with tempfile.TemporaryDirectory() as temporary, _translate_hub_errors(repo_id, api.endpoint):
         staged = Path(temporary)
-        for path in [path for pattern in _CHECKPOINT_FILES for path in folder.glob(pattern)]:
-            shutil.copyfile(path, staged / path.name)
+        for path in [path for pattern in _CHECKPOINT_FILES for path in folder.glob(pattern) if path.is_file()]:
+            copy = staged / path.relative_to(folder)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
         for name in CODE_FILES:
             shutil.copyfile(Path(__file__).with_name(name), staged / name)
         write_model_card(config, staged, name=repo_id)
@@ -114,7 +121,7 @@ def push_checkpoint(repo_id: str, checkpoint: str | Path, *, private: bool = Fal
                 f"{repo_id} is there already and is public; nothing was uploaded. Make it private in its settings, "
                 "choose another name, or push without asking for a private one."
             )
-        files = {path.name: path for path in sorted(staged.iterdir())}
+        files = {path.relative_to(staged).as_posix(): path for path in sorted(staged.rglob("*")) if path.is_file()}
         former = [name for name in api.list_repo_files(repo_id) if _FORMER_FILE.fullmatch(name) and name not in files]
         operations = [CommitOperationDelete(name) for name in former]
         operations += [CommitOperationAdd(name, path) for name, path in files.items()]

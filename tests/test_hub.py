@@ -7,11 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from safetensors.torch import load_file, save_file
 
-from arcaligner import ArcAlignerForCausalLM, cli, hub
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, cli, hub
 from arcaligner.checkpoint_arcaligner import CODE_FILES
 
 ROOT = Path(__file__).parents[1]
@@ -119,6 +120,21 @@ def test_a_push_is_one_commit_of_the_whole_checkpoint_and_nothing_else(fake_hub,
     for name, content in fake_hub.files.items():
         (tmp_path / "pulled" / name).write_bytes(content)
     ArcAlignerForCausalLM.from_pretrained(tmp_path / "pulled")
+
+
+def test_a_trained_encoder_is_pushed_along_and_its_absence_is_refused(fake_hub, push, folder, tmp_path):
+    processor = ArcAlignerProcessor.from_pretrained(folder)
+    processor.train_encoder(lora_r=2)
+    processor.save_pretrained(folder)
+    assert push()[0] == 0
+    for name, content in fake_hub.files.items():
+        (tmp_path / "pulled" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "pulled" / name).write_bytes(content)
+    pulled = ArcAlignerProcessor.from_pretrained(tmp_path / "pulled")
+    assert torch.equal(pulled.encode_segments(["A text."]), processor.encode_segments(["A text."]))
+    shutil.rmtree(folder / "encoder")
+    code, _, err = push()
+    assert code == 1 and "lacks encoder/adapter_config.json" in err
 
 
 def test_an_edited_card_is_pushed_as_it_is(fake_hub, push, folder):

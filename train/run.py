@@ -244,6 +244,8 @@ def written_whole(output_dir: str | Path, last: str) -> Iterator[Path]:
         yield temporary
         (output_dir / last).unlink(missing_ok=True)
         for path in sorted(temporary.iterdir(), key=lambda path: path.name == last):
+            if path.is_dir():  # the encoder's; a folder cannot be replaced at once
+                shutil.rmtree(output_dir / path.name, ignore_errors=True)
             os.replace(path, output_dir / path.name)
     finally:
         shutil.rmtree(temporary)

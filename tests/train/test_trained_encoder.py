@@ -4,10 +4,12 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from training_recipes import RecipeWriter, parameters, run
 
 from arcaligner import ArcAlignerProcessor
+from arcaligner.train import export
 from arcaligner.train.trainer import AlignerTrainer
 
 TEXTS = ["Radik Zhaparov is a Kazakh ski jumper.", "It was written by Ada."]
@@ -77,3 +79,11 @@ def test_a_checkpoint_without_its_encoder_is_refused_by_name(tmp_path, trained):
     shutil.rmtree(tmp_path / "copy" / "encoder")
     with pytest.raises(ValueError, match="copy lacks encoder/adapter_config.json"):
         ArcAlignerProcessor.from_pretrained(tmp_path / "copy")
+
+
+def test_an_exported_checkpoint_holds_the_encoder_in_bfloat16(tmp_path, trained):
+    for _ in range(2):  # the second one replaces the first
+        export.main(stages=trained.parent, output=tmp_path / "shipped")
+    weights = load_file(tmp_path / "shipped" / "encoder" / "adapter_model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    torch.testing.assert_close(embeds(tmp_path / "shipped"), embeds(trained), rtol=0, atol=0.02)
