@@ -6,14 +6,10 @@
 "Base" is the backbone that repeats the text from the text: the upper limit. Beside it the paper has "xRAG" (a projector
 alone, one slot per passage), "w/o LoRA" (a projector alone) and "ours", all after stage I. `--tokens-per-slot` reads
 each aligner at several rates.
-
-    <output>/reconstruction/<arm>.jsonl    one paragraph per line: nll, tokens, slots; a killed run continues
 """
 
 import itertools
-import logging
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,17 +28,11 @@ from ...processing_arcaligner import ArcAlignerProcessor
 from ...train.collator import ContextCollator
 from ...train.corpora import Row, read_rows
 from ...train.data import Example, ExampleBuilder
-from ..answering import encode_slots, in_batches, load_aligner, longest_first
-from ..evaluate import machine_line
-from ..methods import fingerprint
+from ..answering import encode_slots, in_batches, load_aligner
 from ..metrics import ratio_interval
-from ..runs import AnswerFile, answers_to, row_digest
 from ..settings import split_rates
 from .figures import COLORS, FIGURES, BatchSize, Device, Folder, new_figure, reach, save_analysis
 
-logger = logging.getLogger(__name__)
-
-PAPER_ARMS = ("xRAG", "w/o LoRA", "ours")
 CAPTION = (
     "Each bar is the perplexity of the text of held-out paragraphs, {target}, when a model reads it back from what the "
     "bar names; 1 is certainty, lower is better. Base recites the text from the text itself and is the limit. Whiskers "
@@ -59,10 +49,6 @@ class ReadFrom:
     reads: str = "slots"
     tokens_per_slot: int | str | None = None
 
-    @property
-    def file_name(self) -> str:
-        return "_".join(re.findall(r"\w+", self.title.lower()))
-
 
 def reconstruction(
     files: Annotated[list[Path], typer.Option(help="Held-out paragraphs, JSON Lines; can be repeated.")],
@@ -71,28 +57,26 @@ def reconstruction(
     ],
     folder: Folder = FIGURES,
     tokens_per_slot: Annotated[
-        str | None, typer.Option(help="Rates, numbers or `segment`, with commas between; else the checkpoint's own.")
+        str | None, typer.Option(help="Numbers or `segment`, separated by commas. Default: the checkpoint's own.")
     ] = None,
     num_paragraphs: Annotated[int, typer.Option("-n", help="Maximum number of paragraphs.", min=1)] = 2000,
     max_segments: Annotated[
-        int | None, typer.Option(help="Segments of a target; without, those of the whole paragraph.", min=1)
+        int | None, typer.Option(help="Segments of a target. Default: the whole paragraph.", min=1)
     ] = None,
     batch_size: BatchSize = 8,
     device: Device = "cpu",
 ) -> None:
     """Draws how well slots are read back as text, for several checkpoints."""
     arms = read_arms(checkpoint, split_rates(tokens_per_slot))
-    rows = read_paragraphs(files, num_paragraphs)
+    rows = [row for path in files for row in read_rows(path) if any(each["text"].strip() for each in row["passages"])]
+    if not rows:
+        raise ValueError(f"{', '.join(map(str, files))} hold no paragraph with text.")
+    found = {arm: summarize(measure(arm, rows[:num_paragraphs], max_segments, batch_size, device)) for arm in arms}
     name = "reconstruction" if max_segments is None else f"reconstruction_{max_segments}"
-    measured = {}
-    for arm in arms:
-        file = AnswerFile(folder, name, arm.file_name)
-        measure(arm, rows, file, max_segments, batch_size, device)
-        measured[arm] = summarize(answers_to(rows, folder, name, arm.file_name))
     target = "whole" if max_segments is None else f"{max_segments} segment{'s' * (max_segments > 1)} at a time"
     caption = CAPTION.format(target=target)
-    numbers = {"max_segments": max_segments, "arms": [{**asdict(arm), **found} for arm, found in measured.items()]}
-    save_analysis(folder, name, draw({arm.title: found for arm, found in measured.items()}), numbers, caption)
+    numbers = {"max_segments": max_segments, "arms": [{**asdict(arm), **each} for arm, each in found.items()]}
+    save_analysis(folder, name, draw({arm.title: each for arm, each in found.items()}), numbers, caption)
     typer.echo(caption)
 
 
@@ -109,76 +93,46 @@ def read_arms(checkpoints: list[str], tokens_per_slot: list[int | str] | None = 
         if not title.strip() or not path.strip():
             raise ValueError(f'`--checkpoint {pair}` is not of the form TITLE=PATH, such as "ours=runs/mine".')
         arms.append(ReadFrom(title.strip(), path.strip()))
-    backbones = {arm.title: backbone_name(ArcAlignerConfig.from_pretrained(arm.checkpoint)) for arm in arms}
+    configs = {arm.title: ArcAlignerConfig.from_pretrained(arm.checkpoint) for arm in arms}
+    backbones = {name: f"{each.base_model_name_or_path}@{each.base_model_revision}" for name, each in configs.items()}
     if len(set(backbones.values())) > 1:
         raise ValueError(f"Perplexities of different backbones cannot be compared: {backbones}. Draw each by itself.")
-    if left_out := [title for title in PAPER_ARMS if title not in backbones]:
-        logger.warning("left out, for no checkpoint is named so: %s", ", ".join(left_out))
+    base = ReadFrom("Base", arms[0].checkpoint, "text")
     if tokens_per_slot:
-        arms = [
-            replace(arm, title=f"{arm.title} x{rate}", tokens_per_slot=rate) for arm in arms for rate in tokens_per_slot
-        ]
-    arms = [ReadFrom("Base", arms[0].checkpoint, "text"), *arms]
-    if len({arm.file_name for arm in arms}) < len(arms):
+        rates = itertools.product(arms, tokens_per_slot)
+        arms = [replace(arm, title=f"{arm.title} x{rate}", tokens_per_slot=rate) for arm, rate in rates]
+    arms = [base, *arms]
+    if len({arm.title for arm in arms}) < len(arms):
         raise ValueError(f"Two arms have one name: {', '.join(arm.title for arm in arms)}. Name them apart.")
     return arms
 
 
-def backbone_name(config: ArcAlignerConfig) -> str:
-    """Name and revision of an aligner's backbone."""
-    return f"{config.base_model_name_or_path}@{config.base_model_revision or 'main'}"
-
-
-def read_paragraphs(files: list[Path], num_paragraphs: int) -> list[Row]:
-    """
-    The first rows of the files that have text.
-
-    Raises:
-        `ValueError`: none has; two of the same id.
-    """
-    rows = [row for path in files for row in read_rows(path)]
-    found = [row for row in rows if any(passage["text"].strip() for passage in row["passages"])]
-    if len(found) < len(rows):
-        logger.warning("%d rows left out, without text", len(rows) - len(found))
-    found = found[:num_paragraphs]
-    if not found:
-        raise ValueError(f"{', '.join(map(str, files))} hold no paragraph with text.")
-    if len({row["id"] for row in found}) < len(found):
-        raise ValueError(f"Several paragraphs of {', '.join(map(str, files))} have one id. Give each its own.")
-    return found
-
-
-def measure(arm: ReadFrom, rows: list[Row], file: AnswerFile, max_segments: int | None, batch_size: int, device: str):
-    """Adds the rows that are not in `file` yet."""
-    config = ArcAlignerConfig.from_pretrained(arm.checkpoint)
-    made_with = {
-        "weights": backbone_name(config) if arm.reads == "text" else fingerprint(arm.checkpoint),
-        "checkpoint": arm.checkpoint,
-        "reads": arm.reads,
-        "tokens_per_slot": arm.tokens_per_slot,
-        "gate_mode": None if arm.reads == "text" else config.gate_mode,
-        "max_segments": max_segments,
-        "batch_size": batch_size,
-        "machine": machine_line(device),
-    }
-    left = longest_first(file.open(made_with, rows))
-    if not left:
-        return
+def measure(
+    arm: ReadFrom, rows: list[Row], max_segments: int | None, batch_size: int, device: str
+) -> list[dict[str, Any]]:
+    """What each paragraph costs to read back: `nll` in nats and `tokens` of its targets, and its `slots`."""
     model, processor = load_aligner(arm.checkpoint, device)
     rate = processor.tokens_per_slot if arm.tokens_per_slot is None else arm.tokens_per_slot
+    has_words = bool(model.config.word_parts) and arm.reads != "text"
     collator = ContextCollator(
-        processor.context_token_id,
-        processor.tokenizer.pad_token_id or 0,
-        [rate],
-        context_words=bool(config.word_parts) and arm.reads != "text",
+        processor.context_token_id, processor.tokenizer.pad_token_id or 0, [rate], context_words=has_words
     )
-    with file.claim():
-        for start in track(range(0, len(left), batch_size), arm.title, transient=True):
-            batch = left[start : start + batch_size]
-            examples = [list(paragraph_examples(processor, row, max_segments)) for row in batch]
-            if arm.reads == "text":
-                examples = [[with_text(each) for each in of_row] for of_row in examples]
-            file.append(records(model, processor, collator, batch, examples))
+    examples = [
+        (number, example if arm.reads == "slots" else with_text(example))
+        for number, row in enumerate(rows)
+        for example in paragraph_examples(processor, row, max_segments)
+    ]
+    examples.sort(key=lambda pair: -pair[1].length)  # those of similar length share a batch
+    found = [{"nll": 0.0, "tokens": 0, "slots": 0} for _ in rows]
+    losses = in_batches(
+        examples, batch_size, lambda part: target_losses(model, processor, collator, [each for _, each in part])
+    )
+    pairs = (pair for part, of_part in losses for pair in zip(part, of_part, strict=True))
+    for (number, example), (nll, num_slots) in track(pairs, arm.title, total=len(examples), transient=True):
+        found[number]["nll"] += nll
+        found[number]["slots"] += num_slots
+        found[number]["tokens"] += sum(label != -100 for turn in example.turns for label in turn.labels)
+    return found
 
 
 def paragraph_examples(processor: ArcAlignerProcessor, row: Row, max_segments: int | None) -> Iterator[Example]:
@@ -198,35 +152,6 @@ def with_text(example: Example) -> Example:
     (turn,) = example.turns
     target = [label for label in turn.labels if label != -100]
     return replace(example, head=example.head + target[:-1], segments=[])  # without the end of the turn
-
-
-def records(
-    model: ArcAlignerForCausalLM,
-    processor: ArcAlignerProcessor,
-    collator: ContextCollator,
-    rows: list[Row],
-    examples: list[list[Example]],
-) -> Iterator[dict[str, Any]]:
-    """The line of each row. A forward has as many examples as there are rows, of about one length, or fewer."""
-    flat = [example for of_row in examples for example in of_row]
-    by_length = sorted(range(len(flat)), key=lambda index: -flat[index].length)
-
-    def losses_of(part: list[int]) -> list[tuple[float, int]]:
-        return target_losses(model, processor, collator, [flat[index] for index in part])
-
-    found = {}
-    for part, losses in in_batches(by_length, len(rows), losses_of):
-        found |= zip(part, losses, strict=True)
-    losses = (found[index] for index in range(len(flat)))
-    for row, of_row in zip(rows, examples, strict=True):
-        of_examples = list(itertools.islice(losses, len(of_row)))
-        yield {
-            "id": row["id"],
-            "nll": sum(nll for nll, _ in of_examples),
-            "tokens": sum(label != -100 for example in of_row for turn in example.turns for label in turn.labels),
-            "slots": sum(num_slots for _, num_slots in of_examples),
-            "row": row_digest(row),
-        }
 
 
 @torch.inference_mode()
