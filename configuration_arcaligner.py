@@ -241,6 +241,11 @@ def resolve_base_model(name_or_path: str) -> str:
     return str(folder)
 
 
+def longest_prompt(config: PreTrainedConfig) -> int | None:
+    """The positions that a backbone reads, where its configuration says so."""
+    return getattr(config, "max_position_embeddings", None)
+
+
 def missing_model_message(kind: str, name: str, error: Exception) -> str:
     """Says which base model or encoder is missing, and how to get it."""
     how = _INSTALL.get(name)

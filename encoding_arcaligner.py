@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from huggingface_hub import snapshot_download
-from transformers import PreTrainedConfig
 from transformers.utils import logging
 from transformers.utils.chat_template_utils import (
     _get_control_token_patterns,
@@ -109,11 +108,6 @@ def words_tensor(values, name: str) -> torch.LongTensor:
     return embeds_tensor(values, name).long()
 
 
-def longest_prompt(config: PreTrainedConfig) -> int | None:
-    """The positions that a backbone reads, where its configuration says so."""
-    return getattr(config, "max_position_embeddings", None)
-
-
 def title_of(document) -> str | None:
     return document.get("title") if isinstance(document, dict) else None
 
@@ -133,6 +127,8 @@ class DocumentEncoder:
     """Passages to slots, for the processor: needs its `tokenizer` and settings."""
 
     pad_words = staticmethod(pad_words)
+    embeds_tensor = staticmethod(embeds_tensor)
+    words_tensor = staticmethod(words_tensor)
 
     def mark_control_tokens(self, text):
         """Texts or messages with the tokenizer's special tokens marked, so that `encode_marked_chat` reads them as

@@ -17,7 +17,8 @@ from transformers import GenerationConfig, TextGenerationPipeline
 from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
-from .encoding_arcaligner import longest_prompt, pad_words
+from .configuration_arcaligner import longest_prompt
+from .encoding_arcaligner import pad_words
 
 
 def format_trajectory(depth: int) -> str:

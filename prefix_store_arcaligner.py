@@ -33,7 +33,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
-from .encoding_arcaligner import embeds_tensor, longest_prompt, words_tensor
+from .configuration_arcaligner import longest_prompt
 from .refinement_arcaligner import REFINEMENT_SETTINGS, check_refinement_settings, normalize_budget
 
 FORMAT = "arcaligner-slot-prefix-1"
@@ -339,7 +339,9 @@ class SlotPrefixStore:
         """
         settings, template_kwargs = _split_settings(self.processor, kwargs)
         heads, _ = self._split_prompts([question], template_kwargs)
-        passages = _passages_of_rows(documents, context_embeds, context_word_ids, is_single=True, num_rows=1)
+        passages = _passages_of_rows(
+            self.processor, documents, context_embeds, context_word_ids, is_single=True, num_rows=1
+        )
         prefixes = self._fetch(heads, passages, settings)
         return join_slot_prefixes(prefixes, self.model.config.text_config)[0]
 
@@ -371,7 +373,7 @@ class SlotPrefixStore:
             raise ValueError(f"There is no question in {questions!r}. Pass one, or a list of some.")
         is_single = isinstance(questions, str) or isinstance(questions[0], dict)
         rows = [questions] if is_single else list(questions)
-        passages = _passages_of_rows(documents, context_embeds, context_word_ids, is_single, len(rows))
+        passages = _passages_of_rows(self.processor, documents, context_embeds, context_word_ids, is_single, len(rows))
         settings, template_kwargs = _split_settings(self.processor, kwargs)
         heads, tails = self._split_prompts(rows, template_kwargs)
         prefixes = self._fetch(heads, passages, settings)
@@ -547,7 +549,7 @@ def _split_settings(processor, kwargs: dict[str, Any]) -> tuple[dict[str, Any], 
     return canonical_settings(settings), rest
 
 
-def _passages_of_rows(documents, context_embeds, context_word_ids, is_single: bool, num_rows: int) -> list:
+def _passages_of_rows(processor, documents, context_embeds, context_word_ids, is_single: bool, num_rows: int) -> list:
     """For each row its list of documents, or its embeddings and words."""
     if (documents is None) == (context_embeds is None):
         raise ValueError(
@@ -562,6 +564,7 @@ def _passages_of_rows(documents, context_embeds, context_word_ids, is_single: bo
             )
     if context_embeds is None:
         return [[row] if isinstance(row, str | dict) else list(row) for row in rows["documents"]]
-    embeds = [embeds_tensor(row, "`context_embeds`") for row in rows["context_embeds"]]
-    words = [words_tensor(row, "`context_word_ids`") for row in rows.get("context_word_ids", [])] or [None] * num_rows
+    embeds = [processor.embeds_tensor(row, "`context_embeds`") for row in rows["context_embeds"]]
+    words = [processor.words_tensor(row, "`context_word_ids`") for row in rows.get("context_word_ids", [])]
+    words = words or [None] * num_rows
     return list(zip(embeds, words, strict=True))

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoTokenizer, BatchFeature, PreTrainedConf
 from transformers.utils import logging
 from transformers.utils.chat_template_utils import encode_marked_chat
 
-from .configuration_arcaligner import DEFAULT_ENCODER, resolve_base_model
+from .configuration_arcaligner import DEFAULT_ENCODER, longest_prompt, resolve_base_model
 from .encoding_arcaligner import (
     ENCODER_FOLDER,
     DocumentEncoder,
@@ -29,7 +29,6 @@ from .encoding_arcaligner import (
     LazyEncoder,
     embeds_tensor,
     find_encoder_folder,
-    longest_prompt,
     pad_words,
     text_of,
     words_tensor,
