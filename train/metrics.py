@@ -177,7 +177,7 @@ class SwappedSlots:
 @torch.inference_mode()
 def answer_questions(trainer, questions: datasets.Dataset, batch_size: int) -> dict[str, float]:
     """
-    Greedy answers from slots to the first question of held-out examples.
+    Greedy answers from slots, at the first rate of the recipe, to the first question of held-out examples.
 
     Args:
         trainer ([`AlignerTrainer`]): Its model, collator, encoder and tokenizer. Each process answers a part.
@@ -188,7 +188,8 @@ def answer_questions(trainer, questions: datasets.Dataset, batch_size: int) -> d
         `em` (non-strict) and `f1`, means in percent, the same in each process.
     """
     accelerator, tokenizer = trainer.accelerator, trainer.processing_class.tokenizer
-    collator = dataclasses.replace(trainer.data_collator, padding_side="left")
+    rates = trainer.data_collator.tokens_per_slot[:1]
+    collator = dataclasses.replace(trainer.data_collator, padding_side="left", tokens_per_slot=rates)
     world = accelerator.num_processes
     mine = list(range(accelerator.process_index, len(questions), world))
     # All processes take part in each step of a model that is spread over them, so all run as many batches.

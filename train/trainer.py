@@ -42,7 +42,8 @@ class AlignerTrainingConfig(SFTConfig):
             `learning_rate`.
         encoder_learning_rate (`float`, *optional*): Of an encoder that is trained along. Default: `learning_rate`.
         eval_slot_gap (`bool`): Evaluate with other rows' slots, too, for `eval_slot_gap`.
-        eval_answers (`int`): Held-out questions to answer at each evaluation, for `eval_em` and `eval_f1`.
+        eval_answers (`int`): Held-out questions to answer at each evaluation, at the first rate of the recipe, for
+            `eval_em` and `eval_f1`.
 
     Raises:
         `ValueError`: packing, padding-free batches, a `max_length` or dropped columns; `eval_slot_gap` with
