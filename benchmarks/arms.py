@@ -128,7 +128,7 @@ def both_prompts(
         rows (`list[dict]`): `question` and `passages`.
         slots (`dict`): Of each row `context_embeds` (num_slots, width) and, where the aligner reads them,
             `context_word_ids` (num_slots, max_words).
-        vocab_size (`int`): Of the backbone: a shape without a tokenizer of its own takes ids modulo this.
+        vocab_size (`int`): Of the backbone. Ids are taken modulo this, for shapes without their own tokenizer.
     """
     text_prefixes, slot_prefixes, tails = [], [], []
     for row, embeds in zip(rows, slots["context_embeds"], strict=True):
@@ -185,7 +185,7 @@ class FirstToken:
 
 
 def share(cache: Cache) -> Cache:
-    """A cache that continues by itself: it begins with the same tensors, and an update makes new ones."""
+    """A copy of a cache that shares its tensors; an update of the copy makes new ones."""
     own = copy.copy(cache)
     own.layers = [copy.copy(layer) for layer in cache.layers]
     return own

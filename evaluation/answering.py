@@ -1,7 +1,7 @@
-"""Questions to answers: the prompts, and what answers them, a batch at a time.
+"""Prompts, and what answers them, a batch at a time.
 
-All answer with the same frozen backbone, chat template and greedy decoding. They differ in what stands for the
-passages: nothing, text, or slots. The prompt with text differs from the one with slots only there.
+All use the same frozen backbone, chat template and greedy decoding. They differ in what replaces the passages: nothing,
+text, or slots. The prompt with text differs from the one with slots only there.
 """
 
 import contextlib
@@ -117,7 +117,7 @@ class TextAnswerer:
     Args:
         model: A model of transformers. An aligner is its own backbone where the prompt has no slots.
         processor ([`ArcAlignerProcessor`]): Chat template and tokenizer.
-        context (`Callable`): The text that stands for the passages, for each of some rows.
+        context (`Callable`): Rows to the text that is read for each of them.
     """
 
     def __init__(self, model, processor: ArcAlignerProcessor, context: Callable[[list[Row]], list[str]]):
@@ -251,7 +251,7 @@ def in_batches(
     items: Sequence[Any], batch_size: int, run: Callable[[Sequence[Any]], Any]
 ) -> Iterator[tuple[Sequence[Any], Any]]:
     """
-    Runs a function on batches, on smaller ones from the moment that memory is short.
+    Runs a function on batches, and on smaller ones once memory is short.
 
     Args:
         items (`Sequence`): Taken in order.
@@ -273,7 +273,7 @@ def in_batches(
             yield batch, found
             done += len(batch)
             continue
-        # Behind the `except`, where nothing holds the tensors of the failed batch any more.
+        # After the `except` block, where nothing holds the tensors of the failed batch.
         batch_size = len(batch) // 2
         logger.warning("out of memory: going on with batches of %d", batch_size)
         clear_device_cache(garbage_collection=True)

@@ -176,7 +176,7 @@ class LocalJudge:
             ) from error
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        # Nothing of its own way to sample: no temperature, no penalty for repetition.
+        # Without the model's own sampling settings, such as a temperature or a repetition penalty.
         self.model.generation_config = GenerationConfig(
             eos_token_id=self.model.generation_config.eos_token_id, pad_token_id=self.tokenizer.pad_token_id
         )

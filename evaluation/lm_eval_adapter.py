@@ -33,7 +33,7 @@ class ArcAlignerLM(LM):
     Args:
         pretrained (`str`): An aligner's folder or Hub id.
         batch_size (`int`): Questions that are read together.
-        device (`str`, *optional*): Where the model runs; a CUDA device where there is one.
+        device (`str`, *optional*): Where the model runs. Default: a CUDA device if there is one.
     """
 
     def __init__(self, pretrained: str, batch_size: int | str = 1, device: str | None = None):

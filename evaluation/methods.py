@@ -3,8 +3,8 @@
 A method says which checkpoint it reads with and how it is loaded. If its weights or package are not on the machine, it
 raises `MissingMethodError`: it is skipped by name, never replaced.
 
-A name with a rate, such as `arcaligner_x4` or `truncated_xsegment`, reads that many tokens per slot (or, for text,
-as many tokens as there are slots then), so that one run compares several rates of one checkpoint.
+A name with a rate, such as `arcaligner_x4` or `truncated_xsegment`, reads with that number of tokens per slot; methods
+that read text keep one token for each of these slots. So one run compares several rates of one checkpoint.
 """
 
 import dataclasses
@@ -104,7 +104,7 @@ class Method:
     tokens_per_slot: int | str | None = None
 
     def at_rate(self, tokens_per_slot: int | str) -> "Method":
-        """The same method with another rate, under a name and title of its own."""
+        """The same method with another rate, under its own name and title."""
         return dataclasses.replace(
             self,
             name=f"{self.name}_x{tokens_per_slot}",

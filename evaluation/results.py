@@ -87,7 +87,7 @@ def _check_pairs(run: Path, task: str, of_task: dict[str, Answers]) -> None:
             if row != answer["row"]:
                 raise ValueError(
                     f"{run / task}: {other} and {method} answered question {key} with other passages or golds, so they "
-                    "cannot be compared. Delete the files of one of them and answer anew, or in another folder."
+                    "cannot be compared. Delete the files of one of them and answer again, or use another folder."
                 )
 
 

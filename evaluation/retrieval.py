@@ -120,7 +120,7 @@ def retrieve(rows: list[Row], settings: RetrievalSettings, cache_dir: Path, devi
 def rank_passages(
     rows: list[Row], passages: datasets.Dataset, settings: RetrievalSettings, cache_dir: Path, device: str
 ) -> Ranks:
-    """What is found for each question, from the cache where it is there."""
+    """What is found for each question, from the cache if it is there."""
     questions = [row["question"] for row in rows]
     retriever = model_version("retriever", settings.retriever)
     made_from = {

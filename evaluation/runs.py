@@ -121,7 +121,7 @@ class AnswerFile:
         if changed:
             raise ValueError(
                 f"{self.path} holds {len(known)} answers made otherwise: {', '.join(changed[:3])}. Name another folder "
-                "with `--output`, or delete the file to answer anew."
+                "with `--output`, or delete the file to answer again."
             )
 
 

@@ -1,4 +1,4 @@
-"""What an evaluation is asked for: the keys of a recipe, and those of the command line over them."""
+"""The settings of an evaluation: the keys of a recipe, overridden by the command line."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -101,8 +101,8 @@ def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str,
 
     Args:
         recipe (`str`, *optional*): Name of one in `evaluation/recipes`, or a file.
-        given (`dict`): Keys of the command line, over those of the recipe; `None` is not given. With `tokens_per_slot`
-            (a list of numbers and `"segment"`) each method that has rates is asked for at each of them.
+        given (`dict`): Keys of the command line, which override those of the recipe; `None` is not given. With
+            `tokens_per_slot`, a list of numbers and `"segment"`, each method that has rates is run at each of them.
         of_tasks (`dict`): Keys of `TaskSettings` of the command line, for all tasks.
 
     Raises:
@@ -151,7 +151,7 @@ def at_rates(methods: list[str], tokens_per_slot: list[int | str]) -> list[str]:
 
 def split_names(names: str | None) -> list[str] | None:
     """
-    Names with commas between.
+    Names separated by commas.
 
     >>> split_names("squad, nq")
     ['squad', 'nq']
@@ -161,7 +161,7 @@ def split_names(names: str | None) -> list[str] | None:
 
 def split_rates(rates: str | None) -> list[int | str] | None:
     """
-    Values of `tokens_per_slot` with commas between.
+    Values of `tokens_per_slot` separated by commas.
 
     >>> split_rates("4,16,segment")
     [4, 16, 'segment']

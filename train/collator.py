@@ -1,4 +1,4 @@
-"""Examples to a padded batch, with as many slots as the rate drawn for the batch makes; the mask of turns."""
+"""Makes a padded batch of examples, at a rate of slots drawn for the batch, and the mask of turns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from ..segmentation_arcaligner import equal_runs
 @dataclass
 class ContextCollator:
     """
-    Pads rows of `data.EXAMPLE_FEATURES`, with as many slots as the rate of the batch makes.
+    Pads rows of `data.EXAMPLE_FEATURES`. A rate drawn for the batch decides how many slots they have.
 
     Args:
         context_token_id (`int`): The id that marks a slot.
@@ -90,7 +90,7 @@ def turn_mask(turn_ids: torch.LongTensor, dtype: torch.dtype) -> tuple[torch.Ten
     reads = (index[None, :] <= index[:, None]) & ((key == 0) | (key == query))
     mask = torch.zeros(reads.shape, dtype=dtype, device=turn_ids.device)
     mask = mask.masked_fill(~reads, torch.finfo(dtype).min)[:, None]
-    # Each turn counts on from where the slots end.
+    # The positions of each turn continue from the last slot.
     begins = torch.nn.functional.pad(turn_ids[:, 1:] != turn_ids[:, :-1], (1, 0))
     start_of_turn = torch.where(begins, index, 0).cummax(dim=1).values  # (batch, seq_len)
     prefix_length = (turn_ids == 0).sum(dim=1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Where rows come from: a JSON Lines or Parquet file or a data set of the Hub, read once into Arrow, memory-mapped.
+"""Reads rows from a JSON Lines or Parquet file or a data set of the Hub, once into Arrow, memory-mapped.
 
 A source is a path or a Hub id, with options behind a question mark:
 
@@ -74,7 +74,7 @@ def read_rows(path: str | Path) -> list[Row]:
     """Rows of a JSON Lines file in our schema, gzipped or not, with all their fields.
 
     Raises:
-        `ValueError`: a line that is no JSON object with `id`, `question`, `answers` and `passages`.
+        `ValueError`: a line that is not a JSON object with `id`, `question`, `answers` and `passages`.
     """
     rows = list(read_json_lines(path))
     for number, row in enumerate(rows, start=1):

@@ -1,7 +1,7 @@
 """Rows to tokenized examples: slots, and turns that read them.
 
 In stages 0 and I, a row (`corpora.py`) becomes an example for every few consecutive segments of its passages: the
-slots, behind them a turn that gives their text back and, where wanted, one that goes on with the text that follows. In
+slots, then a turn that gives their text back and, if asked for, one that continues with the text that follows. In
 stages II and III, the questions about the same passages become one example: the slots of all segments, and behind them
 a turn for each question with its first answer. Questions that do not fit into `max_tokens` become a further example.
 
@@ -42,7 +42,7 @@ RECONSTRUCTION_TEMPLATES = (
     ReconstructionTemplate("These two expressions convey the same meaning: (1) ", " (2)"),
     ReconstructionTemplate("Restate ", " using a single sentence. Output only"),
 )
-# Beyond the paper: what stands behind the slots in a turn that goes on with the text after theirs.
+# Not in the paper: what follows the slots in a turn that continues with the text after theirs.
 CONTINUATION = " Continue:"
 # The lowest weight of a word, so that a slot of frequent words alone still has some.
 MIN_RARITY = 0.02
@@ -127,7 +127,7 @@ class ExampleBuilder:
     Args:
         processor ([`ArcAlignerProcessor`]): Tokenizer, chat template and segmenter.
         max_segments (`int`): The most segments of a reconstruction example, at least 1.
-        continues (`bool`): Whether a reconstruction example has a second turn, which goes on with the next segment.
+        continues (`bool`): Whether a reconstruction example has a second turn, which continues with the next segment.
         tokens_per_slot (`Sequence`): The rates that batches will have. The finest decides how long examples are.
         max_tokens (`int`, *optional*): Questions about the same passages share an example up to this length.
 

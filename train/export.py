@@ -3,8 +3,8 @@
     python -m arcaligner.train.export --stages runs/smollm2_135m --output checkpoints/arcaligner-smollm2-135m
 
 Training keeps the aligner in float32, since small updates would be lost in bfloat16. A finished one does not need it,
-and loads as float32 again. The last stage in the folder is taken. The model card is written anew each time, unless
-somebody edited it: run again after an evaluation has put its `results.json` there, the card has the numbers.
+and loads as float32 again. The last stage in the folder is taken. The model card is rewritten each time, unless
+it was edited: run this again after an evaluation has put its `results.json` there, and the card has the numbers.
 """
 
 import tempfile

@@ -1,9 +1,9 @@
-"""The honest upper bound: the backbone itself, fine-tuned with plain LoRA to answer from the passages' whole text.
+"""The upper bound: the backbone itself, fine-tuned with plain LoRA to answer from the passages' whole text.
 
     python -m arcaligner.train.full_text --config train/recipes/smollm2_135m/full_text.yaml
 
 Same questions, prompt, template and targets as stage II, with the text where the slots would be; LoRA on every row, by
-PEFT and TRL as they come. `arcaligner evaluate --full-text-lora` compares its answers with those from slots. A run
+PEFT and TRL. `arcaligner evaluate --full-text-lora` compares its answers with those from slots. A run
 resumes from the last checkpoint in its `output_dir`, if its settings are those that it was begun with. A finished one
 is left alone.
 """

@@ -2,7 +2,7 @@
 
 The paper's EM is non-strict: a prediction is right when it contains a gold answer. Both sides are normalized by SQuAD's
 rule first (lower case, no punctuation, no articles, single spaces). A gold answer that normalizes to nothing would be
-contained in everything and is dropped.
+contained in everything, so it is dropped.
 """
 
 import dataclasses
@@ -124,7 +124,7 @@ class GateCounter:
 
 
 class Clock:
-    """Tokens per second since the last log, and the minutes that a run still takes at its pace so far."""
+    """Tokens per second since the last log, and the minutes left at the average pace so far."""
 
     def __init__(self):
         self._last: tuple[float, float] | None = None  # time, tokens
@@ -151,7 +151,7 @@ class Clock:
 @dataclass
 class SwappedSlots:
     """
-    A collator that gives each row the passages of another one. What a model loses by this is what it read in the slots.
+    A collator that gives each row the passages of another one. The loss that this adds is what the slots say.
 
     The other row is the next one of the batch that has other passages. In a batch whose rows all have the same
     passages, it is the first row of the batch before.

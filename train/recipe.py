@@ -14,7 +14,7 @@ from ..segmentation_arcaligner import check_tokens_per_slot
 from .run import run_settings
 
 BASE_MODEL = "base model"
-# What a stage may start from. It may also go on from itself, on other data.
+# What a stage may start from. It may also continue from itself, on other data.
 STARTS = {
     "lexical": (BASE_MODEL, "lexical"),
     "reconstruction": (BASE_MODEL, "lexical", "reconstruction"),
@@ -25,7 +25,7 @@ STARTS = {
 _FROM_PROCESSOR = {"encoder_name_or_path", "encoder_hidden_size", "context_token", "context_token_id"}
 # Settings of a processor that other keys of the recipe decide.
 _FROM_RECIPE = {"tokens_per_slot", "trained_tokens_per_slot", "context_words", "trained_encoder", "chat_template"}
-# Turns side by side need a mask of their own, which other attention kernels do not take.
+# Turns side by side need a custom mask, which other attention kernels do not take.
 _MASKED_ATTENTION = (None, "eager", "sdpa")
 
 
@@ -49,7 +49,7 @@ class RecipeArguments:
         max_train_samples (`int`, *optional*): Examples to train on.
         eval_files, max_eval_samples: The same for the held-out loss.
         max_segments (`int`): The most segments of a reconstruction example.
-        continues (`bool`): Whether reconstruction examples have a second turn, which goes on with the next segment.
+        continues (`bool`): Whether reconstruction examples have a second turn, which continues with the next segment.
         max_tokens (`int`, *optional*): Longer examples are left out, as are those that the backbone cannot read.
             Questions that share their passages become several examples rather than one that is too long.
         passage_words (`int`): Words of a passage that the texts of a corpus are cut into.
@@ -57,7 +57,7 @@ class RecipeArguments:
             answer, in random order with their own.
         max_questions (`int`): The most questions about the same passages in one example. They share the slots, and each
             reads these and itself, so a passage is computed once for all of them.
-        strict (`bool`): Stop at a row without a question, answer or passage, rather than leave it out and count it.
+        strict (`bool`): Stop at a row without a question, answer or passage. Default: leave it out and count it.
         reconstruction_files (`dict[str, float]`), reconstruction_share (`float`): Share of reconstruction examples in a
             later stage's training set, and where they come from.
         tokens_per_slot (`list`): Rates of slots, whole numbers of tokens or `"segment"`; each batch draws one. They may
@@ -152,7 +152,7 @@ class RecipeArguments:
         if self.max_tokens is not None:
             limits.append(self.max_tokens)
         if self.has_turns and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-            limits.append(config.sliding_window)  # the mask of turns side by side knows of no window
+            limits.append(config.sliding_window)  # the mask of turns side by side has no window
         return min(limits)
 
 

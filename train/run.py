@@ -1,4 +1,4 @@
-"""The folder of a run: its settings, one trainer at a time, the checkpoint to resume from, and the files at its end.
+"""The folder of a run: its settings, one trainer at a time, the checkpoint to resume from, and its final files.
 
 The settings are the keys of the recipe with those of the command line over them. They are kept in `recipe.yaml`: the
 command as a comment, then the recipe file as it is or, where the command line sets keys, all keys in one.
@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 LOCK_FILE = ".lock"
 # `torch.save` writes a zip file, whose table of contents stands at the end.
 ZIP_SUFFIXES = (".pt", ".pth", ".bin")
-# How a run is watched, where it runs and how fast. The start is compared by its place beside the result, so that the
-# folders of all stages may move together; data files by their names.
+# Settings of logging, place and speed. The start is compared by its path relative to the result, so that the folders
+# of all stages may move together; data files are compared by their names.
 MAY_CHANGE_ON_RESUME = {
     *("disable_tqdm", "eval_steps", "eval_strategy", "logging_steps", "report_to", "run_name"),
     *("eval_answers", "eval_files", "eval_slot_gap", "max_eval_samples", "per_device_eval_batch_size"),
@@ -177,7 +177,7 @@ def claim_folder(output_dir: str, settings: str, is_main: bool) -> Iterator[None
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        lock = FileLock(folder / LOCK_FILE).acquire(timeout=0)  # the system frees it when the process ends, however
+        lock = FileLock(folder / LOCK_FILE).acquire(timeout=0)  # the system frees it when the process ends, in any way
     except Timeout as error:
         raise ValueError(
             f"Another process is training in {folder}. Wait for its end or stop it, or name another `output_dir`."

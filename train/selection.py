@@ -2,7 +2,7 @@
 
 Rows are read in random order, a block at a time, until there are enough examples. The examples of a block are made by
 several processes and kept as an Arrow file under the block's fingerprint: of the data, the rows, the tokenizer, the
-segmenter, all settings and the code. So a block is made once, and a run that was killed goes on at its next block.
+segmenter, all settings and the code. So a block is made once, and a run that was killed continues with its next block.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 ROWS_PER_BLOCK = 2048
 NAMED_ROWS = 5  # ids in a report
 MAX_DISTRACTORS = 4
-# Draws for each distractor wanted. Few passages, or an answer that stands in most of them, must not hang.
+# Draws for each distractor. With few passages, or an answer that most of them hold, this must end, too.
 DRAWS = 50
 
 _BLOCK_FEATURES = Features(EXAMPLE_FEATURES | {"problem": Value("string")})
-# The code that decides what an example is: another version of it makes blocks of its own.
+# The code that decides what an example is: another version of it makes other blocks.
 _MODULES = (corpora, data, encoding_arcaligner, processing_arcaligner, segmentation_arcaligner)
 _CODE = Hasher.hash([Path(file).read_bytes() for file in (__file__, *(module.__file__ for module in _MODULES))])
 

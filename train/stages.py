@@ -6,8 +6,8 @@
     python -m arcaligner train --recipe mistral_7b --accelerate ddp
 
 A recipe is a folder of `train/recipes`, or any folder, with a file for each stage: `1_reconstruction.yaml`,
-`2_grounding.yaml`, `3_gating.yaml`. A finished stage is skipped, a broken one goes on from its last checkpoint, and
-one that was begun with other settings is refused. Each stage is a process of its own, which ends with this one.
+`2_grounding.yaml`, `3_gating.yaml`. A finished stage is skipped, a broken one continues from its last checkpoint,
+and one that was begun with other settings is refused. Each stage is a separate process, which ends with this one.
 """
 
 import logging
@@ -33,7 +33,7 @@ SCRIPT = "arcaligner.train.sft"
 
 @dataclass
 class Stage:
-    """One file of a recipe: what `train.sft` is called with, where its result goes, and which stage it starts from."""
+    """One file of a recipe: the arguments of `train.sft`, the folder of its result, and the stage it starts from."""
 
     number: int
     name: str
@@ -76,7 +76,7 @@ def read_stages(
         only (`int`, *optional*): Number of the one stage that is wanted.
 
     Raises:
-        `ValueError`: no such stage, a recipe that is no YAML or says no `output_dir`, a key that all stages cannot
+        `ValueError`: no such stage, a recipe that is not YAML or has no `output_dir`, a key that all stages cannot
             share.
     """
     overrides = overrides or []

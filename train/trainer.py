@@ -1,4 +1,4 @@
-"""TRL's `SFTTrainer` for ArcAligner: what a stage freezes, its loss, numbers in the logs, loud mistakes.
+"""TRL's `SFTTrainer` for ArcAligner: what a stage freezes, its loss, its logs, and clear errors.
 
 What would silently train something else is refused: a `peft_config` (it would train another adapter and switch the
 slots' LoRA off), a missing or foreign collator (it would train without slots), and settings that cut or mix sequences.
@@ -179,14 +179,14 @@ class AlignerTrainer(SFTTrainer):
         return EpochOrder(sampler, seed, epoch=lambda: int(self.state.epoch or 0))
 
     def _init_training_state(self, *args, **kwargs) -> tuple[int, int]:
-        """As ever; a run that goes on counts its tokens on."""
+        """As in the parent class; a resumed run continues its count of tokens."""
         progress = super()._init_training_state(*args, **kwargs)
         counts = [entry["num_tokens"] for entry in self.state.log_history if "num_tokens" in entry]
         self._total_train_tokens = int(counts[-1]) if counts else 0
         return progress
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """As ever, with learning rates of their own for gates and encoder where there are any."""
+        """As in the parent class, with separate learning rates for gates and encoder if they are set."""
         optimizer = super().create_optimizer(model)
         rates = {".slot_gate.": self.args.gate_learning_rate, "encoder_weights.": self.args.encoder_learning_rate}
         for part, rate in rates.items():
@@ -199,7 +199,7 @@ class AlignerTrainer(SFTTrainer):
         return optimizer
 
     def _run_epoch(self, *args, **kwargs) -> None:
-        if self.state.global_step < self.state.max_steps:  # gone on from its end, Trainer would take one more step
+        if self.state.global_step < self.state.max_steps:  # resumed at its end, Trainer would take one more step
             super()._run_epoch(*args, **kwargs)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

@@ -6,7 +6,7 @@
 One setting is changed at a time, and its curve goes through the aligner as it is configured. The operations of an
 answer are those of its prefill, counted while it runs: its share of its batch.
 
-    <output>/budgets/<task>/<setting>.jsonl   the answers, with their operations; a killed run goes on
+    <output>/budgets/<task>/<setting>.jsonl   the answers, with their operations; a killed run continues
 """
 
 import dataclasses
@@ -205,8 +205,8 @@ def explain(axes: Axes, knob: str, curves: dict[str, list[dict[str, Any]]]) -> N
 def budgets(
     checkpoint: Annotated[str | None, typer.Option(help="An aligner, not the recipe's.")] = None,
     recipe: Annotated[str | None, typer.Option(help="A recipe of evaluation/recipes, or a YAML file.")] = None,
-    tasks: Annotated[str | None, typer.Option(help="Tasks, with commas between; else those of the recipe.")] = None,
-    knobs: Annotated[str, typer.Option(help="What is turned, with commas between.")] = ",".join(KNOBS),
+    tasks: Annotated[str | None, typer.Option(help="Tasks, separated by commas. Default: the recipe's.")] = None,
+    knobs: Annotated[str, typer.Option(help="Settings to change, separated by commas.")] = ",".join(KNOBS),
     data: Data = None,
     num_questions: Annotated[int | None, typer.Option("-n", help="Maximum number of questions of each task.")] = None,
     device: Annotated[str | None, typer.Option(help="Where models run: cpu, cuda.")] = None,
@@ -215,7 +215,7 @@ def budgets(
     """F1 and EM against operations, for budgets of refinement and numbers of slots.
 
     All four knobs ask each question 15 times. Two cores answer 500 questions once in two to four minutes, so a task
-    takes half an hour to an hour. A killed run goes on where it was.
+    takes half an hour to an hour. A killed run continues where it stopped.
     """
     names = split_names(knobs)
     if unknown := [name for name in names if name not in KNOBS]:

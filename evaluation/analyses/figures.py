@@ -21,11 +21,11 @@ from ..metrics import percent_interval
 
 FIGURES = Path("runs/figures")
 Folder = Annotated[Path, typer.Option("--output", help="Folder for the figure and its data.")]
-Data = Annotated[Path | None, typer.Option(help="Folder of local files, TASK.jsonl.gz; else from the Hub.")]
+Data = Annotated[Path | None, typer.Option(help="Folder of local files, TASK.jsonl.gz. Default: the Hub.")]
 BatchSize = Annotated[int, typer.Option(help="Questions or paragraphs at a time.", min=1)]
 Device = Annotated[str, typer.Option(help="Where models run: cpu, cuda.")]
 
-# Told apart by people who see colors differently, too (Okabe and Ito).
+# Also distinguishable with color blindness (Okabe and Ito).
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 STYLE = {
     "axes.prop_cycle": matplotlib.cycler(color=COLORS),

@@ -106,8 +106,8 @@ def _missing(run: Path, task: str, methods: list[str], judge: str | None) -> str
 
 def four_way(
     run: Annotated[Path, typer.Option(help="Folder of a run, with answers.")] = Path("runs/evaluation"),
-    tasks: Annotated[str | None, typer.Option(help="Tasks, with commas between; else all of the run.")] = None,
-    judge: Annotated[str | None, typer.Option(help="Right is what this judge finds so, in place of EM.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks, separated by commas. Default: all of the run.")] = None,
+    judge: Annotated[str | None, typer.Option(help="A judge that decides what is right. Default: EM.")] = None,
     tokens_per_slot: Annotated[
         str | None, typer.Option(help="Rates of the methods that have them, with commas.")
     ] = None,

@@ -35,7 +35,7 @@ def gates(
     checkpoint: Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.")],
     folder: Folder = FIGURES,
     data: Data = None,
-    tasks: Annotated[str, typer.Option(help="Tasks, with commas between.")] = "squad,nq,hotpotqa,popqa_longtail",
+    tasks: Annotated[str, typer.Option(help="Tasks, separated by commas.")] = "squad,nq,hotpotqa,popqa_longtail",
     num_questions: Annotated[int, typer.Option("-n", help="Maximum number of questions of each task.", min=1)] = 500,
     batch_size: BatchSize = 16,
     device: Device = "cpu",

@@ -109,7 +109,7 @@ def draw(sets: dict[str, dict[str, Any]]) -> Figure:
 
 def rates(
     run: Annotated[Path, typer.Option(help="Folder of a run, with answers.")] = Path("runs/evaluation"),
-    tasks: Annotated[str | None, typer.Option(help="Tasks, with commas between; else all of the run.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks, separated by commas. Default: all of the run.")] = None,
     folder: Folder = FIGURES,
 ) -> None:
     """F1 and retention against the measured compression rate."""
