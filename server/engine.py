@@ -270,6 +270,7 @@ class Engine:
         if not has_template:
             return {**self.processor(chats, **slots, **options, **padding)}
         options |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "processor_kwargs": padding}
+        options |= {"sanitize_control_tokens": True}  # text of a client is never the end of a turn
         return {**self.processor.apply_chat_template(chats, **slots, **options)}
 
     @torch.inference_mode()
