@@ -137,7 +137,7 @@ def open_corpus(source: str, passage_words: int = 100, num_proc: int | None = No
     columns = set(dataset.column_names)
     if "passages" in columns:
         dataset = dataset.select_columns([field for field in ROW_FIELDS if field in columns])
-        return Corpus(source, dataset, functools.partial(_own_row, source), "question" in columns)
+        return Corpus(source, dataset, functools.partial(_own_row, where=source), "question" in columns)
     if {"context", "supporting_facts"} <= columns:
         convert = functools.partial(hotpotqa_row, all_paragraphs=options["passages"] == "distractor")
         return Corpus(source, dataset, convert, True)
@@ -201,7 +201,7 @@ def _load(path: str, options: dict) -> datasets.Dataset:
 
 
 def _load_own(path: str) -> datasets.Dataset:
-    """Rows of our schema; not by the JSON builder, for they may differ in other fields, and a bad line is named."""
+    """Rows of our schema. The JSON builder would refuse rows with different further fields, and not name a bad line."""
     status = os.stat(path)
     version = (os.path.abspath(path), status.st_size, status.st_mtime_ns)
     return datasets.Dataset.from_generator(
@@ -209,44 +209,27 @@ def _load_own(path: str) -> datasets.Dataset:
     )
 
 
-def _rows_of_file(path: str, version: tuple) -> Iterator[dict]:
-    """Rows with the fields of `ROW_FEATURES`; `version` makes a changed file another data set."""
-    for number, row in enumerate(read_json_lines(path), start=1):
-        try:
-            texts = [row.get("question"), *(row.get("answers") or ())]
-            passages = [{key: passage.get(key) for key in ("title", "text")} for passage in row.get("passages") or ()]
-            texts += [text for passage in passages for text in passage.values()]
-        except (TypeError, AttributeError) as error:
-            raise ValueError(f"{path}, line {number}: {error}; expected {_SCHEMA}.") from error
-        wrong = next((text for text in texts if text is not None and not isinstance(text, str)), None)
-        if wrong is not None or isinstance(row.get("answers"), str):
-            wrong = row["answers"] if wrong is None else wrong
-            raise ValueError(f"{path}, line {number}: {wrong!r} is not where it belongs; expected {_SCHEMA}.")
-        yield {
-            "id": _id_or_number(row.get("id"), number - 1),
-            "question": row.get("question"),
-            "answers": row.get("answers"),
-            "passages": passages,
-        }
+def _rows_of_file(path: str, version: tuple) -> Iterator[Row]:
+    """Rows of our schema; `version` makes a changed file another data set."""
+    for index, row in enumerate(read_json_lines(path)):
+        yield _own_row(row, index, where=f"{path}, line {index + 1}")
 
 
 _SCHEMA = '{"id": str, "question": str, "answers": [str], "passages": [{"title": str, "text": str}]}'
 
 
-def _own_row(source: str, row: dict, index: int) -> Row:
-    """A stored row of our schema; what is missing or null is empty."""
+def _own_row(row: dict, index: int, *, where: str) -> Row:
+    """A row in our schema; what is missing or null is empty."""
     try:
-        return {
-            "id": _id_or_number(row.get("id"), index),
-            "question": row.get("question") or "",
-            "answers": [answer.strip() for answer in row.get("answers") or () if answer and answer.strip()],
-            "passages": [
-                {"title": passage.get("title") or "", "text": passage.get("text") or ""}
-                for passage in row["passages"] or ()
-            ],
-        }
-    except AttributeError as error:
-        raise ValueError(f"{source}, row {index}: {error}; expected {_SCHEMA}.") from error
+        question, answers = row.get("question") or "", [answer or "" for answer in row.get("answers") or ()]
+        passages = [{key: each.get(key) or "" for key in ("title", "text")} for each in row.get("passages") or ()]
+        texts = [question, *answers, *(text for each in passages for text in each.values())]
+        if isinstance(row.get("answers"), str) or not all(isinstance(text, str) for text in texts):
+            raise TypeError("a text is not where it belongs")
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{where}: {error}; expected {_SCHEMA}.") from error
+    answers = [answer.strip() for answer in answers if answer.strip()]
+    return {"id": _id_or_number(row.get("id"), index), "question": question, "answers": answers, "passages": passages}
 
 
 def _passage_row(row: dict, index: int) -> Row:
