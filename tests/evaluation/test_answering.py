@@ -130,16 +130,6 @@ def test_the_prompt_with_text_differs_from_the_one_with_slots_in_the_passage_alo
     assert empty == slots.replace("<context>" * 3, "<context>")
 
 
-def test_passages_follow_each_other_with_their_titles():
-    row = {"passages": [{"title": "Ada", "text": "She wrote it."}, {"title": "", "text": "Nobody read it."}]}
-    assert passages_text(row) == "Ada: She wrote it. Nobody read it."
-
-
-def test_without_a_passage_the_text_prompt_is_the_question_alone():
-    row = question_rows(1)[0] | {"passages": []}
-    assert full_text(row) == text_prompt(row, "")
-
-
 def test_rows_come_once_each_the_longest_first():
     rows = question_rows(7)
     found = longest_first(rows)
@@ -197,14 +187,12 @@ def test_the_failed_batch_is_let_go_before_the_next():
     assert len(list(in_batches(range(3), 4, run))) == 3
 
 
-def test_other_errors_are_raised():
-    with pytest.raises(RuntimeError, match="a bug"):
-        list(in_batches(range(4), 4, short_of_memory(RuntimeError("a bug"), [])))
-
-
-def test_a_lack_of_memory_for_one_item_is_raised():
-    with pytest.raises(torch.OutOfMemoryError):
-        list(in_batches(range(4), 4, short_of_memory(torch.OutOfMemoryError("CUDA out of memory."), [], most=0)))
+@pytest.mark.parametrize(
+    "error, most", [(RuntimeError("a bug"), 2), (torch.OutOfMemoryError("CUDA out of memory."), 0)]
+)
+def test_other_errors_and_a_lack_of_memory_for_one_item_are_raised(error, most):
+    with pytest.raises(type(error), match=str(error)):
+        list(in_batches(range(4), 4, short_of_memory(error, [], most)))
 
 
 def test_slots_with_words_are_read_with_them(base_model_dir, processor):

@@ -126,9 +126,10 @@ def test_a_killed_judge_goes_on_where_it_was(path):
     with open(path, "a", encoding="utf-8") as file:
         file.write('{"id": "q1", "prompt": "0')  # cut off
     assert read_verdicts(path, rows) == {"q0": None, "q1": None, "q2": "unreadable", "q3": "yes"}
-    judge = FakeJudge()
+    judge = FakeJudge({**SAYS, "Lyon": None}.get)
     judge_answers(judge, rows, path, "")
     assert [candidate(prompt) for prompt in judge.prompts] == ["Lyon", "Paris"]
+    judge_answers(FakeJudge(), rows, path, "")  # what had no reply is asked again
     assert [line["verdict"] for line in read_lines(path)] == ["yes", "no", "unreadable", "yes"]
 
 
@@ -142,15 +143,6 @@ def test_a_verdict_on_another_answer_is_not_taken(path, change):
     judge_answers(judge, after, path, "")
     assert judge.prompts == [judge_prompt(after[0])]
     assert [(line["id"], line["verdict"]) for line in read_lines(path)] == [("q0", "no"), ("q1", "unreadable")]
-
-
-def test_what_is_unjudged_is_asked_again(path):
-    rows = answers("Paris", "Nice")
-    judge_answers(FakeJudge(), rows, path, "")
-    judge = FakeJudge(lambda prediction: "Yes")
-    judge_answers(judge, rows, path, "")
-    assert [candidate(prompt) for prompt in judge.prompts] == ["Nice"]
-    assert read_verdicts(path, rows) == {"q0": "yes", "q1": "yes"}
 
 
 @pytest.fixture
@@ -294,14 +286,11 @@ def test_a_request_that_is_refused_is_an_error_at_once(status):
     assert len(chat.requests) < len(PROMPTS)
 
 
-def test_an_endpoint_where_nobody_listens_is_an_error():
+def test_an_endpoint_where_nobody_listens_or_that_is_no_address_is_an_error():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # not listening
         judge = EndpointJudge("judge", f"http://127.0.0.1:{free.getsockname()[1]}/v1")
         with pytest.raises(ConnectionError, match="no endpoint at http://127.0.0.1"):
             list(judge.replies(["Is it?"]))
-
-
-def test_an_endpoint_that_is_no_address_is_refused():
     with pytest.raises(ValueError, match="'localhost:8000'; expected an address"):
         EndpointJudge("judge", "localhost:8000")

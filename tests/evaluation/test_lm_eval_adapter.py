@@ -91,26 +91,23 @@ def test_a_prompt_of_another_task_is_refused(aligner, prompt):
         aligner.generate_until([request(prompt)])
 
 
-def test_another_decoding_is_refused(aligner):
-    with pytest.raises(ValueError, match="'max_gen_toks': 64.*Leave out `--gen_kwargs`"):
-        aligner.generate_until([request('{"question": "Who?", "documents": []}', max_gen_toks=64)])
-
-
-@pytest.mark.parametrize("batch_size", ["auto", "0", -1])
-def test_a_batch_size_is_a_number(batch_size):
-    with pytest.raises(ValueError, match=f"batch_size={batch_size}; expected a number"):
-        ArcAlignerLM("unused", batch_size=batch_size)
-
-
-@pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling"])
-def test_likelihoods_are_refused(aligner, kind):
-    with pytest.raises(ValueError, match="gives no likelihoods"):
-        getattr(aligner, kind)([])
-
-
-def test_a_chat_template_of_the_harness_is_refused(aligner):
-    with pytest.raises(ValueError, match="leave out `--apply_chat_template`"):
-        _ = aligner.tokenizer_name
+@pytest.mark.parametrize(
+    "ask, message",
+    [
+        (
+            lambda lm: lm.generate_until([request("{}", max_gen_toks=64)]),
+            "'max_gen_toks': 64.*Leave out `--gen_kwargs`",
+        ),
+        (lambda lm: lm.loglikelihood([]), "gives no likelihoods"),
+        (lambda lm: lm.loglikelihood_rolling([]), "gives no likelihoods"),
+        (lambda lm: lm.tokenizer_name, "leave out `--apply_chat_template`"),
+        (lambda lm: ArcAlignerLM("unused", batch_size="auto"), "batch_size=auto; expected a number"),
+        (lambda lm: ArcAlignerLM("unused", batch_size=-1), "batch_size=-1; expected a number"),
+    ],
+)
+def test_what_an_aligner_cannot_do_is_refused(aligner, ask, message):
+    with pytest.raises(ValueError, match=message):
+        ask(aligner)
 
 
 def test_the_command_line_knows_model_tasks_and_a_device_that_is_there(monkeypatch):

@@ -19,7 +19,6 @@ from arcaligner.evaluation.retrieval import (
     RetrievalSettings,
     embed_passages,
     main,
-    model_version,
     open_passages,
     recall_at_k,
     retrieve,
@@ -203,14 +202,6 @@ def test_what_was_found_otherwise_is_not_taken(rows, settings, tmp_path, encoder
     scores = inner_products(other_encoder, ["x9", *QUESTIONS[1:]], PASSAGES[::-1][1:])
     assert_found(retrieve(rows, settings, tmp_path), scores, PASSAGES[::-1][1:])
     assert_found(retrieve(rows, replace(settings, top_n=6, top_k=6), tmp_path), scores, PASSAGES[::-1][1:], 6, 6)
-
-
-def test_a_model_is_told_from_others_by_its_files(encoder_dir, other_encoder, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(encoder_dir, copy)
-    (copy / "README.md").write_text("Notes.")
-    version = model_version("retriever", str(encoder_dir))
-    assert model_version("retriever", str(copy)) == version != model_version("retriever", other_encoder)
 
 
 def reranked(first, second, top_n=5):

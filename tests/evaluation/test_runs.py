@@ -31,11 +31,6 @@ def test_what_is_answered_is_not_asked_again(file):
     assert file.read() == [line(row) for row in ROWS]
 
 
-def test_more_questions_of_the_same_task_go_into_the_same_file(file):
-    assert file.open(SETTINGS, ROWS[:1]) == []
-    assert file.open(SETTINGS, ROWS[:3]) == ROWS[2:3]
-
-
 @pytest.mark.parametrize("kept", [1, 20, -1])
 def test_a_line_that_a_kill_cut_off_is_answered_anew(file, kept):
     whole = file.path.read_bytes()
@@ -56,9 +51,10 @@ def test_a_second_process_in_the_same_file_is_refused(file):
         file.append([line(ROWS[2])])
 
 
-def test_where_it_was_answered_stays_when_nothing_is_left(file):
-    assert file.open(SETTINGS | {"machine": "there"}, ROWS[:2]) == []
-    assert file.settings()["machine"] == "here"
+def test_another_machine_or_place_of_the_same_weights_goes_on(file):
+    moved = SETTINGS | {"machine": "there", "checkpoint": "runs/b"}
+    assert file.open(moved, ROWS[:2]) == [] and file.settings()["machine"] == "here"  # nothing was left to answer
+    assert file.open(moved, ROWS) == ROWS[2:] and file.settings()["machine"] == "there"
 
 
 @pytest.mark.parametrize("key, value", [("weights", "other"), ("passages", "gold"), ("top_k", 1)])
@@ -73,11 +69,6 @@ def test_answers_made_otherwise_are_refused_and_stay(file, key, value):
 def test_another_row_of_the_same_id_is_refused(file, key, value):
     with pytest.raises(ValueError, match="row row-1 is another"):
         file.open(SETTINGS, [ROWS[0], ROWS[1] | {key: value}])
-
-
-def test_another_machine_or_place_of_the_same_weights_goes_on(file):
-    moved = SETTINGS | {"machine": "there", "checkpoint": "runs/b"}
-    assert file.open(moved, ROWS) == ROWS[2:]
 
 
 def test_the_files_of_a_run_are_found_by_task_and_method(file, tmp_path):

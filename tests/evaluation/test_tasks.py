@@ -124,19 +124,13 @@ def test_a_sample_of_the_hub_is_random_and_always_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl"])
-def test_a_local_file_takes_the_place_of_the_hub_in_its_order(tmp_path, suffix):
-    rows = [row(number) for number in range(4)]
+def test_a_local_file_replaces_the_hub_without_rows_that_cannot_be_scored(tmp_path, caplog, suffix):
+    rows = [row(0), row(1, answers=["The", "..."]), row(2, answers=[]), row(3, question=" "), row(4)]
     write_rows(tmp_path / f"squad{suffix}", rows)
-    assert TASKS["squad"].load(tmp_path) == rows
-    assert TASKS["squad"].load(tmp_path, num_questions=2) == rows[:2]
-
-
-def test_rows_that_cannot_be_scored_are_counted_and_left_out(tmp_path, caplog):
-    rows = [row(0), row(1, answers=["The", "..."]), row(2, answers=[]), row(3, question=" ")]
-    write_rows(tmp_path / "squad.jsonl", rows)
     with caplog.at_level(logging.WARNING):
-        assert TASKS["squad"].load(tmp_path) == rows[:1]
+        assert TASKS["squad"].load(tmp_path) == [rows[0], rows[4]]
     assert "SQuAD: 3 rows left out" in caplog.text
+    assert TASKS["squad"].load(tmp_path, num_questions=1) == rows[:1]
 
 
 def test_a_folder_without_the_file_is_not_replaced_by_the_hub(tmp_path, monkeypatch):

@@ -65,16 +65,6 @@ def prompt_of(tokenizer, row) -> str:
     return tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
 
 
-def test_the_text_stands_where_the_slots_would_be_with_titles_as_the_encoder_reads_them():
-    rows = question_rows(2)
-    row = rows[0] | {"passages": rows[0]["passages"] + rows[1]["passages"]}
-    assert full_text(row) == (
-        "Refer to the background document: Toronto Northwest: It was a federal district. It was created in 1924! "
-        "Parkdale lost a part to it? Radik Zhaparov is a Kazakh ski jumper. He has competed since 2003.\n"
-        "Question: What is said in sentence 0?"
-    )
-
-
 @pytest.mark.parametrize("template", [None, TEMPLATE.read_text("utf-8")], ids=["ChatML", "of the recipe"])
 def test_the_prompt_is_read_and_the_answer_is_learned(tokenizer, monkeypatch, template):
     if template is not None:
@@ -159,16 +149,12 @@ def test_a_run_that_was_killed_ends_as_if_unbroken_and_then_rests(tmp_path, base
         run([*options, "--lora_r", "4"])
 
 
-def test_the_shipped_recipe_parses_and_has_the_data_and_template_of_stage_two():
+def test_the_shipped_recipe_has_the_data_and_template_of_stage_two():
     path = RECIPES / "smollm2_135m" / "full_text.yaml"
     recipe, args, _ = script.parse(["--config", str(path)])
-    stage = yaml.safe_load((path.parent / "2_grounding.yaml").read_text("utf-8"))
-    start = yaml.safe_load((path.parent / "1_reconstruction.yaml").read_text("utf-8"))
-    assert recipe.train_file in stage["train_files"]
-    assert (recipe.model_name_or_path, args.chat_template_path) == (
-        start["model_name_or_path"],
-        start["chat_template_path"],
-    )
-    assert (recipe.max_train_samples, recipe.max_tokens, args.per_device_train_batch_size) == (640, 400, 4)
+    stages = [yaml.safe_load(each.read_text("utf-8")) for each in sorted(path.parent.glob("[12]_*.yaml"))]
+    assert recipe.train_file in stages[1]["train_files"]
+    expected = stages[0]["model_name_or_path"], stages[0]["chat_template_path"]
+    assert (recipe.model_name_or_path, args.chat_template_path) == expected
     with pytest.raises(ValueError, match="Unknown key `max_token` in the command line. Did you mean `max_tokens`"):
         script.parse(["--config", str(path), "--max_token", "1"])

@@ -236,12 +236,9 @@ def test_the_recipes_of_the_paper_have_its_values(name, stage):
 def test_the_tiny_recipe_trains_all_stages(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     folders = [tmp_path / stage for stage in STAGES[1:]]
+    quick = ["--max_steps", "1", "--per_device_train_batch_size", "1", "--eval_strategy", "no"]
+    quick += ["--examples_cache_dir", str(tmp_path / "cache")]
     for number, path in enumerate(path for path in RECIPES if path.parent.name == "tiny"):
         start = ["--model_name_or_path", str(folders[number - 1])] if number else []
-        cache = str(tmp_path / "cache")
-        sft.main(
-            *parse_shipped(
-                path, "--output_dir", str(folders[number]), "--examples_cache_dir", cache, "--max_steps", "1", *start
-            )
-        )
+        sft.main(*parse_shipped(path, "--output_dir", str(folders[number]), *quick, *start))
         assert ArcAlignerConfig.from_pretrained(folders[number]).training_stage == STAGES[number + 1]
