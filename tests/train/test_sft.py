@@ -18,7 +18,6 @@ from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.train import sft
 from arcaligner.train.collator import ContextCollator
 from arcaligner.train.data import EXAMPLE_FEATURES, ExampleBuilder
-from arcaligner.train.run import last_checkpoint
 from arcaligner.train.trainer import AlignerTrainer, AlignerTrainingConfig
 
 PARTS = {
@@ -188,18 +187,6 @@ def test_a_broken_run_ends_as_if_unbroken(tmp_path, write_recipe, whole_run, mon
         assert found[0] == found[1]
 
 
-def test_a_broken_run_resumes_with_no_other_settings(tmp_path, write_recipe, monkeypatch):
-    arguments = write_recipe("grounding", tmp_path / "run", **STEPS)
-    monkeypatch.setattr(AlignerTrainer, "training_step", interrupted_at(3))
-    with pytest.raises(InterruptError):
-        run(arguments)
-    for key, was, value in [("learning_rate", "0.01", "0.5"), ("seed", "None", "7")]:
-        with pytest.raises(ValueError, match=f"run was begun with .*`{key}` was {was} and is now {value}"):
-            run([*arguments, f"--{key}", value])
-    with pytest.raises(InterruptError):
-        run([*arguments, "--save_steps", "1"])
-
-
 def test_a_run_that_broke_when_it_was_trained_is_only_saved(tmp_path, write_recipe, monkeypatch):
     arguments = write_recipe("grounding", tmp_path / "run", lr_scheduler_type="constant")
 
@@ -241,20 +228,6 @@ def test_a_run_that_was_killed_while_it_saved_ends_as_if_unbroken(tmp_path, writ
     assert same_tensors(parameters(tmp_path / "run"), parameters(whole_run))
 
 
-def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, write_recipe, monkeypatch):
-    def save(obj, path, *args, **kwargs):
-        if "checkpoint-4" in str(path) and str(path).endswith("optimizer.pt"):
-            Path(path).write_bytes(b"PK")
-            raise OSError("No space left on device")
-        original(obj, path, *args, **kwargs)
-
-    original = torch.save
-    monkeypatch.setattr(torch, "save", save)
-    with pytest.raises(OSError, match="No space left"):
-        run(write_recipe("grounding", tmp_path / "run", **STEPS))
-    assert last_checkpoint(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-2")
-
-
 # The dtype of the backbone
 
 
@@ -268,10 +241,6 @@ def test_auto_takes_the_faster_dtype_and_logs_both(monkeypatch, caplog):
     assert sft.resolve_dtype("auto", torch.device("cpu")) == torch.float32
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
     assert sft.fastest_dtype(torch.device("cuda")) == torch.float32
-
-
-def test_measuring_a_dtype_takes_as_long_as_it_says():
-    assert sft._products_per_second(torch.float32, seconds=0.01) > 0
 
 
 @pytest.mark.parametrize("name", ["bfloat61", "int8", "nn"])
