@@ -67,10 +67,11 @@ def recall(
     rows = [
         row for row in read_rows(questions) if (gold := gold_documents(row)) and opened.digests(gold).keys() == gold
     ]
+    rows = rows[:num_questions]
     console.print(f"{len(rows)} questions of {questions.name}, {len(opened)} passages")
     table = Table("Search", *(f"Recall@{k}" for k in KS))
     for search in ("vector", "hybrid"):
-        found = recall_at_k(Retriever(opened, processor, reranker, search), rows[:num_questions])
+        found = recall_at_k(Retriever(opened, processor, reranker, search), rows)
         cells = [
             (100 * np.mean(shares), *(100 * each for each in bootstrap_interval(shares))) for shares in found.values()
         ]

@@ -24,6 +24,8 @@ from .table import Corpus
 
 # Passages that a re-ranker reads for each one that is kept.
 CANDIDATES = 4
+# The constant of reciprocal rank fusion. Smaller than the usual 60, for few passages are read: the first ones count.
+FUSION = 10
 
 
 @dataclass
@@ -94,8 +96,12 @@ class Retriever:
             raise ValueError(f"Got `top_k` {top_k} and the question {question!r}; expected at least 1, and a text.")
         began = time.perf_counter()
         vector = self.processor.encode_segments([question])[0].numpy()
+        limit = top_k if self.reranker is None else top_k * CANDIDATES
         try:
-            rows = self._query(question, vector, top_k * (1 if self.reranker is None else CANDIDATES)).to_arrow()
+            try:
+                rows = self._query(question, vector, limit).to_arrow()
+            except (RuntimeError, ValueError):  # a writer has just removed the version that was read
+                rows = self._query(question, vector, limit).to_arrow()
         except (RuntimeError, ValueError) as error:  # of Lance
             raise OSError(f"The corpus {self.corpus.path} cannot be searched: {error}") from error
         if self.reranker is not None:
@@ -112,7 +118,7 @@ class Retriever:
         table, words = self.corpus.table, MultiMatchQuery(question, ["text", "title"])
         if self.search == "hybrid":
             query = table.search(query_type="hybrid", vector_column_name="vector").vector(vector).text(words)
-            query = query.distance_type("dot").rerank(RRFReranker())
+            query = query.distance_type("dot").rerank(RRFReranker(FUSION))
         else:
             query = table.search(vector, vector_column_name="vector").distance_type("dot")
         return query.limit(limit).select(self.columns)

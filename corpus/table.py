@@ -42,8 +42,6 @@ PROBE = "It was written by Ada, and nobody else knew how to read it aloud."
 MIN_SIMILARITY = 0.999
 # Below, every vector is compared: exact, and fast enough.
 MIN_INDEXED_ROWS = 100_000
-# Readers look for the newest version with each search, so older ones are in nobody's use for long.
-KEPT_VERSIONS = timedelta(minutes=1)
 
 
 def table_schema(settings: dict[str, Any]) -> pa.Schema:
@@ -208,7 +206,7 @@ class Corpus:
         for column, config in wanted.items():
             if column not in indexed and len(self):
                 self.table.create_index(column, config=config)
-        self.table.optimize(cleanup_older_than=KEPT_VERSIONS)
+        self.table.optimize(cleanup_older_than=timedelta(0))  # readers take the newest version
 
     def info(self) -> dict[str, Any]:
         """Numbers of documents, passages and slots, and bytes on disk."""
