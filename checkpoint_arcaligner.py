@@ -34,6 +34,7 @@ CODE_FILES = (
     "lora_arcaligner.py",
     "refinement_arcaligner.py",
     "modeling_arcaligner.py",
+    "fingerprint_arcaligner.py",
     "prefix_store_arcaligner.py",
     "generation_arcaligner.py",
     "checkpoint_arcaligner.py",

@@ -399,7 +399,7 @@ class LazyEncoder:
             self._model = self._load()
             for layer in self._lora_layers():
                 layer.merge()
-        elif self.device is not None:
+        elif self.device is not None and self._model.device != torch.device(self.device):
             self._model.to(self.device)
         return self._model
 

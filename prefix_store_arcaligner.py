@@ -34,123 +34,18 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from .configuration_arcaligner import longest_prompt
-from .refinement_arcaligner import REFINEMENT_SETTINGS, check_refinement_settings, normalize_budget
-
-FORMAT = "arcaligner-slot-prefix-1"
-SLOT_SETTINGS = ("max_slots", "slot_policy", "tokens_per_slot")
-# How slots may be chosen and refined for one call, other than as processor and model are configured.
-PREFIX_SETTINGS = {
-    "max_slots": int,
-    "slot_policy": str,
-    "tokens_per_slot": lambda rate: rate if rate == "segment" else int(rate),
-    "gate_mode": str,
-    "gate_threshold": float,
-    "max_refinement_steps": int,
-    "refinement_budget": float,
-}
-# Enough of a parameter to tell two backbones of one name from each other.
-SAMPLED_VALUES = 64
-# Settings of the aligner that change no slot; one that is added later is taken to change them.
-_IRRELEVANT_FIELDS = (
-    "text_config",  # among the backbone's weights
-    "context_token",
-    "initializer_range",
-    "lora_dropout",
-    "tie_word_embeddings",
-    "training_stage",
+from .fingerprint_arcaligner import (
+    PREFIX_SETTINGS,
+    SLOT_SETTINGS,
+    WatchedWeights,
+    canonical_settings,
+    slot_prefix_fingerprint,
+    spacy_version,
+    tensors_digest,
 )
-# What two copies of one backbone's configuration may differ in.
-_NOT_COMPUTED_WITH = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
+from .refinement_arcaligner import REFINEMENT_SETTINGS
 
-
-def fingerprint_weights(model) -> dict[str, str]:
-    """Digests of the aligner, whole, and of the backbone, sampled. Reads the whole aligner: once a model is enough."""
-    aligner, backbone = hashlib.sha256(), hashlib.sha256()
-    config = model.config.text_config.to_dict()
-    config = {name: value for name, value in config.items() if name not in _NOT_COMPUTED_WITH}
-    backbone.update(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, parameter in model.named_parameters():
-        values = parameter.detach().flatten()
-        if model.is_aligner_key(name):
-            digest = aligner
-        else:
-            digest, values = backbone, values[:SAMPLED_VALUES]
-        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
-        digest.update(values.cpu().contiguous().view(torch.uint8).numpy())
-    return {"backbone_weights": backbone.hexdigest(), "aligner_weights": aligner.hexdigest()}
-
-
-def slot_prefix_fingerprint(
-    model,
-    processor,
-    prompt_ids: Sequence[int],
-    passages: Sequence | torch.Tensor,
-    weights: dict | None = None,
-    settings: dict | None = None,
-) -> dict[str, Any]:
-    """All that decides the keys and values of a slot prefix, as JSON.
-
-    Args:
-        model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): Of the prefix.
-        prompt_ids (`Sequence[int]`): The text before the slots.
-        passages (`Sequence` or `torch.Tensor`):
-            Documents, each a string or `{"title", "text"}`, or the embeddings of their segments
-            (num_slots, encoder_hidden_size).
-        weights (`dict`, *optional*): Of `fingerprint_weights`, when it was called before.
-        settings (`dict`, *optional*): What was asked for instead of the configuration, of `canonical_settings`.
-    """
-    config = {
-        name: getattr(model.config, name)
-        for name in type(model.config).__annotations__
-        if name not in _IRRELEVANT_FIELDS
-    }
-    return {
-        **config,
-        **(settings or {}),
-        "dtype": str(model.get_input_embeddings().weight.dtype),
-        **(weights or fingerprint_weights(model)),
-        "encoder": processor.encoder_name_or_path,
-        "sentences_per_segment": processor.sentences_per_segment,
-        "spacy_model": processor.spacy_model,
-        "tokens_per_slot": (settings or {}).get("tokens_per_slot", processor.tokens_per_slot),
-        "context_words": processor.context_words,
-        "prompt": _digest(list(prompt_ids)),
-        "passages": _passages_digest(passages),
-    }
-
-
-def canonical_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of `PREFIX_SETTINGS` for one call, in one spelling and without what changes nothing.
-
-    >>> canonical_settings({"slot_policy": "merge", "gate_mode": None, "refinement_budget": 0})
-    {'gate_mode': 'off'}
-    """
-    settings = {name: value for name, value in settings.items() if value is not None}
-    check_refinement_settings(**{name: settings[name] for name in REFINEMENT_SETTINGS if name in settings})
-    settings = {name: PREFIX_SETTINGS[name](value) for name, value in settings.items()}  # as JSON has them
-    if "max_slots" not in settings or settings.get("slot_policy") == "drop":
-        settings.pop("slot_policy", None)
-    gate_mode, budget = normalize_budget(settings.get("gate_mode"), settings.get("refinement_budget"))
-    settings |= {"gate_mode": gate_mode, "refinement_budget": budget}
-    return {name: value for name, value in settings.items() if value is not None}
-
-
-def _digest(value: Any) -> str:
-    """Of anything JSON can hold; what it cannot is refused by the processor, which reads it next."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()
-
-
-def _passages_digest(passages: Sequence | torch.Tensor) -> str:
-    if isinstance(passages, torch.Tensor):
-        passages = (passages, None)
-    if isinstance(passages, tuple):
-        found = hashlib.sha256()
-        for values in (tensor.detach().cpu().contiguous() for tensor in passages if tensor is not None):
-            values = values.float() if values.is_floating_point() else values
-            found.update(str(tuple(values.shape)).encode() + values.numpy().tobytes())
-        return found.hexdigest()
-    # Scores and ids of a retriever do not change how a passage is read.
-    return _digest([[d.get("title"), d.get("text")] if isinstance(d, dict) else [None, d] for d in passages])
+FORMAT = "arcaligner-slot-prefix-2"
 
 
 def save_slot_prefix(path: str | Path, cache: Cache, fingerprint: dict[str, Any]) -> None:
@@ -174,7 +69,8 @@ def save_slot_prefix(path: str | Path, cache: Cache, fingerprint: dict[str, Any]
         tensors[f"layers.{layer_idx}.values"] = _left_pad(layer.values, length).contiguous()
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        save_file(tensors, temporary, metadata={"format": FORMAT, "fingerprint": json.dumps(fingerprint)})
+        metadata = {"format": FORMAT, "fingerprint": json.dumps(fingerprint), "payload": tensors_digest(tensors)}
+        save_file(tensors, temporary, metadata=metadata)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -201,11 +97,14 @@ def load_slot_prefix(
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except SafetensorError as error:
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"its format is {metadata.get('format')!r}; expected {FORMAT!r}")
+        if metadata.get("payload") != tensors_digest(tensors):
+            raise ValueError("its keys and values are not those that were saved")
+        if not isinstance(found := json.loads(metadata.get("fingerprint", "")), dict):
+            raise ValueError(f"its fingerprint is a {type(found).__name__}; expected an object")
+    except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}. Delete the file and make it anew.") from error
-    if metadata.get("format") != FORMAT:
-        raise ValueError(f"The format of {path} is {metadata.get('format')!r}; expected {FORMAT!r}. {advice}")
-    found = json.loads(metadata["fingerprint"])
     for field in [*fingerprint, *found]:
         if found.get(field) != fingerprint.get(field):
             raise ValueError(
@@ -288,8 +187,9 @@ class SlotPrefixStore:
     """
     Slot prefixes of passages by their fingerprint, the least recently used dropped first, for any number of questions.
 
-    Gates, number of slots, encoder, segmentation and weights may change between two calls: a prefix made with others
-    is another.
+    Gates, number of slots, segmentation, and the weights of model and encoder may change between two calls, in whatever
+    way `WatchedWeights` sees: a prefix made with others is another. Not seen are a tokenizer or a spaCy pipeline that
+    is changed in place: make a new store then. A copy of a store starts empty.
 
     Args:
         model ([`ArcAlignerForCausalLM`]): In evaluation mode.
@@ -317,9 +217,17 @@ class SlotPrefixStore:
         self.folder = None if folder is None else Path(folder)
         self.hits = self.loads = self.misses = self.bytes = 0
         self._prefixes: OrderedDict[str, DynamicCache] = OrderedDict()  # least recently used first
-        self._aligner = [parameter for _, parameter in model.aligner_parameters()]
-        self._weights, self._versions = {}, None
+        part_of = {True: "aligner_weights", False: "backbone_weights"}
+        self._watched = WatchedWeights(model, lambda name: part_of[model.is_aligner_key(name)])
+        self._encoder: WatchedWeights | None = None
+        self._tokenizers = {}  # what was read of each, by its id
         self._lock = threading.Lock()
+
+    def __getstate__(self):
+        return {name: self.__dict__[name] for name in ("model", "processor", "max_bytes", "folder")}
+
+    def __setstate__(self, state):
+        self.__init__(**state)
 
     def __len__(self) -> int:
         return len(self._prefixes)
@@ -440,15 +348,15 @@ class SlotPrefixStore:
 
     def _fetch(self, heads: list[list[int]], passages: list, settings: dict[str, Any]) -> list[Cache]:
         """The prefix of each row, found or prefilled. They are the store's own: copy before use."""
-        weights = self._current_weights()
-        prints = [
-            slot_prefix_fingerprint(self.model, self.processor, head, row, weights, settings)
-            for head, row in zip(heads, passages, strict=True)
-        ]
-        keys = [hashlib.sha256(json.dumps(each).encode()).hexdigest() for each in prints]
         found: dict[str, Cache] = {}
         missing: dict[str, int] = {}  # key to the first row that needs it
         with self._lock:
+            weights = self.weights(passages[0])
+            prints = [
+                slot_prefix_fingerprint(self.model, self.processor, head, row, weights, settings)
+                for head, row in zip(heads, passages, strict=True)
+            ]
+            keys = [hashlib.sha256(json.dumps(each).encode()).hexdigest() for each in prints]
             for row, key in enumerate(keys):
                 if key in found or key in missing:
                     self.hits += 1
@@ -460,20 +368,37 @@ class SlotPrefixStore:
                 self.misses += len(missing)
                 rows = missing.values()
                 made = self._prefill([heads[row] for row in rows], [passages[row] for row in rows], settings)
-                for (key, row), prefix in zip(missing.items(), made, strict=True):
-                    found[key] = prefix
-                    if self.folder is not None:
-                        self.folder.mkdir(parents=True, exist_ok=True)
-                        save_slot_prefix(self._path(key), prefix, prints[row])
-                    self._keep(key, prefix)
+                found |= zip(missing, made, strict=True)
+                if self.weights(passages[0]) == weights:  # nobody wrote to them meanwhile
+                    for key, row in missing.items():
+                        if self.folder is not None:
+                            self.folder.mkdir(parents=True, exist_ok=True)
+                            save_slot_prefix(self._path(key), found[key], prints[row])
+                        self._keep(key, found[key])
         return [found[key] for key in keys]
 
-    def _current_weights(self) -> dict[str, str]:
-        """Digests of the weights, computed again only when the aligner's were written to."""
-        versions = [parameter._version for parameter in self._aligner]
-        if versions != self._versions:
-            self._weights, self._versions = fingerprint_weights(self.model), versions
-        return self._weights
+    def weights(self, passages: Sequence | tuple) -> dict[str, Any]:
+        """What reads `passages`: digests of the model and, unless they are embeddings, of encoder and tokenizers."""
+        weights, processor = self._watched.digests(), self.processor
+        if isinstance(passages, tuple):
+            return weights
+        encoder = processor.sentence_encoder
+        if self._encoder is None or self._encoder.module is not encoder:
+            self._encoder = WatchedWeights(encoder, lambda name: "encoder_weights")
+        return {
+            **weights,
+            **self._encoder.digests(),
+            "encoder_reads": [encoder.max_seq_length, encoder.prompts, encoder.default_prompt_name],
+            "tokenizers": [self._tokenizer_digest(each) for each in (encoder.tokenizer, processor.tokenizer)],
+            "spacy": spacy_version(),
+        }
+
+    def _tokenizer_digest(self, tokenizer) -> str:
+        known, size, found = self._tokenizers.get(id(tokenizer), (None, 0, ""))
+        if known is not tokenizer or size != len(tokenizer):
+            found = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+            self._tokenizers[id(tokenizer)] = tokenizer, len(tokenizer), found
+        return found
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.safetensors"

@@ -1,0 +1,198 @@
+"""What a slot prefix was made with: all that changes slots changes its field, and no change of a weight goes unseen."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import ENCODER_WIDTH
+from peft import LoraConfig, inject_adapter_in_model
+from tiny_models import tiny_aligner
+
+from arcaligner.fingerprint_arcaligner import (
+    WatchedWeights,
+    canonical_settings,
+    memory_address,
+    seal,
+    slot_prefix_fingerprint,
+)
+from arcaligner.lora_arcaligner import slot_lora_layers
+
+
+@pytest.fixture
+def fingerprint_of(model, processor):
+    store = model.slot_prefix_store(processor)
+
+    def get(prompt_ids=(1, 2, 3), passages=("Ada wrote it.",)):
+        weights = store.weights(list(passages))
+        return slot_prefix_fingerprint(model, processor, list(prompt_ids), list(passages), weights)
+
+    return get
+
+
+def test_what_changes_slots_changes_its_field(model, processor, fingerprint_of, monkeypatch):
+    encoder = copy.deepcopy(processor.sentence_encoder)
+    monkeypatch.setattr(type(processor), "sentence_encoder", encoder)
+    other_tokenizer = copy.deepcopy(processor.tokenizer)
+    other_tokenizer.add_tokens(["whole"])
+    before = fingerprint_of()
+    gate = next(parameter for name, parameter in model.aligner_parameters() if "slot_gate" in name)
+    changes = {
+        "gate_mode": lambda: setattr(model.config, "gate_mode", "always"),
+        "gate_threshold": lambda: setattr(model.config, "gate_threshold", 0.7),
+        "max_refinement_steps": lambda: setattr(model.config, "max_refinement_steps", 1),
+        "aligner_weights": lambda: gate.data.view(-1)[-1:].add_(1.0),
+        "backbone_weights": lambda: model.get_input_embeddings().weight.data[0, 0].add_(1.0),
+        "backbone": lambda: model.config.text_config.rope_parameters.update(rope_theta=2.0),
+        "encoder_weights": lambda: next(encoder.parameters()).data.add_(1.0),
+        "encoder_reads": lambda: setattr(encoder, "max_seq_length", 9),
+        "tokenizers": lambda: monkeypatch.setattr(processor, "tokenizer", other_tokenizer),
+        "lora_alpha": lambda: setattr(model.config, "lora_alpha", 17),
+        "base_model_name_or_path": lambda: setattr(model.config, "base_model_name_or_path", "another"),
+        "base_model_revision": lambda: setattr(model.config, "base_model_revision", "abc"),
+        "encoder": lambda: monkeypatch.setattr(processor, "encoder_name_or_path", "another"),
+        "sentences_per_segment": lambda: monkeypatch.setattr(processor, "sentences_per_segment", 3),
+        "spacy_model": lambda: monkeypatch.setattr(processor, "spacy_model", "de"),
+    }
+    for field, change in changes.items():
+        change()
+        after = fingerprint_of()
+        assert [name for name in after if after[name] != before[name]] == [field]
+        before = after
+    assert fingerprint_of(prompt_ids=[1, 2])["prompt"] != before["prompt"]
+    model.to(torch.bfloat16)
+    assert fingerprint_of()["backbone_weights"] != before["backbone_weights"]
+
+
+def test_passages_are_told_apart_by_what_is_read_of_them(fingerprint_of):
+    passage = {"title": "Ada", "text": "She wrote it."}
+    same = [{**passage, "score": 0.3, "id": 7}]
+    others = [
+        ["She wrote it."],
+        [{**passage, "title": "Bob"}],
+        [passage, passage],
+        [{"title": "Ada", "text": "She wrote"}, " it."],
+    ]
+    expected = fingerprint_of(passages=[passage])["passages"]
+    assert fingerprint_of(passages=same)["passages"] == expected
+    assert expected not in [fingerprint_of(passages=other)["passages"] for other in others]
+
+
+def test_embeddings_are_told_apart_by_values_and_shape(model, processor):
+    embeds = torch.arange(2.0 * ENCODER_WIDTH).view(2, ENCODER_WIDTH)
+    nudged = embeds.clone()
+    nudged[1, -1] += 1e-3
+    prints = [
+        slot_prefix_fingerprint(model, processor, [1], each, {})["passages"]
+        for each in (embeds, nudged, embeds.view(4, -1))
+    ]
+    assert len(set(prints)) == 3
+    assert slot_prefix_fingerprint(model, processor, [1], embeds.clone(), {})["passages"] == prints[0]
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        (
+            {"max_slots": np.int64(2), "slot_policy": "drop", "gate_threshold": 1},
+            {"max_slots": 2, "gate_threshold": 1.0},
+        ),
+        ({"slot_policy": "merge", "refinement_budget": float("inf"), "gate_mode": None}, {}),
+        ({"refinement_budget": np.float32(0), "gate_mode": "always"}, {"gate_mode": "off"}),
+        ({"max_slots": 3, "slot_policy": "merge", "refinement_budget": 0.5}, None),
+    ],
+    ids=str,
+)
+def test_settings_of_one_meaning_have_one_spelling(settings, expected):
+    found = canonical_settings(settings)
+    assert found == (settings if expected is None else expected)
+    json.dumps(found)
+
+
+# Weights that are watched
+
+
+def watched(model):
+    return WatchedWeights(model, lambda name: "aligner" if model.is_aligner_key(name) else "backbone")
+
+
+def test_a_lazy_clone_shares_memory_until_anybody_writes():
+    """What the watch stands on. These names are private to torch; this test says when they change."""
+    weight = torch.nn.Parameter(torch.randn(8, 8))
+    clone = seal(weight)
+    torch.nn.functional.linear(weight, weight).sum().backward()
+    copied = weight.detach().to("cpu", copy=True)
+    assert memory_address(weight) == memory_address(clone) != memory_address(copied)
+    weight.detach().numpy()[0, 0] += 1.0
+    assert memory_address(weight) != memory_address(clone)
+    assert torch.equal(clone, copied) and not torch.equal(weight, copied)
+
+
+def sgd_step(model, weight):
+    optimizer = torch.optim.SGD([weight.requires_grad_()], lr=1.0)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+
+
+def load(model, weight, **options):
+    changed = next(name for name, each in model.named_parameters() if each is weight)
+    model.load_state_dict({**model.state_dict(), changed: weight.detach() + 1}, **options)
+
+
+def swap_layers(model, weight):
+    layers = model.model.backbone.layers
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+WRITES = {
+    "in place": lambda model, weight: weight.detach().add_(1.0),
+    "through data": lambda model, weight: weight.data.view(-1)[:1].add_(1.0),
+    "other data": lambda model, weight: setattr(weight, "data", weight.detach() + 1),
+    "numpy": lambda model, weight: weight.detach().numpy().__iadd__(1.0),
+    "an optimizer": sgd_step,
+    "load_state_dict": load,
+    "load_state_dict(assign=True)": lambda model, weight: load(model, weight, assign=True),
+    "another type": lambda model, weight: model.float(),
+    "a layer replaced": swap_layers,
+    "another activation": lambda model, weight: setattr(model.model.backbone.layers[0].mlp, "act_fn", torch.nn.Tanh()),
+    "a hook": lambda model, weight: model.lm_head.register_forward_hook(lambda module, args, output: 2 * output),
+    "an adapter added": lambda model, _: inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), model, "other"),
+    "LoRA switched off": lambda model, weight: next(slot_lora_layers(model)).enable_adapters(False),
+    "LoRA scaled": lambda model, weight: next(slot_lora_layers(model)).scaling.update(slot=3.0),
+    "a buffer": lambda model, weight: next(model.buffers()).add_(1.0),
+}
+
+
+@pytest.mark.parametrize("part", ["projector.up.weight", "embed_tokens.weight"])
+@pytest.mark.parametrize("write", WRITES)
+def test_no_change_of_a_weight_goes_unseen(write, part):
+    model = tiny_aligner()
+    watch = watched(model)
+    before = watch.digests()
+    assert watch.digests() is before  # nothing was read again
+    WRITES[write](model, next(each for name, each in model.named_parameters() if part in name))
+    assert watch.digests() != before
+    assert watched(model).digests() == watch.digests() or write == "a hook"
+
+
+def test_what_changes_no_value_makes_no_other_digest():
+    model = tiny_aligner()
+    watch, other = watched(model), watched(model)
+    before = watch.digests()
+    for each in (model, copy.deepcopy(model)):
+        assert watched(each).digests() == before
+    with torch.no_grad():
+        model(torch.arange(9)[None])
+        model.generate(torch.arange(9)[None], max_new_tokens=2)
+    assert watch.digests() is before
+    model.get_input_embeddings().weight.data_ptr()  # the right to write, not used
+    assert watch.digests() == before == other.digests() and watch.digests() is watch.digests()
+
+
+@pytest.mark.parametrize("weight", [torch.ones(2, 2, device="meta"), torch.eye(2).to_sparse()])
+def test_a_weight_that_cannot_be_watched_is_refused_by_name(weight):
+    model = torch.nn.Linear(2, 2)
+    model.weight = torch.nn.Parameter(weight)
+    with pytest.raises(ValueError, match="The weight `weight` is of type Parameter on .*nobody can tell"):
+        WatchedWeights(model, str).digests()
