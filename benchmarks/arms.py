@@ -49,11 +49,11 @@ class TokenBatch:
     attention_mask: torch.Tensor
 
     @classmethod
-    def of(cls, rows: list[list[int]], pad: int) -> "TokenBatch":
+    def of(cls, rows: list[list[int]], pad: int, device: str) -> "TokenBatch":
         """Rows of different lengths."""
         width = max(map(len, rows))
-        ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
-        return cls(ids, torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]))
+        ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
+        return cls(ids, torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device))
 
     @property
     def position_ids(self) -> torch.Tensor:
@@ -70,10 +70,6 @@ class TokenBatch:
         ids = torch.cat([self.input_ids, tail.input_ids], dim=1)
         return TokenBatch(ids, torch.cat([self.attention_mask, tail.attention_mask], dim=1))
 
-    def to(self, device: str) -> "TokenBatch":
-        """The same on `device`."""
-        return TokenBatch(self.input_ids.to(device), self.attention_mask.to(device))
-
 
 @dataclass
 class Prompts:
@@ -83,11 +79,6 @@ class Prompts:
     prefix: TokenBatch
     tail: TokenBatch
     slots: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def to(self, device: str) -> "Prompts":
-        """The same on `device`."""
-        slots = {name: value.to(device) for name, value in self.slots.items()}
-        return Prompts(self.whole.to(device), self.prefix.to(device), self.tail.to(device), slots)
 
 
 def pick_rows(rows: list[Row], processor: ArcAlignerProcessor, k: int, batch_size: int) -> list[Row]:
@@ -118,7 +109,11 @@ def pick_rows(rows: list[Row], processor: ArcAlignerProcessor, k: int, batch_siz
 
 
 def both_prompts(
-    processor: ArcAlignerProcessor, rows: list[Row], slots: dict[str, list[torch.Tensor]], vocab_size: int
+    processor: ArcAlignerProcessor,
+    rows: list[Row],
+    slots: dict[str, list[torch.Tensor]],
+    vocab_size: int,
+    device: str = "cpu",
 ) -> tuple[Prompts, Prompts]:
     """
     Prompts with the passages' text and with slots, of the same questions.
@@ -129,6 +124,7 @@ def both_prompts(
         slots (`dict`): Of each row `context_embeds` (num_slots, width) and, where the aligner reads them,
             `context_word_ids` (num_slots, max_words).
         vocab_size (`int`): Of the backbone. Ids are taken modulo this, for shapes without their own tokenizer.
+        device (`str`): Where the prompts are to be.
     """
     text_prefixes, slot_prefixes, tails = [], [], []
     for row, embeds in zip(rows, slots["context_embeds"], strict=True):
@@ -148,8 +144,9 @@ def both_prompts(
 
     def prompts(prefixes: list[list[int]], slots: dict[str, torch.Tensor]) -> Prompts:
         whole = [prefix + tail for prefix, tail in zip(prefixes, tails, strict=True)]
-        return Prompts(*(TokenBatch.of(part, pad) for part in (whole, prefixes, tails)), slots)
+        return Prompts(*(TokenBatch.of(part, pad, device) for part in (whole, prefixes, tails)), slots)
 
+    padded = {name: value.to(device) for name, value in padded.items()}
     return prompts(text_prefixes, {}), prompts(slot_prefixes, padded)
 
 

@@ -68,14 +68,14 @@ class Bench:
             encoded = encoded_slots(self.processor, rows, self.tokens_per_slot)
         else:
             encoded = random_slots(self.processor, rows, self.aligner.config.encoder_hidden_size)
-        text, slots = both_prompts(self.processor, rows, encoded, self.base.config.vocab_size)
+        text, slots = both_prompts(self.processor, rows, encoded, self.base.config.vocab_size, self.device)
         longest, most = max(text.whole.lengths) + NEW_TOKENS, self.base.config.max_position_embeddings
         if longest > most:
             raise ValueError(
                 f"A prompt with {len(rows[0]['passages'])} passages and its answer have {longest} tokens, but the "
                 f"backbone reads {most}. Name fewer passages in `--sizes`."
             )
-        return text.to(self.device), slots.to(self.device)
+        return text, slots
 
     def encoder_arms(self, rows: list[Row]) -> dict[str, Arm]:
         """The work that is done online where no embeddings are kept."""

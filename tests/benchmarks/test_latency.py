@@ -150,7 +150,7 @@ def test_a_shape_is_measured_with_random_weights_and_without_an_encoder(tmp_path
     shape = backbone_config("mistral", max_position_embeddings=512, num_hidden_layers=5).to_dict()
     monkeypatch.setitem(SHAPES, "mistral_7b", shape)
     options = {"tokens_per_slot": None, "seconds": 0.0, "rounds": 3, "device": "cpu", "data": data, "output": None}
-    main(str(checkpoint_dir), sizes="2x2", dtype="bfloat16", shape="mistral_7b", **options)
+    main(str(checkpoint_dir), sizes="1x1", dtype="bfloat16", shape="mistral_7b", **options)
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     (size,) = found["sizes"]
     assert (found["model"], size["encoder"]) == ("mistral_7b", {})
