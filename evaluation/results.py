@@ -243,7 +243,7 @@ def cost_table(sets: dict) -> list[str]:
         rate = f", x{numbers['compression_rate']:.1f}" if "compression_rate" in numbers else ""
         return f"{numbers['context_tokens']:.1f}{rate}, {numbers['seconds']:.2f} s"
 
-    return table("positions for the passages, rate, seconds a question", method_titles(sets), sets, show)
+    return table("positions for the passages, rate, seconds per question", method_titles(sets), sets, show)
 
 
 def paper_table(sets: dict) -> list[str]:
@@ -270,7 +270,7 @@ def described(results: dict) -> list[str]:
     return [
         f"Questions: {counts}. Percent, with 95 % bootstrap intervals over questions; differences are paired. "
         f"EM is non-strict: the answer contains a gold. A gold stands in the passages read: {recalls}. "
-        f"Slots a question, and tokens of text for each: {rates or 'none'}. "
+        f"Slots per question, and tokens of text for each: {rates or 'none'}. "
         f"{results['machine']}."
     ]
 
