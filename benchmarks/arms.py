@@ -66,7 +66,7 @@ class TokenBatch:
         return self.attention_mask.sum(dim=1).tolist()
 
     def then(self, tail: "TokenBatch") -> "TokenBatch":
-        """These columns and those of `tail`, as they stand when `tail` follows a cache of these."""
+        """These columns followed by those of `tail`, for a `tail` that is read after a cache of these."""
         ids = torch.cat([self.input_ids, tail.input_ids], dim=1)
         return TokenBatch(ids, torch.cat([self.attention_mask, tail.attention_mask], dim=1))
 
@@ -189,7 +189,7 @@ def share(cache: Cache) -> Cache:
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Of all keys and values."""
+    """The size of all keys and values."""
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
@@ -282,7 +282,7 @@ def _refine_all_rows(layer: SlotDecoderLayer, args: tuple, kwargs: dict, hidden:
 
 @dataclass
 class Decoding:
-    """Greedy decoding after a prompt that was read, one token at a time, by `model`, as `generate` calls it."""
+    """Greedy decoding after a prompt, one token at a time, with `model` called as in `generate`."""
 
     model: PreTrainedModel
     prompt: TokenBatch

@@ -47,7 +47,7 @@ SHAPE_OPEN_LAYERS = 4  # of random weights every fourth layer refines all of its
 
 
 def load_models(checkpoint: str, dtype: torch.dtype, device: str) -> tuple[ArcAlignerForCausalLM, PreTrainedModel]:
-    """A checkpoint's aligner, and a base model that shares its weights, so that no copy lies better in memory."""
+    """A checkpoint's aligner, and a base model that shares its weights, so that both read the same memory."""
     aligner = ArcAlignerForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(device).eval()
     return aligner, base_of(aligner, dtype, device)
 

@@ -1,12 +1,12 @@
 """Evaluation of ArcAligner, in reading order.
 
-settings, recipes/     what is asked for
+settings, recipes/     what is evaluated
 tasks                  questions, golds and passages
 retrieval              passages from a corpus
-methods                the ways to answer: answering, compression (of prompts), released (checkpoints of others)
+methods                the ways to answer: answering, compression (of prompts), released (COCOM)
 evaluate, runs         answers, one line per question
-metrics, judge         what an answer is worth
+metrics, judge         scores of answers
 results, publish       means, intervals and differences; tables for readers
-analyses/              the paper's figures, and two of our own
+analyses/              figures: the paper's, and two more
 lm_eval_adapter        the aligner in lm-evaluation-harness
 """

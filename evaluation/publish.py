@@ -1,4 +1,4 @@
-"""From a run to what readers see: results and card of the checkpoint, `docs/results.md`, the README's tables.
+"""Publishes a run: results and card of the checkpoint, `docs/results.md`, and the README's table.
 
     python -m arcaligner.evaluation.publish --run runs/evaluation --figures runs/figures
 

@@ -1,4 +1,4 @@
-"""From the answers of a run to `results.json` and its tables: means with intervals, paired differences."""
+"""Makes `results.json` and tables of the answers of a run: means with intervals, paired differences."""
 
 import json
 from collections.abc import Callable

@@ -30,7 +30,7 @@ def row_digest(row: Row) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file that is appended to; the end of a killed run's last line is not one."""
+    """The complete lines of a file; the last one may be cut when a run was killed."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
@@ -86,7 +86,7 @@ class AnswerFile:
 
     @contextlib.contextmanager
     def claim(self) -> Iterator[None]:
-        """Inside, only this process appends; the rest of a line that a kill cut off is removed.
+        """Inside, only this process appends; a last line that was cut is removed.
 
         Raises:
             `ValueError`: another process appends.
@@ -132,6 +132,6 @@ def answer_files(run: Path) -> list[AnswerFile]:
 
 
 def answers_to(rows: list[Row], run: Path, task: str, name: str) -> list[dict[str, Any]]:
-    """The answers to `rows`, of all that a file holds."""
+    """The answers to `rows` in a file."""
     asked = {row["id"] for row in rows}
     return [answer for answer in AnswerFile(run, task, name).read() if answer["id"] in asked]

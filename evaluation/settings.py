@@ -135,7 +135,7 @@ def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str,
 
 def at_rates(methods: list[str], tokens_per_slot: list[int | str]) -> list[str]:
     """
-    Names of methods, those that have rates once for each rate.
+    Names of methods; those that have rates are there once for each rate.
 
     >>> at_rates(["naive", "arcaligner"], [4, "segment"])
     ['naive', 'arcaligner_x4', 'arcaligner_xsegment']
@@ -179,7 +179,7 @@ def read_recipe(recipe: str) -> dict[str, Any]:
 
 
 def _by_name(tasks: list[str] | dict[str, dict | None], known: dict[str, dict] | None = None) -> dict[str, dict]:
-    """Tasks with their settings; those that are only named have the `known` ones."""
+    """Tasks with their settings; tasks without settings get the `known` ones."""
     if isinstance(tasks, list):
         return {name: (known or {}).get(name, {}) for name in tasks}
     return {name: each or {} for name, each in tasks.items()}

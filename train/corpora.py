@@ -1,9 +1,9 @@
-"""Reads rows from a JSON Lines or Parquet file or a data set of the Hub, once into Arrow, memory-mapped.
+"""Reads rows from a JSON Lines or Parquet file or a data set of the Hub, through memory-mapped Arrow files.
 
 A source is a path or a Hub id, with options behind a question mark:
 
     questions.jsonl.gz                                               rows in our schema
-    letters.parquet?text=body                                        a text a row
+    letters.parquet?text=body                                        one text per row
     wikimedia/wikipedia?name=20231101.en&split=train&title=title     a text corpus of the Hub
     hotpotqa/hotpot_qa?name=distractor&passages=supporting           HotpotQA, the gold paragraphs only
 
@@ -179,7 +179,7 @@ def hotpotqa_row(row: dict, index: int, *, all_paragraphs: bool) -> Row:
 
 
 def _id_or_number(row_id: Any, index: int) -> str:
-    """A row's id; its number, from 0, where it has none."""
+    """A row's id, or its number, from 0, if it has none."""
     return str(index if row_id is None else row_id)
 
 
@@ -201,7 +201,7 @@ def _load(path: str, options: dict) -> datasets.Dataset:
 
 
 def _load_own(path: str) -> datasets.Dataset:
-    """Rows of our schema. The JSON builder would refuse rows with different further fields, and not name a bad line."""
+    """Rows of our schema. The JSON builder refuses rows whose other fields differ, and does not name a bad line."""
     status = os.stat(path)
     version = (os.path.abspath(path), status.st_size, status.st_mtime_ns)
     return datasets.Dataset.from_generator(
@@ -238,7 +238,7 @@ def _passage_row(row: dict, index: int) -> Row:
 
 
 def _cut_texts(dataset: datasets.Dataset, options: dict, passage_words: int, num_proc: int | None) -> datasets.Dataset:
-    """A row a passage: `id`, `title`, `text`."""
+    """One row per passage: `id`, `title`, `text`."""
     if passage_words < 1:
         raise ValueError(f"`passage_words` is {passage_words}; a passage needs at least 1 word.")
     cut = functools.partial(_passages_of_texts, text=options["text"], title=options["title"], words=passage_words)

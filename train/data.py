@@ -1,4 +1,4 @@
-"""Rows to tokenized examples: slots, and turns that read them.
+"""Makes tokenized examples of rows: slots, and turns that read them.
 
 In stages 0 and I, a row (`corpora.py`) becomes an example for every few consecutive segments of its passages: the
 slots, then a turn that gives their text back and, if asked for, one that continues with the text that follows. In
@@ -66,7 +66,7 @@ EXAMPLE_FEATURES = Features(
 
 @dataclass
 class Turn:
-    """Ids behind the slots up to the end of the assistant's turn, and labels on what the assistant says; -100 else."""
+    """Ids from the slots to the end of the assistant's turn, and labels: what the assistant says, -100 elsewhere."""
 
     input_ids: list[int]
     labels: list[int]
@@ -96,7 +96,7 @@ def passages_text(row: Row) -> str:
 
 
 def text_prompt(row: Row, context: str) -> str:
-    """The user's turn with a text in the place of the slots; without a text, the question alone."""
+    """The user's turn with a text instead of slots; without a text, the question alone."""
     question = QUESTION_LINE + row["question"]
     return BACKGROUND_LINE + context + question if context else question.lstrip()
 
@@ -152,7 +152,7 @@ class ExampleBuilder:
         self.finest_rate = min(tokens_per_slot, key=lambda rate: math.inf if rate == "segment" else rate)
 
     def reconstruction_examples(self, rows: list[dict[str, Any]]) -> Iterator[Example]:
-        """Stages 0 and I: each run of segments as slots, its text as the target, and the text behind it."""
+        """Stages 0 and I: each run of segments as slots, its text as the target, and the text that follows."""
         for row in rows:
             documents = row["passages"]
             tokens = self._tokens(documents)
@@ -205,7 +205,7 @@ class ExampleBuilder:
         return self.processor.tokenize_segments(segments, documents)
 
     def _example(self, row_id, head, turns, tokens: list[SegmentTokens], answers=None) -> Example:
-        """Without any segment, one slot with the encoding of the empty string."""
+        """An example; without segments it has one slot, the encoding of the empty string."""
         segments = [
             {
                 "encoder_text": each.encoder_text,
@@ -220,7 +220,7 @@ class ExampleBuilder:
         return Example(row_id, head, turns, segments, length, answers or [])
 
     def _turn(self, before: str, after: str, target: str, row_id: str) -> tuple[list[int], Turn]:
-        """What stands before the slots, and the turn behind them; `before` and `after` are the user's words."""
+        """The ids before the slots, and the turn after them; `before` and `after` are the user's words."""
         mark = uuid.uuid4().hex
         messages = [
             {"role": "user", "content": before + mark + after},
@@ -253,7 +253,7 @@ class ExampleBuilder:
         return head, Turn(asked + target, [-100] * len(asked) + target)
 
     def _end_of_turn(self, target: list[int]) -> list[int]:
-        """Cuts what stands behind the end of the turn; a template without gets EOS."""
+        """Cuts what follows the end of the turn; adds EOS if the template has no end."""
         tokenizer = self.processor.tokenizer
         special = set(tokenizer.all_special_ids)
         special.update(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)

@@ -4,8 +4,7 @@
 
 Same questions, prompt, template and targets as stage II, with the text where the slots would be; LoRA on every row, by
 PEFT and TRL. `arcaligner evaluate --full-text-lora` compares its answers with those from slots. A run
-resumes from the last checkpoint in its `output_dir`, if its settings are those that it was begun with. A finished one
-is left alone.
+resumes from the last checkpoint in its `output_dir`, unless its settings have changed. A finished one is left alone.
 """
 
 import logging
@@ -80,7 +79,7 @@ def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.D
 
 
 def tokenize(row: Row, tokenizer) -> dict[str, list[int]]:
-    """Ids of the prompt and the answer; only the answer and the end of its turn are learned."""
+    """Ids of the prompt and the answer; labels on the answer and the end of its turn."""
     messages = [{"role": "user", "content": full_text(row)}, {"role": "assistant", "content": row["answers"][0]}]
     prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -128,7 +127,7 @@ def train(recipe: FullTextArguments, args: SFTConfig) -> None:
 
 
 def parse(arguments: list[str]) -> tuple[FullTextArguments, SFTConfig, str]:
-    """The recipe named by `--config`, with the command line over it, and the text that is kept of both."""
+    """The recipe named by `--config`, overridden by the command line, and the text to keep of both."""
     return parse_recipe("arcaligner.train.full_text", (FullTextArguments, SFTConfig), arguments)
 
 

@@ -112,7 +112,7 @@ class GateCounter:
         self._num_slots += int((depths[:, 0] >= 0).sum())
 
     def pop(self, accelerator: Accelerator) -> dict[str, float]:
-        """Over all processes: mean steps of a slot at a layer, share of open gates, and this share for each layer."""
+        """Over all processes: mean steps of a slot at a layer, share of open gates, and this share of each layer."""
         if self._counts is None:
             return {}
         counts = accelerator.reduce(self._counts.to(accelerator.device, torch.float32))  # (num_layers, 2)

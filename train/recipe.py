@@ -1,4 +1,4 @@
-"""What a recipe says beyond TRL's own training arguments: which stage, which model, which data."""
+"""The keys of a recipe beyond TRL's training arguments: stage, model and data."""
 
 import dataclasses
 import inspect
@@ -137,7 +137,7 @@ class RecipeArguments:
 
     @property
     def has_turns(self) -> bool:
-        """Whether several turns may stand side by side behind the same slots."""
+        """Whether several turns may share the same slots."""
         return self.continues or self.max_questions > 1
 
     @property
@@ -171,7 +171,7 @@ class RecipeParser(TrlParser):
 
 
 def parse_recipe(script: str, kinds: tuple[type, type], arguments: list[str]) -> tuple[Any, Any, str]:
-    """The recipe named by `--config`, with the command line over it, as two `kinds` of arguments, and the text of
+    """The recipe named by `--config`, overridden by the command line, as two `kinds` of arguments, and the text of
     [`run_settings`] for `script`."""
     recipe, args = RecipeParser(kinds).parse_args_and_config(arguments)
     return recipe, args, run_settings(script, arguments)

@@ -75,7 +75,7 @@ def read_keys(settings: str) -> dict[str, Any]:
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether a run has left something to resume from: a checkpoint, or its result."""
+    """Whether a run has left a checkpoint or its result."""
     return any(folder.glob("checkpoint-*")) or any(folder.glob("*config.json"))  # PEFT's is adapter_config.json
 
 
@@ -142,7 +142,7 @@ def _as_number(value: Any) -> Any:
 
 
 def _without_folders(key: str, keys: dict[str, Any]) -> Any:
-    """A value as it is compared: the start by its place beside the result, data files by their names."""
+    """A value for comparison: the start by its path relative to the result, data files by their names."""
     value = keys.get(key)
     if key == "model_name_or_path":
         return os.path.relpath(str(value), str(keys.get("output_dir")))
@@ -207,7 +207,7 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
 
 
 def _find_fault(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint folder, or `None` for one that can be read to its end."""
+    """What is wrong with a checkpoint folder, or `None` if it is complete."""
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -258,7 +258,7 @@ def save_stage(
     recipe: str,
     state_dict: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Writes aligner, processor and recipe to `output_dir`, a folder that the next stage, and anybody else, can load.
+    """Writes aligner, processor and recipe to `output_dir`, a folder that the next stage can load.
 
     Args:
         output_dir (`str` or `Path`): The stage's folder; checkpoints in it stay, and a model card that was edited.

@@ -1,4 +1,4 @@
-"""Which examples are trained on: mixtures of sources, limits, distractors, and a count of what had to be left out.
+"""Selects the examples to train on: mixtures of sources, limits, distractors, and a count of what is left out.
 
 Rows are read in random order, a block at a time, until there are enough examples. The examples of a block are made by
 several processes and kept as an Arrow file under the block's fingerprint: of the data, the rows, the tokenizer, the
@@ -134,7 +134,7 @@ class Distractors:
 @dataclass
 class ExampleSelector:
     """
-    Takes examples from sources, by the sources' keys of a recipe.
+    Takes examples from sources, as a recipe says.
 
     Args:
         recipe ([`RecipeArguments`]): Its stage decides what a row needs and becomes.
@@ -207,7 +207,7 @@ class ExampleSelector:
         return examples
 
     def _order(self, corpus: Corpus) -> list[list[int]]:
-        """Numbers of the rows to look at, shuffled, those that become one example together."""
+        """Numbers of the rows in random order, grouped by the example that they become."""
         draw = random.Random(self.seed)
         size = self.recipe.max_questions if self.recipe.asks_questions else 1
         if size == 1:

@@ -156,7 +156,7 @@ def main(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) ->
 def make_examples(
     recipe: RecipeArguments, args: AlignerTrainingConfig, processor: ArcAlignerProcessor
 ) -> tuple[Dataset, Dataset | None]:
-    """The examples to train on and, where there are any, to evaluate on."""
+    """The examples to train on and, if the recipe has `eval_files`, to evaluate on."""
     builder = ExampleBuilder(
         processor, recipe.max_segments, recipe.continues, recipe.tokens_per_slot, recipe.token_limit()
     )
@@ -224,7 +224,7 @@ def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -
 
 
 def parse(arguments: list[str]) -> tuple[RecipeArguments, AlignerTrainingConfig, str]:
-    """The recipe named by `--config`, with the command line over it, and the text that is kept of both."""
+    """The recipe named by `--config`, overridden by the command line, and the text to keep of both."""
     return parse_recipe("arcaligner.train.sft", (RecipeArguments, AlignerTrainingConfig), arguments)
 
 

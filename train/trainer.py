@@ -239,7 +239,7 @@ class AlignerTrainer(SFTTrainer):
         return outputs, (inputs["labels"][:, 1:] != -100).sum()
 
     def _lexical_step(self, model, inputs: dict[str, Any]):
-        """The mean loss of a batch's slots, evenly at most `LEXICAL_SLOTS` of them, and how many there are."""
+        """The mean loss of at most `LEXICAL_SLOTS` of a batch's slots, evenly chosen, and how many they are."""
         word_ids = inputs["context_word_ids"]
         with_words = (word_ids >= 0).any(dim=-1).flatten().nonzero()[:, 0]
         taken = with_words[:: -(-len(with_words) // LEXICAL_SLOTS) or 1]
@@ -296,7 +296,7 @@ class AlignerTrainer(SFTTrainer):
         return grad_norm
 
     def _check_finite(self, name: str, value: torch.Tensor, row_ids: list[str]) -> None:
-        """Stops all processes when `value` of one is not finite: alone it would leave the others waiting for it."""
+        """Stops all processes when `value` of one is not finite; the others would wait for it otherwise."""
         if self.accelerator.gather(torch.isfinite(value).int().reshape(1)).all():
             return
         step = self.state.global_step
@@ -334,7 +334,7 @@ class AlignerTrainer(SFTTrainer):
         super().log(logs, start_time)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Held-out loss; perplexity over all targets alike, or word recall; where asked for, the gap, EM and F1."""
+        """Held-out loss; perplexity over all targets, or word recall; if asked for, the gap, EM and F1."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         self._eval_loss.zero_()
         self._eval_recall.zero_()
@@ -373,7 +373,7 @@ class AlignerTrainer(SFTTrainer):
         return answer_questions(self, asked, self.args.eval_batch_size)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """The loss alone: there are no logits."""
+        """Only the loss: there are no logits."""
         with torch.no_grad():
             loss = self.compute_loss(model, self._prepare_inputs(inputs))
         return loss.detach(), None, None
@@ -386,7 +386,7 @@ class AlignerTrainer(SFTTrainer):
 
 class EpochOrder(Sampler[int]):
     """
-    A sampler whose order follows from a seed and the number of the epoch, and from nothing else.
+    A sampler whose order depends only on a seed and the number of the epoch.
 
     transformers' own samplers draw it from the global generator, which dropout moves differently in each process. From
     the second epoch on they would read different orders, some rows twice and others never, and a run that is resumed in

@@ -1,1 +1,1 @@
-"""Analyses: the paper's figures, each a command that writes a picture, its data, and how to read it."""
+"""Analyses: each is a command that writes a figure, its data and a caption."""

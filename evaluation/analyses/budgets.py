@@ -52,7 +52,7 @@ CAPTION = (
 
 @dataclass(frozen=True)
 class Setting:
-    """What is other than the aligner's configuration, at inference; `None` is as it is configured."""
+    """What differs from the aligner's configuration at inference; `None` keeps the configured value."""
 
     refinement_budget: float | None = None
     gate_threshold: float | None = None
@@ -75,7 +75,7 @@ Curves = dict[str, dict[str, Setting]]  # settings by value of the knob, by curv
 
 
 def curves_of(knobs: list[str], config: ArcAlignerConfig) -> Curves:
-    """The settings of each curve of the knobs, in the order of their cost or against it. Equal ones are read once."""
+    """The settings of each curve of the knobs, ordered by cost. Equal ones are run once."""
     threshold, steps = config.gate_threshold, config.max_refinement_steps
     thresholds = {each: Setting(gate_threshold=each) for each in THRESHOLDS} | {threshold: AS_CONFIGURED}
     budgets = {f"{each:g}": Setting(refinement_budget=each) for each in BUDGETS}
@@ -92,7 +92,7 @@ def curves_of(knobs: list[str], config: ArcAlignerConfig) -> Curves:
 
 
 class MeasuringAnswerer(SlotAnswerer):
-    """Measures the operations of the prefill, too."""
+    """Also measures the operations of the prefill."""
 
     def answer(self, rows: list[Row]) -> list[Answer]:
         inputs = slot_inputs(self.processor, rows, **self.slots).to(self.model.device)
@@ -180,7 +180,7 @@ def draw(sets: dict[str, dict[str, list[dict[str, Any]]]], knobs: list[str]) -> 
 
 
 def draw_points(axes: Axes, points: list[dict[str, Any]], metric: str, color: str, line: str) -> None:
-    """A curve with another mark for each value; hollow where the line is broken."""
+    """A curve with a different mark for each value; the marks of dashed lines are hollow."""
     draw_curve(axes, points, "cost", metric, color=color, linestyle=line, linewidth=1, elinewidth=0.6, marker="")
     filling = color if line == "-" else "white"
     for point, marker in zip(points, itertools.cycle(MARKERS), strict=False):

@@ -1,4 +1,4 @@
-"""What the analyses share: one style, curves and bars with intervals, options, and the files that each one writes."""
+"""Shared by the analyses: the style, curves and bars with intervals, options, and the files that each one writes."""
 
 import io
 import itertools
@@ -70,13 +70,13 @@ def quality(answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def reach(intervals) -> np.ndarray:
-    """How far intervals (num, 3) reach below and above their means, (2, num); an interval of one value may miss it."""
+    """How far intervals (num, 3) reach below and above their means, (2, num), at least 0."""
     means, lows, highs = np.transpose(intervals)
     return np.maximum(0, [means - lows, highs - means])
 
 
 def draw_curve(axes: Axes, points: list[dict[str, Any]], across: str, metric: str, **style: Any) -> None:
-    """A line through a metric of the points, with its intervals, across another of their numbers."""
+    """A line of a metric of the points, with its intervals, over another of their numbers."""
     intervals = [point[metric] for point in points]
     style = {"marker": "o", "markersize": 4, "capsize": 2} | style
     axes.errorbar([point[across] for point in points], [each[0] for each in intervals], reach(intervals), **style)

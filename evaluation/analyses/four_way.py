@@ -61,7 +61,7 @@ def analyze(
 
 
 def analyze_task(run: Path, task: str, judge: str | None, compared: list[str]) -> dict[str, Any]:
-    """The entry of a task, over the questions that Naive and StandardRAG answered; the first method has to be there."""
+    """The entry of a task, over the questions that Naive and StandardRAG answered; the first method is required."""
     right = {method: right_answers(run, task, method, judge) for method in (NAIVE, FULL_TEXT, *compared)}
     if missing := [method for method in (NAIVE, FULL_TEXT, compared[0]) if not right[method]]:
         raise ValueError(_missing(run, task, missing, judge))
@@ -84,7 +84,7 @@ def analyze_task(run: Path, task: str, judge: str | None, compared: list[str]) -
 
 
 def right_answers(run: Path, task: str, method: str, judge: str | None) -> dict[str, bool]:
-    """By id, whether an answer is right; nothing where there is no answer, or no verdict on it."""
+    """By id, whether an answer is right; ids without an answer or a verdict are left out."""
     if judge is None:
         return {answer["id"]: answer["em"] == 1 for answer in AnswerFile(run, task, method).read()}
     return {key: score == 1 for key, score in judged_scores(AnswerFile(run, task, method), judge).items()}

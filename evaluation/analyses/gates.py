@@ -1,4 +1,4 @@
-"""How many loops the gates trigger at each layer: the paper's analysis of gate behaviour.
+"""How many loops the gates trigger at each layer: the paper's analysis of gate behavior.
 
     python -m arcaligner.evaluation.analyses gates --checkpoint runs/mine --data ../data
 
@@ -61,7 +61,7 @@ def rows_with_passages(name: str, rows: list[Row]) -> list[Row]:
 
 
 def require_gates(model: ArcAlignerForCausalLM, checkpoint: str) -> None:
-    """Raises `ValueError` where no gate decides anything."""
+    """Raises `ValueError` if the checkpoint has no active gate."""
     config = model.config
     if config.gate_mode != "adaptive" or not config.gated_layers:
         raise ValueError(
