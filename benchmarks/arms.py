@@ -214,9 +214,11 @@ def make_arms(
     aligner: ArcAlignerForCausalLM, base: PreTrainedModel, text: Prompts, slots: Prompts
 ) -> tuple[dict[str, Arm], dict[str, Cache]]:
     """
+    The arms of a batch, and the caches of the prefixes that two of them start from.
+
     Returns:
         `dict`: The arms by name, in the order of `ARMS`; each `run` gives a [`FirstToken`].
-        `dict`: The caches that two of them begin with, of their prefixes.
+        `dict`: The caches by the names of their arms.
     """
     text_prefix = read(base, text.prefix).cache
     prefix = slots.prefix

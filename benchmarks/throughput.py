@@ -81,8 +81,11 @@ def size_of(batches: list[dict[str, Any]]) -> dict[str, int]:
 
 def make_arms(recipe: RecipeArguments, args: AlignerTrainingConfig) -> tuple[dict[str, TrainingArm], list[Rows]]:
     """
+    The arms of a recipe, without those that change nothing in it, and the rows of each step.
+
     Returns:
-        The arms by name, without those that change nothing in this recipe, and the rows of each step.
+        `dict`: The arms by name.
+        `list`: For each step, the rows of its examples.
 
     Raises:
         `ValueError`: `max_steps` below 2; fewer examples than one step needs.
