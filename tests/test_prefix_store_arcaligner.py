@@ -1,15 +1,21 @@
 """The slot-prefix store: passages are read once, and questions get the answers they get without it."""
 
+import contextlib
 import copy
 import functools
 import json
+import os
+import pickle
+import random
 import re
 import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from conftest import ENCODER_WIDTH
-from hypothesis import Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from reference import stock_model
 from safetensors import safe_open
@@ -28,6 +34,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, prefix_store_arcaligner
 from arcaligner.prefix_store_arcaligner import (
+    _num_bytes,
     join_slot_prefixes,
     load_slot_prefix,
     save_slot_prefix,
@@ -368,6 +375,62 @@ def test_broken_file_of_the_folder_is_refused_by_name(model, processor, tmp_path
         model.slot_prefix_store(processor, folder=tmp_path).get(context_embeds=embeddings(3))
 
 
+# Several at once
+
+
+def test_what_two_threads_ask_for_at_once_is_read_once(processor):
+    model = make_model(processor)
+    store, together, read = model.slot_prefix_store(processor), threading.Barrier(2), []
+
+    def prefill(*args, former=model.prefill_context, **kwargs):
+        read.append(1)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(timeout=0.3)  # for the other thread, which the lock keeps out
+        return former(*args, **kwargs)
+
+    model.prefill_context = prefill
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda _: store.get(context_embeds=embeddings(3)), range(2))
+    assert len(read) == 1 and (store.hits, store.misses) == (1, 1)
+    assert_same_cache(first, second)
+
+
+def use(store, expected, seed):
+    """Asks for kept and other prefixes in a random order; each is the one that was asked for."""
+    for number in random.Random(seed).choices(range(len(expected)), k=12):
+        assert_same_cache(store.get(context_embeds=embeddings(3, seed=number)), expected[number])
+        assert store.bytes <= store.max_bytes
+
+
+def test_threads_and_processes_share_a_folder_and_keep_the_budget(model, processor, tmp_path):
+    one = model.slot_prefix_store(processor)
+    expected = [one.get(context_embeds=embeddings(3, seed=number)) for number in range(5)]
+    budget = 2 * one.bytes // 5
+    workers = []
+    for seed in range(3):
+        if (worker := os.fork()) == 0:
+            try:
+                use(model.slot_prefix_store(processor, max_bytes=budget, folder=tmp_path), expected, seed)
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        workers.append(worker)
+    store = model.slot_prefix_store(processor, max_bytes=budget, folder=tmp_path)
+    with ThreadPoolExecutor(10) as threads:
+        list(threads.map(lambda seed: use(store, expected, seed), range(10)))
+    assert [os.waitpid(worker, 0)[1] for worker in workers] == [0, 0, 0]
+    assert store.bytes == sum(_num_bytes(each) for each in store._prefixes.values()) <= budget
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_a_copy_of_a_store_starts_empty_and_answers_the_same(model, processor):
+    store = model.slot_prefix_store(processor, max_bytes=10**6)
+    prefix = store.get(context_embeds=embeddings(3))
+    for copied in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
+        assert len(copied) == 0 and copied.max_bytes == 10**6
+        assert_same_cache(copied.get(context_embeds=embeddings(3)), prefix)
+
+
 # Bad input
 
 
@@ -541,6 +604,35 @@ def saved(tmp_path):
 def test_truncated_file_is_refused(saved, keep):
     saved.write_bytes(saved.read_bytes()[:keep])
     with pytest.raises(ValueError, match="cannot be read.*Delete the file"):
+        load_slot_prefix(saved, FINGERPRINT, backbone_config())
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_file_with_a_changed_byte_is_refused(saved, data):
+    whole = saved.read_bytes()
+    header = int.from_bytes(whole[:8], "little")
+    first, last = data.draw(st.sampled_from([(0, 7), (8, 7 + header), (8 + header, len(whole) - 1)]), label="part")
+    place, other = data.draw(st.integers(first, last), label="place"), data.draw(st.integers(1, 255), label="change")
+    changed = bytearray(whole)
+    changed[place] ^= other
+    saved.write_bytes(changed)
+    try:
+        found = load_slot_prefix(saved, FINGERPRINT, backbone_config())
+    except ValueError:
+        pass
+    else:  # white space of the header
+        saved.write_bytes(whole)
+        assert_same_cache(found, load_slot_prefix(saved, FINGERPRINT, backbone_config()))
+    saved.write_bytes(whole)
+
+
+@pytest.mark.parametrize("fingerprint", [None, "", "[]", "5", "{", '{"passages": "other"}'])
+def test_file_with_another_fingerprint_is_refused(saved, fingerprint):
+    with safe_open(saved, framework="pt") as file:
+        metadata = {**file.metadata(), "fingerprint": fingerprint}
+    save_file(load_file(saved), saved, metadata={name: each for name, each in metadata.items() if each is not None})
+    with pytest.raises(ValueError, match=saved.name):
         load_slot_prefix(saved, FINGERPRINT, backbone_config())
 
 
