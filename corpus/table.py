@@ -206,7 +206,7 @@ class Corpus:
         for column, config in wanted.items():
             if column not in indexed and len(self):
                 self.table.create_index(column, config=config)
-        self.table.optimize(cleanup_older_than=timedelta(0))  # readers take the newest version
+        self.table.optimize(cleanup_older_than=timedelta(microseconds=1))  # readers take the newest version
 
     def info(self) -> dict[str, Any]:
         """Numbers of documents, passages and slots, and bytes on disk."""

@@ -1,0 +1,88 @@
+"""Limits of time and number, and what is left when the engine closes or the corpus vanishes."""
+
+import shutil
+import threading
+
+import pytest
+
+from arcaligner.corpus.build import build_corpus
+from arcaligner.corpus.retrieve import Retriever
+from arcaligner.corpus.table import Corpus
+from arcaligner.server.app import status_of
+from arcaligner.server.engine import BusyError, Engine, Limits, Request
+
+CHAT = [{"role": "user", "content": "Who wrote it?"}]
+
+
+@pytest.fixture
+def engine_of(ask):
+    """Engines that are closed at the end."""
+    made = []
+
+    def make(retriever=None, **settings):
+        made.append(Engine(ask, retriever, **settings))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def failure(engine, **settings) -> BaseException:
+    return engine.submit(Request(CHAT, documents=["Ada."], **settings)).exception()
+
+
+def test_a_request_that_takes_too_long_ends_and_the_next_is_answered(engine_of):
+    written = []
+    engine = engine_of(limits=Limits(seconds=0.0))
+    assert isinstance(failure(engine), TimeoutError) and status_of(failure(engine)) == 408
+    engine.limits = Limits(seconds=60)
+
+    def slow(text):
+        written.append(text)
+        engine.limits = Limits(seconds=0.0)  # from now on, it is too late
+
+    error = failure(engine, on_text=slow, max_new_tokens=64)
+    assert isinstance(error, TimeoutError) and len(written) == 2
+    engine.limits = Limits()
+    assert engine.submit(Request(CHAT, max_new_tokens=2)).result().completion_tokens <= 2
+
+
+def test_too_many_that_wait_are_told_and_a_closing_engine_answers_the_others(engine_of):
+    engine = engine_of(limits=Limits(waiting=2), max_batch=1)
+    busy, go_on = threading.Event(), threading.Event()
+    first = engine.submit(Request(CHAT, max_new_tokens=2, on_text=lambda text: busy.set() or go_on.wait()))
+    busy.wait()
+    waiting = [engine.submit(Request(CHAT, max_new_tokens=2)) for _ in range(2)]
+    with pytest.raises(BusyError, match="Too many requests wait"):
+        engine.submit(Request(CHAT))
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    while not engine._closed:
+        pass
+    with pytest.raises(BusyError, match="is closing"):
+        engine.submit(Request(CHAT))
+    go_on.set()
+    closing.join()
+    answers = [each.result().text for each in (first, *waiting)]
+    assert len(set(answers)) == 1
+
+
+def test_a_corpus_that_vanishes_fails_its_questions_and_no_others(tmp_path, engine_of, processor):
+    (tmp_path / "ada.txt").write_text("Ada wrote it.")
+    corpus = Corpus.create(tmp_path / "corpus", processor)
+    build_corpus([str(tmp_path / "ada.txt")], corpus, processor)
+    engine = engine_of(Retriever(corpus, processor))
+    assert engine.submit(Request(CHAT, max_new_tokens=2)).result().passages.documents[0]["text"] == "Ada wrote it."
+    shutil.rmtree(corpus.path)
+    error = engine.submit(Request(CHAT, max_new_tokens=2)).exception()
+    assert "cannot be searched" in str(error) and status_of(error) == 503
+    assert engine.submit(Request(CHAT, documents=["Ada."], max_new_tokens=2)).result().statistics["slots"] == 1
+
+
+def test_slot_prefixes_are_kept_within_their_bytes(engine_of):
+    for most, hits in ((2**20, 1), (0, 0)):
+        engine = engine_of(prefix_bytes=most)
+        answers = [engine.submit(Request(CHAT, documents=["Ada."], max_new_tokens=4)).result().text for _ in range(2)]
+        assert answers[0] == answers[1]
+        assert (engine.store.hits, engine.store.bytes > 0) == (hits, hits > 0)
