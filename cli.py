@@ -334,7 +334,7 @@ def serve_answers(
         retriever = None if opened is None else Retriever(opened, ask.processor, reranker)
         return Engine(ask, retriever, max_batch=max_batch, prefix_bytes=prefix_megabytes * 2**20)
 
-    settings = ServerSettings(model=Path(checkpoint).name, api_key=api_key or None)
+    settings = ServerSettings(model=Path(checkpoint).resolve().name, api_key=api_key or None)
     check_address(host, settings.api_key)  # before the model is loaded
     show_address = f"{settings.model} answers at http://{host}:{port}/v1, a page is at http://{host}:{port}/"
     if ray is not None:

@@ -13,6 +13,7 @@ write or read.
 """
 
 import json
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,7 +28,7 @@ from ..files import digest
 
 try:
     import lancedb
-    from lancedb.index import FTS, BTree, IvfPq
+    from lancedb.index import FTS, BTree, IvfSq
 except ImportError as error:
     raise ImportError(
         "A corpus is a LanceDB table, and lancedb is not installed: `pip install 'arcaligner[corpus]'`."
@@ -202,15 +203,16 @@ class Corpus:
         indexed = {column for index in self.table.list_indices() for column in index.columns}
         wanted = {"document": BTree(), "text": FTS(), "title": FTS()}
         if len(self) >= MIN_INDEXED_ROWS:
-            wanted["vector"] = IvfPq(distance_type="dot", num_sub_vectors=self.settings["encoder_hidden_size"] // 4)
+            wanted["vector"] = IvfSq(distance_type="dot")
         for column, config in wanted.items():
             if column not in indexed and len(self):
                 self.table.create_index(column, config=config)
-        self.table.optimize(cleanup_older_than=timedelta(microseconds=1))  # readers take the newest version
+        with warnings.catch_warnings(action="ignore"):  # that other versions go: readers take the newest one
+            self.table.optimize(cleanup_older_than=timedelta(0))
 
     def info(self) -> dict[str, Any]:
         """Numbers of documents, passages and slots, and bytes on disk."""
-        num_slots = num_bytes = 0
+        num_slots = 0
         documents = set()
         for batch in self.table.search().select(["document", "segments"]).to_batches():
             documents.update(hash(each) for each in batch["document"].to_pylist())

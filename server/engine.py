@@ -18,6 +18,7 @@ import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from ..configuration_arcaligner import longest_prompt
 from ..corpus.retrieve import Retriever, SlotPassages
 from ..pipeline_arcaligner import ArcAlignerPipeline, format_trajectory
 from ..prefix_store_arcaligner import check_length
@@ -145,7 +146,7 @@ class Engine:
         with self._arrival:
             if self._closed or len(self._waiting) >= self.limits.waiting:
                 raise BusyError(
-                    "The server is closing." if self._closed else "Too many requests wait; try again later."
+                    "The server is closing." if self._closed else "Too many requests wait. Try again later."
                 )
             self._waiting.append(request)
             self._arrival.notify()
@@ -162,7 +163,10 @@ class Engine:
 
     def _work(self) -> None:
         while batch := self._take():
-            for group in self._groups(self._read(batch)):
+            groups: dict[tuple, list[Request]] = {}
+            for request in self._read(batch):
+                groups.setdefault(request.kind, []).append(request)
+            for group in groups.values():
                 self._answer(group)
 
     def _take(self) -> list[Request]:
@@ -179,16 +183,13 @@ class Engine:
         for request in batch:
             if request.future.set_running_or_notify_cancel():
                 try:
-                    self._check_time(request)
+                    if request.cancelled or time.monotonic() - request.arrived > self.limits.seconds:
+                        raise TimeoutError(f"There was no time to begin within {self.limits.seconds:g} seconds.")
                     request.passages = self._passages(request)
                     read.append(request)
                 except Exception as error:  # one request's mistake is its own
                     request.future.set_exception(error)
         return read
-
-    def _check_time(self, request: Request) -> None:
-        if request.cancelled or time.monotonic() - request.arrived > self.limits.seconds:
-            raise TimeoutError(f"There was no time for the request within {self.limits.seconds:g} seconds.")
 
     def _passages(self, request: Request) -> SlotPassages | None:
         began = time.perf_counter()
@@ -205,9 +206,9 @@ class Engine:
 
     def _check_slots(self, num_slots: int) -> None:
         if num_slots > self.limits.max_slots:
+            most = self.limits.max_slots
             raise ValueError(
-                f"The passages have {num_slots} slots; expected at most {self.limits.max_slots}. Pass fewer or shorter "
-                "ones."
+                f"The passages have {num_slots} slots; expected at most {most}. Pass fewer or shorter ones."
             )
 
     def _encode_documents(self, documents: str) -> SlotPassages:
@@ -216,12 +217,6 @@ class Engine:
         encoded = self.processor.encode_documents(documents)
         documents = [each if isinstance(each, dict) else {"title": "", "text": each} for each in documents]
         return SlotPassages(documents, encoded.segments, encoded.context_embeds, encoded.context_word_ids, {})
-
-    def _groups(self, requests: list[Request]) -> list[list[Request]]:
-        groups: dict[tuple, list[Request]] = {}
-        for request in requests:
-            groups.setdefault(request.kind, []).append(request)
-        return list(groups.values())
 
     def _answer(self, group: list[Request]) -> None:
         began = time.monotonic()
@@ -249,7 +244,7 @@ class Engine:
                 good.append(request)
             except Exception as error:
                 request.future.set_exception(error)
-        for rest in [good] if len(good) < len(group) else [[request] for request in group]:
+        for rest in [good] if len(good) < len(group) else [[request] for request in good]:
             if rest:
                 self._answer(rest)
 
@@ -279,17 +274,19 @@ class Engine:
         inputs = {name: x.to(self.model.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
         if group[0].passages is not None and group[0].return_slots:
             inputs["recorded_depths"] = depths
-        check_length(inputs["input_ids"].shape[1], "The prompt", self.model.config.text_config)
+        length, config = inputs["input_ids"].shape[1], self.model.config.text_config
+        check_length(length, "The prompt", config)
+        room = max(1, (longest_prompt(config) or length + self.limits.max_new_tokens) - length)
         rows = Rows(group, inputs["attention_mask"].sum(dim=1).tolist(), self, began)
         sampling = {"do_sample": True, "temperature": group[0].temperature, "top_p": group[0].top_p}
-        config = GenerationConfig(
-            max_new_tokens=max(request.max_new_tokens for request in group),
+        settings = GenerationConfig(
+            max_new_tokens=min(room, max(request.max_new_tokens for request in group)),
             eos_token_id=self.model.generation_config.eos_token_id,
             pad_token_id=self.processor.tokenizer.pad_token_id or 0,
             **(sampling if group[0].temperature else {"do_sample": False}),
         )
         self.model.generate(
-            **inputs, generation_config=config, streamer=rows, stopping_criteria=StoppingCriteriaList([rows])
+            **inputs, generation_config=settings, streamer=rows, stopping_criteria=StoppingCriteriaList([rows])
         )
         rows.finish(depths[0].tolist() if depths else None)
 
@@ -368,7 +365,7 @@ class Rows(BaseStreamer, StoppingCriteria):
             request.future.set_result(
                 Answer(
                     text=self.said[row],
-                    finish_reason=self.reasons[row],
+                    finish_reason=self.reasons[row] or "length",  # where the backbone reads no more
                     prompt_tokens=self.prompt_tokens[row],
                     completion_tokens=len(self.ids[row]),
                     batch_size=len(self.group),

@@ -119,12 +119,8 @@ def slots_report(answer: Answer) -> dict[str, Any]:
 
 def usage(answer: Answer) -> dict[str, int]:
     """Tokens read and written; a slot counts as one."""
-    total = answer.prompt_tokens + answer.completion_tokens
-    return {
-        "prompt_tokens": answer.prompt_tokens,
-        "completion_tokens": answer.completion_tokens,
-        "total_tokens": total,
-    }
+    read, written = answer.prompt_tokens, answer.completion_tokens
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
 class Completion:

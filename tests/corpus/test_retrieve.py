@@ -1,5 +1,6 @@
 """A question finds its passages, and their stored slots are read without encoding them again."""
 
+import json
 import shutil
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from sentence_transformers import CrossEncoder
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
+from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.table import Corpus
 
@@ -86,3 +88,16 @@ def test_mistakes_are_clear(corpus, processor, tmp_path):
     shutil.rmtree(corpus.path)
     with pytest.raises(OSError, match="cannot be searched"):
         retriever("Who?")
+
+
+def test_many_passages_have_an_index_that_finds_the_same(tmp_path, processor, monkeypatch):
+    monkeypatch.setattr("arcaligner.corpus.table.MIN_INDEXED_ROWS", 300)
+    words = "Toronto riding Canada Ada letter Kazakh ski jumper Parkdale sport".split()
+    rows = [{"text": f"{words[n % 10]} {words[n // 10 % 10]} {words[n // 100]} {n}."} for n in range(400)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    corpus = Corpus.create(tmp_path / "corpus", processor)
+    build_corpus([str(tmp_path / "rows.jsonl")], corpus, processor)
+    assert {column for index in corpus.table.list_indices() for column in index.columns} >= {"vector", "text"}
+    retriever = Retriever(corpus, processor, search="vector")
+    found = [retriever(row["text"], top_k=5).documents for row in rows[:20]]
+    assert sum(row["text"] in [each["text"] for each in best] for row, best in zip(rows, found, strict=False)) >= 18
