@@ -6,6 +6,7 @@ map and quantization work as for any model. A base model's own name or folder ca
 fresh aligner is put around it.
 """
 
+import contextlib
 import re
 import shutil
 from contextvars import ContextVar
@@ -18,7 +19,7 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 from transformers.utils import cached_file, logging
 
-from .configuration_arcaligner import missing_model_message, resolve_base_model
+from .configuration_arcaligner import missing_model_message, resolve_base_model, written_whole
 from .lora_arcaligner import slot_lora_layers
 
 logger = logging.get_logger(__name__)
@@ -132,12 +133,14 @@ class AlignerCheckpointMixin:
             self._keys_to_ignore_on_save = {key for key in self.state_dict() if not self.is_aligner_key(key)}
         # FSDP2 puts a class of torch's before ours; the checkpoint would name that one, and hold torch's files.
         self.__class__ = next(cls for cls in class_before.__mro__ if not cls.__module__.startswith("torch."))
+        is_main = kwargs.get("is_main_process", True)
         try:
-            super().save_pretrained(save_directory, *args, **kwargs)
+            with written_whole(save_directory) if is_main else contextlib.nullcontext(save_directory) as folder:
+                super().save_pretrained(folder, *args, **kwargs)
+                if is_main:
+                    self._copy_code(folder)
         finally:
             self._keys_to_ignore_on_save, self.__class__ = ignored_before, class_before
-        if kwargs.get("is_main_process", True):
-            self._copy_code(Path(save_directory))
 
     def _copy_code(self, folder: Path) -> None:
         """Writes the code of model, processor and pipeline, as far as it is at hand."""
@@ -146,12 +149,12 @@ class AlignerCheckpointMixin:
             source = _find_code(name, self.config._name_or_path)
             if source is None:
                 missing.append(name)
-            elif source.resolve() != (folder / name).resolve():
+            else:
                 shutil.copyfile(source, folder / name)
         if missing:
             logger.warning(
-                f"{folder} lacks {', '.join(missing)}: this model was made from a configuration by remote code that "
-                "has not loaded them. Load processor or pipeline first, or save from the installed package."
+                f"The checkpoint lacks {', '.join(missing)}: this model was made from a configuration by remote code "
+                "that has not loaded them. Load processor or pipeline first, or save from the installed package."
             )
 
 

