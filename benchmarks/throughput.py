@@ -98,7 +98,8 @@ def make_arms(recipe: RecipeArguments, args: AlignerTrainingConfig) -> tuple[dic
     if len(examples) < size:
         raise ValueError(f"Found {len(examples)} examples; expected at least one batch of {size}. Name more rows.")
     # As in training, those of similar length share a batch.
-    examples = examples.select(range(min(len(examples), size * args.max_steps))).sort("length", reverse=True)
+    lengths = examples["length"][: size * args.max_steps]
+    examples = examples.select(sorted(range(len(lengths)), key=lambda number: -lengths[number]))
     rows = [examples.select(range(i, i + size)).to_list() for i in range(0, len(examples) - size + 1, size)]
     steps = {
         "plain": {"dtype": "float32", "attn_implementation": "sdpa", "compile_layers": False},
