@@ -347,8 +347,8 @@ class DocumentEncoder:
             )
 
 
-# Texts whose token states exist at a time.
-RUN_BATCH = 64
+# Texts that are read at a time. They are sorted by length: of few, hardly any padding is read.
+RUN_BATCH = 16
 
 
 # Of a checkpoint whose encoder was trained along.
@@ -447,6 +447,7 @@ class LazyEncoder:
                 layer.unmerge()
             if (found := layer.r["default"]) != lora_r:
                 raise ValueError(f"The encoder has LoRA of rank {found}; got {lora_r}. Go on with the rank it has.")
+            layer.cast_input_dtype_enabled = False  # autocast does it, and does not cast all of the input
             weights += [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
         model.requires_grad_(False)
         for weight in weights:

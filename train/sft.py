@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
+from sentence_transformers import SentenceTransformer
 from transformers import PreTrainedConfig, set_seed
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
@@ -166,6 +167,16 @@ def make_examples(
         )
 
 
+def speed_up_encoder(encoder: SentenceTransformer, recipe: RecipeArguments) -> None:
+    """An encoder that is trained along gets the backbone's attention kernel and compilation."""
+    model = encoder[0].model
+    if recipe.attn_implementation is not None:
+        model.set_attn_implementation(recipe.attn_implementation)
+    if recipe.compile_layers:
+        for layer in max((each for each in model.modules() if isinstance(each, torch.nn.ModuleList)), key=len):
+            layer.compile(dynamic=True)
+
+
 def make_trainer(
     recipe: RecipeArguments,
     args: AlignerTrainingConfig,
@@ -179,6 +190,8 @@ def make_trainer(
     with encoder_in_one_piece(args):
         processor.encoder_device = str(args.device)
         encoder_weights = processor.train_encoder(recipe.encoder_lora_r) if recipe.encoder_lora_r else []
+        if encoder_weights:
+            speed_up_encoder(processor.sentence_encoder, recipe)
         processor.sentence_encoder.to(dtype)
         for weight in encoder_weights:
             weight.data = weight.data.float()
