@@ -210,7 +210,7 @@ def test_mistakes_in_train_end_in_one_clear_line(capsys, monkeypatch):
         (("--recipe", "none"), "There is no recipe 'none'"),
         (("--recipe", "tiny", "--", "--output_dir", "x"), "Name a folder for all stages with `--output`"),
         (("--recipe", "tiny", "--accelerate", "none"), "no accelerate config 'none'"),
-        (("--recipe", "tiny", "--output", "none"), "1_reconstruction failed with exit code 1; what it said stands"),
+        (("--recipe", "tiny", "--output", "none"), "1_reconstruction failed with exit code 1; see the message above"),
     ):
         code, out, err = run(capsys, "train", *options)
         assert code == 1 and out == ""
