@@ -134,12 +134,25 @@ def test_what_is_no_request_at_all_is_refused(url, client):
     assert httpx.get(f"{url}/none").status_code == 404
 
 
-def test_a_client_that_leaves_stops_its_answer(client, engine):
+def test_a_client_that_leaves_stops_its_answer(client, engine, monkeypatch):
+    requests, submit, gone = [], engine.submit, threading.Event()
+
+    def submit_slow(request):
+        put = request.on_text
+        request.on_text = lambda text: (put(text), gone.wait(30))
+        requests.append(request)
+        return submit(request)
+
+    monkeypatch.setattr(engine, "submit", submit_slow)
     stream = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": QUESTION}], max_tokens=64, stream=True
     )
     next(iter(stream))
     stream.close()
+    while not requests[0].cancelled:
+        pass
+    gone.set()
+    assert isinstance(requests[0].future.exception(), TimeoutError)
     assert ask_server(client).choices[0].message.content
 
 
