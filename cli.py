@@ -327,12 +327,15 @@ def serve_answers(
     def make_engine():
         from .corpus.retrieve import Retriever
         from .corpus.table import Corpus
-        from .server.engine import Engine
+        from .server.engine import Engine, Request
 
         opened = None if corpus is None else Corpus(corpus)
         ask = load_pipeline(checkpoint)
         retriever = None if opened is None else Retriever(opened, ask.processor, reranker)
-        return Engine(ask, retriever, max_batch=max_batch, prefix_bytes=prefix_megabytes * 2**20)
+        engine = Engine(ask, retriever, max_batch=max_batch, prefix_bytes=prefix_megabytes * 2**20)
+        warm_up = Request([{"role": "user", "content": "?"}], documents=["."], max_new_tokens=2, return_slots=True)
+        engine.submit(warm_up).result()  # the first client need not wait for what is loaded on first use
+        return engine
 
     settings = ServerSettings(model=Path(checkpoint).resolve().name, api_key=api_key or None)
     check_address(host, settings.api_key)  # before the model is loaded

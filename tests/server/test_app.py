@@ -6,7 +6,9 @@ import threading
 import httpx
 import openai
 import pytest
+from fastapi.testclient import TestClient
 
+from arcaligner import cli
 from arcaligner.server.app import check_address
 
 QUESTION = "What sport does he play?"
@@ -159,10 +161,30 @@ def test_a_client_that_leaves_stops_its_answer(client, engine, monkeypatch):
 def test_the_server_says_how_it_does(url, client):
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert httpx.get(f"{url}/health").json() == {"status": "ok", "model": "tiny", "corpus": True}
+    page = httpx.get(url)
+    assert page.headers["content-type"].startswith("text/html") and "://" not in page.text  # nothing from elsewhere
     ask_server(client)
     text = httpx.get(f"{url}/metrics", headers=AUTHORIZED).text
     for name in ('requests_total{status="200"}', "tokens_total", "slots_total", "prefix_bytes", "seconds_bucket"):
         assert f"arcaligner_{name}" in text
+
+
+def test_the_command_serves_a_checkpoint_and_a_corpus(capsys, monkeypatch, checkpoint_dir, retriever):
+    served = []
+    monkeypatch.setattr("uvicorn.run", lambda app, **settings: served.append((app, settings)))
+    monkeypatch.setenv("ARCALIGNER_API_KEY", "")
+    options = ["serve", "--checkpoint", str(checkpoint_dir), "--corpus", str(retriever.corpus.path), "--port", "8001"]
+    with pytest.raises(SystemExit) as end:
+        cli.main([*options, "--host", "0.0.0.0"])
+    assert end.value.code == 1 and "there is no API key" in capsys.readouterr().err and not served
+    with pytest.raises(SystemExit) as end:
+        cli.main(options)
+    assert end.value.code == 0 and "http://127.0.0.1:8001/v1" in capsys.readouterr().err
+    ((app, settings),) = served
+    assert (settings["host"], settings["port"]) == ("127.0.0.1", 8001)
+    with TestClient(app) as client:
+        body = {"model": checkpoint_dir.name, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 2}
+        assert client.post("/v1/chat/completions", json=body).json()["arcaligner"]["sources"]
 
 
 def test_without_a_key_only_this_machine_may_ask():

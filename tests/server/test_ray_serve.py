@@ -3,23 +3,22 @@
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
 import httpx
 import pytest
 
-pytest.importorskip("ray")
-
-import ray
-from ray import serve
-
 from arcaligner.server.app import ServerSettings, serve_on_ray
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")]
 PORT = 8765
 
 
 @pytest.fixture(scope="module")
 def cluster():
+    import ray
+    from ray import serve
+
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     yield
     serve.shutdown()
