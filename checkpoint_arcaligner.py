@@ -19,7 +19,7 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 from transformers.utils import cached_file, logging
 
-from .configuration_arcaligner import missing_model_message, resolve_base_model, written_whole
+from .configuration_arcaligner import check_json_file, missing_model_message, resolve_base_model, written_whole
 from .lora_arcaligner import slot_lora_layers
 
 logger = logging.get_logger(__name__)
@@ -66,6 +66,8 @@ class AlignerCheckpointMixin:
         """
         name = pretrained_model_name_or_path
         if name is not None:
+            if (path := Path(name, "generation_config.json")).is_file():
+                check_json_file(path)
             resolved = resolve_base_model(str(name))
             if resolved != str(name) and kwargs.get("config") is None:
                 kwargs.setdefault("base_model_name_or_path", str(name))

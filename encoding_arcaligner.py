@@ -108,8 +108,22 @@ def words_tensor(values, name: str) -> torch.LongTensor:
     return embeds_tensor(values, name).long()
 
 
+def check_text(text: str, what: str) -> None:
+    """Raises `ValueError` for halves of surrogate pairs, such as a name of another encoding has on a command line."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what} is no text at character {error.start}: {text[error.start]!a}. Decode it anew."
+        ) from error
+
+
 def title_of(document) -> str | None:
-    return document.get("title") if isinstance(document, dict) else None
+    title = document.get("title") if isinstance(document, dict) else None
+    if title is not None and not isinstance(title, str):
+        raise ValueError(f"A title is of type {type(title).__name__}; expected a string or none.")
+    check_text(title or "", "A title")
+    return title
 
 
 def text_of(document, number: int) -> str:
@@ -120,6 +134,7 @@ def text_of(document, number: int) -> str:
             + (f" with a `text` of type {type(text).__name__}" if isinstance(document, dict) else "")
             + '; expected a string or {"title": str, "text": str}.'
         )
+    check_text(text, f"Document {number}")
     return text
 
 
@@ -312,7 +327,7 @@ class DocumentEncoder:
         Raises:
             `ValueError`: settings that cannot be, or not together.
         """
-        check_slot_budget(max_slots, slot_policy or "drop")
+        check_slot_budget(max_slots, "drop" if slot_policy is None else slot_policy)
         rate = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
         check_tokens_per_slot(rate)
         if rate != "segment" and max_slots is not None and slot_policy == "merge":

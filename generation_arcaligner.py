@@ -17,6 +17,15 @@ from .refinement_arcaligner import REFINEMENT_SETTINGS, check_refinement_setting
 logger = logging.get_logger(__name__)
 
 
+def check_ids(input_ids) -> None:
+    """Raises `ValueError` unless they are whole numbers (batch, seq_len)."""
+    if not isinstance(input_ids, torch.Tensor) or input_ids.is_floating_point() or input_ids.dim() != 2:
+        shape = f" {input_ids.dtype} of shape {tuple(input_ids.shape)}" if isinstance(input_ids, torch.Tensor) else ""
+        raise ValueError(
+            f"`input_ids` is a {type(input_ids).__name__}{shape}; expected a tensor of whole numbers (batch, seq_len)."
+        )
+
+
 def text_for_slots(input_ids: torch.LongTensor, context_token_id: int) -> torch.LongTensor:
     """`input_ids` (batch, seq_len) with the row's first text token in the place of each slot.
 
@@ -152,6 +161,11 @@ class SlotGenerationMixin(GenerationMixin):
             `ValueError`: `prefill_chunk_size`, since slots cannot be split from what they refine with; gates or a
                 budget that cannot be.
         """
+        input_ids, mask = kwargs.get("input_ids", inputs), kwargs.get("attention_mask")
+        if input_ids is not None:
+            check_ids(input_ids)
+        if mask is not None and not isinstance(mask, torch.Tensor | dict):
+            raise ValueError(f"`attention_mask` is a {type(mask).__name__}; expected a tensor (batch, seq_len).")
         settings = {name: kwargs[name] for name in REFINEMENT_SETTINGS if kwargs.get(name) is not None}
         check_refinement_settings(**settings)
         if settings and self._has_read_slots(kwargs.get("input_ids", inputs), kwargs.get("past_key_values")):

@@ -30,7 +30,7 @@ from .backbones_arcaligner import (
 )
 from .checkpoint_arcaligner import AlignerCheckpointMixin
 from .configuration_arcaligner import ArcAlignerConfig
-from .generation_arcaligner import SlotGenerationMixin
+from .generation_arcaligner import SlotGenerationMixin, check_ids
 from .lora_arcaligner import (
     ADAPTER_NAME,
     ALL_ROWS,
@@ -260,6 +260,8 @@ def slot_decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, SlotDecoderLayer)]
 
 
+# Of a context embedding, whose norm is 1; logits of a much larger one would not be finite.
+LARGEST_VALUE = 1e6
 STAGES = ("lexical", "reconstruction", "grounding", "gating")
 # Below zero: the gates of a model that has not seen stage III are closed, so it computes what stage II taught it.
 FRESH_GATE_BIAS = -0.5
@@ -538,6 +540,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                     f"`input_ids` with `context_token_id` {self.config.context_token_id} where the slots are."
                 )
             return None
+        check_ids(input_ids)
         if context_embeds is None and (is_generated or torch.compiler.is_compiling()):
             return None  # to look would make the host wait for the device
         slot_mask = input_ids == self.config.context_token_id
@@ -559,6 +562,10 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 "off. ArcAligner brings its LoRA: train it with `set_stage` and without a `peft_config`."
             )
         width = self.config.encoder_hidden_size
+        if not isinstance(context_embeds, torch.Tensor) or not context_embeds.is_floating_point():
+            raise ValueError(
+                f"`context_embeds` is of type {type(context_embeds).__name__}; expected a tensor of floats."
+            )
         if context_embeds.dim() != 3 or context_embeds.shape[0] != slot_mask.shape[0]:
             raise ValueError(
                 f"`context_embeds` has shape {tuple(context_embeds.shape)}; expected ({slot_mask.shape[0]}, max_slots, "
@@ -595,7 +602,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         is_slot, is_text, *found = to_numpy_in_one_sync(
             slot_mask,
             _text_mask(slot_mask, attention_mask),
-            torch.isfinite(context_embeds).all(dim=2),  # (batch, max_slots)
+            (context_embeds.abs() < LARGEST_VALUE).all(dim=2),  # (batch, max_slots), False for NaN
             context_embeds.ne(0).any(dim=2),  # (batch, max_slots)
         )
         self._check_slots(is_slot, *found, past_key_values)
@@ -614,7 +621,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         if is_broken.any():
             row, slot = np.argwhere(is_broken)[0]
             raise ValueError(
-                f"`context_embeds` holds NaN or infinite values in {is_broken.sum()} of {counts.sum()} slots, first in "
+                f"`context_embeds` holds NaN or values beyond {LARGEST_VALUE:g} in {is_broken.sum()} of "
+                f"{counts.sum()} slots, first in "
                 f"slot {slot} of row {row}. Check the encoder's output."
             )
         if most and past_key_values is not None and past_key_values.get_seq_length() > 0:

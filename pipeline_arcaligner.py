@@ -109,6 +109,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             `ValueError`: an input of another kind, an empty question, documents that are not text,
                 an option that would cut slots.
         """
+        if isinstance(text_inputs, list | tuple) and not text_inputs:
+            raise ValueError("The list of inputs is empty; expected a chat, a string or a question with its passages.")
         return super().__call__(text_inputs, **kwargs)
 
     def _sanitize_parameters(
@@ -141,6 +143,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     ) -> dict[str, Any]:
         """`input_ids`, `attention_mask` (1, seq_len) and, in `row`, what is not padded."""
         prompt, documents, is_question = _read_input(prompt_text, documents)
+        if isinstance(prompt, Chat):
+            self.processor.check_conversation(prompt.messages)
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
         else:
@@ -253,6 +257,8 @@ def _read_input(given: Any, documents: list | None) -> tuple[str | Chat, list | 
         if documents is None and ("question" in given or "messages" in given):
             _check_row_without_documents(given)
     if isinstance(given, dict) and "messages" in given:
+        if not isinstance(given["messages"], list | tuple):
+            raise ValueError(f"`messages` is {given['messages']!r}; expected a list of messages.")
         return Chat(given["messages"]), documents, False
     if isinstance(given, dict) and isinstance(given.get("question"), str):
         return given["question"], [] if documents is None else documents, True

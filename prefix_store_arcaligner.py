@@ -277,7 +277,7 @@ class SlotPrefixStore:
             `ValueError`: as the processor; a file that cannot be used; prompts longer than the backbone's context; no
                 question.
         """
-        if not questions:
+        if not isinstance(questions, str | list | tuple) or not questions:
             raise ValueError(f"There is no question in {questions!r}. Pass one, or a list of some.")
         is_single = isinstance(questions, str) or isinstance(questions[0], dict)
         rows = [questions] if is_single else list(questions)

@@ -9,24 +9,32 @@ The context token is never part of the tokenizer: its id is written into `input_
 characters in somebody's text are text.
 """
 
-import json
+import contextlib
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoTokenizer, BatchFeature, PreTrainedConfig, ProcessorMixin
 from transformers.utils import logging
 from transformers.utils.chat_template_utils import encode_marked_chat
 
-from .configuration_arcaligner import DEFAULT_ENCODER, longest_prompt, resolve_base_model, written_whole
+from .configuration_arcaligner import (
+    DEFAULT_ENCODER,
+    check_json_file,
+    longest_prompt,
+    resolve_base_model,
+    written_whole,
+)
 from .encoding_arcaligner import (
     ENCODER_FOLDER,
     DocumentEncoder,
     EncodedDocuments,
     LazyEncoder,
+    check_text,
     embeds_tensor,
     find_encoder_folder,
     pad_words,
@@ -49,14 +57,12 @@ BACKGROUND_LINE = "Refer to the background document: "
 QUESTION_LINE = "\nQuestion: "
 
 
-def _check_json_file(path: Path, key: str) -> None:
-    """Raises `ValueError` for a file that is not a JSON object with `key`."""
+@contextlib.contextmanager
+def _template_errors() -> Iterator[None]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}). Save the processor again, or download it again.") from error
-    if not isinstance(content, dict) or key not in content:
-        raise ValueError(f"{path} is not an object with `{key}`. Save the processor again, or download it again.")
+        yield
+    except jinja2.TemplateError as error:
+        raise ValueError(f"The chat template (chat_template.jinja) cannot be used: {error}.") from error
 
 
 class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
@@ -175,9 +181,16 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         Raises:
             `ValueError`: a file that is missing or broken, by its name.
         """
-        for name, key in _FILES.items():
-            if (path := Path(pretrained_model_name_or_path, name)).is_file():
-                _check_json_file(path, key)
+        if (folder := Path(pretrained_model_name_or_path)).is_dir():
+            for name, key in _FILES.items():
+                if (path := folder / name).is_file() or name == "tokenizer_config.json":
+                    check_json_file(path, key)
+            if not list(folder.glob("tokenizer.*")) + list(folder.glob("vocab.*")):
+                raise ValueError(f"{folder} has no tokenizer.json. Save the processor again, or download it again.")
+            try:
+                [path.read_text(encoding="utf-8") for path in folder.glob("chat_template.jinja")]
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{folder / 'chat_template.jinja'} is not UTF-8 text ({error}).") from error
         settings, kwargs = super().get_processor_dict(pretrained_model_name_or_path, **kwargs)
         if "encoder_name_or_path" not in settings:
             raise ValueError(
@@ -185,6 +198,8 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
                 "Write it there with `processor.save_pretrained`."
             )
         return settings, kwargs
+
+    check_conversation = staticmethod(lambda given: check_conversation(given))
 
     @classmethod
     def from_base_model(cls, base_model: str, **settings: Any) -> "ArcAlignerProcessor":
@@ -202,10 +217,14 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         Raises:
             `ValueError`: a conversation without a question.
         """
+        check_conversation(messages)
         mark = uuid.uuid4().hex
         if sanitize_control_tokens:
             messages = self.mark_control_tokens(messages)
-        text = super().apply_chat_template(_with_background_line(messages, mark), tokenize=False, **kwargs)
+        with _template_errors():
+            text = super().apply_chat_template(_with_background_line(messages, mark), tokenize=False, **kwargs)
+        if (times := text.count(mark)) != 1:
+            raise ValueError(f"The chat template writes the first user message {times} times; expected it once.")
         before, after = text.split(mark)
         return before, after
 
@@ -294,6 +313,8 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         """
         if text is None:
             raise ValueError("`text` is missing; pass a question, or a list of questions.")
+        if not isinstance(text, str) and not (isinstance(text, list | tuple) and text):
+            raise ValueError(f"`text` is {text!r}; expected a question, or a list of questions.")
         if documents is None and context_embeds is None:
             if sanitize_control_tokens:  # of `apply_chat_template`
                 kwargs["sanitize_control_tokens"] = True
@@ -467,19 +488,21 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         Returns:
             `BatchFeature` (`tokenize` and `return_dict`), the `input_ids` alone (`tokenize`), or the text.
         """
+        check_conversation(conversation)
         if sanitize_control_tokens is None:
             sanitize_control_tokens = tokenize and (documents is not None or context_embeds is not None)
         if documents is None and context_embeds is None:
-            return super().apply_chat_template(
-                conversation,
-                chat_template,
-                sanitize_control_tokens=sanitize_control_tokens,
-                tokenize=tokenize,
-                return_dict=return_dict,
-                return_tensors=return_tensors,
-                processor_kwargs=processor_kwargs,
-                **kwargs,
-            )
+            with _template_errors():
+                return super().apply_chat_template(
+                    conversation,
+                    chat_template,
+                    sanitize_control_tokens=sanitize_control_tokens,
+                    tokenize=tokenize,
+                    return_dict=return_dict,
+                    return_tensors=return_tensors,
+                    processor_kwargs=processor_kwargs,
+                    **kwargs,
+                )
         is_single = isinstance(conversation[0], dict)
         conversations = [conversation] if is_single else conversation
         kwargs |= {"chat_template": chat_template, "sanitize_control_tokens": sanitize_control_tokens}
@@ -535,6 +558,7 @@ def _lists(values):
 def _check_question(question) -> None:
     if not isinstance(question, str):
         raise ValueError(f"A question is of type {type(question).__name__}; expected a string.")
+    check_text(question, "The question")
     if not question.strip():
         raise ValueError("The question is empty; expected a text. Passages alone ask nothing.")
 
@@ -557,6 +581,20 @@ def _documents(row, name: str) -> list:
     return list(row)
 
 
+def check_conversation(given: Any) -> None:
+    """Raises `ValueError` unless it is a list of messages, or a list of such lists."""
+    messages = getattr(given, "messages", given)  # of transformers' `Chat`
+    if not isinstance(messages, list | tuple) or not messages:
+        raise ValueError(f"A conversation is {messages!r}; expected a list of messages, at least one.")
+    if any(isinstance(each, list | tuple) for each in messages):
+        for each in messages:
+            check_conversation(each)
+        return
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise ValueError(f'A message is {message!r}; expected {{"role": str, "content": str}}.')
+
+
 def _with_background_line(messages: list[dict], mark: str) -> list[dict]:
     """The conversation with the background line, `mark` for its slots, before its first user message."""
     for position, message in enumerate(messages):
@@ -564,7 +602,13 @@ def _with_background_line(messages: list[dict], mark: str) -> list[dict]:
             continue
         content = message["content"]
         if not isinstance(content, str):
-            content = "".join(part["text"] for part in content if part.get("type") == "text")
+            parts = content if isinstance(content, list | tuple) else []
+            texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+            if not texts or not all(isinstance(text, str) for text in texts):
+                raise ValueError(
+                    f'A user message is {content!r}; expected a text or [{{"type": "text", "text": str}}].'
+                )
+            content = "".join(texts)
         _check_question(content)
         asked = {**message, "content": BACKGROUND_LINE + mark + QUESTION_LINE + content}
         return [*messages[:position], asked, *messages[position + 1 :]]

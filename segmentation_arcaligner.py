@@ -41,7 +41,8 @@ def equal_runs(num_tokens: int, tokens_per_slot: int | str) -> list[tuple[int, i
 def check_tokens_per_slot(tokens_per_slot: int | str) -> None:
     """Raises `ValueError` unless it is `"segment"` or a whole number of at least 1."""
     is_number = isinstance(tokens_per_slot, int) and not isinstance(tokens_per_slot, bool)
-    if tokens_per_slot != "segment" and not (is_number and tokens_per_slot >= 1):
+    is_segment = isinstance(tokens_per_slot, str) and tokens_per_slot == "segment"
+    if not is_segment and not (is_number and tokens_per_slot >= 1):
         raise ValueError(
             f'`tokens_per_slot` is {tokens_per_slot!r}; expected a whole number of tokens of at least 1, or "segment" '
             "for one slot per segment."
@@ -191,7 +192,7 @@ def check_slot_budget(max_slots: int | None, slot_policy: str) -> None:
             f"`max_slots` is {max_slots!r}; expected a whole number of at least 1, the most slots of a question, or "
             "None for as many as its passages have segments."
         )
-    if slot_policy not in SLOT_POLICIES:
+    if not isinstance(slot_policy, str) or slot_policy not in SLOT_POLICIES:
         raise ValueError(f"`slot_policy` is {slot_policy!r}; expected one of {', '.join(SLOT_POLICIES)}.")
 
 

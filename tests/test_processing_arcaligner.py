@@ -194,7 +194,7 @@ def test_truncation_cuts_text_behind_the_slots_only(processor):
     [
         ({"text": "", "documents": ["One."]}, "The question is empty"),
         ({"text": " \n", "documents": ["One."]}, "The question is empty"),
-        ({"text": 3, "documents": ["One."]}, "A question is of type int"),
+        ({"text": 3, "documents": ["One."]}, "`text` is 3; expected a question"),
         ({"text": ["a", None], "documents": [[], []]}, "A question is of type NoneType"),
         ({"text": "a", "documents": ["One.", 7]}, "Document 1 is of type int"),
         ({"text": "a", "documents": [{"title": "no text"}]}, "Document 0 .*`text` of type NoneType"),
