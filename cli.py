@@ -214,7 +214,14 @@ def fill_corpus(corpus, processor, sources: list[str], strict: bool, workers: in
 
         write_batches = RayWriter(workers)
     with busy("Encoding passages"):
-        report = build_corpus(sources, corpus, processor, strict=strict, write_batches=write_batches)
+        report = build_corpus(
+            sources,
+            corpus,
+            processor,
+            strict=strict,
+            on_batch=lambda report: messages.print(f"[dim]{report.passages} passages[/]"),
+            write_batches=write_batches,
+        )
     for each in report.skipped:
         messages.print(printable(f"Skipped: {each}"), markup=False, soft_wrap=True)
     show(summary(report, corpus.info()))
@@ -322,7 +329,7 @@ def serve_answers(
     ] = None,
 ) -> None:
     """Serves answers over HTTP, as clients of OpenAI ask for them, and a page to ask from."""
-    from .server.app import ServerSettings, check_address, serve, serve_on_ray
+    from .server.app import ServerSettings, serve, serve_on_ray
 
     def make_engine():
         from .corpus.retrieve import Retriever
@@ -337,17 +344,16 @@ def serve_answers(
         engine.submit(warm_up).result()  # the first client need not wait for what is loaded on first use
         return engine
 
-    settings = ServerSettings(model=Path(checkpoint).resolve().name, api_key=api_key or None)
-    check_address(host, settings.api_key)  # before the model is loaded
+    settings = ServerSettings(Path(checkpoint).resolve().name, host, port, api_key or None)
     show_address = f"{settings.model} answers at http://{host}:{port}/v1, a page is at http://{host}:{port}/"
     if ray is not None:
-        serve_on_ray(make_engine, settings, host, port, ray)
+        serve_on_ray(make_engine, settings, ray)
         messages.print(show_address, soft_wrap=True)
         signal.pause()
     with busy("Loading the aligner and its base model"):
         engine = make_engine()
     messages.print(show_address, soft_wrap=True)
-    serve(engine, settings, host, port)
+    serve(engine, settings)
 
 
 @app.command()
@@ -402,7 +408,7 @@ def evaluate(
     num_questions: Annotated[int | None, typer.Option("-n", help="Maximum number of questions of each task.")] = None,
     passages: Annotated[str | None, typer.Option(help="Which passages are read: given, gold or retrieved.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Number of passages read.")] = None,
-    corpus: Annotated[str | None, typer.Option(help="Passages to retrieve from: a file or a Hub id.")] = None,
+    corpus: Annotated[str | None, typer.Option(help="Folder of a corpus, for retrieved passages.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Number of questions per batch.")] = None,
     device: Annotated[str | None, typer.Option(help="Device of the models: cpu or cuda.")] = None,
 ) -> None:
@@ -417,7 +423,7 @@ def evaluate(
     given |= {"xrag": xrag, "projector_only": projector_only, "full_text_lora": full_text_lora}
     given |= {"tasks": split_names(tasks), "methods": split_names(methods)}
     given |= {"tokens_per_slot": split_rates(tokens_per_slot)}
-    given |= {"retrieval": corpus and {"corpus": corpus}}
+    given |= {"corpus": corpus}
     of_tasks = {"num_questions": num_questions, "passages": passages, "top_k": top_k}
     results = evaluate(read_settings(recipe, given, of_tasks))
     show(results_page(results))

@@ -3,7 +3,7 @@
 read_documents -> new_documents (batches of those that are new or changed) -> encode_documents -> Corpus.add
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +46,7 @@ class Batch:
 
 
 def build_corpus(
-    sources: Iterable[str],
+    sources: list[str],
     corpus: Corpus,
     processor,
     *,
@@ -58,7 +58,7 @@ def build_corpus(
     Adds the documents of sources, and replaces those that have changed. A build that was killed goes on where it was.
 
     Args:
-        sources (`Iterable[str]`): See `sources.py`.
+        sources (`list[str]`): See `sources.py`.
         corpus ([`Corpus`]): Where to.
         processor ([`ArcAlignerProcessor`]): Makes the slots; its settings are the corpus's.
         strict (`bool`): Stop at what cannot be read, instead of skipping it.
@@ -70,7 +70,7 @@ def build_corpus(
     """
     report = BuildReport()
     with corpus.writing():
-        for done in (write_batches or write_here)(list(sources), corpus, processor, strict):
+        for done in (write_batches or write_here)(sources, corpus, processor, strict):
             for name, value in vars(done).items():
                 setattr(report, name, getattr(report, name) + value)
             on_batch(report)

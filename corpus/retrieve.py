@@ -126,8 +126,11 @@ class Retriever:
 
 def slot_passages(rows) -> SlotPassages:
     """Rows of a corpus as passages with slots."""
-    documents = rows.select([name for name in rows.column_names if name not in ("segments", "slots", "words")])
-    documents = [_with_score(each) for each in documents.to_pylist()]
+    documents = rows.select(["document", "title", "text", "start", "end"]).to_pylist()
+    for name, sign in (("_relevance_score", 1), ("_distance", -1)):  # of a hybrid search, or of vectors alone
+        if name in rows.column_names:
+            for document, value in zip(documents, rows[name].to_pylist(), strict=True):
+                document["score"] = sign * value
     segments = [
         Segment(number, each["start"], each["end"], document["text"][each["start"] : each["end"]])
         for number, (document, row) in enumerate(zip(documents, rows["segments"].to_pylist(), strict=True))
@@ -141,8 +144,3 @@ def slot_passages(rows) -> SlotPassages:
         each = [torch.tensor(ids, dtype=torch.long) for row in rows["words"].to_pylist() for ids in row]
         words = pad_sequence(each, batch_first=True, padding_value=-1)
     return SlotPassages(documents, segments, embeds, words, {})
-
-
-def _with_score(row: dict[str, Any]) -> dict[str, Any]:
-    scores = {name: row.pop(name) for name in list(row) if name.startswith("_")}
-    return row | {"score": scores.get("_relevance_score", -scores.get("_distance", 0.0))}

@@ -59,7 +59,8 @@ def table_schema(settings: dict[str, Any]) -> pa.Schema:
 
 def slot_settings(processor, tokens_per_slot: int | str | None = None) -> dict[str, Any]:
     """All that decides the slots that a processor makes, as JSON."""
-    tokenizer = processor.tokenizer.backend_tokenizer.to_str()
+    tokenizer = json.loads(processor.tokenizer.backend_tokenizer.to_str())
+    tokenizer = {name: value for name, value in tokenizer.items() if name not in ("padding", "truncation")}
     return {
         "encoder": processor.encoder_name_or_path,
         "encoder_hidden_size": processor.encoder_hidden_size,

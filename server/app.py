@@ -41,22 +41,26 @@ class ServerSettings:
 
     Args:
         model (`str`): The name it answers to.
+        host (`str`), port (`int`): Where it listens.
         api_key (`str`, *optional*): That clients have to send.
         max_body_bytes (`int`): The longest request.
+
+    Raises:
+        `ValueError`: an address that others can reach, without a key.
     """
 
     model: str = "arcaligner"
+    host: str = "127.0.0.1"
+    port: int = 8000
     api_key: str | None = None
     max_body_bytes: int = 2**20
 
-
-def check_address(host: str, api_key: str | None) -> None:
-    """Raises `ValueError` for a server that others could reach without a key."""
-    if not api_key and host not in LOOPBACK:
-        raise ValueError(
-            f"`--host` is {host!r} and there is no API key, so that anybody could ask. Set `ARCALIGNER_API_KEY`, or "
-            "bind to 127.0.0.1."
-        )
+    def __post_init__(self):
+        if not self.api_key and self.host not in LOOPBACK:
+            raise ValueError(
+                f"`--host` is {self.host!r} and there is no API key, so that anybody could ask. Set "
+                "`ARCALIGNER_API_KEY`, or bind to 127.0.0.1."
+            )
 
 
 class Gate:
@@ -232,28 +236,14 @@ def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAP
     return app
 
 
-def serve(engine: Engine, settings: ServerSettings, host: str, port: int) -> None:
-    """Serves until it is asked to end; then what was begun is answered first.
-
-    Raises:
-        `ValueError`: an address that others can reach, without a key.
-    """
-    check_address(host, settings.api_key)
-    timeout = int(engine.limits.seconds)
-    uvicorn.run(
-        create_app(engine, settings), host=host, port=port, log_level="warning", timeout_graceful_shutdown=timeout
-    )
+def serve(engine: Engine, settings: ServerSettings) -> None:
+    """Serves until it is asked to end; then what was begun is answered first."""
+    app, timeout = create_app(engine, settings), int(engine.limits.seconds)
+    uvicorn.run(app, host=settings.host, port=settings.port, log_level="warning", timeout_graceful_shutdown=timeout)
 
 
-def serve_on_ray(
-    make_engine: Callable[[], Engine], settings: ServerSettings, host: str, port: int, replicas: int
-) -> None:
-    """Deploys the same application on Ray Serve, an engine per replica; Ray starts one again that dies.
-
-    Raises:
-        `ValueError`: an address that others can reach, without a key.
-    """
-    check_address(host, settings.api_key)
+def serve_on_ray(make_engine: Callable[[], Engine], settings: ServerSettings, replicas: int) -> None:
+    """Deploys the same application on Ray Serve, an engine per replica; Ray starts one again that dies."""
     try:
         from ray import serve as ray_serve
     except ImportError as error:
@@ -262,6 +252,6 @@ def serve_on_ray(
     def build_app() -> FastAPI:
         return create_app(make_engine(), settings)
 
-    ray_serve.start(http_options={"host": host, "port": port})
+    ray_serve.start(http_options={"host": settings.host, "port": settings.port})
     deployment = ray_serve.deployment(ray_serve.ingress(build_app)(), name="arcaligner", num_replicas=replicas)
     ray_serve.run(deployment.bind(), name="arcaligner", route_prefix="/")

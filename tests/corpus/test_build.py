@@ -47,6 +47,8 @@ def test_stored_slots_are_those_that_the_processor_makes(
     reads_words._encoder = processor._encoder
     corpus = Corpus.create(tmp_path / "words", reads_words, passage_words=16, tokens_per_slot=rate)
     build_corpus([str(letters)], corpus, reads_words)
+    reads_words.tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=3)
+    corpus.check(reads_words)  # how a call pads does not matter
     rows = rows_of(corpus)
     found = slot_passages(rows)
     documents = {str(path): path.read_text() for path in (letters / "letter.txt", letters / "old" / "ski.md")}

@@ -45,7 +45,7 @@ def test_a_replica_that_dies_takes_no_more_than_its_own_requests(checkpoint_dir,
 
         return Engine(load_pipeline(str(checkpoint_dir)))
 
-    serve_on_ray(make_engine, ServerSettings(model="tiny", api_key="k"), "127.0.0.1", PORT, replicas=2)
+    serve_on_ray(make_engine, ServerSettings(model="tiny", port=PORT, api_key="k"), replicas=2)
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "documents": ["Ada."], "max_tokens": 8}
     headers = {"Authorization": "Bearer k"}
 
