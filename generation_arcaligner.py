@@ -17,12 +17,12 @@ from .refinement_arcaligner import REFINEMENT_SETTINGS, check_refinement_setting
 logger = logging.get_logger(__name__)
 
 
-def check_ids(input_ids) -> None:
+def check_ids(input_ids, name: str = "`input_ids`") -> None:
     """Raises `ValueError` unless they are whole numbers (batch, seq_len)."""
     if not isinstance(input_ids, torch.Tensor) or input_ids.is_floating_point() or input_ids.dim() != 2:
         shape = f" {input_ids.dtype} of shape {tuple(input_ids.shape)}" if isinstance(input_ids, torch.Tensor) else ""
         raise ValueError(
-            f"`input_ids` is a {type(input_ids).__name__}{shape}; expected a tensor of whole numbers (batch, seq_len)."
+            f"{name} is a {type(input_ids).__name__}{shape}; expected a tensor of whole numbers (batch, seq_len)."
         )
 
 
@@ -115,6 +115,7 @@ class SlotGenerationMixin(GenerationMixin):
         max_refinement_steps=None,
         refinement_budget=None,
         recorded_depths=None,
+        context_mask=None,
         **kwargs,
     ):
         model_inputs = super().prepare_inputs_for_generation(
@@ -137,6 +138,8 @@ class SlotGenerationMixin(GenerationMixin):
         if context_embeds is not None and (has_slots or not continues):
             model_inputs["context_embeds"] = context_embeds
             model_inputs["context_word_ids"] = context_word_ids
+            if new_ids is None:
+                model_inputs["context_mask"] = context_mask
             wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
             model_inputs |= dict(zip(REFINEMENT_SETTINGS, wanted, strict=True))
         return model_inputs

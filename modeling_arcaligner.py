@@ -477,6 +477,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         max_refinement_steps: int | None = None,
         refinement_budget: float | None = None,
         is_generated: bool = False,
+        context_mask: torch.Tensor | None = None,
         **kwargs,
     ) -> ArcAlignerModelOutputWithPast:
         r"""
@@ -491,6 +492,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 The most operations that a row's refinement may take, as a share of the prefill up to its last slot;
                 see `refinement_arcaligner.py`. 0 is no refinement, infinity all that the gates want.
             is_generated (`bool`, defaults to `False`): `generate` says so of its tokens, which are no slots.
+            context_mask (`torch.Tensor` of shape `(batch, seq_len)`, *optional*):
+                With `inputs_embeds`: 1 where the slots are, whose rows there are not read.
 
         Raises:
             `ValueError`: slots and embeddings that do not fit each other, slots after a non-empty cache, a prompt
@@ -498,19 +501,25 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         """
         wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
         check_refinement_settings(*wanted)
-        slot_mask = self._get_slot_mask(input_ids, context_embeds, is_generated)  # (batch, seq_len) or None
+        if input_ids is None and context_mask is not None and context_embeds is not None:
+            check_ids(context_mask, "`context_mask`")
+            slot_mask = context_mask.bool()
+        else:
+            slot_mask = self._get_slot_mask(input_ids, context_embeds, is_generated)  # (batch, seq_len) or None
         if slot_mask is not None:
-            if inputs_embeds is not None:
+            if inputs_embeds is not None and (input_ids is not None or inputs_embeds.shape[:2] != slot_mask.shape):
                 raise ValueError(
-                    "Got both `input_ids` and `inputs_embeds` with slots. Pass `input_ids`: the embeddings of text and "
-                    "slots are looked up and placed here."
+                    "Got `inputs_embeds` with `input_ids`, or of other rows and positions than `context_mask`. Pass "
+                    "`input_ids` alone, or `inputs_embeds` (batch, seq_len, hidden) with a mask (batch, seq_len)."
                 )
             self._check_context_embeds(slot_mask, context_embeds)
             self._check_word_ids(context_embeds, context_word_ids)
             rows = self._find_slots(slot_mask, attention_mask, context_embeds, past_key_values)
             if torch.compiler.is_compiling():
                 rows = rows._replace(slot_span=None)  # or code would be made for each place
-            inputs_embeds = self._embed(input_ids, slot_mask, context_embeds, context_word_ids)
+            if inputs_embeds is None:
+                inputs_embeds = self.get_input_embeddings()(input_ids.masked_fill(slot_mask, 0))
+            inputs_embeds = self._embed(inputs_embeds, slot_mask, context_embeds, context_word_ids)
             input_ids = None
             settings = resolve_settings(self.config, self.layer_costs, rows, self.training, *wanted)
             kwargs["slots"] = Slots(rows, settings, RecordedDepths())
@@ -537,7 +546,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             if context_embeds is not None:
                 raise ValueError(
                     "Got `context_embeds` without `input_ids`. Slots are found by their context tokens: pass "
-                    f"`input_ids` with `context_token_id` {self.config.context_token_id} where the slots are."
+                    f"`input_ids` with `context_token_id` {self.config.context_token_id} where the slots are, or a "
+                    "`context_mask` with `inputs_embeds`."
                 )
             return None
         check_ids(input_ids)
@@ -638,9 +648,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 "passages, merge more sentences into a slot, or shorten the question."
             )
 
-    def _embed(self, input_ids, slot_mask, context_embeds, context_word_ids) -> torch.Tensor:
+    def _embed(self, inputs_embeds, slot_mask, context_embeds, context_word_ids) -> torch.Tensor:
         """`H^(0,0)` (Eq. 2): projected embeddings on slots, frozen ones elsewhere, (batch, seq_len, hidden)."""
-        inputs_embeds = self.get_input_embeddings()(input_ids.masked_fill(slot_mask, 0))
         if context_embeds.shape[1] == 0:
             return inputs_embeds
         # A NaN in the padding would not be read, but its gradient would.

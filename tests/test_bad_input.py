@@ -114,7 +114,7 @@ def test_embeddings_with_both_input_ids_and_inputs_embeds(model):
     batch = inputs(model, 4)
     words = model.get_input_embeddings()(batch["input_ids"].clamp(max=SLOT - 1))
     for call in (model, model.model):
-        with pytest.raises(ValueError, match=r"(?s)`?input_ids`?.*`?inputs_embeds`?"):
+        with pytest.raises(ValueError, match=r"(?s)`?inputs_embeds`?.*`?input_ids`?"):
             call(inputs_embeds=words, **batch)
 
 

@@ -186,3 +186,21 @@ def test_one_row_of_logits_copies_no_weights_of_the_head():
         kept = model(input_ids=ids, logits_to_keep=1).logits
     assert products.names == ["mm"]
     torch.testing.assert_close(kept, model(input_ids=ids).logits[:, -1:])
+
+
+def test_slots_are_placed_by_a_mask_where_there_are_embeddings_and_no_tokens():
+    """As with the tokens they stand for; what `inputs_embeds` has at a slot is not read."""
+    model = tiny_aligner()
+    batch = for_generate(collate(random_rows(model, [3, 0, 5]), "left"))
+    ids = batch.pop("input_ids")
+    context_mask = ids == model.config.context_token_id
+    words = model.get_input_embeddings()(ids.masked_fill(context_mask, 7))
+    placed = {**batch, "inputs_embeds": words, "context_mask": context_mask.long()}
+    with torch.no_grad():
+        expected, found = model(input_ids=ids, **batch), model(**placed)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=0)
+    assert torch.equal(found.recursion_depth, expected.recursion_depth)
+    for settings in ({}, {"num_beams": 2}):
+        answers = model.generate(**placed, max_new_tokens=5, min_new_tokens=5, do_sample=False, **settings)
+        whole = model.generate(ids, **batch, max_new_tokens=5, min_new_tokens=5, do_sample=False, **settings)
+        assert torch.equal(answers, whole[:, ids.shape[1] :])
