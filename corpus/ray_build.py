@@ -18,7 +18,7 @@ except ImportError as error:
     raise ImportError("`--ray` needs Ray and pylance: `pip install 'arcaligner[ray]'`.") from error
 
 from .build import BuildReport, new_documents, passage_rows
-from .table import NAME, Corpus
+from .table import Corpus
 
 
 class RayWriter:
@@ -52,16 +52,11 @@ class RayWriter:
                 fragments = [
                     lance.FragmentMetadata.from_json(json.dumps(each)) for each in json.loads(row["fragments"])
                 ]
-                dataset = lance.dataset(table_uri(corpus.path))
+                dataset = lance.dataset(corpus.table.uri)
                 lance.LanceDataset.commit(dataset, lance.LanceOperation.Append(fragments), dataset.version)
             elif row["rows"]:
                 corpus.add(pickle.loads(row["rows"]), batch.replaced)
             yield batch.report(num_passages)
-
-
-def table_uri(path) -> str:
-    """Where the Lance table of a corpus is."""
-    return str(path / f"{NAME}.lance")
 
 
 def read_batches(reading: dict[str, Any]) -> Iterator[dict[str, list]]:
@@ -89,7 +84,7 @@ class EncodingWorker:
             if batch.replaced:
                 encoded = pickle.dumps(table)
             else:
-                written = write_fragments(table, table_uri(self.corpus.path), mode="append")
+                written = write_fragments(table, self.corpus.table.uri, mode="append")
                 fragments = json.dumps([each.to_json() for each in written]).encode()
         batch.documents = [each._replace(text="") for each in batch.documents]
         done = {"batch": pickle.dumps(batch), "passages": num_passages, "fragments": fragments, "rows": encoded}

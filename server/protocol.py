@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from .engine import Answer, Request
 
-# The first `max_new_tokens` that a client does not name.
+# Of an answer, where a client names no number.
 MAX_TOKENS = 256
 
 
@@ -26,18 +26,22 @@ def check_unicode(text: str) -> str:
 Unicode = Annotated[str, AfterValidator(check_unicode)]
 
 
-class Text(BaseModel):
-    """A part of a message; images and sound are refused."""
+class Body(BaseModel):
+    """Part of a request; an unknown field is refused, not ignored."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+class Text(Body):
+    """A part of a message; images and sound are refused."""
+
     type: Literal["text"] = "text"
     text: Unicode
 
 
-class Message(BaseModel):
+class Message(Body):
     """A turn of the chat."""
 
-    model_config = ConfigDict(extra="forbid")
     role: Literal["system", "user", "assistant"]
     content: Unicode | list[Text]
     name: str | None = None
@@ -49,10 +53,9 @@ class Message(BaseModel):
         return {"role": self.role, "content": content}
 
 
-class Document(BaseModel):
+class Document(Body):
     """A passage that comes with the request."""
 
-    model_config = ConfigDict(extra="forbid")
     title: Unicode = ""
     text: Unicode
 
@@ -63,10 +66,9 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class ChatRequest(BaseModel):
-    """The body of `/v1/chat/completions`; an unknown field is refused, not ignored."""
+class ChatRequest(Body):
+    """The body of `/v1/chat/completions`."""
 
-    model_config = ConfigDict(extra="forbid")
     model: str
     messages: list[Message] = Field(min_length=1)
     documents: list[Unicode | Document] | None = None
