@@ -3,7 +3,7 @@
 settings, recipes/     what is evaluated
 tasks                  questions, golds and passages
 retrieval              passages from a corpus
-methods                the ways to answer: answering, compression (of prompts), released (COCOM)
+methods                the ways to answer: answering, compression (of prompts)
 evaluate, runs         answers, one line per question
 metrics, judge         scores of answers
 results, publish       means, intervals and differences; tables for readers

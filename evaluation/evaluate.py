@@ -10,7 +10,6 @@ whose weights or package are missing is skipped by name. At the end, `results.js
 all answers in the folder.
 """
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from .answering import MAX_NEW_TOKENS, Answer, Answerer, MissingMethodError, dty
 from .methods import find_method
 from .metrics import METRICS, contains_match
 from .results import write_results
-from .retrieval import retrieve
 from .runs import AnswerFile, row_digest
 from .settings import EvaluationSettings, TaskSettings
 from .tasks import TASKS, choose_passages
@@ -58,13 +56,14 @@ def load_rows(name: str, task: TaskSettings, settings: EvaluationSettings) -> li
     """The questions of a task with the passages that are read."""
     rows = TASKS[name].load(settings.data, task.num_questions)
     if task.passages == "retrieved":
-        retrieval = dataclasses.replace(settings.retrieval, top_k=task.top_k or settings.retrieval.top_k)
-        rows = retrieve(rows, retrieval, settings.cache_dir, settings.checkpoints.device)
+        from .retrieval import retrieve  # a corpus needs lancedb
+
+        rows = retrieve(rows, settings.corpus, settings.checkpoints.aligner, settings.reranker, task.top_k or 1)
     rows = choose_passages(rows, task.passages, task.top_k)
     if not any(row["passages"] for row in rows) and set(settings.methods) - {"naive", "empty_slot"}:
         raise ValueError(
             f"{TASKS[name].title} has no passages of its own. Retrieve some with `--passages retrieved --corpus "
-            f"SOURCE`, or name with `--data` a folder whose {name}.jsonl.gz has them."
+            f"CORPUS`, or name with `--data` a folder whose {name}.jsonl.gz has them."
         )
     if num_empty := sum(not row["passages"] for row in rows):
         logger.warning("%s: %d of %d questions have no passage", TASKS[name].title, num_empty, len(rows))
@@ -110,7 +109,7 @@ def task_settings(task: str, settings: EvaluationSettings) -> dict[str, Any]:
         "machine": machine_line(settings.checkpoints.device),
     }
     if chosen.passages == "retrieved":
-        keys["retrieval"] = dataclasses.asdict(settings.retrieval)
+        keys |= {"corpus": settings.corpus, "reranker": settings.reranker}
     return keys
 
 

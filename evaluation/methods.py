@@ -24,7 +24,6 @@ from ..train.corpora import Row
 from ..train.data import passages_text
 from .answering import Answerer, MissingMethodError, SlotAnswerer, TextAnswerer, load_aligner, load_text_lora
 from .compression import LLMLINGUA2_MODEL, load_llmlingua, load_llmlingua2, load_truncated
-from .released import COCOM, load_cocom
 
 # The files of a checkpoint's folder that decide its answers.
 _CONFIGS = ("config.json", "adapter_config.json", "processor_config.json")
@@ -188,8 +187,6 @@ METHODS = {
         Method("truncated", "truncated text", load_truncated, **_OURS),
         Method("llmlingua", "LLMLingua (the backbone scores)", load_llmlingua, has_rates=True),
         Method("llmlingua2", "LLMLingua-2", load_llmlingua2, weights=LLMLINGUA2_MODEL, has_rates=True),
-        Method("cocom_4", "COCOM x4", partial(load_cocom, rate=4), weights=COCOM.format(4)),
-        Method("cocom_16", "COCOM x16", partial(load_cocom, rate=16), weights=COCOM.format(16)),
         Method("xrag", "xRAG (our training)", partial(load_projector, name="xrag"), "xrag", f"{_TRAIN} xrag"),
         Method(
             "projector_only",

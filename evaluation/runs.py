@@ -21,7 +21,7 @@ from ..files import digest, write_whole
 from ..train.corpora import Row
 
 # What may be different when a run continues.
-FREE_SETTINGS = {"machine", "checkpoint", "batch_size"}
+FREE_SETTINGS = {"machine", "checkpoint", "corpus", "batch_size"}
 
 
 def row_digest(row: Row) -> str:

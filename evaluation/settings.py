@@ -1,17 +1,15 @@
 """The settings of an evaluation: the keys of a recipe, overridden by the command line."""
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ..configuration_arcaligner import cache_directory
 from ..files import refuse_unknown
 from ..segmentation_arcaligner import check_tokens_per_slot
 from .methods import METHODS, Checkpoints, find_method
-from .retrieval import RetrievalSettings
 from .tasks import TASKS, find_task
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -26,7 +24,7 @@ class TaskSettings:
     Args:
         passages (`str`): `"given"`, those of its rows; `"gold"`, those that the answer needs; `"retrieved"`, those
             found in a corpus.
-        top_k (`int`, *optional*): Only the first ones; all without it.
+        top_k (`int`, *optional*): Only the first ones; all without it, and one of those that are retrieved.
         num_questions (`int`, *optional*): The most questions; the task's own number without it.
     """
 
@@ -54,9 +52,9 @@ class EvaluationSettings:
         checkpoints ([`Checkpoints`]): What there is to read with.
         output (`Path`): The run's folder.
         data (`Path`, *optional*): Folder with local files of the tasks.
-        retrieval ([`RetrievalSettings`], *optional*): Needed for retrieved passages.
+        corpus (`str`, *optional*): Folder of a corpus that the aligner made; needed for retrieved passages.
+        reranker (`str`, *optional*): A CrossEncoder that orders what is found in it.
         batch_size (`int`): Questions at a time.
-        cache_dir (`Path`): Where embeddings and retrieved passages are kept.
     """
 
     tasks: dict[str, TaskSettings]
@@ -64,9 +62,9 @@ class EvaluationSettings:
     checkpoints: Checkpoints
     output: Path
     data: Path | None = None
-    retrieval: RetrievalSettings | None = None
+    corpus: str | None = None
+    reranker: str | None = None
     batch_size: int = 16
-    cache_dir: Path = field(default_factory=lambda: cache_directory() / "retrieval")
 
     def __post_init__(self):
         for kind, names, find in (("task", self.tasks, find_task), ("method", self.methods, find_method)):
@@ -77,10 +75,10 @@ class EvaluationSettings:
         if self.batch_size < 1:
             raise ValueError(f"`batch_size` is {self.batch_size}; at least 1 question is asked at a time.")
         needing = [name for name, task in self.tasks.items() if task.passages == "retrieved"]
-        if needing and self.retrieval is None:
+        if needing and self.corpus is None:
             raise ValueError(
-                f"{', '.join(needing)}: passages are to be retrieved, but from where? Give `retrieval: {{corpus: ...}}`"
-                " in the recipe, or `--corpus`."
+                f"{', '.join(needing)}: passages are to be retrieved, but from where? Name a folder of `arcaligner "
+                "corpus build` with `--corpus`, or `corpus:` in the recipe."
             )
 
 
@@ -90,7 +88,7 @@ _CHECKPOINT_KEYS = {
     **{each.name: each.name for each in dataclasses.fields(Checkpoints) if each.name != "aligner"},
 }
 _KEYS = [
-    *("tasks", "methods", "tokens_per_slot", "output", "data", "retrieval", "batch_size", "cache_dir"),
+    *("tasks", "methods", "tokens_per_slot", "output", "data", "corpus", "reranker", "batch_size"),
     *_CHECKPOINT_KEYS,
 ]
 
@@ -109,7 +107,7 @@ def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str,
         `ValueError`: an unknown recipe, key, task or method, with the nearest known one.
     """
     keys = read_recipe(recipe) if recipe else {}
-    of_recipe, retrieval = _by_name(keys.get("tasks", {})), keys.get("retrieval", {})
+    of_recipe = _by_name(keys.get("tasks", {}))
     keys |= {key: value for key, value in given.items() if value is not None}
     refuse_unknown("the evaluation's settings", keys, _KEYS)
     tasks = _by_name(keys.get("tasks", list(TASKS)), of_recipe)
@@ -119,16 +117,13 @@ def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str,
         raise ValueError("There is nothing to read with: name an aligner with `--checkpoint`.")
     if "output" not in keys:
         raise ValueError("Name a folder for the answers with `--output`.")
-    rest = {key: Path(keys[key]) for key in ("data", "cache_dir") if key in keys}
-    if "batch_size" in keys:
-        rest["batch_size"] = keys["batch_size"]
-    if "retrieval" in keys:
-        rest["retrieval"] = _dataclass(RetrievalSettings, retrieval | keys["retrieval"], "retrieval")
+    rest = {key: keys[key] for key in ("corpus", "reranker", "batch_size") if key in keys}
     return EvaluationSettings(
         tasks={name: _dataclass(TaskSettings, each | over, name) for name, each in tasks.items()},
         methods=at_rates(keys.get("methods", list(METHODS)), keys.get("tokens_per_slot", [])),
         checkpoints=Checkpoints(**checkpoints),
         output=Path(keys["output"]),
+        data=Path(keys["data"]) if "data" in keys else None,
         **rest,
     )
 
