@@ -72,6 +72,7 @@ class AlignerCheckpointMixin:
             if resolved != str(name) and kwargs.get("config") is None:
                 kwargs.setdefault("base_model_name_or_path", str(name))
             name = resolved
+        kwargs.setdefault("use_safetensors", True)
         token = _caller_reads_loading_info.set(kwargs.get("output_loading_info", False))
         try:
             model = super().from_pretrained(name, *args, **kwargs)

@@ -427,7 +427,9 @@ class LazyEncoder:
                 "sentence-transformers`. Or pass precomputed `context_embeds`."
             ) from error
         try:
-            model = sentence_transformers.SentenceTransformer(resolve_encoder(self.name_or_path), device=self.device)
+            model = sentence_transformers.SentenceTransformer(
+                resolve_encoder(self.name_or_path), device=self.device, model_kwargs={"use_safetensors": True}
+            )
         except OSError as error:
             raise OSError(missing_model_message("encoder", self.name_or_path, error)) from error
         if self.folder is not None:

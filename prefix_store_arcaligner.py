@@ -480,16 +480,12 @@ def _passages_of_rows(processor, documents, context_embeds, context_word_ids, is
         raise ValueError(
             f"Got {'no' if documents is None else 'both'} `documents` and `context_embeds`; expected one of the two."
         )
-    rows = {"documents": documents, "context_embeds": context_embeds, "context_word_ids": context_word_ids}
-    rows = {name: [each] if is_single else list(each) for name, each in rows.items() if each is not None}
-    for name, each in rows.items():
-        if len(each) != num_rows:
-            raise ValueError(
-                f"Got {num_rows} questions but {len(each)} entries of `{name}`; each question needs its own."
-            )
-    if context_embeds is None:
-        return [[row] if isinstance(row, str | dict) else list(row) for row in rows["documents"]]
-    embeds = [processor.embeds_tensor(row, "`context_embeds`") for row in rows["context_embeds"]]
-    words = [processor.words_tensor(row, "`context_word_ids`") for row in rows.get("context_word_ids", [])]
-    words = words or [None] * num_rows
-    return list(zip(embeds, words, strict=True))
+    documents, embeds, words = (
+        processor.rows_of(read, given, name, is_single, num_rows)
+        for read, given, name in (
+            (processor.documents_of, documents, "`documents`"),
+            (processor.embeds_tensor, context_embeds, "`context_embeds`"),
+            (processor.words_tensor, context_word_ids, "`context_word_ids`"),
+        )
+    )
+    return documents if context_embeds is None else list(zip(embeds, words, strict=True))

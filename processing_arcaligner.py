@@ -65,6 +65,39 @@ def _template_errors() -> Iterator[None]:
         raise ValueError(f"The chat template (chat_template.jinja) cannot be used: {error}.") from error
 
 
+def rows_of(read: Callable, given, name: str, is_single: bool, num_rows: int) -> list:
+    """What is `given` for each of `num_rows` questions, as `read` has it; `None` for each where nothing is."""
+    if given is None:
+        return [None] * num_rows
+    rows = [given] if is_single or isinstance(given, str | dict) else list(given) if isinstance(given, Iterable) else []
+    if len(rows) != num_rows:
+        raise ValueError(f"Got {num_rows} questions but {len(rows)} entries of {name}; each question needs its own.")
+    return [read(row, f"{name} of row {number}") for number, row in enumerate(rows)]
+
+
+def documents_of(row, name: str) -> list:
+    """The passages of one question as a list; one may be given alone."""
+    if isinstance(row, str | dict):
+        return [row]
+    if not isinstance(row, Iterable):
+        raise ValueError(f'{name} is {row!r}; expected a list of strings or {{"title": str, "text": str}}.')
+    return list(row)
+
+
+def check_conversation(given: Any) -> None:
+    """Raises `ValueError` unless it is a list of messages, or a list of such lists."""
+    messages = getattr(given, "messages", given)  # of transformers' `Chat`
+    if not isinstance(messages, list | tuple) or not messages:
+        raise ValueError(f"A conversation is {messages!r}; expected a list of messages, at least one.")
+    if any(isinstance(each, list | tuple) for each in messages):
+        for each in messages:
+            check_conversation(each)
+        return
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise ValueError(f'A message is {message!r}; expected {{"role": str, "content": str}}.')
+
+
 class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
     r"""
     Builds the inputs of an [`ArcAlignerForCausalLM`] from questions and passages.
@@ -199,7 +232,9 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
             )
         return settings, kwargs
 
-    check_conversation = staticmethod(lambda given: check_conversation(given))
+    check_conversation = staticmethod(check_conversation)
+    rows_of = staticmethod(rows_of)
+    documents_of = staticmethod(documents_of)
 
     @classmethod
     def from_base_model(cls, base_model: str, **settings: Any) -> "ArcAlignerProcessor":
@@ -343,8 +378,8 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         **kwargs,
     ) -> BatchFeature:
         """Batch of prompts, each cut in two where its slots belong."""
-        documents = _rows_of(_documents, documents, "`documents`", is_single, len(prompts))
-        given = _rows_of(embeds_tensor, context_embeds, "`context_embeds`", is_single, len(prompts))
+        documents = self.rows_of(self.documents_of, documents, "`documents`", is_single, len(prompts))
+        given = self.rows_of(embeds_tensor, context_embeds, "`context_embeds`", is_single, len(prompts))
         texts = [
             (self.tokenize_prompt(before, add_special_tokens), self.tokenize_prompt(after)) for before, after in prompts
         ]
@@ -358,7 +393,7 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
                 room=longest and [longest - len(before) - len(after) for before, after in texts],
             )
         else:
-            words = _rows_of(words_tensor, context_word_ids, "`context_word_ids`", is_single, len(prompts))
+            words = self.rows_of(words_tensor, context_word_ids, "`context_word_ids`", is_single, len(prompts))
             rows = self._given_rows(documents, given, words, max_slots, slot_policy, tokens_per_slot)
         ids = [
             before + [self.context_token_id] * len(row.context_embeds) + after
@@ -561,38 +596,6 @@ def _check_question(question) -> None:
     check_text(question, "The question")
     if not question.strip():
         raise ValueError("The question is empty; expected a text. Passages alone ask nothing.")
-
-
-def _rows_of(read: Callable, given, name: str, is_single: bool, num_rows: int) -> list:
-    """What is `given` for each of `num_rows` questions, as `read` has it; `None` for each where nothing is."""
-    if given is None:
-        return [None] * num_rows
-    rows = [given] if is_single or isinstance(given, str | dict) else list(given) if isinstance(given, Iterable) else []
-    if len(rows) != num_rows:
-        raise ValueError(f"Got {num_rows} questions but {len(rows)} entries of {name}; each question needs its own.")
-    return [read(row, f"{name} of row {number}") for number, row in enumerate(rows)]
-
-
-def _documents(row, name: str) -> list:
-    if isinstance(row, str | dict):
-        return [row]
-    if not isinstance(row, Iterable):
-        raise ValueError(f'{name} is {row!r}; expected a list of strings or {{"title": str, "text": str}}.')
-    return list(row)
-
-
-def check_conversation(given: Any) -> None:
-    """Raises `ValueError` unless it is a list of messages, or a list of such lists."""
-    messages = getattr(given, "messages", given)  # of transformers' `Chat`
-    if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError(f"A conversation is {messages!r}; expected a list of messages, at least one.")
-    if any(isinstance(each, list | tuple) for each in messages):
-        for each in messages:
-            check_conversation(each)
-        return
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise ValueError(f'A message is {message!r}; expected {{"role": str, "content": str}}.')
 
 
 def _with_background_line(messages: list[dict], mark: str) -> list[dict]:

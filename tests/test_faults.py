@@ -1,18 +1,21 @@
 """Faults: a process that is killed, a full disk, a folder that cannot be written to. What was there stays whole."""
 
 import errno
+import gc
 import json
 import os
 import random
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import tiny_aligner
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor
 from arcaligner.files import write_whole
 from arcaligner.prefix_store_arcaligner import load_slot_prefix, save_slot_prefix
 
@@ -84,3 +87,45 @@ def test_save_without_space_or_permission_says_so_and_leaves_what_was_there(
     with pytest.raises(OSError, match=os.strerror(number)):
         write_whole(folder / "config.json", "{}")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.slow
+def test_a_thousand_requests_answer_as_alone_and_memory_stays(model, processor):
+    """Long, short, without passages and bad ones, in batches of the pipeline and in 8 threads with one store."""
+    ask = ArcAlignerPipeline(model=model, processor=processor, task="text-generation", device="cpu")
+    draw, options = random.Random(0), {"max_new_tokens": 3, "do_sample": False}
+
+    def request(number):
+        documents = [f"Number {each} is here. It was written by Ada." for each in draw.sample(range(40), number % 5)]
+        return {"question": "Who? " * (1 + number % 7), "documents": documents}
+
+    requests = [request(number) for number in range(500)]
+    bad = [{"question": ""}, {"question": "Who?", "documents": 5}, {"question": "caf\udce9", "documents": ["One."]}]
+    alone = [ask(each, **options)[0]["generated_text"] for each in requests]
+    store = model.slot_prefix_store(processor, max_bytes=10**6)
+
+    def serve(number):
+        if number % 10 == 9:
+            with pytest.raises(ValueError):
+                store.prepare(bad[number % 3]["question"], bad[number % 3].get("documents", []))
+            return
+        inputs = store.prepare(requests[number]["question"], requests[number]["documents"])
+        answer = model.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :]
+        assert processor.batch_decode(answer, skip_special_tokens=True) == [alone[number]]
+
+    def round_of_requests():
+        for first in range(0, 500, 50):
+            batch = [
+                each["generated_text"]
+                for row in ask(requests[first : first + 50], batch_size=8, **options)
+                for each in row
+            ]
+            assert batch == alone[first : first + 50]
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(serve, range(500)))
+        gc.collect()
+        return psutil.Process().memory_info().rss
+
+    before, after = round_of_requests(), round_of_requests()
+    print(f"memory before {before / 1e6:.0f} MB, after {after / 1e6:.0f} MB; {store.hits} hits, {store.misses} misses")
+    assert after < 1.05 * before and store.bytes <= store.max_bytes
