@@ -1,23 +1,17 @@
 """Verdicts are those of the judge on the answers as they are, asked for once, and counted where there are none."""
 
 import json
-import shutil
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
-import huggingface_hub.constants
+import openai
 import pytest
-import torch
 from chat_server import running_chat_server
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from arcaligner.evaluation import judge as module
 from arcaligner.evaluation.judge import (
-    ATTEMPTS,
     MAX_NEW_TOKENS,
-    EndpointJudge,
-    LocalJudge,
+    RETRIES,
+    ask_endpoint,
     judge_answers,
     judge_prompt,
     judged_scores,
@@ -31,17 +25,22 @@ from arcaligner.evaluation.runs import AnswerFile
 SAYS = {"Paris": "Yes.", "Lyon": "No, it is Paris.", "Rome": "Hmm.", "Nice": None}
 
 
-class FakeJudge:
-    """Replies by the candidate, the last prompt first; `None` is no reply. `prompts` are those it was asked."""
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """No pause between attempts."""
+    monkeypatch.setattr(openai.OpenAI, "_calculate_retry_timeout", lambda *args: 0.0)
 
-    def __init__(self, says: Callable[[str], str | None] = SAYS.get):
-        self.says, self.prompts = says, []
 
-    def replies(self, prompts):
-        for index in reversed(range(len(prompts))):
-            self.prompts.append(prompts[index])
-            text = self.says(candidate(prompts[index]))
-            yield index, text
+def judge_of(says=SAYS.get, asked=None):
+    """A judge that replies by the candidate; `asked` gets the prompts."""
+
+    def replies(prompts):
+        for prompt in prompts:
+            if asked is not None:
+                asked.append(prompt)
+            yield says(candidate(prompt))
+
+    return replies
 
 
 def candidate(prompt: str) -> str:
@@ -62,13 +61,10 @@ def write_answers(run: Path, task: str, method: str, rows: list[dict]) -> None:
     (folder / f"{method}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-
-
 @pytest.fixture
-def path(tmp_path) -> Path:
-    return tmp_path / "task" / "method.judge.verdicts.jsonl"
+def file(tmp_path) -> AnswerFile:
+    (tmp_path / "task").mkdir()
+    return AnswerFile(tmp_path, "task", "method.judge.verdicts")
 
 
 def test_the_prompt_has_question_golds_and_candidate():
@@ -102,18 +98,16 @@ def test_a_verdict_is_the_first_word(reply, verdict):
     assert parse_verdict(reply) == verdict
 
 
-def test_verdicts_stand_in_the_order_of_the_answers_and_are_scored(path):
+def test_verdicts_are_kept_with_what_was_said(file):
     rows = answers("Paris", "Lyon", "Rome", "Nice")
-    judge_answers(FakeJudge(), rows, path, "")
-    lines = read_lines(path)
-    assert [line["id"] for line in lines] == ["q0", "q1", "q2", "q3"]
-    assert [line["verdict"] for line in lines] == ["yes", "no", "unreadable", None]
-    assert [line["reply"] for line in lines] == ["Yes.", "No, it is Paris.", "Hmm.", None]
-    assert read_verdicts(path, rows) == {"q0": "yes", "q1": "no", "q2": "unreadable", "q3": None}
+    judge_answers(judge_of(), rows, file)
+    lines = [(line["id"], line["verdict"], line["reply"]) for line in file.read()]
+    assert lines == [("q0", "yes", "Yes."), ("q1", "no", "No, it is Paris."), ("q2", "unreadable", "Hmm.")]
+    assert read_verdicts(file, rows) == {"q0": "yes", "q1": "no", "q2": "unreadable", "q3": None}
 
 
-def test_a_killed_judge_goes_on_where_it_was(path):
-    rows = answers("Paris", "Lyon", "Rome", "Paris")
+def test_a_killed_judge_goes_on_where_it_was(file):
+    rows = answers("Paris", "Rome", "Lyon", "Paris")
 
     def dies(prediction):
         if prediction == "Lyon":
@@ -121,28 +115,27 @@ def test_a_killed_judge_goes_on_where_it_was(path):
         return SAYS[prediction]
 
     with pytest.raises(KeyboardInterrupt):
-        judge_answers(FakeJudge(dies), rows, path, "")
-    assert [line["id"] for line in read_lines(path)] == ["q3", "q2"]
-    with open(path, "a", encoding="utf-8") as file:
-        file.write('{"id": "q1", "prompt": "0')  # cut off
-    assert read_verdicts(path, rows) == {"q0": None, "q1": None, "q2": "unreadable", "q3": "yes"}
-    judge = FakeJudge({**SAYS, "Lyon": None}.get)
-    judge_answers(judge, rows, path, "")
-    assert [candidate(prompt) for prompt in judge.prompts] == ["Lyon", "Paris"]
-    judge_answers(FakeJudge(), rows, path, "")  # what had no reply is asked again
-    assert [line["verdict"] for line in read_lines(path)] == ["yes", "no", "unreadable", "yes"]
+        judge_answers(judge_of(dies), rows, file)
+    with open(file.path, "a", encoding="utf-8") as cut:
+        cut.write('{"id": "q2", "prompt": "0')
+    assert read_verdicts(file, rows) == {"q0": "yes", "q1": "unreadable", "q2": None, "q3": None}
+    asked = []
+    judge_answers(judge_of({**SAYS, "Lyon": None}.get, asked), rows, file)
+    assert asked == [judge_prompt(rows[2]), judge_prompt(rows[3])]
+    judge_answers(judge_of(), rows, file)  # what had no reply is asked again
+    assert list(read_verdicts(file, rows).values()) == ["yes", "unreadable", "no", "yes"]
 
 
 @pytest.mark.parametrize("change", [{"prediction": "Lyon"}, {"answers": ["Rome"]}, {"question": "Which is it?"}])
-def test_a_verdict_on_another_answer_is_not_taken(path, change):
+def test_a_verdict_on_another_answer_is_not_taken(file, change):
     before = answers("Paris", "Rome")
-    judge_answers(FakeJudge(), before, path, "")
+    judge_answers(judge_of(), before, file)
     after = [{**before[0], **change}, before[1]]
-    assert read_verdicts(path, after) == {"q0": None, "q1": "unreadable"}
-    judge = FakeJudge(lambda prediction: "no")
-    judge_answers(judge, after, path, "")
-    assert judge.prompts == [judge_prompt(after[0])]
-    assert [(line["id"], line["verdict"]) for line in read_lines(path)] == [("q0", "no"), ("q1", "unreadable")]
+    assert read_verdicts(file, after) == {"q0": None, "q1": "unreadable"}
+    asked = []
+    judge_answers(judge_of(lambda prediction: "no", asked), after, file)
+    assert asked == [judge_prompt(after[0])]
+    assert read_verdicts(file, after) == {"q0": "no", "q1": "unreadable"}
 
 
 @pytest.fixture
@@ -177,7 +170,7 @@ def test_a_judged_run_needs_no_judge(tmp_path, endpoint, capsys):
     write_answers(tmp_path, "squad", "naive", answers("Paris", "Lyon"))
     main(tmp_path, "a/judge", endpoint.url)
     first = capsys.readouterr().out
-    main(tmp_path, "a/judge")  # neither folder nor Hub id: it would not load
+    main(tmp_path, "a/judge", "http://127.0.0.1:1/v1")  # where nobody listens
     assert capsys.readouterr().out == first
     assert len(endpoint.requests) == 2
 
@@ -188,109 +181,52 @@ def test_a_run_without_answers_is_refused(tmp_path):
         main(tmp_path, "a/judge")
 
 
-# The models that judge
+# The endpoint
 
 PROMPTS = ["Is it?", "Who wrote the letter, and did anybody else know of it?", "Was it created in 1924?", "Why?", "No?"]
 
 
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch):
-    """No pause between attempts, and requests to this machine although the tests are offline."""
-    monkeypatch.setattr(module, "PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-
-
-def greedy_reply(folder: Path, prompt: str) -> str:
-    """The most likely token after token, without `generate`."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
-    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-    length = ids.shape[1]
-    for _ in range(MAX_NEW_TOKENS):
-        with torch.no_grad():
-            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
-        if ids[0, -1] == tokenizer.eos_token_id:
-            break
-    return tokenizer.decode(ids[0, length:], skip_special_tokens=True)
-
-
-def texts(judge, prompts: list[str]) -> list[str | None]:
-    """The replies in the prompts' order."""
-    replies = dict(judge.replies(prompts))
-    assert len(replies) == len(prompts)
-    return [replies[index] for index in range(len(prompts))]
-
-
-def test_a_local_judge_replies_greedily_in_batches_of_any_size(base_model_dir):
-    expected = [greedy_reply(base_model_dir, prompt) for prompt in PROMPTS]
-    assert len(set(expected)) > 1
-    assert texts(LocalJudge(str(base_model_dir), batch_size=2), PROMPTS) == expected
-    assert texts(LocalJudge(str(base_model_dir), batch_size=5), PROMPTS) == expected
-
-
-def test_the_way_a_judge_samples_by_itself_does_not_matter(base_model_dir, tmp_path):
-    folder = shutil.copytree(base_model_dir, tmp_path / "judge")
-    own = GenerationConfig(do_sample=True, temperature=5.0, repetition_penalty=9.0, eos_token_id=2, pad_token_id=2)
-    own.save_pretrained(folder)
-    assert texts(LocalJudge(str(folder)), PROMPTS) == texts(LocalJudge(str(base_model_dir)), PROMPTS)
-
-
-def test_a_model_without_a_chat_template_is_refused(encoder_dir):
-    with pytest.raises(ValueError, match="is no chat model .* chat template"):
-        LocalJudge(str(encoder_dir))
-
-
-def test_a_judge_that_is_not_there_is_named_with_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(OSError, match="judge `nobody/nothing` .*hf download nobody/nothing"):
-        LocalJudge("nobody/nothing")
-
-
 def test_an_endpoint_is_asked_greedily_for_the_model(monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with running_chat_server(lambda prompt: f"Yes: {prompt}") as chat:
-        assert texts(EndpointJudge("some/judge", chat.url), PROMPTS) == [f"Yes: {prompt}" for prompt in PROMPTS]
-        assert chat.keys == {"Bearer none"}  # the Hub's token goes to the Hub alone
+        assert list(ask_endpoint(PROMPTS, "some/judge", chat.url)) == [f"Yes: {prompt}" for prompt in PROMPTS]
         monkeypatch.setenv("OPENAI_API_KEY", "sk-own")
-        texts(EndpointJudge("some/judge", chat.url), ["Is it?"])
+        list(ask_endpoint(["Is it?"], "some/judge", chat.url))
     assert chat.keys == {"Bearer none", "Bearer sk-own"}
     assert len(chat.requests) == len(PROMPTS) + 1
-    expected = {"model": "some/judge", "temperature": 0.0, "max_tokens": MAX_NEW_TOKENS, "stream": False}
+    expected = {"model": "some/judge", "temperature": 0.0, "max_tokens": MAX_NEW_TOKENS}
     assert chat.requests[-1] == {**expected, "messages": [{"role": "user", "content": "Is it?"}]}
 
 
-@pytest.mark.parametrize("failure", [500, 429, b"<html>", b'{"choices": []}', b"[]"])
-def test_a_failure_of_the_server_is_asked_again(failure):
-    replies = [failure, "No."]
-    with running_chat_server(lambda prompt: replies.pop(0)) as chat:
-        assert list(EndpointJudge("judge", chat.url).replies(["Is it?"])) == [(0, "No.")]
-    assert len(chat.requests) == 2
-
-
 @pytest.mark.parametrize(
-    ("failure", "problem"),
-    [(500, "status 500"), (b"<html>", "no chat completion"), (None, "no reply within 0.2 seconds")],
+    ("failure", "problem", "attempts"),
+    [
+        (500, "status 500", 1 + RETRIES),
+        (429, "status 429", 1 + RETRIES),
+        (b"<html>", "no chat completion", 1),
+        (b'{"choices": []}', "no chat completion", 1),
+        (b"[]", "no chat completion", 1),
+        (None, "no reply within 0.2 seconds", 1 + RETRIES),
+    ],
 )
-def test_after_some_attempts_there_is_no_reply_and_others_go_on(failure, problem, caplog):
+def test_after_some_attempts_there_is_no_reply_and_others_go_on(failure, problem, attempts, caplog):
     with running_chat_server(lambda prompt: failure if prompt == "Is it?" else "Yes") as chat:
-        assert texts(EndpointJudge("judge", chat.url, timeout=0.2), ["Is it?", "Why?"]) == [None, "Yes"]
-    assert problem in caplog.text and len(chat.requests) == ATTEMPTS + 1
+        assert list(ask_endpoint(["Is it?", "Why?"], "judge", chat.url, timeout=0.2)) == [None, "Yes"]
+    assert problem in caplog.text and len(chat.requests) == attempts + 1
 
 
 @pytest.mark.parametrize("status", [401, 404])
 def test_a_request_that_is_refused_is_an_error_at_once(status):
     with running_chat_server(lambda prompt: status) as chat:
         with pytest.raises(ValueError, match=rf"`judge` judge \(status {status}: .*so it is.*OPENAI_API_KEY"):
-            list(EndpointJudge("judge", chat.url, concurrency=1).replies(PROMPTS))
+            list(ask_endpoint(PROMPTS, "judge", chat.url, concurrency=1))
     assert len(chat.requests) < len(PROMPTS)
 
 
 def test_an_endpoint_where_nobody_listens_or_that_is_no_address_is_an_error():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # not listening
-        judge = EndpointJudge("judge", f"http://127.0.0.1:{free.getsockname()[1]}/v1")
         with pytest.raises(ConnectionError, match="no endpoint at http://127.0.0.1"):
-            list(judge.replies(["Is it?"]))
+            list(ask_endpoint(["Is it?"], "judge", f"http://127.0.0.1:{free.getsockname()[1]}/v1"))
     with pytest.raises(ValueError, match="'localhost:8000'; expected an address"):
-        EndpointJudge("judge", "localhost:8000")
+        list(ask_endpoint(["Is it?"], "judge", "localhost:8000"))

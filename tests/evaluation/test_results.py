@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from arcaligner.evaluation.judge import judge_prompt, verdict_path
+from arcaligner.evaluation.judge import judge_prompt, verdict_file
 from arcaligner.evaluation.metrics import bootstrap_interval
 from arcaligner.evaluation.results import (
     compare,
@@ -46,7 +46,7 @@ def judge_all(run, method: str, verdicts: dict[str, str]) -> None:
         {"id": row_id, "prompt": digest(judge_prompt(rows[row_id])), "verdict": verdict, "reply": verdict}
         for row_id, verdict in verdicts.items()
     ]
-    verdict_path(file, "org/judge").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    verdict_file(file, "org/judge").path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.fixture

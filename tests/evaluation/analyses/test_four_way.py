@@ -6,7 +6,7 @@ import pytest
 
 from arcaligner.evaluation.analyses.__main__ import main
 from arcaligner.evaluation.analyses.four_way import analyze
-from arcaligner.evaluation.judge import judge_answers, verdict_path
+from arcaligner.evaluation.judge import judge_answers, verdict_file
 from arcaligner.evaluation.metrics import bootstrap_interval
 from arcaligner.evaluation.runs import AnswerFile
 
@@ -95,13 +95,12 @@ def test_compressors_can_be_compared_at_a_rate(run):
 
 
 def test_a_judge_decides_instead_of_a_match(run):
-    class Contrary:
-        def replies(self, prompts):
-            return ((index, "no" if "Candidate: Ada" in prompt else "yes") for index, prompt in enumerate(prompts))
+    def contrary(prompts):
+        return ("no" if "Candidate: Ada" in prompt else "yes" for prompt in prompts)
 
     for method in ("naive", "standard_rag", "arcaligner"):
         file = AnswerFile(run, "squad", method)
-        judge_answers(Contrary(), file.read(), verdict_path(file, "org/judge"), "")
+        judge_answers(contrary, file.read(), verdict_file(file, "org/judge"))
     found = analyze(run, judge="org/judge")
     assert found["right"] == "judged by org/judge"
     parts = found["sets"]["SQuAD"]["categories"]
