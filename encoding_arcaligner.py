@@ -4,6 +4,7 @@
     documents -> segments (`segmentation_arcaligner.py`) -> tokens -> context_embeds, context_word_ids
 """
 
+import functools
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -255,6 +256,13 @@ class DocumentEncoder:
         self.check_context_embeds(embeds, 0)
         return embeds
 
+    def encode_for_search(self, texts: Sequence[str]) -> torch.FloatTensor:
+        """Normalised embeddings, float32 (len(texts), encoder_hidden_size), by the encoder without what it learned with
+        the aligner, which says what slots hold and no longer which texts answer a question."""
+        return self._encoder.untrained.model.encode(
+            list(texts), normalize_embeddings=True, convert_to_tensor=True, show_progress_bar=False
+        ).cpu()
+
     def encode_runs(self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]] | None):
         """Embeddings of runs of characters, as [`LazyEncoder.encode_runs`]; of whole texts where `ends` is `None`."""
         return self._encoder.encode_texts(texts) if ends is None else self._encoder.encode_runs(texts, starts, ends)
@@ -436,6 +444,15 @@ class LazyEncoder:
             model.load_adapter(self.folder)
             model.eval().requires_grad_(False)
         return model
+
+    @functools.cached_property
+    def untrained(self) -> "LazyEncoder":
+        """The encoder as it was before it was trained along."""
+        if self.folder is None:
+            return self
+        encoder = LazyEncoder(self.name_or_path)
+        encoder.device = self.device
+        return encoder
 
     def _lora_layers(self) -> list:
         from peft.tuners.lora import LoraLayer  # only an encoder that was trained along needs PEFT

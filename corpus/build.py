@@ -156,7 +156,6 @@ def passage_rows(documents: list[Document], processor, settings: dict[str, Any])
     ]
     read = [[{"title": document.title, "text": document.text[a:b]}] for document, _, a, b in passages]
     encoded = processor.encode_batch(read, tokens_per_slot=settings["tokens_per_slot"])
-    means = [torch.nn.functional.normalize(each.context_embeds.mean(dim=0), dim=0) for each in encoded]
     columns = {
         "id": [f"{document.id}#{number}" for document, number, _, _ in passages],
         "document": [document.id for document, *_ in passages],
@@ -170,13 +169,22 @@ def passage_rows(documents: list[Document], processor, settings: dict[str, Any])
             np.cumsum([0, *(len(each.context_embeds) for each in encoded)], dtype=np.int32),
             _vectors([each.context_embeds for each in encoded], settings["encoder_hidden_size"]),
         ),
-        "vector": _vectors([mean[None] for mean in means], settings["encoder_hidden_size"]),
+        "vector": _vectors([_search_vectors(read, encoded, processor)], settings["encoder_hidden_size"]),
     }
     if settings["context_words"]:
         columns["words"] = [
             [[word for word in words if word >= 0] for words in each.context_word_ids.tolist()] for each in encoded
         ]
     return pa.table(columns, schema=schema)
+
+
+def _search_vectors(read: list[list[dict]], encoded: list, processor) -> torch.Tensor:
+    """What each passage is found by, (num_passages, encoder_hidden_size): the mean of its slots or, where the encoder
+    was trained along and has become another, what it was before makes of the passage."""
+    if processor.trained_encoder:
+        return processor.encode_for_search([f"{each['title']} {each['text']}".strip() for (each,) in read])
+    means = [each.context_embeds.mean(dim=0) for each in encoded]
+    return torch.nn.functional.normalize(torch.stack(means), dim=-1) if means else torch.empty(0, 0)
 
 
 def _vectors(rows: list[torch.Tensor], width: int) -> pa.FixedSizeListArray:

@@ -95,7 +95,7 @@ class Retriever:
         if top_k < 1 or not question.strip():
             raise ValueError(f"Got `top_k` {top_k} and the question {question!r}; expected at least 1, and a text.")
         began = time.perf_counter()
-        vector = self.processor.encode_segments([question])[0].numpy()
+        vector = self.processor.encode_for_search([question])[0].numpy()
         limit = top_k if self.reranker is None else top_k * CANDIDATES
         try:
             try:

@@ -6,7 +6,7 @@
     segments   characters of the passage that each slot stands for
     slots      embeddings, float16 (num_slots, encoder_hidden_size)
     words      ids of the words of each slot, where the aligner reads them
-    vector     what is searched: the mean of the slots
+    vector     what is searched: the mean of the slots, or an embedding by the encoder before it was trained along
 
 What the slots were made with stands in the metadata of the schema, and only a processor that makes the same slots may
 write or read.

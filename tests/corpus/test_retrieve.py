@@ -8,6 +8,7 @@ import torch
 from sentence_transformers import CrossEncoder
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
+from arcaligner import ArcAlignerProcessor
 from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.table import Corpus
@@ -101,3 +102,20 @@ def test_many_passages_have_an_index_that_finds_the_same(tmp_path, processor, mo
     retriever = Retriever(corpus, processor, search="vector")
     found = [retriever(row["text"], top_k=5).documents for row in rows[:20]]
     assert sum(row["text"] in [each["text"] for each in best] for row, best in zip(rows, found, strict=False)) >= 18
+
+
+def test_passages_are_found_by_the_encoder_before_it_was_trained_along(tmp_path, letters, processor, checkpoint_dir):
+    trained = ArcAlignerProcessor.from_pretrained(checkpoint_dir)
+    for weight in trained.train_encoder(lora_r=2):
+        torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(0))
+    trained.save_pretrained(tmp_path / "trained")
+    trained = ArcAlignerProcessor.from_pretrained(tmp_path / "trained")
+    corpus = Corpus.create(tmp_path / "trained.lance", trained)
+    build_corpus([str(letters)], corpus, trained)
+    rows = corpus.table.search().select(["title", "text", "vector", "slots"]).to_arrow().to_pylist()
+    texts = [f"{row['title']} {row['text']}".strip() for row in rows]
+    found = torch.tensor([row["vector"] for row in rows]).float()
+    torch.testing.assert_close(found, processor.encode_segments(texts), rtol=0, atol=1e-3)
+    slot = torch.tensor(rows[0]["slots"][0]).float()
+    assert (slot - processor.encode_segments(texts[:1])[0]).abs().max() > 0.01
+    assert Retriever(corpus, trained)(texts[0], 1).documents[0]["text"] == rows[0]["text"]
