@@ -29,6 +29,7 @@ _ALIGNER_KEY = re.compile(r"(^|\.)(projector|slot_gate|lora_A\.slot|lora_B\.slot
 CODE_FILES = (
     "configuration_arcaligner.py",
     "segmentation_arcaligner.py",
+    "encoder_arcaligner.py",
     "encoding_arcaligner.py",
     "processing_arcaligner.py",
     "backbones_arcaligner.py",

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from .checkpoint_arcaligner import CODE_FILES, check_aligner_weights, tensor_shapes
 from .configuration_arcaligner import ArcAlignerConfig
-from .encoding_arcaligner import ENCODER_FOLDER
+from .encoder_arcaligner import ENCODER_FOLDER
 from .model_card import RECIPE_FILE, RESULTS_FILE, is_hub_id, write_model_card
 from .modeling_arcaligner import ArcAlignerForCausalLM
 from .processing_arcaligner import ArcAlignerProcessor

@@ -29,14 +29,12 @@ from .configuration_arcaligner import (
     resolve_base_model,
     written_whole,
 )
+from .encoder_arcaligner import ENCODER_FOLDER, LazyEncoder, find_encoder_folder
 from .encoding_arcaligner import (
-    ENCODER_FOLDER,
     DocumentEncoder,
     EncodedDocuments,
-    LazyEncoder,
     check_text,
     embeds_tensor,
-    find_encoder_folder,
     pad_words,
     text_of,
     words_tensor,

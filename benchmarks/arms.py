@@ -7,7 +7,6 @@ adaptive               slots, the gates decide
 budgeted               slots, the gates decide within `BUDGET` of the slot prefix's operations
 always                 slots, each gate forced open
 slots_cached           `adaptive`, with cached keys and values of the slot prefix
-plain                  `adaptive` by Algorithm 1 as it is written
 
 A prompt is cut where the question begins. Nothing in its prefix (the passages, as text or as slots) depends on the
 question, so the keys and values of a prefix serve any number of questions.
@@ -15,8 +14,7 @@ question, so the keys and values of a prefix serve any number of questions.
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,13 +24,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..evaluation.answering import count_tokens
-from ..modeling_arcaligner import ArcAlignerForCausalLM, SlotDecoderLayer
+from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor, pad_words
 from ..train.corpora import Row
 from ..train.data import passages_text
-from .measuring import Arm
 
-ARMS = ("standard_rag", "standard_rag_cached", "off", "adaptive", "budgeted", "always", "slots_cached", "plain")
+ARMS = ("standard_rag", "standard_rag_cached", "off", "adaptive", "budgeted", "always", "slots_cached")
 BUDGET = 0.2
 TOKENS_PER_PASSAGE = 150
 TOKENS_PER_RANDOM_SLOT = 24  # of a shape without an encoder: the paper's rate
@@ -212,12 +209,12 @@ def read(model: PreTrainedModel, ids: TokenBatch, cache: Cache | None = None, **
 @torch.no_grad()
 def make_arms(
     aligner: ArcAlignerForCausalLM, base: PreTrainedModel, text: Prompts, slots: Prompts
-) -> tuple[dict[str, Arm], dict[str, Cache]]:
+) -> tuple[dict[str, Callable[[], FirstToken]], dict[str, Cache]]:
     """
     The arms of a batch, and the caches of the prefixes that two of them start from.
 
     Returns:
-        `dict`: The arms by name, in the order of `ARMS`; each `run` gives a [`FirstToken`].
+        `dict`: The arms by name, in the order of `ARMS`.
         `dict`: The caches by the names of their arms.
     """
     text_prefix = read(base, text.prefix).cache
@@ -235,51 +232,15 @@ def make_arms(
         return lambda: read(aligner, slots.whole, **slots.slots, **settings)
 
     arms = {
-        "standard_rag": Arm(lambda: read(base, text.whole)),
-        "standard_rag_cached": Arm(lambda: read(base, text_after, share(text_prefix))),
-        "off": Arm(read_slots(gate_mode="off")),
-        "adaptive": Arm(read_slots(gate_mode="adaptive")),
-        "budgeted": Arm(read_slots(gate_mode="adaptive", refinement_budget=BUDGET)),
-        "always": Arm(read_slots(gate_mode="always")),
-        "slots_cached": Arm(lambda: read(aligner, slots_after, share(slot_prefix))),
-        "plain": Arm(read_slots(), lambda: plain_algorithm(aligner)),
+        "standard_rag": lambda: read(base, text.whole),
+        "standard_rag_cached": lambda: read(base, text_after, share(text_prefix)),
+        "off": read_slots(gate_mode="off"),
+        "adaptive": read_slots(gate_mode="adaptive"),
+        "budgeted": read_slots(gate_mode="adaptive", refinement_budget=BUDGET),
+        "always": read_slots(gate_mode="always"),
+        "slots_cached": lambda: read(aligner, slots_after, share(slot_prefix)),
     }
     return arms, {"standard_rag_cached": text_prefix, "slots_cached": slot_prefix}
-
-
-@contextmanager
-def plain_algorithm(model: ArcAlignerForCausalLM) -> Iterator[None]:
-    """Algorithm 1 as it is written, on the model's own weights: what its fast path is measured against.
-
-    Inside, in each gated layer every step runs the whole layer over all rows and keeps the slots whose gate is open;
-    there is no early stop, no cached key of the text, and the last layer refines like any other.
-    """
-    config = model.config
-    gate_mode, config.gate_mode = config.gate_mode, "off"  # a layer is its mandatory pass alone
-    gated = [layer for layer in model.modules() if isinstance(layer, SlotDecoderLayer) and layer.slot_gate is not None]
-    hooks = [layer.register_forward_hook(_refine_all_rows, with_kwargs=True) for layer in gated]
-    try:
-        yield
-    finally:
-        config.gate_mode = gate_mode
-        for hook in hooks:
-            hook.remove()
-
-
-def _refine_all_rows(layer: SlotDecoderLayer, args: tuple, kwargs: dict, hidden: torch.Tensor) -> torch.Tensor:
-    """`H^(l+1,0)` (batch, seq_len, hidden) to `H^(l+1,T)`: lines 3 to 15."""
-    slots = kwargs.get("slots")
-    if slots is None:
-        return hidden
-    config = layer.arcaligner_config
-    is_slot = torch.zeros(hidden.shape[0] * hidden.shape[1], dtype=torch.bool, device=hidden.device)
-    is_slot = is_slot.index_fill(0, slots.rows.slot_rows, True).view(*hidden.shape[:2], 1)  # (batch, seq_len, 1)
-    without_cache = {**kwargs, "past_key_values": None, "use_cache": False}
-    for _step in range(config.max_refinement_steps):
-        gate_open = (layer.slot_gate(hidden) >= config.gate_threshold) & is_slot  # Eq. 5, 7
-        candidate = layer.forward(hidden, *args[1:], **without_cache)  # Eq. 6
-        hidden = torch.where(gate_open, candidate, hidden)  # Eq. 8, 9
-    return hidden
 
 
 @dataclass

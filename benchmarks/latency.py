@@ -15,6 +15,7 @@ a prompt and `NEW_TOKENS` tokens, the first of which comes with the prompt.
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +29,7 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import Row, read_rows
 from .arms import Decoding, Prompts, both_prompts, cache_bytes, encoded_slots, make_arms, pick_rows, random_slots
-from .measuring import Arm, peak_memory, quartiles, ratio, time_interleaved
+from .measuring import peak_memory, quartiles, ratio, time_interleaved
 from .models import SHAPES, load_models, random_models
 from .report import machine_line, save_figure, size_lines
 
@@ -77,7 +78,7 @@ class Bench:
             )
         return text, slots
 
-    def encoder_arms(self, rows: list[Row]) -> dict[str, Arm]:
+    def encoder_arms(self, rows: list[Row]) -> dict[str, Callable]:
         """The work that is done online where no embeddings are kept."""
         if not self.has_encoder:
             return {}
@@ -88,15 +89,15 @@ class Bench:
         found = zip(segment(), rows, strict=True)
         tokens = [each for part, row in found for each in self.processor.tokenize_segments(part, row["passages"])]
         rate = self.tokens_per_slot or self.processor.tokens_per_slot
-        return {"segmenting": Arm(segment), "encoding": Arm(lambda: self.processor.encode_slots(tokens, rate))}
+        return {"segmenting": segment, "encoding": lambda: self.processor.encode_slots(tokens, rate)}
 
 
 def measure_rounds(
-    prefills: dict[str, Arm], decoding: dict[str, Decoding], device: str, rounds: int, seconds: float
+    prefills: dict[str, Callable], decoding: dict[str, Decoding], device: str, rounds: int, seconds: float
 ) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """Seconds of the prefills in each round, and of each decoded token: `NEW_TOKENS` - 1 entries for each round."""
     found, tokens = [], []
-    steps = {name: Arm(decoder.step) for name, decoder in decoding.items()}
+    steps = {name: decoder.step for name, decoder in decoding.items()}
     start = time.perf_counter()
     while len(found) < MIN_ROUNDS or (len(found) < rounds and time.perf_counter() - start < seconds):
         found.append(time_interleaved(prefills, len(found), device))
@@ -114,8 +115,8 @@ def measure_size(bench: Bench, k: int, batch_size: int, rounds: int, seconds: fl
     arms, prefixes = make_arms(bench.aligner, bench.base, text, slots)
     read, noted = {}, {}
     for name, arm in arms.items():
-        with arm.state(), peak_memory(bench.device) as peak, flop_counter() as counter:
-            read[name] = arm.run()
+        with peak_memory(bench.device) as peak, flop_counter() as counter:
+            read[name] = arm()
         noted[name] = {
             "flops_counted": counter.get_total_flops(),
             "peak_bytes": peak["bytes"],
@@ -146,7 +147,6 @@ def measure_size(bench: Bench, k: int, batch_size: int, rounds: int, seconds: fl
         "decoding_ratio": ratio(tokens, "slots", "backbone"),
         "cached_speed_up": ratio(found, "standard_rag_cached", "slots_cached"),
         "prefix_bytes_ratio": text_prefix / slot_prefix,
-        "refinement_ratio": refinement_ratio(found),
     }
 
 
@@ -166,14 +166,6 @@ def summarize(
             [batch_size / (each[name] + rest) for each, rest in zip(found, decoded, strict=True)]
         ),
     }
-
-
-def refinement_ratio(seconds: list[dict[str, float]]) -> float | None:
-    """Median seconds that plain refinement adds to `off`, over those of adaptive; `None` where that adds none."""
-    plain, adaptive = (
-        quartiles([each[arm] - each["off"] for each in seconds])["median"] for arm in ("plain", "adaptive")
-    )
-    return plain / adaptive if adaptive > 0 else None
 
 
 def parse_sizes(text: str) -> list[tuple[int, int]]:

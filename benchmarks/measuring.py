@@ -8,8 +8,7 @@ import ctypes
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +17,23 @@ import torch
 _PROCESS = Path("/proc/self")
 
 
-@dataclass
-class Arm:
-    """What is timed, and the context it is timed in, which is entered and left outside of the clock."""
-
-    run: Callable[[], Any]
-    state: Callable[[], AbstractContextManager] = nullcontext
-
-
 def wait_for(device: str | torch.device) -> None:
     """Waits until everything that was started on `device` is done."""
     if torch.device(device).type != "cpu":
         torch.accelerator.synchronize(device)
 
 
-def time_interleaved(arms: dict[str, Arm], first: int, device: str) -> dict[str, float]:
+def time_interleaved(arms: dict[str, Callable[[], Any]], first: int, device: str) -> dict[str, float]:
     """Seconds of each arm, in the order of `arms`; the one at `first`, modulo their number, goes first."""
     names = list(arms)
     start = first % len(names)
     seconds = dict.fromkeys(names, 0.0)
     for name in names[start:] + names[:start]:
-        with arms[name].state():
-            wait_for(device)
-            begin = time.perf_counter()
-            arms[name].run()
-            wait_for(device)
-            seconds[name] = time.perf_counter() - begin
+        wait_for(device)
+        begin = time.perf_counter()
+        arms[name]()
+        wait_for(device)
+        seconds[name] = time.perf_counter() - begin
     return seconds
 
 

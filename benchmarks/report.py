@@ -28,7 +28,6 @@ _SHOWN = {
     "budgeted": f"slots, adaptive within {BUDGET:.0%}",
     "always": "slots, all refined",
     "slots_cached": "**slots, cached**",
-    "plain": "plain Algorithm 1",
 }
 COLUMNS = ("Arm", "First token, ms", "x text", "ms/token", "questions/s", "peak", "cache", "GFLOP")
 
@@ -57,11 +56,9 @@ def arm_cells(arm: dict[str, Any]) -> list[str]:
 
 def size_caption(size: dict[str, Any]) -> str:
     """What holds for all arms of a size."""
-    plain = size["refinement_ratio"]
     parts = [
         f"{size['rounds']} rounds",
         f"{size['open_share']:.1%} of gates open, in {size['open_layers']:.0%} of layers",
-        "refinement takes no measurable time" if plain is None else f"plain refinement adds {plain:.1f} x the time",
         f"cached text takes {size['prefix_bytes_ratio']:.1f} x the bytes of cached slots and "
         f"{size['cached_speed_up']['median']:.1f} x their time",
         f"a token after slots takes {size['decoding_ratio']['median']:.3f} x the bare backbone's time",
@@ -73,7 +70,7 @@ def size_caption(size: dict[str, Any]) -> str:
 def size_lines(size: dict[str, Any]) -> list[str]:
     """Markdown lines of a size, one arm per row, under a heading."""
     lines = [f"## {size_title(size)}", "", *_head(COLUMNS)]
-    lines += [_row([_SHOWN[name], *arm_cells(arm)]) for name, arm in size["arms"].items()]
+    lines += [_row([_SHOWN[name], *arm_cells(size["arms"][name])]) for name in _SHOWN]
     return [*lines, "", f"{size_caption(size)}.", ""]
 
 
@@ -101,7 +98,7 @@ def draw_figure(report: dict[str, Any]) -> Figure:
     for axes, dtype in zip(panels[0], dtypes, strict=True):
         own = [size for size in sizes if size["dtype"] == dtype]
         passages = [size["k"] for size in own]
-        for arm in own[0]["arms"]:
+        for arm in _SHOWN:
             first = [size["arms"][arm]["first_token"] for size in own]
             spread = [[1000 * each[key] for key in ("median", "lower", "upper")] for each in first]
             style = {"marker": "o", "markersize": 4, "capsize": 2, "label": arm}
@@ -132,7 +129,6 @@ medians. Slots were encoded before; the time for that stands below each table.
 - *text* is the bare base model reading the passages; *cached*, with the keys and values of all before the question.
 - *within {BUDGET:.0%}*: *adaptive* with `refinement_budget={BUDGET}`. Refinement takes at most this share of the
   operations of the slot prefix's prefill, the most confident slots first.
-- *plain Algorithm 1* makes the same decisions as *adaptive*, but applies a layer to the whole prompt in each step.
 - *GFLOP*: operations of the products of the prefill, counted while it runs.
 """
 
@@ -141,7 +137,7 @@ def first_token_table(report: dict[str, Any]) -> list[str]:
     """Markdown lines: milliseconds to the first token of one question, and times faster than text, a row for each k."""
     dtype = report["sizes"][0]["dtype"]
     sizes = [size for size in report["sizes"] if (size["batch_size"], size["dtype"]) == (1, dtype)]
-    arms = [arm for arm in _SHOWN if arm not in ("budgeted", "always", "plain")]
+    arms = [arm for arm in _SHOWN if arm not in ("budgeted", "always")]
     lines = _head(["Passages", "Tokens", "Slots", *(_SHOWN[arm] for arm in arms)])
     for size in sizes:
         found = [

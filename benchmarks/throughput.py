@@ -34,7 +34,7 @@ from ..train.recipe import RecipeArguments
 from ..train.run import run_script
 from ..train.sft import load_processor, make_examples, make_trainer, parse, resolve_dtype
 from ..train.trainer import AlignerTrainer, AlignerTrainingConfig
-from .measuring import Arm, quartiles, ratio, time_interleaved
+from .measuring import quartiles, ratio, time_interleaved
 
 WARM_UP = 2  # steps, in which layers are compiled
 SIZES = ("tokens", "targets", "turns")
@@ -134,7 +134,7 @@ def measure(arms: dict[str, TrainingArm], rows: list[Rows], num_steps: int) -> d
     seconds, sizes = [], []
     for number in track(range(WARM_UP + num_steps), description="steps", transient=True):
         batches = {name: arm.batches(rows[number % len(rows)]) for name, arm in arms.items()}
-        runs = {name: Arm(partial(arm.step, batches[name])) for name, arm in arms.items()}
+        runs = {name: partial(arm.step, batches[name]) for name, arm in arms.items()}
         seconds.append(time_interleaved(runs, number, device))
         sizes.append({name: size_of(batches[name]) for name in arms})
     found = list(zip(seconds, sizes, strict=True))[WARM_UP:]

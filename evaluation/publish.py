@@ -25,7 +25,7 @@ DEFAULT_CHECKPOINT = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
 README_SETS = ("SQuAD", "NaturalQA", "HotpotQA", "PopQA_longtail")
 README_METHODS = ("naive", "llmlingua", "no_lora", "no_recursion", "arcaligner", "standard_rag", "full_text_lora")
 MARKS = "<!-- results: evaluation/publish.py -->", "<!-- end of results -->"
-SPEED_FIGURES = ("latency", "budgets", "throughput")  # on the page of speed, the others on that of results
+SPEED_FIGURES = ("latency", "budgets")  # on the page of speed, the others on that of results
 INTRODUCTION = """\
 # Results
 

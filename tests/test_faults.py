@@ -89,7 +89,7 @@ def test_save_without_space_or_permission_says_so_and_leaves_what_was_there(
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-@pytest.mark.slow
+@pytest.mark.load
 def test_a_thousand_requests_answer_as_alone_and_memory_stays(model, processor):
     """Long, short, without passages and bad ones, in batches of the pipeline and in 8 threads with one store."""
     ask = ArcAlignerPipeline(model=model, processor=processor, task="text-generation", device="cpu")

@@ -19,7 +19,7 @@ import numpy as np
 from datasets import Features, Value
 from datasets.fingerprint import Hasher
 
-from .. import encoding_arcaligner, processing_arcaligner, segmentation_arcaligner
+from .. import encoder_arcaligner, encoding_arcaligner, processing_arcaligner, segmentation_arcaligner
 from ..files import printable
 from . import corpora, data
 from .corpora import Corpus, Row, open_corpus
@@ -36,7 +36,7 @@ DRAWS = 50
 
 _BLOCK_FEATURES = Features(EXAMPLE_FEATURES | {"problem": Value("string")})
 # The code that decides what an example is: another version of it makes other blocks.
-_MODULES = (corpora, data, encoding_arcaligner, processing_arcaligner, segmentation_arcaligner)
+_MODULES = (corpora, data, encoder_arcaligner, encoding_arcaligner, processing_arcaligner, segmentation_arcaligner)
 _CODE = Hasher.hash([Path(file).read_bytes() for file in (__file__, *(module.__file__ for module in _MODULES))])
 
 

@@ -17,7 +17,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -29,7 +28,7 @@ from ..methods import fingerprint
 from ..runs import answers_to
 from ..settings import EvaluationSettings, read_settings, split_names
 from ..tasks import TASKS
-from .figures import COLORS, FIGURES, QUALITY, Data, Folder, draw_curve, new_figure, quality, save_analysis
+from .figures import COLORS, FIGURES, Data, Folder, draw_curve, new_figure, quality, save_analysis
 from .gates import require_gates
 
 BUDGETS = (0.05, 0.1, 0.2)
@@ -42,11 +41,11 @@ KNOBS = {
     "max_refinement_steps": {"max_refinement_steps": "-"},
     "max_slots": {"drop": "-", "merge": "--"},
 }
-MARKERS = "os^Dvp"  # of the values of a knob, in order
 CAPTION = (
-    "In each column one setting of the aligner changes (a mark for each value), the others stay as configured. "
-    "To the right: operations of the prefill of all questions, counted while it runs; 100 % are those of the same "
-    "questions with all their slots and no refinement. Bars are 95 % bootstrap intervals over questions."
+    "In each column one setting of the aligner changes, the others stay as configured; on dashed lines slots are "
+    "merged, not dropped. To the right: operations of the prefill of all questions, counted while it runs; 100 % are "
+    "those of the same questions with all their slots and no refinement. Bars are 95 % bootstrap intervals over "
+    "questions."
 )
 
 
@@ -162,44 +161,21 @@ def measure(answers: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[s
 
 
 def draw(sets: dict[str, dict[str, list[dict[str, Any]]]], knobs: list[str]) -> Figure:
-    """A column for each knob, a row for each metric, a color for each set of questions."""
-    shape = {"nrows": len(QUALITY), "ncols": len(knobs), "sharex": "col", "sharey": "row", "squeeze": False}
-    figure, grid = new_figure(3.2 * len(knobs) + 0.6, 2.6 * len(QUALITY) + 1.0, **shape)
+    """F1 against operations: a column for each knob, a color for each set; merged slots are dashed."""
+    figure, grid = new_figure(3.2 * len(knobs) + 0.6, 3.8, ncols=len(knobs), sharey=True, squeeze=False)
     colors = dict(zip(sets, itertools.cycle(COLORS), strict=False))
-    for panels, metric in zip(grid, QUALITY, strict=True):
-        for axes, knob in zip(panels, knobs, strict=True):
-            for (title, curves), (curve, line) in itertools.product(sets.items(), KNOBS[knob].items()):
-                draw_points(axes, curves[curve], metric, colors[title], line)
-        panels[0].set_ylabel(f"{QUALITY[metric]}, %")
     for axes, knob in zip(grid[0], knobs, strict=True):
-        explain(axes, knob, next(iter(sets.values())))
+        for (title, curves), (curve, line) in itertools.product(sets.items(), KNOBS[knob].items()):
+            draw_curve(axes, curves[curve], "cost", "f1", color=colors[title], linestyle=line)
+            for point in curves[curve]:
+                place = {"textcoords": "offset points", "xytext": (3, 3), "fontsize": 7, "color": "grey"}
+                axes.annotate(point["value"], (point["cost"], point["f1"][0]), **place)
+        axes.set_title(knob)
+    grid[0][0].set_ylabel("F1, %")
     figure.supxlabel("operations of the prefill, % of that with all slots and no refinement", fontsize=10)
     handles = [Line2D([], [], color=color, label=title) for title, color in colors.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=2, frameon=False)
     return figure
-
-
-def draw_points(axes: Axes, points: list[dict[str, Any]], metric: str, color: str, line: str) -> None:
-    """A curve with a different mark for each value; the marks of dashed lines are hollow."""
-    draw_curve(axes, points, "cost", metric, color=color, linestyle=line, linewidth=1, elinewidth=0.6, marker="")
-    filling = color if line == "-" else "white"
-    for point, marker in zip(points, itertools.cycle(MARKERS), strict=False):
-        axes.scatter(point["cost"], point[metric][0], s=28, marker=marker, color=filling, edgecolors=color, zorder=3)
-
-
-def explain(axes: Axes, knob: str, curves: dict[str, list[dict[str, Any]]]) -> None:
-    """Above a column: the name of the knob, the marks of its values and, where there are several, its lines."""
-    look = {"color": "grey", "markersize": 5}
-    lines = KNOBS[knob]
-    values = [point["value"] for point in curves[next(iter(lines))]]
-    marks = [
-        Line2D([], [], linestyle="", marker=marker, label=value, **look)
-        for marker, value in zip(itertools.cycle(MARKERS), values, strict=False)
-    ]
-    if len(lines) > 1:
-        marks += [Line2D([], [], linestyle=line, label=curve, **look) for curve, line in lines.items()]
-    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": len(marks), "frameon": False}
-    axes.legend(handles=marks, title=knob, fontsize=8, handlelength=1.6, handletextpad=0.2, columnspacing=0.7, **place)
 
 
 def budgets(
@@ -212,7 +188,7 @@ def budgets(
     device: Annotated[str | None, typer.Option(help="Where models run: cpu, cuda.")] = None,
     folder: Folder = FIGURES,
 ) -> None:
-    """F1 and EM against operations, for budgets of refinement and numbers of slots.
+    """F1 against operations, for budgets of refinement and numbers of slots.
 
     All four knobs ask each question 15 times. Two cores answer 500 questions once in two to four minutes, so a task
     takes half an hour to an hour. A killed run continues where it stopped.

@@ -1,4 +1,4 @@
-"""The arms of the latency benchmark: what must read the same does, whatever was made before and however it refines."""
+"""The arms of the latency benchmark: what must read the same does, whatever was made before."""
 
 import pytest
 import torch
@@ -13,14 +13,13 @@ from arcaligner.benchmarks.arms import (
     encoded_slots,
     make_arms,
     pick_rows,
-    plain_algorithm,
 )
 from arcaligner.benchmarks.models import SHAPE_ENCODER_WIDTH, load_models, random_models
 from arcaligner.evaluation.answering import slot_inputs, text_inputs
 from arcaligner.train.data import full_text
 
 # What must read the same as another arm, up to the rounding of differently shaped products.
-SAME_AS = {"standard_rag_cached": "standard_rag", "slots_cached": "adaptive", "plain": "adaptive"}
+SAME_AS = {"standard_rag_cached": "standard_rag", "slots_cached": "adaptive"}
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +42,7 @@ def read(models, prompts):
     found = {}
     with torch.no_grad():
         for name, arm in arms.items():
-            with arm.state():
-                found[name] = arm.run()
+            found[name] = arm()
     return found
 
 
@@ -62,7 +60,7 @@ def columns(name, prompts):
 
 
 @pytest.mark.parametrize(("name", "other"), SAME_AS.items())
-def test_cached_and_plain_arms_read_what_their_counterparts_read(name, other, read, prompts):
+def test_cached_arms_read_what_their_counterparts_read(name, other, read, prompts):
     assert torch.equal(read[name].tokens, read[other].tokens)
     torch.testing.assert_close(
         real_rows(read[name], columns(name, prompts)), real_rows(read[other], columns(other, prompts))
@@ -99,27 +97,9 @@ def test_an_arm_leaves_the_models_and_the_prefix_as_they_were(models, prompts):
     gate_mode = aligner.config.gate_mode
     with torch.no_grad():
         for arm in arms.values():
-            with arm.state():
-                arm.run()
+            arm()
     assert {name: (cache_bytes(cache), cache.get_seq_length()) for name, cache in prefixes.items()} == before
     assert aligner.config.gate_mode == gate_mode
-    assert not any(module._forward_hooks for module in aligner.modules())
-
-
-def test_plain_steps_are_over_all_rows_of_all_gated_layers(models, prompts, monkeypatch):
-    aligner, _ = models
-    seen = []
-
-    def noting(forward):
-        return lambda hidden, **kwargs: seen.append(tuple(hidden.shape)) or forward(hidden, **kwargs)
-
-    for layer in aligner.model.backbone.layers:
-        monkeypatch.setattr(layer, "forward", noting(layer.forward))
-    slots = prompts[1].whole
-    with plain_algorithm(aligner), torch.no_grad():
-        aligner(slots.input_ids, attention_mask=slots.attention_mask, **prompts[1].slots)
-    steps = 1 + aligner.config.max_refinement_steps
-    assert seen == [(*slots.input_ids.shape, 32)] * (len(aligner.config.gated_layers) * steps)
 
 
 def test_the_bare_model_goes_on_from_the_aligners_cache_as_the_aligner_does(models, prompts, read):

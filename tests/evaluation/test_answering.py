@@ -16,8 +16,6 @@ from arcaligner.evaluation.answering import (
     SlotAnswerer,
     TextAnswerer,
     in_batches,
-    load_aligner,
-    longest_first,
     lora_off,
     slot_inputs,
     text_inputs,
@@ -72,21 +70,6 @@ def test_the_ways_to_read_slots_differ(model, processor):
     assert len(set(texts)) == len(answerers)
 
 
-def test_gates_and_slots_are_those_that_are_asked_for(model, processor):
-    refinement = {"gate_threshold": 0.3, "max_refinement_steps": 1, "refinement_budget": 0.5}
-    slots = {"max_slots": 2, "slot_policy": "merge"}
-    everything = SlotAnswerer(model, processor, gate_mode="adaptive").answer(ROWS)
-    asked = []
-    model.model.register_forward_pre_hook(lambda module, args, kwargs: asked.append(kwargs), with_kwargs=True)
-    answers = SlotAnswerer(model, processor, gate_mode="adaptive", slots=slots, **refinement).answer(ROWS)
-    assert (refinement | {"gate_mode": "adaptive"}).items() <= asked[0].items()
-    inputs = slot_inputs(processor, ROWS, **slots)
-    assert torch.equal(asked[0]["input_ids"], inputs["input_ids"])
-    torch.testing.assert_close(asked[0]["context_embeds"], inputs["context_embeds"])
-    assert [answer.context_tokens for answer in answers] == [2, 2, 1, 2, 2]
-    assert [answer.context_tokens for answer in everything] == [3, 2, 1, 3, 2]
-
-
 def test_without_lora_the_slots_are_the_projectors_alone(model, processor, checkpoint_dir):
     inputs = slot_inputs(processor, ROWS[:2])
     model.config.gate_mode = "off"
@@ -110,14 +93,6 @@ def test_the_empty_slot_is_one_that_no_passage_changes(model, processor):
     assert [answer.text for answer in answers] == [answer.text for answer in others]
 
 
-def test_methods_of_one_checkpoint_share_its_model(checkpoint_dir):
-    load_aligner.cache_clear()
-    model, _ = load_aligner(str(checkpoint_dir), "cpu")
-    assert load_aligner(str(checkpoint_dir), "cpu")[0] is model
-    assert model.dtype == torch.float32 and not model.training
-    load_aligner.cache_clear()
-
-
 def test_the_prompt_with_text_differs_from_the_one_with_slots_in_the_passage_alone(processor):
     (row,) = question_rows(1)
     slots = processor.decode(slot_inputs(processor, [row])["input_ids"][0])
@@ -128,14 +103,6 @@ def test_the_prompt_with_text_differs_from_the_one_with_slots_in_the_passage_alo
     assert closed == text.replace(f"Refer to the background document: {passage}\n", "")
     empty = processor.decode(slot_inputs(processor, [row], with_passages=False)["input_ids"][0])
     assert empty == slots.replace("<context>" * 3, "<context>")
-
-
-def test_rows_come_once_each_the_longest_first():
-    rows = question_rows(7)
-    found = longest_first(rows)
-    assert sorted(row["id"] for row in found) == sorted(row["id"] for row in rows)
-    lengths = [len(row["passages"][0]["text"]) for row in found]
-    assert lengths == sorted(lengths, reverse=True) and len(set(lengths)) > 1
 
 
 @given(st.lists(st.integers()), st.integers(1, 9))
