@@ -205,7 +205,6 @@ METHODS = {
         ),
     )
 }
-ABLATIONS = ("arcaligner", "no_recursion", "max_loop", "no_lora")
 
 
 def find_method(name: str) -> Method:

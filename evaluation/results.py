@@ -10,7 +10,7 @@ import numpy as np
 from ..files import write_whole
 from ..model_card import METRIC_TITLES, RESULTS_FILE
 from .judge import judged_scores, judges_of
-from .methods import ABLATIONS, METHODS, find_method, sort_key, title_order
+from .methods import METHODS, find_method, sort_key, title_order
 from .metrics import METRICS, percent_interval, ratio_interval, shown_interval
 from .runs import AnswerFile, answer_files
 from .tasks import TASKS
@@ -172,17 +172,12 @@ def _rate(rows) -> float:
 def results_page(results: dict[str, Any]) -> str:
     """All tables of a run."""
     sets = results["sets"]
-    titles = method_titles(sets)
-    ablations = {METHODS[name].title for name in ABLATIONS}
-    ablations = [title for title in titles if title in ablations]
     lines: list[str] = []
     for metric in ("f1", "em", "em_raw"):
         lines += method_table(METRIC_TITLES[metric], sets, metric)
     lines += method_table("Retention of F1", sets, "retention")
-    lines += accuracy_tables(sets, titles)
-    ablation = [method_table(METRIC_TITLES[metric], sets, metric, ablations) for metric in ("em", "f1")]
+    lines += accuracy_tables(sets)
     differences = [difference_table(METRIC_TITLES[metric], sets, metric) for metric in ("f1", "em")]
-    lines += _section("Ablation", *ablation, accuracy_tables(sets, ablations))
     lines += _section(f"{MAIN_TITLE} less another method, on the same questions", *differences)
     lines += _section("Costs", cost_table(sets))
     lines += _section("The paper's numbers", paper_table(sets))
@@ -200,7 +195,7 @@ def _section(title: str, *parts: list[str]) -> list[str]:
     return [f"## {title}", "", *lines] if lines else []
 
 
-def method_table(title: str, sets: dict, metric: str, methods: list[str] | None = None) -> list[str]:
+def method_table(title: str, sets: dict, metric: str) -> list[str]:
     """Methods down, sets across, a mean with its interval in each cell, and the number of questions if not all."""
 
     def show(entry: dict, method: str) -> str | None:
@@ -208,10 +203,10 @@ def method_table(title: str, sets: dict, metric: str, methods: list[str] | None 
         shown = _interval(numbers.get(metric))
         return f"{shown} of {numbers['questions']}" if shown and numbers["questions"] < entry["questions"] else shown
 
-    return table(title, method_titles(sets) if methods is None else methods, sets, show)
+    return table(title, method_titles(sets), sets, show)
 
 
-def accuracy_tables(sets: dict, methods: list[str]) -> list[str]:
+def accuracy_tables(sets: dict) -> list[str]:
     """One table of judged accuracy per judge."""
     judges = sorted({judge for entry in sets.values() for each in entry["methods"].values() for judge in each["acc"]})
     lines = []
@@ -220,7 +215,7 @@ def accuracy_tables(sets: dict, methods: list[str]) -> list[str]:
         def show(entry: dict, method: str, judge: str = judge) -> str | None:
             return _interval(entry["methods"].get(method, {"acc": {}})["acc"].get(judge))
 
-        lines += table(f"Acc, judged by {judge}", methods, sets, show)
+        lines += table(f"Acc, judged by {judge}", method_titles(sets), sets, show)
     return lines
 
 

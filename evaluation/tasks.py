@@ -57,7 +57,7 @@ class Task:
         """
         num_questions = num_questions or self.num_questions
         path = self._local_file(data) if data else None
-        rows = [_checked(path, row) for row in read_rows(path)] if path else self._from_hub()
+        rows = read_rows(path) if path else self._from_hub()
         asked = [row for row in rows if row["question"].strip() and usable_golds(row["answers"])]
         if len(asked) < len(rows):
             num_lost = len(rows) - len(asked)
@@ -90,26 +90,6 @@ class Task:
         return [row for row in map(self.to_row, dataset.shuffle(seed=SAMPLE_SEED)) if row is not None]
 
 
-def _checked(path: Path, row: Row) -> Row:
-    """The row, if it has the schema; a missing title is empty.
-
-    Raises:
-        `ValueError`: it has another one.
-    """
-    answers, passages = row["answers"], row["passages"]
-    is_right = isinstance(row["question"], str) and isinstance(answers, list) and isinstance(passages, list)
-    is_right = is_right and all(isinstance(answer, str) for answer in answers)
-    is_right = is_right and all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in passages)
-    gold = (row.get("meta") or {}).get("gold") or []
-    if not is_right or not all(index in range(len(passages)) for index in gold):
-        raise ValueError(
-            f"{path}, row {row['id']!r} is not of the schema: a text `question`, a list of texts `answers`, a list "
-            '`passages` of {"title", "text"}, and in `meta.gold` numbers of passages.'
-        )
-    titled = [{"title": each.get("title") or "", "text": each["text"]} for each in passages]
-    return row | {"id": str(row["id"]), "passages": titled}
-
-
 def choose_passages(rows: list[Row], passages: str = "given", top_k: int | None = None) -> list[Row]:
     """
     Rows with the passages that are read.
@@ -119,12 +99,19 @@ def choose_passages(rows: list[Row], passages: str = "given", top_k: int | None 
         passages (`str`): `"given"`, those of the row, or `"gold"`, those that the answer needs where the row says
             which (`meta.gold`, their numbers).
         top_k (`int`, *optional*): Only the first of these.
+
+    Raises:
+        `ValueError`: a number in `meta.gold` that no passage has.
     """
     chosen = []
     for row in rows:
         found = row["passages"]
         gold = (row.get("meta") or {}).get("gold")
         if passages == "gold" and gold is not None:
+            if not all(index in range(len(found)) for index in gold):
+                raise ValueError(
+                    f"Row {row['id']!r} has {len(found)} passages, but `meta.gold` {gold}: expected their numbers."
+                )
             found = [found[index] for index in gold]
         chosen.append(row | {"passages": found[:top_k]})
     return chosen

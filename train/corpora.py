@@ -74,14 +74,14 @@ def read_rows(path: str | Path) -> list[Row]:
     """Rows of a JSON Lines file in our schema, gzipped or not, with all their fields.
 
     Raises:
-        `ValueError`: a line that is not a JSON object with `id`, `question`, `answers` and `passages`.
+        `ValueError`: a line that is not a JSON object with `id`, `question`, `answers` and `passages`, or not of texts.
     """
     rows = list(read_json_lines(path))
     for number, row in enumerate(rows, start=1):
         missing = [field for field in ROW_FIELDS if field not in row]
         if missing:
             raise ValueError(f"{path}, line {number} has no {', '.join(missing)}; a row needs {ROW_FIELDS}.")
-    return rows
+    return [row | _own_row(row, index, where=f"{path}, line {index + 1}") for index, row in enumerate(rows)]
 
 
 @dataclass
