@@ -35,7 +35,7 @@ from .runs import AnswerFile, answer_files
 
 logger = logging.getLogger(__name__)
 
-YES, NO, UNREADABLE = "yes", "no", "unreadable"
+YES, UNREADABLE = "yes", "unreadable"
 VERDICTS = ".verdicts"
 MAX_NEW_TOKENS = 8  # a yes or a no, and what may stand before it
 RETRIES = 2

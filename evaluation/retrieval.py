@@ -8,6 +8,7 @@ Recall@k is the share of a question's gold documents of which a passage is among
 gold documents are all in the corpus.
 """
 
+import itertools
 from pathlib import Path
 from typing import Annotated
 
@@ -82,7 +83,8 @@ def main(
     """Prints Recall@k of vectors alone and of hybrid search."""
     opened, processor = Corpus(corpus), ArcAlignerProcessor.from_pretrained(checkpoint)
     known = ((row, gold_documents(row)) for row in read_rows(questions))
-    rows = [row for row, gold in known if gold and opened.digests(gold).keys() == gold][:num_questions]
+    found = (row for row, gold in known if gold and opened.digests(gold).keys() == gold)
+    rows = list(itertools.islice(found, num_questions))
     if not rows:
         raise ValueError(f"No question of {questions} has its gold passages in {corpus}; build it from them.")
     table = Table("Search", *(f"Recall@{k}" for k in KS), caption=f"{len(rows)} questions, {len(opened)} passages")

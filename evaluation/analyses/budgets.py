@@ -11,7 +11,6 @@ answer are those of its prefill, counted while it runs: its share of its batch.
 
 import dataclasses
 import itertools
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -49,43 +48,33 @@ CAPTION = (
 )
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What differs from the aligner's configuration at inference; `None` keeps the configured value."""
-
-    refinement_budget: float | None = None
-    gate_threshold: float | None = None
-    max_refinement_steps: int | None = None
-    max_slots: int | None = None
-    slot_policy: str | None = None
-
-    @property
-    def changed(self) -> dict[str, Any]:
-        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
-
-    @property
-    def name(self) -> str:
-        """Of its answers' files."""
-        return "_".join(f"{key}_{value}" for key, value in self.changed.items()) or "as_configured"
+# What differs from the aligner's configuration at inference.
+Setting = dict[str, Any]
+AS_CONFIGURED: Setting = {}
+NO_REFINEMENT: Setting = {"max_refinement_steps": 0}
 
 
-AS_CONFIGURED, NO_REFINEMENT = Setting(), Setting(max_refinement_steps=0)
-Curves = dict[str, dict[str, Setting]]  # settings by value of the knob, by curve
+def name_of(setting: Setting) -> str:
+    """The name of its answers' files."""
+    return "_".join(f"{key}_{value}" for key, value in setting.items()) or "as_configured"
 
 
-def curves_of(knobs: list[str], config: ArcAlignerConfig) -> Curves:
-    """The settings of each curve of the knobs, ordered by cost. Equal ones are run once."""
+def curves_of(knobs: list[str], config: ArcAlignerConfig) -> dict[str, dict[str, Setting]]:
+    """The settings of each curve of the knobs, by value of the knob, ordered by cost. Equal ones are run once."""
     threshold, steps = config.gate_threshold, config.max_refinement_steps
-    thresholds = {each: Setting(gate_threshold=each) for each in THRESHOLDS} | {threshold: AS_CONFIGURED}
-    budgets = {f"{each:g}": Setting(refinement_budget=each) for each in BUDGETS}
-    numbers = {str(each): Setting(max_refinement_steps=each) for each in range(steps)}
     curves = {
-        "refinement_budget": {"0": NO_REFINEMENT, **budgets, "∞": AS_CONFIGURED},
-        "gate_threshold": {f"{each:g}": thresholds[each] for each in sorted(thresholds)},
-        "max_refinement_steps": numbers | {str(steps): AS_CONFIGURED},
+        "refinement_budget": {"0": NO_REFINEMENT}
+        | {f"{each:g}": {"refinement_budget": each} for each in BUDGETS}
+        | {"∞": AS_CONFIGURED},
+        "gate_threshold": {
+            f"{each:g}": AS_CONFIGURED if each == threshold else {"gate_threshold": each}
+            for each in sorted({*THRESHOLDS, threshold})
+        },
+        "max_refinement_steps": {str(each): {"max_refinement_steps": each} for each in range(steps)}
+        | {str(steps): AS_CONFIGURED},
     }
     for policy in KNOBS["max_slots"]:
-        slots = {str(each): Setting(max_slots=each, slot_policy=policy) for each in MAX_SLOTS}
+        slots = {str(each): {"max_slots": each, "slot_policy": policy} for each in MAX_SLOTS}
         curves[policy] = slots | {"all": AS_CONFIGURED}
     return {curve: curves[curve] for knob in knobs for curve in KNOBS[knob]}
 
@@ -105,8 +94,8 @@ def load_answerer(checkpoint: str, setting: Setting, device: str) -> MeasuringAn
     """The aligner, read with a setting."""
     model, processor = load_aligner(checkpoint, device)
     require_gates(model, checkpoint)
-    slots = {key: value for key, value in setting.changed.items() if key in ("max_slots", "slot_policy")}
-    refinement = {key: value for key, value in setting.changed.items() if key not in slots}
+    slots = {key: value for key, value in setting.items() if key in ("max_slots", "slot_policy")}
+    refinement = {key: value for key, value in setting.items() if key not in slots}
     return MeasuringAnswerer(model, processor, slots=slots, gate_mode="adaptive", **refinement)
 
 
@@ -126,16 +115,17 @@ def analyze(settings: EvaluationSettings, knobs: list[str]) -> dict[str, Any]:
     curves = curves_of(knobs, ArcAlignerConfig.from_pretrained(checkpoint))
     weights = fingerprint(checkpoint)
     rows = {name: load_rows(name, task, settings) for name, task in settings.tasks.items()}
-    for setting in dict.fromkeys([NO_REFINEMENT, *(each for points in curves.values() for each in points.values())]):
-        made_with = {"checkpoint": checkpoint, "weights": weights, **dataclasses.asdict(setting)}
+    settings_of = [NO_REFINEMENT, *(each for points in curves.values() for each in points.values())]
+    for own_name, setting in {name_of(each): each for each in settings_of}.items():
+        made_with = {"checkpoint": checkpoint, "weights": weights, **setting}
         load = partial(load_answerer, checkpoint, setting, device)
-        answer_tasks(setting.name, setting.name, made_with, load, rows, settings)
+        answer_tasks(own_name, own_name, made_with, load, rows, settings)
     sets = {}
     for name, asked in rows.items():
-        base = answers_to(asked, settings.output, name, NO_REFINEMENT.name)
+        base = answers_to(asked, settings.output, name, name_of(NO_REFINEMENT))
         sets[TASKS[name].title] = {
             curve: [
-                {"value": value, **measure(answers_to(asked, settings.output, name, setting.name), base)}
+                {"value": value, **measure(answers_to(asked, settings.output, name, name_of(setting)), base)}
                 for value, setting in points.items()
             ]
             for curve, points in curves.items()

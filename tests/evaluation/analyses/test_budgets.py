@@ -14,10 +14,10 @@ from arcaligner.evaluation.analyses.budgets import (
     KNOBS,
     NO_REFINEMENT,
     MeasuringAnswerer,
-    Setting,
     curves_of,
     load_answerer,
     measure,
+    name_of,
 )
 from arcaligner.evaluation.answering import flop_counter, slot_inputs
 from arcaligner.evaluation.metrics import bootstrap_interval
@@ -51,8 +51,8 @@ def command(tmp_path, checkpoint_dir, rows):
     return run
 
 
-def answers(tmp_path, setting: Setting) -> dict[str, dict]:
-    found = AnswerFile(tmp_path / "figures" / "budgets", "squad", setting.name).read()
+def answers(tmp_path, setting: dict) -> dict[str, dict]:
+    found = AnswerFile(tmp_path / "figures" / "budgets", "squad", name_of(setting)).read()
     return {answer["id"]: answer for answer in found}
 
 
@@ -69,8 +69,7 @@ def test_each_curve_goes_through_the_configuration_and_equal_settings_are_read_o
     assert curves["gate_threshold"]["0.6"] is AS_CONFIGURED
     assert curves["refinement_budget"]["0"] == curves["max_refinement_steps"]["0"] == NO_REFINEMENT
     curves = curves_of(list(KNOBS), ArcAlignerConfig())
-    settings = {setting for points in curves.values() for setting in points.values()}
-    assert len(settings) == len({setting.name for setting in settings}) == 15
+    assert len({name_of(setting) for points in curves.values() for setting in points.values()}) == 15
 
 
 def test_operations_are_those_of_the_prefill_and_grow_with_open_gates(model, processor, rows):
@@ -88,14 +87,14 @@ def test_operations_are_those_of_the_prefill_and_grow_with_open_gates(model, pro
 
 def test_a_setting_is_read_as_the_model_and_the_processor_read_it(checkpoint_dir, model, processor, rows):
     for setting in (
-        Setting(refinement_budget=0.2),
-        Setting(gate_threshold=0.9),
-        Setting(max_refinement_steps=1),
-        Setting(max_slots=2, slot_policy="drop"),
-        Setting(max_slots=2, slot_policy="merge"),
+        dict(refinement_budget=0.2),
+        dict(gate_threshold=0.9),
+        dict(max_refinement_steps=1),
+        dict(max_slots=2, slot_policy="drop"),
+        dict(max_slots=2, slot_policy="merge"),
     ):
-        refinement = {key: value for key, value in setting.changed.items() if "slot" not in key}
-        slots = {key: value for key, value in setting.changed.items() if "slot" in key}
+        refinement = {key: value for key, value in setting.items() if "slot" not in key}
+        slots = {key: value for key, value in setting.items() if "slot" in key}
         answers = load_answerer(str(checkpoint_dir), setting, "cpu").answer(rows)
         for row, answer in zip(rows, answers, strict=True):
             inputs = slot_inputs(processor, [row], **slots)
