@@ -44,19 +44,12 @@ def analyze(
         `ValueError`: answers or verdicts that are not there, with the command that makes them.
     """
     answered = {file.task for file in answer_files(run)}
-    known = [name for name in TASKS if name in answered]
-    missing = [name for name in tasks or known if name not in known]
-    if missing or not known:
-        raise ValueError(
-            f"{run} has no answers to {', '.join(missing) or 'any task'}; it has some to {', '.join(known) or 'none'}. "
-            f"`python -m arcaligner evaluate --output {run}` with `--tasks` and `--methods` writes them."
-        )
+    names = tasks or [name for name in TASKS if name in answered]
+    if not names:
+        raise ValueError(f"{run} holds no answers. `python -m arcaligner evaluate` writes them.")
     return {
         "right": f"judged by {judge}" if judge else "non-strict EM",
-        "sets": {
-            TASKS[name].title: analyze_task(run, name, judge, at_rates(COMPARED, rates or []))
-            for name in tasks or known
-        },
+        "sets": {TASKS[name].title: analyze_task(run, name, judge, at_rates(COMPARED, rates or [])) for name in names},
     }
 
 
@@ -64,7 +57,11 @@ def analyze_task(run: Path, task: str, judge: str | None, compared: list[str]) -
     """The entry of a task, over the questions that Naive and StandardRAG answered; the first method is required."""
     right = {method: right_answers(run, task, method, judge) for method in (NAIVE, FULL_TEXT, *compared)}
     if missing := [method for method in (NAIVE, FULL_TEXT, compared[0]) if not right[method]]:
-        raise ValueError(_missing(run, task, missing, judge))
+        raise ValueError(
+            f"{run} has no answers to {task} of {', '.join(missing)}{f' that {judge} has judged' if judge else ''}. "
+            f"`python -m arcaligner evaluate --tasks {task} --methods {','.join(missing)} --output {run}`, with the "
+            f"other options of that run, writes them; `python -m arcaligner.evaluation.judge --run {run}` judges them."
+        )
     members: dict[str, list[str]] = {category: [] for category in CATEGORIES}
     for key in right[NAIVE]:
         if key in right[FULL_TEXT]:
@@ -88,20 +85,6 @@ def right_answers(run: Path, task: str, method: str, judge: str | None) -> dict[
     if judge is None:
         return {answer["id"]: answer["em"] == 1 for answer in AnswerFile(run, task, method).read()}
     return {key: score == 1 for key, score in judged_scores(AnswerFile(run, task, method), judge).items()}
-
-
-def _missing(run: Path, task: str, methods: list[str], judge: str | None) -> str:
-    unanswered = [method for method in methods if not AnswerFile(run, task, method).read()]
-    if unanswered:
-        names = ",".join(unanswered)
-        return (
-            f"{run} has no answers to {task} of {', '.join(unanswered)}. `python -m arcaligner evaluate --tasks {task} "
-            f"--methods {names} --output {run}`, with the other options of that run, writes them."
-        )
-    return (
-        f"{run} has no verdicts of {judge} on the answers to {task} of {', '.join(methods)}. "
-        f"`python -m arcaligner.evaluation.judge --run {run} --model {judge}` writes them."
-    )
 
 
 def four_way(

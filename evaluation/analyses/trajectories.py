@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.progress import track
 
-from ...files import read_json_lines
+from ...files import printable, read_json_lines
 from ...pipeline_arcaligner import ArcAlignerPipeline, format_trajectory
 from ...train.corpora import Row
 from ..answering import load_aligner
@@ -97,13 +97,8 @@ def title(case: dict[str, Any]) -> str:
 
 
 def one_line(text: str, width: int) -> str:
-    """The beginning of a text, without the control characters that no picture, and no SVG, may hold.
-
-    >>> one_line("It was written\\x0e by Ada.", 17)
-    'It was written …'
-    """
-    printable = "".join(each if each.isprintable() else " " for each in text)
-    return textwrap.shorten(printable, width, placeholder=" …")
+    """The beginning of a text, with visible escapes for control characters, which no picture may hold."""
+    return textwrap.shorten(printable(text), width, placeholder=" …")
 
 
 def file_name(question: str) -> str:
