@@ -277,6 +277,16 @@ def longest_prompt(config: PreTrainedConfig) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
+def check_length(length: int, what: str, config: PreTrainedConfig) -> None:
+    """Raises `ValueError` for `what`, such as "The prompt", of more positions than a backbone reads."""
+    longest = longest_prompt(config)
+    if longest is not None and length > longest:
+        raise ValueError(
+            f"{what} has {length} positions but the backbone {config.model_type} reads {longest}. Pass fewer passages, "
+            "merge more sentences into a slot, or shorten the question."
+        )
+
+
 def missing_model_message(kind: str, name: str, error: Exception) -> str:
     """Says which base model or encoder is missing, and how to get it."""
     how = _INSTALL.get(name)

@@ -29,7 +29,7 @@ from .backbones_arcaligner import (
     postprocess_logits,
 )
 from .checkpoint_arcaligner import AlignerCheckpointMixin
-from .configuration_arcaligner import ArcAlignerConfig
+from .configuration_arcaligner import ArcAlignerConfig, check_length
 from .generation_arcaligner import SlotGenerationMixin, check_ids
 from .lora_arcaligner import (
     ADAPTER_NAME,
@@ -501,11 +501,9 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         """
         wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
         check_refinement_settings(*wanted)
-        if input_ids is None and context_mask is not None and context_embeds is not None:
-            check_ids(context_mask, "`context_mask`")
-            slot_mask = context_mask.bool()
-        else:
-            slot_mask = self._get_slot_mask(input_ids, context_embeds, is_generated)  # (batch, seq_len) or None
+        slot_mask = self._get_slot_mask(
+            input_ids, context_embeds, context_mask, is_generated
+        )  # (batch, seq_len) or None
         if slot_mask is not None:
             if inputs_embeds is not None and (input_ids is not None or inputs_embeds.shape[:2] != slot_mask.shape):
                 raise ValueError(
@@ -540,9 +538,12 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             recursion_depth=None if slot_mask is None else self._stack_depths(**kwargs["slots"]._asdict()),
         )
 
-    def _get_slot_mask(self, input_ids, context_embeds, is_generated) -> torch.BoolTensor | None:
+    def _get_slot_mask(self, input_ids, context_embeds, context_mask, is_generated) -> torch.BoolTensor | None:
         """`M_r` (batch, seq_len): where `input_ids` holds context tokens. `None` for an input without slots."""
         if input_ids is None:
+            if context_embeds is not None and context_mask is not None:
+                check_ids(context_mask, "`context_mask`")
+                return context_mask.bool()
             if context_embeds is not None:
                 raise ValueError(
                     "Got `context_embeds` without `input_ids`. Slots are found by their context tokens: pass "
@@ -632,8 +633,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             row, slot = np.argwhere(is_broken)[0]
             raise ValueError(
                 f"`context_embeds` holds NaN or values beyond {LARGEST_VALUE:g} in {is_broken.sum()} of "
-                f"{counts.sum()} slots, first in "
-                f"slot {slot} of row {row}. Check the encoder's output."
+                f"{counts.sum()} slots, first in slot {slot} of row {row}. Check the encoder's output."
             )
         if most and past_key_values is not None and past_key_values.get_seq_length() > 0:
             raise ValueError(
@@ -641,12 +641,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 "prompt, before any cache: refinement needs the deeper states of earlier tokens, which a cache does "
                 "not hold. Start with an empty cache, or continue a cached slot prefix with plain text."
             )
-        longest = getattr(self.config.text_config, "max_position_embeddings", None)
-        if longest is not None and is_slot.shape[1] > longest:
-            raise ValueError(
-                f"The prompt has {is_slot.shape[1]} tokens but the backbone reads {longest}. Pass fewer "
-                "passages, merge more sentences into a slot, or shorten the question."
-            )
+        check_length(is_slot.shape[1], "The prompt", self.config.text_config)
 
     def _embed(self, inputs_embeds, slot_mask, context_embeds, context_word_ids) -> torch.Tensor:
         """`H^(0,0)` (Eq. 2): projected embeddings on slots, frozen ones elsewhere, (batch, seq_len, hidden)."""

@@ -33,7 +33,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
-from .configuration_arcaligner import longest_prompt
+from .configuration_arcaligner import check_length, longest_prompt
 from .fingerprint_arcaligner import (
     PREFIX_SETTINGS,
     SLOT_SETTINGS,
@@ -131,15 +131,6 @@ def _check_shapes(path: str | Path, tensors: dict[str, torch.Tensor], config: Pr
             f"length, {head_dim}). Load it with the backbone it was made for."
         )
     check_length(length, f"The slot prefix {path}", config)
-
-
-def check_length(length: int, what: str, config: PreTrainedConfig) -> None:
-    longest = longest_prompt(config)
-    if longest is not None and length > longest:
-        raise ValueError(
-            f"{what} has {length} positions but the backbone {config.model_type} reads {longest}. Pass fewer passages, "
-            "merge more sentences into a slot, or shorten the question."
-        )
 
 
 def _left_pad(states: torch.Tensor, length: int) -> torch.Tensor:

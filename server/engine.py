@@ -18,10 +18,9 @@ import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from ..configuration_arcaligner import longest_prompt
+from ..configuration_arcaligner import check_length, longest_prompt
 from ..corpus.retrieve import Retriever, SlotPassages
 from ..pipeline_arcaligner import ArcAlignerPipeline, format_trajectory
-from ..prefix_store_arcaligner import check_length
 
 # Given passages whose slots are kept; the prefixes have their own budget, in bytes.
 KEPT_DOCUMENTS = 64

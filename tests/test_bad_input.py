@@ -148,7 +148,7 @@ def test_embeddings_of_the_wrong_shape(model, shape):
 
 def test_prompt_longer_than_the_context_of_the_backbone(model):
     row = random_row(model, 4, num_text=125)
-    message = r"(?s)prompt has 129 tokens.*backbone reads 128.*(fewer passages|merge)"
+    message = r"(?s)prompt has 129 positions.*backbone llama reads 128.*(fewer passages|merge)"
     assert_refused(model, message, input_ids=row.input_ids[None], context_embeds=row.context_embeds[None])
     row = random_row(model, 4, num_text=124)
     model(input_ids=row.input_ids[None], context_embeds=row.context_embeds[None])

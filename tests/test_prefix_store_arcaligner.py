@@ -470,7 +470,7 @@ def test_prompt_longer_than_the_context_is_refused(processor):
     store.prepare("Who?", context_embeds=embeddings(9))
     with pytest.raises(ValueError, match="The prompt has .* positions but the backbone llama reads 80"):
         store.prepare("Who? " * 40, context_embeds=embeddings(9))
-    with pytest.raises(ValueError, match="the backbone reads 80"):
+    with pytest.raises(ValueError, match="the backbone llama reads 80"):
         store.prepare("Who?", context_embeds=embeddings(99))
 
 
