@@ -270,6 +270,7 @@ def remove(
     from .corpus.table import Corpus
 
     Corpus(corpus).remove(documents)
+    messages.print(f"{len(documents)} document{'s' * (len(documents) > 1)} removed")
 
 
 @corpus_app.command("info")
@@ -301,6 +302,7 @@ def ask_corpus(
     with busy("Loading the aligner and its base model"):
         ask = load_pipeline(checkpoint)
         engine = Engine(ask, Retriever(opened, ask.processor, reranker))
+        engine.warm_up()  # the time that is printed is that of an answer
     request = Request([{"role": "user", "content": question}], top_k=top_k, max_new_tokens=max_new_tokens)
     found = engine.submit(request).result()
     show(found.text.strip())
@@ -334,14 +336,13 @@ def serve_answers(
     def make_engine():
         from .corpus.retrieve import Retriever
         from .corpus.table import Corpus
-        from .server.engine import Engine, Request
+        from .server.engine import Engine
 
         opened = None if corpus is None else Corpus(corpus)
         ask = load_pipeline(checkpoint)
         retriever = None if opened is None else Retriever(opened, ask.processor, reranker)
         engine = Engine(ask, retriever, max_batch=max_batch, prefix_bytes=prefix_megabytes * 2**20)
-        warm_up = Request([{"role": "user", "content": "?"}], documents=["."], max_new_tokens=2, return_slots=True)
-        engine.submit(warm_up).result()  # the first client need not wait for what is loaded on first use
+        engine.warm_up()  # the first client need not wait for what is loaded on first use
         return engine
 
     settings = ServerSettings(Path(checkpoint).resolve().name, host, port, api_key or None)

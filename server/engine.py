@@ -151,6 +151,11 @@ class Engine:
             self._arrival.notify()
         return request.future
 
+    def warm_up(self) -> None:
+        """Answers a short request, which loads what is loaded on first use."""
+        request = Request([{"role": "user", "content": "?"}], documents=["."], max_new_tokens=2, return_slots=True)
+        self.submit(request).result()
+
     def close(self) -> None:
         """Takes no more requests, answers those that wait, and returns."""
         with self._arrival:

@@ -20,7 +20,7 @@ Its columns say which of three kinds it is, and each kind becomes rows of our sc
 import functools
 import glob
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,6 +148,13 @@ def open_corpus(source: str, passage_words: int = 100, num_proc: int | None = No
             "of texts, named as in `?text=body`."
         )
     return Corpus(source, _cut_texts(dataset, options, passage_words, num_proc), _passage_row, False)
+
+
+def check_files(sources: Iterable[str], data_dir: str) -> None:
+    """Raises `FileNotFoundError` for a source that is a file and is not there."""
+    for path, _ in map(parse_source, sources):
+        if path.endswith(FILES):
+            _find_file(path, data_dir)
 
 
 def _find_file(path: str, data_dir: str) -> str:

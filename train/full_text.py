@@ -132,4 +132,4 @@ def parse(arguments: list[str]) -> tuple[FullTextArguments, SFTConfig, str]:
 
 
 if __name__ == "__main__":
-    run_script(parse, main)
+    run_script(parse, main, lambda recipe: [recipe.train_file])

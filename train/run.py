@@ -13,7 +13,7 @@ import shutil
 import sys
 import uuid
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from ..files import exit_on_user_error, write_whole
 from ..model_card import RECIPE_FILE, write_model_card
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from .corpora import FILES
+from .corpora import FILES, check_files
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +46,13 @@ MAY_CHANGE_ON_RESUME = {
 }
 
 
-def run_script(parse: Callable[[list[str]], tuple], main: Callable) -> None:
-    """Runs a training script: a mistake in the recipe ends in one clear line, one in training in a traceback."""
+def run_script(parse: Callable[[list[str]], tuple], main: Callable, sources: Callable[[Any], Iterable[str]]) -> None:
+    """Runs a training script: a mistake in the recipe, or a file that is missing from its `sources`, ends in one clear
+    line before anything is loaded, one in training in a traceback."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     with exit_on_user_error():
         parsed = parse(sys.argv[1:])
+        check_files(sources(parsed[0]), parsed[0].data_dir)
     main(*parsed)
 
 

@@ -242,4 +242,4 @@ def parse(arguments: list[str]) -> tuple[RecipeArguments, AlignerTrainingConfig,
 
 
 if __name__ == "__main__":
-    run_script(parse, main)
+    run_script(parse, main, lambda recipe: (*recipe.train_files, *recipe.eval_files, *recipe.reconstruction_files))

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from arcaligner import ArcAlignerConfig
 from arcaligner.train import sft
 from arcaligner.train.corpora import FILES, parse_source
 from arcaligner.train.recipe import RecipeArguments, check_start
+from arcaligner.train.run import run_script
 from arcaligner.train.sft import load_processor, parse
 
 ROOT = Path(__file__).parents[2]
@@ -242,3 +244,11 @@ def test_the_tiny_recipe_trains_all_stages(tmp_path, monkeypatch):
         start = ["--model_name_or_path", str(folders[number - 1])] if number else []
         sft.main(*parse_shipped(path, "--output_dir", str(folders[number]), *quick, *start))
         assert ArcAlignerConfig.from_pretrained(folders[number]).training_stage == STAGES[number + 1]
+
+
+def test_a_missing_data_file_is_said_in_one_line_before_anything_is_loaded(tmp_path, monkeypatch, capsys):
+    path = ROOT / "train/recipes/smollm2_135m/2_grounding.yaml"
+    monkeypatch.setattr(sys, "argv", ["sft", "--config", str(path), "--data_dir", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        run_script(parse, lambda *parsed: pytest.fail("training began"), lambda recipe: recipe.train_files)
+    assert f"There is no file {tmp_path}/train_qa.jsonl.gz" in capsys.readouterr().err.replace("\n", "")
