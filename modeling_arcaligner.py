@@ -295,9 +295,9 @@ class ContextProjector(nn.Module):
     """`W_psi` (Eq. 1): context embeddings (..., encoder_hidden_size) to slot embeddings (..., hidden).
 
     With `word_parts`, beyond the paper, the slot's words are added: their embeddings in the backbone's frozen table,
-    less the table's mean, are averaged by rarity within each part of the slot and passed through the part's own map,
-    which starts as the identity. The sum is brought to the norm of a word's embedding: a frozen layer repeats a slot
-    that is much larger, and does not hear one that is much smaller.
+    less the table's mean, are averaged within each part of the slot and passed through the part's own map, which starts
+    as the identity. How much a word counts starts as its rarity and is learned. The sum is brought to the norm of a
+    word's embedding: a frozen layer repeats a slot that is much larger, and does not hear one that is much smaller.
     """
 
     def __init__(self, encoder_hidden_size: int, hidden_size: int, word_parts: int = 0, vocab_size: int = 0):
@@ -311,7 +311,7 @@ class ContextProjector(nn.Module):
             self.slot_norm = nn.Parameter(torch.empty(()))  # Euclidean norm of a slot, less the mean embedding
             self.slot_mean = nn.Parameter(torch.empty(hidden_size))
             self.register_buffer("word_mean", torch.empty(hidden_size))
-            self.register_buffer("word_weights", torch.empty(vocab_size))
+            self.word_weights = nn.Parameter(torch.empty(vocab_size))
 
     def forward(self, context_embeds: torch.Tensor, part_embeds: torch.Tensor | None = None) -> torch.Tensor:
         """`context_embeds` (..., encoder_hidden_size) and `part_embeds` (..., word_parts, hidden), of `average_words`,
@@ -323,7 +323,7 @@ class ContextProjector(nn.Module):
         return nn.functional.normalize(slots, dim=-1) * self.slot_norm + self.slot_mean
 
     def average_words(self, word_ids: torch.LongTensor, table: torch.Tensor) -> torch.Tensor:
-        """The words of each part of a slot, averaged by rarity over the whole slot.
+        """The words of each part of a slot, averaged by their weights over the whole slot.
 
         Args:
             word_ids (`torch.LongTensor` of shape `(..., max_words)`): Ids of a slot's tokens in order, -1 behind them.
@@ -334,7 +334,7 @@ class ContextProjector(nn.Module):
         """
         is_word = word_ids >= 0
         ids = word_ids.clamp(min=0)
-        weights = self.word_weights[ids].float() * is_word  # (..., max_words)
+        weights = self.word_weights[ids].float().abs() * is_word  # (..., max_words)
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-6)
         num_words = is_word.sum(dim=-1, keepdim=True).clamp(min=1)
         part = torch.arange(word_ids.shape[-1], device=ids.device) * self.word_parts // num_words  # (..., max_words)

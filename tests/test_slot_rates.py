@@ -259,3 +259,17 @@ def test_word_statistics_are_part_of_the_checkpoint(words_model, words_dir):
         assert torch.equal(getattr(again.model.projector, name), getattr(words_model.model.projector, name))
     half = ArcAlignerForCausalLM.from_pretrained(str(words_dir), dtype=torch.bfloat16)
     assert half.model.projector.word_weights.dtype == torch.float32
+
+
+def test_how_much_a_word_counts_is_learned_from_its_rarity_on():
+    projector = ContextProjector(4, 6, word_parts=2, vocab_size=5)
+    torch.manual_seed(0)
+    table, rarity = torch.randn(5, 6), torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])
+    projector.set_word_statistics(table, rarity)
+    words = projector.average_words(torch.tensor([[1, 3, -1]]), table)  # (1, 2, 6)
+    centred = table - table.mean(dim=0)
+    expected = torch.stack([0.2 * centred[1], 0.4 * centred[3]]) / 0.6
+    torch.testing.assert_close(words[0], expected)
+    words[0, 0].square().sum().backward()  # more of word 1 makes it larger, more of word 3 smaller
+    gradient = projector.word_weights.grad
+    assert gradient[1] > 0 > gradient[3] and gradient[[0, 2, 4]].eq(0).all()
