@@ -53,6 +53,8 @@ def check_tokens_per_slot(tokens_per_slot: int | str) -> None:
 _LONG_WORD = re.compile(r"(?<!\S)(?=\S{100}|(?:\w*[^\w\s]){9})\S+")
 _MARKS_AT_THE_END = re.compile(r"[^\w\s]*$")
 _SPACE = re.compile(r"\s")
+# What spaCy's tokenizers of scripts without spaces are given at a time; theirs take quadratic time as well.
+_BLOCK = re.compile(r"(?s).{1,10000}(?:(?<=\s)|\Z)|.{10000}")
 # spaCy never forgets a word. After so many new ones it is loaded again.
 _MAX_NEW_WORDS = 100_000
 
@@ -70,11 +72,15 @@ def _load_spacy(spacy_model: str):
     if len(spacy_model) <= 3:  # a language code
         nlp = spacy.blank(spacy_model)
         nlp.add_pipe("sentencizer")
+        is_punct = spacy.attrs.IS_PUNCT  # all that it asks of a word; to work out the rest takes most of the time
+        nlp.vocab.lex_attr_getters = {is_punct: nlp.vocab.lex_attr_getters[is_punct]}
     else:
         nlp = spacy.load(spacy_model)
     nlp.max_length = _MAX_SPACY_CHARACTERS
-    if isinstance(nlp.tokenizer, spacy.tokenizer.Tokenizer):  # not the ones of languages without spaces
+    if isinstance(nlp.tokenizer, spacy.tokenizer.Tokenizer):
         nlp.tokenizer = functools.partial(_tokenize, nlp.tokenizer, spacy.tokens.Doc)
+    elif len(spacy_model) <= 3:  # a trained pipeline reads more of the tokens than their text
+        nlp.tokenizer = functools.partial(_tokenize_blocks, nlp.tokenizer, spacy.tokens.Doc)
     return nlp, len(nlp.vocab.strings) + _MAX_NEW_WORDS
 
 
@@ -90,6 +96,12 @@ def _tokenize(tokenizer, doc_class, text: str):
         return read
     tokens += [(token.text, bool(token.whitespace_)) for token in read]
     return doc_class(tokenizer.vocab, *zip(*tokens, strict=True))
+
+
+def _tokenize_blocks(tokenizer, doc_class, text: str):
+    """As spaCy's `tokenizer` of a language without spaces, in linear time."""
+    read = [token for block in _BLOCK.findall(text) for token in tokenizer(block)]
+    return doc_class(tokenizer.vocab, [token.text for token in read], [bool(token.whitespace_) for token in read])
 
 
 def _strip(text: str, start: int, end: int) -> tuple[int, int]:

@@ -83,6 +83,12 @@ def test_time_is_linear_in_any_text(text):
     assert "".join("".join(segment.text.split()) for segment in segments) == "".join(text.split())
 
 
+def test_time_is_linear_in_scripts_without_spaces():
+    start = time.process_time()
+    assert cut("你好。" * 90_000, spacy_model="zh") == ["你好。"] * 90_000
+    assert time.process_time() - start < 3
+
+
 def test_a_sentence_ends_behind_a_very_long_word():
     word = "https://" + "example.com/!?" * 20
     assert cut(f"See {word}page. It is long! Yes.") == [f"See {word}page.", "It is long!", "Yes."]
