@@ -257,19 +257,27 @@ def check_json_file(path: Path, key: str | None = None) -> None:
 
 
 @contextlib.contextmanager
-def written_whole(folder: str | Path) -> Iterator[Path]:
-    """A temporary folder to write to. At the end its files are moved to `folder`, each whole, `config.json` last: a
-    process that is killed leaves no half of a file. What is there already, maybe as a link, stays."""
+def written_whole(folder: str | Path, last: str = "config.json") -> Iterator[Path]:
+    """A temporary folder to write to. At the end its files are moved to `folder`, each whole; what is there already,
+    maybe as a link, stays. `last`, without which nothing loads, is removed first and moved last: a process that is
+    killed leaves no mixture of two models."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder, ignore_cleanup_errors=True) as temporary:
         yield Path(temporary)
         files = [path for path in Path(temporary).rglob("*") if path.is_file()]
-        for path in sorted(files, key=lambda path: path.name == "config.json"):
-            target = folder / path.relative_to(temporary)
-            target.parent.mkdir(exist_ok=True)
-            if not (target.is_file() and target.read_bytes() == path.read_bytes()):
-                os.replace(path, target)
+        targets = {path: folder / path.relative_to(temporary) for path in files}
+        changed = [
+            path
+            for path, target in targets.items()
+            if not (target.is_file() and target.read_bytes() == path.read_bytes())
+        ]
+        if changed and (ending := Path(temporary, last)) in targets:
+            targets[ending].unlink(missing_ok=True)
+            changed = [path for path in changed if path != ending] + [ending]
+        for path in changed:
+            targets[path].parent.mkdir(exist_ok=True)
+            os.replace(path, targets[path])
 
 
 def longest_prompt(config: PreTrainedConfig) -> int | None:

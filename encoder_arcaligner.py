@@ -1,6 +1,5 @@
 """The sentence encoder: loaded on first use, an embedding per text or per run of characters, trained along or not."""
 
-import functools
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,13 +7,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoTokenizer
 
-from .configuration_arcaligner import missing_model_message, resolve_encoder
+from .configuration_arcaligner import longest_prompt, missing_model_message, resolve_encoder
 
 # Texts that are read at a time. They are sorted by length: of few, hardly any padding is read.
-RUN_BATCH = 16
-
-
+RUN_BATCH, ENCODE_BATCH = 16, 64
 # Of a checkpoint whose encoder was trained along.
 ENCODER_FOLDER = "encoder"
 
@@ -36,6 +34,35 @@ def find_encoder_folder(checkpoint: str, revision: str | None = None) -> str:
     return str(folder / ENCODER_FOLDER)
 
 
+def _sentence_transformers():
+    try:
+        return importlib.import_module("sentence_transformers")
+    except ImportError as error:
+        raise ImportError(
+            "Passages are encoded by sentence-transformers, which is not installed: `pip install "
+            "sentence-transformers`. Or pass precomputed `context_embeds`."
+        ) from error
+
+
+def _read_tokenizer(name_or_path: str):
+    """The tokenizer of an encoder as sentence-transformers sets it up, from its files alone.
+
+    Raises:
+        `ValueError`, `OSError`: files of another layout, which sentence-transformers may know.
+    """
+    settings = _sentence_transformers().sentence_transformer.modules.Transformer.load_config(name_or_path)
+    if settings.get("do_lower_case"):
+        raise ValueError("sentence-transformers changes the tokenizer")
+    options = dict(settings.get("processor_kwargs") or {})
+    if settings.get("max_seq_length") is not None:
+        options.setdefault("model_max_length", settings["max_seq_length"])
+    tokenizer = AutoTokenizer.from_pretrained(name_or_path, **options)
+    most = longest_prompt(AutoConfig.from_pretrained(name_or_path))
+    if "model_max_length" not in options and most not in (None, -1):
+        tokenizer.model_max_length = min(tokenizer.model_max_length, most)
+    return tokenizer
+
+
 class LazyEncoder:
     """The sentence encoder, loaded on first use. Shared, not copied, when a processor is copied or saved.
 
@@ -47,18 +74,18 @@ class LazyEncoder:
         self.name_or_path = name_or_path
         self.folder = folder
         self.device = None
-        self._model = None
-        self._reading = None
+        self._model = self._tokenizer = self._untrained = None
 
     def __deepcopy__(self, memo):
         return self
 
     def __getstate__(self):
-        # A process that cuts passages asks what the encoder reads; the weights stay where they are.
-        return self.__dict__ | {"_model": None, "_reading": self._reading if self._model is None else self.reading}
+        # Another process reads weights and tokenizer itself: it may be a fork, in which torch cannot compute.
+        return self.__dict__ | dict.fromkeys(("_model", "_tokenizer", "_untrained"))
 
     @property
     def model(self):
+        """The `SentenceTransformer`."""
         if self._model is None:
             self._model = self._load()
             for layer in self._lora_layers():
@@ -69,14 +96,7 @@ class LazyEncoder:
 
     def _load(self):
         try:
-            sentence_transformers = importlib.import_module("sentence_transformers")
-        except ImportError as error:
-            raise ImportError(
-                "Passages are encoded by sentence-transformers, which is not installed: `pip install "
-                "sentence-transformers`. Or pass precomputed `context_embeds`."
-            ) from error
-        try:
-            model = sentence_transformers.SentenceTransformer(
+            model = _sentence_transformers().SentenceTransformer(
                 resolve_encoder(self.name_or_path), device=self.device, model_kwargs={"use_safetensors": True}
             )
         except OSError as error:
@@ -86,19 +106,36 @@ class LazyEncoder:
             model.eval().requires_grad_(False)
         return model
 
-    @functools.cached_property
+    @property
+    def tokenizer(self):
+        """The encoder's; `model_max_length` is the most tokens that it reads. No weights are loaded for it."""
+        if self._model is not None:
+            return self._model.tokenizer
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = _read_tokenizer(resolve_encoder(self.name_or_path))
+            except (OSError, ValueError):
+                self._tokenizer = self.model.tokenizer
+        return self._tokenizer
+
+    @property
     def untrained(self) -> "LazyEncoder":
         """The encoder as it was before it was trained along."""
         if self.folder is None:
             return self
-        encoder = LazyEncoder(self.name_or_path)
-        encoder.device = self.device
-        return encoder
+        if self._untrained is None:
+            self._untrained = LazyEncoder(self.name_or_path)
+        self._untrained.device = self.device
+        return self._untrained
 
     def _lora_layers(self) -> list:
         from peft.tuners.lora import LoraLayer  # only an encoder that was trained along needs PEFT
 
-        return [module for module in self._model.modules() if isinstance(module, LoraLayer)]
+        return [module for module in self.model.modules() if isinstance(module, LoraLayer)]
+
+    def lora_weights(self) -> list[torch.nn.Parameter]:
+        """The weights that were trained along, if there are any."""
+        return [each["default"].weight for layer in self._lora_layers() for each in (layer.lora_A, layer.lora_B)]
 
     def train_along(self, lora_r: int) -> list[torch.nn.Parameter]:
         """Gives the encoder LoRA of rank `lora_r`, or goes on with what it has, and returns its weights, to be trained.
@@ -108,26 +145,29 @@ class LazyEncoder:
         """
         from peft import LoraConfig
 
-        model = self.model
-        if not (layers := self._lora_layers()):
+        if not self._lora_layers():
             # A pooler is not read: it would get no gradient.
             config = LoraConfig(
                 r=lora_r, lora_alpha=2 * lora_r, target_modules="all-linear", exclude_modules=".*pooler.*"
             )
-            model.add_adapter(config)
-            layers = self._lora_layers()
-        weights = []
-        for layer in layers:
+            self.model.add_adapter(config)
+        for layer in self._lora_layers():
             if layer.merged:
                 layer.unmerge()
             if (found := layer.r["default"]) != lora_r:
                 raise ValueError(f"The encoder has LoRA of rank {found}; got {lora_r}. Go on with the rank it has.")
             layer.cast_input_dtype_enabled = False  # autocast does it, and does not cast all of the input
-            weights += [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
-        model.requires_grad_(False)
+        self.model.requires_grad_(False)
+        weights = self.lora_weights()
         for weight in weights:
             weight.requires_grad_(True)
         return weights
+
+    def cast(self, dtype: torch.dtype, lora_dtype: torch.dtype = torch.float32) -> None:
+        """Changes the dtype of the encoder, and that of its LoRA apart: bfloat16 would lose small updates."""
+        self.model.to(dtype)
+        for weight in self.lora_weights():
+            weight.data = weight.data.to(lora_dtype)
 
     def save(self, folder: Path) -> None:
         """Writes the encoder's LoRA as a sentence-transformers folder, which needs the base encoder only."""
@@ -135,31 +175,32 @@ class LazyEncoder:
         config.base_model_name_or_path = self.name_or_path
         self.model.save(str(folder), create_model_card=False)
 
-    @property
-    def reading(self) -> tuple:
-        """The most tokens it reads, if there is a limit, and its tokenizer."""
-        if self._model is None and self._reading is not None:
-            return self._reading
-        return self.model.max_seq_length, self.model.tokenizer
-
     def num_reads(self, text: str) -> int:
         """How many times the most that the encoder reads `text` is, about; 1 where it reads it whole."""
-        limit, tokenizer = self.reading
+        limit = self.tokenizer.model_max_length
         if limit is None or 2 * len(text) < limit:
             return 1
         # No tokenizer joins so many characters. What is longer is cut first, so that it is tokenized twice at most.
         longest = 16 * limit
         if len(text) > longest:
             return max(2, len(text) // longest)
-        return -(-len(tokenizer(text, truncation=False, verbose=False)["input_ids"]) // limit)
+        return -(-len(self.tokenizer(text, truncation=False, verbose=False)["input_ids"]) // limit)
 
-    def encode_runs(self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]]) -> torch.Tensor:
+    def encode(self, texts: Sequence[str]) -> torch.Tensor:
+        """Normalised embeddings (len(texts), encoder_hidden_size), float32 on the CPU, without a gradient."""
+        options = {"normalize_embeddings": True, "convert_to_tensor": True, "show_progress_bar": False}
+        return self.model.encode(list(texts), batch_size=ENCODE_BATCH, **options).float().cpu()
+
+    def encode_runs(
+        self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]] | None
+    ) -> torch.Tensor:
         """Late chunking: each text is read once, its token states are averaged over runs of characters.
 
         Args:
             texts (`Sequence[str]`): What the encoder reads.
             starts (`Sequence[int]`): For each text, the character where its first run begins.
-            ends (`Sequence[Sequence[int]]`): For each text, the characters where its runs end, ascending.
+            ends (`Sequence[Sequence[int]]`, *optional*): For each text, the characters where its runs end, ascending.
+                `None` gives an embedding per text, as `encode` does.
 
         Returns:
             Normalised embeddings (num_runs, encoder_hidden_size) of all texts' runs in order, with a gradient where the
@@ -167,40 +208,42 @@ class LazyEncoder:
             states of that token.
         """
         order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # texts of like length share a batch
-        pooled: list[torch.Tensor] = [torch.empty(0)] * len(texts)
+        pooled: list[torch.Tensor] = [torch.empty(0)] * len(texts)  # each (num_runs, encoder_hidden_size)
         for first in range(0, len(order), RUN_BATCH):
             batch = order[first : first + RUN_BATCH]
-            states, offsets = self._token_states([texts[number] for number in batch])
-            weights = torch.zeros(len(batch), max(len(ends[number]) for number in batch), states.shape[1])
-            for row, number in enumerate(batch):
-                run_weights = _run_weights(offsets[row], starts[number], np.asarray(ends[number]))
-                weights[row, : len(ends[number]), : run_weights.shape[1]] = torch.from_numpy(run_weights)
-            means = weights.to(states) @ states  # (texts, max_runs, encoder_hidden_size)
-            for row, number in enumerate(batch):
-                pooled[number] = means[row, : len(ends[number])]
+            some = [texts[number] for number in batch]
+            if ends is None:
+                found = self._text_embeds(some)[:, None]
+            else:
+                found = self._run_means(some, [starts[n] for n in batch], [np.asarray(ends[n]) for n in batch])
+            for number, embeds in zip(batch, found, strict=True):
+                pooled[number] = embeds
         return torch.nn.functional.normalize(torch.cat(pooled).float(), dim=-1)
 
-    def encode_texts(self, texts: Sequence[str]) -> torch.Tensor:
-        """Normalised embeddings (len(texts), encoder_hidden_size), as [`SentenceTransformer.encode`] makes them, with a
-        gradient where the encoder's weights ask for one."""
-        prompt = self.model.prompts.get(self.model.default_prompt_name) or ""
-        order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
-        embeds: list[torch.Tensor] = [torch.empty(0)] * len(texts)
-        for first in range(0, len(order), RUN_BATCH):
-            batch = order[first : first + RUN_BATCH]
-            features = self.model.preprocess([prompt + texts[number] for number in batch])
-            features = {name: each.to(self.model.device) for name, each in features.items() if torch.is_tensor(each)}
-            for number, embed in zip(batch, self.model(features)["sentence_embedding"], strict=True):
-                embeds[number] = embed
-        return torch.nn.functional.normalize(torch.stack(embeds).float(), dim=-1)
+    @property
+    def _prompt(self) -> str:
+        return self.model.prompts.get(self.model.default_prompt_name) or ""
+
+    def _text_embeds(self, texts: list[str]) -> torch.Tensor:
+        """Embeddings (texts, encoder_hidden_size) of all of the encoder's modules."""
+        features = self.model.preprocess([self._prompt + text for text in texts])
+        features = {name: each.to(self.model.device) for name, each in features.items() if torch.is_tensor(each)}
+        return self.model(features)["sentence_embedding"]
+
+    def _run_means(self, texts: list[str], starts: list[int], ends: list[np.ndarray]) -> list[torch.Tensor]:
+        """For each text the means (num_runs, encoder_hidden_size) of its runs' token states."""
+        states, offsets = self._token_states(texts)
+        weights = torch.zeros(len(texts), max(map(len, ends)), states.shape[1])
+        for row, own in enumerate(map(_run_weights, offsets, starts, ends)):
+            weights[row, : own.shape[0], : own.shape[1]] = torch.from_numpy(own)
+        means = weights.to(states) @ states  # (texts, max_runs, encoder_hidden_size)
+        return [of_text[: len(own)] for of_text, own in zip(means, ends, strict=True)]
 
     def _token_states(self, texts: list[str]) -> tuple[torch.Tensor, list[np.ndarray]]:
         """States (texts, max_tokens, encoder_hidden_size), and of each text's tokens the characters they stand for,
         (tokens, 2), equal where a token stands for none."""
-        transformer = self.model[0]
-        prompt = self.model.prompts.get(self.model.default_prompt_name) or ""
-        limit, tokenizer = self.reading
-        read = tokenizer(
+        transformer, prompt, limit = self.model[0], self._prompt, self.model.max_seq_length
+        read = self.model.tokenizer(
             [prompt + text for text in texts],
             truncation=limit is not None,
             max_length=limit,

@@ -4,9 +4,9 @@
     documents -> segments (`segmentation_arcaligner.py`) -> tokens -> context_embeds, context_word_ids
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from transformers.utils.chat_template_utils import (
     mark_control_tokens,
 )
 
+from .encoder_arcaligner import LazyEncoder, find_encoder_folder
 from .segmentation_arcaligner import (
     FittedSegments,
     Segment,
@@ -63,6 +64,13 @@ class SegmentTokens:
 EMPTY_SEGMENT = SegmentTokens(Segment(0, 0, 0, ""), "", (), ())
 
 
+class GivenSlots(NamedTuple):
+    """Slots of one question that were made before."""
+
+    context_embeds: torch.FloatTensor  # (num_slots, encoder_hidden_size)
+    context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 behind a slot's tokens
+
+
 class EncodedDocuments(NamedTuple):
     """The passages of one question as slots."""
 
@@ -104,6 +112,40 @@ def words_tensor(values, name: str) -> torch.LongTensor:
     return embeds_tensor(values, name).long()
 
 
+def rows_of(read: Callable, given, name: str, is_single: bool, num_rows: int) -> list:
+    """What is `given` for each of `num_rows` questions, as `read` has it; `None` for each where nothing is."""
+    if given is None:
+        return [None] * num_rows
+    rows = [given] if is_single or isinstance(given, str | dict) else list(given) if isinstance(given, Iterable) else []
+    if len(rows) != num_rows:
+        raise ValueError(f"Got {num_rows} questions but {len(rows)} entries of {name}; each question needs its own.")
+    return [read(row, f"{name} of row {number}") for number, row in enumerate(rows)]
+
+
+def documents_of(row, name: str) -> list:
+    """The passages of one question as a list; one may be given alone."""
+    if isinstance(row, str | dict):
+        return [row]
+    if not isinstance(row, Iterable):
+        raise ValueError(f'{name} is {row!r}; expected a list of strings or {{"title": str, "text": str}}.')
+    return list(row)
+
+
+def read_passages(
+    documents, context_embeds, context_word_ids, is_single: bool, num_rows: int
+) -> tuple[list[list | None], list["GivenSlots | None"]]:
+    """For each of `num_rows` questions its passages and the slots that were made before, `None` where there are none.
+
+    Raises:
+        `ValueError`: what is neither, or not one entry for each question.
+    """
+    passages = rows_of(documents_of, documents, "`documents`", is_single, num_rows)
+    embeds = rows_of(embeds_tensor, context_embeds, "`context_embeds`", is_single, num_rows)
+    words = rows_of(words_tensor, context_word_ids, "`context_word_ids`", is_single, num_rows)
+    given = [None if row is None else GivenSlots(row, ids) for row, ids in zip(embeds, words, strict=True)]
+    return passages, given
+
+
 def check_text(text: str, what: str) -> None:
     """Raises `ValueError` for halves of surrogate pairs, such as a name of another encoding has on a command line."""
     try:
@@ -137,9 +179,7 @@ def text_of(document, number: int) -> str:
 class DocumentEncoder:
     """Passages to slots, for the processor: needs its `tokenizer` and settings."""
 
-    pad_words = staticmethod(pad_words)
-    embeds_tensor = staticmethod(embeds_tensor)
-    words_tensor = staticmethod(words_tensor)
+    documents_of = staticmethod(documents_of)
 
     def mark_control_tokens(self, text):
         """Texts or messages with the tokenizer's special tokens marked, so that `encode_marked_chat` reads them as
@@ -160,6 +200,29 @@ class DocumentEncoder:
     def sentence_encoder(self):
         """The `SentenceTransformer`, loaded on first use."""
         return self._encoder.model
+
+    def load_trained_encoder(self, checkpoint: str, revision: str | None = None) -> None:
+        """Takes the encoder that was trained along from a checkpoint, by path or Hub id, on its next use.
+
+        Raises:
+            `ValueError`: a checkpoint without.
+        """
+        folder = find_encoder_folder(str(checkpoint), revision)
+        self._encoder, self.trained_encoder = LazyEncoder(self.encoder_name_or_path, folder), True
+
+    def train_encoder(self, lora_r: int) -> list[torch.nn.Parameter]:
+        """Gives the encoder LoRA of rank `lora_r`, or goes on with what it has, and returns its weights, to be trained.
+
+        Raises:
+            `ValueError`: an encoder that has LoRA of another rank.
+        """
+        weights = self._encoder.train_along(lora_r)
+        self.trained_encoder = True
+        return weights
+
+    def cast_encoder(self, dtype: torch.dtype, lora_dtype: torch.dtype = torch.float32) -> None:
+        """Changes the dtype of the sentence encoder, and that of its LoRA apart."""
+        self._encoder.cast(dtype, lora_dtype)
 
     def segment_documents(self, documents: Sequence[str | dict]) -> list[Segment]:
         """The segments of one question's documents, in order; empty when there is nothing but white space.
@@ -228,39 +291,24 @@ class DocumentEncoder:
             for start, each in zip(starts, tokens, strict=True)
         ]
         with torch.no_grad():
-            embeds = self._encoder.encode_runs([each.encoder_text for each in tokens], starts, ends).cpu()
+            embeds = self.encode_runs([each.encoder_text for each in tokens], starts, ends).cpu()
         self.check_context_embeds(embeds, 0)
         return embeds
 
-    def encode_segments(
-        self, texts: Sequence[str], batch_size: int = 64, show_progress_bar: bool = False, **kwargs: Any
-    ) -> torch.FloatTensor:
-        """Normalised embeddings of `texts`, float32, (len(texts), encoder_hidden_size).
-
-        `kwargs` are those of `SentenceTransformer.encode`, such as `pool`.
-        """
-        embeds = self._encoder.model.encode(
-            list(texts),
-            batch_size=batch_size,
-            show_progress_bar=show_progress_bar,
-            normalize_embeddings=True,
-            convert_to_tensor=True,
-            **kwargs,
-        )
-        embeds = embeds.float().cpu()
+    def encode_segments(self, texts: Sequence[str]) -> torch.FloatTensor:
+        """Normalised embeddings of `texts`, float32 (len(texts), encoder_hidden_size)."""
+        embeds = self._encoder.encode(texts)
         self.check_context_embeds(embeds, 0)
         return embeds
 
     def encode_for_search(self, texts: Sequence[str]) -> torch.FloatTensor:
         """Normalised embeddings, float32 (len(texts), encoder_hidden_size), by the encoder without what it learned with
         the aligner, which says what slots hold and no longer which texts answer a question."""
-        return self._encoder.untrained.model.encode(
-            list(texts), normalize_embeddings=True, convert_to_tensor=True, show_progress_bar=False
-        ).cpu()
+        return self._encoder.untrained.encode(texts)
 
     def encode_runs(self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]] | None):
         """Embeddings of runs of characters, as [`LazyEncoder.encode_runs`]; of whole texts where `ends` is `None`."""
-        return self._encoder.encode_texts(texts) if ends is None else self._encoder.encode_runs(texts, starts, ends)
+        return self._encoder.encode_runs(texts, starts, ends)
 
     def encode_documents(
         self,
@@ -315,6 +363,61 @@ class DocumentEncoder:
             pieces = pieces if row.segments else []
             rows.append(EncodedDocuments(pieces, embeds[:max_slots], words, row.num_merged, dropped))
         return rows
+
+    def use_given(
+        self,
+        documents: Sequence[list | None],
+        given: Sequence[GivenSlots],
+        *,
+        max_slots: int | None = None,
+        slot_policy: str | None = None,
+        tokens_per_slot: int | str | None = None,
+    ) -> list[EncodedDocuments]:
+        """As `encode_batch`, from slots that were made before; of `documents`, where there are any, they have to be."""
+        if max_slots is not None and slot_policy == "merge":
+            raise ValueError(
+                '`slot_policy` is "merge", but `context_embeds` made before cannot be merged. Pass `documents` '
+                'alone, or `slot_policy="drop"`.'
+            )
+        rate = self.check_slot_settings(max_slots, slot_policy, tokens_per_slot)
+        rows = []
+        for number, (row_documents, (embeds, words)) in enumerate(zip(documents, given, strict=True)):
+            self.check_context_embeds(embeds, number)
+            if words is not None and (words.dim() != 2 or len(words) != len(embeds)):
+                raise ValueError(
+                    f"The `context_word_ids` of row {number} have shape {tuple(words.shape)} but its "
+                    f"`context_embeds` hold {len(embeds)} slots; expected ({len(embeds)}, max_words)."
+                )
+            segments = []
+            if row_documents is not None:
+                segments = self.segment_documents(row_documents)
+                if rate != "segment":
+                    tokens = self.tokenize_segments(segments, row_documents)
+                    segments = [piece for each in tokens for piece in each.pieces(rate)]
+                if max(1, len(segments)) != len(embeds):
+                    raise ValueError(
+                        f"Row {number} has {max(1, len(segments))} segments but {len(embeds)} precomputed "
+                        "`context_embeds`. Compute them with the same segmentation, or leave `documents` out."
+                    )
+            words = None if words is None else words[:max_slots]
+            dropped = [] if max_slots is None else segments[max_slots:]
+            rows.append(EncodedDocuments(segments[:max_slots], embeds[:max_slots], words, 0, dropped))
+        return rows
+
+    def statistics(self, documents: Sequence[str | dict], row: EncodedDocuments, has_budget: bool) -> dict[str, float]:
+        """Tokens of the passages, their slots, and the rate of what these stand for; with `has_budget` also how many
+        segments are merged and dropped."""
+        texts = [text_of(document, number) for number, document in enumerate(documents)]
+        tokens = kept = self._count_tokens(texts)
+        if row.dropped:
+            last = row.segments[-1]
+            kept = self._count_tokens([*texts[: last.document], texts[last.document][: last.end]])
+        num_slots = len(row.context_embeds)
+        found = {"tokens": tokens, "slots": num_slots, "compression_rate": kept / num_slots}
+        return found | ({"merged": row.num_merged, "dropped": len(row.dropped)} if has_budget else {})
+
+    def _count_tokens(self, texts: list[str]) -> int:
+        return sum(len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else 0
 
     def _tokens_of(self, segments, documents, rate) -> list[SegmentTokens]:
         if self.context_words or rate != "segment":

@@ -12,7 +12,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.utils.hooks import RemovableHandle
 
-from .refinement_arcaligner import REFINEMENT_SETTINGS, check_refinement_settings, normalize_budget
+from .budget_arcaligner import REFINEMENT_SETTINGS, check_refinement_settings, normalize_budget
 
 SLOT_SETTINGS = ("max_slots", "slot_policy", "tokens_per_slot")
 # How slots may be chosen and refined for one call, other than as processor and model are configured.
@@ -42,7 +42,7 @@ def slot_prefix_fingerprint(
     model,
     processor,
     prompt_ids: Sequence[int],
-    passages: Sequence | torch.Tensor,
+    passages: Sequence,
     weights: dict[str, str],
     settings: dict | None = None,
 ) -> dict[str, Any]:
@@ -51,9 +51,7 @@ def slot_prefix_fingerprint(
     Args:
         model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): Of the prefix.
         prompt_ids (`Sequence[int]`): The text before the slots.
-        passages (`Sequence` or `torch.Tensor`):
-            Documents, each a string or `{"title", "text"}`, or the embeddings of their segments
-            (num_slots, encoder_hidden_size).
+        passages (`Sequence`): Documents, each a string or `{"title", "text"}`, or [`GivenSlots`].
         weights (`dict`): Digests of all that was read for it, of `SlotPrefixStore.weights`.
         settings (`dict`, *optional*): What was asked for instead of the configuration, of `canonical_settings`.
     """
@@ -99,9 +97,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()
 
 
-def _passages_digest(passages: Sequence | torch.Tensor) -> str:
-    if isinstance(passages, torch.Tensor):
-        passages = (passages, None)
+def _passages_digest(passages: Sequence) -> str:
     if isinstance(passages, tuple):
         return tensors_digest({str(i): tensor for i, tensor in enumerate(passages) if tensor is not None})
     # Scores and ids of a retriever do not change how a passage is read.

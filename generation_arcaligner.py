@@ -11,8 +11,7 @@ from transformers.generation.candidate_generator import CandidateGenerator, Prom
 from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 from transformers.utils import logging
 
-from .prefix_store_arcaligner import SlotPrefixStore
-from .refinement_arcaligner import REFINEMENT_SETTINGS, check_refinement_settings
+from .budget_arcaligner import REFINEMENT_SETTINGS, check_refinement_settings
 
 logger = logging.get_logger(__name__)
 
@@ -97,9 +96,9 @@ class SlotGenerationMixin(GenerationMixin):
         )
         return outputs.past_key_values
 
-    def slot_prefix_store(self, processor, max_bytes: int = 2**30, folder: str | None = None) -> SlotPrefixStore:
-        """Keeps the slot prefixes of passages for further questions; arguments as for [`SlotPrefixStore`]."""
-        return SlotPrefixStore(self, processor, max_bytes, folder)
+    def slot_prefix_store(self, processor, max_bytes: int = 2**30, folder: str | None = None):
+        """Keeps the slot prefixes of passages for further questions: a [`SlotPrefixStore`], with its arguments."""
+        return processor.slot_prefix_store(self, max_bytes, folder)  # the processor's code: only it reads passages
 
     def prepare_inputs_for_generation(
         self,

@@ -28,6 +28,14 @@ from .backbones_arcaligner import (
     make_lm_head,
     postprocess_logits,
 )
+from .budget_arcaligner import (
+    ROW_KERNELS,
+    LayerCost,
+    RefinementSettings,
+    check_refinement_settings,
+    count_layer_cost,
+    resolve_settings,
+)
 from .checkpoint_arcaligner import AlignerCheckpointMixin
 from .configuration_arcaligner import ArcAlignerConfig, check_length
 from .generation_arcaligner import SlotGenerationMixin, check_ids
@@ -41,26 +49,21 @@ from .lora_arcaligner import (
     slot_lora_layers,
 )
 from .refinement_arcaligner import (
-    ROW_KERNELS,
     AllSlotsSteps,
     KeysValuesComplete,
     KeysValuesRecorder,
-    LayerCost,
     LayerKeysValues,
     OpenSlotsSteps,
     RecordedDepths,
     RefinementKeysValues,
-    RefinementSettings,
+    SharedStepInputs,
     SlotRows,
     Slots,
     StepInputs,
     StepRows,
-    check_refinement_settings,
-    count_layer_cost,
     find_slot_rows,
     gated_update,
     gather_rotary,
-    resolve_settings,
     step_inputs,
     take_rows,
     to_numpy_in_one_sync,
@@ -183,7 +186,7 @@ class SlotDecoderLayer(InPlaceMixin):
         if self.arcaligner_config.text_config._attn_implementation not in ROW_KERNELS:
             return self._prefix_pass(hidden_states, slots.rows, kwargs)
         if step_rows is None:
-            inputs = slots.settings.shared_inputs.get(slots.rows, kwargs, hidden_states.dtype)
+            inputs = slots.shared_inputs.get(slots.rows, kwargs, hidden_states.dtype)
         else:
             inputs = step_inputs(step_rows, kwargs, hidden_states.dtype)
         cache = RefinementKeysValues(*self._fixed_keys_values(hidden_states, inputs, kwargs))
@@ -281,12 +284,7 @@ class ArcAlignerModelOutputWithPast(BaseModelOutputWithPast):
 
 @dataclass
 class ArcAlignerCausalLMOutputWithPast(CausalLMOutputWithPast):
-    """
-    Adds to `CausalLMOutputWithPast`:
-
-    recursion_depth (`torch.LongTensor` of shape `(batch, num_layers, max_slots)`, *optional*):
-        Refinement steps taken per layer and slot, -1 where there is no slot. Only when the input has slots.
-    """
+    """Adds to `CausalLMOutputWithPast` the `recursion_depth` of [`ArcAlignerModelOutputWithPast`]."""
 
     recursion_depth: torch.LongTensor | None = None
 
@@ -490,7 +488,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             gate_mode, gate_threshold, max_refinement_steps (*optional*): For this forward, not the configuration's.
             refinement_budget (`float`, *optional*):
                 The most operations that a row's refinement may take, as a share of the prefill up to its last slot;
-                see `refinement_arcaligner.py`. 0 is no refinement, infinity all that the gates want.
+                see `budget_arcaligner.py`. 0 is no refinement, infinity all that the gates want.
             is_generated (`bool`, defaults to `False`): `generate` says so of its tokens, which are no slots.
             context_mask (`torch.Tensor` of shape `(batch, seq_len)`, *optional*):
                 With `inputs_embeds`: 1 where the slots are, whose rows there are not read.
@@ -501,9 +499,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         """
         wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
         check_refinement_settings(*wanted)
-        slot_mask = self._get_slot_mask(
-            input_ids, context_embeds, context_mask, is_generated
-        )  # (batch, seq_len) or None
+        slot_mask = self._get_slot_mask(input_ids, context_embeds, context_mask, is_generated)  # (batch, seq_len)
         if slot_mask is not None:
             if inputs_embeds is not None and (input_ids is not None or inputs_embeds.shape[:2] != slot_mask.shape):
                 raise ValueError(
@@ -520,7 +516,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             inputs_embeds = self._embed(inputs_embeds, slot_mask, context_embeds, context_word_ids)
             input_ids = None
             settings = resolve_settings(self.config, self.layer_costs, rows, self.training, *wanted)
-            kwargs["slots"] = Slots(rows, settings, RecordedDepths())
+            kwargs["slots"] = slots = Slots(rows, settings, RecordedDepths(), SharedStepInputs())
         outputs = self.backbone(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -530,12 +526,17 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             use_cache=use_cache,
             **kwargs,
         )
+        last_hidden_state = outputs.last_hidden_state
+        if self.training and (slot_mask is None or len(rows.slot_rows) == 0):
+            # Zero gradients, not none: other processes wait for those of each trained parameter.
+            unused = [parameter.sum() for parameter in self.parameters() if parameter.requires_grad]
+            last_hidden_state = last_hidden_state + 0 * sum(unused)
         return ArcAlignerModelOutputWithPast(
-            last_hidden_state=outputs.last_hidden_state,
+            last_hidden_state=last_hidden_state,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            recursion_depth=None if slot_mask is None else self._stack_depths(**kwargs["slots"]._asdict()),
+            recursion_depth=None if slot_mask is None else self._stack_depths(slots),
         )
 
     def _get_slot_mask(self, input_ids, context_embeds, context_mask, is_generated) -> torch.BoolTensor | None:
@@ -664,12 +665,12 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         table = self.get_input_embeddings().weight
         return self.projector(context_embeds, self.projector.average_words(context_word_ids, table))
 
-    def _stack_depths(self, rows: SlotRows, depths: RecordedDepths, settings: RefinementSettings) -> torch.LongTensor:
+    def _stack_depths(self, slots: Slots) -> torch.LongTensor:
         """Depths of the layers that refined, 0 for the others -> (batch, num_layers, max_slots), -1 without a slot."""
-        none = torch.zeros_like(rows.slot_positions)
-        num_layers = self.config.text_config.num_hidden_layers
-        stacked = torch.stack([depths.get(i, none).to(none.device) for i in range(num_layers)], dim=1)
-        return stacked.masked_fill(rows.slot_positions[:, None, :] < 0, -1)
+        positions = slots.rows.slot_positions
+        none, num_layers = torch.zeros_like(positions), self.config.text_config.num_hidden_layers
+        stacked = torch.stack([slots.depths.get(i, none).to(none.device) for i in range(num_layers)], dim=1)
+        return stacked.masked_fill(positions[:, None, :] < 0, -1)
 
 
 def _text_mask(slot_mask: torch.Tensor, attention_mask: torch.Tensor | dict | None) -> torch.Tensor:

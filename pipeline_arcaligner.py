@@ -19,6 +19,7 @@ from transformers.utils.chat_template_utils import Chat
 
 from .configuration_arcaligner import longest_prompt
 from .encoding_arcaligner import pad_words
+from .processing_arcaligner import check_conversation
 
 
 def format_trajectory(depth: int) -> str:
@@ -144,7 +145,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         """`input_ids`, `attention_mask` (1, seq_len) and, in `row`, what is not padded."""
         prompt, documents, is_question = _read_input(prompt_text, documents)
         if isinstance(prompt, Chat):
-            self.processor.check_conversation(prompt.messages)
+            check_conversation(prompt.messages)
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
         else:

@@ -33,7 +33,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
+from .budget_arcaligner import REFINEMENT_SETTINGS
 from .configuration_arcaligner import check_length, longest_prompt
+from .encoding_arcaligner import GivenSlots, pad_words, read_passages
 from .fingerprint_arcaligner import (
     PREFIX_SETTINGS,
     SLOT_SETTINGS,
@@ -43,7 +45,6 @@ from .fingerprint_arcaligner import (
     spacy_version,
     tensors_digest,
 )
-from .refinement_arcaligner import REFINEMENT_SETTINGS
 
 FORMAT = "arcaligner-slot-prefix-2"
 
@@ -238,9 +239,7 @@ class SlotPrefixStore:
         """
         settings, template_kwargs = _split_settings(self.processor, kwargs)
         heads, _ = self._split_prompts([question], template_kwargs)
-        passages = _passages_of_rows(
-            self.processor, documents, context_embeds, context_word_ids, is_single=True, num_rows=1
-        )
+        passages = _passages_of_rows(documents, context_embeds, context_word_ids, is_single=True, num_rows=1)
         prefixes = self._fetch(heads, passages, settings)
         return join_slot_prefixes(prefixes, self.model.config.text_config)[0]
 
@@ -272,7 +271,7 @@ class SlotPrefixStore:
             raise ValueError(f"There is no question in {questions!r}. Pass one, or a list of some.")
         is_single = isinstance(questions, str) or isinstance(questions[0], dict)
         rows = [questions] if is_single else list(questions)
-        passages = _passages_of_rows(self.processor, documents, context_embeds, context_word_ids, is_single, len(rows))
+        passages = _passages_of_rows(documents, context_embeds, context_word_ids, is_single, len(rows))
         settings, template_kwargs = _split_settings(self.processor, kwargs)
         heads, tails = self._split_prompts(rows, template_kwargs)
         prefixes = self._fetch(heads, passages, settings)
@@ -371,7 +370,7 @@ class SlotPrefixStore:
     def weights(self, passages: Sequence | tuple) -> dict[str, Any]:
         """What reads `passages`: digests of the model and, unless they are embeddings, of encoder and tokenizers."""
         weights, processor = self._watched.digests(), self.processor
-        if isinstance(passages, tuple):
+        if isinstance(passages, GivenSlots):
             return weights
         encoder = processor.sentence_encoder
         if self._encoder is None or self._encoder.module is not encoder:
@@ -413,32 +412,25 @@ class SlotPrefixStore:
         slot_settings = {each: value for each, value in settings.items() if each not in REFINEMENT_SETTINGS}
         longest = longest_prompt(self.model.config.text_config)
         room = longest and [longest - len(head) for head in heads]
-        rows = self._slots_of_rows(passages, slot_settings, room)
+        if isinstance(passages[0], GivenSlots):
+            rows = self.processor.use_given([None] * len(passages), passages, **slot_settings)
+        else:
+            rows = self.processor.encode_batch(passages, **slot_settings, room=room)
         ids = [
-            head + [self.processor.context_token_id] * len(embeds)
-            for head, (embeds, _) in zip(heads, rows, strict=True)
+            head + [self.processor.context_token_id] * len(row.context_embeds)
+            for head, row in zip(heads, rows, strict=True)
         ]
-        words = [words for _, words in rows]
+        words = [row.context_word_ids for row in rows]
         mask = self._left_padded([[1] * len(row) for row in ids], padding_value=0)
         device = self.model.device
         cache = self.model.prefill_context(
             self._left_padded(ids),
-            pad_sequence([embeds for embeds, _ in rows], batch_first=True).to(device),
+            pad_sequence([row.context_embeds for row in rows], batch_first=True).to(device),
             mask,
-            None if words[0] is None else self.processor.pad_words(words).to(device),
+            None if words[0] is None else pad_words(words).to(device),
             **gates,
         )
         return split_slot_prefixes(cache, [len(row) for row in ids], self.model.config.text_config)
-
-    def _slots_of_rows(self, passages: list, slot_settings: dict[str, Any], room: list[int] | None) -> list[tuple]:
-        """Embeddings and, where the model reads them, words of each row's slots."""
-        if isinstance(passages[0], tuple):
-            for row, (embeds, _) in enumerate(passages):
-                self.processor.check_context_embeds(embeds, row)
-            most = slot_settings.get("max_slots")
-            return [(embeds[:most], words if words is None else words[:most]) for embeds, words in passages]
-        rows = self.processor.encode_batch(passages, **slot_settings, room=room)
-        return [(row.context_embeds, row.context_word_ids) for row in rows]
 
     def _keep(self, key: str, prefix: Cache) -> None:
         """As the most recently used, within the budget; one larger than the budget is not kept."""
@@ -465,18 +457,11 @@ def _split_settings(processor, kwargs: dict[str, Any]) -> tuple[dict[str, Any], 
     return canonical_settings(settings), rest
 
 
-def _passages_of_rows(processor, documents, context_embeds, context_word_ids, is_single: bool, num_rows: int) -> list:
+def _passages_of_rows(documents, context_embeds, context_word_ids, is_single: bool, num_rows: int) -> list:
     """For each row its list of documents, or its embeddings and words."""
     if (documents is None) == (context_embeds is None):
         raise ValueError(
             f"Got {'no' if documents is None else 'both'} `documents` and `context_embeds`; expected one of the two."
         )
-    documents, embeds, words = (
-        processor.rows_of(read, given, name, is_single, num_rows)
-        for read, given, name in (
-            (processor.documents_of, documents, "`documents`"),
-            (processor.embeds_tensor, context_embeds, "`context_embeds`"),
-            (processor.words_tensor, context_word_ids, "`context_word_ids`"),
-        )
-    )
-    return documents if context_embeds is None else list(zip(embeds, words, strict=True))
+    passages, given = read_passages(documents, context_embeds, context_word_ids, is_single, num_rows)
+    return passages if context_embeds is None else given

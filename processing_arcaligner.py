@@ -11,7 +11,7 @@ characters in somebody's text are text.
 
 import contextlib
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import jinja2
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoTokenizer, BatchFeature, PreTrainedConfig, ProcessorMixin
-from transformers.utils import logging
 from transformers.utils.chat_template_utils import encode_marked_chat
 
 from .configuration_arcaligner import (
@@ -29,19 +28,9 @@ from .configuration_arcaligner import (
     resolve_base_model,
     written_whole,
 )
-from .encoder_arcaligner import ENCODER_FOLDER, LazyEncoder, find_encoder_folder
-from .encoding_arcaligner import (
-    DocumentEncoder,
-    EncodedDocuments,
-    check_text,
-    embeds_tensor,
-    pad_words,
-    text_of,
-    words_tensor,
-)
+from .encoder_arcaligner import ENCODER_FOLDER, LazyEncoder
+from .encoding_arcaligner import DocumentEncoder, check_text, pad_words, read_passages
 from .segmentation_arcaligner import check_sentences_per_segment, check_tokens_per_slot
-
-logger = logging.get_logger(__name__)
 
 # Files of a processor's folder, and a key that each of them has.
 _FILES = {
@@ -50,6 +39,9 @@ _FILES = {
     "tokenizer.json": "model",
 }
 
+
+# Arguments of `__call__` that are none of the chat template's.
+_SLOT_ARGUMENTS = "context_word_ids return_segments max_slots slot_policy tokens_per_slot max_prompt_length".split()
 
 BACKGROUND_LINE = "Refer to the background document: "
 QUESTION_LINE = "\nQuestion: "
@@ -61,25 +53,6 @@ def _template_errors() -> Iterator[None]:
         yield
     except jinja2.TemplateError as error:
         raise ValueError(f"The chat template (chat_template.jinja) cannot be used: {error}.") from error
-
-
-def rows_of(read: Callable, given, name: str, is_single: bool, num_rows: int) -> list:
-    """What is `given` for each of `num_rows` questions, as `read` has it; `None` for each where nothing is."""
-    if given is None:
-        return [None] * num_rows
-    rows = [given] if is_single or isinstance(given, str | dict) else list(given) if isinstance(given, Iterable) else []
-    if len(rows) != num_rows:
-        raise ValueError(f"Got {num_rows} questions but {len(rows)} entries of {name}; each question needs its own.")
-    return [read(row, f"{name} of row {number}") for number, row in enumerate(rows)]
-
-
-def documents_of(row, name: str) -> list:
-    """The passages of one question as a list; one may be given alone."""
-    if isinstance(row, str | dict):
-        return [row]
-    if not isinstance(row, Iterable):
-        raise ValueError(f'{name} is {row!r}; expected a list of strings or {{"title": str, "text": str}}.')
-    return list(row)
 
 
 def check_conversation(given: Any) -> None:
@@ -178,15 +151,6 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
             processor.load_trained_encoder(pretrained_model_name_or_path, kwargs.get("revision"))
         return processor
 
-    def load_trained_encoder(self, checkpoint: str, revision: str | None = None) -> None:
-        """Takes the encoder that was trained along from a checkpoint, by path or Hub id, on its next use.
-
-        Raises:
-            `ValueError`: a checkpoint without.
-        """
-        folder = find_encoder_folder(str(checkpoint), revision)
-        self._encoder, self.trained_encoder = LazyEncoder(self.encoder_name_or_path, folder), True
-
     def save_pretrained(self, save_directory, **kwargs):
         """As any processor's; an encoder that was trained along is written to the folder `encoder`."""
         with written_whole(save_directory) as folder:
@@ -195,15 +159,11 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
             written = super().save_pretrained(folder, **kwargs)
         return [str(Path(save_directory, Path(each).relative_to(folder))) for each in written]
 
-    def train_encoder(self, lora_r: int) -> list[torch.nn.Parameter]:
-        """Gives the encoder LoRA of rank `lora_r`, or goes on with what it has, and returns its weights, to be trained.
+    def slot_prefix_store(self, model, max_bytes: int = 2**30, folder: str | Path | None = None):
+        """Keeps the slot prefixes of passages for further questions; arguments as for [`SlotPrefixStore`]."""
+        from .prefix_store_arcaligner import SlotPrefixStore  # which a processor alone does not need
 
-        Raises:
-            `ValueError`: an encoder that has LoRA of another rank.
-        """
-        weights = self._encoder.train_along(lora_r)
-        self.trained_encoder = True
-        return weights
+        return SlotPrefixStore(model, self, max_bytes, folder)
 
     @classmethod
     def get_processor_dict(cls, pretrained_model_name_or_path, **kwargs):
@@ -229,10 +189,6 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
                 "Write it there with `processor.save_pretrained`."
             )
         return settings, kwargs
-
-    check_conversation = staticmethod(check_conversation)
-    rows_of = staticmethod(rows_of)
-    documents_of = staticmethod(documents_of)
 
     @classmethod
     def from_base_model(cls, base_model: str, **settings: Any) -> "ArcAlignerProcessor":
@@ -353,91 +309,52 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
                 kwargs["sanitize_control_tokens"] = True
             return BatchFeature(dict(self.tokenizer(text, **kwargs)), skip_tensor_conversion=None)
         is_single = not isinstance(text, list | tuple)
-        questions = [text] if is_single else list(text)
+        questions = [text] if is_single else text
         prompts = [self.plain_prompt(question, sanitize_control_tokens is not False) for question in questions]
-        kwargs.setdefault("add_special_tokens", True)
-        kwargs |= {"max_slots": max_slots, "slot_policy": slot_policy, "max_prompt_length": max_prompt_length}
-        kwargs |= {"tokens_per_slot": tokens_per_slot, "context_word_ids": context_word_ids}
-        return self._with_slots(prompts, is_single, documents, context_embeds, return_segments, **kwargs)
+        kwargs = {"add_special_tokens": True, "return_segments": return_segments} | kwargs
+        kwargs |= {"max_slots": max_slots, "slot_policy": slot_policy, "tokens_per_slot": tokens_per_slot}
+        kwargs |= {"context_word_ids": context_word_ids, "max_prompt_length": max_prompt_length}
+        return self._with_slots(prompts, is_single, documents, context_embeds, **kwargs)
 
     def _with_slots(
         self,
-        prompts,
-        is_single,
+        prompts: list[tuple[str, str]],
+        is_single: bool,
         documents,
         context_embeds,
-        return_segments,
-        add_special_tokens,
+        context_word_ids=None,
+        return_segments=None,
+        max_prompt_length=None,
         max_slots=None,
         slot_policy=None,
         tokens_per_slot=None,
-        context_word_ids=None,
-        max_prompt_length=None,
+        add_special_tokens=False,
         **kwargs,
     ) -> BatchFeature:
         """Batch of prompts, each cut in two where its slots belong."""
-        documents = self.rows_of(self.documents_of, documents, "`documents`", is_single, len(prompts))
-        given = self.rows_of(embeds_tensor, context_embeds, "`context_embeds`", is_single, len(prompts))
+        passages, given = read_passages(documents, context_embeds, context_word_ids, is_single, len(prompts))
         texts = [
             (self.tokenize_prompt(before, add_special_tokens), self.tokenize_prompt(after)) for before, after in prompts
         ]
-        if given[0] is None:
+        settings = {"max_slots": max_slots, "slot_policy": slot_policy, "tokens_per_slot": tokens_per_slot}
+        if context_embeds is None:
             longest = max_prompt_length or self.max_prompt_length
-            rows = self.encode_batch(
-                documents,
-                max_slots=max_slots,
-                slot_policy=slot_policy,
-                tokens_per_slot=tokens_per_slot,
-                room=longest and [longest - len(before) - len(after) for before, after in texts],
-            )
+            room = longest and [longest - len(before) - len(after) for before, after in texts]
+            rows = self.encode_batch(passages, **settings, room=room)
         else:
-            words = self.rows_of(words_tensor, context_word_ids, "`context_word_ids`", is_single, len(prompts))
-            rows = self._given_rows(documents, given, words, max_slots, slot_policy, tokens_per_slot)
+            rows = self.use_given(passages, given, **settings)
         ids = [
             before + [self.context_token_id] * len(row.context_embeds) + after
             for (before, after), row in zip(texts, rows, strict=True)
         ]
         features = self._pad(ids, rows, **kwargs)
         if return_segments:
-            has_documents = documents[0] is not None
-            features["segments"] = [row.segments if has_documents else None for row in rows]
-            features["statistics"] = [
-                self._statistics(row_documents, row, max_slots is not None) if has_documents else None
-                for row_documents, row in zip(documents, rows, strict=True)
-            ]
+            described = [(None, None)] * len(rows)
+            if documents is not None:
+                found = zip(passages, rows, strict=True)
+                described = [(row.segments, self.statistics(each, row, max_slots is not None)) for each, row in found]
+            features["segments"], features["statistics"] = map(list, zip(*described, strict=True))
         return features
-
-    def _given_rows(self, documents, given, words, max_slots, slot_policy, tokens_per_slot) -> list[EncodedDocuments]:
-        """Rows of embeddings that were made before; of `documents`, where there are any, they have to be."""
-        if max_slots is not None and slot_policy == "merge":
-            raise ValueError(
-                '`slot_policy` is "merge", but `context_embeds` made before cannot be merged. Pass `documents` '
-                'alone, or `slot_policy="drop"`.'
-            )
-        rate = self.check_slot_settings(max_slots, slot_policy, tokens_per_slot)
-        rows = []
-        for number, (row_documents, embeds, row_words) in enumerate(zip(documents, given, words, strict=True)):
-            self.check_context_embeds(embeds, number)
-            if row_words is not None and (row_words.dim() != 2 or len(row_words) != len(embeds)):
-                raise ValueError(
-                    f"The `context_word_ids` of row {number} have shape {tuple(row_words.shape)} but its "
-                    f"`context_embeds` hold {len(embeds)} slots; expected ({len(embeds)}, max_words)."
-                )
-            segments = []
-            if row_documents is not None:
-                segments = self.segment_documents(row_documents)
-                if rate != "segment":
-                    tokens = self.tokenize_segments(segments, row_documents)
-                    segments = [piece for each in tokens for piece in each.pieces(rate)]
-                if max(1, len(segments)) != len(embeds):
-                    raise ValueError(
-                        f"Row {number} has {max(1, len(segments))} segments but {len(embeds)} precomputed "
-                        "`context_embeds`. Compute them with the same segmentation, or leave `documents` out."
-                    )
-            row_words = None if row_words is None else row_words[:max_slots]
-            dropped = [] if max_slots is None else segments[max_slots:]
-            rows.append(EncodedDocuments(segments[:max_slots], embeds[:max_slots], row_words, 0, dropped))
-        return rows
 
     def _pad(self, ids, rows, *, truncation=False, max_length=None, return_tensors=None, padding=None, **kwargs):
         if truncation and max_length is not None:
@@ -469,31 +386,12 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
             slots = {name: x.numpy() if return_tensors == "np" else x.tolist() for name, x in slots.items()}
         return BatchFeature({**features, **slots})
 
-    def _statistics(self, documents, row: EncodedDocuments, has_budget: bool) -> dict[str, float]:
-        texts = [text_of(document, number) for number, document in enumerate(documents)]
-        tokens = kept = self._count_tokens(texts)
-        if row.dropped:
-            last = row.segments[-1]
-            kept = self._count_tokens([*texts[: last.document], texts[last.document][: last.end]])
-        num_slots = len(row.context_embeds)
-        statistics = {"tokens": tokens, "slots": num_slots, "compression_rate": kept / num_slots}
-        return statistics | ({"merged": row.num_merged, "dropped": len(row.dropped)} if has_budget else {})
-
-    def _count_tokens(self, texts: list[str]) -> int:
-        return sum(len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else 0
-
     def apply_chat_template(
         self,
         conversation: list[dict] | list[list[dict]],
         chat_template: str | None = None,
         documents: Sequence | None = None,
         context_embeds: Any = None,
-        return_segments: bool | None = None,
-        max_slots: int | None = None,
-        slot_policy: str | None = None,
-        tokens_per_slot: int | str | None = None,
-        context_word_ids: Any = None,
-        max_prompt_length: int | None = None,
         sanitize_control_tokens: bool | None = None,
         tokenize: bool = False,
         return_dict: bool = False,
@@ -509,14 +407,16 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
 
         Args:
             conversation (`list[dict]` or a list of them): Messages with `role` and `content`.
-            documents, context_embeds, context_word_ids, return_segments, max_slots, slot_policy, tokens_per_slot,
-            max_prompt_length, sanitize_control_tokens:
+            documents, context_embeds, sanitize_control_tokens:
                 As in [`~ArcAlignerProcessor.__call__`], documents and embeddings with one entry a conversation. Control
                 tokens in messages are text by default where there are documents or embeddings.
             processor_kwargs (`dict`, *optional*):
                 For the tokenizer: `padding`, `padding_side`, `truncation`, `max_length`. `max_slots` and `slot_policy`
                 may stand here as well.
-            kwargs: For the template, such as `add_generation_prompt=True`.
+            kwargs:
+                `context_word_ids`, `return_segments`, `max_slots`, `slot_policy`, `tokens_per_slot` and
+                `max_prompt_length` as in [`~ArcAlignerProcessor.__call__`]; the rest is for the template, such as
+                `add_generation_prompt=True`.
 
         Returns:
             `BatchFeature` (`tokenize` and `return_dict`), the `input_ids` alone (`tokenize`), or the text.
@@ -524,6 +424,7 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         check_conversation(conversation)
         if sanitize_control_tokens is None:
             sanitize_control_tokens = tokenize and (documents is not None or context_embeds is not None)
+        slots = {name: kwargs.pop(name) for name in _SLOT_ARGUMENTS if name in kwargs}
         if documents is None and context_embeds is None:
             with _template_errors():
                 return super().apply_chat_template(
@@ -545,13 +446,8 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
             is_single,
             documents,
             context_embeds,
-            return_segments,
-            add_special_tokens=False,
             return_tensors=return_tensors,
-            tokens_per_slot=tokens_per_slot,
-            context_word_ids=context_word_ids,
-            max_prompt_length=max_prompt_length,
-            **{"max_slots": max_slots, "slot_policy": slot_policy, **(processor_kwargs or {})},
+            **{**slots, **(processor_kwargs or {})},
         )
         if not tokenize:
             texts = [

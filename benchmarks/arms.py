@@ -23,9 +23,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from ..encoding_arcaligner import pad_words
 from ..evaluation.answering import count_tokens
 from ..modeling_arcaligner import ArcAlignerForCausalLM
-from ..processing_arcaligner import ArcAlignerProcessor, pad_words
+from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import Row
 from ..train.data import passages_text
 

@@ -10,6 +10,7 @@ from conftest import ENCODER_WIDTH
 from peft import LoraConfig, inject_adapter_in_model
 from tiny_models import tiny_aligner
 
+from arcaligner.encoding_arcaligner import GivenSlots
 from arcaligner.fingerprint_arcaligner import (
     WatchedWeights,
     canonical_settings,
@@ -84,11 +85,11 @@ def test_embeddings_are_told_apart_by_values_and_shape(model, processor):
     nudged = embeds.clone()
     nudged[1, -1] += 1e-3
     prints = [
-        slot_prefix_fingerprint(model, processor, [1], each, {})["passages"]
+        slot_prefix_fingerprint(model, processor, [1], GivenSlots(each, None), {})["passages"]
         for each in (embeds, nudged, embeds.view(4, -1))
     ]
     assert len(set(prints)) == 3
-    assert slot_prefix_fingerprint(model, processor, [1], embeds.clone(), {})["passages"] == prints[0]
+    assert slot_prefix_fingerprint(model, processor, [1], GivenSlots(embeds.clone(), None), {})["passages"] == prints[0]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """Questions and passages to model inputs: prompts, slots, embeddings, and what is refused."""
 
 import copy
+import json
+import pickle
+import shutil
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, PreTrainedConfig
 
 from arcaligner import ArcAlignerProcessor
+from arcaligner.encoder_arcaligner import LazyEncoder
 
 QUESTION = "What sport does he play?"
 DOCUMENTS = ["Radik is a ski jumper. He has competed since 2003.", {"title": "Ada", "text": "It was written by Ada."}]
@@ -256,6 +260,24 @@ def test_a_copied_processor_shares_its_encoder(processor):
     assert copy.deepcopy(processor)._encoder is processor._encoder
 
 
+def test_passages_are_cut_without_the_weights_of_the_encoder_also_in_another_process(processor, monkeypatch):
+    monkeypatch.setattr(LazyEncoder, "_load", lambda encoder: pytest.fail("loaded"))
+    documents, expected = ["word " * 300 + "end."], 6
+    sent = pickle.loads(pickle.dumps(processor))  # as `datasets.map` hands it to its processes
+    for other in (sent, ArcAlignerProcessor(processor.tokenizer, processor.encoder_name_or_path)):
+        assert len(other.segment_documents(documents)) > expected and other._encoder._model is None
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_seq_length": 16}, {"do_lower_case": True}])
+def test_the_encoders_tokenizer_alone_reads_as_the_loaded_one(settings, encoder_dir, tmp_path):
+    shutil.copytree(encoder_dir, tmp_path / "encoder")
+    path = tmp_path / "encoder" / "sentence_bert_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    alone, loaded = LazyEncoder(str(tmp_path / "encoder")).tokenizer, LazyEncoder(str(tmp_path / "encoder")).model
+    assert alone.model_max_length == loaded.max_seq_length
+    assert alone(DOCUMENTS[0])["input_ids"] == loaded.tokenizer(DOCUMENTS[0])["input_ids"]
+
+
 document = st.text(st.sampled_from("ab .!?\n<context>\x00é漢"), max_size=60)
 
 
@@ -295,9 +317,9 @@ def test_merged_slots_are_encoded_as_one_text(processor):
 def test_merged_slots_are_read_whole_by_the_encoder(processor):
     sentence = "word " * 4 + "end. "
     inputs = processor(text=QUESTION, documents=[sentence * 8], max_slots=2, slot_policy="merge", return_segments=True)
-    limit, encoder_tokenizer = processor._encoder.reading
+    tokenizer = processor._encoder.tokenizer
     assert len(inputs["segments"][0]) == 2
-    assert all(len(encoder_tokenizer(s.text)["input_ids"]) <= limit for s in inputs["segments"][0])
+    assert all(len(tokenizer(s.text)["input_ids"]) <= tokenizer.model_max_length for s in inputs["segments"][0])
     statistics = inputs["statistics"][0]
     assert statistics["merged"] + statistics["dropped"] == 8 and statistics["merged"] > 2 and statistics["dropped"] > 0
 

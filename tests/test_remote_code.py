@@ -152,8 +152,8 @@ def test_a_saved_model_has_no_card(model, tmp_path):
 def test_loading_the_model_takes_few_files_and_none_that_it_does_not_use():
     files = {Path(path).name for path in get_relative_import_files(ROOT / "modeling_arcaligner.py")}
     files.add("modeling_arcaligner.py")
-    assert len(files) <= 9 and files <= set(CODE_FILES)
-    assert not files & {f"{name}_arcaligner.py" for name in ("segmentation", "encoding", "processing", "pipeline")}
+    assert len(files) <= 8 and files <= set(CODE_FILES)
+    assert not files & {f"{name}_arcaligner.py" for name in ("encoder", "encoding", "processing", "prefix_store")}
 
 
 def test_a_checkpoint_carries_every_flat_file_and_all_that_these_import():

@@ -17,11 +17,11 @@ from peft.utils import CONFIG_NAME
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from ..configuration_arcaligner import resolve_base_model
+from ..configuration_arcaligner import resolve_base_model, written_whole
 from .corpora import Row, open_corpus
 from .data import full_text
 from .recipe import parse_recipe
-from .run import claim_folder, last_checkpoint, run_script, written_whole
+from .run import claim_folder, last_checkpoint, run_script
 from .selection import missing_part
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,6 @@ import os
 import shlex
 import shutil
 import sys
-import uuid
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..configuration_arcaligner import written_whole
 from ..files import exit_on_user_error, write_whole
 from ..model_card import RECIPE_FILE, write_model_card
 from ..modeling_arcaligner import ArcAlignerForCausalLM
@@ -185,6 +185,8 @@ def claim_folder(output_dir: str, settings: str, is_main: bool) -> Iterator[None
             f"Another process is training in {folder}. Wait for its end or stop it, or name another `output_dir`."
         ) from error
     with lock:
+        for leftover in folder.glob(".saving-*"):  # of a killed process
+            shutil.rmtree(leftover)
         check_settings(folder, settings)
         if not has_begun(folder):
             write_whole(folder / RECIPE_FILE, settings)
@@ -230,29 +232,6 @@ def _find_fault(checkpoint: Path) -> str | None:
 # The end
 
 
-@contextlib.contextmanager
-def written_whole(output_dir: str | Path, last: str) -> Iterator[Path]:
-    """Yields a folder to write to, whose files are then moved to `output_dir`, over what an earlier run left there.
-
-    `last`, without which nothing loads, is removed first and moved last, so an interrupted save is never mistaken for
-    a model.
-    """
-    output_dir = Path(output_dir)
-    for leftover in output_dir.glob(".saving-*"):  # of a killed process
-        shutil.rmtree(leftover)
-    temporary = output_dir / f".saving-{uuid.uuid4().hex}"
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        (output_dir / last).unlink(missing_ok=True)
-        for path in sorted(temporary.iterdir(), key=lambda path: path.name == last):
-            if path.is_dir():  # the encoder's; a folder cannot be replaced at once
-                shutil.rmtree(output_dir / path.name, ignore_errors=True)
-            os.replace(path, output_dir / path.name)
-    finally:
-        shutil.rmtree(temporary)
-
-
 def save_stage(
     output_dir: str | Path,
     model: ArcAlignerForCausalLM,
@@ -269,7 +248,7 @@ def save_stage(
         recipe (`str`): Text of the recipe, saved as `recipe.yaml`.
         state_dict (`dict`, *optional*): The weights of a model that is spread over several processes.
     """
-    with written_whole(output_dir, last="config.json") as folder:
+    with written_whole(output_dir) as folder:
         if Path(output_dir, "README.md").exists():  # the new card keeps what was written in the old one
             shutil.copyfile(Path(output_dir, "README.md"), folder / "README.md")
         model.save_pretrained(folder, state_dict=state_dict)

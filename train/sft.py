@@ -192,9 +192,7 @@ def make_trainer(
         encoder_weights = processor.train_encoder(recipe.encoder_lora_r) if recipe.encoder_lora_r else []
         if encoder_weights:
             speed_up_encoder(processor.sentence_encoder, recipe)
-        processor.sentence_encoder.to(dtype)
-        for weight in encoder_weights:
-            weight.data = weight.data.float()
+        processor.cast_encoder(dtype)
     model = load_model(recipe, processor, dtype)
     word_weights = find_word_weights(recipe, model, train_dataset)
     if recipe.compile_layers:
