@@ -203,16 +203,19 @@ def test_accumulating_8_batches_of_1_equals_1_batch_of_8(tmp_path):
         torch.testing.assert_close(apart[name], parameter, msg=name, rtol=1e-4, atol=2e-5)
 
 
-def test_batch_without_slots_gives_zero_gradients_not_none():
+@pytest.mark.parametrize("stage", ["reconstruction", "gating"])
+@pytest.mark.parametrize("max_slots", [None, 0, 1])
+def test_batch_without_slots_gives_zero_gradients_not_none(stage, max_slots):
     """So that a process of DistributedDataParallel that happens on such a batch takes part in the reduction."""
     model = tiny_aligner("llama").train()
-    model.set_stage("grounding")
+    model.set_stage(stage)
     batch = collate(random_rows(model, [0, 0], num_text=8))
-    model(**batch, context_embeds=torch.zeros(2, 1, ENCODER_HIDDEN_SIZE)).loss.backward()
+    if max_slots is not None:
+        batch["context_embeds"] = torch.zeros(2, max_slots, ENCODER_HIDDEN_SIZE)
+    model(**batch).loss.backward()
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        assert parameter.grad is not None and not parameter.grad.any(), name
+        if parameter.requires_grad:
+            assert parameter.grad is not None and not parameter.grad.any(), name
 
 
 def test_context_token_as_label_is_ignored():
