@@ -7,6 +7,7 @@
     python -m arcaligner demo
     python -m arcaligner train --recipe smollm2_135m
     python -m arcaligner evaluate --recipe smollm2_135m
+    python -m arcaligner export-gguf checkpoints/mine --output exported
     python -m arcaligner push --repo-id user/name
 
 Answers go to standard output, all else to standard error. What documents and models say is printed with their control
@@ -104,6 +105,18 @@ def load_pipeline(checkpoint: str):
     return ArcAlignerPipeline(model=model, processor=processor, task="text-generation")
 
 
+def load_llama_cpp(checkpoint: str, base_model: Path | None, gate_mode: str | None):
+    """The llama.cpp engine of an exported checkpoint; errors as of [`LlamaCppEngine`]."""
+    check_folder(checkpoint)
+    from transformers.utils import logging
+
+    from .engines.llama_cpp import LlamaCppEngine
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return LlamaCppEngine(checkpoint, base_model, gate_mode=gate_mode)
+
+
 def read_document(path: Path) -> str:
     """The text of a file.
 
@@ -133,15 +146,15 @@ def busy(what: str) -> AbstractContextManager:
 
 
 def slots_table(record: dict[str, Any]) -> Table:
-    """One row per slot: where its text stands, and its passes through the layer with the most."""
-    from .demo import busiest_layer, format_trajectories
+    """One row per slot: where its text stands, and its passes through all layers."""
+    from .demo import describe_passes
 
-    layer = busiest_layer(record["trajectories"])
-    table = Table("Slot", "Document", "Characters", "Text", f"Passes at layer {layer}")
+    table = Table("Slot", "Document", "Characters", "Text", "Passes through layers")
     segments = record["segments"] or [{"document": "-", "start": 0, "end": 0, "text": ""}]
-    for number, (segment, each) in enumerate(zip(segments, record["trajectories"][layer], strict=True)):
+    slots = zip(segments, zip(*record["trajectories"], strict=True), strict=True)
+    for number, (segment, passes) in enumerate(slots):
         place = str(number), str(segment["document"]), f"{segment['start']}-{segment['end']}"
-        table.add_row(*place, escape(printable(segment["text"])), format_trajectories([each]))
+        table.add_row(*place, escape(printable(segment["text"])), describe_passes([[each] for each in passes]))
     return table
 
 
@@ -168,13 +181,30 @@ def answer(
         Literal["off", "adaptive", "always"] | None,  # `GATE_MODES`, which would wait for transformers
         typer.Option(help="When slots are refined. Default: the checkpoint's."),
     ] = None,
+    engine: Annotated[
+        Literal["pytorch", "llama.cpp"],
+        typer.Option(help="What runs the base model. llama.cpp takes a folder of `export-gguf` as the checkpoint."),
+    ] = "pytorch",
+    base_model: Annotated[
+        Path | None, typer.Option(help="For llama.cpp: GGUF file of the base model. Default: the default one's.")
+    ] = None,
 ) -> None:
     """Answers a question from your own text files."""
     documents = [read_document(path) for path in document]
+    settings = {"max_new_tokens": max_new_tokens, "tokens_per_slot": tokens_per_slot, "max_slots": max_slots}
+    settings = {name: each for name, each in settings.items() if each is not None}
+    if engine == "llama.cpp":
+        if show_slots:
+            raise ValueError("`--show-slots` needs the passes of each slot, which llama.cpp does not tell.")
+        with busy("Loading the aligner and its base model"):
+            loaded = load_llama_cpp(checkpoint, base_model, gate_mode)
+        show(loaded.answer(question, documents, **settings).strip())
+        return
+    if base_model is not None:
+        raise ValueError("`--base-model` is for `--engine llama.cpp`; PyTorch takes the one that the checkpoint names.")
     with busy("Loading the aligner and its base model"):
         ask = load_pipeline(checkpoint)
-    settings = {"max_new_tokens": max_new_tokens, "tokens_per_slot": tokens_per_slot, "max_slots": max_slots}
-    settings = {name: each for name, each in (settings | {"gate_mode": gate_mode}).items() if each is not None}
+    settings |= {} if gate_mode is None else {"gate_mode": gate_mode}
     with busy("Reading the documents"):
         record = ask({"question": question, "documents": documents}, return_slots=True, **settings)[0]
     show(record["generated_text"].strip())
@@ -428,6 +458,19 @@ def evaluate(
     of_tasks = {"num_questions": num_questions, "passages": passages, "top_k": top_k}
     results = evaluate(read_settings(recipe, given, of_tasks))
     show(results_page(results))
+
+
+@app.command("export-gguf")
+def export_gguf_adapter(
+    checkpoint: Annotated[str, typer.Argument(help="Aligner checkpoint: a folder or a Hub id.")],
+    folder: Annotated[Path, typer.Option("--output", help="Folder to write.")],
+) -> None:
+    """Writes an aligner for llama.cpp: its LoRA as a GGUF adapter, beside the rest of the checkpoint."""
+    check_folder(checkpoint)
+    from .engines.gguf_files import export_gguf
+
+    export_gguf(checkpoint, folder)
+    show(str(folder))
 
 
 @app.command()

