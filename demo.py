@@ -33,20 +33,18 @@ Row = dict[str, Any]
 Rate = int | str | None
 
 
-def busiest_layer(trajectories: list[list[str]]) -> int:
-    """The layer with the most passes over its slots, the first of equals.
+def describe_passes(trajectories: list[list[str]]) -> str:
+    """The passes of slots through all layers in one line, from what the pipeline tells of each layer and slot.
 
-    >>> busiest_layer([["L0.", "L0."], ["L0.", "LLL"], ["LL", "LL"]])
-    1
+    >>> describe_passes([["L0.", "L0."], ["L0.", "LLL"], ["LL", "LL"]])
+    '10 passes, 4 of them added by gates at layers 1 2'
     """
     passes = ["".join(layer).count("L") for layer in trajectories]
-    return passes.index(max(passes))
-
-
-def format_trajectories(trajectories: list[str]) -> str:
-    """Trajectories in rich markup, repeated passes set off."""
-    styles = {True: "dim", False: "bold green"}
-    return " ".join(f"[{styles[each == 'L0.']}]{each}[/]" for each in trajectories)
+    added = {layer: count - len(trajectories[layer]) for layer, count in enumerate(passes)}
+    where = " ".join(str(layer) for layer, count in added.items() if count)
+    return f"{sum(passes)} passes" + (
+        f", {sum(added.values())} of them added by gates at layers {where}" if where else ""
+    )
 
 
 def first_token_seconds(ask: ArcAlignerPipeline, row: Row, tokens_per_slot: Rate) -> tuple[float, float]:
@@ -79,14 +77,11 @@ def answer_cells(row: Row, record: dict[str, Any], seconds: tuple[float, float])
     gold = escape(printable(" / ".join(dict.fromkeys(row["answers"]))))
     color = "green" if contains_match(record["generated_text"], row["answers"]) else "yellow"
     size = record["statistics"]
-    layer = busiest_layer(record["trajectories"])
-    trajectories = record["trajectories"][layer]
-    where = "at every layer" if set(trajectories) == {"L0."} else f"at layer {layer}"
     compressed, full = (1000 * each for each in seconds)
     return [
         f"[bold]{escape(printable(row['question']))}[/]\n[{color}]{answer}[/]\n[dim]gold: {gold}[/]",
         f"{size['tokens']} → {size['slots']}\n[bold]x{size['compression_rate']:.1f}[/]",
-        f"{format_trajectories(trajectories)}\n[dim]{where}[/]",
+        describe_passes(record["trajectories"]),
         f"[bold]{compressed:.0f} ms[/] slots\n{full:.0f} ms text",
     ]
 
@@ -98,7 +93,7 @@ def run_demo(ask: ArcAlignerPipeline, console: Console, tokens_per_slot: Rate = 
     table = Table(
         Column("Question, answer, gold"),
         Column("Tokens → slots", no_wrap=True),
-        Column("Passes of each slot", max_width=len("LLL LLL LLL LLL")),
+        Column("Passes of slots through layers", max_width=30),
         Column("First token", no_wrap=True),
         box=box.ROUNDED,
         show_lines=True,
@@ -115,7 +110,7 @@ def run_demo(ask: ArcAlignerPipeline, console: Console, tokens_per_slot: Rate = 
     console.print(table)
     console.print(
         f"{num_right} of {len(rows)} answers contain a gold answer (green).\n"
-        "Passes of a slot through a layer: L0. one, LL two, LLL three; shown for the layer with the most.\n"
+        "Each slot passes once through each layer, and again where a gate adds a pass.\n"
         f"First token: median of {TIMED_RUNS} runs on {ask.device}, from slots (embeddings computed beforehand) and "
         "from the passages as text.\n"
         f"Base model {config.base_model_name_or_path}, frozen; sentence encoder {config.encoder_name_or_path}.",

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, ScalarFormatter
 
 from ..evaluation.analyses.figures import new_figure, reach, save_analysis
-from ..evaluation.publish import ROOT, SPEED_FIGURES, copy_figures, with_block
+from ..evaluation.publish import ROOT, SPEED_FIGURE, copy_figures, with_block
 from ..files import run_command, write_whole
 from .arms import BUDGET
 
@@ -167,7 +167,7 @@ def publish(figures: Path, root: Path) -> None:
     """Writes the page and the README's table; the figures about speed are copied to `docs/figures`."""
     report = json.loads((figures / "latency.json").read_text(encoding="utf-8"))
     shown = copy_figures(figures, root / "docs" / "figures")
-    lines = [line for name in SPEED_FIGURES for line in shown.get(name, [])]
+    lines = shown.get(SPEED_FIGURE, [])
     readme = (root / "README.md").read_text(encoding="utf-8")
     write_whole(root / "README.md", with_block(readme, "\n".join(first_token_table(report)), MARKS))
     write_whole(root / "docs" / "speed.md", speed_page(report, lines))

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -45,14 +45,12 @@ class Answer:
         prompt_ids (`list[int]`): The prompt, one context token per slot; empty if the method does not tell.
         context_tokens (`int`): Positions of the prompt that stand for the passages: tokens of text, or slots.
         passage_tokens (`int`): Tokens of the passages' whole text.
-        measured (`dict`): Other measurements, by their key in the answer's line.
     """
 
     text: str
     prompt_ids: list[int]
     context_tokens: int
     passage_tokens: int
-    measured: dict[str, Any] = field(default_factory=dict)
 
 
 class Answerer(Protocol):

@@ -12,8 +12,6 @@ all answers in the folder.
 
 import logging
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from rich.progress import Progress
@@ -21,7 +19,7 @@ from rich.progress import Progress
 from ..files import describe_machine, digest
 from ..train.corpora import Row
 from .answering import MAX_NEW_TOKENS, Answer, Answerer, MissingMethodError, dtype_on, in_batches, longest_first
-from .methods import find_method
+from .methods import Method, find_method
 from .metrics import METRICS, contains_match
 from .results import write_results
 from .runs import AnswerFile, row_digest
@@ -44,9 +42,7 @@ def evaluate(settings: EvaluationSettings) -> dict[str, Any]:
     rows = {name: load_rows(name, task, settings) for name, task in settings.tasks.items()}
     for method in map(find_method, settings.methods):
         try:
-            made_with = method.made_with(settings.checkpoints)
-            load = partial(method.load, settings.checkpoints)
-            answer_tasks(method.name, method.title, made_with, load, rows, settings)
+            answer_tasks(method, rows, settings)
         except MissingMethodError as error:
             logger.warning("skipped %s: %s", method.title, error)
     return write_results(settings.output)
@@ -70,31 +66,15 @@ def load_rows(name: str, task: TaskSettings, settings: EvaluationSettings) -> li
     return rows
 
 
-def answer_tasks(
-    name: str,
-    title: str,
-    made_with: dict[str, Any],
-    load: Callable[[], Answerer],
-    rows: dict[str, list[Row]],
-    settings: EvaluationSettings,
-) -> None:
-    """
-    Answers what is left of all tasks in one way.
-
-    Args:
-        name (`str`): Of the files of answers.
-        title (`str`): Beside the progress bar.
-        made_with (`dict`): What these answers depend on, besides the task.
-        load (`Callable`): Loads what answers; called only if something is left.
-        rows (`dict`): The questions of each task.
-        settings ([`EvaluationSettings`]): The run.
-    """
-    files = {task: AnswerFile(settings.output, task, name) for task in rows}
+def answer_tasks(method: Method, rows: dict[str, list[Row]], settings: EvaluationSettings) -> None:
+    """Answers with a method what is left of `rows`, the questions of each task; its models are loaded only for that."""
+    made_with = method.made_with(settings.checkpoints)
+    files = {task: AnswerFile(settings.output, task, method.name) for task in rows}
     todo = {task: file.open(made_with | task_settings(task, settings), rows[task]) for task, file in files.items()}
     if any(todo.values()):
-        answerer = load()
+        answerer = method.load(settings.checkpoints)
         for task, left in todo.items():
-            answer_file(answerer, files[task], left, settings.batch_size, f"{TASKS[task].title}: {title}")
+            answer_file(answerer, files[task], left, settings.batch_size, f"{TASKS[task].title}: {method.title}")
 
 
 def task_settings(task: str, settings: EvaluationSettings) -> dict[str, Any]:
@@ -142,7 +122,6 @@ def record(row: Row, answer: Answer, seconds: float) -> dict[str, Any]:
         "context_tokens": answer.context_tokens,
         "passage_tokens": answer.passage_tokens,
         "seconds": round(seconds, 4),
-        **answer.measured,
         "prompt": digest(answer.prompt_ids),
         "row": row_digest(row),
     }

@@ -25,7 +25,7 @@ DEFAULT_CHECKPOINT = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
 README_SETS = ("SQuAD", "NaturalQA", "HotpotQA", "PopQA_longtail")
 README_METHODS = ("naive", "llmlingua", "no_lora", "no_recursion", "arcaligner", "standard_rag", "full_text_lora")
 MARKS = "<!-- results: evaluation/publish.py -->", "<!-- end of results -->"
-SPEED_FIGURES = ("latency", "budgets")  # on the page of speed, the others on that of results
+SPEED_FIGURE = "latency"  # on the page of speed, the others on that of results
 INTRODUCTION = """\
 # Results
 
@@ -41,7 +41,7 @@ def publish(run: Path, checkpoint: Path, figures: Path | None, root: Path) -> No
     check_weights(run, checkpoint)
     results = write_results(run)
     shown = copy_figures(figures, root / "docs" / "figures") if figures else {}
-    lines = [line for name, each in shown.items() if name not in SPEED_FIGURES for line in each]
+    lines = [line for name, each in shown.items() if name != SPEED_FIGURE for line in each]
     page = "\n".join([INTRODUCTION, results_page(results), *(["## Figures", "", *lines] if lines else [])])
     readme = with_block((root / "README.md").read_text(encoding="utf-8"), readme_table(results), MARKS)
     write_whole(checkpoint / RESULTS_FILE, (run / RESULTS_FILE).read_text(encoding="utf-8"))

@@ -129,9 +129,3 @@ def answer_files(run: Path) -> list[AnswerFile]:
     """All files of answers in a run's folder."""
     paths = sorted(path for path in run.glob("*/*.json") if path.with_suffix(".jsonl").exists())
     return [AnswerFile(run, path.parent.name, path.stem) for path in paths]
-
-
-def answers_to(rows: list[Row], run: Path, task: str, name: str) -> list[dict[str, Any]]:
-    """The answers to `rows` in a file."""
-    asked = {row["id"] for row in rows}
-    return [answer for answer in AnswerFile(run, task, name).read() if answer["id"] in asked]

@@ -34,8 +34,9 @@ class AlignerTrainingConfig(SFTConfig):
 
     Defaults that differ from [`~trl.SFTConfig`]: `max_length=None` and `remove_unused_columns=False` (a cut row or a
     dropped column loses slots), `dataset_kwargs={"skip_prepare_dataset": True}` (rows come tokenized),
-    `gradient_checkpointing=False`, `ddp_find_unused_parameters=False`, `train_sampling_strategy="group_by_length"`,
-    `ddp_timeout` of a day (the first process tokenizes while the others wait).
+    `gradient_checkpointing=None` (off), `ddp_find_unused_parameters=False`,
+    `train_sampling_strategy="group_by_length"`, `ddp_timeout` of a day (the first process tokenizes while the others
+    wait).
 
     Args:
         gate_learning_rate (`float`, *optional*): Of the gates, which start untrained in stage III. Default:
@@ -52,7 +53,7 @@ class AlignerTrainingConfig(SFTConfig):
 
     max_length: int | None = None
     remove_unused_columns: bool = False
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | None = None  # `activation_checkpointing` is its new name
     ddp_find_unused_parameters: bool | None = False  # each stage trains all that it unfreezes
     ddp_timeout: int = 24 * 3600
     train_sampling_strategy: str = "group_by_length"

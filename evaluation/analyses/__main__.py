@@ -8,7 +8,6 @@ import logging
 import typer
 
 from ...files import exit_on_user_error
-from .budgets import budgets
 from .four_way import four_way
 from .gates import gates
 from .rates import rates
@@ -21,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (gates, reconstruction, trajectories, four_way, rates, budgets):
+for command in (gates, reconstruction, trajectories, four_way, rates):
     app.command()(command)
 
 

@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from ...files import write_whole
-from ..metrics import percent_interval
 
 FIGURES = Path("runs/figures")
 Folder = Annotated[Path, typer.Option("--output", help="Folder for the figure and its data.")]
@@ -40,8 +39,6 @@ STYLE = {
     "svg.hashsalt": "arcaligner",  # the same picture is the same file
     "savefig.bbox": "tight",
 }
-QUALITY = {"f1": "F1", "em": "EM (non-strict)"}
-
 # By group and title of a bar: mean, low and high end of its interval. A bar that is not there leaves a gap.
 Groups = dict[str, dict[str, list[float]]]
 
@@ -61,12 +58,6 @@ def save_analysis(folder: Path, name: str, figure: Figure, data: dict[str, Any],
             write_whole(folder / f"{name}{suffix}", picture.getvalue())
     plt.close(figure)
     write_whole(folder / f"{name}.json", json.dumps({"reading": caption, **data}, indent=1, ensure_ascii=False) + "\n")
-
-
-def quality(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many answers there are and, for each of `QUALITY`, the mean in percent and the ends of its interval."""
-    scores = {metric: percent_interval([answer[metric] for answer in answers]) for metric in QUALITY}
-    return {"questions": len(answers), **scores}
 
 
 def reach(intervals) -> np.ndarray:
