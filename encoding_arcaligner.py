@@ -11,11 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from transformers.utils import logging
-from transformers.utils.chat_template_utils import (
-    _get_control_token_patterns,
-    encode_marked_chat,
-    mark_control_tokens,
-)
+from transformers.utils.chat_template_utils import _get_control_token_patterns, encode_marked_chat, mark_control_tokens
 
 from .encoder_arcaligner import LazyEncoder, find_encoder_folder
 from .segmentation_arcaligner import (
@@ -154,6 +150,15 @@ def check_text(text: str, what: str) -> None:
         raise ValueError(
             f"{what} is no text at character {error.start}: {text[error.start]!a}. Decode it anew."
         ) from error
+
+
+def check_question(question) -> None:
+    """Raises `ValueError` for an empty question, or something else than text."""
+    if not isinstance(question, str):
+        raise ValueError(f"A question is of type {type(question).__name__}; expected a string.")
+    check_text(question, "The question")
+    if not question.strip():
+        raise ValueError("The question is empty; expected a text. Passages alone ask nothing.")
 
 
 def title_of(document) -> str | None:

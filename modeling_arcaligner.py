@@ -39,15 +39,7 @@ from .budget_arcaligner import (
 from .checkpoint_arcaligner import AlignerCheckpointMixin
 from .configuration_arcaligner import ArcAlignerConfig, check_length
 from .generation_arcaligner import SlotGenerationMixin, check_ids
-from .lora_arcaligner import (
-    ADAPTER_NAME,
-    ALL_ROWS,
-    InPlaceMixin,
-    inject_slot_lora,
-    lora_on,
-    mix_in,
-    slot_lora_layers,
-)
+from .lora_arcaligner import ADAPTER_NAME, ALL_ROWS, InPlaceMixin, inject_slot_lora, lora_on, mix_in, slot_lora_layers
 from .refinement_arcaligner import (
     AllSlotsSteps,
     KeysValuesComplete,
@@ -726,11 +718,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
     ) -> ArcAlignerCausalLMOutputWithPast:
         r"""
         Args:
-            input_ids (`torch.LongTensor` of shape `(batch, seq_len)`): Tokens; `config.context_token_id` marks a slot.
-            context_embeds (`torch.FloatTensor` of shape `(batch, max_slots, encoder_hidden_size)`, *optional*):
-                One embedding per context token, in order, rows padded at the end.
-            context_word_ids (`torch.LongTensor` of shape `(batch, max_slots, max_words)`, *optional*):
-                With `config.word_parts`: the tokens that a slot stands for, padded with -1.
+            input_ids, context_embeds, context_word_ids: As for [`ArcAlignerModel`].
             labels (`torch.LongTensor` of shape `(batch, seq_len)`, *optional*):
                 Targets of the NLL (Eq. 10) of all three stages; -100 is ignored, and so is a context token.
             logits_to_keep (`int` or `torch.Tensor`, defaults to 0): Last positions to compute logits for, 0 for all.

@@ -29,7 +29,7 @@ from .configuration_arcaligner import (
     written_whole,
 )
 from .encoder_arcaligner import ENCODER_FOLDER, LazyEncoder
-from .encoding_arcaligner import DocumentEncoder, check_text, pad_words, read_passages
+from .encoding_arcaligner import DocumentEncoder, check_question, pad_words, read_passages
 from .segmentation_arcaligner import check_sentences_per_segment, check_tokens_per_slot
 
 # Files of a processor's folder, and a key that each of them has.
@@ -228,10 +228,10 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         Raises:
             `ValueError`: an empty question, or something else than text.
         """
-        _check_question(question)
-        return BACKGROUND_LINE, QUESTION_LINE + (
-            self.mark_control_tokens(question) if sanitize_control_tokens else question
-        )
+        check_question(question)
+        if sanitize_control_tokens:
+            question = self.mark_control_tokens(question)
+        return BACKGROUND_LINE, QUESTION_LINE + question
 
     def tokenize_prompt(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Ids of a part of a prompt.
@@ -300,8 +300,6 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
             `ValueError`: an empty question, documents or embeddings of the wrong kind, number or width, slots that
                 `max_length` would cut.
         """
-        if text is None:
-            raise ValueError("`text` is missing; pass a question, or a list of questions.")
         if not isinstance(text, str) and not (isinstance(text, list | tuple) and text):
             raise ValueError(f"`text` is {text!r}; expected a question, or a list of questions.")
         if documents is None and context_embeds is None:
@@ -317,28 +315,18 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         return self._with_slots(prompts, is_single, documents, context_embeds, **kwargs)
 
     def _with_slots(
-        self,
-        prompts: list[tuple[str, str]],
-        is_single: bool,
-        documents,
-        context_embeds,
-        context_word_ids=None,
-        return_segments=None,
-        max_prompt_length=None,
-        max_slots=None,
-        slot_policy=None,
-        tokens_per_slot=None,
-        add_special_tokens=False,
-        **kwargs,
+        self, prompts: list[tuple[str, str]], is_single: bool, documents, context_embeds, **kwargs
     ) -> BatchFeature:
         """Batch of prompts, each cut in two where its slots belong."""
-        passages, given = read_passages(documents, context_embeds, context_word_ids, is_single, len(prompts))
+        add_special_tokens = kwargs.pop("add_special_tokens", False)
+        slots = {name: kwargs.pop(name, None) for name in _SLOT_ARGUMENTS}
+        settings = {name: slots[name] for name in ("max_slots", "slot_policy", "tokens_per_slot")}
+        passages, given = read_passages(documents, context_embeds, slots["context_word_ids"], is_single, len(prompts))
         texts = [
             (self.tokenize_prompt(before, add_special_tokens), self.tokenize_prompt(after)) for before, after in prompts
         ]
-        settings = {"max_slots": max_slots, "slot_policy": slot_policy, "tokens_per_slot": tokens_per_slot}
         if context_embeds is None:
-            longest = max_prompt_length or self.max_prompt_length
+            longest = slots["max_prompt_length"] or self.max_prompt_length
             room = longest and [longest - len(before) - len(after) for before, after in texts]
             rows = self.encode_batch(passages, **settings, room=room)
         else:
@@ -348,12 +336,14 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
             for (before, after), row in zip(texts, rows, strict=True)
         ]
         features = self._pad(ids, rows, **kwargs)
-        if return_segments:
-            described = [(None, None)] * len(rows)
-            if documents is not None:
-                found = zip(passages, rows, strict=True)
-                described = [(row.segments, self.statistics(each, row, max_slots is not None)) for each, row in found]
-            features["segments"], features["statistics"] = map(list, zip(*described, strict=True))
+        if slots["return_segments"]:
+            features["segments"] = features["statistics"] = [None] * len(rows)
+        if slots["return_segments"] and documents is not None:
+            has_budget = slots["max_slots"] is not None
+            features["segments"] = [row.segments for row in rows]
+            features["statistics"] = [
+                self.statistics(each, row, has_budget) for each, row in zip(passages, rows, strict=True)
+            ]
         return features
 
     def _pad(self, ids, rows, *, truncation=False, max_length=None, return_tensors=None, padding=None, **kwargs):
@@ -484,14 +474,6 @@ def _lists(values):
     return values.tolist() if isinstance(values, torch.Tensor | np.ndarray) else values
 
 
-def _check_question(question) -> None:
-    if not isinstance(question, str):
-        raise ValueError(f"A question is of type {type(question).__name__}; expected a string.")
-    check_text(question, "The question")
-    if not question.strip():
-        raise ValueError("The question is empty; expected a text. Passages alone ask nothing.")
-
-
 def _with_background_line(messages: list[dict], mark: str) -> list[dict]:
     """The conversation with the background line, `mark` for its slots, before its first user message."""
     for position, message in enumerate(messages):
@@ -506,7 +488,7 @@ def _with_background_line(messages: list[dict], mark: str) -> list[dict]:
                     f'A user message is {content!r}; expected a text or [{{"type": "text", "text": str}}].'
                 )
             content = "".join(texts)
-        _check_question(content)
+        check_question(content)
         asked = {**message, "content": BACKGROUND_LINE + mark + QUESTION_LINE + content}
         return [*messages[:position], asked, *messages[position + 1 :]]
     raise ValueError("The conversation has no user message, so there is no question to put the documents before.")

@@ -210,7 +210,7 @@ def test_truncation_cuts_text_behind_the_slots_only(processor):
             {"text": "a", "documents": ["One. Two."], "context_embeds": np.zeros((3, ENCODER_WIDTH))},
             "2 segments but 3 precomputed",
         ),
-        ({"text": None, "documents": ["One."]}, "`text` is missing"),
+        ({"text": None, "documents": ["One."]}, "`text` is None; expected a question"),
     ],
 )
 def test_bad_input_is_refused_with_both_sides(processor, call, message):
