@@ -8,7 +8,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +26,14 @@ except ImportError as error:
     ) from error
 
 from .engine import Answer, BusyError, Engine
+from .engine import Request as EngineRequest
 from .protocol import ChatRequest, Completion, error_body, event
 
 PAGE = Path(__file__).parent / "page.html"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-# What goes wrong, the status that says so, and whose mistake it is.
-STATUSES = ((TimeoutError, 408), (BusyError, 429), (ValueError, 400), (TypeError, 400), (OSError, 503))
+# What goes wrong, and the status that says so. 499, which only the metrics show, is nginx's of a client that has left.
+STATUSES = ((TimeoutError, 408), (ConnectionError, 499), (BusyError, 429), (ValueError, 400), (TypeError, 400))
+STATUSES += ((OSError, 503),)
 
 
 @dataclass(frozen=True)
@@ -135,104 +137,139 @@ def error_response(error: BaseException) -> JSONResponse:
     return JSONResponse(error_body(str(error) if status != 500 else type(error).__name__, kind), status)
 
 
-def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAPI:
-    """The application of an engine, which is closed with it."""
-    settings = settings or ServerSettings()
+def refuse_body(request: Request, error: RequestValidationError) -> JSONResponse:
+    """The first field of a body that cannot be, and why."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"] if part != "body")
+    return JSONResponse(error_body(f"{place or 'The body'}: {first['msg']}"), 400)
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        await asyncio.to_thread(engine.close)
 
-    app = FastAPI(title="ArcAligner", lifespan=lifespan, docs_url=None, redoc_url=None)
-    metrics = Metrics(engine)
-    app.add_middleware(
-        Gate, max_body_bytes=settings.max_body_bytes, count=lambda status: metrics.requests.labels(status).inc()
-    )
-    started = int(time.time())
+def refuse(request: Request, error: HTTPException) -> JSONResponse:
+    """Another refusal, in the form that clients of OpenAI read."""
+    return JSONResponse(error_body(error.detail), error.status_code)
 
-    @app.exception_handler(RequestValidationError)
-    async def refuse(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
-        return JSONResponse(error_body(f"{place or 'The body'}: {first['msg']}"), 400)
 
-    @app.exception_handler(HTTPException)
-    async def refuse_http(request: Request, error: HTTPException) -> JSONResponse:
-        return JSONResponse(error_body(error.detail), error.status_code)
+async def while_connected(request: Request, result: Awaitable[Any]) -> Any:
+    """
+    Waits for a result as long as the client does.
 
-    def check_key(request: Request) -> None:
+    Raises:
+        `ConnectionError`: the client has left.
+    """
+
+    async def client_leaves() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    waiting = [asyncio.ensure_future(result), asyncio.ensure_future(client_leaves())]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting[0].done():
+            raise ConnectionError("The client has left.")
+        return waiting[0].result()
+    finally:
+        for each in waiting:
+            each.cancel()
+
+
+class Routes:
+    """What the server answers at each address."""
+
+    def __init__(self, engine: Engine, settings: ServerSettings):
+        self.engine, self.settings, self.metrics = engine, settings, Metrics(engine)
+        self.started = int(time.time())
+
+    def check_key(self, request: Request) -> None:
+        """Refuses a request without the key, if there is one."""
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if settings.api_key and not secrets.compare_digest(given.encode(), settings.api_key.encode()):
+        if self.settings.api_key and not secrets.compare_digest(given.encode(), self.settings.api_key.encode()):
             raise HTTPException(401, "The API key is missing or wrong; expected `Authorization: Bearer KEY`.")
 
-    keyed = [Depends(check_key)]
-
-    @app.get("/")
-    async def page() -> FileResponse:
+    async def page(self) -> FileResponse:
         return FileResponse(PAGE, media_type="text/html")
 
-    @app.get("/health")
-    async def health() -> dict[str, Any]:
-        return {"status": "ok", "model": settings.model, "corpus": engine.retriever is not None}
+    async def health(self) -> dict[str, Any]:
+        return {"status": "ok", "model": self.settings.model, "corpus": self.engine.retriever is not None}
 
-    @app.get("/metrics", dependencies=keyed)
-    async def show_metrics() -> Response:
-        text = prometheus_client.generate_latest(metrics.registry)
+    async def show_metrics(self) -> Response:
+        text = prometheus_client.generate_latest(self.metrics.registry)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
-    @app.get("/v1/models", dependencies=keyed)
-    async def models() -> dict[str, Any]:
-        model = {"id": settings.model, "object": "model", "created": started, "owned_by": "arcaligner"}
+    async def models(self) -> dict[str, Any]:
+        model = {"id": self.settings.model, "object": "model", "created": self.started, "owned_by": "arcaligner"}
         return {"object": "list", "data": [model]}
 
-    @app.post("/v1/chat/completions", dependencies=keyed)
-    async def chat(body: ChatRequest) -> Response:
-        if body.model != settings.model:
-            text = f"There is no model {body.model!r}; expected {settings.model!r}."
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        if body.model != self.settings.model:
+            text = f"There is no model {body.model!r}; expected {self.settings.model!r}."
             return JSONResponse(error_body(text, code="model_not_found"), 404)
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
 
         def put(piece: str | None) -> None:
             loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        request = body.engine_request(on_text=put)
-        completion = Completion(settings.model)
+        asked = body.engine_request(on_text=put)
         try:
-            future = engine.submit(request)
+            future = self.engine.submit(asked)
+            if not body.stream:
+                answer = await while_connected(request, asyncio.wrap_future(future))
+                self.metrics.count(answer)
+                return JSONResponse(Completion(self.settings.model).whole(answer))
             future.add_done_callback(lambda future: put(None))
-            first = await pieces.get()
-            if first is None or not body.stream:
-                answer = await asyncio.wrap_future(future)
-                metrics.count(answer)
-                if not body.stream:
-                    return JSONResponse(completion.whole(answer))
-        except asyncio.CancelledError:  # the client has left
-            request.cancelled = True
+            first = await while_connected(request, pieces.get())
+            if first is None:
+                future.result()  # or what was wrong, before an answer begins
+        except BaseException as error:
+            asked.cancelled = True
+            if isinstance(error, Exception):
+                return error_response(error)
             raise
+        return StreamingResponse(self._events(body, asked, first, pieces), media_type="text/event-stream")
+
+    async def _events(
+        self, body: ChatRequest, asked: EngineRequest, piece: str | None, pieces: asyncio.Queue
+    ) -> AsyncIterator[str]:
+        completion = Completion(self.settings.model)
+        try:
+            yield completion.piece()
+            while piece is not None:
+                yield completion.piece(piece)
+                piece = await pieces.get()
+            answer = asked.future.result()
+            self.metrics.count(answer)
+            yield completion.piece(answer=answer)
+            if body.stream_options and body.stream_options.include_usage:
+                yield completion.usage_piece(answer)
+            yield "data: [DONE]\n\n"
         except Exception as error:
-            return error_response(error)
+            yield event(error_body(str(error), "server_error"))
+        finally:
+            asked.cancelled = True  # where the client has left
 
-        async def events() -> AsyncIterator[str]:
-            piece = first
-            try:
-                yield completion.piece()
-                while piece is not None:
-                    yield completion.piece(piece)
-                    piece = await pieces.get()
-                answer = future.result()
-                metrics.count(answer)
-                yield completion.piece(answer=answer)
-                if body.stream_options and body.stream_options.include_usage:
-                    yield completion.usage_piece(answer)
-                yield "data: [DONE]\n\n"
-            except Exception as error:
-                yield event(error_body(str(error), "server_error"))
-            finally:
-                request.cancelled = True  # where the client has left
 
-        return StreamingResponse(events(), media_type="text/event-stream")
+def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAPI:
+    """The application of an engine, which is closed with it."""
+    settings = settings or ServerSettings()
+    routes = Routes(engine, settings)
 
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(engine.close)
+
+    def count(status: int) -> None:
+        routes.metrics.requests.labels(status).inc()
+
+    app = FastAPI(title="ArcAligner", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(Gate, max_body_bytes=settings.max_body_bytes, count=count)
+    app.add_exception_handler(RequestValidationError, refuse_body)
+    app.add_exception_handler(HTTPException, refuse)
+    app.get("/")(routes.page)
+    app.get("/health")(routes.health)
+    keyed = [Depends(routes.check_key)]
+    app.get("/metrics", dependencies=keyed)(routes.show_metrics)
+    app.get("/v1/models", dependencies=keyed)(routes.models)
+    app.post("/v1/chat/completions", dependencies=keyed)(routes.chat)
     return app
 
 

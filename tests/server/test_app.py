@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 import httpx
 import openai
@@ -136,23 +137,29 @@ def test_what_is_no_request_at_all_is_refused(url, client):
     assert httpx.get(f"{url}/none").status_code == 404
 
 
-def test_a_client_that_leaves_stops_its_answer(client, engine, monkeypatch):
-    requests, submit, gone = [], engine.submit, threading.Event()
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_stops_its_answer(client, engine, monkeypatch, stream):
+    requests, submit, begun, gone = [], engine.submit, threading.Event(), threading.Event()
 
     def submit_slow(request):
         put = request.on_text
-        request.on_text = lambda text: (put(text), gone.wait(30))
+        request.on_text = lambda text: (put(text), begun.set(), gone.wait(30))
         requests.append(request)
         return submit(request)
 
     monkeypatch.setattr(engine, "submit", submit_slow)
-    stream = client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": QUESTION}], max_tokens=64, stream=True
-    )
-    next(iter(stream))
-    stream.close()
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64}
+    if stream:
+        answer = client.chat.completions.create(**chat, stream=True)
+        next(iter(answer))
+        answer.close()
+    else:
+        with pytest.raises(openai.APITimeoutError):
+            client.with_options(timeout=0.5).chat.completions.create(**chat)
+        assert begun.wait(30)
+    end = time.monotonic() + 30
     while not requests[0].cancelled:
-        pass
+        assert time.monotonic() < end
     gone.set()
     assert isinstance(requests[0].future.exception(), TimeoutError)
     assert ask_server(client).choices[0].message.content

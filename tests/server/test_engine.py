@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import time
 
 import pytest
 
@@ -86,3 +87,13 @@ def test_slot_prefixes_are_kept_within_their_bytes(engine_of):
         answers = [engine.submit(Request(CHAT, documents=["Ada."], max_new_tokens=4)).result().text for _ in range(2)]
         assert answers[0] == answers[1]
         assert (engine.store.hits, engine.store.bytes > 0) == (hits, hits > 0)
+
+
+def test_a_clock_that_jumps_back_changes_no_answer(engine_of, monkeypatch):
+    engine, days = engine_of(), iter(range(10**9, 0, -86_400))
+    expected = engine.submit(Request(CHAT, documents=["Ada."], max_new_tokens=4)).result()
+    monkeypatch.setattr(time, "time", lambda: next(days))
+    monkeypatch.setattr(time, "time_ns", lambda: 10**9 * next(days))
+    again = engine.submit(Request(CHAT, documents=["Ada."], max_new_tokens=4)).result()
+    assert again.text == expected.text and engine.store.hits == 1
+    assert min(again.seconds.values()) >= 0 and again.seconds["total"] < 60
