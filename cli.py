@@ -221,6 +221,7 @@ Sources = Annotated[
 ]
 CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder of the corpus.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at what cannot be read, instead of skipping it.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Name all that is skipped, not the first three.")]
 Workers = Annotated[
     int | None, typer.Option("--ray", metavar="WORKERS", help="Encode on so many workers of Ray.", min=1)
 ]
@@ -234,7 +235,7 @@ def load_processor(checkpoint: str):
     return ArcAlignerProcessor.from_pretrained(checkpoint)
 
 
-def fill_corpus(corpus, processor, sources: list[str], strict: bool, workers: int | None) -> None:
+def fill_corpus(corpus, processor, sources: list[str], strict: bool, verbose: bool, workers: int | None) -> None:
     """Adds sources to a corpus and says what was done."""
     from .corpus.build import build_corpus, summary
 
@@ -252,8 +253,11 @@ def fill_corpus(corpus, processor, sources: list[str], strict: bool, workers: in
             on_batch=lambda report: messages.print(f"[dim]{report.passages} passages[/]"),
             write_batches=write_batches,
         )
-    for each in report.skipped:
+    shown = report.skipped[: None if verbose else 3]
+    for each in shown:
         messages.print(printable(f"Skipped: {each}"), markup=False, soft_wrap=True)
+    if left := len(report.skipped) - len(shown):
+        messages.print(f"Skipped: {left} more, which --verbose names", soft_wrap=True)
     show(summary(report, corpus.info()))
 
 
@@ -265,6 +269,7 @@ def build(
     passage_words: Annotated[int, typer.Option(help="Maximum number of words per passage.", min=1)] = 100,
     tokens_per_slot: TokensPerSlot = None,
     strict: Strict = False,
+    verbose: Verbose = False,
     ray: Workers = None,
 ) -> None:
     """Makes a corpus of texts, or goes on with one: new documents are added, changed ones replaced."""
@@ -272,7 +277,7 @@ def build(
 
     processor = load_processor(checkpoint)
     corpus = Corpus.create(folder, processor, passage_words, tokens_per_slot)
-    fill_corpus(corpus, processor, sources, strict, ray)
+    fill_corpus(corpus, processor, sources, strict, verbose, ray)
 
 
 @corpus_app.command("add")
@@ -281,6 +286,7 @@ def add(
     corpus: CorpusFolder,
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     strict: Strict = False,
+    verbose: Verbose = False,
     ray: Workers = None,
 ) -> None:
     """Adds documents to a corpus, and replaces those that have changed."""
@@ -288,7 +294,7 @@ def add(
 
     processor, opened = load_processor(checkpoint), Corpus(corpus)
     opened.check(processor)
-    fill_corpus(opened, processor, sources, strict, ray)
+    fill_corpus(opened, processor, sources, strict, verbose, ray)
 
 
 @corpus_app.command("remove")

@@ -66,7 +66,7 @@ class Retriever:
         search (`str`): `"hybrid"`, or `"vector"` without the full text.
 
     Raises:
-        `ValueError`: a corpus that another encoder, segmenter or rate made, or an empty one.
+        `ValueError`: a corpus that another encoder, segmenter or rate made, or an empty one; an empty re-ranker.
         `OSError`: a re-ranker that is not there, with how to get it.
     """
 
@@ -77,6 +77,8 @@ class Retriever:
         self.corpus, self.processor, self.search = corpus, processor, search
         self.reranker = None
         if reranker is not None:
+            if not reranker.strip():
+                raise ValueError(f"The re-ranker is {reranker!r}; expected a folder or a Hub id, or nothing.")
             try:
                 self.reranker = CrossEncoder(resolve_encoder(reranker), device=processor.encoder_device)
             except OSError as error:

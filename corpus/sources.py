@@ -86,9 +86,13 @@ def _read_source(path: str, options: dict[str, Any], skip: Callable[[str], None]
 def _read_file(path: Path, options: dict[str, Any], skip: Callable[[str], None]) -> Iterator[Document]:
     try:
         if path.name.endswith(TEXTS):
-            text = path.read_text(encoding="utf-8-sig")
-            heading = None if path.suffix == ".txt" else _HEADING.search(text)
-            yield Document(str(path), heading[1].strip() if heading else "", text)
+            title, text = "", path.read_text(encoding="utf-8-sig")
+            if path.suffix != ".txt" and (heading := _HEADING.search(text)):
+                # The title is read with each passage. Spaces in its place keep the characters' numbers.
+                rest = text[: heading.start()] + " " * len(heading[0]) + text[heading.end() :]
+                if rest.strip():
+                    title, text = heading[1].strip(), rest
+            yield Document(str(path), title, text)
         elif path.name.endswith(JSON_LINES):
             yield from _documents_of_rows(str(path), read_json_lines(path), options, skip)
         elif path.suffix == ".parquet":

@@ -194,7 +194,8 @@ class Corpus:
             known = self.digests(documents)
             if missing := [each for each in documents if each not in known]:
                 raise ValueError(
-                    f"The corpus {self.path} has no document {missing[0]!r}; expected ids as `ask` prints them before the colon."
+                    f"The corpus {self.path} has no document {missing[0]!r}; expected ids, which `ask` prints before "
+                    "the colon."
                 )
             self.table.delete(_is_one_of(documents))
             self.optimize()

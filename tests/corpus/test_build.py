@@ -37,6 +37,14 @@ def test_sentences_stay_whole_where_they_fit_and_one_long_word_is_cut():
     assert spans[0] == (0, 160) and spans[-1] == (960, 1000)
 
 
+def test_the_heading_of_a_markdown_file_is_its_title_and_not_read_again(tmp_path):
+    (tmp_path / "a.md").write_text("Before.\n# Ada \nShe wrote.")
+    (tmp_path / "b.md").write_text("# Alone")
+    first, second = read_documents([str(tmp_path)], pytest.fail)
+    assert (first.title, first.text) == ("Ada", "Before.\n      \nShe wrote.")
+    assert (second.title, second.text) == ("", "# Alone")
+
+
 @pytest.mark.parametrize("rate", ["segment", 3])
 def test_stored_slots_are_those_that_the_processor_makes(
     rate, tmp_path, letters, base_model_dir, encoder_dir, processor

@@ -28,8 +28,13 @@ def test_from_a_folder_to_an_answer_with_its_sources(capsys, letters, checkpoint
     assert f"{info['passages']} passages of 2 documents, {info['slots']} slots" in out
     assert f"{info['slots'] * 24 / info['passages']:.0f} bytes of embeddings per passage" in out
     (letters / "new.txt").write_text("Ada wrote it.")
-    code, out, _ = run(capsys, "corpus", "add", letters, "--corpus", folder, *aligner)
-    assert code == 0 and "1 documents added, 0 replaced, 2 unchanged, 1 skipped." in out
+    for number in range(4):
+        (letters / f"{number}.svg").write_text("<svg/>")
+    code, out, err = run(capsys, "corpus", "add", letters, "--corpus", folder, *aligner)
+    assert code == 0 and "1 documents added, 0 replaced, 2 unchanged, 5 skipped." in out
+    assert err.count("Skipped: ") == 4 and "Skipped: 2 more, which --verbose names" in err
+    _, _, err = run(capsys, "corpus", "add", letters, "--corpus", folder, "--verbose", *aligner)
+    assert all(f"{number}.svg is none of" in err for number in range(4)) and " more" not in err
 
     question = "Who wrote it?"
     code, out, err = run(capsys, "ask", question, "--corpus", folder, "--top-k", 2, "--max-new-tokens", 5, *aligner)
@@ -57,6 +62,7 @@ def test_mistakes_end_in_one_clear_line(capsys, letters, corpus, checkpoint_dir,
         (("corpus", "add", letters, "--corpus", corpus.path, "--strict", *aligner), "binary.txt is not UTF-8 text"),
         (("ask", "Who?", "--corpus", letters, *aligner), "is not a corpus of ArcAligner"),
         (("ask", " ", "--corpus", corpus.path, *aligner), "expected at least 1, and a text"),
+        (("ask", "Who?", "--corpus", corpus.path, "--reranker", "", *aligner), "The re-ranker is ''; expected"),
     ):
         code, out, err = run(capsys, *arguments)
         assert code == 1 and out == ""
