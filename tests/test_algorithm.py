@@ -268,21 +268,6 @@ def test_algorithm1_logits_of_text_are_those_of_the_full_last_layer(model):
     torch.testing.assert_close(run(model, row).logits[0][is_text], full[is_text], **TOLERANCE)
 
 
-@pytest.mark.parametrize("gate_layers", [[0], [1, 2], [], [2]])
-def test_algorithm1_with_gates_on_some_layers(gate_layers):
-    model = tiny_aligner("llama", gate_layers=gate_layers, seed=5)
-    rows = random_rows(model, [3, 6])
-    assert_matches_reference(model, rows, "left", training=True)
-    assert_matches_reference(model, rows, "right")
-
-
-@pytest.mark.parametrize("steps", [0, 1, 5])
-@pytest.mark.parametrize("training", [True, False])
-def test_algorithm1_with_other_numbers_of_steps(restored, steps, training):
-    restored.config.max_refinement_steps = steps
-    assert_matches_reference(restored, random_rows(restored, [5, 2]), "left", training)
-
-
 def test_algorithm1_with_slots_first_and_last_in_the_prompt(model):
     row = random_row(model, 9, num_text=2, seed=1)
     for order in (row.input_ids.sort().values, row.input_ids.sort(descending=True).values):
@@ -315,7 +300,7 @@ def test_algorithm1_in_random_cases(data):
         max_refinement_steps=data.draw(st.integers(0, 3), label="steps"),
         gate_mode=data.draw(st.sampled_from(["adaptive", "adaptive", "off", "always"]), label="mode"),
         gate_threshold=data.draw(st.sampled_from([0.5, 0.3, 0.8]), label="threshold"),
-        gate_layers=data.draw(st.sampled_from(["all", [0, 2], [1]]), label="gate_layers"),
+        gate_layers=data.draw(st.sampled_from(["all", [0, 2], [1], []]), label="gate_layers"),
     )
     slot_counts = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=4), label="slots")
     padding_side = data.draw(st.sampled_from(["left", "right"]), label="padding")

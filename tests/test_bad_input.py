@@ -43,16 +43,41 @@ def assert_refused(model, message, **batch):
 # --- Slots and embeddings that do not fit ---------------------------------------------------------
 
 
-def test_more_slots_than_embeddings(model):
-    batch = inputs(model, 4)
-    batch["context_embeds"] = batch["context_embeds"][:, :3]
-    assert_refused(model, r"(?s)\b4\b.*context tokens.*`input_ids`.*`context_embeds`.*\b3\b", **batch)
+def with_value(value):
+    def change(embeds):
+        embeds = embeds.clone()
+        embeds[0, 2, 5] = value
+        return embeds
+
+    return change
 
 
-def test_fewer_slots_than_embeddings(model):
+NOT_FINITE = r"`context_embeds` holds NaN or values beyond 1e\+06 in 1 of 4 slots, first in slot 2 of row 0"
+FOUR_SLOTS = r"(?s)\b4\b.*context tokens.*`input_ids`.*`context_embeds`.*"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda embeds: embeds[:, :3], FOUR_SLOTS + r"\b3\b"),
+        (lambda embeds: torch.cat([embeds, torch.ones_like(embeds[:, :1])], 1), FOUR_SLOTS + r"\b5\b"),
+        (lambda embeds: None, r"(?s)\b4 context tokens \(id 61\).*`input_ids`.*no.*`context_embeds`.*processor"),
+        (lambda embeds: embeds[..., :7], r"(?s)`context_embeds` is 7 wide.*`encoder_hidden_size` 10.*some/encoder"),
+        (lambda embeds: embeds[0], r"(?s)\(4, 10\).*\(1, max_slots, 10\)"),
+        (lambda embeds: embeds.expand(2, -1, -1), r"(?s)\(2, 4, 10\).*\(1, max_slots, 10\)"),
+        (lambda embeds: embeds[None], r"(?s)\(1, 1, 4, 10\).*\(1, max_slots, 10\)"),
+        *((with_value(value), NOT_FINITE) for value in (float("nan"), float("inf"), -1e38)),
+    ],
+)
+def test_embeddings_that_do_not_fit_the_slots(model, change, message):
     batch = inputs(model, 4)
-    batch["context_embeds"] = torch.cat([batch["context_embeds"], torch.ones(1, 1, ENCODER_HIDDEN_SIZE)], 1)
-    assert_refused(model, r"(?s)\b4\b.*context tokens.*`input_ids`.*`context_embeds`.*\b5\b", **batch)
+    assert_refused(model, message, **batch | {"context_embeds": change(batch["context_embeds"])})
+
+
+def test_embeddings_without_context_tokens(model):
+    batch = inputs(model, 4)
+    batch["input_ids"][batch["input_ids"] == SLOT] = 5
+    assert_refused(model, r"(?s)\[0\] context tokens.*`context_embeds` holds 4", **batch)
 
 
 @pytest.mark.parametrize("value", [3.0, float("nan")])
@@ -78,11 +103,6 @@ def test_more_slots_than_embeddings_in_one_row_of_a_batch(model):
     assert_refused(model, r"(?s)\[(6|7|8), 5\].*context tokens.*`context_embeds`.*\b5\b", **batch)
 
 
-def test_context_tokens_without_embeddings(model):
-    message = r"(?s)\b4 context tokens \(id 61\).*`input_ids`.*no.*`context_embeds`.*processor"
-    assert_refused(model, message, input_ids=inputs(model, 4)["input_ids"])
-
-
 def test_one_context_token_alone_is_no_generated_token(model):
     first, alone = inputs(model, 4), torch.tensor([[SLOT]])
     cache = model.prefill_context(**first)
@@ -96,51 +116,14 @@ def test_one_context_token_alone_is_no_generated_token(model):
         model.generate(input_ids=ids, context_embeds=embeds, past_key_values=cache, max_new_tokens=2)
 
 
-def test_embeddings_without_context_tokens(model):
-    batch = inputs(model, 4)
-    batch["input_ids"][batch["input_ids"] == SLOT] = 5
-    assert_refused(model, r"(?s)\[0\] context tokens.*`context_embeds` holds 4", **batch)
-
-
-def test_embeddings_without_input_ids(model):
-    batch = inputs(model, 4)
-    words = model.get_input_embeddings()(batch.pop("input_ids").clamp(max=SLOT - 1))
-    for call in (model, model.model):
-        with pytest.raises(ValueError, match=r"(?s)`context_embeds` without `input_ids`.*context_token_id` 61"):
-            call(inputs_embeds=words, **batch)
-
-
-def test_embeddings_with_both_input_ids_and_inputs_embeds(model):
+def test_embeddings_of_words_need_a_mask_and_no_ids(model):
     batch = inputs(model, 4)
     words = model.get_input_embeddings()(batch["input_ids"].clamp(max=SLOT - 1))
     for call in (model, model.model):
         with pytest.raises(ValueError, match=r"(?s)`?inputs_embeds`?.*`?input_ids`?"):
             call(inputs_embeds=words, **batch)
-
-
-def test_embeddings_of_the_wrong_width(model):
-    batch = inputs(model, 4)
-    batch["context_embeds"] = batch["context_embeds"][..., :7]
-    message = r"(?s)`context_embeds` is 7 wide.*`encoder_hidden_size` 10.*some/encoder"
-    assert_refused(model, message, **batch)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e38])
-def test_embeddings_that_are_not_finite(model, value):
-    batch = inputs(model, 4)
-    batch["context_embeds"][0, 2, 5] = value
-    message = r"`context_embeds` holds NaN or values beyond 1e\+06 in 1 of 4 slots, first in slot 2 of row 0"
-    assert_refused(model, message, **batch)
-
-
-@pytest.mark.parametrize(
-    "shape", [(4, ENCODER_HIDDEN_SIZE), (2, 4, ENCODER_HIDDEN_SIZE), (1, 1, 4, ENCODER_HIDDEN_SIZE)]
-)
-def test_embeddings_of_the_wrong_shape(model, shape):
-    batch = inputs(model, 4)
-    batch["context_embeds"] = torch.ones(shape, dtype=torch.float64)
-    with pytest.raises(ValueError, match=rf"(?s){re.escape(str(shape))}.*\(1, max_slots, 10\)"):
-        model(**batch)
+        with pytest.raises(ValueError, match=r"(?s)`context_embeds` without `input_ids`.*context_token_id` 61"):
+            call(inputs_embeds=words, context_embeds=batch["context_embeds"])
 
 
 # --- Prompts --------------------------------------------------------------------------------------
@@ -266,14 +249,16 @@ def edit_weights(folder, edit):
     save_file(tensors, weights(folder), metadata={"format": "pt"})
 
 
-def test_checkpoint_for_another_encoder_width(checkpoint):
-    with pytest.raises(ValueError, match=r"(?s)aligner.*width 12.*projector\.up\.weight.*\[24, 10\].*\[24, 12\]"):
-        ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner", encoder_hidden_size=12)
-
-
-def test_checkpoint_for_another_rank(checkpoint):
-    with pytest.raises(ValueError, match=r"(?s)aligner.*lora_.*\[.*4.*\].*\[.*8.*\]"):
-        ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner", lora_r=8)
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"encoder_hidden_size": 12}, r"(?s)aligner.*width 12.*projector\.up\.weight.*\[24, 10\].*\[24, 12\]"),
+        ({"lora_r": 8}, r"(?s)aligner.*lora_.*\[.*4.*\].*\[.*8.*\]"),
+    ],
+)
+def test_checkpoint_for_an_aligner_of_another_size(checkpoint, settings, message):
+    with pytest.raises(ValueError, match=message):
+        ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner", **settings)
 
 
 @pytest.mark.parametrize("part", ["projector", "lora_B", "slot_gate"])

@@ -316,21 +316,6 @@ def test_settings_that_are_the_configurations_own_find_its_prefix(model, process
     assert (store.hits, store.misses) == (1, 1)
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"gate_mode": "sometimes"}, "`gate_mode`"),
-        ({"refinement_budget": -1.0}, "`refinement_budget` is -1.0"),
-        ({"max_slots": 0}, "`max_slots` is 0"),
-        ({"slot_policy": "squeeze"}, "`slot_policy` is 'squeeze'"),
-    ],
-    ids=str,
-)
-def test_settings_that_cannot_be_are_refused(model, processor, settings, message):
-    with pytest.raises(ValueError, match=message):
-        model.slot_prefix_store(processor).prepare("Who?", ADA, **settings)
-
-
 def test_gates_for_slots_that_are_read_already_are_warned_of(model, processor, caplog):
     inputs = model.slot_prefix_store(processor).prepare("Who?", ADA)
     plain = model.generate(**inputs | {"past_key_values": copy.deepcopy(inputs["past_key_values"])}, **FIVE_TOKENS)
@@ -365,14 +350,6 @@ def test_what_left_memory_is_read_from_the_folder(model, processor, tmp_path):
     for _ in range(2):
         store.get(context_embeds=embeddings(3))
     assert (store.hits, store.loads, store.misses, store.bytes) == (0, 1, 1, 0)
-
-
-def test_broken_file_of_the_folder_is_refused_by_name(model, processor, tmp_path):
-    model.slot_prefix_store(processor, folder=tmp_path).get(context_embeds=embeddings(3))
-    (path,) = tmp_path.iterdir()
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=f"{path.name} cannot be read"):
-        model.slot_prefix_store(processor, folder=tmp_path).get(context_embeds=embeddings(3))
 
 
 # Several at once
@@ -442,24 +419,17 @@ def test_a_copy_of_a_store_starts_empty_and_answers_the_same(model, processor):
         ({"documents": [ADA, ADA]}, "Got 1 questions but 2 entries of `documents`"),
         ({"documents": [[3]]}, "Document 0 is of type int"),
         ({"context_embeds": [torch.zeros(2, 5)]}, "expected \\(num_slots, 12\\)"),
+        ({"questions": [], "documents": []}, "There is no question"),
+        ({"questions": [" "], "context_embeds": [embeddings(1)]}, "The question is empty"),
+        ({"documents": [ADA], "gate_mode": "sometimes"}, "`gate_mode`"),
+        ({"documents": [ADA], "refinement_budget": -1.0}, "`refinement_budget` is -1.0"),
+        ({"documents": [ADA], "max_slots": 0}, "`max_slots` is 0"),
+        ({"documents": [ADA], "slot_policy": "squeeze"}, "`slot_policy` is 'squeeze'"),
     ],
 )
-def test_passages_that_cannot_be_read_are_refused(model, processor, call, message):
+def test_what_cannot_be_prepared_is_refused(model, processor, call, message):
     with pytest.raises(ValueError, match=message):
-        model.slot_prefix_store(processor).prepare(["Who?"], **call)
-
-
-def test_no_question_is_refused(model, processor):
-    with pytest.raises(ValueError, match="There is no question"):
-        model.slot_prefix_store(processor).prepare([], [])
-
-
-def test_empty_question_is_refused(model, processor):
-    with pytest.raises(ValueError, match="The question is empty"):
-        model.slot_prefix_store(processor).prepare([" "], context_embeds=[embeddings(1)])
-
-
-def test_negative_budget_is_refused(model, processor):
+        model.slot_prefix_store(processor).prepare(**{"questions": ["Who?"]} | call)
     with pytest.raises(ValueError, match="`max_bytes` is -1"):
         model.slot_prefix_store(processor, max_bytes=-1)
 
@@ -627,19 +597,22 @@ def test_file_with_a_changed_byte_is_refused(saved, data):
     saved.write_bytes(whole)
 
 
-@pytest.mark.parametrize("fingerprint", [None, "", "[]", "5", "{", '{"passages": "other"}'])
-def test_file_with_another_fingerprint_is_refused(saved, fingerprint):
-    with safe_open(saved, framework="pt") as file:
-        metadata = {**file.metadata(), "fingerprint": fingerprint}
-    save_file(load_file(saved), saved, metadata={name: each for name, each in metadata.items() if each is not None})
-    with pytest.raises(ValueError, match=saved.name):
-        load_slot_prefix(saved, FINGERPRINT, backbone_config())
-
-
-@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"format": "arcaligner-slot-prefix-0"}])
-def test_file_of_another_format_is_refused(saved, metadata):
+@pytest.mark.parametrize(
+    "metadata, message",
+    [
+        *((each, "expected 'arcaligner-slot-prefix-2'") for each in (None, {"format": "pt"}, {"format": "x-0"})),
+        *(
+            ({"fingerprint": each}, "prefix.safetensors")
+            for each in (None, "", "[]", "5", "{", '{"passages": "other"}')
+        ),
+    ],
+)
+def test_file_with_other_metadata_is_refused(saved, metadata, message):
+    if metadata and "fingerprint" in metadata:
+        with safe_open(saved, framework="pt") as file:
+            metadata = {name: each for name, each in (file.metadata() | metadata).items() if each is not None}
     save_file(load_file(saved), saved, metadata=metadata)
-    with pytest.raises(ValueError, match="expected 'arcaligner-slot-prefix-2'"):
+    with pytest.raises(ValueError, match=message):
         load_slot_prefix(saved, FINGERPRINT, backbone_config())
 
 
