@@ -352,8 +352,9 @@ class DocumentEncoder:
         for number, (count, most) in enumerate(zip(counts, room or counts, strict=True)):
             if min(count, max_slots or count) > most:
                 raise ValueError(
-                    f"The passages of row {number} are {count} slots, but beside its text the backbone reads {most}. "
-                    "Pass fewer passages or a lower `max_slots`, or make a slot stand for more text."
+                    f"The passages of row {number} are {count} slots, but beside its text the backbone reads "
+                    f"{max(0, most)}. Pass a shorter question, fewer passages or a lower `max_slots`, or make a slot "
+                    "stand for more text."
                 )
         encoded = self.encode_slots([each for row in tokens for each in row], rate).split(counts)
         rows = []

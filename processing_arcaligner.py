@@ -29,7 +29,7 @@ from .configuration_arcaligner import (
     written_whole,
 )
 from .encoder_arcaligner import ENCODER_FOLDER, LazyEncoder
-from .encoding_arcaligner import DocumentEncoder, check_question, pad_words, read_passages
+from .encoding_arcaligner import DocumentEncoder, check_question, check_text, pad_words, read_passages
 from .segmentation_arcaligner import check_sentences_per_segment, check_tokens_per_slot
 
 # Files of a processor's folder, and a key that each of them has.
@@ -305,6 +305,9 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         if documents is None and context_embeds is None:
             if sanitize_control_tokens:  # of `apply_chat_template`
                 kwargs["sanitize_control_tokens"] = True
+            for each in [text] if isinstance(text, str) else text:
+                if isinstance(each, str):
+                    check_text(each, "The prompt")
             return BatchFeature(dict(self.tokenizer(text, **kwargs)), skip_tensor_conversion=None)
         is_single = not isinstance(text, list | tuple)
         questions = [text] if is_single else text

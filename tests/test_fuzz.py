@@ -1,16 +1,24 @@
 """Whatever is given: it works, or a `ValueError` or `TypeError` says what was wrong; a command says it in one line."""
 
+import functools
+import gzip
+import json
+import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
+import typer
 from conftest import ENCODER_WIDTH
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from arcaligner import ArcAlignerPipeline, cli
+from arcaligner import ArcAlignerPipeline, cli, demo
+from arcaligner.corpus import build, table
 from arcaligner.modeling_arcaligner import ArcAlignerForCausalLM
+from arcaligner.server import app
+from arcaligner.train import stages
 
 BOUNDED = settings(
     max_examples=60,
@@ -78,12 +86,16 @@ gates = st.fixed_dictionaries(
 )
 
 
+SAYS = re.compile(r"expected|must|needs|is empty|no text|has no|[Pp]ass |[Gg]ot |[Ff]ound |Use ")
+
+
 def check(call):
-    """The result, or `None` for what is refused as a mistake of the caller. Any other error fails the test."""
+    """The result, or `None` for what is refused as a mistake of the caller, in a sentence that says what was given or
+    expected. Any other error fails the test."""
     try:
         return call()
     except (ValueError, TypeError) as error:
-        assert str(error)
+        assert SAYS.search(str(error)), str(error)
 
 
 def assert_finite(output):
@@ -157,6 +169,34 @@ def test_pipeline_and_store(tiny, processor, data):
         check(lambda: store.prepare(row.get("question") if isinstance(row, dict) else row, passages, **settings))
 
 
+BAD_ROWS = [
+    ({"question": ""}, "The question is empty"),
+    ({"question": "caf\udce9"}, r"The question is no text at character 3: '\\udce9'"),
+    ({"question": "Who?", "documents": 5}, r"`documents` of row \d is 5; expected a list"),
+    ({"question": "Who?", "documents": [None]}, "Document 0 is of type NoneType; expected a string"),
+    ({"question": "Who?", "documents": ["One. "] * 600}, r"The passages of row \d are 600 slots"),
+    ({"question": "Who? " * 600, "documents": ["One."]}, "are 1 slots, but .* reads 0. Pass a shorter question"),
+    (7, "Expected a chat, .*; got int"),
+]
+questions = st.sampled_from(["Who?", "Who wrote it, and when?", "<|im_end|>?", "é漢😀?"])
+passages = st.lists(
+    st.sampled_from(["One.", "It is. So.", "<|im_end|>", {"title": "Ada", "text": "She wrote."}]), max_size=3
+)
+rows = st.builds(lambda question, documents: {"question": question, "documents": documents}, questions, passages)
+
+
+@settings(BOUNDED, max_examples=15)
+@given(rows=st.lists(rows, min_size=1, max_size=4), bad=st.sampled_from(BAD_ROWS), place=st.integers(0, 4))
+def test_good_rows_of_a_batch_are_answered_as_alone_and_a_bad_one_is_named(tiny, processor, rows, bad, place):
+    ask = ArcAlignerPipeline(model=tiny, processor=processor, task="text-generation", device="cpu")
+    options = {"max_new_tokens": 2, "do_sample": False}
+    together = ask(rows, batch_size=4, **options)
+    assert together == [ask(row, **options) for row in rows]
+    value, message = bad
+    with pytest.raises((ValueError, TypeError), match=message):
+        ask([*rows[:place], value, *rows[place:]], batch_size=4, **options)
+
+
 FILES = ["config.json", "generation_config.json", "processor_config.json", "tokenizer.json", "tokenizer_config.json"]
 FILES += ["model.safetensors", "chat_template.jinja"]
 
@@ -177,3 +217,83 @@ def test_command_line_with_a_broken_checkpoint(checkpoint_dir, tmp_path_factory,
     except SystemExit as exit:
         errors = capsys.readouterr().err
         assert exit.code == 0 or (errors.count("Error:") == 1 and "Traceback" not in errors)
+
+
+# A command that works, for each there is; arguments without a name stand under "".
+COMMANDS = {
+    "answer": {"--question": "Who?", "--document": "letter.txt", "--checkpoint": "tiny"},
+    "corpus build": {"": "letter.txt", "--output": "new.lance", "--checkpoint": "tiny"},
+    "corpus add": {"": "letter.txt", "--corpus": "corpus.lance", "--checkpoint": "tiny"},
+    "corpus remove": {"": "letter.txt", "--corpus": "corpus.lance"},
+    "corpus info": {"--corpus": "corpus.lance"},
+    "ask": {"": "Who?", "--corpus": "corpus.lance", "--checkpoint": "tiny", "--max-new-tokens": "2"},
+    "serve": {"--checkpoint": "tiny", "--corpus": "corpus.lance"},
+    "demo": {"--checkpoint": "tiny"},
+    "train": {"--recipe": "tiny"},
+    "evaluate": {"--checkpoint": "tiny", "--tasks": "squad", "--methods": "arcaligner", "--data": ".", "-n": "1"},
+    "push": {"--repo-id": "user/name", "--checkpoint": "tiny"},
+}
+VALUES = [
+    "",
+    " ",
+    "-1",
+    "0",
+    "2",
+    "1e999",
+    "nan",
+    "none",
+    "user/name",
+    ".",
+    "/",
+    "letter.txt",
+    "binary.txt",
+    "rows.jsonl",
+]
+VALUES += ["tiny", "corpus.lance", "segment", "off", "gold,x", "[{", "--", "caf\udce9", "\x1b[2J", "x" * 300]
+
+
+def options_of(name: str) -> list[str]:
+    command = typer.main.get_command(cli.app)
+    for part in name.split():
+        command = command.commands[part]
+    return [each.opts[0] for each in command.params if each.opts[0] not in ("--help", "--ray", "--private")]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory, checkpoint_dir, processor):
+    """A folder with what the commands read."""
+    folder = tmp_path_factory.mktemp("workplace")
+    shutil.copytree(checkpoint_dir, folder / "tiny")
+    (folder / "letter.txt").write_text("It was written by Ada. So it is.")
+    (folder / "binary.txt").write_bytes(b"\xff")
+    row = {"id": "1", "question": "Who?", "answers": ["Ada"], "passages": [{"title": "", "text": "Ada wrote it."}]}
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n[]\n")
+    with gzip.open(folder / "squad.jsonl.gz", "wt") as file:
+        file.write(json.dumps(row))
+    corpus = table.Corpus.create(folder / "corpus.lance", processor)
+    build.build_corpus([str(folder / "letter.txt")], corpus, processor)
+    return folder
+
+
+load = functools.cache(cli.load_pipeline)
+
+
+@settings(BOUNDED, max_examples=40)
+@given(data=st.data())
+def test_command_line(workplace, monkeypatch, capsys, data):
+    monkeypatch.chdir(workplace)
+    monkeypatch.setattr(cli, "load_pipeline", load)
+    monkeypatch.setattr(demo, "run_demo", lambda *args: None)
+    monkeypatch.setattr(app, "serve", lambda engine, settings: engine.close())
+    monkeypatch.setattr(stages, "run_stages", lambda *args: None)
+    name = data.draw(st.sampled_from(sorted(COMMANDS)))
+    given = dict(COMMANDS[name])
+    for option in data.draw(st.lists(st.sampled_from(options_of(name)), max_size=2)):
+        given["" if option[0] != "-" else option] = data.draw(st.sampled_from(VALUES))
+    arguments = [each for pair in given.items() for each in pair if each is not pair[0] or each]
+    try:
+        cli.main([*name.split(), *arguments])
+    except SystemExit as exit:
+        errors = capsys.readouterr().err
+        assert exit.code in (0, 1, 2) and "Traceback" not in errors
+        assert (exit.code == 1) == (errors.count("Error:") == 1), errors

@@ -24,7 +24,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..configuration_arcaligner import written_whole
-from ..files import exit_on_user_error, write_whole
+from ..files import exit_on_user_error, printable, write_whole
 from ..model_card import RECIPE_FILE, write_model_card
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
@@ -67,7 +67,7 @@ def run_settings(script: str, arguments: list[str]) -> str:
     given = _command_keys(arguments)
     if given:
         recipe = yaml.safe_dump((yaml.safe_load(recipe) or {}) | given, sort_keys=False, allow_unicode=True)
-    command = shlex.join(arguments).replace("\n", " ")  # a comment is one line
+    command = printable(shlex.join(arguments)).replace("\n", " ")  # a comment is one line
     return f"# {script} {command}\n{recipe.rstrip()}\n"
 
 
