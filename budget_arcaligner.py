@@ -71,12 +71,12 @@ def keys_values_flops(cost: LayerCost, num_text, num_slots):
 
 
 def pass_flops(cost: LayerCost, num_text, num_slots):
-    """Operations of one slot through the layer again. It reads the prefix, and at most as many slots afresh."""
+    """Operations of another pass of one slot through the layer: it attends to the prefix and to the other slots."""
     return cost.linears + cost.lora + cost.key * (num_text + 2 * num_slots)
 
 
 class RefinementBudget:
-    """What each row of one forward has left for refinement. The layers of that forward draw on it in turn.
+    """The operations that each row of one forward may still spend on refinement. The layers spend it in turn.
 
     Args:
         share (`float`): Of `prefix_flops`, at least 0.
@@ -91,7 +91,7 @@ class RefinementBudget:
         self._is_spent = False  # known without another look at the device
 
     def pay_gates(self, cost: LayerCost, num_asked: torch.Tensor) -> bool:
-        """Pays for asking the gates of `num_asked` slots (batch,); whether a row has anything left after it."""
+        """Pays for the gates of `num_asked` slots (batch,). Returns whether a row has anything left."""
         if self._is_spent:
             return False
         left, price = self.left.to(num_asked.device), num_asked * cost.gate
@@ -123,7 +123,7 @@ class RefinementBudget:
 
 @dataclass(frozen=True)
 class RefinementSettings:
-    """What the layers of one forward go by."""
+    """The settings of one forward."""
 
     gate_mode: str
     gate_threshold: float
@@ -137,7 +137,7 @@ def check_refinement_settings(
     max_refinement_steps: int | None = None,
     refinement_budget: float | None = None,
 ) -> None:
-    """Raises `ValueError` for a setting that no model could use; `None` is always right."""
+    """Raises `ValueError` for an invalid setting; `None` is valid."""
     check_gates(gate_mode, gate_threshold, max_refinement_steps)
     if refinement_budget is None:
         return
@@ -150,7 +150,7 @@ def check_refinement_settings(
 
 
 def normalize_budget(gate_mode: str | None, refinement_budget: float | None) -> tuple[str | None, float | None]:
-    """Both in one spelling: a budget of nothing is no refinement, and one without end is none.
+    """Makes equal settings look equal: a budget of 0 is no refinement, and an infinite one is no budget.
 
     >>> normalize_budget("adaptive", 0), normalize_budget("adaptive", math.inf), normalize_budget("adaptive", 0.1)
     (('off', None), ('adaptive', None), ('adaptive', 0.1))
@@ -170,7 +170,7 @@ def resolve_settings(
     max_refinement_steps: int | None = None,
     refinement_budget: float | None = None,
 ) -> RefinementSettings:
-    """The settings of a forward: those that are given, checked before, and else the configuration's.
+    """The settings of a forward: the given ones, which are checked already, otherwise the configuration's.
 
     Raises:
         `ValueError`: a budget in training, or with an attention kernel that computes slots all or none.

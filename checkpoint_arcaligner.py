@@ -148,7 +148,7 @@ class AlignerCheckpointMixin:
             self._keys_to_ignore_on_save, self.__class__ = ignored_before, class_before
 
     def _copy_code(self, folder: Path) -> None:
-        """Writes the code of model, processor and pipeline, as far as it is at hand."""
+        """Writes the code of model, processor and pipeline, and warns about files that it does not find."""
         missing = []
         for name in CODE_FILES:
             source = _find_code(name, self.config._name_or_path)
@@ -164,7 +164,7 @@ class AlignerCheckpointMixin:
 
 
 def _find_code(name: str, checkpoint: str) -> Path | None:
-    """A code file: from beside this one or, since remote code has only what was loaded, from the checkpoint."""
+    """Path of a code file: next to this one or, since remote code has only what was loaded, in the checkpoint."""
     beside = Path(__file__).with_name(name)
     if beside.exists() or not checkpoint:
         return beside if beside.exists() else None

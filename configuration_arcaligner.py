@@ -48,7 +48,7 @@ CUSTOM_PIPELINES = {
 
 
 def check_gates(gate_mode: str | None, gate_threshold: float | None, max_refinement_steps: int | None) -> None:
-    """Raises `ValueError` for gates that cannot be; `None` is not looked at."""
+    """Raises `ValueError` for invalid settings of the gates; `None` is skipped."""
     if gate_mode is not None and gate_mode not in GATE_MODES:
         raise ValueError(f"`gate_mode` is {gate_mode!r}; expected one of {', '.join(GATE_MODES)}.")
     if gate_threshold is not None and not (_is_number(gate_threshold, Real) and 0.0 < gate_threshold <= 1.0):
@@ -258,9 +258,9 @@ def check_json_file(path: Path, key: str | None = None) -> None:
 
 @contextlib.contextmanager
 def written_whole(folder: str | Path, last: str = "config.json") -> Iterator[Path]:
-    """A temporary folder to write to. At the end its files are moved to `folder`, each whole; what is there already,
-    maybe as a link, stays. `last`, without which nothing loads, is removed first and moved last: a process that is
-    killed leaves no mixture of two models."""
+    """Yields a temporary folder to write to. At the end, files that changed are moved to `folder`, each whole; equal
+    ones, which may be links, stay. `last`, without which nothing loads, is removed first and moved last, so that a
+    killed process leaves no mixture of two models."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder, ignore_cleanup_errors=True) as temporary:

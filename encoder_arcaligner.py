@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoTokenizer
 
 from .configuration_arcaligner import longest_prompt, missing_model_message, resolve_encoder
 
-# Texts that are read at a time. They are sorted by length: of few, hardly any padding is read.
+# Texts per batch. They are sorted by length, so that small batches hold hardly any padding.
 RUN_BATCH, ENCODE_BATCH = 16, 64
-# Of a checkpoint whose encoder was trained along.
+# Folder of a checkpoint, with the encoder that was trained with the aligner.
 ENCODER_FOLDER = "encoder"
 
 
@@ -45,7 +45,7 @@ def _sentence_transformers():
 
 
 def _read_tokenizer(name_or_path: str):
-    """The tokenizer of an encoder as sentence-transformers sets it up, from its files alone.
+    """The tokenizer of an encoder, as sentence-transformers sets it up, without the weights.
 
     Raises:
         `ValueError`, `OSError`: files of another layout, which sentence-transformers may know.
@@ -108,7 +108,7 @@ class LazyEncoder:
 
     @property
     def tokenizer(self):
-        """The encoder's; `model_max_length` is the most tokens that it reads. No weights are loaded for it."""
+        """The encoder's tokenizer, loaded without the weights; `model_max_length` is the encoder's limit in tokens."""
         if self._model is not None:
             return self._model.tokenizer
         if self._tokenizer is None:
@@ -120,7 +120,7 @@ class LazyEncoder:
 
     @property
     def untrained(self) -> "LazyEncoder":
-        """The encoder as it was before it was trained along."""
+        """The encoder as it was before training."""
         if self.folder is None:
             return self
         if self._untrained is None:
@@ -134,11 +134,11 @@ class LazyEncoder:
         return [module for module in self.model.modules() if isinstance(module, LoraLayer)]
 
     def lora_weights(self) -> list[torch.nn.Parameter]:
-        """The weights that were trained along, if there are any."""
+        """The LoRA weights; empty for an encoder that was not trained."""
         return [each["default"].weight for layer in self._lora_layers() for each in (layer.lora_A, layer.lora_B)]
 
     def train_along(self, lora_r: int) -> list[torch.nn.Parameter]:
-        """Gives the encoder LoRA of rank `lora_r`, or goes on with what it has, and returns its weights, to be trained.
+        """Adds LoRA of rank `lora_r`, unless the encoder has it, and returns the LoRA weights, ready to be trained.
 
         Raises:
             `ValueError`: LoRA of another rank.
@@ -164,7 +164,7 @@ class LazyEncoder:
         return weights
 
     def cast(self, dtype: torch.dtype, lora_dtype: torch.dtype = torch.float32) -> None:
-        """Changes the dtype of the encoder, and that of its LoRA apart: bfloat16 would lose small updates."""
+        """Casts the encoder to `dtype` and its LoRA to `lora_dtype`: in bfloat16 small updates would be lost."""
         self.model.to(dtype)
         for weight in self.lora_weights():
             weight.data = weight.data.to(lora_dtype)
@@ -176,7 +176,7 @@ class LazyEncoder:
         self.model.save(str(folder), create_model_card=False)
 
     def num_reads(self, text: str) -> int:
-        """How many times the most that the encoder reads `text` is, about; 1 where it reads it whole."""
+        """How many pieces `text` needs so that the encoder reads all of it, about; 1 if it fits."""
         limit = self.tokenizer.model_max_length
         if limit is None or 2 * len(text) < limit:
             return 1
@@ -187,14 +187,14 @@ class LazyEncoder:
         return -(-len(self.tokenizer(text, truncation=False, verbose=False)["input_ids"]) // limit)
 
     def encode(self, texts: Sequence[str]) -> torch.Tensor:
-        """Normalised embeddings (len(texts), encoder_hidden_size), float32 on the CPU, without a gradient."""
+        """Normalized embeddings (len(texts), encoder_hidden_size), float32 on the CPU, without a gradient."""
         options = {"normalize_embeddings": True, "convert_to_tensor": True, "show_progress_bar": False}
         return self.model.encode(list(texts), batch_size=ENCODE_BATCH, **options).float().cpu()
 
     def encode_runs(
         self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]] | None
     ) -> torch.Tensor:
-        """Late chunking: each text is read once, its token states are averaged over runs of characters.
+        """Late chunking: each text is encoded once, and its token states are averaged over runs of characters.
 
         Args:
             texts (`Sequence[str]`): What the encoder reads.
@@ -203,7 +203,7 @@ class LazyEncoder:
                 `None` gives an embedding per text, as `encode` does.
 
         Returns:
-            Normalised embeddings (num_runs, encoder_hidden_size) of all texts' runs in order, with a gradient where the
+            Normalized embeddings (num_runs, encoder_hidden_size) of all texts' runs in order, with a gradient where the
             encoder's weights ask for one. A run without a token of the encoder's own, inside of a long one, has the
             states of that token.
         """

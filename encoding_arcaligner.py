@@ -29,7 +29,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class SegmentTokens:
-    """A segment's tokens in the backbone's vocabulary, and what the encoder reads for it."""
+    """A segment with its tokens in the backbone's vocabulary and the text that the encoder reads."""
 
     segment: Segment
     encoder_text: str
@@ -61,7 +61,7 @@ EMPTY_SEGMENT = SegmentTokens(Segment(0, 0, 0, ""), "", (), ())
 
 
 class GivenSlots(NamedTuple):
-    """Slots of one question that were made before."""
+    """Precomputed slots of one question."""
 
     context_embeds: torch.FloatTensor  # (num_slots, encoder_hidden_size)
     context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 behind a slot's tokens
@@ -78,7 +78,7 @@ class EncodedDocuments(NamedTuple):
 
 
 def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
-    """Words of slots, each (num_slots, max_words), as one (batch, max_slots, max_words), -1 where there is none."""
+    """Stacks word ids of rows, each (num_slots, max_words), to (batch, max_slots, max_words), padded with -1."""
     sizes = [max(row.shape[axis] for row in rows) for axis in (0, 1)]
     padded = torch.full((len(rows), *sizes), -1, device=rows[0].device)
     for number, row in enumerate(rows):
@@ -109,7 +109,7 @@ def words_tensor(values, name: str) -> torch.LongTensor:
 
 
 def rows_of(read: Callable, given, name: str, is_single: bool, num_rows: int) -> list:
-    """What is `given` for each of `num_rows` questions, as `read` has it; `None` for each where nothing is."""
+    """An entry of `given` for each of `num_rows` questions, converted by `read`; `None` for each if none is given."""
     if given is None:
         return [None] * num_rows
     rows = [given] if is_single or isinstance(given, str | dict) else list(given) if isinstance(given, Iterable) else []
@@ -119,7 +119,7 @@ def rows_of(read: Callable, given, name: str, is_single: bool, num_rows: int) ->
 
 
 def documents_of(row, name: str) -> list:
-    """The passages of one question as a list; one may be given alone."""
+    """The passages of one question as a list; a single passage is wrapped."""
     if isinstance(row, str | dict):
         return [row]
     if not isinstance(row, Iterable):
@@ -130,10 +130,10 @@ def documents_of(row, name: str) -> list:
 def read_passages(
     documents, context_embeds, context_word_ids, is_single: bool, num_rows: int
 ) -> tuple[list[list | None], list["GivenSlots | None"]]:
-    """For each of `num_rows` questions its passages and the slots that were made before, `None` where there are none.
+    """The passages and the precomputed slots of each of `num_rows` questions; `None` where there are none.
 
     Raises:
-        `ValueError`: what is neither, or not one entry for each question.
+        `ValueError`: values of another kind, or not one entry for each question.
     """
     passages = rows_of(documents_of, documents, "`documents`", is_single, num_rows)
     embeds = rows_of(embeds_tensor, context_embeds, "`context_embeds`", is_single, num_rows)
@@ -143,7 +143,7 @@ def read_passages(
 
 
 def check_text(text: str, what: str) -> None:
-    """Raises `ValueError` for halves of surrogate pairs, such as a name of another encoding has on a command line."""
+    """Raises `ValueError` for text that is not valid Unicode, such as a command-line argument in another encoding."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -153,7 +153,7 @@ def check_text(text: str, what: str) -> None:
 
 
 def check_question(question) -> None:
-    """Raises `ValueError` for an empty question, or something else than text."""
+    """Raises `ValueError` unless the question is a text that is not empty."""
     if not isinstance(question, str):
         raise ValueError(f"A question is of type {type(question).__name__}; expected a string.")
     check_text(question, "The question")
@@ -207,7 +207,7 @@ class DocumentEncoder:
         return self._encoder.model
 
     def load_trained_encoder(self, checkpoint: str, revision: str | None = None) -> None:
-        """Takes the encoder that was trained along from a checkpoint, by path or Hub id, on its next use.
+        """Uses the encoder that was trained with the aligner of a checkpoint (path or Hub id), loaded on first use.
 
         Raises:
             `ValueError`: a checkpoint without.
@@ -216,7 +216,7 @@ class DocumentEncoder:
         self._encoder, self.trained_encoder = LazyEncoder(self.encoder_name_or_path, folder), True
 
     def train_encoder(self, lora_r: int) -> list[torch.nn.Parameter]:
-        """Gives the encoder LoRA of rank `lora_r`, or goes on with what it has, and returns its weights, to be trained.
+        """Adds LoRA of rank `lora_r` to the encoder, unless it has it, and returns its weights, ready to be trained.
 
         Raises:
             `ValueError`: an encoder that has LoRA of another rank.
@@ -226,7 +226,7 @@ class DocumentEncoder:
         return weights
 
     def cast_encoder(self, dtype: torch.dtype, lora_dtype: torch.dtype = torch.float32) -> None:
-        """Changes the dtype of the sentence encoder, and that of its LoRA apart."""
+        """Casts the sentence encoder to `dtype` and its LoRA to `lora_dtype`."""
         self._encoder.cast(dtype, lora_dtype)
 
     def segment_documents(self, documents: Sequence[str | dict]) -> list[Segment]:
@@ -286,7 +286,7 @@ class DocumentEncoder:
         return np.array(ids, dtype=np.int64), np.array(ends, dtype=np.int64) - len(title)
 
     def encode_slots(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> torch.FloatTensor:
-        """Normalised embeddings of the slots of `tokens`, in order, float32 (num_slots, encoder_hidden_size): one for
+        """Normalized embeddings of the slots of `tokens`, in order, float32 (num_slots, encoder_hidden_size): one for
         each segment, or for each run of about `tokens_per_slot` tokens."""
         if tokens_per_slot == "segment":
             return self.encode_segments([each.encoder_text for each in tokens])
@@ -301,14 +301,14 @@ class DocumentEncoder:
         return embeds
 
     def encode_segments(self, texts: Sequence[str]) -> torch.FloatTensor:
-        """Normalised embeddings of `texts`, float32 (len(texts), encoder_hidden_size)."""
+        """Normalized embeddings of `texts`, float32 (len(texts), encoder_hidden_size)."""
         embeds = self._encoder.encode(texts)
         self.check_context_embeds(embeds, 0)
         return embeds
 
     def encode_for_search(self, texts: Sequence[str]) -> torch.FloatTensor:
-        """Normalised embeddings, float32 (len(texts), encoder_hidden_size), by the encoder without what it learned with
-        the aligner, which says what slots hold and no longer which texts answer a question."""
+        """Normalized embeddings for search, float32 (len(texts), encoder_hidden_size), of the encoder before training:
+        the trained one describes what a text says, not which questions it answers."""
         return self._encoder.untrained.encode(texts)
 
     def encode_runs(self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]] | None):
@@ -323,7 +323,7 @@ class DocumentEncoder:
         slot_policy: str | None = None,
         tokens_per_slot: int | str | None = None,
     ) -> EncodedDocuments:
-        """The slots of one question's passages, to keep or to give as `context_embeds` and `context_word_ids`.
+        """Encodes the passages of one question to slots: the `context_embeds` and `context_word_ids` of `__call__`.
 
         Arguments and errors as in [`~ArcAlignerProcessor.__call__`].
         """
@@ -340,8 +340,8 @@ class DocumentEncoder:
         tokens_per_slot: int | str | None = None,
         room: Sequence[int] | None = None,
     ) -> list[EncodedDocuments]:
-        """As `encode_documents` for the passages of several questions, all encoded at once. With `room`, the most slots
-        that each may have, more are refused before anything is encoded."""
+        """Like `encode_documents`, for several questions at once. `room` is the maximum number of slots of each; more
+        raise an error before anything is encoded."""
         rate = self.check_slot_settings(max_slots, slot_policy, tokens_per_slot)
         fitted = [self._fit(row, max_slots if rate == "segment" else None, slot_policy) for row in documents]
         tokens = [
@@ -379,7 +379,7 @@ class DocumentEncoder:
         slot_policy: str | None = None,
         tokens_per_slot: int | str | None = None,
     ) -> list[EncodedDocuments]:
-        """As `encode_batch`, from slots that were made before; of `documents`, where there are any, they have to be."""
+        """Like `encode_batch`, from precomputed slots. `documents`, where given, must have as many segments."""
         if max_slots is not None and slot_policy == "merge":
             raise ValueError(
                 '`slot_policy` is "merge", but `context_embeds` made before cannot be merged. Pass `documents` '
@@ -411,8 +411,8 @@ class DocumentEncoder:
         return rows
 
     def statistics(self, documents: Sequence[str | dict], row: EncodedDocuments, has_budget: bool) -> dict[str, float]:
-        """Tokens of the passages, their slots, and the rate of what these stand for; with `has_budget` also how many
-        segments are merged and dropped."""
+        """The number of `tokens` and `slots` and the `compression_rate`; with `has_budget` also how many segments are
+        `merged` and `dropped`."""
         texts = [text_of(document, number) for number, document in enumerate(documents)]
         tokens = kept = self._count_tokens(texts)
         if row.dropped:
@@ -434,10 +434,10 @@ class DocumentEncoder:
     def check_slot_settings(
         self, max_slots: int | None = None, slot_policy: str | None = None, tokens_per_slot: int | str | None = None
     ) -> int | str:
-        """The rate that a call has.
+        """Checks the settings of a call and returns its `tokens_per_slot`.
 
         Raises:
-            `ValueError`: settings that cannot be, or not together.
+            `ValueError`: settings that are impossible, or that exclude each other.
         """
         check_slot_budget(max_slots, "drop" if slot_policy is None else slot_policy)
         rate = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot

@@ -93,7 +93,7 @@ def canonical_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _digest(value: Any) -> str:
-    """Of anything JSON can hold; what it cannot is refused by the processor, which reads it next."""
+    """SHA-256 of anything that JSON can hold. Other values raise an error later, when the processor reads them."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()
 
 
@@ -115,7 +115,7 @@ def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
 
 @functools.cache
 def spacy_version() -> str:
-    """Of the spaCy that cuts passages."""
+    """The version of spaCy, which splits passages."""
     return version("spacy")
 
 

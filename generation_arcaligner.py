@@ -205,7 +205,7 @@ class SlotGenerationMixin(GenerationMixin):
 
 
 class _BlindToSlots(LogitsProcessorList):
-    """Shows processors a prompt whose slots repeat the first text token of the row: no token to penalise."""
+    """Shows processors a prompt whose slots repeat the first text token of the row, so that no slot is penalized."""
 
     def __init__(self, processors: LogitsProcessorList, context_token_id: int):
         super().__init__(processors)

@@ -25,7 +25,7 @@ def _subclass(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _empty_module(mixin: type, cls: type[nn.Module]) -> nn.Module:
-    """What `pickle` and `copy` fill with a module's state: pickle cannot find two classes under one name."""
+    """Makes the empty module that `pickle` and `copy` fill: pickle cannot find two classes under one name."""
     subclass = _subclass(mixin, cls)
     return subclass.__new__(subclass)
 
@@ -120,13 +120,13 @@ _ALONE = [ADAPTER_NAME]
 
 
 def _is_plain(linear: nn.Module) -> bool:
-    """Whether calling `linear` does nothing but its product."""
+    """Whether calling `linear` computes its product and nothing else."""
     own = linear.__dict__
     return type(linear) is nn.Linear and not (own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own)
 
 
 def _plain_weight(linear: nn.Module, dtype: torch.dtype) -> torch.Tensor | None:
-    """The weight of a linear that is nothing but a product with it, whole and in `dtype`; else `None`."""
+    """The weight of a plain linear without bias, if it is an ordinary parameter of `dtype`; otherwise `None`."""
     parameters = linear.__dict__["_parameters"]
     weight = parameters["weight"]
     is_alone = _is_plain(linear) and parameters["bias"] is None and type(weight) is nn.Parameter  # no sharded tensor
@@ -201,7 +201,7 @@ def slot_lora_layers(module: nn.Module):
 
 
 def lora_target_names(layers: nn.ModuleList, prefix: str, target_modules: str | list[str]) -> str | list[str]:
-    """`"all-linear"` becomes the full names of the linears in the decoder layers; anything else is PEFT's business."""
+    """`"all-linear"` becomes the full names of the linears in the decoder layers; anything else is passed to PEFT."""
     if target_modules != "all-linear":
         return target_modules
     return [f"{prefix}.{name}" for name, module in layers.named_modules() if isinstance(module, nn.Linear)]

@@ -77,7 +77,7 @@ class SlotGate(nn.Module):
 
 
 class SlotDecoderLayer(InPlaceMixin):
-    """What ArcAligner adds to a decoder layer of the backbone. Mixed in before the layer's own class, in place.
+    """What ArcAligner adds to a decoder layer of the backbone; mixed in place before the layer's own class.
 
     The layer keeps its class name, its state-dict keys and its place in checkpointing, sharding and output recording.
     """
@@ -89,7 +89,7 @@ class SlotDecoderLayer(InPlaceMixin):
     _compiled_algorithm: Callable | None = None
 
     def forward(self, hidden_states: torch.Tensor, slots: Slots | None = None, **kwargs) -> torch.Tensor:
-        """The backbone's layer, and with `slots` Algorithm 1's part in it; (batch, seq_len, hidden) to the same."""
+        """Runs the backbone's layer and, with `slots`, its part of Algorithm 1; all (batch, seq_len, hidden)."""
         if slots is None and self._compiled_algorithm is None:  # a generated token: the layer as it was
             return super().forward(hidden_states, **kwargs)
         run = self._algorithm_1 if self._compiled_algorithm is None else self._run_compiled
@@ -124,7 +124,7 @@ class SlotDecoderLayer(InPlaceMixin):
         return steps.write_back(states)  # Eq. 9: text rows stay; and the depths
 
     def _plan_steps(self, hidden_states: torch.Tensor, slots: Slots) -> AllSlotsSteps | OpenSlotsSteps | None:
-        """Which slots this layer's steps compute; `None` for a layer that takes none."""
+        """The steps of this layer; `None` if it takes none."""
         settings, rows = slots.settings, slots.rows
         if self.slot_gate is None or settings.gate_mode == "off" or settings.max_refinement_steps == 0:
             return None
@@ -136,7 +136,7 @@ class SlotDecoderLayer(InPlaceMixin):
         return OpenSlotsSteps.plan(self, hidden_states, slots)
 
     def gate_prob(self, slot_states: torch.Tensor, settings: RefinementSettings) -> torch.Tensor:
-        """Eq. 5, slot states (..., hidden) to (..., 1); 1 where no gate is asked."""
+        """Eq. 5: slot states (..., hidden) to probabilities (..., 1); 1 in the mode `always`."""
         if settings.gate_mode == "always":
             return slot_states.new_ones(*slot_states.shape[:-1], 1)
         return self.slot_gate(slot_states)
@@ -173,8 +173,8 @@ class SlotDecoderLayer(InPlaceMixin):
     def _slot_pass(
         self, hidden_states: torch.Tensor, slots: Slots, step_rows: StepRows | None, kwargs: dict[str, Any]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The layer as a function of slot states (batch, width, hidden), those of `step_rows` or all, other rows held
-        fixed."""
+        """The layer as a function of the states (batch, width, hidden) of all slots or those of `step_rows`. Other rows
+        stay fixed."""
         if self.arcaligner_config.text_config._attn_implementation not in ROW_KERNELS:
             return self._prefix_pass(hidden_states, slots.rows, kwargs)
         if step_rows is None:
@@ -208,7 +208,7 @@ class SlotDecoderLayer(InPlaceMixin):
         return recorder.keys, recorder.values
 
     def _prefix_pass(self, hidden_states: torch.Tensor, rows: SlotRows, kwargs: dict):
-        """As `_slot_pass` for attention kernels without a mask of rows by columns: the whole prefix is re-applied."""
+        """Like `_slot_pass`, for attention kernels that take no custom mask: the layer runs on the whole prefix."""
         compiling = torch.compiler.is_compiling()
         length = hidden_states.shape[1] if compiling else int(rows.slot_positions.max()) + 1
         prefix = hidden_states[:, :length]
@@ -240,7 +240,7 @@ class _not_recording_outputs:  # noqa: N801 - a context manager, used like a fun
 
 
 def add_slots_to_layer(layer: nn.Module, layer_idx: int, config: ArcAlignerConfig) -> None:
-    """Turns a decoder layer into one that knows slots, in place; gives it a gate where the configuration wants one."""
+    """Turns a decoder layer into a `SlotDecoderLayer`, in place, with a gate if the configuration has one there."""
     mix_in(SlotDecoderLayer, layer)
     layer.arcaligner_config = config
     layer.layer_idx = layer_idx
@@ -251,7 +251,7 @@ def add_slots_to_layer(layer: nn.Module, layer_idx: int, config: ArcAlignerConfi
 
 
 def slot_decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of a model that know slots, in order."""
+    """The `SlotDecoderLayer`s of a model, in order."""
     return [module for module in model.modules() if isinstance(module, SlotDecoderLayer)]
 
 
@@ -334,7 +334,7 @@ class ContextProjector(nn.Module):
 
     @torch.no_grad()
     def set_word_statistics(self, table: torch.Tensor, word_weights: torch.Tensor) -> None:
-        """Starts the words from the backbone's embedding `table` (vocab_size, hidden) and each word's rarity
+        """Initializes the words from the backbone's embedding `table` (vocab_size, hidden) and each word's rarity
         `word_weights` (vocab_size,), such as its inverse document frequency."""
         mean = table.float().mean(dim=0)
         self.word_mean.copy_(mean)
@@ -344,7 +344,7 @@ class ContextProjector(nn.Module):
 
 
 class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
-    """Initialisation, freezing and checkpoints, common to `ArcAlignerModel` and `ArcAlignerForCausalLM`."""
+    """Initialization, freezing and checkpoints, common to `ArcAlignerModel` and `ArcAlignerForCausalLM`."""
 
     config_class = ArcAlignerConfig
     config: ArcAlignerConfig
@@ -362,7 +362,7 @@ class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
     _keep_in_fp32_modules = [r".*lora_[A]", r".*lora_[B]", r"projecto[r]", r".*slot_gate"]
 
     def initialize_weights(self):
-        """Aligner first: the backbone's own initialisation would treat its LoRA and gates like any other linear."""
+        """Initializes the aligner first: the backbone would initialize LoRA and gates like any other linear."""
         text_config = self.config.text_config
         for module in self.modules():
             if isinstance(module, ContextProjector):
@@ -395,7 +395,7 @@ class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
         return ((name, p) for name, p in self.named_parameters() if self.is_aligner_key(name))
 
     def set_stage(self, stage: str) -> None:
-        """Freezes and unfreezes what the paper's training stage says, and sets `gate_mode` and `training_stage` of the
+        """Freezes and unfreezes parameters for a training stage, and sets `gate_mode` and `training_stage` of the
         configuration.
 
         `"lexical"`, beyond the paper, trains the projector alone; `"reconstruction"` and `"grounding"` train projector
@@ -477,13 +477,13 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 The embeddings `E` of the slots, in the order of the context tokens of a row, padded at the end.
             context_word_ids (`torch.LongTensor` of shape `(batch, max_slots, max_words)`, *optional*):
                 With `config.word_parts`: the tokens that a slot stands for, in order, padded with -1.
-            gate_mode, gate_threshold, max_refinement_steps (*optional*): For this forward, not the configuration's.
+            gate_mode, gate_threshold, max_refinement_steps (*optional*): Override the configuration for this forward.
             refinement_budget (`float`, *optional*):
                 The most operations that a row's refinement may take, as a share of the prefill up to its last slot;
-                see `budget_arcaligner.py`. 0 is no refinement, infinity all that the gates want.
-            is_generated (`bool`, defaults to `False`): `generate` says so of its tokens, which are no slots.
+                see `budget_arcaligner.py`. 0 is no refinement, infinity is no limit.
+            is_generated (`bool`, defaults to `False`): Set by `generate` for new tokens, which are never slots.
             context_mask (`torch.Tensor` of shape `(batch, seq_len)`, *optional*):
-                With `inputs_embeds`: 1 where the slots are, whose rows there are not read.
+                With `inputs_embeds`: 1 at slots; their rows of `inputs_embeds` are not used.
 
         Raises:
             `ValueError`: slots and embeddings that do not fit each other, slots after a non-empty cache, a prompt
@@ -723,12 +723,11 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
                 Targets of the NLL (Eq. 10) of all three stages; -100 is ignored, and so is a context token.
             logits_to_keep (`int` or `torch.Tensor`, defaults to 0): Last positions to compute logits for, 0 for all.
             skip_logits (`bool`, defaults to `False`):
-                With `labels`, only the loss: the frozen head reads the labelled positions, some at a time, and no
+                With `labels`, compute only the loss: the frozen head reads some labeled positions at a time, and no
                 logits are kept. For training.
             lexical_weights (`torch.FloatTensor` of shape `(vocab_size,)`, *optional*):
-                The weight of each word in the loss of stage 0, which is all that is computed then, from
-                `context_embeds` and `context_word_ids`: what the head makes of a slot, no layer between, is to be the
-                slot's own words.
+                Weights of words for the loss of stage 0, which is all that is computed then, from `context_embeds` and
+                `context_word_ids`: the head, applied to a slot directly, should predict the slot's own words.
             kwargs: `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget` of
                 [`ArcAlignerModel`], and what the backbone takes.
         """
@@ -771,7 +770,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         )
 
     def _loss_without_logits(self, hidden_states, labels, num_items_in_batch=None) -> torch.Tensor:
-        """The mean NLL (Eq. 10) of the labelled positions; `hidden_states` (batch, seq_len, hidden)."""
+        """The mean NLL (Eq. 10) of the labeled positions; `hidden_states` (batch, seq_len, hidden)."""
         targets = labels[:, 1:].flatten()  # (batch * (seq_len - 1),)
         is_target = (targets != -100) & (targets != self.config.context_token_id)
         predicting = hidden_states[:, :-1].flatten(0, 1)[is_target]  # (num_targets, hidden)

@@ -36,7 +36,7 @@ def format_trajectory(depth: int) -> str:
 
 class ArcAlignerPipeline(TextGenerationPipeline):
     """
-    Answers questions from passages, each sentence of which is one slot of the prompt.
+    Answers questions from passages that are read as slots, one per sentence by default.
 
     Takes what the built-in pipeline takes, one or a list of:
 
@@ -174,7 +174,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         tools: list | None = None,
         **generate_kwargs,
     ) -> dict[str, Any]:
-        """A question or chat through the processor; a question as a chat if it has a template."""
+        """Runs the processor on a question or chat; a question becomes a chat if there is a template."""
         if handle_long_generation is not None:
             raise ValueError(
                 f"`handle_long_generation={handle_long_generation!r}` cuts the beginning of the "
@@ -277,7 +277,7 @@ def _read_input(given: Any, documents: list | None) -> tuple[str | Chat, list | 
 
 
 def _check_row_without_documents(row: dict[str, Any]) -> None:
-    """Raises `ValueError` for passages under another name, which would go unread."""
+    """Raises `ValueError` for passages under another name, which would be ignored."""
     if others := ", ".join(f"`{key}`" for key in row if key not in ("question", "messages")):
         raise ValueError(
             f"A row has no `documents` but {others}. Passages go in `documents`, a list of strings or "

@@ -139,7 +139,7 @@ def _left_pad(states: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def join_slot_prefixes(prefixes: Sequence[Cache], config: PreTrainedConfig) -> tuple[DynamicCache, torch.LongTensor]:
-    """One-row caches to the cache of a batch, left-padded, and its attention mask (batch, length).
+    """Joins caches of one row to a left-padded cache, and returns it with its attention mask (batch, length).
 
     The rows are copied: generating from the batch leaves the prefixes as they are. A row's positions are those it has
     alone, so what follows needs `position_ids` counted over the mask, as `generate` does.
@@ -164,7 +164,7 @@ def join_slot_prefixes(prefixes: Sequence[Cache], config: PreTrainedConfig) -> t
 
 
 def split_slot_prefixes(cache: Cache, lengths: Sequence[int], config: PreTrainedConfig) -> list[DynamicCache]:
-    """The rows of a left-padded batch's cache, of `lengths` positions each, as caches of their own memory."""
+    """Splits a left-padded cache into one cache per row, of `lengths` positions each, with memory of its own."""
     prefixes = []
     for row, length in enumerate(lengths):
         prefix = DynamicCache(config=config)
@@ -177,7 +177,7 @@ def split_slot_prefixes(cache: Cache, lengths: Sequence[int], config: PreTrained
 
 class SlotPrefixStore:
     """
-    Slot prefixes of passages by their fingerprint, the least recently used dropped first, for any number of questions.
+    Keeps slot prefixes of passages for further questions; the least recently used are dropped first.
 
     Gates, number of slots, segmentation, and the weights of model and encoder may change between two calls, in whatever
     way `WatchedWeights` sees: a prefix made with others is another. Not seen are a tokenizer or a spaCy pipeline that
@@ -247,8 +247,8 @@ class SlotPrefixStore:
     def prepare(
         self, questions, documents=None, *, context_embeds=None, context_word_ids=None, **kwargs
     ) -> dict[str, Any]:
-        """What `generate` needs to answer questions, their passages read or found: prefixes that are missing are
-        prefilled together, equal ones once.
+        """The inputs of `generate` for questions about passages. Prefixes that are not kept yet are prefilled together,
+        equal ones once.
 
         Args:
             questions (`str`, chat, or a list of them): With slots before the first user message.
@@ -319,7 +319,7 @@ class SlotPrefixStore:
         return padded.to(self.model.device)
 
     def _align_tails(self, ids, tails, prefixes) -> tuple[list[list[int]], list[list[int]], list[Cache]]:
-        """Tails of one length: what is longer is read with the prefix.
+        """Makes tails equally long: the beginning of a longer one is read with its prefix.
 
         Padding between a prefix and its question would push the prefix out of a sliding window, which counts columns.
         """
@@ -337,7 +337,7 @@ class SlotPrefixStore:
     # Passages to prefixes
 
     def _fetch(self, heads: list[list[int]], passages: list, settings: dict[str, Any]) -> list[Cache]:
-        """The prefix of each row, found or prefilled. They are the store's own: copy before use."""
+        """The prefix of each row, kept or prefilled now. The store owns them: copy before use."""
         found: dict[str, Cache] = {}
         missing: dict[str, int] = {}  # key to the first row that needs it
         with self._lock:
@@ -368,7 +368,7 @@ class SlotPrefixStore:
         return [found[key] for key in keys]
 
     def weights(self, passages: Sequence | tuple) -> dict[str, Any]:
-        """What reads `passages`: digests of the model and, unless they are embeddings, of encoder and tokenizers."""
+        """Digests of the model and, unless `passages` are embeddings, of encoder and tokenizers."""
         weights, processor = self._watched.digests(), self.processor
         if isinstance(passages, GivenSlots):
             return weights
@@ -433,7 +433,7 @@ class SlotPrefixStore:
         return split_slot_prefixes(cache, [len(row) for row in ids], self.model.config.text_config)
 
     def _keep(self, key: str, prefix: Cache) -> None:
-        """As the most recently used, within the budget; one larger than the budget is not kept."""
+        """Keeps a prefix as the most recently used, unless it is larger than the budget."""
         size = _num_bytes(prefix)
         if size > self.max_bytes:
             return

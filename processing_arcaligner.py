@@ -143,7 +143,7 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """As any processor's. The code is this class; transformers need not ask whether to run the checkpoint's."""
+        """As for any processor. The code of this class is used, so no remote code is run."""
         kwargs.setdefault("trust_remote_code", False)
         kwargs.setdefault("config", PreTrainedConfig())  # else the tokenizer reads the aligner's, and complains of it
         processor = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
@@ -152,7 +152,7 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         return processor
 
     def save_pretrained(self, save_directory, **kwargs):
-        """As any processor's; an encoder that was trained along is written to the folder `encoder`."""
+        """As for any processor; a trained encoder is written to the folder `encoder`."""
         with written_whole(save_directory) as folder:
             if self.trained_encoder:
                 self._encoder.save(Path(folder, ENCODER_FOLDER))
@@ -265,29 +265,27 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         r"""
         Args:
             text (`str` or `list[str]`):
-                With documents or embeddings: the questions. Without: plain text, tokenised as it is.
+                With documents or embeddings: the questions. Without: plain text, tokenized as it is.
             documents (`str`, `dict`, or list of them, *optional*):
                 Passages of a question, each a string or `{"title", "text"}`; for a list of questions a list of such
-                lists. An empty list, or nothing but white space, gives one slot with the encoding of the
-                empty string.
+                lists. An empty list, or only white space, gives one slot with the encoding of the empty string.
             context_embeds (tensor or array of shape `(num_slots, encoder_hidden_size)`, or a list of them, *optional*):
-                Embeddings made before, one a segment. Neither encoder nor segmenter is needed then.
+                Precomputed embeddings, one per segment. Neither encoder nor segmenter is needed then.
             context_word_ids (tensor of shape `(num_slots, max_words)`, or a list of them, *optional*):
                 The tokens of the slots of `context_embeds`, -1 behind them, where the aligner reads them.
-            tokens_per_slot (`int` or `"segment"`), max_prompt_length (`int`, *optional*): For this call, not the
-                processor's.
+            tokens_per_slot (`int` or `"segment"`), max_prompt_length (`int`, *optional*): As in `__init__`.
             sanitize_control_tokens (`bool`, defaults to `True` with documents or embeddings):
                 The tokenizer's special tokens, such as `<|im_end|>`, are text where they stand in a question, as they
                 are in documents.
             return_segments (`bool`, *optional*):
-                Adds `segments` (a list of [`Segment`] a row) and `statistics` (a dict a row: passage `tokens`, `slots`
-                and the measured `compression_rate` of what they stand for; with `max_slots` also how many segments are
-                `merged` with others and `dropped`). Remove both before passing the rest to the model.
-            max_slots (`int`, *optional*): The most slots of a question. Default: one for each segment.
+                Adds `segments` (a list of [`Segment`] per row) and `statistics` (per row: `tokens` of the passages,
+                `slots`, and the measured `compression_rate`; with `max_slots` also how many segments are `merged` and
+                `dropped`). Remove both before passing the rest to the model.
+            max_slots (`int`, *optional*): Maximum number of slots of a question. Default: one per segment.
             slot_policy (`str`, defaults to `"drop"`):
-                What happens to more segments. `"drop"`: the first ones are kept, so documents come best first.
-                `"merge"`: neighbours in a document share a slot, evenly, none longer than the encoder reads; where
-                that is not enough, the last are dropped. Embeddings made before can be dropped, not merged.
+                What happens to further segments. `"drop"`: the first ones are kept, so documents come best first.
+                `"merge"`: neighbors in a document share a slot, evenly, none longer than the encoder reads; where
+                that is not enough, the last are dropped. Precomputed embeddings can be dropped, not merged.
             kwargs:
                 The tokenizer's: `return_tensors`, `padding` (on by default for tensors), `padding_side`, `truncation`,
                 `max_length`, `add_special_tokens`. Truncation cuts text behind the slots, never slots.

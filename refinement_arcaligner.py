@@ -24,7 +24,7 @@ DENSE_STEP_SHARE = 7 / 8
 
 
 class SlotRows(NamedTuple):
-    """Where the slots of a batch are; computed once per forward. Travels to the layers as keywords."""
+    """Where the slots of a batch are; computed once per forward."""
 
     slot_positions: torch.Tensor  # (batch, max_slots), position in the row, -1 where there is no slot
     text_positions: torch.Tensor  # (batch, max_text), text before the row's last slot, -1 padding
@@ -56,7 +56,7 @@ class StepRows(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """Rows of a step, and what a layer is called with for them instead of what it was called with for all rows."""
+    """Rows of a step, and the keyword arguments that replace the layer's own for them."""
 
     rows: StepRows
     for_slots: dict[str, Any]
@@ -92,7 +92,7 @@ def open_slots_plan(rows: SlotRows, cells: torch.Tensor, is_taken: torch.Tensor)
 
 
 def to_numpy_in_one_sync(*flags: torch.Tensor) -> list[np.ndarray]:
-    """Boolean tensors of any shapes as arrays, for one wait of the host's."""
+    """Boolean tensors of any shapes as arrays; the CPU waits for the device once."""
     read = torch.cat([each.flatten() for each in flags]).numpy(force=True)
     parts = np.split(read, np.cumsum([each.numel() for each in flags])[:-1])
     return [part.reshape(each.shape) for part, each in zip(parts, flags, strict=True)]
@@ -112,7 +112,7 @@ def _packed_positions(mask: np.ndarray) -> np.ndarray:
 
 
 def find_slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, device: torch.device) -> SlotRows:
-    """Row indices of a batch, found on the host and sent to `device`.
+    """Row indices of a batch, computed on the CPU and sent to `device`.
 
     Args:
         is_slot (`np.ndarray` of shape `(batch, seq_len)`): The paper's `M_r`.
@@ -145,7 +145,7 @@ def take_rows(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def step_inputs(rows: StepRows, kwargs: dict[str, Any], dtype: torch.dtype) -> StepInputs:
-    """For the `rows` of a step and a layer that was called with `kwargs`."""
+    """The inputs of a step with these `rows`, for a layer that was called with `kwargs`."""
     mask = refinement_mask(kwargs["attention_mask"], rows, dtype)
     return StepInputs(
         rows=rows,
@@ -164,7 +164,7 @@ def gather_rotary(kwargs: dict[str, Any], positions: torch.Tensor) -> dict[str, 
 
 
 class SharedStepInputs:
-    """Inputs of a step of all slots, made once a forward for the layers that have one mask and one set of angles.
+    """Inputs of a step of all slots, made once per forward for all layers with the same mask and rotary angles.
 
     Backbones have layers of one or two kinds, so the last two are kept: where each layer gets copies of its own, as
     with weights on several devices, nothing is shared and no more is held.
@@ -254,7 +254,7 @@ class RefinementKeysValues:
 
 
 class LayerKeysValues:
-    """Stands in for the cache in compiled code: the part of one layer, under any number."""
+    """Stands in for the cache in compiled code: the part of one layer, whatever its index."""
 
     def __init__(self, layer: CacheLayerMixin):
         self.layer = layer
@@ -275,8 +275,8 @@ class LayerKeysValues:
 
 
 class RecordedDepths:
-    """Refinement steps of slots by layer: layers return hidden states only, and leave them here. No dictionary, which
-    hooks that move a layer's inputs to its device would copy."""
+    """Refinement steps of slots by layer. Layers return hidden states only, so they write their steps here. It is not a
+    dictionary, because hooks that move a layer's inputs to its device would copy one."""
 
     def __init__(self):
         self._depths: dict[int, torch.Tensor] = {}  # each (batch, max_slots)
@@ -289,8 +289,8 @@ class RecordedDepths:
 
 
 class Slots(NamedTuple):
-    """All that the layers of one forward know of its slots, and where they leave their depths: one keyword argument,
-    also when gradient checkpointing runs a layer again."""
+    """All that the layers of one forward know about its slots, as one keyword argument, which gradient checkpointing
+    passes again when it repeats a layer."""
 
     rows: SlotRows
     settings: RefinementSettings
