@@ -2,13 +2,15 @@
 
     python -m arcaligner.benchmarks.llama_cpp --exported exported [--types q4_1,q8_0,f16] [--sizes 1,5,10,20]
 
-Prints Markdown tables, one per weight type. All arms read the same questions and passages, in one process and in
-turns; who goes first rotates. Passages are encoded before. The last column is the PyTorch model without refinement, in
-float32, reading the same slots.
+Prints a Markdown table for each weight type: milliseconds, and times faster than the text. All arms read the same
+questions and passages, in one process and in turns; who goes first rotates. Passages are encoded before. *Kept* starts
+from llama.cpp's own state of everything before the question; *PyTorch* reads the same slots without refinement, in
+float32.
 """
 
 import statistics
 import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -24,13 +26,20 @@ from ..files import describe_machine, run_command
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import Row, read_rows
+from ..train.data import passages_text
 from .arms import both_prompts, encoded_slots, pick_rows, read
-from .measuring import quartiles, time_interleaved
+from .measuring import time_interleaved
 from .report import machine_line
 
 ROOT = Path(__file__).parents[1]
-NEW_TOKENS = 16
-COLUMNS = ("Rate", "Passages", "Tokens", "Slots", "text", "text, cached", "slots", "slots, cached", "slots, PyTorch")
+SLOT_ARMS = ("slots", "slots, kept", "slots, PyTorch")
+COLUMNS = ("Passages", "Tokens", "Rate", "Slots", "text", "text, kept", *SLOT_ARMS, "Kept, MiB: text / slots")
+
+
+def show(lines: Iterable[Sequence[str]]) -> None:
+    """Prints rows of a Markdown table, at once."""
+    for line in lines:
+        print(f"| {' | '.join(line)} |", flush=True)
 
 
 def quantized(source: Path, kind: str) -> Path:
@@ -45,60 +54,76 @@ def quantized(source: Path, kind: str) -> Path:
     return path
 
 
+def slot_arms(
+    engine: LlamaCppEngine, aligner: ArcAlignerForCausalLM, rows: list[Row], rate: int | str
+) -> tuple[dict[str, Callable], int, bytes]:
+    """The arms that read slots of this rate, how many there are, and what is kept of them."""
+    session, encoded = engine.session, encoded_slots(engine.processor, rows, rate)
+    text, slots = both_prompts(engine.processor, rows, encoded, engine.config.text_config.vocab_size)
+    documents = engine.processor.encode_documents(rows[0]["passages"], tokens_per_slot=rate)
+    num_slots, after = len(documents.context_embeds), slots.tail.input_ids[0].tolist()
+    before = slots.prefix.input_ids[0, :-num_slots].tolist()
+
+    def read_prefix() -> None:
+        session.clear()
+        session.read(before, has_logits=False)
+        session.read(engine.project(documents), adapter=True, has_logits=False)
+
+    def read_slots() -> None:
+        read_prefix()
+        session.read(after)
+
+    def read_kept() -> None:
+        session.restore(state)
+        session.read(after)
+
+    def read_with_pytorch() -> None:
+        read(aligner, slots.whole, gate_mode="off", **slots.slots)
+
+    read_prefix()
+    state = session.state()
+    read_with_pytorch()  # warms up
+    names = [f"{name}, {rate}" for name in SLOT_ARMS]
+    return dict(zip(names, (read_slots, read_kept, read_with_pytorch), strict=True)), num_slots, state
+
+
 @torch.no_grad()
 def measure_size(
-    engine: LlamaCppEngine, aligner: ArcAlignerForCausalLM, rows: list[Row], k: int, rate: int | str, rounds: int
-) -> tuple[list[str], dict[str, float]]:
-    """A row of the table, and more numbers about it."""
-    session, processor = engine.session, engine.processor
-    picked = pick_rows(rows, processor, k, 1)
-    documents = picked[0]["passages"]
-    encoded = processor.encode_documents(documents, tokens_per_slot=rate)
-    text, slots = both_prompts(
-        processor, picked, encoded_slots(processor, picked, rate), engine.config.text_config.vocab_size
-    )
-    before, after = (part.input_ids[0].tolist() for part in (text.prefix, text.tail))
-    head = slots.prefix.input_ids[0, : -len(encoded.context_embeds)].tolist()
+    engine: LlamaCppEngine, aligner: ArcAlignerForCausalLM, rows: list[Row], k: int, rates: list[int | str], rounds: int
+) -> list[list[str]]:
+    """A line of the table for each rate."""
+    session, rows = engine.session, pick_rows(rows, engine.processor, k, 1)
+    turn = [{"role": "user", "content": rows[0]["question"]}]
+    before, after = engine.processor.split_prompt(turn, add_generation_prompt=True)
+    before, after = map(engine.processor.tokenize_prompt, (before + passages_text(rows[0]), after))
 
     def read_text() -> None:
         session.clear()
         session.read(before + after)
 
-    def read_slots() -> None:
-        session.clear()
-        session.read(head, has_logits=False)
-        session.read(engine.project(encoded), adapter=True, has_logits=False)
-        session.read(after)
-
-    def restore(state: bytes) -> None:
+    def read_kept() -> None:
         session.restore(state)
         session.read(after)
 
     session.clear()
     session.read(before, has_logits=False)
-    text_state = session.state()
-    session.clear()
-    session.read(head, has_logits=False)
-    session.read(engine.project(encoded), adapter=True, has_logits=False)
-    slot_state = session.state()
-    arms = {
-        "text": read_text,
-        "text, cached": lambda: restore(text_state),
-        "slots": read_slots,
-        "slots, cached": lambda: restore(slot_state),
-        "slots, PyTorch": lambda: read(aligner, slots.whole, gate_mode="off", **slots.slots),
-    }
-    time_interleaved(arms, 0, "cpu")  # warms up
+    state = session.state()
+    arms, found_slots = {"text": read_text, "text, kept": read_kept}, []
+    for rate in rates:
+        more, num_slots, slot_state = slot_arms(engine, aligner, rows, rate)
+        arms |= more
+        found_slots.append((rate, num_slots, slot_state))
     found = [time_interleaved(arms, number, "cpu") for number in range(rounds)]
-    first = {name: 1000 * quartiles([each[name] for each in found])["median"] for name in arms}
-    ratios = {name: statistics.median(each["text"] / each[name] for each in found) for name in arms}
-    read_slots()
-    tokens = {"token": lambda: session.read([int(session.logits.argmax())])}
-    per_token = [time_interleaved(tokens, 0, "cpu")["token"] for _ in range(NEW_TOKENS)]
-    cells = [str(k), str(len(before) + len(after)), str(len(encoded.context_embeds)), f"{first['text']:.0f}"]
-    cells += [f"{first[name]:.0f} (x{ratios[name]:.1f})" for name in list(arms)[1:]]
-    more = {"per_token": 1000 * statistics.median(per_token), "text": len(text_state), "slots": len(slot_state)}
-    return cells, more
+    first = {name: 1000 * statistics.median(each[name] for each in found) for name in arms}
+    times = {name: statistics.median(each["text"] / each[name] for each in found) for name in arms}
+    text = [f"{first['text']:.0f}", f"{first['text, kept']:.0f} (x{times['text, kept']:.1f})"]
+    lines = []
+    for rate, num_slots, slot_state in found_slots:
+        names = [f"{name}, {rate}" for name in SLOT_ARMS]
+        kept = f"{len(state) / 2**20:.1f} / {len(slot_state) / 2**20:.1f}"
+        sizes = [str(k), str(len(before) + len(after)), str(rate), str(num_slots)]
+        lines.append([*sizes, *text, *(f"{first[name]:.0f} (x{times[name]:.1f})" for name in names), kept])
+    return lines
 
 
 def main(
@@ -110,7 +135,7 @@ def main(
     data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = ROOT
     / "tests/data/squad_dev_sample.jsonl",
 ) -> None:
-    """Measures llama.cpp with slots and with text."""
+    """Measures time to the first token of slots and of text with llama.cpp."""
     aligner = ArcAlignerForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
     tokenizer, rows = ArcAlignerProcessor.from_pretrained(exported).tokenizer, read_rows(data)
     rates = split_rates(tokens_per_slot)
@@ -122,18 +147,10 @@ def main(
         for kind in types.split(","):
             path = quantized(source, kind)
             engine = LlamaCppEngine(exported, path, gate_mode="off")
-            lines, more = [], {}
-            for rate in rates:
-                for k in map(int, sizes.split(",")):
-                    cells, more = measure_size(engine, aligner, rows, k, rate, rounds)
-                    lines.append([str(rate), *cells])
             print(f"\n### {kind}, {path.stat().st_size / 2**20:.0f} MiB\n")
-            print("\n".join(f"| {' | '.join(line)} |" for line in [COLUMNS, ["---"] * len(COLUMNS), *lines]))
-            print(
-                f"\nMilliseconds to the first token. A token after {cells[0]} passages as slots: "
-                f"{more['per_token']:.1f} ms. Kept for them: {more['text'] / 2**20:.1f} MiB of text, "
-                f"{more['slots'] / 2**20:.1f} MiB of slots."
-            )
+            show([COLUMNS, ["---"] * len(COLUMNS)])
+            for k in map(int, sizes.split(",")):
+                show(measure_size(engine, aligner, rows, k, rates, rounds))
     print(f"\n{machine_line({'machine': describe_machine()})}; llama-cpp-python {import_llama_cpp().__version__}.")
 
 

@@ -84,7 +84,9 @@ class Session:
     def __init__(self, path: Path, adapter: Path | None, context_length: int, threads: int, cache_type: str = "f16"):
         self._api = api = import_llama_cpp()
         self.context_length = context_length
-        self._model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
+        params = api.llama_model_default_params()
+        params.use_extra_bufts = False  # its AMX kernels crash on some virtual machines
+        self._model = api.llama_model_load_from_file(str(path).encode(), params)
         self._check(self._model, f"{path} is no model that it reads")
         weakref.finalize(self, api.llama_model_free, self._model)
         self._type, self._dtype = CACHE_TYPES[cache_type]

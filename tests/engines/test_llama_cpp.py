@@ -134,7 +134,7 @@ def test_passages_asked_about_again_are_not_read_again(make_engine):
     np.testing.assert_allclose(fresh.read("When?", DOCUMENTS), answers[1], **CLOSE)
     engine.read("When?", DOCUMENTS, max_slots=2)
     engine.read("When?", DOCUMENTS[:1])
-    assert len(calls) == 3
+    assert len(calls) == 2
 
 
 def test_the_export_is_a_checkpoint_with_an_adapter_in_llama_cpps_names(exported, checkpoint):
