@@ -359,7 +359,7 @@ class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
     # The aligner stays in fp32 under a bf16 backbone: at the paper's learning rates bf16 loses half of the updates.
     _keep_in_fp32_modules_strict = [r".*\.lora_A", r".*\.lora_B", r"projector", r".*\.slot_gate"]
     # What quantizers leave alone. Other spellings of the same: transformers wants the two lists disjoint.
-    _keep_in_fp32_modules = [r".*lora_[A]", r".*lora_[B]", r"projecto[r]", r".*slot_gate"]
+    _keep_in_fp32_modules = [r".*lora_[A]", r".*lora_[B]", r".*projecto[r]", r".*slot_gate"]
 
     def initialize_weights(self):
         """Initializes the aligner first: the backbone would initialize LoRA and gates like any other linear."""
