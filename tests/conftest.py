@@ -150,22 +150,24 @@ def processor(base_model_dir: Path, encoder_dir: Path) -> ArcAlignerProcessor:
     return processor
 
 
-@pytest.fixture(scope="session")
-def checkpoint_dir(
-    tmp_path_factory: pytest.TempPathFactory, base_model_dir: Path, encoder_dir: Path, processor
-) -> Path:
-    """An aligner checkpoint whose LoRA and gates are random: some gates are open, some closed."""
-    folder = tmp_path_factory.mktemp("checkpoint")
+def random_aligner(base_model: Path, processor, seed: int, **settings) -> ArcAlignerForCausalLM:
+    """An aligner around `base_model` whose parameters are all random: some gates are open, some closed."""
     model = ArcAlignerForCausalLM.from_pretrained(
-        str(base_model_dir),
-        encoder_name_or_path=str(encoder_dir),
+        str(base_model),
+        encoder_name_or_path=processor.encoder_name_or_path,
         encoder_hidden_size=ENCODER_WIDTH,
         context_token_id=processor.context_token_id,
-        lora_r=4,
-        gate_hidden_size=8,
+        **{"lora_r": 4, "gate_hidden_size": 8, **settings},
     )
-    randomize(model, seed=2)
-    model.save_pretrained(folder)
+    randomize(model, seed)
+    return model
+
+
+@pytest.fixture(scope="session")
+def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory, base_model_dir: Path, processor) -> Path:
+    """A checkpoint of a random aligner with its processor."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    random_aligner(base_model_dir, processor, seed=2).save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
 

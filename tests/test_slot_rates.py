@@ -6,10 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ENCODER_WIDTH
+from conftest import ENCODER_WIDTH, random_aligner
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import randomize
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor
 from arcaligner.modeling_arcaligner import ContextProjector
@@ -33,19 +32,10 @@ def words_processor(processor) -> ArcAlignerProcessor:
 
 
 @pytest.fixture(scope="session")
-def words_dir(tmp_path_factory, base_model_dir: Path, encoder_dir: Path, processor) -> Path:
+def words_dir(tmp_path_factory, base_model_dir: Path, processor) -> Path:
     """An aligner checkpoint that reads words in three parts; all of it is random."""
     folder = tmp_path_factory.mktemp("words")
-    model = ArcAlignerForCausalLM.from_pretrained(
-        str(base_model_dir),
-        encoder_name_or_path=str(encoder_dir),
-        encoder_hidden_size=ENCODER_WIDTH,
-        context_token_id=processor.context_token_id,
-        lora_r=4,
-        gate_hidden_size=8,
-        word_parts=3,
-    )
-    randomize(model, seed=3)
+    model = random_aligner(base_model_dir, processor, seed=3, word_parts=3)
     weights = torch.rand(model.config.text_config.vocab_size, generator=torch.Generator().manual_seed(0)) + 0.1
     model.model.projector.set_word_statistics(model.get_input_embeddings().weight, weights)
     model.save_pretrained(folder)

@@ -49,6 +49,11 @@ class FullTextArguments:
     lora_r: int = 16
     lora_alpha: int = 32
 
+    @property
+    def sources(self) -> list[str]:
+        """The data that the recipe names."""
+        return [self.train_file]
+
 
 def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.Dataset:
     """The first of the shuffled rows that fit, as `input_ids` and `labels`.
@@ -132,4 +137,4 @@ def parse(arguments: list[str]) -> tuple[FullTextArguments, SFTConfig, str]:
 
 
 if __name__ == "__main__":
-    run_script(parse, main, lambda recipe: [recipe.train_file])
+    run_script(parse, main)

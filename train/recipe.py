@@ -136,6 +136,11 @@ class RecipeArguments:
             )
 
     @property
+    def sources(self) -> list[str]:
+        """All data that the recipe names."""
+        return [*self.train_files, *self.eval_files, *self.reconstruction_files]
+
+    @property
     def has_turns(self) -> bool:
         """Whether several turns may share the same slots."""
         return self.continues or self.max_questions > 1

@@ -12,7 +12,7 @@ import shlex
 import shutil
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,13 @@ MAY_CHANGE_ON_RESUME = {
 }
 
 
-def run_script(parse: Callable[[list[str]], tuple], main: Callable, sources: Callable[[Any], Iterable[str]]) -> None:
-    """Runs a training script: a mistake in the recipe, or a file that is missing from its `sources`, ends in one clear
-    line before anything is loaded, one in training in a traceback."""
+def run_script(parse: Callable[[list[str]], tuple], main: Callable) -> None:
+    """Runs a training script. A mistake in the recipe or a missing data file ends in one clear line before anything is
+    loaded, an error in training in a traceback."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     with exit_on_user_error():
         parsed = parse(sys.argv[1:])
-        check_files(sources(parsed[0]), parsed[0].data_dir)
+        check_files(parsed[0].sources, parsed[0].data_dir)
     main(*parsed)
 
 

@@ -240,4 +240,4 @@ def parse(arguments: list[str]) -> tuple[RecipeArguments, AlignerTrainingConfig,
 
 
 if __name__ == "__main__":
-    run_script(parse, main, lambda recipe: (*recipe.train_files, *recipe.eval_files, *recipe.reconstruction_files))
+    run_script(parse, main)

@@ -1,6 +1,8 @@
 """The benchmark of training speed: all arms learn the same targets with the same loss; times become ratios."""
 
 import json
+import runpy
+import sys
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from training_recipes import RecipeWriter
 from training_rows import question_rows, write_rows
 
 from arcaligner.benchmarks import throughput
-from arcaligner.benchmarks.throughput import WARM_UP, main, make_arms, measure
+from arcaligner.benchmarks.throughput import WARM_UP, make_arms, measure
 from arcaligner.train import sft
 
 
@@ -17,14 +19,18 @@ def writer(tmp_path_factory, base_model_dir, encoder_dir):
     return RecipeWriter(tmp_path_factory.mktemp("throughput"), base_model_dir, encoder_dir)
 
 
-def parsed(writer, stage="grounding", **changes):
-    """A recipe of questions about the same passages, as `train.sft` reads it."""
+def arguments(writer, stage="grounding", **changes):
+    """Of a recipe of questions about the same passages."""
     rows = [row | {"passages": question_rows(1)[0]["passages"]} for row in question_rows(8)]
     path = write_rows(writer.folder / "shared.jsonl", rows)
     keys = {"train_files": {path: 1.0}, "max_questions": 2, "per_device_train_batch_size": 2, "max_steps": 2}
     keys |= {"dtype": "bfloat16", "attn_implementation": "eager", "compile_layers": True}
     keys |= {"aligner": {"lora_r": 4, "gate_hidden_size": 8, "lora_dropout": 0.0}}
-    return sft.parse(writer(stage, writer.folder / "run", **keys | changes))
+    return writer(stage, writer.folder / "run", **keys | changes)
+
+
+def parsed(writer, **changes):
+    return sft.parse(arguments(writer, **changes))
 
 
 @pytest.fixture
@@ -86,8 +92,10 @@ def test_all_arms_take_each_batch_in_a_rotating_order_and_the_warm_up_does_not_c
     assert found["attention"]["turns_per_second"]["median"] == 1.0
 
 
-def test_the_command_prints_a_table_and_one_json_line(writer, capsys, uncompiled):
-    main(*parsed(writer, stage="reconstruction", train_files={writer.files["reconstruction"]: 1.0}, continues=True))
+def test_the_command_prints_a_table_and_one_json_line(writer, capsys, uncompiled, monkeypatch):
+    changes = {"train_files": {writer.files["reconstruction"]: 1.0}, "continues": True}
+    monkeypatch.setattr(sys, "argv", ["throughput", *arguments(writer, stage="reconstruction", **changes)])
+    runpy.run_module("arcaligner.benchmarks.throughput", run_name="__main__")
     printed = capsys.readouterr().out
     found = json.loads(printed.splitlines()[-1])
     assert set(found["arms"]) == {"plain", "dtype", "attention", "turns", "compiled"}

@@ -250,5 +250,5 @@ def test_a_missing_data_file_is_said_in_one_line_before_anything_is_loaded(tmp_p
     path = ROOT / "train/recipes/smollm2_135m/2_grounding.yaml"
     monkeypatch.setattr(sys, "argv", ["sft", "--config", str(path), "--data_dir", str(tmp_path)])
     with pytest.raises(SystemExit):
-        run_script(parse, lambda *parsed: pytest.fail("training began"), lambda recipe: recipe.train_files)
+        run_script(parse, lambda *parsed: pytest.fail("training began"))
     assert f"There is no file {tmp_path}/train_qa.jsonl.gz" in capsys.readouterr().err.replace("\n", "")
