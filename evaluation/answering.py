@@ -13,8 +13,6 @@ from typing import Any, Protocol
 
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
@@ -206,25 +204,6 @@ def lora_off(model: ArcAlignerForCausalLM) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.set_scale(ADAPTER_NAME, 1.0)
-
-
-def downloaded(repo_id: str, note: str) -> str:
-    """
-    The folder of a Hub model in the local cache; nothing is downloaded.
-
-    Args:
-        repo_id (`str`): The model.
-        note (`str`): Its size and licence, for the error.
-
-    Raises:
-        `MissingMethodError`: it is not there.
-    """
-    try:
-        return snapshot_download(repo_id, local_files_only=True)
-    except LocalEntryNotFoundError as error:
-        raise MissingMethodError(
-            f"{repo_id} is not on this machine; `hf download {repo_id}` gets it ({note})"
-        ) from error
 
 
 # Operations and batches

@@ -1,7 +1,7 @@
 """Prompt compression: the backbone reads part of the passages' text.
 
-The beginning of it ("truncated"), or what the package `llmlingua` keeps. LLMLingua-2 has a classifier for what to keep;
-LLMLingua keeps what a language model, here the backbone itself, finds surprising.
+The beginning of it ("truncated"), or what LLMLingua keeps: what a language model, here the backbone itself, finds
+surprising.
 
 With `tokens_per_slot`, each keeps as many tokens as the aligner has slots at that rate: the same number of positions.
 """
@@ -15,12 +15,10 @@ from transformers import DynamicCache
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import Row
 from ..train.data import passages_text
-from .answering import Answerer, MissingMethodError, TextAnswerer, count_tokens, downloaded, load_aligner
+from .answering import Answerer, MissingMethodError, TextAnswerer, count_tokens, load_aligner
 
 RATE = 1 / 3  # the share of tokens that LLMLingua keeps, as in the paper
 PART_SIZE = 200  # tokens that LLMLingua looks at together, the package's default
-LLMLINGUA2_MODEL = "microsoft/llmlingua-2-xlm-roberta-large-meetingbank"
-_INSTALL = "the package llmlingua is not installed; `pip install llmlingua==0.2.2` gets it"
 
 Compress = Callable[[str, float], str]  # a text and the share of its tokens to keep
 
@@ -57,34 +55,11 @@ def load_llmlingua(checkpoints, tokens_per_slot: int | str | None = None) -> Ans
     try:
         import llmlingua  # noqa: F401
     except ModuleNotFoundError as error:
-        raise MissingMethodError(_INSTALL) from error
-    model, processor = load_aligner(checkpoints.aligner, checkpoints.device)
-    compress = llmlingua_compressor(model, processor.tokenizer)
-    return TextAnswerer(model, processor, lambda rows: compressed(processor, rows, compress, tokens_per_slot))
-
-
-def load_llmlingua2(checkpoints, tokens_per_slot: int | str | None = None) -> Answerer:
-    """LLMLingua-2 with the classifier of its paper."""
-    try:
-        from llmlingua import PromptCompressor
-        from requests import RequestException  # of tiktoken, which llmlingua needs
-    except ModuleNotFoundError as error:
-        raise MissingMethodError(_INSTALL) from error
-    folder = downloaded(LLMLINGUA2_MODEL, "2.2 GB")
-    options = {"model_config": {"trust_remote_code": False}, "use_llmlingua2": True}
-    try:
-        compressor = PromptCompressor(folder, checkpoints.device, **options)
-    except RequestException as error:
         raise MissingMethodError(
-            "LLMLingua-2 counts tokens with OpenAI's tokenizer; once, with a network, "
-            "`python -c \"import tiktoken; tiktoken.encoding_for_model('gpt-3.5-turbo')\"` gets it "
-            "into $TIKTOKEN_CACHE_DIR"
+            "the package llmlingua is not installed; `pip install llmlingua==0.2.2` gets it"
         ) from error
     model, processor = load_aligner(checkpoints.aligner, checkpoints.device)
-
-    def compress(text: str, rate: float) -> str:
-        return compressor.compress_prompt_llmlingua2([text], rate=rate)["compressed_prompt_list"][0]
-
+    compress = llmlingua_compressor(model, processor.tokenizer)
     return TextAnswerer(model, processor, lambda rows: compressed(processor, rows, compress, tokens_per_slot))
 
 

@@ -23,7 +23,7 @@ from ..files import digest_files
 from ..train.corpora import Row
 from ..train.data import passages_text
 from .answering import Answerer, MissingMethodError, SlotAnswerer, TextAnswerer, load_aligner, load_text_lora
-from .compression import LLMLINGUA2_MODEL, load_llmlingua, load_llmlingua2, load_truncated
+from .compression import load_llmlingua, load_truncated
 
 # The files of a checkpoint's folder that decide its answers.
 _CONFIGS = ("config.json", "adapter_config.json", "processor_config.json")
@@ -88,7 +88,6 @@ class Method:
         checkpoint (`str`, *optional*): The field of `Checkpoints` that decides the answers; `None` where the backbone
             alone does.
         made_by (`str`, *optional*): The command that makes such a checkpoint.
-        weights (`str`, *optional*): Name of other weights that decide as well.
         has_rates (`bool`): Whether the method can be asked for with a rate.
         tokens_per_slot (`int` or `"segment"`, *optional*): The rate; the checkpoint's own where it is `None`.
     """
@@ -98,7 +97,6 @@ class Method:
     load: Callable[..., Answerer]
     checkpoint: str | None = None
     made_by: str | None = None
-    weights: str | None = None
     has_rates: bool = False
     tokens_per_slot: int | str | None = None
 
@@ -126,7 +124,7 @@ class Method:
             weights = fingerprint(path)
         else:
             weights = self._fingerprint_of_own(path)
-        found = {"weights": f"{self.weights}, {weights}" if self.weights else weights, "checkpoint": path}
+        found = {"weights": weights, "checkpoint": path}
         return found if self.tokens_per_slot is None else found | {"tokens_per_slot": self.tokens_per_slot}
 
     def _fingerprint_of_own(self, path: str | None) -> str:
@@ -186,7 +184,6 @@ METHODS = {
         ),
         Method("truncated", "truncated text", load_truncated, **_OURS),
         Method("llmlingua", "LLMLingua (the backbone scores)", load_llmlingua, has_rates=True),
-        Method("llmlingua2", "LLMLingua-2", load_llmlingua2, weights=LLMLINGUA2_MODEL, has_rates=True),
         Method("xrag", "xRAG (our training)", partial(load_projector, name="xrag"), "xrag", f"{_TRAIN} xrag"),
         Method(
             "projector_only",

@@ -21,7 +21,7 @@ from .figures import FIGURES, Folder, draw_panels, save_analysis
 
 CATEGORIES = ("TT", "TF", "FT", "FF")
 NAIVE, FULL_TEXT, MAIN = "naive", "standard_rag", "arcaligner"
-COMPARED = [MAIN, "xrag", "projector_only", "llmlingua", "llmlingua2"]
+COMPARED = [MAIN, "xrag", "projector_only", "llmlingua"]
 
 
 def analyze(

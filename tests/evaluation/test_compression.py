@@ -3,22 +3,16 @@
 import sys
 from importlib.util import find_spec
 
-import huggingface_hub
 import pytest
-import requests
 import torch
 from training_rows import question_rows
-from transformers import BertConfig, BertForTokenClassification, BertTokenizerFast
 
-from arcaligner.evaluation import compression
 from arcaligner.evaluation.answering import MissingMethodError, text_inputs
 from arcaligner.evaluation.compression import (
-    LLMLINGUA2_MODEL,
     RATE,
     PairCacheModel,
     llmlingua_compressor,
     load_llmlingua,
-    load_llmlingua2,
 )
 from arcaligner.evaluation.methods import Checkpoints
 from arcaligner.train.data import passages_text, text_prompt
@@ -84,56 +78,7 @@ def test_llmlingua_compresses_the_passages_and_leaves_the_question(checkpoint_di
     assert answers[1].context_tokens == 0 < answers[0].context_tokens < 0.5 * answers[0].passage_tokens
 
 
-@pytest.mark.parametrize("load", [load_llmlingua, load_llmlingua2])
-def test_without_the_package_the_error_says_how_to_get_it(monkeypatch, load):
+def test_without_the_package_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "llmlingua", None)
     with pytest.raises(MissingMethodError, match="pip install llmlingua==0.2.2"):
-        load(Checkpoints("unused"))
-
-
-@needs_llmlingua
-def test_without_its_model_the_error_says_what_to_download(monkeypatch, tmp_path):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(MissingMethodError, match=f"hf download {LLMLINGUA2_MODEL}"):
-        load_llmlingua2(Checkpoints("unused"))
-
-
-@pytest.fixture
-def classifier(monkeypatch, tmp_path) -> None:
-    """A random classifier in the place of LLMLingua-2's, whose kind the package tells by its name."""
-    folder = tmp_path / "bert-base-multilingual-cased"
-    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted(set(TEXT.replace(".", " .").lower().split()))]
-    vocab += [f"{mark}{chr(code)}" for code in range(33, 127) for mark in ("", "##")]
-    tokens = {token: number for number, token in enumerate(dict.fromkeys(vocab))}
-    BertTokenizerFast(vocab=tokens).save_pretrained(folder)
-    sizes = {"hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    BertForTokenClassification(BertConfig(vocab_size=len(tokens), **sizes)).save_pretrained(folder)
-    monkeypatch.setattr(compression, "downloaded", lambda *_: str(folder))
-
-
-@needs_llmlingua
-def test_llmlingua2_keeps_words_of_each_row(monkeypatch, classifier, checkpoint_dir):
-    import tiktoken
-
-    of_bytes = tiktoken.Encoding("bytes", pat_str=r"(?s:.)", mergeable_ranks={bytes([i]): i for i in range(256)},
-                                 special_tokens={})  # fmt: skip
-    monkeypatch.setattr(tiktoken, "encoding_for_model", lambda _: of_bytes)
-    rows = question_rows(3)
-    rows[1]["passages"] = []
-    texts = load_llmlingua2(Checkpoints(str(checkpoint_dir))).context(rows)
-    assert texts[1] == ""
-    for row, text in ((rows[0], texts[0]), (rows[2], texts[2])):
-        letters = passages_text(row).lower().replace(" ", "")
-        assert is_subsequence(text.replace(" ", ""), letters)
-        assert 0.15 < len(text.replace(" ", "")) / len(letters) < 0.5
-
-
-@needs_llmlingua
-def test_without_openais_tokenizer_the_error_says_how_to_get_it(monkeypatch, classifier):
-    def refuse(_: str):
-        raise requests.ConnectionError("no network")
-
-    monkeypatch.setattr("tiktoken.encoding_for_model", refuse)
-    with pytest.raises(MissingMethodError, match="TIKTOKEN_CACHE_DIR"):
-        load_llmlingua2(Checkpoints("unused"))
+        load_llmlingua(Checkpoints("unused"))
