@@ -1,11 +1,16 @@
 """A corpus from the command line: built, asked, changed, described."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from arcaligner import ArcAlignerPipeline, cli
 from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.table import Corpus
 from arcaligner.files import printable
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "corpus.md"
 
 
 def run(capsys, *arguments) -> tuple[int, str, str]:
@@ -67,3 +72,10 @@ def test_mistakes_end_in_one_clear_line(capsys, letters, corpus, checkpoint_dir,
         code, out, err = run(capsys, *arguments)
         assert code == 1 and out == ""
         assert err.splitlines()[-1].startswith("Error: ") and message in err.splitlines()[-1]
+
+
+def test_the_code_of_the_document_answers_from_a_folder(capsys, letters, checkpoint_dir, monkeypatch):
+    (block,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
+    monkeypatch.chdir(letters.parent)
+    exec(block.replace("checkpoints/arcaligner-smollm2-135m", str(checkpoint_dir)), {})  # noqa: S102
+    assert "letters/letter.txt:0-" in capsys.readouterr().out

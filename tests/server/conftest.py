@@ -42,7 +42,7 @@ def retriever(tmp_path_factory, processor):
 
 @pytest.fixture(scope="session")
 def engine(ask, retriever):
-    return Engine(ask, retriever, batch_seconds=0.05, limits=Limits(max_documents=4, max_slots=40, max_new_tokens=64))
+    return Engine(ask, retriever, batch_seconds=0.05, limits=Limits(max_documents=4, max_slots=40, max_new_tokens=256))
 
 
 @pytest.fixture(scope="session")
