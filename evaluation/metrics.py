@@ -27,10 +27,12 @@ METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
 }
 
 
-def bootstrap_interval(
-    scores: Sequence[float], confidence: float = 0.95, num_resamples: int = 10_000, seed: int = 0
-) -> tuple[float, float]:
-    """Percentile bootstrap interval of the mean of `scores`.
+# Of all bootstrap intervals, which are 95 % percentile intervals.
+RESAMPLES, TAILS, SEED = 10_000, ((1 - 0.95) / 2, (1 + 0.95) / 2), 0
+
+
+def bootstrap_interval(scores: Sequence[float]) -> tuple[float, float]:
+    """Bootstrap interval of the mean of `scores`.
 
     >>> bootstrap_interval([1.0, 1.0, 1.0])
     (1.0, 1.0)
@@ -41,9 +43,8 @@ def bootstrap_interval(
     values = np.asarray(scores, dtype=np.float64)
     if values.size == 0:
         raise ValueError("Got no scores; an interval needs at least one.")
-    picks = np.random.default_rng(seed).integers(values.size, size=(num_resamples, values.size))
-    tails = [(1 - confidence) / 2, (1 + confidence) / 2]
-    low, high = np.quantile(values[picks].mean(axis=1), tails)
+    picks = np.random.default_rng(SEED).integers(values.size, size=(RESAMPLES, values.size))
+    low, high = np.quantile(values[picks].mean(axis=1), TAILS)
     return float(low), float(high)
 
 
@@ -66,15 +67,9 @@ def shown_interval(values: Sequence[float], sign: str = "") -> str:
     return "{:{sign}.1f} [{:{sign}.1f}, {:{sign}.1f}]".format(*values, sign=sign)
 
 
-def ratio_interval(
-    numerators: np.ndarray,
-    denominators: np.ndarray,
-    confidence: float = 0.95,
-    num_resamples: int = 10_000,
-    seed: int = 0,
-) -> tuple[np.ndarray, np.ndarray]:
+def ratio_interval(numerators: np.ndarray, denominators: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
-    Percentile bootstrap interval of `sum(numerators) / sum(denominators)`, over rows.
+    Bootstrap interval of `sum(numerators) / sum(denominators)`, over rows.
 
     Args:
         numerators, denominators (`np.ndarray` of shape `(num_rows, ...)`): Of each row.
@@ -86,10 +81,10 @@ def ratio_interval(
     >>> float(low), float(high)
     (2.0, 2.0)
     """
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(SEED)
     ratios = []
-    for _ in range(num_resamples):
+    for _ in range(RESAMPLES):
         picks = generator.integers(len(numerators), size=len(numerators))
         ratios.append(numerators[picks].sum(axis=0) / denominators[picks].sum(axis=0))
-    low, high = np.quantile(ratios, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0)
+    low, high = np.quantile(ratios, TAILS, axis=0)
     return low, high
