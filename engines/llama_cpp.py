@@ -28,7 +28,8 @@ from transformers import GenerationConfig
 from ..configuration_arcaligner import DEFAULT_BASE_MODEL, ArcAlignerConfig, check_gates, wheel_directory
 from ..default_models import GGUF_FILE
 from ..encoding_arcaligner import EncodedDocuments
-from ..files import digest
+from ..files import digest, refuse_unknown
+from ..fingerprint_arcaligner import SLOT_SETTINGS
 from ..modeling_arcaligner import ArcAlignerForCausalLM, ContextProjector
 from ..processing_arcaligner import ArcAlignerProcessor
 from .gguf_files import ADAPTER_FILE, architecture_of, check_base_model, head_dim_of, to_neighbors
@@ -265,6 +266,7 @@ class LlamaCppEngine:
     def read(self, question: str | list[dict], documents: Any, max_new_tokens: int = 0, **slots: Any) -> np.ndarray:
         """Reads a prompt and returns the logits of the answer's first token, (vocab_size,), until the next call.
         Arguments and errors as of `stream`."""
+        refuse_unknown("the settings of an answer", slots, SLOT_SETTINGS)
         before, after = self._split(question)
         documents = self.processor.documents_of(documents, "`documents`")
         key = digest([before, documents, slots])

@@ -175,6 +175,8 @@ def test_what_does_not_fit_is_refused(
         llama_cpp.Session(base_model, tmp_path / "adapter.gguf", 64, 1)
     with pytest.raises(ValueError, match="may have [0-9]+ positions, but the engine's context holds 256"):
         make_engine().answer(QUESTION, DOCUMENTS * 20)
+    with pytest.raises(ValueError, match="Unknown key `refinement_budget` in the settings of an answer"):
+        make_engine().answer(QUESTION, DOCUMENTS, refinement_budget=0.1)
 
 
 def test_backbones_that_llama_cpp_names_otherwise_are_refused():
