@@ -152,7 +152,8 @@ def test_save_without_space_or_permission_says_so_and_leaves_what_was_there(
         raise OSError(number, os.strerror(number))
 
     model.model.projector.out.bias.data.add_(1.0)
-    monkeypatch.setattr(os, "replace", refuse)
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", refuse)
+    monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(OSError, match=os.strerror(number)):
         model.save_pretrained(folder)
     with pytest.raises(OSError, match=os.strerror(number)):

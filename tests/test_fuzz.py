@@ -278,7 +278,7 @@ def workplace(tmp_path_factory, checkpoint_dir, processor):
 load = functools.cache(cli.load_pipeline)
 
 
-@settings(BOUNDED, max_examples=40)
+@settings(BOUNDED, max_examples=25)
 @given(data=st.data())
 def test_command_line(workplace, monkeypatch, capsys, data):
     monkeypatch.chdir(workplace)
