@@ -294,6 +294,6 @@ def test_command_line(workplace, monkeypatch, capsys, data):
     try:
         cli.main([*name.split(), *arguments])
     except SystemExit as exit:
-        errors = capsys.readouterr().err
-        assert exit.code in (0, 1, 2) and "Traceback" not in errors
+        output, errors = capsys.readouterr()
+        assert exit.code in (0, 1, 2) and "Traceback" not in errors and "\x1b" not in output + errors
         assert (exit.code == 1) == (errors.count("Error:") == 1), errors
