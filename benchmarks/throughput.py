@@ -94,6 +94,7 @@ def make_arms(recipe: RecipeArguments, args: AlignerTrainingConfig) -> tuple[dic
         raise ValueError(f"`max_steps` is {args.max_steps}; expected the number of measured steps, at least 2.")
     processor = load_processor(recipe, args.chat_template_path)
     size = args.per_device_train_batch_size
+    args.eval_strategy = "no"
     examples, _ = make_examples(dataclasses.replace(recipe, eval_files={}), args, processor)
     if len(examples) < size:
         raise ValueError(f"Found {len(examples)} examples; expected at least one batch of {size}. Name more rows.")

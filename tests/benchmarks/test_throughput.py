@@ -24,6 +24,7 @@ def arguments(writer, stage="grounding", **changes):
     rows = [row | {"passages": question_rows(1)[0]["passages"]} for row in question_rows(8)]
     path = write_rows(writer.folder / "shared.jsonl", rows)
     keys = {"train_files": {path: 1.0}, "max_questions": 2, "per_device_train_batch_size": 2, "max_steps": 2}
+    keys |= {"eval_files": {path: 1.0}, "eval_strategy": "steps", "eval_steps": 1}  # not measured
     keys |= {"dtype": "bfloat16", "attn_implementation": "eager", "compile_layers": True}
     keys |= {"aligner": {"lora_r": 4, "gate_hidden_size": 8, "lora_dropout": 0.0}}
     return writer(stage, writer.folder / "run", **keys | changes)
