@@ -37,7 +37,10 @@ async def ask_all(url: str, key: str, questions: list[str], clients: int, body: 
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(base_url=url, timeout=600, headers=headers) as client:
-        body["model"] = (await client.get("/health")).json()["model"]
+        try:
+            body["model"] = (await client.get("/health")).json()["model"]
+        except httpx.ConnectError as error:
+            raise OSError(f"There is no server at {url}. Start one: `arcaligner serve`.") from error
         await asyncio.gather(*(ask(client) for _ in range(clients)))
     return answers
 
