@@ -153,7 +153,7 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
 
     def save_pretrained(self, save_directory, **kwargs):
         """As for any processor; a trained encoder is written to the folder `encoder`."""
-        with written_whole(save_directory) as folder:
+        with written_whole(save_directory, last="processor_config.json") as folder:
             if self.trained_encoder:
                 self._encoder.save(Path(folder, ENCODER_FOLDER))
             written = super().save_pretrained(folder, **kwargs)

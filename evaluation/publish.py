@@ -1,12 +1,15 @@
 """Publishes a run: results and card of the checkpoint, `docs/results.md`, and the README's table.
 
     python -m arcaligner.evaluation.publish --run runs/evaluation --figures runs/figures
+    python -m arcaligner.evaluation.publish --run runs/evaluation --earlier results.json
 
-No number in these is typed by hand; each comes from the run's answers, or from the data beside a figure. The speed is
-published by `python -m arcaligner.benchmarks.report`.
+No number in these is typed by hand; each comes from the run's answers, from the data beside a figure, or from the
+results of an earlier run, for methods that do not depend on the aligner. The speed is published by
+`python -m arcaligner.benchmarks.report`.
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,41 +17,52 @@ from typing import Annotated, Any
 import typer
 
 from ..configuration_arcaligner import ArcAlignerConfig
-from ..files import run_command, write_whole
+from ..files import printable, run_command, write_whole
 from ..model_card import RESULTS_FILE, write_model_card
-from .methods import METHODS, find_method, fingerprint
-from .results import results_page, write_results
+from .methods import find_method, fingerprint
+from .results import EARLIER_HELP, add_earlier, results_page, write_results
 from .runs import answer_files
+from .tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 DEFAULT_CHECKPOINT = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
 README_SETS = ("SQuAD", "NaturalQA", "HotpotQA", "PopQA_longtail")
-README_METHODS = ("naive", "llmlingua", "no_lora", "no_recursion", "arcaligner", "standard_rag", "full_text_lora")
+README_METHODS = (
+    *("naive", "empty_slot", "arcaligner_xsegment", "arcaligner_x16", "arcaligner_x8", "arcaligner"),
+    *("llmlingua", "standard_rag", "full_text_lora"),
+)
+ANSWERS_PER_SET = 13
+_MARKDOWN = re.compile(r"([\\`*_\[\]<>|&])")  # what could become structure of a page
 MARKS = "<!-- results: evaluation/publish.py -->", "<!-- end of results -->"
 SPEED_FIGURE = "latency"  # on the page of speed, the others on that of results
 INTRODUCTION = """\
 # Results
 
 The shipped aligner and what it is compared with, written by `python -m arcaligner.evaluation.publish` from the answers
-of `python -m arcaligner evaluate --recipe smollm2_135m`: the same frozen SmolLM2-135M-Instruct, chat template,
-questions and greedy decoding (24 new tokens) in all rows; "fine-tuned" adds a LoRA that reads text.
-`evaluation/recipes/smollm2_135m.yaml` says which passages are read.
+of `python -m arcaligner evaluate --recipe smollm2_135m`: the same frozen SmolLM2-135M-Instruct (4-bit weights of the
+default base model, Q4_1), chat template, questions and greedy decoding (24 new tokens) in all rows; "fine-tuned" adds a
+LoRA that reads text. `evaluation/recipes/smollm2_135m.yaml` says which passages are read. [answers.md](answers.md) has
+answers to read.
 """
 
 
-def publish(run: Path, checkpoint: Path, figures: Path | None, root: Path) -> None:
+def publish(run: Path, checkpoint: Path, figures: Path | None, earlier: Path | None, root: Path) -> None:
     """Writes all of it; pictures are copied to `docs/figures`."""
     check_weights(run, checkpoint)
     results = write_results(run)
+    if earlier is not None:
+        add_earlier(results, earlier)
     shown = copy_figures(figures, root / "docs" / "figures") if figures else {}
     lines = [line for name, each in shown.items() if name != SPEED_FIGURE for line in each]
     page = "\n".join([INTRODUCTION, results_page(results), *(["## Figures", "", *lines] if lines else [])])
+    answers = answers_page(run)
     readme = with_block((root / "README.md").read_text(encoding="utf-8"), readme_table(results), MARKS)
-    write_whole(checkpoint / RESULTS_FILE, (run / RESULTS_FILE).read_text(encoding="utf-8"))
+    write_whole(checkpoint / RESULTS_FILE, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     is_ours = checkpoint.resolve().is_relative_to(root.resolve())
     name = checkpoint.resolve().relative_to(root.resolve()).as_posix() if is_ours else None
     write_model_card(ArcAlignerConfig.from_pretrained(checkpoint), checkpoint, name=name)
     write_whole(root / "docs" / "results.md", page.rstrip() + "\n")
+    write_whole(root / "docs" / "answers.md", answers)
     write_whole(root / "README.md", readme)
 
 
@@ -64,11 +78,34 @@ def check_weights(run: Path, checkpoint: Path) -> None:
             raise ValueError(f"{file.path} was answered by weights {found}, {checkpoint} has {expected}.")
 
 
+def answers_page(run: Path) -> str:
+    """The answers of the aligner to the first questions of each set, by their ids."""
+    lines = [
+        "# Answers",
+        "",
+        "What the shipped aligner answers, at its finest rate and with greedy decoding: the first",
+    ]
+    lines += [
+        f"{ANSWERS_PER_SET} questions of each set by their ids, none left out, of the run of [results.md](results.md).",
+        "",
+    ]
+    for file in answer_files(run):
+        if file.method == "arcaligner" and file.task in TASKS:
+            rows = sorted(file.read(), key=lambda row: row["id"])[:ANSWERS_PER_SET]
+            lines += [f"## {TASKS[file.task].title}", "", "| Question | Expected | Answer | F1 |", "|---|---|---|---|"]
+            for row in rows:
+                texts = row["question"], row["answers"][0], row["prediction"]
+                cells = (_MARKDOWN.sub(r"\\\1", printable(" ".join(text.split()))) for text in texts)
+                lines.append(f"| {' | '.join(cells)} | {100 * row['f1']:.0f} |")
+            lines.append("")
+    return "\n".join(lines)
+
+
 def readme_table(results: dict[str, Any]) -> str:
     """F1 and EM of the README's sets and methods in one table."""
     sets = {name: results["sets"][name] for name in README_SETS if name in results["sets"]}
     lines = [f"| F1 / EM | {' | '.join(sets)} |", "|---" * (1 + len(sets)) + "|"]
-    for title in (METHODS[name].title for name in README_METHODS):
+    for title in (find_method(name).title for name in README_METHODS):
         found = [each["methods"].get(title) for each in sets.values()]
         if any(found):
             cells = [f"{each['f1'][0]:.1f} / {each['em'][0]:.1f}" if each else "-" for each in found]
@@ -113,9 +150,10 @@ def main(
     run: Annotated[Path, typer.Option(help="Folder of an evaluation.")] = Path("runs/evaluation"),
     checkpoint: Annotated[Path, typer.Option(help="The aligner that was measured.")] = DEFAULT_CHECKPOINT,
     figures: Annotated[Path | None, typer.Option(help="Folder of the analyses.")] = None,
+    earlier: Annotated[Path | None, typer.Option(help=EARLIER_HELP)] = None,
 ) -> None:
     """Writes results, card, docs/results.md and the README's table from a run."""
-    publish(run, checkpoint, figures, ROOT)
+    publish(run, checkpoint, figures, earlier, ROOT)
 
 
 if __name__ == "__main__":

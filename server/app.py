@@ -29,10 +29,15 @@ from .engine import Answer, BusyError, Engine
 from .engine import Request as EngineRequest
 from .protocol import ChatRequest, Completion, error_body, event
 
+
+class ClientLeftError(Exception):
+    """The client has left before its answer."""
+
+
 PAGE = Path(__file__).parent / "page.html"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 # What goes wrong, and the status that says so. 499, which only the metrics show, is nginx's of a client that has left.
-STATUSES = ((TimeoutError, 408), (ConnectionError, 499), (BusyError, 429), (ValueError, 400), (TypeError, 400))
+STATUSES = ((TimeoutError, 408), (ClientLeftError, 499), (BusyError, 429), (ValueError, 400), (TypeError, 400))
 STATUSES += ((OSError, 503),)
 
 
@@ -154,7 +159,7 @@ async def while_connected(request: Request, result: Awaitable[Any]) -> Any:
     Waits for a result as long as the client does.
 
     Raises:
-        `ConnectionError`: the client has left.
+        `ClientLeftError`: the client has left.
     """
 
     async def client_leaves() -> None:
@@ -165,7 +170,7 @@ async def while_connected(request: Request, result: Awaitable[Any]) -> Any:
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if not waiting[0].done():
-            raise ConnectionError("The client has left.")
+            raise ClientLeftError("The client has left.")
         return waiting[0].result()
     finally:
         for each in waiting:

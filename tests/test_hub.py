@@ -239,8 +239,10 @@ def test_the_shipped_checkpoint_can_be_pushed(fake_hub, push):
     shipped = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
     code, _, err = push(checkpoint=shipped)
     assert code == 0, err
-    assert fake_hub.files.keys() == CHECKPOINT
-    for name in CHECKPOINT - {"README.md"}:
+    encoder = {path.relative_to(shipped).as_posix() for path in (shipped / "encoder").rglob("*") if path.is_file()}
+    assert "encoder/adapter_model.safetensors" in encoder
+    assert fake_hub.files.keys() == CHECKPOINT | encoder
+    for name in (CHECKPOINT | encoder) - {"README.md"}:
         assert fake_hub.files[name] == (shipped / name).read_bytes(), name
 
 

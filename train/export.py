@@ -7,6 +7,7 @@ and loads as float32 again. The last stage in the folder is taken. The model car
 it was edited: run this again after an evaluation has put its `results.json` there, and the card has the numbers.
 """
 
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -50,6 +51,8 @@ def main(
     if (output / RESULTS_FILE).exists() and not has_weights(output, model):
         (output / RESULTS_FILE).unlink()  # before the weights change: a kill leaves no numbers of others
         typer.echo(f"removed {output / RESULTS_FILE}: it was measured with other weights")
+    for leftover in output.glob(".saving-*"):  # of a killed process
+        shutil.rmtree(leftover)
     save_stage(output, model, processor, "\n---\n".join(recipes) + "\n")
     if not write_model_card(model.config, output, name=output.as_posix(), datasets=tuple(dataset or ())):
         typer.echo(f"left {output / 'README.md'} as it is: it was edited. Delete it to have one written.")

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
 from ..methods import METHODS, base_name, find_method, sort_key
-from ..results import summarize
+from ..results import EARLIER_HELP, MAIN, add_earlier, summarize
 from ..runs import answer_files
 from ..settings import split_names
 from ..tasks import TASKS, find_task
@@ -33,29 +33,33 @@ CAPTION = (
 )
 
 
-def analyze(run: Path, tasks: list[str] | None = None) -> dict[str, Any]:
+def analyze(run: Path, tasks: list[str] | None = None, earlier: Path | None = None) -> dict[str, Any]:
     """
     The points of each method that was asked at several rates.
 
     Args:
         run (`Path`): Folder with answers.
         tasks (`list[str]`, *optional*): Names; all that the run has.
+        earlier (`Path`, *optional*): `results.json` of another run, for the bounds.
 
     Returns:
         `dict`: `{"sets": {title: {"curves": {title: [point, ...]}, "bounds": {title: [mean, low, high]}}}}`, a point
-        with `tokens_per_slot`, `compression_rate`, `f1`, `em`, and `retention` where the run has its two ends.
+        with `tokens_per_slot` (`None`: the aligner's own rate), `compression_rate`, `f1`, `em`, and `retention` where
+        the run has its two ends.
 
     Raises:
         `ValueError`: no method at several rates, with the command that makes them.
     """
     wanted = {find_task(name).title for name in tasks or TASKS}
     methods = [find_method(name) for name in sorted({file.method for file in answer_files(run)}, key=sort_key)]
-    sets = {}
-    for title, entry in summarize(run)["sets"].items():
+    results, sets = summarize(run), {}
+    if earlier is not None:
+        add_earlier(results, earlier)
+    for title, entry in results["sets"].items():
         curves: dict[str, list[dict[str, Any]]] = {}
         for method in methods:
             numbers = entry["methods"].get(method.title)
-            if numbers and method.tokens_per_slot is not None:
+            if numbers and (method.tokens_per_slot is not None or method.name == MAIN):
                 point = {key: numbers[key] for key in ("compression_rate", "f1", "em", "retention") if key in numbers}
                 point = {"tokens_per_slot": method.tokens_per_slot, **point}
                 curves.setdefault(METHODS[base_name(method)].title, []).append(point)
@@ -110,9 +114,10 @@ def draw(sets: dict[str, dict[str, Any]]) -> Figure:
 def rates(
     run: Annotated[Path, typer.Option(help="Folder of a run, with answers.")] = Path("runs/evaluation"),
     tasks: Annotated[str | None, typer.Option(help="Tasks, separated by commas. Default: all of the run.")] = None,
+    earlier: Annotated[Path | None, typer.Option(help=EARLIER_HELP)] = None,
     folder: Folder = FIGURES,
 ) -> None:
     """F1 and retention against the measured compression rate."""
-    numbers = analyze(run, split_names(tasks))
+    numbers = analyze(run, split_names(tasks), earlier)
     save_analysis(folder, "rates", draw(numbers["sets"]), numbers, CAPTION)
     typer.echo(CAPTION)

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from arcaligner.benchmarks import report as speed
-from arcaligner.evaluation.publish import INTRODUCTION, MARKS, readme_table, with_block
+from arcaligner.evaluation.publish import INTRODUCTION, MARKS, answers_page, readme_table, with_block
 from arcaligner.evaluation.results import results_page
+from arcaligner.evaluation.runs import AnswerFile
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = json.loads((ROOT / "checkpoints/arcaligner-smollm2-135m/results.json").read_text("utf-8"))
@@ -44,3 +45,12 @@ def test_a_block_is_replaced_between_its_marks_alone():
     for text in ("none", f"{end}{start}", f"{start}{start}{end}"):
         with pytest.raises(ValueError, match="each once"):
             with_block(text, "new", MARKS)
+
+
+def test_the_page_of_answers_shows_the_first_by_id_and_keeps_its_table_whole(tmp_path):
+    file = AnswerFile(tmp_path, "squad", "arcaligner")
+    file.open({"machine": "here"}, [{"id": "new"}])
+    row = {"question": "Who | what?", "answers": ["an\x1b[1m answer"], "prediction": "a\nb", "f1": 0.5, "row": "same"}
+    file.append(row | {"id": f"q{number:02}"} for number in reversed(range(20)))
+    lines = [line for line in answers_page(tmp_path).splitlines() if line.startswith("| Who")]
+    assert lines == [r"| Who \| what? | an\\x1b\[1m answer | a b | 50 |"] * 13

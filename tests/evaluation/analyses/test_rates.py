@@ -36,7 +36,7 @@ def run(tmp_path):
         for method, rates in RATES.items():
             for rate, (f1, context) in rates.items():
                 write(run, task, f"{method}_x{rate}", f1, context)
-        write(run, task, "arcaligner", 0.4, 3)  # at the checkpoint's own rate: no point of the figure
+        write(run, task, "arcaligner", 0.4, 3)  # at the checkpoint's own rate
     return run
 
 
@@ -44,8 +44,8 @@ def test_each_method_has_a_point_for_each_rate_from_fine_to_coarse(run):
     found = analyze(run)["sets"]["SQuAD"]
     assert list(found["curves"]) == ["truncated text", "ArcAligner"]
     points = found["curves"]["ArcAligner"]
-    assert [point["tokens_per_slot"] for point in points] == [4, 16, "segment"]
-    assert [point["compression_rate"] for point in points] == [4.0, 12.0, 24.0]
+    assert [point["tokens_per_slot"] for point in points] == [4, 16, None, "segment"]
+    assert [point["compression_rate"] for point in points] == [4.0, 12.0, 16.0, 24.0]
     numbers = summarize(run)["sets"]["SQuAD"]["methods"]
     assert points[0]["f1"] == numbers["ArcAligner, 4 tokens per slot"]["f1"]
     assert points[0]["retention"][0] == pytest.approx(100 * (0.6 - 0.1) / (0.9 - 0.1))
@@ -65,7 +65,7 @@ def test_a_line_of_the_figure_goes_through_the_points_of_its_method(run):
     _, squad, no_retention, retention = figure.axes
     line, (lower, upper), _ = squad.containers[1]
     points = sets["SQuAD"]["curves"]["ArcAligner"]
-    assert list(line.get_xdata()) == [4.0, 12.0, 24.0] and squad.get_xscale() == "log"
+    assert list(line.get_xdata()) == [4.0, 12.0, 16.0, 24.0] and squad.get_xscale() == "log"
     assert list(line.get_ydata()) == [point["f1"][0] for point in points]
     assert list(lower.get_ydata()) == pytest.approx([point["f1"][1] for point in points])
     assert list(upper.get_ydata()) == pytest.approx([point["f1"][2] for point in points])
