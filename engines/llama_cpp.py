@@ -25,7 +25,13 @@ from safetensors import safe_open
 from tokenizers.decoders import DecodeStream
 from transformers import GenerationConfig
 
-from ..configuration_arcaligner import DEFAULT_BASE_MODEL, ArcAlignerConfig, check_gates, wheel_directory
+from ..configuration_arcaligner import (
+    DEFAULT_BASE_MODEL,
+    ArcAlignerConfig,
+    check_gates,
+    longest_prompt,
+    wheel_directory,
+)
 from ..default_models import GGUF_FILE
 from ..encoding_arcaligner import EncodedDocuments
 from ..files import digest, refuse_unknown
@@ -175,6 +181,10 @@ class Session:
         return b"".join(parts)
 
 
+# Settings of a processor that decide which slots passages become.
+_SEGMENTING = ("tokens_per_slot", "sentences_per_segment", "spacy_model")
+
+
 class LlamaCppEngine:
     """
     Answers questions about passages with llama.cpp, greedily. For one thread.
@@ -222,6 +232,7 @@ class LlamaCppEngine:
         reader = _open_gguf(base_model)
         check_base_model(reader, config.text_config, self.processor.tokenizer)
         self._projector, self._table = _load_projector(folder, config, reader)
+        context_length = min(context_length, longest_prompt(config.text_config) or context_length)
         self.session = Session(base_model, adapter, context_length, threads or torch.get_num_threads(), cache_type)
         end = GenerationConfig.from_pretrained(folder).eos_token_id
         self._end = {end} if isinstance(end, int) else set(end or ())
@@ -231,6 +242,7 @@ class LlamaCppEngine:
             self._aligner = ArcAlignerForCausalLM.from_pretrained(folder).eval()
         self.max_bytes = max_bytes
         self._kept: OrderedDict[str, bytes] = OrderedDict()  # least recently used first
+        self._num_read = 0  # prompts; an answer ends where another is read
 
     def answer(self, question: str | list[dict], documents: Any, max_new_tokens: int = 256, **slots: Any) -> str:
         """The answer to a question; arguments as of `stream`."""
@@ -250,11 +262,17 @@ class LlamaCppEngine:
 
         Raises:
             `ValueError`: as the processor; a prompt that the context does not hold.
+            `RuntimeError`: another question was read before the answer ended.
         """
         self.read(question, documents, max_new_tokens, **slots)
+        mine = self._num_read
         decoder = DecodeStream(skip_special_tokens=True)
         for number in range(max_new_tokens):
-            token = int(self.session.logits.argmax())
+            if mine != self._num_read:
+                raise RuntimeError("Another question was read before this answer ended. Take one answer at a time.")
+            logits = self.session.logits.copy()
+            logits[self.config.context_token_id :][:1] = -np.inf  # as `generate`; often not among the logits
+            token = int(logits.argmax())
             if token in self._end:
                 return
             if piece := decoder.step(self.processor.tokenizer.backend_tokenizer, token):
@@ -269,7 +287,9 @@ class LlamaCppEngine:
         refuse_unknown("the settings of an answer", slots, SLOT_SETTINGS)
         before, after = self._split(question)
         documents = self.processor.documents_of(documents, "`documents`")
-        key = digest([before, documents, slots])
+        self._num_read += 1
+        texts = [[each.get("title"), each["text"]] if isinstance(each, dict) else each for each in documents]
+        key = digest([before, texts, slots, {name: getattr(self.processor, name) for name in _SEGMENTING}])
         if (state := self._kept.pop(key, None)) is None:
             state = self._read_slots(before, documents, slots, len(after) + max_new_tokens)
         else:
@@ -323,6 +343,8 @@ class LlamaCppEngine:
         return [np.moveaxis(keys, 0, 3), values]
 
     def _keep(self, key: str, state: bytes) -> None:
+        if len(state) > self.max_bytes:
+            return
         self._kept[key] = state
         while sum(map(len, self._kept.values())) > self.max_bytes:
             self._kept.popitem(last=False)

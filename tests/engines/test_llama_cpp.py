@@ -137,6 +137,24 @@ def test_passages_asked_about_again_are_not_read_again(make_engine):
     assert len(calls) == 2
 
 
+@needs_llama_cpp
+def test_other_settings_of_the_processor_make_other_slots(make_engine):
+    engine = make_engine()
+    before = engine.read(QUESTION, DOCUMENTS).copy()
+    engine.processor.tokens_per_slot = 2
+    assert not np.allclose(engine.read(QUESTION, DOCUMENTS), before, **CLOSE)
+
+
+@needs_llama_cpp
+def test_an_answer_ends_with_an_error_where_another_question_was_read(make_engine):
+    engine = make_engine()
+    pieces = engine.stream(QUESTION, DOCUMENTS, max_new_tokens=8)
+    next(pieces)
+    engine.read("When?", DOCUMENTS)
+    with pytest.raises(RuntimeError, match="Another question"):
+        list(pieces)
+
+
 def test_the_export_is_a_checkpoint_with_an_adapter_in_llama_cpps_names(exported, checkpoint):
     assert {path.name for path in checkpoint.iterdir()} | {"adapter.gguf"} == {path.name for path in exported.iterdir()}
     reader = gguf.GGUFReader(exported / "adapter.gguf")
