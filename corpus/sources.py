@@ -24,7 +24,7 @@ from ..train.corpora import parse_source
 TEXTS = (".txt", ".md", ".markdown")
 JSON_LINES = (".jsonl", ".jsonl.gz")
 FILES = (*TEXTS, *JSON_LINES, ".parquet")
-_HEADING = re.compile(r"^# +(.+)$", re.MULTILINE)
+_HEADING = re.compile(r"\s*^# +(.+)$", re.MULTILINE)  # at the top: further down it may be a line of code
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # A word, or a part of one: text without spaces is cut as well.
 _WORD = re.compile(r"\S{1,16}")
@@ -87,7 +87,7 @@ def _read_file(path: Path, options: dict[str, Any], skip: Callable[[str], None])
     try:
         if path.name.endswith(TEXTS):
             title, text = "", path.read_text(encoding="utf-8-sig")
-            if path.suffix != ".txt" and (heading := _HEADING.search(text)):
+            if path.suffix != ".txt" and (heading := _HEADING.match(text)):
                 # The title is read with each passage. Spaces in its place keep the characters' numbers.
                 rest = text[: heading.start()] + " " * len(heading[0]) + text[heading.end() :]
                 if rest.strip():

@@ -38,11 +38,13 @@ def test_sentences_stay_whole_where_they_fit_and_one_long_word_is_cut():
 
 
 def test_the_heading_of_a_markdown_file_is_its_title_and_not_read_again(tmp_path):
-    (tmp_path / "a.md").write_text("Before.\n# Ada \nShe wrote.")
+    (tmp_path / "a.md").write_text("\n# Ada \nShe wrote.")
     (tmp_path / "b.md").write_text("# Alone")
-    first, second = read_documents([str(tmp_path)], pytest.fail)
-    assert (first.title, first.text) == ("Ada", "Before.\n      \nShe wrote.")
+    (tmp_path / "c.md").write_text("Run this:\n# install\nmake")
+    first, second, third = read_documents([str(tmp_path)], pytest.fail)
+    assert (first.title, first.text) == ("Ada", "       \nShe wrote.")
     assert (second.title, second.text) == ("", "# Alone")
+    assert (third.title, third.text) == ("", "Run this:\n# install\nmake")
 
 
 @pytest.mark.parametrize("rate", ["segment", 3])
