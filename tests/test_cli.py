@@ -26,6 +26,8 @@ def document(tmp_path):
 @pytest.fixture(autouse=True)
 def wide_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
+    for console in (cli.output, cli.messages):  # made when the module was imported
+        monkeypatch.setattr(console, "width", 160)
 
 
 def run(capsys, *arguments) -> tuple[int, str, str]:
