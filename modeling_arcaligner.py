@@ -111,7 +111,9 @@ class SlotDecoderLayer(InPlaceMixin):
         with lora_on(slots.rows.row_index()):
             hidden_states = super().forward(hidden_states, **kwargs)  # Eq. 4: the mandatory pass, LoRA on slots (Eq. 3)
         steps = self._plan_steps(hidden_states, slots)
-        if steps is None:  # no gate here, or none is open
+        if steps is None:  # no gate here, none is open, or no slot
+            if self.training and self.slot_gate is not None and slots.settings.gate_mode == "adaptive":
+                hidden_states = hidden_states + self.slot_gate(hidden_states[:, :0]).sum().to(hidden_states.dtype)
             return hidden_states, None
         states = steps.first_states()  # (batch, width, hidden), the slots that the steps compute
         reapply = self._slot_pass(hidden_states, slots, steps.rows, kwargs)
@@ -492,6 +494,13 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
         check_refinement_settings(*wanted)
         slot_mask = self._get_slot_mask(input_ids, context_embeds, context_mask, is_generated)  # (batch, seq_len)
+        has_slots = slot_mask is not None
+        given = inputs_embeds if input_ids is None else input_ids
+        if not has_slots and given is not None and self.training and torch.is_grad_enabled():
+            # Zero gradients, not none: other processes wait for those of each trained parameter.
+            slot_mask = torch.zeros(given.shape[:2], dtype=torch.bool, device=given.device)
+            context_embeds = torch.zeros(len(given), 0, self.config.encoder_hidden_size, device=given.device)
+            context_word_ids = slot_mask.new_zeros(len(given), 0, 1).long() if self.config.word_parts else None
         if slot_mask is not None:
             if inputs_embeds is not None and (input_ids is not None or inputs_embeds.shape[:2] != slot_mask.shape):
                 raise ValueError(
@@ -518,17 +527,12 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             use_cache=use_cache,
             **kwargs,
         )
-        last_hidden_state = outputs.last_hidden_state
-        if self.training and (slot_mask is None or len(rows.slot_rows) == 0):
-            # Zero gradients, not none: other processes wait for those of each trained parameter.
-            unused = [parameter.sum() for parameter in self.parameters() if parameter.requires_grad]
-            last_hidden_state = last_hidden_state + 0 * sum(unused)
         return ArcAlignerModelOutputWithPast(
-            last_hidden_state=last_hidden_state,
+            last_hidden_state=outputs.last_hidden_state,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            recursion_depth=None if slot_mask is None else self._stack_depths(slots),
+            recursion_depth=self._stack_depths(slots) if has_slots else None,
         )
 
     def _get_slot_mask(self, input_ids, context_embeds, context_mask, is_generated) -> torch.BoolTensor | None:
@@ -638,8 +642,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
 
     def _embed(self, inputs_embeds, slot_mask, context_embeds, context_word_ids) -> torch.Tensor:
         """`H^(0,0)` (Eq. 2): projected embeddings on slots, frozen ones elsewhere, (batch, seq_len, hidden)."""
-        if context_embeds.shape[1] == 0:
-            return inputs_embeds
+        if context_embeds.shape[1] == 0:  # the sum is 0, and tells its gradient so
+            return inputs_embeds + self.project(context_embeds, context_word_ids).sum().to(inputs_embeds.dtype)
         # A NaN in the padding would not be read, but its gradient would.
         is_real = torch.arange(context_embeds.shape[1], device=slot_mask.device) < slot_mask.sum(dim=1, keepdim=True)
         context_embeds = context_embeds.masked_fill(~is_real[:, :, None], 0.0)

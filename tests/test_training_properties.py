@@ -13,6 +13,9 @@ from tiny_models import (
     randomize,
     tiny_aligner,
 )
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from arcaligner.modeling_arcaligner import ArcAlignerForCausalLM
@@ -205,10 +208,16 @@ def test_accumulating_8_batches_of_1_equals_1_batch_of_8(tmp_path):
 
 @pytest.mark.parametrize("stage", ["reconstruction", "gating"])
 @pytest.mark.parametrize("max_slots", [None, 0, 1])
-def test_batch_without_slots_gives_zero_gradients_not_none(stage, max_slots):
-    """So that a process of DistributedDataParallel that happens on such a batch takes part in the reduction."""
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_batch_without_slots_gives_zero_gradients_not_none(stage, max_slots, is_sharded, request):
+    """So that a process that happens on such a batch takes part in the reduction, also with FSDP2's sharded weights."""
     model = tiny_aligner("llama").train()
     model.set_stage(stage)
+    if is_sharded:
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        request.addfinalizer(distributed.destroy_process_group)
+        for each in (*model.model.backbone.layers, model):
+            fully_shard(each, mesh=init_device_mesh("cpu", (1,)))
     batch = collate(random_rows(model, [0, 0], num_text=8))
     if max_slots is not None:
         batch["context_embeds"] = torch.zeros(2, max_slots, ENCODER_HIDDEN_SIZE)
