@@ -18,7 +18,7 @@ import typer
 
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..files import printable, run_command, write_whole
-from ..model_card import RESULTS_FILE, write_model_card
+from ..hub import RESULTS_FILE, write_model_card
 from .methods import find_method, fingerprint
 from .results import EARLIER_HELP, add_earlier, results_page, write_results
 from .runs import answer_files

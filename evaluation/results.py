@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..files import write_whole
-from ..model_card import METRIC_TITLES, RESULTS_FILE
+from ..hub import METRIC_TITLES, RESULTS_FILE
 from .judge import judged_scores, judges_of
 from .methods import METHODS, find_method, sort_key, title_order
 from .metrics import METRICS, percent_interval, ratio_interval, shown_interval

@@ -18,7 +18,7 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-from tiny_models import randomize
+from tiny_models import float64_throughout, randomize
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -170,6 +170,26 @@ def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory, base_model_dir: Pat
     random_aligner(base_model_dir, processor, seed=2).save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def float64_model_code():
+    """Model code that computes in float64 what it otherwise computes in float32."""
+    with float64_throughout():
+        yield
+
+
+def chat_inputs(processor, asked: str | list[dict], documents: list | None = None, **options) -> dict:
+    """Model inputs for a question or a chat, as a user asks for them."""
+    chat = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    asked_for = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
+    return processor.apply_chat_template(chat, documents=documents, **asked_for | options)
+
+
+def greedy_answer(model, processor, inputs: dict, max_new_tokens: int) -> str:
+    """What `model` answers to the one row of `inputs`."""
+    ids = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+    return processor.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 @pytest.fixture

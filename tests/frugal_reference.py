@@ -13,7 +13,7 @@ class FrugalReference(Reference):
     """`spent` and `prefill` are the operations of the last row's refinement, and of its prefill up to the last slot."""
 
     def __init__(self, model: torch.nn.Module, share: float):
-        super().__init__(model, refine_last_layer=False)
+        super().__init__(model)
         self.share = share
         text = model.config.text_config
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -13,9 +13,12 @@ import copy
 from dataclasses import dataclass, field
 
 import torch
+from tiny_models import collate, for_generate, text_slice
 from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
+
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
 
 @dataclass
@@ -33,10 +36,11 @@ class Reference:
     """Algorithm 1 on the weights of an `ArcAlignerForCausalLM`, in float64.
 
     `weights` holds the aligner's parameters by their names in the model's state dict, as leaves that take gradients.
-    `refine_last_layer=False` leaves out the steps of the last layer, which no text position can see.
+    The steps of the last layer, which no text position can see, are taken in training, where a row ends in a slot, and
+    with `refine_last_layer`.
     """
 
-    def __init__(self, model: nn.Module, *, refine_last_layer: bool = True, attn_implementation: str = "eager"):
+    def __init__(self, model: nn.Module, *, refine_last_layer: bool = False, attn_implementation: str = "eager"):
         self.config = model.config
         self.refine_last_layer = refine_last_layer
         state = {name: value.detach().double().clone() for name, value in model.state_dict().items()}
@@ -60,6 +64,7 @@ class Reference:
         assert is_slot.sum() == len(context_embeds)
         self.slot_mask = is_slot[:, None].double()
         self.training = training
+        self.takes_last_steps = training or self.refine_last_layer or bool(is_slot[-1])
         slot_embeds = self.project(context_embeds.double())
         self.output = ReferenceOutput(
             logits=None,
@@ -117,7 +122,7 @@ class Reference:
 
     def _is_refined(self, layer: int) -> bool:
         gated = range(len(self.layers)) if self.config.gate_layers == "all" else self.config.gate_layers
-        if layer == len(self.layers) - 1 and not self.refine_last_layer:
+        if layer == len(self.layers) - 1 and not self.takes_last_steps:
             return False
         return layer in gated and self.config.gate_mode != "off" and bool(self.slot_mask.any())
 
@@ -143,6 +148,37 @@ class Reference:
                 return functional.linear(x, linear.weight, linear.bias) + self.slot_mask * scale * (x @ down.T @ up.T)
 
             linear.forward = forward
+
+
+@torch.no_grad()
+def assert_matches_reference(model: nn.Module, rows: list, padding_side: str, training: bool = False, **kernel: str):
+    """Logits of every real position and decisions of every slot are those of Algorithm 1. Returns the output."""
+    batch = collate(rows, padding_side)
+    output, reference = model.train(training)(**for_generate(batch)), Reference(model, **kernel)
+    for i, row in enumerate(rows):
+        expected = reference(row.input_ids, row.context_embeds, training=training)
+        place = text_slice(row, batch["input_ids"].shape[1], padding_side)
+        torch.testing.assert_close(output.logits[i, place], expected.logits, **EXACT)
+        if "context_embeds" in batch:
+            num_slots = len(row.context_embeds)
+            assert torch.equal(output.recursion_depth[i, :, :num_slots], expected.recursion_depth)
+            assert (output.recursion_depth[i, :, num_slots:] == -1).all()
+    return output
+
+
+def loss_gradients(model: nn.Module, rows: list, padding_side: str) -> tuple[dict, dict]:
+    """Gradients of the mean NLL by the model and by the reference, by parameter name; the losses are the same."""
+    model.train().zero_grad()
+    reference = Reference(model)
+    loss, expected = model(**collate(rows, padding_side)).loss, reference.loss(rows)
+    torch.testing.assert_close(loss.detach(), expected.detach(), **EXACT)
+    loss.backward()
+    expected.backward()
+    parameters = {name: p for name, p in model.named_parameters() if name in reference.weights}
+    return tuple(
+        {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in each.items()}
+        for each in (parameters, reference.weights)
+    )
 
 
 def stock_model(model: nn.Module, dtype: torch.dtype, attn_implementation: str = "eager") -> nn.Module:

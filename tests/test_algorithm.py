@@ -7,29 +7,14 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from reference import Reference
-from tiny_models import (
-    backbone_config,
-    collate,
-    float64_throughout,
-    for_generate,
-    random_row,
-    random_rows,
-    text_slice,
-    tiny_aligner,
-)
+from reference import EXACT, Reference, assert_matches_reference, loss_gradients
+from tiny_models import backbone_config, collate, for_generate, random_row, random_rows, tiny_aligner
 
 from arcaligner import refinement_arcaligner
 from arcaligner.modeling_arcaligner import SlotDecoderLayer
 from arcaligner.refinement_arcaligner import OpenSlotsSteps, refinement_mask
 
-TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
-
-
-@pytest.fixture(autouse=True)
-def all_float64():
-    with float64_throughout():
-        yield
+pytestmark = pytest.mark.usefixtures("float64_model_code")
 
 
 @pytest.fixture(scope="module")
@@ -51,39 +36,20 @@ def run(model, row, **kwargs):
     return model(input_ids=row.input_ids[None], context_embeds=row.context_embeds[None], **kwargs)
 
 
-def assert_matches_reference(model, rows, padding_side, training=False):
-    """Logits of every real position and decisions of every slot are those of Algorithm 1."""
-    model.train(training)
-    with torch.no_grad():
-        batch = collate(rows, padding_side)
-        output = model(**for_generate(batch))
-        for i, row in enumerate(rows):
-            ends_in_slot = bool(row.input_ids[-1] == model.config.context_token_id)
-            reference = Reference(model, refine_last_layer=training or ends_in_slot)
-            expected = reference(row.input_ids, row.context_embeds, training=training)
-            place = text_slice(row, batch["input_ids"].shape[1], padding_side)
-            torch.testing.assert_close(output.logits[i, place], expected.logits, **TOLERANCE)
-            if "context_embeds" in batch:
-                num_slots = len(row.context_embeds)
-                assert torch.equal(output.recursion_depth[i, :, :num_slots], expected.recursion_depth)
-                assert (output.recursion_depth[i, :, num_slots:] == -1).all()
-    return output
-
-
 # --- Eq. 1 and 2: the slots -----------------------------------------------------------------------
 
 
 def test_eq1_projector_maps_context_embeds_to_slot_embeds(model):
     row = random_row(model, 5)
     expected = Reference(model)(row.input_ids, row.context_embeds).slot_embeds
-    torch.testing.assert_close(model.model.projector(row.context_embeds), expected, **TOLERANCE)
+    torch.testing.assert_close(model.model.projector(row.context_embeds), expected, **EXACT)
 
 
 def test_eq2_slots_replace_embeddings_and_words_keep_theirs(model):
     row = random_row(model, 5)
     expected = Reference(model)(row.input_ids, row.context_embeds).layers[0]
     first = run(model, row, output_hidden_states=True).hidden_states[0][0]
-    torch.testing.assert_close(first, expected, **TOLERANCE)
+    torch.testing.assert_close(first, expected, **EXACT)
     is_slot = row.input_ids == model.config.context_token_id
     words = model.get_input_embeddings()(row.input_ids[~is_slot])
     assert torch.equal(first[~is_slot], words)
@@ -97,7 +63,7 @@ def test_eq3_lora_reaches_slots_and_leaves_text_on_frozen_weights(restored):
     row = random_row(restored, 4)
     output = run(restored, row, output_hidden_states=True)
     expected = Reference(restored)(row.input_ids, row.context_embeds)
-    torch.testing.assert_close(output.hidden_states[1][0], expected.layers[1], **TOLERANCE)
+    torch.testing.assert_close(output.hidden_states[1][0], expected.layers[1], **EXACT)
 
     without = tiny_aligner("llama", gate_mode="off")
     with torch.no_grad():
@@ -122,7 +88,7 @@ def test_eq4_every_layer_applies_the_mandatory_pass_once(restored):
     output = run(restored, row, output_hidden_states=True)
     expected = Reference(restored)(row.input_ids, row.context_embeds)
     for layer in range(restored.config.text_config.num_hidden_layers):
-        torch.testing.assert_close(output.hidden_states[layer][0], expected.layers[layer], **TOLERANCE)
+        torch.testing.assert_close(output.hidden_states[layer][0], expected.layers[layer], **EXACT)
     assert torch.equal(output.recursion_depth, torch.zeros_like(output.recursion_depth))
 
 
@@ -160,7 +126,7 @@ def test_eq6_candidate_is_the_same_layer_applied_to_its_own_output(restored):
     row = random_row(restored, 5)
     output = run(restored, row, output_hidden_states=True)
     expected = Reference(restored)(row.input_ids, row.context_embeds)
-    torch.testing.assert_close(output.hidden_states[1][0], expected.layers[1], **TOLERANCE)
+    torch.testing.assert_close(output.hidden_states[1][0], expected.layers[1], **EXACT)
     restored.config.gate_mode = "off"
     mandatory = run(restored, row, output_hidden_states=True)
     is_slot = row.input_ids == restored.config.context_token_id
@@ -175,13 +141,13 @@ def test_eq7_straight_through_gate_is_hard_forward_and_soft_backward(restored):
         inference = restored.eval()(**batch)
         training = restored.train()(**batch)
     is_text = batch["input_ids"] != restored.config.context_token_id
-    torch.testing.assert_close(training.logits[is_text], inference.logits[is_text], **TOLERANCE)
+    torch.testing.assert_close(training.logits[is_text], inference.logits[is_text], **EXACT)
     assert torch.equal(training.recursion_depth[:, :-1], inference.recursion_depth[:, :-1])
     gradients, expected = loss_gradients(restored, rows, "right")
     gates = [name for name in expected if ".slot_gate." in name]
     assert any(expected[name].abs().max() > 1e-4 for name in gates)
     for name in gates:
-        torch.testing.assert_close(gradients[name], expected[name], msg=name, **TOLERANCE)
+        torch.testing.assert_close(gradients[name], expected[name], msg=name, **EXACT)
 
 
 def test_eq8_only_slots_with_an_open_gate_move(restored):
@@ -217,33 +183,12 @@ def test_closed_gate_stays_closed_so_steps_taken_come_first(restored):
 # --- Eq. 10: the loss -----------------------------------------------------------------------------
 
 
-def loss_gradients(model, rows, padding_side):
-    """Gradients of the mean NLL by the model and by the reference, by parameter name."""
-    model.train()
-    model.zero_grad()
-    reference = Reference(model)
-    loss = model(**collate(rows, padding_side)).loss
-    loss.backward()
-    expected = reference.loss(rows)
-    torch.testing.assert_close(loss.detach(), expected.detach(), **TOLERANCE)
-    expected.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if name in reference.weights}
-    zeros = {name: torch.zeros_like(p) for name, p in reference.weights.items()}
-    return (
-        {name: zeros[name] if grad is None else grad for name, grad in gradients.items()},
-        {name: zeros[name] if p.grad is None else p.grad for name, p in reference.weights.items()},
-    )
-
-
 @pytest.mark.parametrize("gate_mode", ["adaptive", "off", "always"])
 @pytest.mark.parametrize("padding_side", ["left", "right"])
 def test_eq10_loss_and_gradients_of_every_trainable_parameter(restored, gate_mode, padding_side):
     restored.config.gate_mode = gate_mode
     rows = random_rows(restored, [4, 0, 7, 1], seed=2)
-    gradients, expected = loss_gradients(restored, rows, padding_side)
-    assert gradients.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(gradients[name], expected[name], msg=name, **TOLERANCE)
+    torch.testing.assert_close(*loss_gradients(restored, rows, padding_side), **EXACT)
 
 
 # --- Algorithm 1 ----------------------------------------------------------------------------------
@@ -265,7 +210,7 @@ def test_algorithm1_logits_of_text_are_those_of_the_full_last_layer(model):
     row = random_row(model, 6)
     full = Reference(model, refine_last_layer=True)(row.input_ids, row.context_embeds).logits
     is_text = row.input_ids != model.config.context_token_id
-    torch.testing.assert_close(run(model, row).logits[0][is_text], full[is_text], **TOLERANCE)
+    torch.testing.assert_close(run(model, row).logits[0][is_text], full[is_text], **EXACT)
 
 
 def test_algorithm1_with_slots_first_and_last_in_the_prompt(model):
@@ -308,9 +253,7 @@ def test_algorithm1_in_random_cases(data):
     assert_matches_reference(model, rows, padding_side)
     assert_matches_reference(model, rows, padding_side, training=True)
     if any(slot_counts):  # text alone has nothing to train
-        gradients, expected = loss_gradients(model, rows, padding_side)
-        for name in expected:
-            torch.testing.assert_close(gradients[name], expected[name], msg=name, **TOLERANCE)
+        torch.testing.assert_close(*loss_gradients(model, rows, padding_side), **EXACT)
 
 
 @pytest.mark.parametrize("almost_all", [0.0, 0.5, 2.0])  # closed slots are computed too: always, sometimes, never
@@ -378,7 +321,7 @@ def test_attention_without_a_mask_of_rows_and_columns_refines_the_whole_prefix(m
 
     monkeypatch.setattr(SlotDecoderLayer, "_slot_pass", prefix_pass)
     is_real = batch["attention_mask"].bool()
-    torch.testing.assert_close(model(**batch).logits[is_real], expected[is_real], **TOLERANCE)
+    torch.testing.assert_close(model(**batch).logits[is_real], expected[is_real], **EXACT)
     assert len(calls) == model.config.text_config.num_hidden_layers - 1
 
 

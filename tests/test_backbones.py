@@ -8,17 +8,15 @@ import copy
 
 import pytest
 import torch
-from reference import Reference, stock_model
+from reference import EXACT, Reference, assert_matches_reference, loss_gradients, stock_model
 from tiny_models import (
     BACKBONES,
     ENCODER_HIDDEN_SIZE,
     VOCAB_SIZE,
     collate,
-    float64_throughout,
     for_generate,
     random_row,
     random_rows,
-    text_slice,
     tiny_aligner,
 )
 from transformers import AutoConfig, DynamicCache, StaticCache
@@ -26,18 +24,10 @@ from transformers import AutoConfig, DynamicCache, StaticCache
 from arcaligner.configuration_arcaligner import ArcAlignerConfig
 from arcaligner.modeling_arcaligner import ArcAlignerForCausalLM, ArcAlignerModel
 
-EXACT = {"rtol": 1e-9, "atol": 1e-9}
 SLOT_COUNTS = [4, 0, 9, 1]
 
 in_float64 = pytest.mark.usefixtures("float64_model_code")
 every_backbone = pytest.mark.parametrize("backbone", list(BACKBONES))
-both_sides = pytest.mark.parametrize("padding_side", ["left", "right"])
-
-
-@pytest.fixture
-def float64_model_code():
-    with float64_throughout():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +41,6 @@ def models():
         return made[backbone].eval()
 
     return get
-
-
-def without_labels(batch):
-    return {key: value for key, value in batch.items() if key != "labels"}
 
 
 def prompt(model, num_slots=4, **kwargs):
@@ -88,62 +74,26 @@ def test_text_without_slots_is_the_base_model_bit_for_bit(backbone, dtype, atten
 
 @in_float64
 @every_backbone
-@both_sides
-def test_slots_follow_algorithm_1(models, backbone, padding_side):
-    model = models(backbone)
-    reference = Reference(model, refine_last_layer=False)
-    rows = random_rows(model, SLOT_COUNTS)
-    batch = collate(rows, padding_side)
-    with torch.no_grad():
-        output = model(**without_labels(batch))
-        for i, row in enumerate(rows):
-            expected = reference(row.input_ids, row.context_embeds)
-            place = text_slice(row, batch["input_ids"].shape[1], padding_side)
-            torch.testing.assert_close(output.logits[i, place], expected.logits, **EXACT)
-            assert torch.equal(output.recursion_depth[i, :, : len(row.context_embeds)], expected.recursion_depth)
+@pytest.mark.parametrize("padding_side, attention", [("left", "sdpa"), ("right", "eager")])
+def test_slots_follow_algorithm_1_row_by_row_in_each_kernel(backbone, padding_side, attention):
+    if backbone == "gemma2":
+        attention = "eager"  # the only one it has
+    model = tiny_aligner(backbone, attn_implementation=attention)
+    assert model.config.text_config._attn_implementation == attention
+    assert_matches_reference(model, random_rows(model, SLOT_COUNTS), padding_side)
 
 
-@both_sides
-def test_plain_float64_follows_algorithm_1(padding_side):
+def test_plain_float64_follows_algorithm_1():
     """Without the mode above: what Llama computes in float32 rounds alike on both sides."""
     model = tiny_aligner("llama")
-    rows = random_rows(model, SLOT_COUNTS, seed=3)
-    batch = collate(rows, padding_side)
-    reference = Reference(model, refine_last_layer=False, attn_implementation="sdpa")
-    with torch.no_grad():
-        logits = model(**without_labels(batch)).logits
-        for i, row in enumerate(rows):
-            place = text_slice(row, batch["input_ids"].shape[1], padding_side)
-            expected = reference(row.input_ids, row.context_embeds).logits
-            torch.testing.assert_close(logits[i, place], expected, **EXACT)
+    assert_matches_reference(model, random_rows(model, SLOT_COUNTS, seed=3), "right", attn_implementation="sdpa")
 
 
 @in_float64
 @every_backbone
 def test_gradients_follow_algorithm_1(backbone):
-    model = tiny_aligner(backbone).train()
-    reference = Reference(model)
-    rows = random_rows(model, SLOT_COUNTS, seed=1)
-    model(**collate(rows, "left")).loss.backward()
-    reference.loss(rows).backward()
-    parameters = dict(model.named_parameters())
-    for name, weight in reference.weights.items():
-        torch.testing.assert_close(parameters[name].grad, weight.grad, msg=name, **EXACT)
-
-
-@in_float64
-@every_backbone
-@both_sides
-def test_batch_equals_one_by_one(models, backbone, padding_side):
-    model = models(backbone)
-    rows = random_rows(model, SLOT_COUNTS, seed=2)
-    batch = collate(rows, padding_side)
-    with torch.no_grad():
-        together = model(**without_labels(batch))
-        for i, row in enumerate(rows):
-            alone = model(**without_labels(collate([row])))
-            place = text_slice(row, batch["input_ids"].shape[1], padding_side)
-            torch.testing.assert_close(together.logits[i, place], alone.logits[0], **EXACT)
+    model = tiny_aligner(backbone)
+    torch.testing.assert_close(*loss_gradients(model, random_rows(model, SLOT_COUNTS, seed=1), "left"), **EXACT)
 
 
 # --- Caches and generation ------------------------------------------------------------------------
@@ -301,24 +251,6 @@ def test_context_token_is_never_generated(context_token_id):
 
 
 # --- Kernels, checkpointing, precision ------------------------------------------------------------
-
-
-@in_float64
-@every_backbone
-@both_sides
-def test_sdpa_equals_eager(backbone, padding_side):
-    if backbone == "gemma2":
-        pytest.skip("transformers has no sdpa for Gemma-2: it caps attention scores")
-    outputs = []
-    for attention in ("sdpa", "eager"):
-        model = tiny_aligner(backbone, attn_implementation=attention)
-        assert model.config.text_config._attn_implementation == attention
-        batch = collate(random_rows(model, SLOT_COUNTS), padding_side)
-        with torch.no_grad():
-            outputs.append(model(**without_labels(batch)))
-    real = batch["attention_mask"].bool()
-    torch.testing.assert_close(outputs[0].logits[real], outputs[1].logits[real], **EXACT)
-    assert torch.equal(outputs[0].recursion_depth, outputs[1].recursion_depth)
 
 
 @every_backbone

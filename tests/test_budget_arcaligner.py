@@ -5,21 +5,16 @@ import torch
 from frugal_reference import FrugalReference
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from tiny_models import collate, float64_throughout, for_generate, random_row, random_rows, text_slice, tiny_aligner
+from reference import EXACT
+from tiny_models import collate, for_generate, random_row, random_rows, text_slice, tiny_aligner
 from torch.utils.flop_counter import FlopCounterMode
 
 from arcaligner.modeling_arcaligner import SlotDecoderLayer
 from arcaligner.refinement_arcaligner import OpenSlotsSteps
 
-TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
+pytestmark = pytest.mark.usefixtures("float64_model_code")
 SHARES = [0.01, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6]
 RANDOM_CASES = settings(max_examples=15, deadline=None, derandomize=True, phases=[Phase.generate, Phase.shrink])
-
-
-@pytest.fixture(autouse=True)
-def all_float64():
-    with float64_throughout():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +54,7 @@ def test_most_confident_slots_are_refined_within_the_budget_of_each_row(data, sh
     for i, row in enumerate(rows):
         expected = reference(row.input_ids, row.context_embeds)
         place = text_slice(row, batch["input_ids"].shape[1], padding_side)
-        torch.testing.assert_close(output.logits[i, place], expected.logits, **TOLERANCE)
+        torch.testing.assert_close(output.logits[i, place], expected.logits, **EXACT)
         assert reference.spent <= share * reference.prefill
         if "context_embeds" in batch:
             assert torch.equal(output.recursion_depth[i, :, : len(row.context_embeds)], expected.recursion_depth)
@@ -117,7 +112,7 @@ def test_a_budget_without_end_leaves_the_gates_to_themselves(model):
     for share in (float("inf"), 1e300, 1000):
         output = read(model, batch, share)
         assert torch.equal(output.recursion_depth, free.recursion_depth)
-        torch.testing.assert_close(output.logits, free.logits, **TOLERANCE)
+        torch.testing.assert_close(output.logits, free.logits, **EXACT)
     assert (free.recursion_depth == 2).any()
 
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from conftest import chat_inputs, greedy_answer
 from transformers import AutoModelForCausalLM, TextGenerationPipeline, TextIteratorStreamer
 
 from arcaligner import ArcAlignerPipeline
@@ -44,24 +45,8 @@ def ask_base_model(base_model_dir, processor):
     return TextGenerationPipeline(model=base, tokenizer=tokenizer, task="text-generation", **settings)
 
 
-def encode(processor, messages, documents):
-    return processor.apply_chat_template(
-        messages,
-        documents=documents,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
-
-
-def generate(model, processor, inputs) -> str:
-    ids = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
-    return processor.tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
 def test_question_gets_the_answer_that_the_model_generates(ask, model, processor):
-    expected = generate(model, processor, encode(processor, CHAT, DOCUMENTS))
+    expected = greedy_answer(model, processor, chat_inputs(processor, CHAT, DOCUMENTS), NEW_TOKENS)
     assert ask(ROWS[0]) == [{"generated_text": expected}]
 
 
@@ -86,7 +71,7 @@ def test_string_with_documents_is_a_question(ask):
 
 def test_earlier_turns_are_kept_and_the_slots_stand_in_the_first(ask, model, processor):
     chat = [*CHAT, {"role": "assistant", "content": "Ada."}, {"role": "user", "content": "When?"}]
-    expected = generate(model, processor, encode(processor, chat, DOCUMENTS))
+    expected = greedy_answer(model, processor, chat_inputs(processor, chat, DOCUMENTS), NEW_TOKENS)
     output = ask(chat, documents=DOCUMENTS)[0]["generated_text"]
     assert output == [*chat, {"role": "assistant", "content": expected}]
 
@@ -131,7 +116,7 @@ def test_a_generator_of_rows_is_answered_lazily(ask):
 
 
 def test_question_without_documents_has_the_slot_of_no_passages(ask, model, processor):
-    expected = generate(model, processor, encode(processor, CHAT, []))
+    expected = greedy_answer(model, processor, chat_inputs(processor, CHAT, []), NEW_TOKENS)
     records = ask({"question": QUESTION}, return_slots=True)
     assert records[0]["generated_text"] == expected
     assert records[0]["statistics"]["slots"] == 1 and records[0]["segments"] == []
@@ -147,7 +132,7 @@ def test_slots_tell_their_segments_trajectories_and_rate(ask, model, processor):
         "Nobody else knew.",
         "The riding was created in 1924.",
     ]
-    inputs = encode(processor, CHAT, DOCUMENTS)
+    inputs = chat_inputs(processor, CHAT, DOCUMENTS)
     depth = model(**inputs).recursion_depth[0]  # (num_layers, num_slots)
     expected = [[format_trajectory(each) for each in layer] for layer in depth.tolist()]
     assert record["trajectories"] == expected
@@ -174,7 +159,7 @@ def test_streamer_that_shows_the_prompt_survives_slots(ask, processor):
 
 def test_generation_options_reach_the_model(ask, model, processor):
     beams = ask(ROWS[0], num_beams=3, num_return_sequences=2, return_slots=True)
-    inputs = encode(processor, CHAT, DOCUMENTS)
+    inputs = chat_inputs(processor, CHAT, DOCUMENTS)
     ids = model.generate(**inputs, max_new_tokens=NEW_TOKENS, num_beams=3, num_return_sequences=2)
     texts = processor.tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert [record["generated_text"] for record in beams] == texts
@@ -196,9 +181,9 @@ def test_backbone_without_chat_template_gets_the_plain_prompt(ask, model, proces
     ask.processor = copy.deepcopy(processor)
     ask.processor.chat_template = None
     inputs = processor(text=QUESTION, documents=DOCUMENTS, return_tensors="pt")
-    expected = generate(model, processor, inputs)
+    expected = greedy_answer(model, processor, inputs, NEW_TOKENS)
     assert ask(ROWS[0]) == [{"generated_text": expected}]
-    assert expected != generate(model, processor, encode(processor, CHAT, DOCUMENTS))
+    assert expected != greedy_answer(model, processor, chat_inputs(processor, CHAT, DOCUMENTS), NEW_TOKENS)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import ENCODER_WIDTH
+from conftest import ENCODER_WIDTH, chat_inputs
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from reference import stock_model
+from reference import EXACT, stock_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import (
@@ -25,7 +25,6 @@ from tiny_models import (
     WINDOW,
     backbone_config,
     collate,
-    float64_throughout,
     random_row,
     random_rows,
     tiny_aligner,
@@ -41,7 +40,6 @@ from arcaligner.prefix_store_arcaligner import (
     split_slot_prefixes,
 )
 
-EXACT = {"rtol": 1e-9, "atol": 1e-9}
 FIVE_TOKENS = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 FINGERPRINT = {"base_model": "ours", "gate_threshold": 0.5, "passages": "abc"}
 QUESTIONS = ["Who wrote it?", "What sport does Radik Zhaparov play, and since when?", "When?"]
@@ -74,12 +72,6 @@ def models(processor):
     return functools.cache(functools.partial(make_model, processor))
 
 
-@pytest.fixture
-def float64_model_code():
-    with float64_throughout():
-        yield
-
-
 def embeddings(num_slots, seed=0):
     return torch.randn(num_slots, ENCODER_WIDTH, generator=torch.Generator().manual_seed(seed))
 
@@ -91,17 +83,7 @@ def generate(model, inputs, **kwargs):
 
 
 def without_store(model, processor, question, documents=None, context_embeds=None, gates=None, **slots):
-    chat = [{"role": "user", "content": question}] if isinstance(question, str) else question
-    inputs = processor.apply_chat_template(
-        chat,
-        documents=documents,
-        context_embeds=context_embeds,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-        **slots,
-    )
+    inputs = chat_inputs(processor, question, documents, context_embeds=context_embeds, **slots)
     return generate(model, inputs, **(gates or {}))
 
 
@@ -209,9 +191,7 @@ def test_beams_continue_from_kept_prefixes(model, processor):
     inputs["past_key_values"].batch_repeat_interleave(3)
     answers = model.generate(**inputs, **FIVE_TOKENS, num_beams=3)[:, inputs["input_ids"].shape[1] :]
     for row in range(2):
-        chat = [{"role": "user", "content": QUESTIONS[row]}]
-        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-        alone = processor.apply_chat_template(chat, context_embeds=embeds[row], **options)
+        alone = chat_inputs(processor, QUESTIONS[row], context_embeds=embeds[row])
         expected = model.generate(**alone, **FIVE_TOKENS, num_beams=3)[0, alone["input_ids"].shape[1] :]
         assert torch.equal(answers[row], expected)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ENCODER_WIDTH, random_aligner
+from conftest import ENCODER_WIDTH, chat_inputs, random_aligner
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -216,16 +216,7 @@ def test_words_travel_with_embeddings_that_were_made_before(words_model, words_p
 
 @pytest.mark.parametrize("rate", [3, "segment"])
 def test_pipeline_and_kept_prefixes_answer_as_the_model_does_at_each_rate(words_model, words_processor, rate):
-    messages = [{"role": "user", "content": QUESTION}]
-    inputs = words_processor.apply_chat_template(
-        messages,
-        documents=DOCUMENTS,
-        tokens_per_slot=rate,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
+    inputs = chat_inputs(words_processor, QUESTION, DOCUMENTS, tokens_per_slot=rate)
     answer = words_model.generate(**inputs, max_new_tokens=6, do_sample=False)[:, inputs["input_ids"].shape[1] :]
     expected = words_processor.batch_decode(answer, skip_special_tokens=True)[0]
     ask = ArcAlignerPipeline(words_model, words_processor)
@@ -236,10 +227,10 @@ def test_pipeline_and_kept_prefixes_answer_as_the_model_does_at_each_rate(words_
     batch = ask([row, "plain text", row], tokens_per_slot=rate, max_new_tokens=6, batch_size=3)
     assert [batch[0][0]["generated_text"], batch[2][0]["generated_text"]] == [expected] * 2
     store = words_model.slot_prefix_store(words_processor)
-    kept = store.prepare(messages, DOCUMENTS, tokens_per_slot=rate)
+    kept = store.prepare(QUESTION, DOCUMENTS, tokens_per_slot=rate)
     found = words_model.generate(**kept, max_new_tokens=6, do_sample=False)[:, kept["input_ids"].shape[1] :]
     assert torch.equal(found, answer)
-    store.prepare(messages, DOCUMENTS, tokens_per_slot={3: "segment", "segment": 3}[rate])
+    store.prepare(QUESTION, DOCUMENTS, tokens_per_slot={3: "segment", "segment": 3}[rate])
     assert store.misses == 2
 
 

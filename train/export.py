@@ -16,7 +16,7 @@ import torch
 import typer
 
 from ..files import digest_files, run_command
-from ..model_card import RECIPE_FILE, RESULTS_FILE, write_model_card
+from ..hub import RECIPE_FILE, RESULTS_FILE, write_model_card
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from .run import save_stage

@@ -25,7 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..configuration_arcaligner import written_whole
 from ..files import exit_on_user_error, printable, write_whole
-from ..model_card import RECIPE_FILE, write_model_card
+from ..hub import RECIPE_FILE, write_model_card
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from .corpora import FILES, check_files

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from conftest import greedy_answer
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import randomize
@@ -29,18 +30,13 @@ NEW_TOKENS = 4
 pytestmark = pytest.mark.usefixtures("few_tokens")
 
 
-def generate(model, processor, inputs) -> str:
-    output = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
-    return processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
-
-
 def test_text_is_read_by_the_bare_backbone(model, processor, base_model_dir):
     answerer = TextAnswerer(model, processor, lambda rows: [passages_text(row) for row in rows])
     base = AutoModelForCausalLM.from_pretrained(base_model_dir)
     answers = answerer.answer(ROWS)
     for row, answer in zip(ROWS, answers, strict=True):
         inputs = text_inputs(processor, [full_text(row)])
-        assert answer.text == generate(base, processor, inputs)
+        assert answer.text == greedy_answer(base, processor, inputs, NEW_TOKENS).strip()
         assert answer.prompt_ids == inputs["input_ids"][0].tolist()
         num_tokens = len(processor.tokenizer(passages_text(row), add_special_tokens=False)["input_ids"])
         assert answer.context_tokens == answer.passage_tokens == num_tokens
@@ -53,7 +49,7 @@ def test_slots_are_read_in_the_gate_mode_that_is_asked_for_alone(model, processo
     model.config.gate_mode = gate_mode
     for row, answer in zip(ROWS, answers, strict=True):
         inputs = slot_inputs(processor, [row])
-        assert answer.text == generate(model, processor, inputs)
+        assert answer.text == greedy_answer(model, processor, inputs, NEW_TOKENS).strip()
         assert answer.context_tokens == len(processor.segment_documents(row["passages"]))
         assert answer.prompt_ids.count(model.config.context_token_id) == answer.context_tokens
 
@@ -177,4 +173,4 @@ def test_slots_with_words_are_read_with_them(base_model_dir, processor):
     for row, answer in zip(ROWS, answers, strict=True):
         inputs = slot_inputs(processor, [row], tokens_per_slot=4)
         assert inputs["context_word_ids"].shape[1] == answer.context_tokens
-        assert answer.text == generate(model, processor, inputs)
+        assert answer.text == greedy_answer(model, processor, inputs, NEW_TOKENS).strip()

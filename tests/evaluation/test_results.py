@@ -18,7 +18,7 @@ from arcaligner.evaluation.results import (
 )
 from arcaligner.evaluation.runs import AnswerFile
 from arcaligner.files import digest
-from arcaligner.model_card import write_model_card
+from arcaligner.hub import write_model_card
 
 
 def answer(number: int, f1: float, em: float = 0.0, context: int = 2) -> dict:

@@ -4,6 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from conftest import chat_inputs
 from training_rows import passage_rows, question_rows
 
 from arcaligner.files import stable_number
@@ -50,13 +51,7 @@ def test_templates_are_those_of_the_paper_fixed_by_the_id_and_used_about_equally
 def test_a_question_has_the_prompt_of_inference(processor, builder):
     for row in question_rows(3):
         (example,) = builder.question_examples([row])
-        prompt = processor.apply_chat_template(
-            [{"role": "user", "content": row["question"]}],
-            documents=row["passages"],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-        )["input_ids"][0]
+        prompt = chat_inputs(processor, row["question"], row["passages"])["input_ids"][0].tolist()
         (turn,) = example.turns
         answer = processor.tokenizer(row["answers"][0] + "<|im_end|>")["input_ids"]
         whole = example.head + [processor.context_token_id] * len(example.segments) + turn.input_ids

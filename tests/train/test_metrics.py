@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from conftest import chat_inputs, greedy_answer
 from training_recipes import RecipeWriter, parameters, run
 from training_rows import question_rows, write_rows
 
@@ -180,16 +181,8 @@ def asked(model, processor):
     """Five questions as examples and their scores when asked alone; row 2's golds have what the model says first."""
     rows, scores = question_rows(5), []
     for number, row in enumerate(rows):
-        inputs = processor.apply_chat_template(
-            [{"role": "user", "content": row["question"]}],
-            documents=row["passages"],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
-        output = model.generate(**inputs, max_new_tokens=metrics.MAX_NEW_TOKENS, do_sample=False)
-        text = processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        inputs = chat_inputs(processor, row["question"], row["passages"])
+        text = greedy_answer(model, processor, inputs, metrics.MAX_NEW_TOKENS)
         if number == 2:
             row["answers"] = [*row["answers"], text]
         scores.append((contains_match(text, row["answers"]), token_f1(text, row["answers"])))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from conftest import chat_inputs
 from peft import LoraConfig
 from training_recipes import RecipeWriter, parameters, run
 from training_rows import question_rows
@@ -123,14 +124,7 @@ def test_a_stage_leaves_a_folder_that_answers_at_its_rates(stages):
     processor = ArcAlignerProcessor.from_pretrained(str(stages["gating"]))
     model = ArcAlignerForCausalLM.from_pretrained(str(stages["gating"]))
     assert model.config.gate_mode == "adaptive"
-    inputs = processor.apply_chat_template(
-        [{"role": "user", "content": "Who?"}],
-        documents=["It was Ada. Nobody else."],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
+    inputs = chat_inputs(processor, "Who?", ["It was Ada. Nobody else."])
     assert "context_word_ids" in inputs
     assert model.generate(**inputs, max_new_tokens=4, do_sample=False).shape[1] > inputs["input_ids"].shape[1]
 

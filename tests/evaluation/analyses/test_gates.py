@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from conftest import chat_inputs
 from training_rows import question_rows, write_rows
 
 from arcaligner.evaluation.analyses import __main__ as commands
@@ -22,15 +23,7 @@ def rows() -> list[dict]:
 @torch.inference_mode()
 def plain_loops(model, processor, row) -> np.ndarray:
     """Loops of a row's slots, asked alone, (num_layers, num_slots)."""
-    inputs = processor.apply_chat_template(
-        [{"role": "user", "content": row["question"]}],
-        documents=row["passages"],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
-    return model(**inputs).recursion_depth[0].numpy() + 1
+    return model(**chat_inputs(processor, row["question"], row["passages"])).recursion_depth[0].numpy() + 1
 
 
 def test_loops_are_those_of_each_question_alone(model, processor, rows):

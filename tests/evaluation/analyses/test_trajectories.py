@@ -5,6 +5,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from conftest import chat_inputs
 
 from arcaligner import ArcAlignerPipeline
 from arcaligner.evaluation.analyses import trajectories as module
@@ -23,14 +24,7 @@ def ask(model, processor) -> ArcAlignerPipeline:
 def test_colours_are_the_loops_of_each_slot_at_each_layer(ask):
     row = CASES[0]
     case = trace(ask, row)
-    inputs = ask.processor.apply_chat_template(
-        [{"role": "user", "content": row["question"]}],
-        documents=row["passages"],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
+    inputs = chat_inputs(ask.processor, row["question"], row["passages"])
     loops = ask.model(**inputs).recursion_depth[0].numpy().T + 1  # (num_slots, num_layers)
     figure = draw(case, max_loops=3)
     axes, bar = figure.axes
