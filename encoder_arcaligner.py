@@ -11,8 +11,9 @@ from transformers import AutoConfig, AutoTokenizer
 
 from .configuration_arcaligner import longest_prompt, missing_model_message, resolve_encoder
 
-# Texts per batch. They are sorted by length, so that small batches hold hardly any padding.
-RUN_BATCH, ENCODE_BATCH = 16, 64
+# Texts per batch on the CPU and elsewhere. They are sorted by length: small batches hold hardly any padding.
+CPU_BATCH, DEVICE_BATCH = 8, 64
+DTYPES = ("float32", "bfloat16", "auto")
 # Folder of a checkpoint, with the encoder that was trained with the aligner.
 ENCODER_FOLDER = "encoder"
 
@@ -67,12 +68,14 @@ class LazyEncoder:
     """The sentence encoder, loaded on first use. Shared, not copied, when a processor is copied or saved.
 
     With `folder`, a sentence-transformers folder of LoRA weights that were trained along with the aligner, these are
-    added to the encoder `name_or_path`.
+    added to the encoder `name_or_path`. Of `dtype`, one of `DTYPES`, `"auto"` is decided when
+    it is loaded.
     """
 
-    def __init__(self, name_or_path: str, folder: str | None = None):
-        self.name_or_path = name_or_path
-        self.folder = folder
+    def __init__(self, name_or_path: str, folder: str | None = None, dtype: str = "float32"):
+        if dtype not in DTYPES:
+            raise ValueError(f"`encoder_dtype` is {dtype!r}; expected one of {', '.join(DTYPES)}.")
+        self.name_or_path, self.folder, self.dtype = name_or_path, folder, dtype
         self.device = None
         self._model = self._tokenizer = self._untrained = None
 
@@ -90,6 +93,12 @@ class LazyEncoder:
             self._model = self._load()
             for layer in self._lora_layers():
                 layer.merge()
+            if self.dtype == "auto":
+                # Without AMX bfloat16 is no faster than float32: measured with AVX-512, with and without its bfloat16.
+                has_amx = self._model.device.type == "cpu" and torch.cpu.get_capabilities().get("amx_bf16", False)
+                self.dtype = "bfloat16" if has_amx else "float32"
+            if self.dtype == "bfloat16":
+                self.cast(torch.bfloat16)
         elif self.device is not None and self._model.device != torch.device(self.device):
             self._model.to(self.device)
         return self._model
@@ -103,8 +112,7 @@ class LazyEncoder:
             raise OSError(missing_model_message("encoder", self.name_or_path, error)) from error
         if self.folder is not None:
             model.load_adapter(self.folder)
-            model.eval().requires_grad_(False)
-        return model
+        return model.eval().requires_grad_(False)
 
     @property
     def tokenizer(self):
@@ -124,7 +132,7 @@ class LazyEncoder:
         if self.folder is None:
             return self
         if self._untrained is None:
-            self._untrained = LazyEncoder(self.name_or_path)
+            self._untrained = LazyEncoder(self.name_or_path, dtype=self.dtype)
         self._untrained.device = self.device
         return self._untrained
 
@@ -145,6 +153,8 @@ class LazyEncoder:
         """
         from peft import LoraConfig
 
+        if self.dtype != "float32":  # what LoRA was added to is rounded, and would not become what it was
+            self.dtype, self._model = "float32", None
         if not self._lora_layers():
             # A pooler is not read: it would get no gradient.
             config = LoraConfig(
@@ -165,9 +175,10 @@ class LazyEncoder:
 
     def cast(self, dtype: torch.dtype, lora_dtype: torch.dtype = torch.float32) -> None:
         """Casts the encoder to `dtype` and its LoRA to `lora_dtype`: in bfloat16 small updates would be lost."""
+        weights = [(weight, weight.data) for weight in self.lora_weights()]
         self.model.to(dtype)
-        for weight in self.lora_weights():
-            weight.data = weight.data.to(lora_dtype)
+        for weight, values in weights:
+            weight.data = values.to(weight.device, lora_dtype)
 
     def save(self, folder: Path) -> None:
         """Writes the encoder's LoRA as a sentence-transformers folder, which needs the base encoder only."""
@@ -186,10 +197,10 @@ class LazyEncoder:
             return max(2, len(text) // longest)
         return -(-len(self.tokenizer(text, truncation=False, verbose=False)["input_ids"]) // limit)
 
+    @torch.no_grad()
     def encode(self, texts: Sequence[str]) -> torch.Tensor:
         """Normalized embeddings (len(texts), encoder_hidden_size), float32 on the CPU, without a gradient."""
-        options = {"normalize_embeddings": True, "convert_to_tensor": True, "show_progress_bar": False}
-        return self.model.encode(list(texts), batch_size=ENCODE_BATCH, **options).float().cpu()
+        return self.encode_runs(texts, (), None).cpu() if len(texts) else torch.empty(0)
 
     def encode_runs(
         self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]] | None
@@ -209,8 +220,9 @@ class LazyEncoder:
         """
         order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # texts of like length share a batch
         pooled: list[torch.Tensor] = [torch.empty(0)] * len(texts)  # each (num_runs, encoder_hidden_size)
-        for first in range(0, len(order), RUN_BATCH):
-            batch = order[first : first + RUN_BATCH]
+        size = CPU_BATCH if self.model.device.type == "cpu" else DEVICE_BATCH
+        for first in range(0, len(order), size):
+            batch = order[first : first + size]
             some = [texts[number] for number in batch]
             if ends is None:
                 found = self._text_embeds(some)[:, None]
@@ -236,7 +248,7 @@ class LazyEncoder:
         weights = torch.zeros(len(texts), max(map(len, ends)), states.shape[1])
         for row, own in enumerate(map(_run_weights, offsets, starts, ends)):
             weights[row, : own.shape[0], : own.shape[1]] = torch.from_numpy(own)
-        means = weights.to(states) @ states  # (texts, max_runs, encoder_hidden_size)
+        means = weights.to(states.device) @ states.float()  # (texts, max_runs, encoder_hidden_size)
         return [of_text[: len(own)] for of_text, own in zip(means, ends, strict=True)]
 
     def _token_states(self, texts: list[str]) -> tuple[torch.Tensor, list[np.ndarray]]:

@@ -213,7 +213,7 @@ class DocumentEncoder:
             `ValueError`: a checkpoint without.
         """
         folder = find_encoder_folder(str(checkpoint), revision)
-        self._encoder, self.trained_encoder = LazyEncoder(self.encoder_name_or_path, folder), True
+        self._encoder, self.trained_encoder = LazyEncoder(self.encoder_name_or_path, folder, self.encoder_dtype), True
 
     def train_encoder(self, lora_r: int) -> list[torch.nn.Parameter]:
         """Adds LoRA of rank `lora_r` to the encoder, unless it has it, and returns its weights, ready to be trained.

@@ -77,6 +77,9 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         tokenizer (`PreTrainedTokenizerBase`): The backbone's.
         encoder_name_or_path (`str`, defaults to all-MiniLM-L6-v2): Sentence encoder, for sentence-transformers.
         encoder_hidden_size (`int`, defaults to 384): Its width `d_r`.
+        encoder_dtype (`str`, defaults to `"float32"`):
+            What it computes in. `"bfloat16"` is twice as fast on CPUs with AMX, and slower on others; `"auto"` is the
+            faster one on this machine.
         context_token (`str`, defaults to `"<context>"`): How a slot is shown when ids are decoded.
         context_token_id (`int`, *optional*): Id of a slot, outside of the tokenizer's. Default: `len(tokenizer)`.
         sentences_per_segment (`int` or `float`, defaults to 1): 0.5, 1 or n sentences a slot (the paper's 12x, 24x,
@@ -114,6 +117,7 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         trained_encoder: bool = False,
         max_prompt_length: int | None = None,
         chat_template: str | None = None,
+        encoder_dtype: str = "float32",
     ):
         names = {"encoder_name_or_path": encoder_name_or_path, "spacy_model": spacy_model}
         sizes = {"encoder_hidden_size": encoder_hidden_size, "context_token_id": context_token_id}
@@ -137,7 +141,8 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         self.context_words = context_words
         self.max_prompt_length = max_prompt_length
         self.trained_encoder = trained_encoder
-        self._encoder = LazyEncoder(encoder_name_or_path)
+        self.encoder_dtype = encoder_dtype
+        self._encoder = LazyEncoder(encoder_name_or_path, dtype=encoder_dtype)
         self.auto_map = {"AutoProcessor": "processing_arcaligner.ArcAlignerProcessor"}
         super().__init__(tokenizer, chat_template=chat_template or tokenizer.chat_template)
 

@@ -64,6 +64,7 @@ def slot_settings(processor, tokens_per_slot: int | str | None = None) -> dict[s
     return {
         "encoder": processor.encoder_name_or_path,
         "encoder_hidden_size": processor.encoder_hidden_size,
+        "encoder_dtype": str(processor.sentence_encoder.dtype).removeprefix("torch."),
         "sentences_per_segment": processor.sentences_per_segment,
         "spacy_model": processor.spacy_model,
         "tokens_per_slot": processor.check_slot_settings(tokens_per_slot=tokens_per_slot),
@@ -131,7 +132,7 @@ class Corpus:
             `ValueError`: the first setting that differs, with both values.
         """
         found = slot_settings(processor) | {"tokens_per_slot": self.settings["tokens_per_slot"]} | wanted
-        known = dict(self.settings)
+        known = {"encoder_dtype": "float32"} | self.settings  # which older ones do not tell
         probes = [torch.tensor(each.pop("probe")) for each in (found, known)]
         is_same = probes[0].shape == probes[1].shape and float(probes[0] @ probes[1]) >= MIN_SIMILARITY
         if not is_same:

@@ -1,0 +1,84 @@
+"""The sentence encoder's batches and its dtype; embeddings of two dtypes are not mixed."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
+
+TEXTS = ["It was written by Ada, and nobody else knew.", "", "Radik has competed since 2003."] * 4
+# Of the dtype: eight bits.
+ROUNDED = {"rtol": 0, "atol": 0.02}
+
+
+@pytest.fixture
+def load(checkpoint_dir):
+    """A processor of the tiny checkpoint, or of another folder, whose encoder computes in a dtype."""
+    return lambda dtype, folder=checkpoint_dir: ArcAlignerProcessor.from_pretrained(folder, encoder_dtype=dtype)
+
+
+@pytest.fixture
+def trained(load, tmp_path):
+    """A checkpoint with an encoder that was trained along."""
+    processor = load("float32")
+    for weight in processor.train_encoder(lora_r=2):
+        torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(0))
+    processor.save_pretrained(tmp_path / "trained")
+    return tmp_path / "trained"
+
+
+def test_texts_are_encoded_as_sentence_transformers_does(processor):
+    expected = processor.sentence_encoder.encode(TEXTS, normalize_embeddings=True, convert_to_tensor=True)
+    torch.testing.assert_close(processor.encode_segments(TEXTS), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("folder", ["checkpoint_dir", "trained"])
+def test_bfloat16_rounds_the_embeddings_which_stay_normalized_and_float32(load, folder, request):
+    folder = request.getfixturevalue(folder)
+    exact, rounded = load("float32", folder), load("bfloat16", folder)
+    for rate in ("segment", 3):
+        expected = exact.encode_documents(TEXTS, tokens_per_slot=rate).context_embeds
+        found = rounded.encode_documents(TEXTS, tokens_per_slot=rate).context_embeds
+        torch.testing.assert_close(found, expected, **ROUNDED)
+        assert not torch.equal(found, expected)
+        torch.testing.assert_close(found.norm(dim=1), torch.ones(len(found)))
+
+
+@pytest.mark.parametrize(("capabilities", "dtype"), [({"amx_bf16": True}, torch.bfloat16), ({}, torch.float32)])
+def test_auto_is_bfloat16_where_the_processor_multiplies_matrices_of_it(
+    load, trained, monkeypatch, capabilities, dtype, tmp_path
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    processor = load("auto", trained)
+    processor.encoder_device = "cpu"
+    assert processor.sentence_encoder.dtype == dtype == processor._encoder.untrained.model.dtype
+    processor.save_pretrained(tmp_path / "saved")  # for other machines
+    assert ArcAlignerProcessor.from_pretrained(tmp_path / "saved").encoder_dtype == "auto"
+
+
+def test_an_encoder_in_bfloat16_is_saved_and_trained_on_unrounded(load, trained, tmp_path):
+    processor = load("bfloat16", trained)
+    processor.encode_segments(TEXTS)
+    processor.save_pretrained(tmp_path / "saved")
+    name = "encoder/adapter_model.safetensors"
+    expected, found = load_file(trained / name), load_file(tmp_path / "saved" / name)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[key], weight) for key, weight in expected.items())
+    processor.train_encoder(lora_r=2)
+    exact = load("float32", trained)
+    exact.train_encoder(lora_r=2)
+    pairs = zip(processor.sentence_encoder.parameters(), exact.sentence_encoder.parameters(), strict=True)
+    assert all(torch.equal(found, expected) for found, expected in pairs)
+
+
+def test_a_prefix_of_another_dtype_is_another_prefix(load, checkpoint_dir, tmp_path):
+    model = ArcAlignerForCausalLM.from_pretrained(checkpoint_dir).eval()
+    for dtype in ("float32", "bfloat16", "float32"):
+        store = model.slot_prefix_store(load(dtype), folder=tmp_path / "prefixes")
+        store.get(TEXTS[:1])
+    assert (store.loads, store.misses) == (1, 0) and len(list((tmp_path / "prefixes").iterdir())) == 2
+
+
+def test_an_unknown_dtype_is_refused(load):
+    with pytest.raises(ValueError, match="`encoder_dtype` is 'float16'; expected one of float32, bfloat16, auto"):
+        load("float16")
