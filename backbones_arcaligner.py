@@ -7,10 +7,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# Ways of attending a layer can have and still be re-applied to its slot rows alone.
+# Kinds of attention with which a layer can be re-applied to its slot rows alone.
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
-# Refused for what neither their configuration nor the signature of their layers shows.
+# Refused for reasons that neither their configuration nor the signature of their layers shows.
 _UNSUPPORTED = {
     "minicpm3": "a linear of its attention reads rows of the cache, where LoRA cannot be limited to slots",
     "doge": "a linear of its attention reads rows of the cache, where LoRA cannot be limited to slots",
@@ -97,7 +97,7 @@ HEAD_ROWS = 256
 
 class _FrozenHeadLoss(torch.autograd.Function):
     """The summed cross-entropy through a frozen head. The gradient for the hidden states is made in the forward pass, a
-    few rows at a time, so that the logits of all rows never exist at once: on CPUs these and their softmax cost more
+    few rows at a time, so that the logits of all rows never exist at once: on CPUs they and their softmax cost more
     than all decoder layers of a small backbone, on GPUs they take most of the memory."""
 
     @staticmethod
@@ -136,6 +136,6 @@ def frozen_head_nll(
     """Sum of the negative log-likelihoods of `targets` (rows,) through a frozen head, from `hidden_states`
     (rows, hidden).
 
-    The head gets no gradient, and gradients of the gradient are not to be had.
+    The head gets no gradient, and the loss cannot be differentiated twice.
     """
     return _FrozenHeadLoss.apply(hidden_states, targets, head.weight, head.bias, text_config)

@@ -19,7 +19,7 @@ REFINEMENT_SETTINGS = ("gate_mode", "gate_threshold", "max_refinement_steps", "r
 ROW_KERNELS = ("eager", "sdpa")
 
 
-# Far above any prompt's operations, and still an int64 when another such number is added.
+# Far more than any prompt takes, and the sum of two is still an int64.
 _MOST_FLOPS = 2.0**61
 
 
@@ -28,7 +28,7 @@ class LayerCost(NamedTuple):
 
     linears: int  # of a row, without LoRA
     lora: int  # of a slot
-    keys_values: int  # of a row, until its keys and values are known; of these linears at most
+    keys_values: int  # of a row, for its keys and values; an upper bound
     keys_values_lora: int  # of a slot
     key: int  # attention of one row to one key
     gate: int  # of a slot
@@ -51,7 +51,7 @@ def count_layer_cost(layer: nn.Module, text_config) -> LayerCost:
             continue
         lora = ".lora_A." in name or ".lora_B." in name
         counts["lora" if lora else "linears"] += flops
-        # What surely comes after keys and values. A linear of another name counts as if it came before.
+        # These come after keys and values. Any other linear is counted as if it came before.
         if "mlp" not in name and "o_proj" not in name:
             counts["keys_values_lora" if lora else "keys_values"] += flops
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
@@ -76,7 +76,7 @@ def pass_flops(cost: LayerCost, num_text, num_slots):
 
 
 class RefinementBudget:
-    """The operations that each row of one forward may still spend on refinement. The layers spend it in turn.
+    """The operations that each row of one forward may still spend on refinement, layer by layer.
 
     Args:
         share (`float`): Of `prefix_flops`, at least 0.
@@ -88,7 +88,7 @@ class RefinementBudget:
         sizes = zip(*(size.tolist() for size in rows.sizes()), strict=True)
         left = [int(min(share * prefix_flops(costs, text, slots), _MOST_FLOPS)) for text, slots in sizes]
         self.left = torch.tensor(left, device=rows.slot_positions.device)  # (batch,)
-        self._is_spent = False  # known without another look at the device
+        self._is_spent = False  # kept here, so that the device is not asked again
 
     def pay_gates(self, cost: LayerCost, num_asked: torch.Tensor) -> bool:
         """Pays for the gates of `num_asked` slots (batch,). Returns whether a row has anything left."""

@@ -223,7 +223,7 @@ CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder of the corp
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at what cannot be read, instead of skipping it.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Name all that is skipped, not the first three.")]
 Workers = Annotated[
-    int | None, typer.Option("--ray", metavar="WORKERS", help="Encode on so many workers of Ray.", min=1)
+    int | None, typer.Option("--ray", metavar="WORKERS", help="Number of Ray workers that encode.", min=1)
 ]
 
 
@@ -362,9 +362,7 @@ def serve_answers(
     max_batch: Annotated[int, typer.Option(help="Maximum number of requests computed at a time.", min=1)] = 8,
     prefix_megabytes: Annotated[int, typer.Option(help="Memory for slot prefixes kept between requests.", min=0)] = 512,
     api_key: Annotated[str | None, typer.Option(envvar="ARCALIGNER_API_KEY", help="Key that clients send.")] = None,
-    ray: Annotated[
-        int | None, typer.Option(metavar="REPLICAS", help="Deploy so many replicas on Ray Serve.", min=1)
-    ] = None,
+    ray: Annotated[int | None, typer.Option(metavar="REPLICAS", help="Number of replicas on Ray Serve.", min=1)] = None,
 ) -> None:
     """Serves answers over HTTP, as clients of OpenAI ask for them, and a page to ask from."""
     from .server.app import ServerSettings, serve, serve_on_ray

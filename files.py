@@ -1,6 +1,6 @@
 """What training, evaluation and benchmarks share: whole writes, digests, JSON Lines, the machine, clear errors.
 
-The lowest floor: nothing here imports anything of ours.
+It imports no other module of this package.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ def read_json_lines(path: str | Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSON Lines file, gzipped or not.
 
     Raises:
-        `ValueError`: a line that is no JSON object, by its number.
+        `ValueError`: a line that is not a JSON object, with its number.
     """
     opener = gzip.open if str(path).endswith(".gz") else open
     with opener(path, "rt", encoding="utf-8") as file:

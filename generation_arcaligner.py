@@ -125,8 +125,8 @@ class SlotGenerationMixin(GenerationMixin):
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
-        # Slots are read once, with the prompt. A token after it, or after a cached prefix, is text: one at a time they
-        # are generated, and not looked at, for the host would have to wait for the device.
+        # Slots are read once, with the prompt. What follows it, or a cached prefix, is text. Generated tokens, one at a
+        # time, are not searched for slots: the host would have to wait for the device.
         new_ids = model_inputs.get("input_ids")
         is_one = new_ids is not None and new_ids.shape[1] == 1
         if is_one and past_key_values is not None and not is_first_iteration:
@@ -152,16 +152,16 @@ class SlotGenerationMixin(GenerationMixin):
     def generate(self, inputs=None, *args, **kwargs):
         """`GenerationMixin.generate`. The context token is never generated and no logits processor sees it.
 
-        To a list that is given as `recorded_depths` the `recursion_depth` of the slots is appended that it reads,
-        (batch * num_beams, num_layers, max_slots).
+        With `recorded_depths=[]`, the `recursion_depth` of the slots that it reads, (batch * num_beams, num_layers,
+        max_slots), is appended to this list.
 
         How slots are refined can be set for a call: `gate_mode`, `gate_threshold`, `max_refinement_steps` instead of
         the configuration's, and `refinement_budget`, the most operations it may take as a share of the prefill up to
         the last slot. Slots that are in the cache stay as they were read, with a warning.
 
         Raises:
-            `ValueError`: `prefill_chunk_size`, since slots cannot be split from what they refine with; gates or a
-                budget that cannot be.
+            `ValueError`: `prefill_chunk_size`, since slots are refined together with all text before them; an invalid
+                setting of the gates or budget.
         """
         input_ids, mask = kwargs.get("input_ids", inputs), kwargs.get("attention_mask")
         if input_ids is not None:

@@ -134,11 +134,11 @@ def _plain_weight(linear: nn.Module, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 class SlotLoraLayer(InPlaceMixin):
-    """A PEFT layer at the cost of its frozen linear where there are no slots, as when decoding, and without PEFT's
-    bookkeeping where there are no gradients.
+    """A PEFT layer that costs no more than its frozen linear where there are no slots, as when decoding, and that skips
+    PEFT's bookkeeping where there are no gradients.
 
-    Between the products of a short prompt each Python call counts, for the products empty the caches. So this one looks
-    into the modules' dictionaries itself, and makes no call where a call would only lead to the product.
+    On short prompts the time of Python calls shows. So this class reads the modules' dictionaries directly and computes
+    the products without calling the modules.
     """
 
     def __call__(self, x: torch.Tensor, *args, **kwargs):
@@ -149,14 +149,14 @@ class SlotLoraLayer(InPlaceMixin):
             or kwargs
             or own["_active_adapter"] != _ALONE
             or own["merged_adapters"]
-            # Hooks and patches want their call, and may hold the frozen result, which is not written to then.
+            # Hooks and patched forwards have to be called. They may keep the frozen result, so it is not written to.
             or own["_forward_hooks"]
             or own["_forward_pre_hooks"]
             or "forward" in own
             or not _is_plain(base_layer)
             or _global_forward_hooks
             or _global_forward_pre_hooks
-            or torch.is_grad_enabled()  # then also hooks of the backward pass
+            or torch.is_grad_enabled()  # for hooks of the backward pass as well
         ):
             return self._call_modules(x, *args, **kwargs)
         rows = _scope.rows
@@ -167,7 +167,7 @@ class SlotLoraLayer(InPlaceMixin):
         return result if rows is None else self._add_in_place(x, result, rows)
 
     def _call_modules(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        """By PEFT's forward; for text through a linear of another kind, such as a quantized one, by that alone."""
+        """PEFT's forward or, for text alone, the frozen linear of any kind, such as a quantized one."""
         is_alone = self._active_adapter == _ALONE and not self.merged_adapters and not args and not kwargs
         if is_alone and _scope.rows is None and not (self._forward_hooks or self._forward_pre_hooks):
             return self.base_layer(x)

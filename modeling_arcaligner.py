@@ -95,7 +95,7 @@ class SlotDecoderLayer(InPlaceMixin):
         run = self._algorithm_1 if self._compiled_algorithm is None else self._run_compiled
         hidden_states, depth = run(hidden_states, slots, kwargs)
         if depth is not None:
-            slots.depths[self.layer_idx] = depth
+            slots.depths.by_layer[self.layer_idx] = depth
         return hidden_states
 
     def _algorithm_1(
@@ -144,14 +144,13 @@ class SlotDecoderLayer(InPlaceMixin):
         return self.slot_gate(slot_states)
 
     def compile(self, *args, **kwargs) -> None:
-        """As `nn.Module.compile`, except for what tells one layer from another, so that layers share compiled code: its
-        number, its place in the cache and in the record of depths stay outside.
+        """As `nn.Module.compile`. The layer's index and its place in the cache stay outside, so that layers share
+        compiled code.
 
-        Compiled code takes the same operations whatever the gates decide, with no read of the host, so that it can be
-        captured in a CUDA graph: every slot is computed in each of `max_refinement_steps` steps. What cannot be so
-        runs as if it were not compiled: a forward with a budget, one that records attentions, with an offloaded cache,
-        or whose cache has no place for the layer yet (a static cache before `early_initialization`, `DynamicCache`
-        without a configuration).
+        Compiled code takes the same operations whatever the gates decide and the host reads no value, so that it can be
+        captured in a CUDA graph: every slot is computed in each of `max_refinement_steps` steps. Not compiled are a
+        forward with a budget, one that records attentions, and one whose cache is offloaded or has no place for the
+        layer yet (a static cache before `early_initialization`, `DynamicCache` without a configuration).
         """
         self._compiled_algorithm = torch.compile(self._algorithm_1, *args, **kwargs)
 
@@ -163,20 +162,20 @@ class SlotDecoderLayer(InPlaceMixin):
             return self._algorithm_1(hidden_states, slots, kwargs)
         if cache is not None:
             kwargs = {**kwargs, "past_key_values": LayerKeysValues(cache.layers[self.layer_idx])}
-        if slots is not None:  # without the span, or code would be made for each place
+        if slots is not None:  # without the span: code would be compiled for each place of the slots
             slots = slots._replace(rows=slots.rows._replace(slot_span=None))
         return self._compiled_algorithm(hidden_states, slots, kwargs)
 
     def __getstate__(self):
         state = super().__getstate__()
-        state.pop("_compiled_algorithm", None)  # as of any module: it holds this layer, a copy would run its weights
+        state.pop("_compiled_algorithm", None)  # it holds this layer: a copy would run this layer's weights
         return state
 
     def _slot_pass(
         self, hidden_states: torch.Tensor, slots: Slots, step_rows: StepRows | None, kwargs: dict[str, Any]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The layer as a function of the states (batch, width, hidden) of all slots or those of `step_rows`. Other rows
-        stay fixed."""
+        """The layer as a function of the states (batch, width, hidden) of all slots or those of `step_rows`; all other
+        rows stay fixed."""
         if self.arcaligner_config.text_config._attn_implementation not in ROW_KERNELS:
             return self._prefix_pass(hidden_states, slots.rows, kwargs)
         if step_rows is None:
@@ -204,7 +203,7 @@ class SlotDecoderLayer(InPlaceMixin):
         try:
             with lora_on(inputs.rows.fixed_slots), _not_recording_outputs():
                 super().forward(fixed, **fixed_kwargs)
-        except KeysValuesComplete:  # the one way to leave any backbone's layer as soon as its keys and values are known
+        except KeysValuesComplete:  # the only way to leave any backbone's layer once its keys and values are known
             pass
         assert recorder.keys is not None, "the layer's attention wrote no keys and values to the cache it was given"
         return recorder.keys, recorder.values
@@ -257,7 +256,7 @@ def slot_decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, SlotDecoderLayer)]
 
 
-# Of a context embedding, whose norm is 1; logits of a much larger one would not be finite.
+# In a context embedding, whose norm is 1; logits of a much larger one would not be finite.
 LARGEST_VALUE = 1e6
 STAGES = ("lexical", "reconstruction", "grounding", "gating")
 # Below zero: the gates of a model that has not seen stage III are closed, so it computes what stage II taught it.
@@ -289,7 +288,7 @@ class ContextProjector(nn.Module):
     With `word_parts`, beyond the paper, the slot's words are added: their embeddings in the backbone's frozen table,
     less the table's mean, are averaged within each part of the slot and passed through the part's own map, which starts
     as the identity. How much a word counts starts as its rarity and is learned. The sum is brought to the norm of a
-    word's embedding: a frozen layer repeats a slot that is much larger, and does not hear one that is much smaller.
+    word's embedding: a frozen layer repeats a slot that is much larger, and ignores one that is much smaller.
     """
 
     def __init__(self, encoder_hidden_size: int, hidden_size: int, word_parts: int = 0, vocab_size: int = 0):
@@ -360,7 +359,7 @@ class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
     _keys_to_ignore_on_load_missing = [r"(^|\.)(projector|slot_gate|lora_A\.slot|lora_B\.slot)\."]
     # The aligner stays in fp32 under a bf16 backbone: at the paper's learning rates bf16 loses half of the updates.
     _keep_in_fp32_modules_strict = [r".*\.lora_A", r".*\.lora_B", r"projector", r".*\.slot_gate"]
-    # What quantizers leave alone. Other spellings of the same: transformers wants the two lists disjoint.
+    # What quantizers leave alone: the same in another spelling, since transformers wants the two lists disjoint.
     _keep_in_fp32_modules = [r".*lora_[A]", r".*lora_[B]", r".*projecto[r]", r".*slot_gate"]
 
     def initialize_weights(self):
@@ -371,7 +370,7 @@ class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
                 # Embeddings have norm 1; slots start about as large as the backbone's own initial embeddings.
                 init.normal_(module.up.weight, std=1.0)
                 init.normal_(module.out.weight, std=1.5 * text_config.initializer_range / text_config.hidden_size**0.5)
-                if module.word_parts:  # the words speak first, until `set_word_statistics` all alike
+                if module.word_parts:  # slots start as the mean of their words, unweighted until `set_word_statistics`
                     init.normal_(module.out.weight, std=text_config.initializer_range / text_config.hidden_size**0.5)
                     init.copy_(module.part_maps, torch.eye(text_config.hidden_size).expand_as(module.part_maps))
                     init.ones_(module.slot_norm)
@@ -481,15 +480,15 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 With `config.word_parts`: the tokens that a slot stands for, in order, padded with -1.
             gate_mode, gate_threshold, max_refinement_steps (*optional*): Override the configuration for this forward.
             refinement_budget (`float`, *optional*):
-                The most operations that a row's refinement may take, as a share of the prefill up to its last slot;
-                see `budget_arcaligner.py`. 0 is no refinement, infinity is no limit.
+                Maximum number of operations of a row's refinement, as a share of those of the prefill up to its last
+                slot; see `budget_arcaligner.py`. 0 is no refinement, infinity is no limit.
             is_generated (`bool`, defaults to `False`): Set by `generate` for new tokens, which are never slots.
             context_mask (`torch.Tensor` of shape `(batch, seq_len)`, *optional*):
                 With `inputs_embeds`: 1 at slots; their rows of `inputs_embeds` are not used.
 
         Raises:
             `ValueError`: slots and embeddings that do not fit each other, slots after a non-empty cache, a prompt
-                longer than the backbone's context, a setting of the gates or a budget that cannot be.
+                longer than the backbone's context, an invalid setting of the gates or budget.
         """
         wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
         check_refinement_settings(*wanted)
@@ -511,7 +510,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             self._check_word_ids(context_embeds, context_word_ids)
             rows = self._find_slots(slot_mask, attention_mask, context_embeds, past_key_values)
             if torch.compiler.is_compiling():
-                rows = rows._replace(slot_span=None)  # or code would be made for each place
+                rows = rows._replace(slot_span=None)  # code would be compiled for each place of the slots
             if inputs_embeds is None:
                 inputs_embeds = self.get_input_embeddings()(input_ids.masked_fill(slot_mask, 0))
             inputs_embeds = self._embed(inputs_embeds, slot_mask, context_embeds, context_word_ids)
@@ -665,7 +664,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         """Depths of the layers that refined, 0 for the others -> (batch, num_layers, max_slots), -1 without a slot."""
         positions = slots.rows.slot_positions
         none, num_layers = torch.zeros_like(positions), self.config.text_config.num_hidden_layers
-        stacked = torch.stack([slots.depths.get(i, none).to(none.device) for i in range(num_layers)], dim=1)
+        stacked = torch.stack([slots.depths.by_layer.get(i, none).to(none.device) for i in range(num_layers)], dim=1)
         return stacked.masked_fill(positions[:, None, :] < 0, -1)
 
 
@@ -755,7 +754,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
                 loss=loss, hidden_states=outputs.hidden_states, recursion_depth=outputs.recursion_depth
             )
         hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
-        # As rows (batch * kept, hidden): else a frozen head is a batched product over a copied weight.
+        # Flattened to (batch * kept, hidden): for a frozen head, a batched product would copy the weight.
         logits = self.lm_head(hidden_states.flatten(0, 1)).unflatten(0, hidden_states.shape[:2])
         logits = postprocess_logits(logits, self.config.text_config)
         loss = None

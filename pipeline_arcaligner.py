@@ -85,7 +85,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             tokens_per_slot (`int` or `"segment"`, *optional*): How much text a slot stands for, in tokens. Default: the
                 processor's.
             max_slots (`int`, *optional*), slot_policy (`str`, *optional*, defaults to `"drop"`):
-                The most slots of an input with documents, and what happens to more segments: `"drop"` or `"merge"`;
+                Maximum number of slots per input, and what happens to further segments: `"drop"` or `"merge"`;
                 see [`ArcAlignerProcessor`].
             sanitize_control_tokens (`bool`, *optional*, defaults to `True`):
                 Special tokens of the tokenizer, such as `<|im_end|>`, are text where they stand in a question or chat.
@@ -104,7 +104,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             - **trajectories** (`list[list[str]]`) -- With `return_slots`, for each layer and slot
               the passes taken, see `format_trajectory`.
             - **statistics** (`dict`) -- With `return_slots`, `tokens` of the passages, `slots` and
-              `compression_rate`, the measured tokens a slot; with `max_slots`, the segments `merged` and `dropped`.
+              `compression_rate`, the measured tokens per slot; with `max_slots`, the segments `merged` and `dropped`.
 
         Raises:
             `ValueError`: an input of another kind, an empty question, documents that are not text,

@@ -129,7 +129,7 @@ def find_slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, dev
     stand_together = len(rows) > 0 and rows[-1] - rows[0] + 1 == len(rows)
     indices = (slots, texts, rows, (slots >= 0).ravel().nonzero()[0])
     ends_in_slot = (last_slot[:, 0] >= 0) & (last_slot[:, 0] == last_real)  # (batch,)
-    at_once = device.type == "cuda"  # it takes a copy of its own before it returns; others may read what is freed
+    at_once = device.type == "cuda"  # copies before it returns; other devices might read memory that is freed
     return SlotRows(
         *(torch.from_numpy(each).to(device, non_blocking=at_once) for each in indices),
         slot_span=(int(rows[0]), int(rows[-1]) + 1) if stand_together else None,
@@ -237,7 +237,7 @@ class KeysValuesRecorder:
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs):
         self.keys, self.values = keys, values
         if torch.compiler.is_compiling():
-            return keys, values  # the compiler follows no exception; it drops what nobody reads, the rest of the layer
+            return keys, values  # it cannot trace an exception, and drops the rest of the layer, which nothing reads
         raise KeysValuesComplete
 
 
@@ -275,17 +275,11 @@ class LayerKeysValues:
 
 
 class RecordedDepths:
-    """Refinement steps of slots by layer. Layers return hidden states only, so they write their steps here. It is not a
-    dictionary, because hooks that move a layer's inputs to its device would copy one."""
+    """Refinement steps of slots. Layers return hidden states only, so they write their steps here. Not a dictionary
+    itself: hooks that move a layer's inputs to its device would copy it."""
 
     def __init__(self):
-        self._depths: dict[int, torch.Tensor] = {}  # each (batch, max_slots)
-
-    def __setitem__(self, layer_idx: int, depth: torch.Tensor) -> None:
-        self._depths[layer_idx] = depth
-
-    def get(self, layer_idx: int, default: torch.Tensor) -> torch.Tensor:
-        return self._depths.get(layer_idx, default)
+        self.by_layer: dict[int, torch.Tensor] = {}  # each (batch, max_slots)
 
 
 class Slots(NamedTuple):

@@ -61,7 +61,7 @@ _MAX_NEW_WORDS = 100_000
 
 @functools.lru_cache(maxsize=4)
 def _load_spacy(spacy_model: str):
-    """The pipeline that finds sentences, and the number of words at which it has had enough."""
+    """The pipeline that finds sentences, and the number of words at which it is loaded again."""
     try:
         spacy = importlib.import_module("spacy")
     except ImportError as error:
@@ -72,7 +72,7 @@ def _load_spacy(spacy_model: str):
     if len(spacy_model) <= 3:  # a language code
         nlp = spacy.blank(spacy_model)
         nlp.add_pipe("sentencizer")
-        is_punct = spacy.attrs.IS_PUNCT  # all that it asks of a word; to work out the rest takes most of the time
+        is_punct = spacy.attrs.IS_PUNCT  # all that it reads of a word; computing the rest would take most of the time
         nlp.vocab.lex_attr_getters = {is_punct: nlp.vocab.lex_attr_getters[is_punct]}
     else:
         nlp = spacy.load(spacy_model)
@@ -166,7 +166,7 @@ def segment_document(
         document (`int`): Its number, kept in the segments.
         sentences_per_segment (`int` or `float`): 0.5 for half sentences, 1 for sentences, n to merge n of them.
         spacy_model (`str`): A language code (rule-based sentences) or the name of an installed spaCy pipeline.
-        num_reads (`Callable`): How many times the encoder's limit a text is, about; what is more than one is split.
+        num_reads (`Callable`): About how many times the encoder's limit a text is long; above 1 it is split.
 
     Returns:
         `list[Segment]`: In order, without overlap; empty for a document of white space.
@@ -201,8 +201,8 @@ def check_slot_budget(max_slots: int | None, slot_policy: str) -> None:
     is_whole = isinstance(max_slots, Integral) and not isinstance(max_slots, bool)
     if max_slots is not None and not (is_whole and max_slots >= 1):
         raise ValueError(
-            f"`max_slots` is {max_slots!r}; expected a whole number of at least 1, the most slots of a question, or "
-            "None for as many as its passages have segments."
+            f"`max_slots` is {max_slots!r}; expected a whole number of at least 1, the maximum number of slots, or "
+            "None for one slot per segment."
         )
     if not isinstance(slot_policy, str) or slot_policy not in SLOT_POLICIES:
         raise ValueError(f"`slot_policy` is {slot_policy!r}; expected one of {', '.join(SLOT_POLICIES)}.")
@@ -243,7 +243,7 @@ def fit_segments(
 
 
 def _shortest_groups(segments, texts, max_slots, num_reads) -> list[list[Segment]]:
-    """Neighbours in groups of at most as many characters as it takes for `max_slots` groups, if that can be had."""
+    """Groups of neighbors, as short as `max_slots` groups allow, or more groups where one may not grow further."""
     reads_within = functools.cache(lambda document, start, end: num_reads(texts[document][start:end]))
 
     def groups_of(longest: int) -> list[list[Segment]]:

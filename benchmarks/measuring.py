@@ -51,7 +51,7 @@ def ratio(seconds: list[dict[str, float]], slow: str, fast: str) -> dict[str, fl
 @contextmanager
 def peak_memory(device: str) -> Iterator[dict[str, int | None]]:
     """
-    The most memory in use inside, beyond what was in use before.
+    Peak memory in use inside, beyond what was in use before.
 
     Yields:
         `dict`: `bytes`, known afterwards. On a CPU it is the growth of the resident size, which only Linux reports;

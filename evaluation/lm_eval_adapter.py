@@ -82,7 +82,7 @@ def parse_prompt(prompt: str) -> Row:
     """Question and passages of a prompt.
 
     Raises:
-        `ValueError`: a prompt of another form.
+        `ValueError`: a prompt in another format.
     """
     try:
         request = json.loads(prompt)

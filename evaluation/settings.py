@@ -24,8 +24,8 @@ class TaskSettings:
     Args:
         passages (`str`): `"given"`, those of its rows; `"gold"`, those that the answer needs; `"retrieved"`, those
             found in a corpus.
-        top_k (`int`, *optional*): Only the first ones; all without it, and one of those that are retrieved.
-        num_questions (`int`, *optional*): The most questions; the task's own number without it.
+        top_k (`int`, *optional*): Only the first ones. Default: all, or one of those that are retrieved.
+        num_questions (`int`, *optional*): Maximum number of questions. Default: the task's own number.
     """
 
     passages: str = "given"

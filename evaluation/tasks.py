@@ -49,7 +49,7 @@ class Task:
 
         Args:
             data (`Path`, *optional*): Folder with a file `<name>.jsonl.gz` or `<name>.jsonl` that replaces the Hub.
-            num_questions (`int`, *optional*): The most questions, instead of the task's own number.
+            num_questions (`int`, *optional*): Maximum number of questions, instead of the task's own number.
 
         Raises:
             `ValueError`: no row to ask; a row of another schema; two rows of the same id.

@@ -44,7 +44,7 @@ RECONSTRUCTION_TEMPLATES = (
 )
 # Not in the paper: what follows the slots in a turn that continues with the text after theirs.
 CONTINUATION = " Continue:"
-# The lowest weight of a word, so that a slot of frequent words alone still has some.
+# Minimum weight of a word, so that a slot of frequent words only has a weight as well.
 MIN_RARITY = 0.02
 
 EXAMPLE_FEATURES = Features(
@@ -126,7 +126,7 @@ class ExampleBuilder:
 
     Args:
         processor ([`ArcAlignerProcessor`]): Tokenizer, chat template and segmenter.
-        max_segments (`int`): The most segments of a reconstruction example, at least 1.
+        max_segments (`int`): Maximum number of segments of a reconstruction example, at least 1.
         continues (`bool`): Whether a reconstruction example has a second turn, which continues with the next segment.
         tokens_per_slot (`Sequence`): The rates that batches will have. The finest decides how long examples are.
         max_tokens (`int`, *optional*): Questions about the same passages share an example up to this length.

@@ -48,15 +48,15 @@ class RecipeArguments:
         encoder_lora_r (`int`): Rank of LoRA for the sentence encoder, which is then trained along; 0 leaves it frozen.
         max_train_samples (`int`, *optional*): Examples to train on.
         eval_files, max_eval_samples: The same for the held-out loss.
-        max_segments (`int`): The most segments of a reconstruction example.
+        max_segments (`int`): Maximum number of segments of a reconstruction example.
         continues (`bool`): Whether reconstruction examples have a second turn, which continues with the next segment.
         max_tokens (`int`, *optional*): Longer examples are left out, as are those that the backbone cannot read.
             Questions that share their passages become several examples rather than one that is too long.
         passage_words (`int`): Words of a passage that the texts of a corpus are cut into.
         distractors (`float`): Share of question examples that get 1 to 4 passages of other rows, which do not hold the
             answer, in random order with their own.
-        max_questions (`int`): The most questions about the same passages in one example. They share the slots, and each
-            reads these and itself, so a passage is computed once for all of them.
+        max_questions (`int`): Maximum number of questions about the same passages in one example. They share the slots,
+            so a passage is computed once for all of them; each reads the slots and itself.
         strict (`bool`): Stop at a row without a question, answer or passage. Default: leave it out and count it.
         reconstruction_files (`dict[str, float]`), reconstruction_share (`float`): Share of reconstruction examples in a
             later stage's training set, and where they come from.
@@ -151,7 +151,7 @@ class RecipeArguments:
         return self.stage in ("grounding", "gating")
 
     def token_limit(self) -> int:
-        """The most tokens of an example: what the recipe says, and never more than the backbone reads."""
+        """Maximum number of tokens of an example: the recipe's, and never more than the backbone reads."""
         config = ArcAlignerConfig.from_pretrained(resolve_base_model(self.model_name_or_path)).text_config
         limits = [config.max_position_embeddings]
         if self.max_tokens is not None:

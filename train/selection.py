@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 ROWS_PER_BLOCK = 2048
 NAMED_ROWS = 5  # ids in a report
 MAX_DISTRACTORS = 4
-# Draws for each distractor. With few passages, or an answer that most of them hold, this must end, too.
+# Draws per distractor: with few passages, or an answer that most of them hold, there may be none.
 DRAWS = 50
 
 _BLOCK_FEATURES = Features(EXAMPLE_FEATURES | {"problem": Value("string")})
@@ -98,8 +98,7 @@ class Distractors:
     """
     Adds 1 to `MAX_DISTRACTORS` passages of other questions, which do not hold the answer, to some rows.
 
-    All is drawn from the seed and the row's id, so a row has the same passages in each run and process, whatever other
-    rows are trained on.
+    The draw depends on the seed and the row's id only, so a row has the same passages in each run and process.
 
     Args:
         corpus ([`Corpus`]): Whose passages may be drawn.

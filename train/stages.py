@@ -6,7 +6,7 @@
     python -m arcaligner train --recipe mistral_7b --accelerate ddp
 
 A recipe is a folder of `train/recipes`, or any folder, with a file for each stage: `1_reconstruction.yaml`,
-`2_grounding.yaml`, `3_gating.yaml`. A finished stage is skipped, a broken one continues from its last checkpoint,
+`2_grounding.yaml`, `3_gating.yaml`. A finished stage is skipped, an interrupted one continues from its last checkpoint,
 and one that was begun with other settings is refused. Each stage is a separate process, which ends with this one.
 """
 
@@ -122,7 +122,7 @@ def run_stages(stages: list[Stage], accelerate: str | None = None) -> None:
             )
         if not stage.is_finished and stage.start not in (None, *stages) and not stage.start.is_finished:
             raise ValueError(
-                f"{stage.name} starts from {stage.start.output_dir}, which is no finished stage. Train it first: "
+                f"{stage.name} starts from {stage.start.output_dir}, which is not finished. Train it first: "
                 f"`--stage {stage.start.number}`, or no `--stage` for all."
             )
     for stage in stages:
@@ -152,7 +152,7 @@ def run_to_end(command: list[str]) -> int:
 
 
 def _check_overrides(overrides: list[str], only: int | None) -> None:
-    """Refuses keys that would send all stages to one folder, or start them all from one model."""
+    """Refuses keys that would write all stages to one folder, or start them all from one model."""
     keys = {argument.split("=")[0] for argument in overrides}
     for key, remedy in {
         "--config": "Copy the recipe's folder and name the copy with `--recipe`",

@@ -91,7 +91,7 @@ class AlignerTrainer(SFTTrainer):
     Args:
         model ([`ArcAlignerForCausalLM`]): Loaded; what it trains is set here, by the stage.
         stage (`str`): `"lexical"`, `"reconstruction"`, `"grounding"` or `"gating"`.
-        data_collator ([`ContextCollator`]): Makes the batches, at rates of its own.
+        data_collator ([`ContextCollator`]): Makes the batches, and chooses their rates.
         word_weights (`torch.Tensor` of shape `(vocab_size,)`, *optional*): Rarity of words, for the lexical stage.
         encoder_weights (`Sequence[nn.Parameter]`): Of the encoder, those that are trained along.
         **kwargs: Passed to [`~trl.SFTTrainer`].

@@ -80,7 +80,7 @@ def test_finished_stages_are_skipped_and_one_is_trained_again_with_its_own_setti
 
 
 def test_one_stage_alone_needs_its_finished_start(recipe, calls):
-    message = "2_grounding starts from mine/1_reconstruction, which is no finished stage. .*`--stage 1`"
+    message = "2_grounding starts from mine/1_reconstruction, which is not finished. .*`--stage 1`"
     with pytest.raises(ValueError, match=message):
         run_stages(read_stages(recipe, "mine", only=2))
     Path("mine/1_reconstruction/checkpoint-2").mkdir(parents=True)  # broken
@@ -92,7 +92,7 @@ def test_one_stage_alone_needs_its_finished_start(recipe, calls):
     assert trained(calls) == NAMES[:2] and calls[1][-2:] == ["--model_name_or_path", "mine/1_reconstruction"]
     path = recipe / "3_gating.yaml"  # a start that the recipe names
     path.write_text(path.read_text() + "model_name_or_path: runs/2_grounding/\n")
-    with pytest.raises(ValueError, match="3_gating starts from runs/2_grounding, which is no finished stage"):
+    with pytest.raises(ValueError, match="3_gating starts from runs/2_grounding, which is not finished"):
         run_stages(read_stages(recipe, only=3))
     run_stages(read_stages(recipe, overrides=["--model_name_or_path", "user/aligner"], only=3))
     assert trained(calls)[2:] == ["3_gating"]
