@@ -77,7 +77,7 @@ class Reference:
         return self.output
 
     def loss(self, rows: list, num_items: int | None = None) -> torch.Tensor:
-        """Eq. 10 in training mode: the NLL of all labelled tokens, divided by their number or by `num_items`."""
+        """Eq. 10 in training mode: the NLL of all labeled tokens, divided by their number or by `num_items`."""
         total, count = 0.0, 0
         for row in rows:
             logits = self(row.input_ids, row.context_embeds, training=True).logits

@@ -1,5 +1,8 @@
 """What the documents say is so: README code runs, files and tests that are named exist."""
 
+import doctest
+import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -8,6 +11,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 METHOD = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
+FOLDERS = ("", "train", "evaluation", "evaluation/analyses", "benchmarks", "corpus", "engines", "server")
+SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
+WITH_EXAMPLES = [path.relative_to(ROOT).with_suffix("") for path in SOURCES if "    >>> " in path.read_text("utf-8")]
 PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
@@ -18,6 +24,16 @@ def test_readme_code_runs(block, monkeypatch):
     names = {}
     exec(compile(block, "README.md", "exec"), names)  # noqa: S102
     assert len(names) > 1
+
+
+@pytest.mark.parametrize("path", WITH_EXAMPLES, ids=str)
+def test_examples_of_functions_are_so(path):
+    module = importlib.import_module(".".join(("arcaligner", *path.parts)))
+    runner = doctest.DocTestRunner()
+    for example in doctest.DocTestFinder().find(module):
+        if inspect.isfunction(getattr(module, example.name.split(".")[-1], None)):  # those of classes load models
+            runner.run(example)
+    assert runner.failures == 0
 
 
 def test_readme_lists_the_flat_files_there_are():

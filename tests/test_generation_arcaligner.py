@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import threading
 
 import pytest
 import torch
@@ -126,29 +125,6 @@ def test_copy_and_pickle_generate_the_same(model):
         again.config.gate_mode = "off"
         assert not again(**batch).recursion_depth.clamp(min=0).any()
     assert model(**batch).recursion_depth.clamp(min=0).any()
-
-
-def test_threads_do_not_see_each_others_slots():
-    model = tiny_aligner("llama", dtype=torch.float32)
-    batches = [prompts(model, [count], seed=count) for count in range(5)]
-    if "context_embeds" not in batches[0]:  # text alone beside slots
-        batches[0]["context_embeds"] = None
-    with torch.no_grad():
-        expected = [model(**batch).logits for batch in batches]
-    wrong = []
-
-    def repeat(i):
-        with torch.no_grad():
-            for _ in range(12):
-                if not torch.equal(model(**batches[i]).logits, expected[i]):
-                    wrong.append(i)
-
-    threads = [threading.Thread(target=repeat, args=(i,)) for i in range(len(batches))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
 
 
 def test_prompt_may_end_with_a_slot(model):

@@ -37,18 +37,11 @@ def by_eq_3(layer, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("with_gradients", [True, False])
-@pytest.mark.parametrize("rows", [SLOTS, torch.arange(10), torch.tensor([], dtype=torch.long), TOGETHER, slice(0, 10)])
+@pytest.mark.parametrize("rows", [SLOTS, TOGETHER, ALL_ROWS, torch.arange(10), torch.tensor([], dtype=torch.long)])
 def test_residual_is_that_of_eq_3_on_slot_rows(layer, states, rows, with_gradients):
     with torch.set_grad_enabled(with_gradients), lora_on(rows):
         found = layer(states)
     torch.testing.assert_close(found.double(), by_eq_3(layer, states, rows), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("with_gradients", [True, False])
-def test_all_rows_are_slots_where_a_step_computes_slots_alone(layer, states, with_gradients):
-    with torch.set_grad_enabled(with_gradients), lora_on(ALL_ROWS):
-        found = layer(states)
-    torch.testing.assert_close(found.double(), by_eq_3(layer, states, torch.arange(10)), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [SLOTS, TOGETHER, ALL_ROWS])

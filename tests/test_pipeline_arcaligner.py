@@ -27,13 +27,8 @@ NEW_TOKENS = 6
 
 @pytest.fixture
 def ask(model, processor):
-    return ArcAlignerPipeline(
-        model=model,
-        processor=processor,
-        task="text-generation",
-        device="cpu",
-        max_new_tokens=NEW_TOKENS,
-    )
+    settings = {"task": "text-generation", "device": "cpu", "max_new_tokens": NEW_TOKENS}
+    return ArcAlignerPipeline(model=model, processor=processor, **settings)
 
 
 @pytest.fixture
@@ -50,23 +45,12 @@ def test_question_gets_the_answer_that_the_model_generates(ask, model, processor
     assert ask(ROWS[0]) == [{"generated_text": expected}]
 
 
-def test_chat_with_documents_comes_back_with_the_answer_appended(ask):
+def test_a_question_comes_back_as_an_answer_and_a_chat_with_the_answer_appended(ask):
     answer = ask(ROWS[0])[0]["generated_text"]
-    reply = {"role": "assistant", "content": answer}
-    assert ask(CHAT, documents=DOCUMENTS) == [{"generated_text": [*CHAT, reply]}]
-    answer_only = ask(CHAT, documents=DOCUMENTS, return_full_text=False)
-    assert answer_only == [{"generated_text": answer}]
-
-
-def test_question_with_full_text_asked_for_comes_back_as_a_chat(ask):
-    answer = ask(ROWS[0])[0]["generated_text"]
-    reply = {"role": "assistant", "content": answer}
-    assert ask(ROWS[0], return_full_text=True) == [{"generated_text": [*CHAT, reply]}]
-
-
-def test_string_with_documents_is_a_question(ask):
-    answer_only = ask(QUESTION, documents=DOCUMENTS)
-    assert answer_only == ask(ROWS[0])
+    whole = [{"generated_text": [*CHAT, {"role": "assistant", "content": answer}]}]
+    assert ask(CHAT, documents=DOCUMENTS) == ask(ROWS[0], return_full_text=True) == whole
+    for answer_only in (ask(CHAT, documents=DOCUMENTS, return_full_text=False), ask(QUESTION, documents=DOCUMENTS)):
+        assert answer_only == [{"generated_text": answer}]
 
 
 def test_earlier_turns_are_kept_and_the_slots_stand_in_the_first(ask, model, processor):
@@ -139,10 +123,6 @@ def test_slots_tell_their_segments_trajectories_and_rate(ask, model, processor):
     assert {"L0.", "LLL"} <= {each for layer in expected for each in layer}
     tokens = sum(len(processor.tokenizer(t, add_special_tokens=False)["input_ids"]) for t in texts)
     assert record["statistics"] == {"tokens": tokens, "slots": 3, "compression_rate": tokens / 3}
-
-
-def test_trajectory_has_one_letter_for_each_pass():
-    assert [format_trajectory(depth) for depth in range(4)] == ["L0.", "LL", "LLL", "LLLL"]
 
 
 def test_streamer_receives_the_answer_piece_by_piece(ask, processor):
@@ -219,19 +199,15 @@ def test_budget_of_slots_reaches_the_processor(ask, processor, slot_policy):
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"gate_mode": "off"}, {"max_refinement_steps": 1}, {"gate_mode": "always", "max_refinement_steps": 3}],
+    "settings, config",
+    [
+        ({"refinement_budget": 0}, {"gate_mode": "off"}),
+        *(2 * (each,) for each in ({"max_refinement_steps": 1}, {"gate_mode": "always", "max_refinement_steps": 3})),
+    ],
 )
-def test_settings_of_the_gates_hold_for_answer_and_trajectories(ask, settings):
+def test_settings_of_the_gates_hold_for_answer_and_trajectories(ask, settings, config):
     found = ask(ROWS[3], return_slots=True, **settings)
     plain = ask(ROWS[3], return_slots=True)
-    ask.model.config.update(settings)
+    ask.model.config.update(config)
     assert found == ask(ROWS[3], return_slots=True)
     assert found[0]["trajectories"] != plain[0]["trajectories"]
-
-
-def test_refinement_budget_of_zero_is_no_refinement(ask):
-    found = ask(ROWS[3], return_slots=True, refinement_budget=0)
-    assert {each for layer in found[0]["trajectories"] for each in layer} == {"L0."}
-    ask.model.config.gate_mode = "off"
-    assert found == ask(ROWS[3], return_slots=True)

@@ -25,33 +25,24 @@ def test_sentences_are_segments_with_their_offsets():
     assert segment_document("One. Two!", 3) == [Segment(3, 0, 4, "One."), Segment(3, 5, 9, "Two!")]
 
 
-def test_half_sentences_are_cut_at_the_space_nearest_to_the_middle():
-    assert cut("Aaaa bbbb cccc dddd.", sentences_per_segment=0.5) == ["Aaaa bbbb", "cccc dddd."]
+@pytest.mark.parametrize(
+    "text, sentences, expected",
+    [
+        ("Aaaa bbbb cccc dddd.", 0.5, ["Aaaa bbbb", "cccc dddd."]),  # at the space nearest to the middle
+        ("Stop!", 0.5, ["Stop!"]),  # one word has no half
+        (TEXT, 3, ["One is here. Two goes there!  Is three next?", "Four ends it."]),
+        *((white_space, 1, []) for white_space in ("", "   ", "\n\t\u2028 ")),
+    ],
+)
+def test_sentences_are_halved_or_merged(text, sentences, expected):
+    assert cut(text, sentences_per_segment=sentences) == expected
 
 
-def test_a_sentence_of_one_word_has_no_half():
-    assert cut("Stop!", sentences_per_segment=0.5) == ["Stop!"]
-
-
-def test_n_sentences_are_merged_and_the_rest_is_kept():
-    assert cut(TEXT, sentences_per_segment=3) == ["One is here. Two goes there!  Is three next?", "Four ends it."]
-
-
-@pytest.mark.parametrize("text", ["", "   ", "\n\t\u2028 "])
-def test_white_space_has_no_segments(text):
-    assert segment_document(text) == []
-
-
-def test_a_segment_that_does_not_fit_is_split_at_spaces():
-    pieces = cut("aa bb cc dd ee ff gg hh", num_reads=reads_of(6))
-    assert all(len(piece) <= 6 for piece in pieces)
-    assert " ".join(pieces) == "aa bb cc dd ee ff gg hh"
-
-
-def test_a_huge_word_is_split_anywhere():
-    pieces = cut("x" * 100, num_reads=reads_of(7))
-    assert "".join(pieces) == "x" * 100
-    assert max(map(len, pieces)) <= 7
+@pytest.mark.parametrize("text, longest", [("aa bb cc dd ee ff gg hh", 6), ("x" * 100, 7)])
+def test_a_segment_that_does_not_fit_is_split_at_spaces_or_anywhere_in_a_huge_word(text, longest):
+    pieces = cut(text, num_reads=reads_of(longest))
+    assert max(map(len, pieces)) <= longest
+    assert (" " if " " in text else "").join(pieces) == text
 
 
 HOSTILE = [
@@ -123,7 +114,7 @@ def test_segments_keep_order_and_offsets_and_lose_only_white_space(text, sentenc
     assert not text[ends[-1] :].strip()
 
 
-# At most so many slots: the first segments, or neighbours in one; nothing twice, nothing out of order
+# A maximum number of slots: the first segments, or merged neighbors; none twice, none out of order
 
 TEXTS = ["One is here. Two goes there! Is three next? Four ends it.", "Five. Six is the last one."]
 texts_of_documents = st.lists(st.text(st.sampled_from("ab .!?\n\u2028é漢"), max_size=60), max_size=4)
@@ -148,7 +139,7 @@ def test_drop_keeps_the_first_segments():
     assert fitted == (segments_of(TEXTS)[:5], 0, segments_of(TEXTS)[5:])
 
 
-def test_merge_joins_the_shortest_neighbours_first():
+def test_merge_joins_the_shortest_neighbors_first():
     assert fit(5, "merge") == ["One is here.", "Two goes there!", "Is three next?", "Four ends it.", TEXTS[1]]
     assert fit(3, "merge") == ["One is here. Two goes there!", "Is three next? Four ends it.", TEXTS[1]]
 
@@ -202,11 +193,8 @@ def test_merge_drops_only_when_documents_outnumber_slots(texts, max_slots):
 
 
 @pytest.mark.parametrize("max_slots", [0, -1, 1.5, "3", True, float("nan")])
-def test_a_budget_that_holds_no_slot_is_refused(max_slots):
+def test_a_budget_that_holds_no_slot_and_an_unknown_policy_are_refused(max_slots):
     with pytest.raises(ValueError, match=r"`max_slots` is .*expected a whole number of at least 1"):
         fit_segments([], [], max_slots)
-
-
-def test_an_unknown_policy_is_refused():
-    with pytest.raises(ValueError, match="`slot_policy` is 'squeeze'; expected one of drop, merge"):
-        fit_segments([], [], 3, "squeeze")
+    with pytest.raises(ValueError, match=r"`slot_policy` is .*expected one of drop, merge"):
+        fit_segments([], [], 3, max_slots)

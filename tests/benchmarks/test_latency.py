@@ -10,7 +10,7 @@ from training_rows import question_rows, write_rows
 
 from arcaligner.benchmarks import latency, report
 from arcaligner.benchmarks.arms import ARMS
-from arcaligner.benchmarks.latency import Bench, main, measure_rounds, measure_size, parse_sizes
+from arcaligner.benchmarks.latency import Bench, main, measure_rounds, measure_size
 from arcaligner.benchmarks.measuring import peak_memory, quartiles, ratio, time_interleaved
 from arcaligner.benchmarks.models import SHAPES, load_models
 from arcaligner.evaluation.answering import flop_counter
@@ -151,4 +151,3 @@ def test_a_shape_is_measured_with_random_weights_and_without_an_encoder(tmp_path
 def test_sizes_dtypes_and_shapes_that_are_none_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         main("checkpoint", **{"sizes": "1x1", "dtype": "float32", "shape": None} | given)
-    assert parse_sizes("1x1,20x8") == [(1, 1), (20, 8)]

@@ -26,14 +26,14 @@ def test_metrics_equal_the_reference(case):
 
 
 @pytest.mark.parametrize("gold", ["The", "?", ""])
-def test_a_gold_that_normalises_to_nothing_is_dropped(gold):
+def test_a_gold_that_normalizes_to_nothing_is_dropped(gold):
     assert contains_match("anything at all", [gold]) == 0.0
     assert raw_contains_match("anything at all", [gold]) == 0.0
     assert token_f1("", [gold]) == 0.0
     assert contains_match("in Paris", [gold, "Paris"]) == 1.0
 
 
-def test_normalisation_follows_squad():
+def test_normalization_follows_squad():
     assert normalize_answer("An  apple, the U.S.\tand a-b") == "apple us and ab"
 
 
