@@ -24,6 +24,7 @@ import torch
 from safetensors import safe_open
 from tokenizers.decoders import DecodeStream
 from transformers import GenerationConfig
+from transformers.utils import logging
 
 from ..configuration_arcaligner import (
     DEFAULT_BASE_MODEL,
@@ -42,14 +43,16 @@ from .gguf_files import ADAPTER_FILE, architecture_of, check_base_model, head_di
 
 TESTED_VERSION = "0.3.36"
 CACHE_TYPES = {"f16": (1, np.float16), "f32": (0, np.float32)}  # GGML's number and NumPy's type
-WARNING = 3  # of GGML's levels
+# GGML's levels of what it logs, in pieces; a `CONTINUED` piece is of the message before it.
+WARNING, CONTINUED = 3, 5
 
+logger = logging.get_logger(__name__)
 _warnings: list[str] = []  # of llama.cpp, since the last call that was checked
 
 
 @functools.cache
 def import_llama_cpp() -> Any:
-    """The module `llama_cpp`; what llama.cpp logs goes to `_warnings`.
+    """The module `llama_cpp`; what llama.cpp warns of goes to `_warnings`.
 
     Raises:
         `ImportError`: it is not installed, with how to.
@@ -62,10 +65,24 @@ def import_llama_cpp() -> Any:
             "in some minutes and needs a C++ compiler."
         ) from error
 
+    if api.__version__ != TESTED_VERSION:
+        logger.warning(
+            "llama-cpp-python is %s; slots were tested with %s. Compare some answers with those of PyTorch, or install "
+            "the tested one.",
+            api.__version__,
+            TESTED_VERSION,
+        )
+    is_warning = False
+
     @api.llama_log_callback
     def note(level: int, text: bytes, _) -> None:
-        if level >= WARNING:
-            _warnings.append(text.decode(errors="replace").strip())
+        nonlocal is_warning
+        if level != CONTINUED:
+            is_warning = level >= WARNING
+            if is_warning:
+                _warnings.append("")
+        if is_warning and _warnings:
+            _warnings[-1] += text.decode(errors="replace")
 
     api.note_of_arcaligner = note  # llama.cpp calls it as long as the module lives
     api.llama_log_set(note, None)
@@ -112,7 +129,7 @@ class Session:
 
     @staticmethod
     def _check(is_done: Any, what: str) -> None:
-        said = " ".join(_warnings[-3:])
+        said = " ".join(" ".join(_warnings[-3:]).split())
         _warnings.clear()
         if not is_done:
             raise ValueError(f"llama.cpp: {what} ({said}).")
@@ -165,7 +182,16 @@ class Session:
         self._check(done == len(state), "a state of another model or version was not taken")
 
     def state_of(self, keys: np.ndarray, values: np.ndarray) -> bytes:
-        """Keys and values (layers, heads, length, head_dim), in llama.cpp's order, as a `state`."""
+        """Keys and values (layers, heads, length, head_dim), in llama.cpp's order, as a `state`.
+
+        Raises:
+            `ValueError`: a version of llama.cpp whose layout of a state was not tested.
+        """
+        if self._api.__version__ != TESTED_VERSION:
+            raise ValueError(
+                f"llama-cpp-python is {self._api.__version__}, whose states may have another layout than those of "
+                f'{TESTED_VERSION}. Install that one, or read slots without refinement: `gate_mode="off"`.'
+            )
         num_layers, num_heads, length, head_dim = keys.shape
         self.clear()
         positions = np.stack([np.arange(length), np.ones(length), np.zeros(length)], axis=1)  # and one sequence, 0

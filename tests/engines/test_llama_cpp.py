@@ -212,6 +212,27 @@ def test_a_missing_engine_is_said_with_how_to_install_it(monkeypatch, exported):
 
 
 @needs_llama_cpp
+def test_an_untested_version_is_said_and_its_layout_of_states_is_not_used(make_engine, monkeypatch, caplog):
+    api = llama_cpp.import_llama_cpp()
+    monkeypatch.setattr(api, "__version__", "9.9.9")
+    llama_cpp.import_llama_cpp.cache_clear()
+    monkeypatch.setattr(llama_cpp.logger, "propagate", True)
+    assert make_engine().answer(QUESTION, DOCUMENTS, max_new_tokens=1) is not None
+    assert "llama-cpp-python is 9.9.9; slots were tested with" in caplog.text
+    with pytest.raises(ValueError, match="9.9.9, whose states may have another layout"):
+        make_engine("always").answer(QUESTION, DOCUMENTS, max_new_tokens=1)
+
+
+@needs_llama_cpp
+def test_what_llama_cpp_warns_of_is_told_whole_and_nothing_else():
+    note = llama_cpp.import_llama_cpp().note_of_arcaligner
+    for level, piece in [(2, b"loaded"), (5, b" well"), (4, b"bad "), (5, b"shape\n"), (1, b"debug")]:
+        note(level, piece, None)
+    with pytest.raises(ValueError, match=r"^llama.cpp: no model \(bad shape\)\.$"):
+        llama_cpp.Session._check(False, "no model")
+
+
+@needs_llama_cpp
 def test_the_commands_export_and_answer(capsys, checkpoint, base_model, tmp_path):
     def run(*arguments):
         with pytest.raises(SystemExit) as end:
