@@ -25,10 +25,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .files import exit_on_user_error, printable
+from .files import DEFAULT_CHECKPOINT, exit_on_user_error, printable
 
 RECIPES = ", ".join(sorted(folder.name for folder in (Path(__file__).parent / "train" / "recipes").glob("*")))
-DEFAULT_CHECKPOINT = Path(__file__).parent / "checkpoints" / "arcaligner-smollm2-135m"
 
 app = typer.Typer(
     help="Answers questions from passages that are read as context slots.",
@@ -235,7 +234,9 @@ def load_processor(checkpoint: str):
     return ArcAlignerProcessor.from_pretrained(checkpoint)
 
 
-def fill_corpus(corpus, processor, sources: list[str], strict: bool, verbose: bool, workers: int | None) -> None:
+def fill_corpus(
+    corpus, processor, sources: list[str], strict: bool, verbose: bool, workers: int | None, prune: bool = False
+) -> None:
     """Adds sources to a corpus and says what was done."""
     from .corpus.build import build_corpus, summary
 
@@ -250,6 +251,7 @@ def fill_corpus(corpus, processor, sources: list[str], strict: bool, verbose: bo
             corpus,
             processor,
             strict=strict,
+            prune=prune,
             on_batch=lambda report: messages.print(f"[dim]{report.passages} passages[/]"),
             write_batches=write_batches,
         )
@@ -269,6 +271,7 @@ def build(
     passage_words: Annotated[int, typer.Option(help="Maximum number of words per passage.", min=1)] = 100,
     tokens_per_slot: TokensPerSlot = None,
     strict: Strict = False,
+    prune: Annotated[bool, typer.Option("--prune", help="Remove documents that are in none of the sources.")] = False,
     verbose: Verbose = False,
     ray: Workers = None,
 ) -> None:
@@ -277,7 +280,7 @@ def build(
 
     processor = load_processor(checkpoint)
     corpus = Corpus.create(folder, processor, passage_words, tokens_per_slot)
-    fill_corpus(corpus, processor, sources, strict, verbose, ray)
+    fill_corpus(corpus, processor, sources, strict, verbose, ray, prune)
 
 
 @corpus_app.command("add")

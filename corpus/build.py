@@ -28,6 +28,7 @@ class BuildReport:
     unchanged: int = 0
     passages: int = 0
     skipped: list[str] = field(default_factory=list)
+    removed: int = 0
 
 
 @dataclass
@@ -51,6 +52,7 @@ def build_corpus(
     processor,
     *,
     strict: bool = False,
+    prune: bool = False,
     on_batch: Callable[[BuildReport], Any] = lambda report: None,
     write_batches: Callable[..., Iterator[BuildReport]] | None = None,
 ) -> BuildReport:
@@ -62,6 +64,7 @@ def build_corpus(
         corpus ([`Corpus`]): Where to.
         processor ([`ArcAlignerProcessor`]): Makes the slots; its settings are the corpus's.
         strict (`bool`): Stop at what cannot be read, instead of skipping it.
+        prune (`bool`): At the end, remove documents that are in none of the sources.
         on_batch (`Callable`): Is told what was done, after each batch.
         write_batches (`Callable`, *optional*): Encodes and writes; default: `write_here`.
 
@@ -77,15 +80,26 @@ def build_corpus(
         if not report.added + report.replaced + report.unchanged:
             why = f": {report.skipped[0]}" if report.skipped else "."
             raise ValueError(f"There is no document in {', '.join(sources)}{why}")
+        if prune:
+            report.removed = remove_others(sources, corpus)
         corpus.optimize()
     return report
+
+
+def remove_others(sources: list[str], corpus: Corpus) -> int:
+    """Removes the documents that are in none of the sources, and says how many."""
+    read = {hash(document.id) for document in read_documents(sources, skip=lambda what: None)}
+    gone = [each for each in corpus.documents() if hash(each) not in read]
+    for first in range(0, len(gone), BATCH_DOCUMENTS):
+        corpus.delete(gone[first : first + BATCH_DOCUMENTS])
+    return len(gone)
 
 
 def summary(report: BuildReport, info: dict[str, Any]) -> str:
     """What a build has done, and the size of the corpus."""
     return (
-        f"{report.added} documents added, {report.replaced} replaced, {report.unchanged} unchanged, "
-        f"{len(report.skipped)} skipped.\n"
+        f"{report.added} documents added, {report.replaced} replaced, {report.removed} removed, "
+        f"{report.unchanged} unchanged, {len(report.skipped)} skipped.\n"
         f"{info['passages']} passages of {info['documents']} documents, {info['slots']} slots: "
         f"{info['slot_bytes_per_passage']:.0f} bytes of embeddings per passage, {info['bytes_per_passage']:.0f} with "
         "text and indices."

@@ -198,8 +198,17 @@ class Corpus:
                     f"The corpus {self.path} has no document {missing[0]!r}; expected ids, which `ask` prints before "
                     "the colon."
                 )
-            self.table.delete(_is_one_of(documents))
+            self.delete(documents)
             self.optimize()
+
+    def delete(self, documents: list[str]) -> None:
+        """Removes those of some documents that are there, while this process is [`writing`]."""
+        self.table.delete(_is_one_of(documents))
+
+    def documents(self) -> set[str]:
+        """The ids of all documents."""
+        batches = self.table.search().select(["document"]).to_batches()
+        return {each for batch in batches for each in batch["document"].to_pylist()}
 
     def optimize(self) -> None:
         """Makes the indices that are missing, brings those that are there up to date, joins small files."""
@@ -215,16 +224,13 @@ class Corpus:
 
     def info(self) -> dict[str, Any]:
         """Numbers of documents, passages and slots, and bytes on disk."""
-        num_slots = 0
-        documents = set()
-        for batch in self.table.search().select(["document", "segments"]).to_batches():
-            documents.update(hash(each) for each in batch["document"].to_pylist())
-            num_slots += len(batch["segments"].flatten())
+        batches = self.table.search().select(["segments"]).to_batches()
+        num_slots = sum(len(batch["segments"].flatten()) for batch in batches)
         num_bytes = sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
         slot_bytes = 2 * self.settings["encoder_hidden_size"]
         passages = max(1, len(self))
         return {
-            "documents": len(documents),
+            "documents": len(self.documents()),
             "passages": len(self),
             "slots": num_slots,
             "slot_bytes_per_passage": num_slots * slot_bytes / passages,

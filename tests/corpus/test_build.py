@@ -121,6 +121,22 @@ def test_removed_documents_are_gone_and_unknown_ones_are_named(corpus, letters):
     assert rows_of(corpus)["document"].to_pylist() == [str(letters / "old" / "ski.md")]
 
 
+@pytest.mark.parametrize("prune", [True, False])
+def test_prune_removes_what_is_in_no_source(corpus, letters, processor, prune, monkeypatch):
+    monkeypatch.setattr(build, "BATCH_DOCUMENTS", 1)
+    (letters / "old" / "ski.md").unlink()
+    (letters / "new.txt").write_text("Ada wrote it.")
+    report = build_corpus([str(letters)], corpus, processor, prune=prune)
+    assert (report.added, report.removed, report.unchanged) == (1, int(prune), 1)
+    left = {str(letters / name) for name in ("letter.txt", "new.txt")}
+    assert corpus.documents() == (left if prune else left | {str(letters / "old" / "ski.md")})
+    for path in letters.glob("*.txt"):
+        path.unlink()
+    with pytest.raises(ValueError, match="There is no document"):
+        build_corpus([str(letters)], corpus, processor, prune=prune)
+    assert corpus.documents() >= left
+
+
 def test_ids_are_data_whatever_they_hold(tmp_path, processor):
     ids = ["o'neil", "'); --", "%", "a\nb", "\u00e9\u202e", '"', "\\", "x#0", "x"]
     source = tmp_path / "rows.jsonl"

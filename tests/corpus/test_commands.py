@@ -26,7 +26,7 @@ def test_from_a_folder_to_an_answer_with_its_sources(capsys, letters, checkpoint
     folder, aligner = tmp_path / "corpus", ("--checkpoint", checkpoint_dir)
     options = ("--passage-words", 16, *aligner)
     code, out, err = run(capsys, "corpus", "build", letters, "--output", folder, *options)
-    assert code == 0 and "2 documents added, 0 replaced, 0 unchanged, 1 skipped." in out
+    assert code == 0 and "2 documents added, 0 replaced, 0 removed, 0 unchanged, 1 skipped." in out
     assert "binary.txt is not UTF-8 text" in err
     corpus = Corpus(folder)
     info = corpus.info()
@@ -36,7 +36,7 @@ def test_from_a_folder_to_an_answer_with_its_sources(capsys, letters, checkpoint
     for number in range(4):
         (letters / f"{number}.svg").write_text("<svg/>")
     code, out, err = run(capsys, "corpus", "add", letters, "--corpus", folder, *aligner)
-    assert code == 0 and "1 documents added, 0 replaced, 2 unchanged, 5 skipped." in out
+    assert code == 0 and "1 documents added, 0 replaced, 0 removed, 2 unchanged, 5 skipped." in out
     assert err.count("Skipped: ") == 4 and "Skipped: 2 more, which --verbose names" in err
     _, _, err = run(capsys, "corpus", "add", letters, "--corpus", folder, "--verbose", *aligner)
     assert all(f"{number}.svg is none of" in err for number in range(4)) and " more" not in err
