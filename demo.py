@@ -7,7 +7,6 @@ three questions of the SQuAD sample in `tests/data`. None was chosen by how it i
 import statistics
 import time
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,14 +16,11 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Column, Table
 
-from .files import printable, read_json_lines
+from .files import CASE_STUDIES, SQUAD_SAMPLE, printable, read_json_lines
 from .pipeline_arcaligner import ArcAlignerPipeline
 from .processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE
 from .train.metrics import contains_match
 
-DATA = Path(__file__).parent / "tests" / "data"
-CASE_STUDIES = list(read_json_lines(DATA / "case_studies.jsonl"))
-SQUAD_SAMPLE = DATA / "squad_dev_sample.jsonl"
 NUM_SQUAD = 3
 MAX_NEW_TOKENS = 32
 TIMED_RUNS = 5
@@ -34,7 +30,7 @@ Rate = int | str | None
 
 
 def describe_passes(trajectories: list[list[str]]) -> str:
-    """The passes of slots through all layers in one line, from what the pipeline tells of each layer and slot.
+    """The passes of slots through all layers in one line, from the pipeline's `trajectories`.
 
     >>> describe_passes([["L0.", "L0."], ["L0.", "LLL"], ["LL", "LL"]])
     '10 passes, 4 of them added by gates at layers 1 2'
@@ -89,7 +85,7 @@ def answer_cells(row: Row, record: dict[str, Any], seconds: tuple[float, float])
 @torch.inference_mode()
 def run_demo(ask: ArcAlignerPipeline, console: Console, tokens_per_slot: Rate = None) -> None:
     """Answers the six questions and prints the table."""
-    rows = CASE_STUDIES + list(islice(read_json_lines(SQUAD_SAMPLE), NUM_SQUAD))
+    rows = [*read_json_lines(CASE_STUDIES), *islice(read_json_lines(SQUAD_SAMPLE), NUM_SQUAD)]
     table = Table(
         Column("Question, answer, gold"),
         Column("Tokens → slots", no_wrap=True),

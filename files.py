@@ -21,12 +21,17 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+ROOT = Path(__file__).parent
+DEFAULT_CHECKPOINT = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
+CASE_STUDIES = ROOT / "tests" / "data" / "case_studies.jsonl"
+SQUAD_SAMPLE = ROOT / "tests" / "data" / "squad_dev_sample.jsonl"
+
 # Control characters except newline and tab, overrides of the writing direction, and halves of surrogate pairs.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    r"""`text` with what would steer a terminal, or could not be written to it, as visible escapes.
+    r"""`text` with control characters, and what a terminal cannot show, as visible escapes.
 
     >>> print(printable("a\x1b[2Jb"))
     a\x1b[2Jb
@@ -35,8 +40,8 @@ def printable(text: str) -> str:
 
 
 def write_whole(path: str | Path, content: str | bytes | Callable[[BinaryIO], Any]) -> None:
-    """Writes a file whole or not at all, and its folder: under a temporary name, then renamed. Another process may
-    write it too.
+    """Writes a file whole or not at all: under a temporary name, then renamed. Its folder is made; other processes may
+    write the same file.
 
     Args:
         path (`str` or `Path`): The file.
@@ -73,7 +78,7 @@ def digest_files(paths: Iterable[Path]) -> str:
 
 
 def stable_number(key: str, modulus: int) -> int:
-    """A number below `modulus` that `key` alone decides, the same on each machine.
+    """A number below `modulus` that depends on `key` only, the same on each machine.
 
     >>> stable_number("recon_train_0", 6) == stable_number("recon_train_0", 6)
     True
@@ -128,7 +133,7 @@ def refuse_unknown(place: str, keys: Iterable[str], known: Iterable[str]) -> Non
 
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Inside, a mistake of the caller ends in one clear line on standard error and exit code 1."""
+    """Inside, a user's mistake ends in one clear line on standard error and exit code 1."""
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -137,7 +142,7 @@ def exit_on_user_error() -> Iterator[None]:
 
 
 def run_command(function: Callable) -> None:
-    """Runs a function as a command of its own, `python -m` of its module."""
+    """Runs a function as the command `python -m` of its module."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(function)
     with exit_on_user_error():

@@ -24,7 +24,7 @@ import typer
 
 from ..evaluation.answering import flop_counter
 from ..evaluation.settings import split_rates
-from ..files import describe_machine, run_command
+from ..files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, describe_machine, run_command
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import Row, read_rows
@@ -33,7 +33,6 @@ from .measuring import peak_memory, quartiles, ratio, time_interleaved
 from .models import SHAPES, load_models, random_models
 from .report import machine_line, save_figure, size_lines
 
-ROOT = Path(__file__).parents[1]
 NEW_TOKENS = 16
 MIN_ROUNDS = 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -190,9 +189,7 @@ def parse_sizes(text: str) -> list[tuple[int, int]]:
 
 
 def main(
-    checkpoint: Annotated[str, typer.Option(help="Aligner checkpoint, a folder or a Hub id.")] = str(
-        ROOT / "checkpoints/arcaligner-smollm2-135m"
-    ),
+    checkpoint: Annotated[str, typer.Option(help="An aligner: a folder or a Hub id.")] = str(DEFAULT_CHECKPOINT),
     sizes: Annotated[
         str, typer.Option(help="Passages x questions of a batch, separated by commas.")
     ] = "1x1,5x1,10x1,20x1,5x8",
@@ -204,8 +201,7 @@ def main(
     shape: Annotated[
         str | None, typer.Option(help="Random weights of mistral_7b or llama_3_1_8b, and the checkpoint's tokenizer.")
     ] = None,
-    data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = ROOT
-    / "tests/data/squad_dev_sample.jsonl",
+    data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = SQUAD_SAMPLE,
     output: Annotated[Path | None, typer.Option(help="Folder for the report and its figure.")] = None,
 ) -> None:
     """Measures time to the first token, time per token, memory and operations of slots and of text."""

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, ScalarFormatter
 
 from ..evaluation.analyses.figures import new_figure, reach, save_analysis
-from ..evaluation.publish import ROOT, SPEED_FIGURE, copy_figures, with_block
-from ..files import run_command, write_whole
+from ..evaluation.publish import SPEED_FIGURE, copy_figures, with_block
+from ..files import ROOT, run_command, write_whole
 from .arms import BUDGET
 
 MARKS = "<!-- speed: benchmarks/report.py -->", "<!-- end of speed -->"

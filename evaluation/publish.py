@@ -17,15 +17,13 @@ from typing import Annotated, Any
 import typer
 
 from ..configuration_arcaligner import ArcAlignerConfig
-from ..files import printable, run_command, write_whole
+from ..files import DEFAULT_CHECKPOINT, ROOT, printable, run_command, write_whole
 from ..hub import RESULTS_FILE, write_model_card
 from .methods import find_method, fingerprint
 from .results import EARLIER_HELP, add_earlier, results_page, write_results
 from .runs import answer_files
 from .tasks import TASKS
 
-ROOT = Path(__file__).parents[1]
-DEFAULT_CHECKPOINT = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
 README_SETS = ("SQuAD", "NaturalQA", "HotpotQA", "PopQA_longtail")
 README_METHODS = (
     *("naive", "empty_slot", "arcaligner_xsegment", "arcaligner_x16", "arcaligner_x8", "arcaligner"),

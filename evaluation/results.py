@@ -213,7 +213,7 @@ def results_page(results: dict[str, Any]) -> str:
 
 
 def method_titles(sets: dict) -> list[str]:
-    """Titles of all methods in `sets`, in the order of `METHODS`, the rates of a method behind it."""
+    """Titles of all methods in `sets`, in the order of `METHODS`, each followed by its rates."""
     return sorted({title for entry in sets.values() for title in entry["methods"]}, key=title_order)
 
 
@@ -248,7 +248,7 @@ def accuracy_tables(sets: dict) -> list[str]:
 
 
 def difference_table(title: str, sets: dict, metric: str) -> list[str]:
-    """The main method's mean less another's."""
+    """The main method's mean minus another's."""
 
     def show(entry: dict, method: str) -> str | None:
         return _interval(entry.get("differences", {}).get(method, {}).get(metric), sign="+")

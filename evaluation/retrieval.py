@@ -20,11 +20,10 @@ from rich.table import Table
 from ..corpus.retrieve import CANDIDATES, Retriever
 from ..corpus.sources import Document
 from ..corpus.table import Corpus
-from ..files import run_command
+from ..files import DEFAULT_CHECKPOINT, run_command
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import Row, read_rows
 from .metrics import percent_interval, shown_interval
-from .publish import DEFAULT_CHECKPOINT
 
 MIN_CANDIDATES = 20  # passages that are joined and re-ranked, as in the paper
 KS = (1, 5, 20)
@@ -56,7 +55,7 @@ def retrieve(rows: list[Row], corpus: str | Path, checkpoint: str, reranker: str
 
 
 def gold_documents(row: Row) -> set[str]:
-    """Ids that the passages have which answer a question; all of them, unless it says which."""
+    """Ids of the passages that answer a question: the row's gold passages, or all where it names none."""
     gold = (row.get("meta") or {}).get("gold", range(len(row["passages"])))
     passages = [row["passages"][number] for number in gold]
     return {Document("", each["title"], each["text"]).digest for each in passages}

@@ -25,20 +25,8 @@ FREE_SETTINGS = {"machine", "checkpoint", "corpus", "batch_size"}
 
 
 def row_digest(row: Row) -> str:
-    """Changes with a row's question, golds and passages."""
+    """A digest of a row's question, golds and passages."""
     return digest([row["question"], row["answers"], row["passages"]])
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a file; the last one may be cut when a run was killed."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
-
-
-def to_lines(records: Iterable[dict[str, Any]]) -> str:
-    """Records as JSON Lines."""
-    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
 @dataclass(frozen=True)
@@ -58,8 +46,8 @@ class AnswerFile:
         return self.path.with_suffix(".json")
 
     def read(self) -> list[dict[str, Any]]:
-        """All answers."""
-        return read_lines(self.path)
+        """All answers; the last line is left out where a kill has cut it."""
+        return [json.loads(line) for line in self.path.read_bytes().split(b"\n")[:-1]] if self.path.exists() else []
 
     def settings(self) -> dict[str, Any]:
         """What the answers were made with."""
@@ -104,7 +92,7 @@ class AnswerFile:
     def append(self, records: Iterable[dict[str, Any]]) -> None:
         """Adds answers, all of them on disk when it returns."""
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(to_lines(records))
+            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
             file.flush()
             os.fsync(file.fileno())
 

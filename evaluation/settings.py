@@ -111,6 +111,8 @@ def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str,
     keys |= {key: value for key, value in given.items() if value is not None}
     refuse_unknown("the evaluation's settings", keys, _KEYS)
     tasks = _by_name(keys.get("tasks", list(TASKS)), of_recipe)
+    for name, each in tasks.items():
+        refuse_unknown(f"`{name}`", each, [field.name for field in dataclasses.fields(TaskSettings)])
     over = {key: value for key, value in of_tasks.items() if value is not None}
     checkpoints = {field: keys[key] for key, field in _CHECKPOINT_KEYS.items() if key in keys}
     if "aligner" not in checkpoints:
@@ -119,7 +121,7 @@ def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str,
         raise ValueError("Name a folder for the answers with `--output`.")
     rest = {key: keys[key] for key in ("corpus", "reranker", "batch_size") if key in keys}
     return EvaluationSettings(
-        tasks={name: _dataclass(TaskSettings, each | over, name) for name, each in tasks.items()},
+        tasks={name: TaskSettings(**each | over) for name, each in tasks.items()},
         methods=at_rates(keys.get("methods", list(METHODS)), keys.get("tokens_per_slot", [])),
         checkpoints=Checkpoints(**checkpoints),
         output=Path(keys["output"]),
@@ -130,7 +132,7 @@ def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str,
 
 def at_rates(methods: list[str], tokens_per_slot: list[int | str]) -> list[str]:
     """
-    Names of methods; those that have rates are there once for each rate.
+    Names of methods, those that have rates once for each rate.
 
     >>> at_rates(["naive", "arcaligner"], [4, "segment"])
     ['naive', 'arcaligner_x4', 'arcaligner_xsegment']
@@ -178,8 +180,3 @@ def _by_name(tasks: list[str] | dict[str, dict | None], known: dict[str, dict] |
     if isinstance(tasks, list):
         return {name: (known or {}).get(name, {}) for name in tasks}
     return {name: each or {} for name, each in tasks.items()}
-
-
-def _dataclass(kind: type, keys: dict[str, Any], where: str) -> Any:
-    refuse_unknown(f"`{where}`", keys, [each.name for each in dataclasses.fields(kind)])
-    return kind(**keys)

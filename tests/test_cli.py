@@ -12,6 +12,7 @@ from arcaligner.files import printable, read_json_lines
 from arcaligner.segmentation_arcaligner import segment_document
 from arcaligner.train import stages
 
+CASES = list(read_json_lines(demo.CASE_STUDIES))
 QUESTION = "Who wrote it?"
 TEXT = "It was written by [Ada].  Nobody else knew.\n"
 
@@ -45,7 +46,9 @@ def test_answer_prints_the_pipelines_answer_and_nothing_else(capsys, checkpoint_
     code, out, err = run(capsys, "answer", "--question", QUESTION, *options)
     assert code == 0
     assert out == printable(record["generated_text"].strip()) + "\n"
-    assert f"{record['statistics']['tokens']} tokens of text read as 4 slots" in err
+    loading, reading, summary = err.splitlines()
+    assert (loading, reading) == ("Loading the aligner and its base model", "Reading the documents")
+    assert summary.startswith(f"{record['statistics']['tokens']} tokens of text read as 4 slots")
 
 
 def test_show_slots_lists_each_sentence_with_its_place(capsys, checkpoint_dir, document):
@@ -120,6 +123,7 @@ def set_field(path, name, value) -> None:
         ("config.json", cut_in_half, "config.json' is not a valid JSON file"),
         ("config.json", lambda path: set_field(path, "lora_r", "x"), "Field 'lora_r' expected int, got str"),
         ("config.json", lambda path: set_field(path, "text_config", 5), "The config.json of "),
+        ("config.json", lambda path: set_field(path, "base_model_name_or_path", "a/b"), "with `hf download a/b`"),
         ("tokenizer.json", lambda path: path.write_text("{}"), "tokenizer.json is not an object with `model`"),
         ("tokenizer.json", cut_in_half, "tokenizer.json is not JSON"),
         ("tokenizer_config.json", lambda path: path.write_text("[]"), "tokenizer_config.json is not an object"),
@@ -160,33 +164,15 @@ def test_a_terminal_is_not_steered_by_documents_answers_and_mistakes(
     code, _, err = run(capsys, "answer", "--question", QUESTION, *options[:-1], f"nobody/{STEERING}")
     assert code == 1 and SHOWN in err
     assert not {*STEERING} & {*out, *err} - {*"0;title 21mJ[]"}
-    row = demo.CASE_STUDIES[0] | {"question": STEERING}
+    row = CASES[0] | {"question": STEERING}
     record = {"generated_text": STEERING, "trajectories": [["L0."]]}
     record["statistics"] = {"tokens": 5, "slots": 1, "compression_rate": 5.0}
     assert not {"\x1b", "\x07"} & {*demo.answer_cells(row, record, (0.01, 0.02))[0]}
 
 
-def test_what_takes_long_is_said_where_no_line_can_move(capsys, checkpoint_dir, document):
-    _, _, err = run(capsys, "answer", "--question", QUESTION, "--document", document, "--checkpoint", checkpoint_dir)
-    assert err.splitlines()[:2] == ["Loading the aligner and its base model", "Reading the documents"]
-
-
 def test_missing_file_is_a_usage_error(capsys, tmp_path):
     code, _, err = run(capsys, "answer", "--question", QUESTION, "--document", tmp_path / "none.txt")
     assert code == 2 and "does not exist" in err
-
-
-def test_missing_base_model_is_named_with_the_remedy(capsys, checkpoint_dir, document, tmp_path):
-    moved = tmp_path / "checkpoint"
-    moved.mkdir()
-    for path in checkpoint_dir.iterdir():
-        (moved / path.name).write_bytes(path.read_bytes())
-    config = json.loads((moved / "config.json").read_text())
-    config["base_model_name_or_path"] = "someone/base-model"
-    (moved / "config.json").write_text(json.dumps(config))
-    options = ("--document", document, "--checkpoint", moved)
-    code, _, err = run(capsys, "answer", "--question", QUESTION, *options)
-    assert code == 1 and "base model `someone/base-model`" in err and "hf download" in err
 
 
 @pytest.fixture
@@ -225,7 +211,7 @@ def test_demo_shows_every_question_answer_gold_and_rate(checkpoint_dir):
     console = Console(file=io.StringIO(), width=200)
     demo.run_demo(ask, console)
     shown = console.file.getvalue()
-    rows = demo.CASE_STUDIES + list(read_json_lines(demo.SQUAD_SAMPLE))[: demo.NUM_SQUAD]
+    rows = CASES + list(read_json_lines(demo.SQUAD_SAMPLE))[: demo.NUM_SQUAD]
     for row in rows:
         assert row["question"] in shown
         assert f"gold: {row['answers'][0]}" in shown
@@ -238,20 +224,15 @@ def test_demo_shows_every_question_answer_gold_and_rate(checkpoint_dir):
 
 
 def test_case_studies_have_the_papers_sentences():
-    texts = [row["passages"][0]["text"] for row in demo.CASE_STUDIES]
+    texts = [row["passages"][0]["text"] for row in CASES]
     sentences = [[segment.text for segment in segment_document(text)] for text in texts]
     assert [len(each) for each in sentences] == [5, 5, 4]
     assert sentences[0][0].startswith("was redistributed") and "federal" in sentences[0][1]
     assert sentences[0][4].endswith("Canadian National Railway.")
 
 
-def test_all_passes_are_shown_in_one_line():
-    row = demo.CASE_STUDIES[0]
-    statistics = {"tokens": 50, "slots": 2, "compression_rate": 25.0}
-    record = {"generated_text": " Canada", "statistics": statistics}
-    closed = demo.answer_cells(row, record | {"trajectories": [["L0.", "L0."]] * 3}, (0.01, 0.02))
-    assert closed[2] == "6 passes"
-    some_open = [["L0.", "L0."], ["L0.", "LLL"], ["L0.", "LL"]]
-    cells = demo.answer_cells(row, record | {"trajectories": some_open}, (0.01, 0.02))
-    assert cells[2] == "9 passes, 3 of them added by gates at layers 1 2"
-    assert cells[1].startswith("50 → 2") and "10 ms" in cells[3] and "20 ms text" in cells[3]
+def test_a_row_of_the_demo_has_passes_sizes_and_times():
+    record = {"generated_text": " Canada", "statistics": {"tokens": 50, "slots": 2, "compression_rate": 25.0}}
+    cells = demo.answer_cells(CASES[0], record | {"trajectories": [["L0.", "L0."]] * 3}, (0.01, 0.02))
+    assert cells[1:3] == ["50 → 2\n[bold]x25.0[/]", "6 passes"]
+    assert "10 ms" in cells[3] and "20 ms text" in cells[3]

@@ -25,7 +25,7 @@ for command in (gates, reconstruction, trajectories, four_way, rates):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs a command; a mistake of the caller ends in one clear line and exit code 1."""
+    """Runs a command; a user's mistake ends in one clear line and exit code 1."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     with exit_on_user_error():
         app(arguments)

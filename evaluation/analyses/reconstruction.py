@@ -82,7 +82,7 @@ def reconstruction(
 
 def read_arms(checkpoints: list[str], tokens_per_slot: list[int | str] | None = None) -> list[ReadFrom]:
     """
-    The bars of `TITLE=PATH` pairs, after that of their backbone.
+    A bar for the backbone, then one per `TITLE=PATH` pair.
 
     Raises:
         `ValueError`: no such pair, two bars of the same name, checkpoints of different backbones.

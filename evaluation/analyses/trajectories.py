@@ -17,14 +17,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.progress import track
 
-from ...files import printable, read_json_lines
+from ...files import CASE_STUDIES, DEFAULT_CHECKPOINT, printable, read_json_lines
 from ...pipeline_arcaligner import ArcAlignerPipeline, format_trajectory
 from ...train.corpora import Row
 from ..answering import load_aligner
-from ..publish import DEFAULT_CHECKPOINT, ROOT
 from .figures import FIGURES, Folder, new_figure, save_analysis
 
-CASE_STUDIES = ROOT / "tests/data/case_studies.jsonl"
 MAX_NEW_TOKENS = 32  # as in the demo
 CAPTION = (
     "Each row is a slot, with the text that it stands for on its left, and each column a layer. The darker, the more "
@@ -34,9 +32,7 @@ SLOT_WIDTH, TITLE_WIDTH = 60, 100  # characters
 
 
 def trajectories(
-    checkpoint: Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.")] = str(
-        DEFAULT_CHECKPOINT
-    ),
+    checkpoint: Annotated[str, typer.Option(help="An aligner: a folder or a Hub id.")] = str(DEFAULT_CHECKPOINT),
     folder: Folder = FIGURES,
 ) -> None:
     """Draws the loops of each slot at each layer, a figure for each of the paper's cases."""

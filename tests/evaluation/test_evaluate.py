@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from conftest import greedy_answer
 from peft import LoraConfig, get_peft_model
 from training_rows import question_rows, write_rows
 from transformers import AutoModelForCausalLM
@@ -159,23 +160,14 @@ def test_one_run_holds_several_rates_of_a_checkpoint_and_baselines_of_as_many_po
     methods = ["naive", "arcaligner", "no_lora", "truncated", "llmlingua"]
     made = settings(["squad"], methods, tokens_per_slot=[4, "segment"])
     results = evaluate(made)
-    titles = [
-        "Naive",
-        *(
-            f"{METHODS[name].title}, {rate}"
-            for name in methods[1:]
-            for rate in ("4 tokens per slot", "one slot per segment")
-        ),
-    ]
-    assert set(results["sets"]["SQuAD"]["methods"]) == set(titles)
+    rates = ("4 tokens per slot", "one slot per segment")
+    titles = {f"{METHODS[name].title}, {rate}" for name in methods[1:] for rate in rates}
+    assert set(results["sets"]["SQuAD"]["methods"]) == {"Naive"} | titles
     positions = {
-        name: {row["id"]: row["context_tokens"] for row in answers(made, "squad", name)}
-        for name in made.methods
-        if name != "naive"
+        name: {row["id"]: row["context_tokens"] for row in answers(made, "squad", name)} for name in made.methods[1:]
     }
-    assert positions["arcaligner_xsegment"] == positions["no_lora_xsegment"] == {
-        "row-0": 3, "row-1": 2, "row-2": 1, "row-3": 3
-    }  # fmt: skip
+    expected = {"row-0": 3, "row-1": 2, "row-2": 1, "row-3": 3}
+    assert positions["arcaligner_xsegment"] == positions["no_lora_xsegment"] == expected
     assert all(positions["arcaligner_x4"][key] > number for key, number in positions["arcaligner_xsegment"].items())
     for name in ("truncated", "llmlingua"):
         for rate in ("4", "segment"):
@@ -190,9 +182,7 @@ def test_a_rate_is_read_as_the_processor_reads_it(settings, model, processor):
     found = {row["id"]: row["prediction"] for row in answers(made, "squad", "arcaligner_x4")}
     for row in question_rows(4):
         inputs = slot_inputs(processor, [row], tokens_per_slot=4)
-        output = model.generate(**inputs, max_new_tokens=4, do_sample=False)
-        text = processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        assert found[row["id"]] == text.strip()
+        assert found[row["id"]] == greedy_answer(model, processor, inputs, 4).strip()
 
 
 def test_a_task_without_any_passage_is_asked_of_those_that_read_none_alone(settings, data):

@@ -21,7 +21,7 @@ def ask(model, processor) -> ArcAlignerPipeline:
     return ArcAlignerPipeline(model=model, processor=processor, task="text-generation", device="cpu")
 
 
-def test_colours_are_the_loops_of_each_slot_at_each_layer(ask):
+def test_colors_are_the_loops_of_each_slot_at_each_layer(ask):
     row = CASES[0]
     case = trace(ask, row)
     inputs = chat_inputs(ask.processor, row["question"], row["passages"])
