@@ -46,7 +46,7 @@ def test_answer_prints_the_pipelines_answer_and_nothing_else(capsys, checkpoint_
     code, out, err = run(capsys, "answer", "--question", QUESTION, *options)
     assert code == 0
     assert out == printable(record["generated_text"].strip()) + "\n"
-    loading, reading, summary = err.splitlines()
+    loading, reading, summary = err.splitlines()[-3:]
     assert (loading, reading) == ("Loading the aligner and its base model", "Reading the documents")
     assert summary.startswith(f"{record['statistics']['tokens']} tokens of text read as 4 slots")
 
