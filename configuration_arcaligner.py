@@ -173,7 +173,7 @@ class ArcAlignerConfig(PreTrainedConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        """As any configuration's.
+        """As for any configuration.
 
         Raises:
             `ValueError`: a field of the wrong type, with its name and that of the file.

@@ -200,24 +200,20 @@ def slot_lora_layers(module: nn.Module):
     return (m for m in module.modules() if isinstance(m, LoraLayer) and ADAPTER_NAME in m.lora_A)
 
 
-def lora_target_names(layers: nn.ModuleList, prefix: str, target_modules: str | list[str]) -> str | list[str]:
-    """`"all-linear"` becomes the full names of the linears in the decoder layers; anything else is passed to PEFT."""
-    if target_modules != "all-linear":
-        return target_modules
-    return [f"{prefix}.{name}" for name, module in layers.named_modules() if isinstance(module, nn.Linear)]
-
-
 def inject_slot_lora(backbone: nn.Module, layers: nn.ModuleList, config) -> None:
     """Puts PEFT's LoRA layers (adapter `slot`) into `backbone`, in place; none with `lora_r=0`."""
     if config.lora_r == 0:
         return
-    prefix = next(name for name, module in backbone.named_modules() if module is layers)
+    targets = config.lora_target_modules
+    if targets == "all-linear":  # of the decoder layers
+        linears = {module for module in layers.modules() if isinstance(module, nn.Linear)}
+        targets = [name for name, module in backbone.named_modules() if module in linears]
     lora_config = LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
         bias="none",
-        target_modules=lora_target_names(layers, prefix, config.lora_target_modules),
+        target_modules=targets,
     )
     inject_adapter_in_model(lora_config, backbone, ADAPTER_NAME)
     for layer in list(slot_lora_layers(backbone)):

@@ -112,9 +112,7 @@ class SlotDecoderLayer(InPlaceMixin):
             hidden_states = super().forward(hidden_states, **kwargs)  # Eq. 4: the mandatory pass, LoRA on slots (Eq. 3)
         steps = self._plan_steps(hidden_states, slots)
         if steps is None:  # no gate here, none is open, or no slot
-            if self.training and self.slot_gate is not None and slots.settings.gate_mode == "adaptive":
-                hidden_states = hidden_states + self.slot_gate(hidden_states[:, :0]).sum().to(hidden_states.dtype)
-            return hidden_states, None
+            return self._with_unused_gate(hidden_states, slots.settings), None
         states = steps.first_states()  # (batch, width, hidden), the slots that the steps compute
         reapply = self._slot_pass(hidden_states, slots, steps.rows, kwargs)
         for step in range(slots.settings.max_refinement_steps):
@@ -136,6 +134,12 @@ class SlotDecoderLayer(InPlaceMixin):
         if self.training or torch.compiler.is_compiling():
             return AllSlotsSteps(self, hidden_states, slots)
         return OpenSlotsSteps.plan(self, hidden_states, slots)
+
+    def _with_unused_gate(self, hidden_states: torch.Tensor, settings: RefinementSettings) -> torch.Tensor:
+        """In training, a gate without slots gets a zero gradient, not none: other processes wait for it."""
+        if not self.training or self.slot_gate is None or settings.gate_mode != "adaptive":
+            return hidden_states
+        return hidden_states + self.slot_gate(hidden_states[:, :0]).sum().to(hidden_states.dtype)
 
     def gate_prob(self, slot_states: torch.Tensor, settings: RefinementSettings) -> torch.Tensor:
         """Eq. 5: slot states (..., hidden) to probabilities (..., 1); 1 in the mode `always`."""
@@ -606,9 +610,12 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
 
     @torch.compiler.disable  # runs on the CPU
     def _find_slots(self, slot_mask, attention_mask, context_embeds, past_key_values) -> SlotRows:
+        is_text = ~slot_mask  # without a 2-D mask padding counts as text; the layers' own masks hide it then
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+            is_text = is_text & attention_mask[:, : slot_mask.shape[1]].bool()
         is_slot, is_text, *found = to_numpy_in_one_sync(
             slot_mask,
-            _text_mask(slot_mask, attention_mask),
+            is_text,
             (context_embeds.abs() < LARGEST_VALUE).all(dim=2),  # (batch, max_slots), False for NaN
             context_embeds.ne(0).any(dim=2),  # (batch, max_slots)
         )
@@ -666,13 +673,6 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         none, num_layers = torch.zeros_like(positions), self.config.text_config.num_hidden_layers
         stacked = torch.stack([slots.depths.by_layer.get(i, none).to(none.device) for i in range(num_layers)], dim=1)
         return stacked.masked_fill(positions[:, None, :] < 0, -1)
-
-
-def _text_mask(slot_mask: torch.Tensor, attention_mask: torch.Tensor | dict | None) -> torch.Tensor:
-    """Real text (batch, seq_len). Without a 2-D mask all rows count; the layers' own masks hide padding then."""
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
-        return ~slot_mask & attention_mask[:, : slot_mask.shape[1]].bool()
-    return ~slot_mask
 
 
 class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
