@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+from torch.nn import Parameter
 from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_utils import _get_resolved_checkpoint_files
@@ -50,6 +51,8 @@ _caller_reads_loading_info = ContextVar("caller_reads_loading_info", default=Fal
 class AlignerCheckpointMixin:
     """`from_pretrained` and `save_pretrained` of a model whose base weights live elsewhere."""
 
+    hf_quantizer = None  # set by transformers where the base model is quantized
+
     @staticmethod
     def is_aligner_key(key: str) -> bool:
         """Whether a parameter name belongs to projector, LoRA or a gate."""
@@ -63,7 +66,7 @@ class AlignerCheckpointMixin:
         The base model is frozen.
 
         Raises:
-            `ValueError`: aligner weights that are missing or do not fit, naming both sides.
+            `ValueError`: aligner weights that are missing or do not fit, naming both sides, or that a quantizer took.
             `OSError`: a base model that is not on this machine and cannot be downloaded, with how to get it.
         """
         name = pretrained_model_name_or_path
@@ -81,6 +84,8 @@ class AlignerCheckpointMixin:
         finally:
             _caller_reads_loading_info.reset(token)
         loaded = model[0] if isinstance(model, tuple) else model
+        if loaded.hf_quantizer is not None:
+            _check_aligner_is_whole(loaded)
         loaded.freeze_base_model()
         if loaded.can_generate():
             # transformers reads the aligner's settings as generation settings too.
@@ -115,7 +120,8 @@ class AlignerCheckpointMixin:
         return loaded
 
     def save_pretrained(self, save_directory, *args, save_base_model: bool | None = None, **kwargs):
-        """Writes the aligner, the configuration and the code to `save_directory`.
+        """Writes the aligner, the configuration and the code to `save_directory`. That the base model is quantized is
+        not written: who loads the aligner chooses.
 
         Args:
             save_directory (`str` or `os.PathLike`): Folder to write to; made when it is not there.
@@ -134,8 +140,11 @@ class AlignerCheckpointMixin:
         if save_base_model is None:
             save_base_model = self.config.base_model_name_or_path is None
         ignored_before, class_before = self._keys_to_ignore_on_save, type(self)
+        quantizer, quantization = self.hf_quantizer, self.config.__dict__.get("quantization_config")
         if not save_base_model:
             self._keys_to_ignore_on_save = {key for key in self.state_dict() if not self.is_aligner_key(key)}
+            self.hf_quantizer = None  # it would write the base model
+            self.config.__dict__.pop("quantization_config", None)
         # FSDP2 puts a class of torch's before ours; the checkpoint would name that one, and hold torch's files.
         self.__class__ = next(cls for cls in class_before.__mro__ if not cls.__module__.startswith("torch."))
         is_main = kwargs.get("is_main_process", True)
@@ -146,6 +155,9 @@ class AlignerCheckpointMixin:
                     self._copy_code(folder)
         finally:
             self._keys_to_ignore_on_save, self.__class__ = ignored_before, class_before
+            self.hf_quantizer = quantizer
+            if quantization is not None:
+                self.config.quantization_config = quantization
 
     def _copy_code(self, folder: Path) -> None:
         """Writes the code of model, processor and pipeline, and warns about files that it does not find."""
@@ -215,6 +227,17 @@ def check_aligner_weights(model, shapes, source: str, ignore_mismatched_sizes: b
             f"Checkpoint {source} does not fit {described}: `{others[0]}` has shape {list(found[others[0]])} in the "
             f"checkpoint and {expected[others[0]]} in the model ({len(others)} weights differ). Load it with the "
             "backbone, encoder and LoRA rank it was trained with."
+        )
+
+
+def _check_aligner_is_whole(model) -> None:
+    """Refuses aligner weights that a quantizer took."""
+    taken = [(name, each) for name, each in model.aligner_parameters() if type(each) is not Parameter]
+    if taken:
+        raise ValueError(
+            f"The quantizer took {len(taken)} weights of the aligner, first `{taken[0][0]}`, now of type "
+            f"{type(taken[0][1]).__name__}; expected float32 there. Leave {model._keep_in_fp32_modules} out of the "
+            "quantization."
         )
 
 

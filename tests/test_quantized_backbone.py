@@ -1,9 +1,31 @@
-"""Quantizers take the backbone's linears and leave the aligner in full precision."""
+"""Quantizers take the backbone's linears, leave the aligner in full precision, and are not written with it."""
 
+import json
+
+import pytest
 import torch
+from conftest import chat_inputs
+from safetensors import safe_open
 from tiny_models import tiny_aligner
+from transformers import BitsAndBytesConfig, TorchAoConfig
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
+
+from arcaligner import ArcAlignerForCausalLM
+from arcaligner.checkpoint_arcaligner import _check_aligner_is_whole
+
+
+def quantization(name):
+    """The settings of a quantizer to 8 bits, for `from_pretrained`."""
+    if name == "torchao":
+        return TorchAoConfig(pytest.importorskip("torchao.quantization").Int8WeightOnlyConfig())
+    pytest.importorskip("bitsandbytes")
+    return BitsAndBytesConfig(load_in_8bit=True)
+
+
+def saved_keys(folder):
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        return set(file.keys())
 
 
 def test_quantizers_take_the_backbone_and_leave_the_aligner():
@@ -14,3 +36,42 @@ def test_quantizers_take_the_backbone_and_leave_the_aligner():
     of_backbone = {name for name in linears if not model.is_aligner_key(f"{name}.weight")}
     assert converted == of_backbone - {"lm_head"}
     assert len(converted) == 3 * 7
+
+
+@pytest.mark.parametrize("name", ["torchao", "bitsandbytes"])
+def test_an_aligner_reads_learns_and_is_saved_around_a_quantized_backbone(
+    name, checkpoint_dir, processor, model, tmp_path
+):
+    quantized = ArcAlignerForCausalLM.from_pretrained(checkpoint_dir, quantization_config=quantization(name)).eval()
+    inputs = chat_inputs(processor, "Who wrote it?", ["It was written by Ada."])
+    with torch.no_grad():
+        expected, found = (each(**inputs, gate_mode="off").logits for each in (model, quantized))
+    assert 0 < (found - expected).abs().mean() < 0.2 * expected.abs().mean()
+    quantized.train().set_stage("grounding")
+    labels = torch.where(inputs["input_ids"] < quantized.config.context_token_id, inputs["input_ids"], -100)
+    quantized(**inputs, labels=labels).loss.backward()
+    trained = {key: weight for key, weight in quantized.named_parameters() if weight.grad is not None}
+    assert any("lora_B" in key for key in trained) and all(map(quantized.is_aligner_key, trained))
+    torch.optim.SGD(trained.values(), lr=1.0).step()
+    quantized.save_pretrained(tmp_path)
+    assert saved_keys(tmp_path) == saved_keys(checkpoint_dir)
+    again = dict(ArcAlignerForCausalLM.from_pretrained(tmp_path).named_parameters())
+    assert all(torch.equal(again[key], weight) for key, weight in quantized.aligner_parameters())
+
+
+def test_an_aligner_is_saved_without_the_quantization_of_its_backbone(model, checkpoint_dir, tmp_path):
+    quantizer, settings = object(), {"quant_method": "torchao"}
+    model.hf_quantizer, model.config.quantization_config = quantizer, settings
+    model.save_pretrained(tmp_path)
+    assert saved_keys(tmp_path) == saved_keys(checkpoint_dir)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    assert (model.hf_quantizer, model.config.quantization_config) == (quantizer, settings)
+
+
+def test_a_quantizer_that_takes_weights_of_the_aligner_is_refused(model):
+    class Int8Parameter(torch.nn.Parameter):
+        pass
+
+    model.model.projector.out.weight = Int8Parameter(model.model.projector.out.weight)
+    with pytest.raises(ValueError, match="took 1 weights of the aligner, first `model.projector.*Int8Parameter; exp"):
+        _check_aligner_is_whole(model)
