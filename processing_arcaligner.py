@@ -69,7 +69,7 @@ def check_conversation(given: Any) -> None:
             raise ValueError(f'A message is {message!r}; expected {{"role": str, "content": str}}.')
 
 
-class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
+class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
     r"""
     Builds the inputs of an [`ArcAlignerForCausalLM`] from questions and passages.
 
@@ -261,10 +261,7 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         return_segments: bool | None = None,
         max_slots: int | None = None,
         slot_policy: str | None = None,
-        tokens_per_slot: int | str | None = None,
         context_word_ids: Any = None,
-        max_prompt_length: int | None = None,
-        sanitize_control_tokens: bool | None = None,
         **kwargs: Any,
     ) -> BatchFeature:
         r"""
@@ -278,10 +275,6 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
                 Precomputed embeddings, one per segment. Neither encoder nor segmenter is needed then.
             context_word_ids (tensor of shape `(num_slots, max_words)`, or a list of them, *optional*):
                 The tokens of the slots of `context_embeds`, -1 behind them, where the aligner reads them.
-            tokens_per_slot (`int` or `"segment"`), max_prompt_length (`int`, *optional*): As in `__init__`.
-            sanitize_control_tokens (`bool`, defaults to `True` with documents or embeddings):
-                The tokenizer's special tokens, such as `<|im_end|>`, are text where they stand in a question, as they
-                are in documents.
             return_segments (`bool`, *optional*):
                 Adds `segments` (a list of [`Segment`] per row) and `statistics` (per row: `tokens` of the passages,
                 `slots`, and the measured `compression_rate`; with `max_slots` also how many segments are `merged` and
@@ -292,6 +285,9 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
                 `"merge"`: neighbors in a document share a slot, evenly, none longer than the encoder reads; where
                 that is not enough, the last are dropped. Precomputed embeddings can be dropped, not merged.
             kwargs:
+                `tokens_per_slot` and `max_prompt_length`, as in `__init__`. `sanitize_control_tokens` (default: `True`
+                with documents or embeddings): the tokenizer's special tokens, such as `<|im_end|>`, are text where they
+                stand in a question, as they are in documents.
                 The tokenizer's: `return_tensors`, `padding` (on by default for tensors), `padding_side`, `truncation`,
                 `max_length`, `add_special_tokens`. Truncation cuts text behind the slots, never slots.
 
@@ -305,7 +301,9 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         """
         if not isinstance(text, str) and not (isinstance(text, list | tuple) and text):
             raise ValueError(f"`text` is {text!r}; expected a question, or a list of questions.")
+        sanitize_control_tokens = kwargs.pop("sanitize_control_tokens", None)
         if documents is None and context_embeds is None:
+            kwargs = {name: value for name, value in kwargs.items() if name not in _SLOT_ARGUMENTS}
             if sanitize_control_tokens:  # of `apply_chat_template`
                 kwargs["sanitize_control_tokens"] = True
             for each in [text] if isinstance(text, str) else text:
@@ -316,8 +314,7 @@ class ArcAlignerProcessor(DocumentEncoder, ProcessorMixin):
         questions = [text] if is_single else text
         prompts = [self.plain_prompt(question, sanitize_control_tokens is not False) for question in questions]
         kwargs = {"add_special_tokens": True, "return_segments": return_segments} | kwargs
-        kwargs |= {"max_slots": max_slots, "slot_policy": slot_policy, "tokens_per_slot": tokens_per_slot}
-        kwargs |= {"context_word_ids": context_word_ids, "max_prompt_length": max_prompt_length}
+        kwargs |= {"max_slots": max_slots, "slot_policy": slot_policy, "context_word_ids": context_word_ids}
         return self._with_slots(prompts, is_single, documents, context_embeds, **kwargs)
 
     def _with_slots(
