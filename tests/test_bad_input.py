@@ -217,6 +217,7 @@ def test_lora_cannot_be_merged(model, safe):
         ({"gate_threshold": 1.5}, r"(?s)`gate_threshold` is 1.5.*\(0, 1\]"),
         ({"gate_mode": "sometimes"}, r"(?s)sometimes"),
         ({"lora_r": "eight"}, r"(?s)lora_r.*eight"),
+        ({"lora_r": -1}, "`lora_r` is -1; expected a rank, or 0"),
     ],
 )
 def test_impossible_configuration(settings, message):

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from tiny_models import tiny_aligner
+from tiny_models import collate, for_generate, random_rows, tiny_aligner
 from torch import nn
 
 from arcaligner.lora_arcaligner import ADAPTER_NAME, ALL_ROWS, lora_on, slot_lora_layers
@@ -224,3 +224,14 @@ def test_merged_adapter_of_another_name_is_peft_s_own_matter(layer, states):
         with torch.set_grad_enabled(gradients), lora_on(SLOTS):
             found.append(merged(states).detach())
     assert torch.equal(found[0], found[1])
+
+
+def test_an_aligner_without_lora_computes_what_one_does_whose_lora_does_nothing():
+    alone, with_lora = tiny_aligner("llama", lora_r=0), tiny_aligner("llama")
+    state = {name: torch.zeros_like(p) if "lora_B" in name else p for name, p in with_lora.state_dict().items()}
+    with_lora.load_state_dict(state)
+    alone.load_state_dict({k.replace(".base_layer", ""): p for k, p in state.items() if ".lora_" not in k})
+    batch = for_generate(collate(random_rows(alone, [3, 0, 2]), "left"))
+    for gate_mode in ("off", "adaptive", "always"):
+        alone.config.gate_mode = with_lora.config.gate_mode = gate_mode
+        torch.testing.assert_close(alone(**batch).logits, with_lora(**batch).logits, rtol=0, atol=0)

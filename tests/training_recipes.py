@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
 from training_rows import passage_rows, question_rows, write_rows
 
 from arcaligner import ArcAlignerForCausalLM
 from arcaligner.train import sft
+from arcaligner.train.trainer import AlignerTrainer
 
 
 class RecipeWriter:
@@ -50,6 +52,20 @@ class RecipeWriter:
 def run(arguments: list[str]) -> None:
     """Trains in this process."""
     sft.main(*sft.parse(arguments))
+
+
+def run_until(step: int, arguments: list[str]) -> None:
+    """Trains in this process, which breaks off before the step after `step` steps."""
+    original = AlignerTrainer.training_step
+
+    def training_step(self, *args, **kwargs):
+        if self.state.global_step == step:
+            raise InterruptedError
+        return original(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr(AlignerTrainer, "training_step", training_step)
+        run(arguments)
 
 
 def parameters(folder: Path) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_recipes import RecipeWriter, parameters, run
+from training_recipes import parameters, run
 
 from arcaligner.train.run import last_checkpoint
 
@@ -66,11 +66,6 @@ def launch(config: Path, runs: list[dict], folder: Path) -> list[list[dict]]:
     assert done.returncode == 0, done.stderr.decode()[-5000:]
     by_process = [json.loads((folder / f"{process}.json").read_text()) for process in (0, 1)]
     return list(map(list, zip(*by_process, strict=True)))
-
-
-@pytest.fixture(scope="module")
-def write_recipe(tmp_path_factory, base_model_dir, encoder_dir) -> RecipeWriter:
-    return RecipeWriter(tmp_path_factory.mktemp("recipes"), base_model_dir, encoder_dir)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import chat_inputs, greedy_answer
-from training_recipes import RecipeWriter, parameters, run
+from training_recipes import parameters, run
 from training_rows import question_rows, write_rows
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
@@ -27,11 +27,6 @@ from arcaligner.train.metrics import (
     word_recall,
 )
 from arcaligner.train.selection import eval_examples
-
-
-@pytest.fixture(scope="module")
-def write_recipe(tmp_path_factory, base_model_dir, encoder_dir) -> RecipeWriter:
-    return RecipeWriter(tmp_path_factory.mktemp("recipes"), base_model_dir, encoder_dir)
 
 
 def logs(folder: Path) -> list[dict]:

@@ -11,7 +11,7 @@ import torch
 import yaml
 from conftest import chat_inputs
 from peft import LoraConfig
-from training_recipes import RecipeWriter, parameters, run
+from training_recipes import parameters, run, run_until
 from training_rows import question_rows
 from transformers import default_data_collator
 
@@ -29,15 +29,6 @@ PARTS = {
 }
 RATES = [2, 4, "segment"]
 STEPS = {"max_steps": 8, "save_steps": 2, "tokens_per_slot": RATES, "max_questions": 2}  # two steps an epoch
-
-
-class InterruptError(Exception):
-    pass
-
-
-@pytest.fixture(scope="module")
-def write_recipe(tmp_path_factory, base_model_dir, encoder_dir) -> RecipeWriter:
-    return RecipeWriter(tmp_path_factory.mktemp("recipes"), base_model_dir, encoder_dir)
 
 
 @pytest.fixture(scope="module")
@@ -77,17 +68,6 @@ def moved_parts(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor])
 
 def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def interrupted_at(step):
-    original = AlignerTrainer.training_step
-
-    def training_step(self, *args, **kwargs):
-        if self.state.global_step == step:
-            raise InterruptError
-        return original(self, *args, **kwargs)
-
-    return training_step
 
 
 # The stages
@@ -161,16 +141,22 @@ def test_the_gates_can_learn_faster_than_the_rest(tmp_path, write_recipe, stages
     assert any(not torch.equal(fast[name], before[name]) for name in fast if "slot_gate" in name)
 
 
+def test_a_projector_without_lora_is_trained_alone_and_loads_again(tmp_path, write_recipe):
+    """xRAG's design."""
+    run(write_recipe("reconstruction", tmp_path / "1", aligner={"lora_r": 0, "gate_hidden_size": 8}))
+    run(write_recipe("grounding", tmp_path / "2", tmp_path / "1"))
+    assert moved_parts(parameters(tmp_path / "1"), parameters(tmp_path / "2")) == {"projector"}
+    assert ArcAlignerForCausalLM.from_pretrained(tmp_path / "2").config.lora_r == 0
+
+
 # Broken runs
 
 
 @pytest.mark.parametrize("step, checkpoint", [(3, "checkpoint-2"), (5, "checkpoint-4")])
-def test_a_broken_run_ends_as_if_unbroken(tmp_path, write_recipe, whole_run, monkeypatch, caplog, step, checkpoint):
+def test_a_broken_run_ends_as_if_unbroken(tmp_path, write_recipe, whole_run, caplog, step, checkpoint):
     """To the bit, in the same or a later epoch, with batches at several rates."""
     arguments = write_recipe("grounding", tmp_path / "run", **STEPS)
-    with monkeypatch.context() as patch, pytest.raises(InterruptError):
-        patch.setattr(AlignerTrainer, "training_step", interrupted_at(step))
-        run(arguments)
+    run_until(step, arguments)
     assert not (tmp_path / "run/config.json").exists()
     with caplog.at_level("INFO"):
         run(arguments)
@@ -185,9 +171,9 @@ def test_a_run_that_broke_when_it_was_trained_is_only_saved(tmp_path, write_reci
     arguments = write_recipe("grounding", tmp_path / "run", lr_scheduler_type="constant")
 
     def stop(*args):
-        raise InterruptError
+        raise InterruptedError
 
-    with monkeypatch.context() as patch, pytest.raises(InterruptError):
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
         patch.setattr(sft, "save_stage", stop)
         run(arguments)
     run(arguments)
@@ -251,17 +237,15 @@ def test_a_dtype_that_the_device_cannot_compute_in_is_refused_before_anything_is
 def test_a_resumed_run_keeps_the_dtype_that_auto_chose(tmp_path, write_recipe, monkeypatch):
     arguments = write_recipe("grounding", tmp_path / "run", dtype="auto")
     monkeypatch.setattr(sft, "fastest_dtype", lambda device: torch.bfloat16)
-    with monkeypatch.context() as patch, pytest.raises(InterruptError):
-        patch.setattr(AlignerTrainer, "training_step", interrupted_at(3))
-        run(arguments)
+    run_until(3, arguments)
     monkeypatch.setattr(sft, "fastest_dtype", lambda device: torch.float32)
     seen = []
     monkeypatch.setattr(sft, "load_model", lambda recipe, processor, dtype: seen.append(dtype) or stop())
 
     def stop():
-        raise InterruptError
+        raise InterruptedError
 
-    with pytest.raises(InterruptError):
+    with pytest.raises(InterruptedError):
         run(arguments)
     assert seen == [torch.bfloat16]
 

@@ -6,19 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
-from training_recipes import RecipeWriter, parameters, run
+from training_recipes import parameters, run, run_until
 
 from arcaligner import ArcAlignerProcessor
 from arcaligner.train import export
-from arcaligner.train.trainer import AlignerTrainer
 
 TEXTS = ["Radik Zhaparov is a Kazakh ski jumper.", "It was written by Ada."]
 RATES = {"tokens_per_slot": [4, "segment"], "encoder_lora_r": 2, "encoder_learning_rate": 0.05}
-
-
-@pytest.fixture(scope="module")
-def write_recipe(tmp_path_factory, base_model_dir, encoder_dir):
-    return RecipeWriter(tmp_path_factory.mktemp("recipes"), base_model_dir, encoder_dir)
 
 
 @pytest.fixture(scope="module")
@@ -54,18 +48,9 @@ def test_search_uses_the_untrained_encoder_on_the_device_that_is_asked_for(train
     assert found._encoder.untrained.model.device.type == "meta"
 
 
-def test_a_broken_run_goes_on_with_the_encoder_it_had(tmp_path, write_recipe, trained, monkeypatch):
+def test_a_broken_run_goes_on_with_the_encoder_it_had(tmp_path, write_recipe, trained):
     arguments = write_recipe("grounding", tmp_path / "run", lr_scheduler_type="constant", **RATES)
-    step = AlignerTrainer.training_step
-
-    def break_at_third(trainer, *args, **kwargs):
-        if trainer.state.global_step == 2:
-            raise InterruptedError
-        return step(trainer, *args, **kwargs)
-
-    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
-        patch.setattr(AlignerTrainer, "training_step", break_at_third)
-        run(arguments)
+    run_until(2, arguments)
     run(arguments)
     torch.testing.assert_close(embeds(tmp_path / "run"), embeds(trained), rtol=0, atol=1e-5)
     for name, value in parameters(trained).items():
