@@ -195,6 +195,7 @@ def main(
     ] = "1x1,5x1,10x1,20x1,5x8",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or both with a comma.")] = "float32",
     tokens_per_slot: Annotated[str | None, typer.Option(help="A number, or `segment`.", show_default="own")] = None,
+    encoder_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, auto.", show_default="own")] = None,
     device: Annotated[str, typer.Option(help="Where the models run: cpu, cuda.")] = "cpu",
     rounds: Annotated[int, typer.Option(help="Maximum number of rounds of a size.")] = 15,
     seconds: Annotated[float, typer.Option(help="Seconds of a size after which no further round begins.")] = 30.0,
@@ -211,11 +212,13 @@ def main(
     if shape not in (None, *SHAPES):
         raise ValueError(f"`--shape` is {shape!r}; expected {' or '.join(SHAPES)}.")
     rate = tokens_per_slot and split_rates(tokens_per_slot)[0]
-    processor = ArcAlignerProcessor.from_pretrained(checkpoint)
+    encoder = {} if encoder_dtype is None else {"encoder_dtype": encoder_dtype}
+    processor = ArcAlignerProcessor.from_pretrained(checkpoint, **encoder)
     rows = read_rows(data)
     report = {
         "model": shape or checkpoint.rstrip("/").split("/")[-1],
         "tokens_per_slot": rate,
+        "encoder_dtype": None if shape else str(processor.sentence_encoder.dtype).removeprefix("torch."),
         "data": data.name,
         "new_tokens": NEW_TOKENS,
         "machine": describe_machine(device),

@@ -1,15 +1,20 @@
-"""Reading k passages as slots and as text with llama.cpp: time to the first token and after, and what is kept.
+"""Reading k passages as slots and as text with llama.cpp: time to the first token and after, memory, and answers.
 
     python -m arcaligner.benchmarks.llama_cpp --exported exported [--types q4_1,q8_0,f16] [--sizes 1,5,10,20]
+    python -m arcaligner.benchmarks.llama_cpp --exported exported --questions 200 --data squad.jsonl.gz --types f32,q8_0
 
-Prints a Markdown table for each weight type: milliseconds, and times faster than the text. All arms read the same
-questions and passages, in one process and in turns; who goes first rotates. Passages are encoded before. *Kept* starts
-from llama.cpp's own state of everything before the question; *PyTorch* reads the same slots without refinement, in
-float32.
+prints a Markdown table for each weight type: milliseconds, and times faster than the text. All arms read the same
+questions and passages, in one process and in turns; who goes first rotates. Passages are encoded before, except for
+*encoded too*. *Kept* starts from llama.cpp's own state of everything before the question; *PyTorch* reads the same
+slots without refinement, in float32.
+
+With `--questions` it answers them instead, with PyTorch and with llama.cpp, and counts answers that are equal. Keys and
+values are in float32 with weights in float32, otherwise in 16 bits.
 """
 
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -19,21 +24,26 @@ import typer
 from transformers import AutoModelForCausalLM
 
 from ..configuration_arcaligner import resolve_base_model
+from ..encoding_arcaligner import EncodedDocuments
 from ..engines.gguf_files import write_base_model
-from ..engines.llama_cpp import LlamaCppEngine, import_llama_cpp
+from ..engines.llama_cpp import LlamaCppEngine, Session, import_llama_cpp
+from ..evaluation.answering import MAX_NEW_TOKENS, SlotAnswerer
+from ..evaluation.metrics import METRICS
 from ..evaluation.settings import split_rates
-from ..files import describe_machine, run_command
+from ..files import SQUAD_SAMPLE, describe_machine, run_command
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import Row, read_rows
 from ..train.data import passages_text
 from .arms import both_prompts, encoded_slots, pick_rows, read
-from .measuring import time_interleaved
+from .measuring import peak_memory, time_interleaved
 from .report import machine_line
 
-ROOT = Path(__file__).parents[1]
-SLOT_ARMS = ("slots", "slots, kept", "slots, PyTorch")
-COLUMNS = ("Passages", "Tokens", "Rate", "Slots", "text", "text, kept", *SLOT_ARMS, "Kept, MiB: text / slots")
+SLOT_ARMS = ("slots", "slots, encoded too", "slots, kept", "slots, PyTorch")
+COLUMNS = ("Passages", "Tokens", "Rate", "Slots", "text", "text, kept", *SLOT_ARMS)
+COLUMNS += ("Tokens a second: text / slots", "Kept, MiB: text / slots")
+ANSWER_COLUMNS = ("Rate", "Questions", "Equal to PyTorch's", "F1", "F1, PyTorch")
+NEW_TOKENS = 16
 
 
 def show(lines: Iterable[Sequence[str]]) -> None:
@@ -42,13 +52,20 @@ def show(lines: Iterable[Sequence[str]]) -> None:
         print(f"| {' | '.join(line)} |", flush=True)
 
 
+def weight_types() -> dict[str, int | None]:
+    """Weight types that llama.cpp writes, with its numbers of them."""
+    start = "LLAMA_FTYPE_MOSTLY_"
+    names = {name: value for name, value in vars(import_llama_cpp()).items() if name.startswith(start)}
+    return {"f32": None} | {name.removeprefix(start).lower(): value for name, value in names.items()}
+
+
 def quantized(source: Path, kind: str) -> Path:
     """A GGUF file of another weight type, made of one in float32."""
     if kind == "f32":
         return source
     api, path = import_llama_cpp(), source.with_name(f"{kind}.gguf")
     params = api.llama_model_quantize_default_params()
-    params.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}")
+    params.ftype = weight_types()[kind]
     if api.llama_model_quantize(str(source).encode(), str(path).encode(), params) != 0:
         raise ValueError(f"llama.cpp could not write weights of type {kind!r}.")
     return path
@@ -64,13 +81,17 @@ def slot_arms(
     num_slots, after = len(documents.context_embeds), slots.tail.input_ids[0].tolist()
     before = slots.prefix.input_ids[0, :-num_slots].tolist()
 
-    def read_prefix() -> None:
+    def read_prefix(documents: EncodedDocuments) -> None:
         session.clear()
         session.read(before, has_logits=False)
         session.read(engine.project(documents), adapter=True, has_logits=False)
 
     def read_slots() -> None:
-        read_prefix()
+        read_prefix(documents)
+        session.read(after)
+
+    def encode_and_read() -> None:
+        read_prefix(engine.processor.encode_documents(rows[0]["passages"], tokens_per_slot=rate))
         session.read(after)
 
     def read_kept() -> None:
@@ -80,11 +101,20 @@ def slot_arms(
     def read_with_pytorch() -> None:
         read(aligner, slots.whole, gate_mode="off", **slots.slots)
 
-    read_prefix()
+    read_prefix(documents)
     state = session.state()
     read_with_pytorch()  # warms up
-    names = [f"{name}, {rate}" for name in SLOT_ARMS]
-    return dict(zip(names, (read_slots, read_kept, read_with_pytorch), strict=True)), num_slots, state
+    arms = (read_slots, encode_and_read, read_kept, read_with_pytorch)
+    return dict(zip([f"{name}, {rate}" for name in SLOT_ARMS], arms, strict=True)), num_slots, state
+
+
+def tokens_per_second(session: Session, state: bytes) -> float:
+    """How fast an answer goes on from a state."""
+    session.restore(state)
+    start = time.perf_counter()
+    for _ in range(NEW_TOKENS):
+        session.read([0])
+    return NEW_TOKENS / (time.perf_counter() - start)
 
 
 @torch.no_grad()
@@ -102,28 +132,52 @@ def measure_size(
         session.read(before + after)
 
     def read_kept() -> None:
-        session.restore(state)
+        session.restore(states["text"])
         session.read(after)
 
     session.clear()
     session.read(before, has_logits=False)
-    state = session.state()
-    arms, found_slots = {"text": read_text, "text, kept": read_kept}, []
+    states, slots = {"text": session.state()}, {}
+    arms = {"text": read_text, "text, kept": read_kept}
     for rate in rates:
-        more, num_slots, slot_state = slot_arms(engine, aligner, rows, rate)
+        more, slots[rate], states[rate] = slot_arms(engine, aligner, rows, rate)
         arms |= more
-        found_slots.append((rate, num_slots, slot_state))
-    found = [time_interleaved(arms, number, "cpu") for number in range(rounds)]
-    first = {name: 1000 * statistics.median(each[name] for each in found) for name in arms}
-    times = {name: statistics.median(each["text"] / each[name] for each in found) for name in arms}
-    text = [f"{first['text']:.0f}", f"{first['text, kept']:.0f} (x{times['text, kept']:.1f})"]
+    found, tokens = [], []
+    for number in range(rounds):
+        found.append(time_interleaved(arms, number, "cpu"))
+        tokens.append({name: tokens_per_second(session, state) for name, state in states.items()})
+    speed = {name: statistics.median(each[name] for each in tokens) for name in states}
+    cells = {name: f"{1000 * statistics.median(each[name] for each in found):.0f}" for name in arms}
+    for name in list(arms)[1:]:
+        cells[name] += f" (x{statistics.median(each['text'] / each[name] for each in found):.1f})"
     lines = []
-    for rate, num_slots, slot_state in found_slots:
-        names = [f"{name}, {rate}" for name in SLOT_ARMS]
-        kept = f"{len(state) / 2**20:.1f} / {len(slot_state) / 2**20:.1f}"
-        sizes = [str(k), str(len(before) + len(after)), str(rate), str(num_slots)]
-        lines.append([*sizes, *text, *(f"{first[name]:.0f} (x{times[name]:.1f})" for name in names), kept])
+    for rate in rates:
+        kept = f"{len(states['text']) / 2**20:.1f} / {len(states[rate]) / 2**20:.1f}"
+        sizes = [str(k), str(len(before) + len(after)), str(rate), str(slots[rate])]
+        names = ["text", "text, kept", *(f"{name}, {rate}" for name in SLOT_ARMS)]
+        lines.append([*sizes, *map(cells.get, names), f"{speed['text']:.1f} / {speed[rate]:.1f}", kept])
     return lines
+
+
+def pytorch_answers(
+    aligner: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: list[Row], rate: int | str
+) -> list[str]:
+    """The answers of PyTorch, one question at a time: other rows of a batch change the rounding."""
+    answerer = SlotAnswerer(aligner, processor, slots={"tokens_per_slot": rate}, gate_mode="off")
+    return [answerer.answer([row])[0].text for row in rows]
+
+
+def answer_cells(engine: LlamaCppEngine, rows: list[Row], rate: int | str, expected: list[str]) -> list[str]:
+    """How many answers are those of PyTorch, and the F1 of both."""
+    found = [
+        engine.answer(row["question"], row["passages"], MAX_NEW_TOKENS, tokens_per_slot=rate).strip() for row in rows
+    ]
+    equal = sum(map(str.__eq__, found, expected))
+    scores = (
+        100 * statistics.mean(METRICS["f1"](text, row["answers"]) for text, row in zip(texts, rows, strict=True))
+        for texts in (found, expected)
+    )
+    return [str(rate), str(len(rows)), str(equal), *(f"{score:.2f}" for score in scores)]
 
 
 def main(
@@ -132,24 +186,38 @@ def main(
     sizes: Annotated[str, typer.Option(help="Numbers of passages, separated by commas.")] = "1,5,10,20",
     tokens_per_slot: Annotated[str, typer.Option(help="Rates, separated by commas.")] = "segment,4",
     rounds: Annotated[int, typer.Option(help="Rounds of each size.", min=2)] = 5,
-    data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = ROOT
-    / "tests/data/squad_dev_sample.jsonl",
+    questions: Annotated[int, typer.Option(help="Answer so many questions instead.")] = 0,
+    data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = SQUAD_SAMPLE,
 ) -> None:
-    """Measures time to the first token of slots and of text with llama.cpp."""
+    """Measures time to the first token of slots and of text with llama.cpp, or compares answers."""
+    kinds, known = types.split(","), weight_types()
+    if unknown := [kind for kind in kinds if kind not in known]:
+        raise ValueError(f"`--types` names {', '.join(unknown)}; expected some of {', '.join(sorted(known))}.")
     aligner = ArcAlignerForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
-    tokenizer, rows = ArcAlignerProcessor.from_pretrained(exported).tokenizer, read_rows(data)
-    rates = split_rates(tokens_per_slot)
+    processor, rows, rates = (
+        ArcAlignerProcessor.from_pretrained(exported),
+        read_rows(data),
+        split_rates(tokens_per_slot),
+    )
+    asked = [row for row in rows if row["question"]][:questions]
+    answers = {rate: pytorch_answers(aligner, processor, asked, rate) for rate in rates} if asked else {}
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "f32.gguf")
         base = AutoModelForCausalLM.from_pretrained(resolve_base_model(aligner.config.base_model_name_or_path))
-        write_base_model(base.float(), tokenizer.convert_ids_to_tokens(range(len(tokenizer))), source)
+        tokens = processor.tokenizer.convert_ids_to_tokens(range(len(processor.tokenizer)))
+        write_base_model(base.float(), tokens, source)
         del base
-        for kind in types.split(","):
+        for kind in kinds:
             path = quantized(source, kind)
-            engine = LlamaCppEngine(exported, path, gate_mode="off")
-            print(f"\n### {kind}, {path.stat().st_size / 2**20:.0f} MiB\n")
-            show([COLUMNS, ["---"] * len(COLUMNS)])
-            for k in map(int, sizes.split(",")):
+            with peak_memory("cpu") as peak:
+                engine = LlamaCppEngine(exported, path, gate_mode="off", cache_type="f32" if kind == "f32" else "f16")
+            memory = f"; {peak['bytes'] / 2**20:.0f} MiB of memory" if peak["bytes"] is not None else ""
+            print(f"\n### {kind}, {path.stat().st_size / 2**20:.0f} MiB{memory}\n")
+            columns = ANSWER_COLUMNS if asked else COLUMNS
+            show([columns, ["---"] * len(columns)])
+            for rate in rates if asked else []:
+                show([answer_cells(engine, asked, rate, answers[rate])])
+            for k in [] if asked else map(int, sizes.split(",")):
                 show(measure_size(engine, aligner, rows, k, rates, rounds))
     print(f"\n{machine_line({'machine': describe_machine()})}; llama-cpp-python {import_llama_cpp().__version__}.")
 

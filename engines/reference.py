@@ -15,12 +15,11 @@ import torch
 import typer
 
 from ..configuration_arcaligner import check_gates
-from ..files import run_command, write_whole
+from ..files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, run_command, write_whole
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import Row, read_rows
 
-ROOT = Path(__file__).parents[1]
 NEW_TOKENS = 16
 
 
@@ -55,12 +54,9 @@ def reference_vectors(
 
 def main(
     output: Annotated[Path, typer.Option(help="The safetensors file to write.")],
-    checkpoint: Annotated[str, typer.Option(help="Aligner checkpoint, a folder or a Hub id.")] = str(
-        ROOT / "checkpoints/arcaligner-smollm2-135m"
-    ),
+    checkpoint: Annotated[str, typer.Option(help="An aligner: a folder or a Hub id.")] = str(DEFAULT_CHECKPOINT),
     gate_mode: Annotated[str, typer.Option(help="When slots are refined: off, adaptive, always.")] = "off",
-    data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = ROOT
-    / "tests/data/squad_dev_sample.jsonl",
+    data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = SQUAD_SAMPLE,
     num_prompts: Annotated[int, typer.Option("-n", help="Number of prompts.", min=1)] = 4,
 ) -> None:
     """Writes what an engine has to compute, in float32."""
