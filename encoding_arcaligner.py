@@ -4,7 +4,7 @@
     documents -> segments (`segmentation_arcaligner.py`) -> tokens -> context_embeds, context_word_ids
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -112,7 +112,10 @@ def rows_of(read: Callable, given, name: str, is_single: bool, num_rows: int) ->
     """An entry of `given` for each of `num_rows` questions, converted by `read`; `None` for each if none is given."""
     if given is None:
         return [None] * num_rows
-    rows = [given] if is_single or isinstance(given, str | dict) else list(given) if isinstance(given, Iterable) else []
+    try:
+        rows = [given] if is_single or isinstance(given, str | dict) else list(given)
+    except TypeError:  # a number, or a tensor without dimensions
+        rows = []
     if len(rows) != num_rows:
         raise ValueError(f"Got {num_rows} questions but {len(rows)} entries of {name}; each question needs its own.")
     return [read(row, f"{name} of row {number}") for number, row in enumerate(rows)]
@@ -122,9 +125,12 @@ def documents_of(row, name: str) -> list:
     """The passages of one question as a list; a single passage is wrapped."""
     if isinstance(row, str | dict):
         return [row]
-    if not isinstance(row, Iterable):
-        raise ValueError(f'{name} is {row!r}; expected a list of strings or {{"title": str, "text": str}}.')
-    return list(row)
+    try:
+        if isinstance(row, Mapping | Set):  # whose texts have other names, or no order
+            raise TypeError
+        return list(row)
+    except TypeError as error:
+        raise ValueError(f'{name} is {row!r}; expected a list of strings or {{"title": str, "text": str}}.') from error
 
 
 def read_passages(

@@ -16,13 +16,21 @@ from .budget_arcaligner import REFINEMENT_SETTINGS, check_refinement_settings
 logger = logging.get_logger(__name__)
 
 
-def check_ids(input_ids, name: str = "`input_ids`") -> None:
-    """Raises `ValueError` unless they are whole numbers (batch, seq_len)."""
-    if not isinstance(input_ids, torch.Tensor) or input_ids.is_floating_point() or input_ids.dim() != 2:
-        shape = f" {input_ids.dtype} of shape {tuple(input_ids.shape)}" if isinstance(input_ids, torch.Tensor) else ""
+def check_ids(ids, name: str = "`input_ids`", vocab_size: int | None = None, others: tuple[int, ...] = ()) -> None:
+    """Raises `ValueError` unless they are whole numbers (batch, seq_len), where `vocab_size` is given those of words or
+    of `others`. On an accelerator their values are left to its own kernels: to look would make the host wait."""
+    if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dim() != 2:
+        shape = f" {ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else ""
         raise ValueError(
-            f"{name} is a {type(input_ids).__name__}{shape}; expected a tensor of whole numbers (batch, seq_len)."
+            f"{name} is a {type(ids).__name__}{shape}; expected a tensor of whole numbers (batch, seq_len)."
         )
+    if vocab_size is None or ids.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    is_unknown = (ids < 0) | (ids >= vocab_size)
+    for other in others:
+        is_unknown &= ids != other
+    if is_unknown.any():
+        raise ValueError(f"{name} hold {ids[is_unknown][0]}; expected 0 to {vocab_size - 1}, or one of {others}.")
 
 
 def text_for_slots(input_ids: torch.LongTensor, context_token_id: int) -> torch.LongTensor:
@@ -166,6 +174,8 @@ class SlotGenerationMixin(GenerationMixin):
         input_ids, mask = kwargs.get("input_ids", inputs), kwargs.get("attention_mask")
         if input_ids is not None:
             check_ids(input_ids)
+            if input_ids.numel() == 0 and kwargs.get("inputs_embeds") is None:
+                raise ValueError(f"`input_ids` has shape {tuple(input_ids.shape)}; expected a prompt in each row.")
         if mask is not None and not isinstance(mask, torch.Tensor | dict):
             raise ValueError(f"`attention_mask` is a {type(mask).__name__}; expected a tensor (batch, seq_len).")
         settings = {name: kwargs[name] for name in REFINEMENT_SETTINGS if kwargs.get(name) is not None}

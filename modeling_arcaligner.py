@@ -516,6 +516,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             if torch.compiler.is_compiling():
                 rows = rows._replace(slot_span=None)  # code would be compiled for each place of the slots
             if inputs_embeds is None:
+                check_ids(input_ids, "`input_ids`", self.config.text_config.vocab_size, (self.config.context_token_id,))
                 inputs_embeds = self.get_input_embeddings()(input_ids.masked_fill(slot_mask, 0))
             inputs_embeds = self._embed(inputs_embeds, slot_mask, context_embeds, context_word_ids)
             input_ids = None
@@ -737,6 +738,9 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         if lexical_weights is not None:
             loss = self._lexical_loss(context_embeds, context_word_ids, lexical_weights)
             return ArcAlignerCausalLMOutputWithPast(loss=loss)
+        if labels is not None:
+            others = (-100, self.config.context_token_id)
+            check_ids(labels, "`labels`", self.config.text_config.vocab_size, others)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

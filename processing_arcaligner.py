@@ -330,6 +330,8 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         ]
         if context_embeds is None:
             longest = slots["max_prompt_length"] or self.max_prompt_length
+            if not isinstance(longest, int | None):
+                raise ValueError(f"`max_prompt_length` is {longest!r}; expected a number.")
             room = longest and [longest - len(before) - len(after) for before, after in texts]
             rows = self.encode_batch(passages, **settings, room=room)
         else:

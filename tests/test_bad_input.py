@@ -103,6 +103,20 @@ def test_more_slots_than_embeddings_in_one_row_of_a_batch(model):
     assert_refused(model, r"(?s)\[(6|7|8), 5\].*context tokens.*`context_embeds`.*\b5\b", **batch)
 
 
+@pytest.mark.parametrize("value", [-1, SLOT + 1])
+def test_ids_and_labels_beyond_the_vocabulary(model, value):
+    batch = inputs(model, 4)
+    ids = batch["input_ids"].clone()
+    ids[0, -1] = value
+    expected = f"hold {value}; expected 0 to {VOCAB_SIZE - 1}"
+    assert_refused(model, "`input_ids` " + expected, **batch | {"input_ids": ids})
+    for skip_logits in (True, False):
+        with pytest.raises(ValueError, match="`labels` " + expected):
+            model(**batch, labels=ids, skip_logits=skip_logits)
+    with pytest.raises(ValueError, match=r"`labels` is a Tensor torch.float32 of shape"):
+        model(**batch, labels=ids.float())
+
+
 def test_one_context_token_alone_is_no_generated_token(model):
     first, alone = inputs(model, 4), torch.tensor([[SLOT]])
     cache = model.prefill_context(**first)

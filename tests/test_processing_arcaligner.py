@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import shutil
+from collections import UserDict
 
 import numpy as np
 import pytest
@@ -205,6 +206,11 @@ def test_truncation_cuts_text_behind_the_slots_only(processor):
             "2 segments but 3 precomputed",
         ),
         ({"text": None, "documents": ["One."]}, "`text` is None; expected a question"),
+        ({"text": ["a"], "context_embeds": torch.tensor(0.0)}, "Got 1 questions but 0 entries of `context_embeds`"),
+        ({"text": "a", "documents": np.array(5)}, r"`documents` of row 0 is array\(5\); expected a list of strings"),
+        ({"text": "a", "documents": UserDict(text="One.")}, r"`documents` of row 0 is .*; expected a list of strings"),
+        ({"text": "a", "documents": {"One.", "Two."}}, r"`documents` of row 0 is .*; expected a list of strings"),
+        ({"text": "a", "documents": ["One."], "max_prompt_length": "9"}, "`max_prompt_length` is '9'; expected a num"),
     ],
 )
 def test_bad_input_is_refused_with_both_sides(processor, call, message):
