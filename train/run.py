@@ -11,6 +11,7 @@ import os
 import shlex
 import shutil
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,11 +20,15 @@ from typing import Any
 import torch
 import yaml
 from filelock import FileLock, Timeout
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..configuration_arcaligner import written_whole
+from ..encoder_arcaligner import ENCODER_FOLDER
 from ..files import exit_on_user_error, printable, write_whole
 from ..hub import RECIPE_FILE, write_model_card
 from ..modeling_arcaligner import ArcAlignerForCausalLM
@@ -199,15 +204,20 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
     A full disk or a killed process leaves a checkpoint with files that are missing or cut. `trainer_state.json` is
     written last, when the files of all processes are there.
     """
-    steps = {path: path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-") for path in Path(output_dir).glob("*")}
-    checkpoints = {path: int(step) for path, step in steps.items() if step.isdigit() and path.is_dir()}
-    for checkpoint in sorted(checkpoints, key=checkpoints.get, reverse=True):
+    for checkpoint in _checkpoints(output_dir):
         fault = _find_fault(checkpoint)
         if fault is None:
             logger.info("resuming from %s", checkpoint)
             return str(checkpoint)
         logger.warning("%s is not whole (%s): resuming from the one before", checkpoint, fault)
     return None
+
+
+def _checkpoints(output_dir: str | Path) -> list[Path]:
+    """The folders of the checkpoints in `output_dir`, the last one first."""
+    steps = {path: path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-") for path in Path(output_dir).glob("*")}
+    checkpoints = {path: int(step) for path, step in steps.items() if step.isdigit() and path.is_dir()}
+    return sorted(checkpoints, key=checkpoints.get, reverse=True)
 
 
 def _find_fault(checkpoint: Path) -> str | None:
@@ -230,6 +240,36 @@ def _find_fault(checkpoint: Path) -> str | None:
 
 
 # The end
+
+
+def mean_of_checkpoints(output_dir: str | Path, number: int, processor: ArcAlignerProcessor) -> dict[str, torch.Tensor]:
+    """The mean of the aligner's weights in the last checkpoints of `output_dir`, `number` of them or all there are.
+
+    An encoder that was trained along becomes its mean in `processor`.
+
+    Raises:
+        `ValueError`: no checkpoint there has the aligner's weights in one file.
+    """
+    folders = [each for each in _checkpoints(output_dir) if (each / SAFE_WEIGHTS_NAME).exists()][:number]
+    if not folders:
+        raise ValueError(
+            f"`average_checkpoints` is {number}, but no checkpoint in {output_dir} has a {SAFE_WEIGHTS_NAME}. Save "
+            "some (`save_steps`), each with all of its weights in one file."
+        )
+    logger.info("the result is the mean of %s", ", ".join(each.name for each in folders))
+    adapter = Path(ENCODER_FOLDER, SAFETENSORS_WEIGHTS_NAME)
+    if (folders[0] / adapter).exists():
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copytree(folders[0] / ENCODER_FOLDER, Path(folder, ENCODER_FOLDER))
+            save_file(_mean_weights(folders, adapter), Path(folder, adapter), metadata={"format": "pt"})
+            processor.load_trained_encoder(folder)
+            assert processor.sentence_encoder is not None  # reads the folder while it is there
+    return _mean_weights(folders, SAFE_WEIGHTS_NAME)
+
+
+def _mean_weights(folders: list[Path], name: str | Path) -> dict[str, torch.Tensor]:
+    weights = [load_file(folder / name) for folder in folders]
+    return {key: torch.stack([each[key] for each in weights]).mean(dim=0) for key in weights[0]}
 
 
 def save_stage(

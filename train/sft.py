@@ -28,7 +28,7 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from .collator import ContextCollator
 from .data import ExampleBuilder, word_rarity
 from .recipe import RecipeArguments, check_start, parse_recipe
-from .run import claim_folder, last_checkpoint, run_script, save_stage
+from .run import claim_folder, last_checkpoint, mean_of_checkpoints, run_script, save_stage
 from .selection import eval_examples, training_examples
 from .trainer import AlignerTrainer, AlignerTrainingConfig
 
@@ -229,6 +229,8 @@ def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -
     state_dict = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # by all processes: each may have a part
     if trainer.is_world_process_zero():
         model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+        if args.average_checkpoints:
+            state_dict |= mean_of_checkpoints(args.output_dir, args.average_checkpoints, processor)
         save_stage(args.output_dir, model, processor, settings, state_dict)
         logger.info("saved to %s", args.output_dir)
     trainer.accelerator.wait_for_everyone()

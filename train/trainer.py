@@ -42,13 +42,16 @@ class AlignerTrainingConfig(SFTConfig):
         gate_learning_rate (`float`, *optional*): Of the gates, which start untrained in stage III. Default:
             `learning_rate`.
         encoder_learning_rate (`float`, *optional*): Of an encoder that is trained along. Default: `learning_rate`.
+        average_checkpoints (`int`): The stage ends with the mean of the weights of so many checkpoints, its last ones
+            (latest weight averaging, https://huggingface.co/papers/2209.14981). After a constant learning rate that is
+            worth a falling one, and training can go on. 0: with the weights of the last step.
         eval_slot_gap (`bool`): Evaluate with other rows' slots, too, for `eval_slot_gap`.
         eval_answers (`int`): Held-out questions to answer at each evaluation, at the first rate of the recipe, for
             `eval_em` and `eval_f1`.
 
     Raises:
         `ValueError`: packing, padding-free batches, a `max_length` or dropped columns; `eval_slot_gap` with
-            batches of one row.
+            batches of one row; fewer checkpoints kept than are averaged.
     """
 
     max_length: int | None = None
@@ -59,6 +62,7 @@ class AlignerTrainingConfig(SFTConfig):
     train_sampling_strategy: str = "group_by_length"
     gate_learning_rate: float | None = None
     encoder_learning_rate: float | None = None
+    average_checkpoints: int = 0
     eval_slot_gap: bool = False
     eval_answers: int = 0
 
@@ -80,6 +84,11 @@ class AlignerTrainingConfig(SFTConfig):
             raise ValueError(
                 "`eval_slot_gap` swaps slots between the rows of a batch, and `per_device_eval_batch_size` is "
                 f"{self.per_device_eval_batch_size}. Set it to 2 or more."
+            )
+        if self.save_total_limit is not None and self.save_total_limit < self.average_checkpoints:
+            raise ValueError(
+                f"`average_checkpoints` is {self.average_checkpoints}, but `save_total_limit` keeps "
+                f"{self.save_total_limit} of them. Keep at least as many."
             )
         super().__post_init__()
 

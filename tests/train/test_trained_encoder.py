@@ -57,6 +57,23 @@ def test_a_broken_run_goes_on_with_the_encoder_it_had(tmp_path, write_recipe, tr
         torch.testing.assert_close(parameters(tmp_path / "run")[name], value, rtol=0, atol=1e-5)
 
 
+def test_a_stage_ends_with_the_mean_of_its_last_checkpoints(tmp_path, write_recipe):
+    folder = tmp_path / "run"
+    run(
+        write_recipe("grounding", folder, save_steps=1, save_total_limit=3, average_checkpoints=2, max_steps=4, **RATES)
+    )
+    last, before = (folder / f"checkpoint-{step}" for step in (4, 3))
+    for read in (parameters, lambda path: load_file(path / "encoder" / "adapter_model.safetensors")):
+        for name, mean in read(folder).items():
+            torch.testing.assert_close(mean, (read(last)[name] + read(before)[name]) / 2)
+        assert any(not torch.equal(mean, read(last)[name]) for name, mean in read(folder).items())
+
+
+def test_fewer_checkpoints_than_are_averaged_are_refused(tmp_path, write_recipe):
+    with pytest.raises(ValueError, match="`average_checkpoints` is 3, but `save_total_limit` keeps 2"):
+        run(write_recipe("grounding", tmp_path / "run", save_total_limit=2, average_checkpoints=3, **RATES))
+
+
 def test_a_later_stage_keeps_the_trained_encoder(tmp_path, write_recipe, trained):
     run(write_recipe("gating", tmp_path / "gating", model=trained, max_steps=1))
     assert torch.equal(embeds(tmp_path / "gating"), embeds(trained))
