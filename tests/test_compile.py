@@ -167,25 +167,23 @@ def test_another_threshold_or_mode_traces_again_and_is_obeyed():
 
 
 @torch.no_grad()
-def test_a_budget_is_kept_to_without_compiled_code():
-    model = tiny_aligner("llama")
-    batch = batch_of(model, [4, 0, 9, 1])
-    expected = model(**batch, refinement_budget=0.5)
-    graphs = compile_layers(model)
-    assert_same(model(**batch, refinement_budget=0.5), expected)
-    assert not graphs
-
-
-@torch.no_grad()
-def test_attentions_are_recorded_without_compiled_code():
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda: {"refinement_budget": 0.5},
+        lambda: {"output_attentions": True},
+        lambda: {"past_key_values": DynamicCache()},  # without layers yet
+    ],
+    ids=["budget", "attentions", "cache"],
+)
+def test_what_compiled_code_cannot_do_runs_without_it(asked):
     model = tiny_aligner(backbone_config("llama", attn_implementation="eager"))
     batch = batch_of(model, [4, 0, 9, 1])
-    expected = model(**batch, output_attentions=True)
+    expected = model(**batch, **asked())
     graphs = compile_layers(model)
-    output = model(**batch, output_attentions=True)
+    output = model(**batch, **asked())
     assert_same(output, expected)
-    for found, each in zip(output.attentions, expected.attentions, strict=True):
-        torch.testing.assert_close(found, each)
+    torch.testing.assert_close(output.attentions, expected.attentions)
     assert not graphs
 
 
@@ -206,16 +204,6 @@ def test_compiled_layers_fill_a_static_cache(laid_out):
     graphs = compile_layers(model)
     assert_same(model(**batch, past_key_values=static_cache()), expected)
     assert bool(graphs) == laid_out  # else its tensors would have no fixed address
-
-
-@torch.no_grad()
-def test_a_cache_without_layers_yet_is_filled_uncompiled():
-    model = tiny_aligner("llama")
-    batch = batch_of(model, [4, 0, 9, 1])
-    expected = model(**batch)
-    graphs = compile_layers(model)
-    assert_same(model(**batch, past_key_values=DynamicCache()), expected)
-    assert not graphs
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

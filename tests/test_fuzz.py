@@ -29,31 +29,9 @@ BOUNDED = settings(
     suppress_health_check=list(HealthCheck),
 )
 texts = st.sampled_from(["Who?", "It is. So.", "", " ", "<|im_end|>", "caf\udce9", "\x00\x1b[2J", "é漢😀", "(" * 50])
-junk = st.sampled_from(
-    [
-        None,
-        True,
-        5,
-        -1,
-        1.5,
-        float("nan"),
-        10**30,
-        b"x",
-        object(),
-        [],
-        {},
-        (),
-        np.zeros((2, 3)),
-        np.array(["a", 5], object),
-    ]
-    + [
-        torch.ones(3),
-        torch.ones(1, 2, ENCODER_WIDTH),
-        torch.eye(2).to_sparse(),
-        torch.ones(2, device="meta"),
-        lambda: 0,
-    ]
-)
+arrays = [np.zeros((2, 3)), np.array(["a", 5], object), torch.ones(3), torch.ones(1, 2, ENCODER_WIDTH)]
+arrays += [torch.eye(2).to_sparse(), torch.ones(2, device="meta")]
+junk = st.sampled_from([None, True, 5, -1, 1.5, float("nan"), 10**30, b"x", object(), [], {}, (), lambda: 0, *arrays])
 anything = texts | junk
 documents = st.lists(texts | st.fixed_dictionaries({"text": anything}, optional={"title": anything}), max_size=3)
 contents = anything | st.lists(
@@ -89,8 +67,8 @@ gates = st.fixed_dictionaries(
 SAYS = re.compile(r"expected|must|needs|is empty|no text|has no|[Pp]ass |[Gg]ot |[Ff]ound |Use ")
 
 
-def check(call):
-    """The result, or `None` for what is refused as a mistake of the caller, in a sentence that says what was given or
+def assert_works_or_says_why(call):
+    """Returns the result, or `None` for a mistake of the caller, refused in a sentence that says what was given or
     expected. Any other error fails the test."""
     try:
         return call()
@@ -113,13 +91,13 @@ def assert_finite(output):
 def test_processor(processor, text, documents, options, embeds, given):
     passages = {"documents": documents if given in ("documents", "both") else None}
     passages |= {"context_embeds": embeds if given in ("embeds", "both") else None}
-    check(lambda: processor(text=text, return_tensors="pt", **passages, **options))
+    assert_works_or_says_why(lambda: processor(text=text, return_tensors="pt", **passages, **options))
 
 
 @BOUNDED
 @given(chat=messages | anything | st.lists(messages, max_size=2), documents=documents | junk)
 def test_chat(processor, chat, documents):
-    check(
+    assert_works_or_says_why(
         lambda: processor.apply_chat_template(
             chat, documents=documents, tokenize=True, return_dict=True, return_tensors="pt"
         )
@@ -145,9 +123,9 @@ def test_model(tiny, ids, embeds, mask, labels, gates, generate):
         ids = torch.tensor([[5, tiny.config.context_token_id, tiny.config.context_token_id, 6]])
     batch = {"input_ids": ids, "context_embeds": embeds, "attention_mask": mask, **gates}
     if generate:
-        check(lambda: tiny.generate(**batch, max_new_tokens=2))
+        assert_works_or_says_why(lambda: tiny.generate(**batch, max_new_tokens=2))
     else:
-        assert_finite(check(lambda: tiny(**batch, labels=labels)))
+        assert_finite(assert_works_or_says_why(lambda: tiny(**batch, labels=labels)))
 
 
 @BOUNDED
@@ -163,10 +141,12 @@ def test_pipeline_and_store(tiny, processor, data):
     )
     passages, settings = data.draw(documents | junk), data.draw(options | gates)
     if data.draw(st.booleans()):
-        check(lambda: ask(row, documents=passages, max_new_tokens=1, **settings))
+        assert_works_or_says_why(lambda: ask(row, documents=passages, max_new_tokens=1, **settings))
     else:
         store = tiny.slot_prefix_store(processor)
-        check(lambda: store.prepare(row.get("question") if isinstance(row, dict) else row, passages, **settings))
+        assert_works_or_says_why(
+            lambda: store.prepare(row.get("question") if isinstance(row, dict) else row, passages, **settings)
+        )
 
 
 BAD_ROWS = [

@@ -137,15 +137,11 @@ def test_a_trained_encoder_is_pushed_along_and_its_absence_is_refused(fake_hub, 
     assert code == 1 and "lacks encoder/adapter_config.json" in err
 
 
-def test_an_edited_card_is_pushed_as_it_is(fake_hub, push, folder):
+def test_an_edited_card_is_pushed_as_it_is_and_code_that_a_folder_lacks_from_the_package(fake_hub, push, folder):
     (folder / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
-    assert push()[0] == 0
-    assert fake_hub.files["README.md"] == b"---\nlicense: mit\n---\n# Mine\n"
-
-
-def test_code_that_a_folder_lacks_comes_from_the_package(fake_hub, push, folder):
     (folder / "lora_arcaligner.py").unlink()
     assert push()[0] == 0
+    assert fake_hub.files["README.md"] == b"---\nlicense: mit\n---\n# Mine\n"
     assert fake_hub.files["lora_arcaligner.py"] == (ROOT / "lora_arcaligner.py").read_bytes()
 
 

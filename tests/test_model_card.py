@@ -199,16 +199,17 @@ def test_malformed_results_are_refused_and_no_card_is_written(config, folder, re
     assert not (folder / "README.md").exists()
 
 
-def test_recipe_that_is_no_yaml_is_refused(config, folder):
-    (folder / "recipe.yaml").write_text("stage: [")
-    with pytest.raises(ValueError, match="(?s)recipe.yaml is not YAML.*Put the recipe"):
-        write_model_card(config, folder)
-
-
-@pytest.mark.parametrize("second", ["train_files: {a.jsonl: 1.0}\n", "- a list\n"])
-def test_recipe_without_a_stage_is_refused_and_no_card_is_written(config, folder, second):
+@pytest.mark.parametrize(
+    "second, message",
+    [
+        ("stage: [", "(?s)recipe.yaml is not YAML.*Put the recipe"),
+        ("train_files: {a.jsonl: 1.0}\n", "recipe.yaml: recipe 2 of 2 has no `stage`.*Add it"),
+        ("- a list\n", "recipe.yaml: recipe 2 of 2 has no `stage`.*Add it"),
+    ],
+)
+def test_a_recipe_that_cannot_be_read_is_refused_and_no_card_is_written(config, folder, second, message):
     (folder / "recipe.yaml").write_text(f"stage: reconstruction\n---\n{second}")
-    with pytest.raises(ValueError, match="recipe.yaml: recipe 2 of 2 has no `stage`.*Add it"):
+    with pytest.raises(ValueError, match=message):
         write_model_card(config, folder)
     assert not (folder / "README.md").exists()
 
