@@ -5,6 +5,7 @@ several processes and kept as an Arrow file under the block's fingerprint: of th
 segmenter, all settings and the code. So a block is made once, and a run that was killed continues with its next block.
 """
 
+import ast
 import dataclasses
 import functools
 import logging
@@ -35,9 +36,10 @@ MAX_DISTRACTORS = 4
 DRAWS = 50
 
 _BLOCK_FEATURES = Features(EXAMPLE_FEATURES | {"problem": Value("string")})
-# The code that decides what an example is: another version of it makes other blocks.
+# The code that decides what an example is: another version of it, comments aside, makes other blocks.
 _MODULES = (corpora, data, encoder_arcaligner, encoding_arcaligner, processing_arcaligner, segmentation_arcaligner)
-_CODE = Hasher.hash([Path(file).read_bytes() for file in (__file__, *(module.__file__ for module in _MODULES))])
+_FILES = (__file__, *(module.__file__ for module in _MODULES))
+_CODE = Hasher.hash([ast.dump(ast.parse(Path(file).read_bytes())) for file in _FILES])
 
 
 def training_examples(
