@@ -414,9 +414,7 @@ class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
             raise ValueError(f"Unknown stage {stage!r}; the stages are, in order: {', '.join(STAGES)}.")
         trains_gates = stage == "gating"
         for name, parameter in self.named_parameters():
-            is_trained = trains_gates or ".slot_gate." not in name
-            if stage == "lexical":
-                is_trained = "projector." in name
+            is_trained = "projector." in name if stage == "lexical" else trains_gates or ".slot_gate." not in name
             parameter.requires_grad_(self.is_aligner_key(name) and is_trained)
         self.config.gate_mode = "adaptive" if trains_gates else "off"
         self.config.training_stage = stage

@@ -12,6 +12,7 @@ characters in somebody's text are text.
 import contextlib
 import uuid
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -128,12 +129,10 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         check_sentences_per_segment(sentences_per_segment)
         for rate in (tokens_per_slot, *(trained_tokens_per_slot or ())):
             check_tokens_per_slot(rate)
-        if context_token_id is None:
-            context_token_id = len(tokenizer)
         self.encoder_name_or_path = encoder_name_or_path
         self.encoder_hidden_size = encoder_hidden_size
         self.context_token = context_token
-        self.context_token_id = context_token_id
+        self.context_token_id = len(tokenizer) if context_token_id is None else context_token_id
         self.sentences_per_segment = sentences_per_segment
         self.spacy_model = spacy_model
         self.tokens_per_slot = tokens_per_slot
@@ -461,14 +460,11 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
             token_ids = [token_ids]
         if token_ids and isinstance(token_ids[0], list):
             return [self.decode(row, **kwargs) for row in token_ids]
-        text, run = "", []
-        for token_id in token_ids:
-            if token_id == self.context_token_id:
-                text += (self.tokenizer.decode(run, **kwargs) if run else "") + self.context_token
-                run = []
-            else:
-                run.append(token_id)
-        return text + (self.tokenizer.decode(run, **kwargs) if run else "")
+        text = ""
+        for is_slot, run in groupby(token_ids, lambda token_id: token_id == self.context_token_id):
+            ids = list(run)
+            text += self.context_token * len(ids) if is_slot else self.tokenizer.decode(ids, **kwargs)
+        return text
 
     def batch_decode(self, sequences, **kwargs) -> list[str]:
         """`decode` of each row."""
