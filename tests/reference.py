@@ -13,7 +13,9 @@ import copy
 from dataclasses import dataclass, field
 
 import torch
-from tiny_models import collate, for_generate, text_slice
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from tiny_models import collate, for_generate, random_rows, text_slice, tiny_aligner
 from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -148,6 +150,25 @@ class Reference:
                 return functional.linear(x, linear.weight, linear.bias) + self.slot_mask * scale * (x @ down.T @ up.T)
 
             linear.forward = forward
+
+
+RANDOM_CASES = settings(max_examples=15, deadline=None, derandomize=True, phases=[Phase.generate, Phase.shrink])
+
+
+def random_case(data: st.DataObject) -> tuple[nn.Module, list, str]:
+    """A random model, rows for it and a padding side, drawn by hypothesis."""
+    seed = data.draw(st.integers(0, 10_000), label="seed")
+    model = tiny_aligner(
+        data.draw(st.sampled_from(["llama", "mistral_window", "gemma2"]), label="backbone"),
+        seed=seed,
+        max_refinement_steps=data.draw(st.integers(0, 3), label="steps"),
+        gate_mode=data.draw(st.sampled_from(["adaptive", "adaptive", "always", "off"]), label="mode"),
+        gate_threshold=data.draw(st.sampled_from([0.5, 0.3, 0.8]), label="threshold"),
+        gate_layers=data.draw(st.sampled_from(["all", [0, 2], [1], []]), label="gate_layers"),
+    )
+    slot_counts = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=4), label="slots")
+    padding_side = data.draw(st.sampled_from(["left", "right"]), label="padding")
+    return model, random_rows(model, slot_counts, seed=seed), padding_side
 
 
 @torch.no_grad()

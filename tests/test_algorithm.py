@@ -5,9 +5,9 @@
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from reference import EXACT, Reference, assert_matches_reference, loss_gradients
+from reference import EXACT, RANDOM_CASES, Reference, assert_matches_reference, loss_gradients, random_case
 from tiny_models import backbone_config, collate, for_generate, random_row, random_rows, tiny_aligner
 
 from arcaligner import refinement_arcaligner
@@ -234,25 +234,14 @@ def test_algorithm1_with_a_context_id_inside_the_vocabulary():
     assert_matches_reference(model, rows, "left")
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, phases=[Phase.generate, Phase.shrink])
+@RANDOM_CASES
 @given(data=st.data())
 def test_algorithm1_in_random_cases(data):
     """Weights, slots, padding, steps, layers, threshold and mode drawn by hypothesis; logits, decisions, gradients."""
-    seed = data.draw(st.integers(0, 10_000), label="seed")
-    model = tiny_aligner(
-        data.draw(st.sampled_from(["llama", "mistral_window", "gemma2"]), label="backbone"),
-        seed=seed,
-        max_refinement_steps=data.draw(st.integers(0, 3), label="steps"),
-        gate_mode=data.draw(st.sampled_from(["adaptive", "adaptive", "off", "always"]), label="mode"),
-        gate_threshold=data.draw(st.sampled_from([0.5, 0.3, 0.8]), label="threshold"),
-        gate_layers=data.draw(st.sampled_from(["all", [0, 2], [1], []]), label="gate_layers"),
-    )
-    slot_counts = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=4), label="slots")
-    padding_side = data.draw(st.sampled_from(["left", "right"]), label="padding")
-    rows = random_rows(model, slot_counts, seed=seed)
+    model, rows, padding_side = random_case(data)
     assert_matches_reference(model, rows, padding_side)
     assert_matches_reference(model, rows, padding_side, training=True)
-    if any(slot_counts):  # text alone has nothing to train
+    if any(len(row.context_embeds) for row in rows):  # text alone has nothing to train
         torch.testing.assert_close(*loss_gradients(model, rows, padding_side), **EXACT)
 
 

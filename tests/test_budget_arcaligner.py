@@ -3,9 +3,9 @@
 import pytest
 import torch
 from frugal_reference import FrugalReference
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from reference import EXACT
+from reference import EXACT, RANDOM_CASES, random_case
 from tiny_models import collate, for_generate, random_row, random_rows, text_slice, tiny_aligner
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -14,7 +14,6 @@ from arcaligner.refinement_arcaligner import OpenSlotsSteps
 
 pytestmark = pytest.mark.usefixtures("float64_model_code")
 SHARES = [0.01, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6]
-RANDOM_CASES = settings(max_examples=15, deadline=None, derandomize=True, phases=[Phase.generate, Phase.shrink])
 
 
 @pytest.fixture(scope="module")
@@ -25,22 +24,6 @@ def model():
 def read(model, batch, share=None, **kwargs):
     with torch.no_grad():
         return model(**for_generate(batch), refinement_budget=share, **kwargs)
-
-
-def random_case(data):
-    """A random model with a batch of random prompts, rows and padding side."""
-    seed = data.draw(st.integers(0, 10_000), label="seed")
-    model = tiny_aligner(
-        data.draw(st.sampled_from(["llama", "mistral_window", "gemma2"]), label="backbone"),
-        seed=seed,
-        max_refinement_steps=data.draw(st.integers(1, 3), label="steps"),
-        gate_mode=data.draw(st.sampled_from(["adaptive", "adaptive", "always"]), label="mode"),
-        gate_threshold=data.draw(st.sampled_from([0.5, 0.3]), label="threshold"),
-        gate_layers=data.draw(st.sampled_from(["all", [1]]), label="gate_layers"),
-    )
-    slot_counts = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=4), label="slots")
-    padding_side = data.draw(st.sampled_from(["left", "right"]), label="padding")
-    return model, random_rows(model, slot_counts, seed=seed), padding_side
 
 
 @RANDOM_CASES
