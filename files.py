@@ -97,7 +97,7 @@ def read_json_lines(path: str | Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(file, start=1):
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # also numbers and lists beyond Python's limits
                 raise ValueError(f"{path}, line {number} is not a JSON object: {error}.") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number} is not a JSON object but a {type(row).__name__}.")

@@ -104,7 +104,7 @@ def load_slot_prefix(
             raise ValueError("its keys and values are not those that were saved")
         if not isinstance(found := json.loads(metadata.get("fingerprint", "")), dict):
             raise ValueError(f"its fingerprint is a {type(found).__name__}; expected an object")
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, ValueError, OSError) as error:
         raise ValueError(f"{path} cannot be read: {error}. Delete the file and make it anew.") from error
     for field in [*fingerprint, *found]:
         if found.get(field) != fingerprint.get(field):

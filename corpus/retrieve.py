@@ -94,7 +94,7 @@ class Retriever:
             `ValueError`: an empty question, or `top_k` below 1.
             `OSError`: a corpus that is not there any more.
         """
-        if top_k < 1 or not question.strip():
+        if not (isinstance(top_k, int) and top_k >= 1 and isinstance(question, str) and question.strip()):
             raise ValueError(f"Got `top_k` {top_k} and the question {question!r}; expected at least 1, and a text.")
         began = time.perf_counter()
         vector = self.processor.encode_for_search([question])[0].numpy()

@@ -52,10 +52,12 @@ def read_documents(sources: Iterable[str], skip: Callable[[str], None]) -> Itera
 
     Raises:
         `FileNotFoundError`: no such file or folder.
-        `ValueError`: a source with an unknown option, a data set that cannot be opened.
+        `ValueError`: a source without a name or with an unknown option, a data set that cannot be opened.
     """
     for source in sources:
         path, options = parse_source(source)
+        if not path.strip():  # such as a variable that is not set; else it would be this folder
+            raise ValueError(f"A source is {source!r}; expected a file, a folder or a data set of the Hub.")
         for document in _read_source(path, options, skip):
             if document.text.strip():
                 yield Document(*(each.encode("utf-8", "replace").decode() for each in document))

@@ -555,6 +555,8 @@ def test_truncated_file_is_refused(saved, keep):
     saved.write_bytes(saved.read_bytes()[:keep])
     with pytest.raises(ValueError, match="cannot be read.*Delete the file"):
         load_slot_prefix(saved, FINGERPRINT, backbone_config())
+    with pytest.raises(ValueError, match="cannot be read.*Delete the file"):
+        load_slot_prefix(saved.parent, FINGERPRINT, backbone_config())
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -176,6 +176,7 @@ def test_what_cannot_be_read_is_named_and_skipped_or_stops_a_strict_build(tmp_pa
     (folder / "blank.md").write_text(" \n")
     (folder / "broken.parquet").write_bytes(b"PAR1")
     (folder / "broken.jsonl.gz").write_bytes(b"no gzip")
+    (folder / "deep.jsonl").write_text("[" * 10**5)
     (folder / "picture.png").write_bytes(b"\x89PNG")
     rows = [{"text": None}, {"id": "a", "text": "One."}, {"id": "a", "text": "One."}, {"id": "a", "text": "Two."}]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{")
@@ -186,6 +187,7 @@ def test_what_cannot_be_read_is_named_and_skipped_or_stops_a_strict_build(tmp_pa
         "blank.md holds no text",
         "broken.jsonl.gz cannot be read",
         "broken.parquet cannot be read",
+        "deep.jsonl, line 1 is not a JSON object",
         "picture.png is none of",
         "rows.jsonl#1 has neither a text",
         "a is the id of an earlier document with another text",
@@ -202,6 +204,8 @@ def test_what_cannot_be_read_is_named_and_skipped_or_stops_a_strict_build(tmp_pa
     for missing in (tmp_path / "none.txt", tmp_path / "none"):
         with pytest.raises(FileNotFoundError, match="There is no file or folder"):
             build_corpus([str(missing)], corpus, processor)
+    with pytest.raises(ValueError, match="A source is ' '; expected"):  # not this folder
+        build_corpus([" "], corpus, processor)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_changes_are_seen_by_a_retriever_that_is_open(corpus, processor):
 
 def test_mistakes_are_clear(corpus, processor, tmp_path):
     retriever = Retriever(corpus, processor)
-    for question, top_k in (("", 1), ("Who?", 0)):
+    for question, top_k in (("", 1), (None, 1), ("Who?", 0), ("Who?", "2")):
         with pytest.raises(ValueError, match="expected at least 1, and a text"):
             retriever(question, top_k)
     with pytest.raises(ValueError, match="is empty. Add documents"):
