@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import ENCODER_HIDDEN_SIZE, backbone_config, randomize, tiny_aligner
+from training_rows import question_rows, write_rows
 from transformers import AutoModelForCausalLM
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, cli
+from arcaligner.benchmarks import llama_cpp as benchmark
 from arcaligner.engines import gguf_files, llama_cpp
 from arcaligner.engines.reference import reference_vectors
 
@@ -249,3 +251,12 @@ def test_the_commands_export_and_answer(capsys, checkpoint, base_model, tmp_path
     assert code == 1 and "`--base-model` is for `--engine llama.cpp`" in err
     code, _, err = run(*options, "--engine", "llama.cpp", "--show-slots")
     assert code == 1 and "`--show-slots` needs the passes of each slot" in err
+
+
+@needs_llama_cpp
+def test_the_benchmark_counts_answers_that_are_pytorchs(capsys, exported, tmp_path):
+    write_rows(tmp_path / "rows.jsonl", question_rows(3))
+    benchmark.main(exported, "f32", tokens_per_slot="3", questions=2, data=tmp_path / "rows.jsonl")
+    assert "| 3 | 2 | 2 | " in capsys.readouterr().out
+    with pytest.raises(ValueError, match="`--types` names q4; expected some of .* q4_0, q4_1"):
+        benchmark.main(exported, "f32,q4")
