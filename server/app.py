@@ -17,9 +17,10 @@ from typing import Any
 try:
     import prometheus_client
     import uvicorn
-    from fastapi import Depends, FastAPI, HTTPException, Request
+    from fastapi import Depends, FastAPI, Request
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+    from starlette.exceptions import HTTPException  # also of an unknown address and of a body that is no JSON
 except ImportError as error:
     raise ImportError(
         "The server needs FastAPI, uvicorn and prometheus-client: `pip install 'arcaligner[server]'`."

@@ -93,7 +93,7 @@ class ChatRequest(Body):
             documents=documents,
             top_k=self.top_k,
             max_new_tokens=self.max_completion_tokens or self.max_tokens or MAX_TOKENS,
-            temperature=self.temperature,
+            temperature=round(self.temperature, 4),  # logits divided by less than that may overflow
             top_p=self.top_p,
             return_slots=self.return_slots,
             **kwargs,

@@ -126,7 +126,8 @@ AUTHORIZED = {"Authorization": "Bearer a key", "Content-Type": "application/json
 def test_what_is_no_request_at_all_is_refused(url, client):
     post = f"{url}/v1/chat/completions"
     for content, status in ((b"{", 400), (b"\xff", 400), (b"[" * 15_000, 400), (b"x" * 20_001, 413)):
-        assert httpx.post(post, content=content, headers=AUTHORIZED).status_code == status
+        refused = httpx.post(post, content=content, headers=AUTHORIZED)
+        assert refused.status_code == status and refused.json()["error"]["message"]
     parts = (b"x" * 9_000 for _ in range(3))
     assert httpx.post(post, content=parts, headers=AUTHORIZED).status_code == 413
     for wrong in ({}, {"Authorization": b"Bearer \xff"}):
@@ -134,7 +135,15 @@ def test_what_is_no_request_at_all_is_refused(url, client):
             assert httpx.get(url + path, headers=wrong).status_code == 401
     with pytest.raises(openai.NotFoundError, match="There is no model 'gpt'; expected 'tiny'"):
         client.chat.completions.create(model="gpt", messages=[{"role": "user", "content": "?"}])
-    assert httpx.get(f"{url}/none").status_code == 404
+    for path, status in (("/none", 404), ("/v1/chat/completions", 405)):
+        refused = httpx.get(url + path)
+        assert refused.status_code == status and refused.json()["error"]["message"]
+
+
+def test_a_temperature_that_is_next_to_nothing_takes_the_likeliest_token(client):
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4}
+    likeliest, found = (client.chat.completions.create(**chat, temperature=each) for each in (0, 5e-324))
+    assert found.choices[0].message.content == likeliest.choices[0].message.content
 
 
 @pytest.mark.parametrize("stream", [True, False])
