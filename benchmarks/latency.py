@@ -1,6 +1,6 @@
 """Reading k passages as slots compared with reading their text: time to the first token and after, memory, operations.
 
-    python -m arcaligner.benchmarks.latency [--output FOLDER] [--sizes 1x1,5x1,10x1,20x1,5x8] [--dtype float32,bfloat16]
+    python -m arcaligner.benchmarks.latency [--output FOLDER] [--sizes 1x1,20x1,5x8] [--tokens-per-slot 4,segment]
     python -m arcaligner.benchmarks.latency --device cuda --shape mistral_7b --dtype bfloat16 --sizes 1x1,20x1,20x32
 
 All arms (`arms.py`) read the same questions with the same passages, in one process and in turns; who goes first
@@ -13,6 +13,7 @@ text, the aligner after the slots, and the bare base model after the aligner's c
 a prompt and `NEW_TOKENS` tokens, the first of which comes with the prompt.
 """
 
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -48,7 +49,7 @@ class Bench:
         processor: ArcAlignerProcessor,
         rows: list[Row],
         has_encoder: bool = True,
-        tokens_per_slot: int | str | None = None,
+        tokens_per_slot: int | str = "segment",
     ):
         self.aligner, self.base, self.processor, self.rows = aligner, base, processor, rows
         self.has_encoder, self.tokens_per_slot = has_encoder, tokens_per_slot
@@ -87,8 +88,7 @@ class Bench:
 
         found = zip(segment(), rows, strict=True)
         tokens = [each for part, row in found for each in self.processor.tokenize_segments(part, row["passages"])]
-        rate = self.tokens_per_slot or self.processor.tokens_per_slot
-        return {"segmenting": segment, "encoding": lambda: self.processor.encode_slots(tokens, rate)}
+        return {"segmenting": segment, "encoding": lambda: self.processor.encode_slots(tokens, self.tokens_per_slot)}
 
 
 def measure_rounds(
@@ -135,6 +135,7 @@ def measure_size(bench: Bench, k: int, batch_size: int, rounds: int, seconds: fl
     return {
         "k": k,
         "batch_size": batch_size,
+        "tokens_per_slot": bench.tokens_per_slot,
         "rounds": len(found),
         "text_tokens": sum(text.whole.lengths) / batch_size,
         "slot_tokens": sum(slots.whole.lengths) / batch_size,
@@ -194,7 +195,9 @@ def main(
         str, typer.Option(help="Passages x questions of a batch, separated by commas.")
     ] = "1x1,5x1,10x1,20x1,5x8",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or both with a comma.")] = "float32",
-    tokens_per_slot: Annotated[str | None, typer.Option(help="A number, or `segment`.", show_default="own")] = None,
+    tokens_per_slot: Annotated[
+        str | None, typer.Option(help="Numbers or `segment`, separated by commas.", show_default="own")
+    ] = None,
     encoder_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, auto.", show_default="own")] = None,
     device: Annotated[str, typer.Option(help="Where the models run: cpu, cuda.")] = "cpu",
     rounds: Annotated[int, typer.Option(help="Maximum number of rounds of a size.")] = 15,
@@ -211,13 +214,12 @@ def main(
         raise ValueError(f"`--dtype` names {', '.join(unknown)}; expected {', '.join(DTYPES)}, separated by commas.")
     if shape not in (None, *SHAPES):
         raise ValueError(f"`--shape` is {shape!r}; expected {' or '.join(SHAPES)}.")
-    rate = tokens_per_slot and split_rates(tokens_per_slot)[0]
     encoder = {} if encoder_dtype is None else {"encoder_dtype": encoder_dtype}
     processor = ArcAlignerProcessor.from_pretrained(checkpoint, **encoder)
+    rates = split_rates(tokens_per_slot) if tokens_per_slot else [processor.tokens_per_slot]
     rows = read_rows(data)
     report = {
         "model": shape or checkpoint.rstrip("/").split("/")[-1],
-        "tokens_per_slot": rate,
         "encoder_dtype": None if shape else str(processor.sentence_encoder.dtype).removeprefix("torch."),
         "data": data.name,
         "new_tokens": NEW_TOKENS,
@@ -229,8 +231,8 @@ def main(
             models = load_models(checkpoint, DTYPES[name], device)
         else:
             models = random_models(SHAPES[shape], DTYPES[name], device, processor.context_token_id)
-        bench = Bench(*models, processor, rows, shape is None, rate)
-        for k, batch_size in asked:
+        for (k, batch_size), rate in itertools.product(asked, rates):
+            bench = Bench(*models, processor, rows, shape is None, rate)
             report["sizes"].append({"dtype": name, **measure_size(bench, k, batch_size, rounds, seconds)})
             typer.echo("\n".join(size_lines(report["sizes"][-1])))
         del models, bench  # before the next dtype's are loaded

@@ -2,7 +2,8 @@
 
     python -m arcaligner.benchmarks.report --figures runs/figures
 
-writes `docs/speed.md` and the README's table of `latency.json` in the folder, with the figures about speed.
+writes `docs/speed.md` and the README's table of `latency.json` in the folder, with the figures about speed; F1 beside
+it is that of the checkpoint's results.
 """
 
 import json
@@ -12,11 +13,14 @@ from typing import Annotated, Any
 
 import typer
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator, ScalarFormatter
+from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
 from ..evaluation.analyses.figures import new_figure, reach, save_analysis
-from ..evaluation.publish import SPEED_FIGURE, copy_figures, with_block
-from ..files import ROOT, run_command, write_whole
+from ..evaluation.methods import find_method
+from ..evaluation.publish import SPEED_FIGURES, copy_figures, with_block
+from ..evaluation.results import MAIN, MAIN_TITLE
+from ..files import DEFAULT_CHECKPOINT, ROOT, run_command, write_whole
+from ..hub import RESULTS_FILE
 from .arms import BUDGET
 
 MARKS = "<!-- speed: benchmarks/report.py -->", "<!-- end of speed -->"
@@ -46,8 +50,13 @@ COLUMNS = (
 
 def size_title(size: dict[str, Any]) -> str:
     """How many passages and questions there are, and how long they are as text and as slots."""
-    title = f"{size['k']} passages x {size['batch_size']} questions, {size['dtype']}: "
+    title = f"{size['k']} passages x {size['batch_size']} questions, {_rate(size)}, {size['dtype']}: "
     return title + f"{size['text_tokens']:.0f} tokens of text or {size['slots']:.0f} slots per question"
+
+
+def _rate(size: dict[str, Any]) -> str:
+    rate = size["tokens_per_slot"]
+    return f"one slot per {rate}" if rate == "segment" else f"{rate} tokens per slot"
 
 
 def encoded_speed_up(size: dict[str, Any], name: str) -> float | None:
@@ -112,20 +121,20 @@ CAPTION = (
 
 
 def draw_figure(report: dict[str, Any]) -> Figure:
-    """A panel for each dtype, of the sizes with the smallest batch."""
+    """A panel for each rate and dtype, of the sizes with the smallest batch."""
     smallest = min(size["batch_size"] for size in report["sizes"])
     sizes = sorted((size for size in report["sizes"] if size["batch_size"] == smallest), key=lambda size: size["k"])
-    dtypes = list(dict.fromkeys(size["dtype"] for size in sizes))
-    figure, panels = new_figure(4.8 * len(dtypes), 4.0, ncols=len(dtypes), sharey=True, squeeze=False)
-    for axes, dtype in zip(panels[0], dtypes, strict=True):
-        own = [size for size in sizes if size["dtype"] == dtype]
+    titles = list(dict.fromkeys(f"{_rate(size)}, {size['dtype']}" for size in sizes))
+    figure, panels = new_figure(3.6 * len(titles) + 1.2, 4.0, ncols=len(titles), sharey=True, squeeze=False)
+    for axes, title in zip(panels[0], titles, strict=True):
+        own = [size for size in sizes if f"{_rate(size)}, {size['dtype']}" == title]
         passages = [size["k"] for size in own]
         for arm in _SHOWN:
             first = [size["arms"][arm]["first_token"] for size in own]
             spread = [[1000 * each[key] for key in ("median", "lower", "upper")] for each in first]
             style = {"marker": "o", "markersize": 4, "capsize": 2, "label": arm}
             axes.errorbar(passages, [each[0] for each in spread], reach(spread), **style)
-        axes.set(xscale="log", yscale="log", xlabel="passages", title=dtype, xticks=passages)
+        axes.set(xscale="log", yscale="log", xlabel="passages", title=title, xticks=passages)
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_locator(NullLocator())
     panels[0][0].set_ylabel("time to the first token, ms")
@@ -137,6 +146,64 @@ def draw_figure(report: dict[str, Any]) -> Figure:
 def save_figure(folder: Path, report: dict[str, Any]) -> None:
     """Writes the picture and the report: `latency.png`, `latency.svg`, `latency.json`."""
     save_analysis(folder, "latency", draw_figure(report), report, CAPTION)
+
+
+# What a wait buys
+
+TRADEOFF = "f1_of_speed"
+TRADEOFF_PASSAGES = 5
+TRADEOFF_CAPTION = (
+    "F1, mean over the sets of the results, across how many times sooner than from their text the first token of an "
+    "answer from {k} passages comes. Each point of a line is a rate, from one checkpoint."
+)
+
+
+def tradeoff(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Points of each way to read: `rate`, `speed_up` over text and `f1`, of one question about `TRADEOFF_PASSAGES`
+    passages in the first dtype.
+
+    Args:
+        report (`dict`): Of the latency benchmark, at several rates.
+        sets (`dict`): Of the results of an evaluation at these rates.
+    """
+    wanted = TRADEOFF_PASSAGES, 1, report["sizes"][0]["dtype"]
+    curves: dict[str, list[dict[str, Any]]] = {}
+
+    def add(curve: str, title: str, rate: int | str, speed_up: float) -> None:
+        f1 = [each["methods"][title]["f1"][0] for each in sets.values() if title in each["methods"]]
+        if len(f1) == len(sets):
+            point = {"rate": rate, "speed_up": speed_up, "f1": sum(f1) / len(f1)}
+            curves.setdefault(curve, []).append(point)
+
+    for size in report["sizes"]:
+        if (size["k"], size["batch_size"], size["dtype"]) == wanted:
+            rate = size["tokens_per_slot"]
+            title = find_method(f"{MAIN}_x{rate}").title
+            if not any(title in each["methods"] for each in sets.values()):
+                title = MAIN_TITLE  # the rate of the checkpoint itself
+            add("slots, encoded first", title, rate, encoded_speed_up(size, "off"))
+            add("slots, encoded before", title, rate, size["arms"]["off"]["speed_up"]["median"])
+            add("slots, cached", title, rate, size["arms"]["slots_cached"]["speed_up"]["median"])
+    add("text", find_method("standard_rag").title, "text", 1.0)
+    add("text, fine-tuned", find_method("full_text_lora").title, "text", 1.0)
+    return curves
+
+
+def draw_tradeoff(curves: dict[str, list[dict[str, Any]]]) -> Figure:
+    """F1 across times sooner than text."""
+    figure, axes = new_figure(6.4, 3.8)
+    for name, points in curves.items():
+        points = sorted(points, key=lambda point: point["speed_up"])
+        axes.plot(*([point[key] for point in points] for key in ("speed_up", "f1")), marker="o", label=name)
+        for point in points:
+            label = f"x{point['rate']}" if isinstance(point["rate"], int) else point["rate"]
+            axes.annotate(label, (point["speed_up"], point["f1"]), (4, 4), textcoords="offset points", fontsize=8)
+    axes.set(xscale="log", xlabel="first token, times sooner than from text", ylabel="F1, %", ylim=(0, None))
+    axes.xaxis.set_major_locator(LogLocator(base=2))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_locator(NullLocator())
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
+    return figure
 
 
 # The page and the README
@@ -157,18 +224,21 @@ medians. *With encoding*, segmenting passages and encoding them count, too; the 
 
 def first_token_table(report: dict[str, Any]) -> list[str]:
     """Markdown lines: milliseconds to the first token of one question, and times faster than text without and with
-    encoding, a row for each k."""
+    encoding, a row for each k at the first and the last rate."""
     dtype = report["sizes"][0]["dtype"]
     sizes = [size for size in report["sizes"] if (size["batch_size"], size["dtype"]) == (1, dtype)]
+    ends = sizes[0]["tokens_per_slot"], sizes[-1]["tokens_per_slot"]
+    sizes = [size for size in sizes if size["tokens_per_slot"] in ends]
     arms = [arm for arm in _SHOWN if arm not in ("budgeted", "always")]
-    lines = _head(["Passages", "Tokens", "Slots", *(_SHOWN[arm] for arm in arms)])
+    lines = _head(["Passages", "Tokens", "Rate", "Slots", *(_SHOWN[arm] for arm in arms)])
     for size in sizes:
         cells = []
         for name in arms:
             arm, encoded = size["arms"][name], encoded_speed_up(size, name)
             times = f" (x{arm['speed_up']['median']:.1f}{'' if encoded is None else f'; x{encoded:.1f}'})"
             cells.append(f"{1000 * arm['first_token']['median']:.0f}{'' if name == arms[0] else times}")
-        lines.append(_row([size["k"], f"{size['text_tokens']:.0f}", f"{size['slots']:.0f}", *cells]))
+        length, rate = f"{size['text_tokens']:.0f}", size["tokens_per_slot"]
+        lines.append(_row([size["k"], length, rate, f"{size['slots']:.0f}", *cells]))
     notes = f"Milliseconds (times faster than text; the same with encoding, in {report['encoder_dtype']})"
     return [*lines, "", f"{notes}; {report['model']}, one question; {machine_line(report)}."]
 
@@ -188,11 +258,16 @@ def _row(cells: list[Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def publish(figures: Path, root: Path) -> None:
+def publish(figures: Path, results: Path, root: Path) -> None:
     """Writes the page and the README's table; the figures about speed are copied to `docs/figures`."""
     report = json.loads((figures / "latency.json").read_text(encoding="utf-8"))
+    sets = json.loads(results.read_text(encoding="utf-8"))["sets"]
+    curves = tradeoff(report, sets)
+    save_analysis(
+        figures, TRADEOFF, draw_tradeoff(curves), {"curves": curves}, TRADEOFF_CAPTION.format(k=TRADEOFF_PASSAGES)
+    )
     shown = copy_figures(figures, root / "docs" / "figures")
-    lines = shown.get(SPEED_FIGURE, [])
+    lines = [line for name in SPEED_FIGURES for line in shown.get(name, [])]
     readme = (root / "README.md").read_text(encoding="utf-8")
     write_whole(root / "README.md", with_block(readme, "\n".join(first_token_table(report)), MARKS))
     write_whole(root / "docs" / "speed.md", speed_page(report, lines))
@@ -200,9 +275,10 @@ def publish(figures: Path, root: Path) -> None:
 
 def main(
     figures: Annotated[Path, typer.Option(help="Folder with latency.json and the analyses.")] = Path("runs/figures"),
+    results: Annotated[Path, typer.Option(help="Results of an evaluation.")] = DEFAULT_CHECKPOINT / RESULTS_FILE,
 ) -> None:
     """Writes docs/speed.md and the README's table of speed."""
-    publish(figures, ROOT)
+    publish(figures, results, ROOT)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,34 @@ def test_the_readme_and_the_page_of_speed_are_those_of_the_latency_report():
     assert (ROOT / "docs/speed.md").read_text("utf-8").startswith(speed.speed_page(report, []).rstrip())
 
 
+def test_f1_stands_over_the_speed_of_the_same_rate():
+    def size(rate, first, **other):
+        arms = {
+            name: {"first_token": {"median": seconds}, "speed_up": {"median": 1.0 / seconds}}
+            for name, seconds in (("standard_rag", 1.0), ("off", first), ("slots_cached", first / 2))
+        }
+        encoder = {"segmenting": {"median": 0.05}, "encoding": {"median": 0.2}}
+        return {
+            **{"k": 5, "batch_size": 1, "dtype": "float32", "tokens_per_slot": rate},
+            **{"arms": arms, "encoder": encoder, **other},
+        }
+
+    sizes = [size(4, 0.5), size(8, 0.25), size(8, 9.0, k=1), size(8, 9.0, batch_size=8)]
+    methods = {"ArcAligner": 40.0, "ArcAligner, 8 tokens per slot": 20.0, "StandardRAG": 10.0}
+    sets = {
+        name: {"methods": {method: {"f1": [f1 + add]} for method, f1 in methods.items()}}
+        for name, add in (("A", 0.0), ("B", 2.0))
+    }
+    curves = speed.tradeoff({"sizes": sizes}, sets)
+    assert curves["slots, encoded before"] == [
+        {"rate": 4, "speed_up": 2.0, "f1": 41.0},
+        {"rate": 8, "speed_up": 4.0, "f1": 21.0},
+    ]
+    assert [point["speed_up"] for point in curves["slots, encoded first"]] == [1 / 0.75, 2.0]
+    assert [point["speed_up"] for point in curves["slots, cached"]] == [4.0, 8.0]
+    assert curves["text"] == [{"rate": "text", "speed_up": 1.0, "f1": 11.0}] and "text, fine-tuned" not in curves
+
+
 def test_a_block_is_replaced_between_its_marks_alone():
     start, end = MARKS
     assert with_block(f"a\n{start}\nold\n{end}\nb", "new", MARKS) == f"a\n{start}\nnew\n{end}\nb"
