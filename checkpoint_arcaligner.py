@@ -305,9 +305,8 @@ def _base_model_files(config, load_config) -> list[str]:
 def _base_model_renamings(model) -> list[WeightRenaming]:
     """From the names in a base model's checkpoint to ours: the decoder's prefix, and linears that carry LoRA."""
     prefix = "model." if model.base_model_prefix in dict(model.named_children()) else ""
-    leaves = {
-        name.rsplit(".", 1)[-1] for name, module in model.named_modules() if module in set(slot_lora_layers(model))
-    }
+    layers = set(slot_lora_layers(model))
+    leaves = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if module in layers}
     renamings = [WeightRenaming(r"^(?:model|transformer|gpt_neox)\.(?!backbone\.|projector\.)", f"{prefix}backbone.")]
     if leaves:
         linears = "|".join(sorted(leaves))

@@ -140,7 +140,7 @@ def test_texts_of_several_lengths_in_one_call_equal_one_by_one(encoder, monkeypa
     ends = [[20, len(TEXTS[0])], [3], [8, 16, len(TEXTS[2])]]
     one_by_one = [encoder.encode_runs([text], [0], [ends]) for text, ends in zip(TEXTS, ends, strict=True)]
     for batch_size in (64, 2):
-        monkeypatch.setattr("arcaligner.encoder_arcaligner.RUN_BATCH", batch_size)
+        monkeypatch.setattr("arcaligner.encoder_arcaligner.CPU_BATCH", batch_size)
         together = encoder.encode_runs(TEXTS, [0, 0, 0], ends)
         torch.testing.assert_close(together, torch.cat(one_by_one), rtol=1e-5, atol=1e-6)
 

@@ -62,11 +62,11 @@ def test_a_stage_ends_with_the_mean_of_its_last_checkpoints(tmp_path, write_reci
     run(
         write_recipe("grounding", folder, save_steps=1, save_total_limit=3, average_checkpoints=2, max_steps=4, **RATES)
     )
-    last, before = (folder / f"checkpoint-{step}" for step in (4, 3))
-    for read in (parameters, lambda path: load_file(path / "encoder" / "adapter_model.safetensors")):
-        for name, mean in read(folder).items():
-            torch.testing.assert_close(mean, (read(last)[name] + read(before)[name]) / 2)
-        assert any(not torch.equal(mean, read(last)[name]) for name, mean in read(folder).items())
+    for file in ("model.safetensors", "encoder/adapter_model.safetensors"):
+        mean, last, before = (load_file(folder / each / file) for each in ("", "checkpoint-4", "checkpoint-3"))
+        for name in mean:
+            torch.testing.assert_close(mean[name], (last[name] + before[name]) / 2)
+        assert any(not torch.equal(mean[name], last[name]) for name in mean)
 
 
 def test_fewer_checkpoints_than_are_averaged_are_refused(tmp_path, write_recipe):
