@@ -271,7 +271,7 @@ def written_whole(folder: str | Path, last: str = "config.json") -> Iterator[Pat
         changed = [path for path in files if not _same_content(folder / path, Path(temporary, path))]
         if changed and (ending := Path(last)) in files:
             changed = [path for path in changed if path != ending] + [ending]
-        former = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
+        former = Path(tempfile.mkdtemp(prefix=".former-", dir=folder))
         moves = [(folder / path, former / path) for path in reversed(changed) if (folder / path).is_file()]
         _move_all(moves + [(Path(temporary, path), folder / path) for path in changed], folder, former)
         shutil.rmtree(former, ignore_errors=True)

@@ -68,8 +68,7 @@ class LazyEncoder:
     """The sentence encoder, loaded on first use. Shared, not copied, when a processor is copied or saved.
 
     With `folder`, a sentence-transformers folder of LoRA weights that were trained along with the aligner, these are
-    added to the encoder `name_or_path`. Of `dtype`, one of `DTYPES`, `"auto"` is decided when
-    it is loaded.
+    added to the encoder `name_or_path`. `dtype` is one of `DTYPES`; `"auto"` is decided on loading.
     """
 
     def __init__(self, name_or_path: str, folder: str | None = None, dtype: str = "float32"):

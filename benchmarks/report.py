@@ -179,8 +179,8 @@ def tradeoff(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[dic
         if (size["k"], size["batch_size"], size["dtype"]) == wanted:
             rate = size["tokens_per_slot"]
             title = find_method(f"{MAIN}_x{rate}").title
-            if not any(title in each["methods"] for each in sets.values()):
-                title = MAIN_TITLE  # the rate of the checkpoint itself
+            if rate == report["own_tokens_per_slot"]:
+                title = MAIN_TITLE
             add("slots, encoded first", title, rate, encoded_speed_up(size, "off"))
             add("slots, encoded before", title, rate, size["arms"]["off"]["speed_up"]["median"])
             add("slots, cached", title, rate, size["arms"]["slots_cached"]["speed_up"]["median"])

@@ -3,6 +3,7 @@
 read_documents -> new_documents (batches of those that are new or changed) -> encode_documents -> Corpus.add
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 
 from .sources import Document, cut_passages, read_documents
 from .table import Corpus, table_schema
+
+logger = logging.getLogger(__name__)
 
 # What is encoded and written at a time, some hundred passages; a document is never parted.
 BATCH_DOCUMENTS = 512
@@ -64,7 +67,7 @@ def build_corpus(
         corpus ([`Corpus`]): Where to.
         processor ([`ArcAlignerProcessor`]): Makes the slots; its settings are the corpus's.
         strict (`bool`): Stop at what cannot be read, instead of skipping it.
-        prune (`bool`): At the end, remove documents that are in none of the sources.
+        prune (`bool`): At the end, remove documents that are in none of the sources, if all of them can be read.
         on_batch (`Callable`): Is told what was done, after each batch.
         write_batches (`Callable`, *optional*): Encodes and writes; default: `write_here`.
 
@@ -87,8 +90,15 @@ def build_corpus(
 
 
 def remove_others(sources: list[str], corpus: Corpus) -> int:
-    """Removes the documents that are in none of the sources, and says how many."""
-    read = {hash(document.id) for document in read_documents(sources, skip=lambda what: None)}
+    """Removes the documents that are in none of the sources, and says how many: none if a source cannot be read, since
+    its documents may still be there."""
+    unread: list[str] = []
+    read = {hash(document.id) for document in read_documents(sources, skip=unread.append)}
+    if unread:
+        logger.warning(
+            "no document was removed, since %d sources or rows could not be read: %s", len(unread), unread[0]
+        )
+        return 0
     gone = [each for each in corpus.documents() if hash(each) not in read]
     for first in range(0, len(gone), BATCH_DOCUMENTS):
         corpus.delete(gone[first : first + BATCH_DOCUMENTS])

@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import tqdm
 from huggingface_hub import HfApi
 from safetensors.torch import load_file
 from tiny_models import tiny_aligner
@@ -27,6 +29,9 @@ from arcaligner.evaluation import answering, evaluate, settings
 from arcaligner.files import write_whole
 from arcaligner.prefix_store_arcaligner import load_slot_prefix, save_slot_prefix
 from arcaligner.train import export
+
+# A killed child would keep the lock that tqdm shares between processes.
+tqdm.tqdm.set_lock(threading.RLock())
 
 
 def kill_while(action: Callable[[], object], seconds: float) -> None:

@@ -190,9 +190,9 @@ def claim_folder(output_dir: str, settings: str, is_main: bool) -> Iterator[None
             f"Another process is training in {folder}. Wait for its end or stop it, or name another `output_dir`."
         ) from error
     with lock:
+        check_settings(folder, settings)
         for leftover in folder.glob(".saving-*"):  # of a killed process
             shutil.rmtree(leftover)
-        check_settings(folder, settings)
         if not has_begun(folder):
             write_whole(folder / RECIPE_FILE, settings)
         yield
@@ -250,7 +250,8 @@ def mean_of_checkpoints(output_dir: str | Path, number: int, processor: ArcAlign
     Raises:
         `ValueError`: no checkpoint there has the aligner's weights in one file.
     """
-    folders = [each for each in _checkpoints(output_dir) if (each / SAFE_WEIGHTS_NAME).exists()][:number]
+    whole = (each for each in _checkpoints(output_dir) if _find_fault(each) is None)
+    folders = [each for each in whole if (each / SAFE_WEIGHTS_NAME).exists()][:number]
     if not folders:
         raise ValueError(
             f"`average_checkpoints` is {number}, but no checkpoint in {output_dir} has a {SAFE_WEIGHTS_NAME}. Save "

@@ -85,6 +85,11 @@ class AlignerTrainingConfig(SFTConfig):
                 "`eval_slot_gap` swaps slots between the rows of a batch, and `per_device_eval_batch_size` is "
                 f"{self.per_device_eval_batch_size}. Set it to 2 or more."
             )
+        if self.average_checkpoints < 0 or (self.average_checkpoints and self.save_strategy == "no"):
+            raise ValueError(
+                f"`average_checkpoints` is {self.average_checkpoints} and `save_strategy` {str(self.save_strategy)!r}; "
+                "expected 0 or more, and checkpoints that are saved."
+            )
         if self.save_total_limit is not None and self.save_total_limit < self.average_checkpoints:
             raise ValueError(
                 f"`average_checkpoints` is {self.average_checkpoints}, but `save_total_limit` keeps "

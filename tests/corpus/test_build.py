@@ -137,6 +137,16 @@ def test_prune_removes_what_is_in_no_source(corpus, letters, processor, prune, m
     assert corpus.documents() >= left
 
 
+def test_prune_removes_nothing_while_a_source_cannot_be_read(corpus, letters, processor, caplog):
+    before = corpus.documents()
+    (letters / "letter.txt").write_bytes(b"\xff\xfe\xff")
+    (letters / "old" / "ski.md").unlink()
+    (letters / "new.txt").write_text("Ada wrote it.")
+    assert build_corpus([str(letters)], corpus, processor, prune=True).removed == 0
+    assert corpus.documents() == before | {str(letters / "new.txt")}
+    assert "no document was removed, since 1 sources or rows could not be read" in caplog.text
+
+
 def test_ids_are_data_whatever_they_hold(tmp_path, processor):
     ids = ["o'neil", "'); --", "%", "a\nb", "\u00e9\u202e", '"', "\\", "x#0", "x"]
     source = tmp_path / "rows.jsonl"

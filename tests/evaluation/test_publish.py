@@ -57,7 +57,7 @@ def test_f1_stands_over_the_speed_of_the_same_rate():
         name: {"methods": {method: {"f1": [f1 + add]} for method, f1 in methods.items()}}
         for name, add in (("A", 0.0), ("B", 2.0))
     }
-    curves = speed.tradeoff({"sizes": sizes}, sets)
+    curves = speed.tradeoff({"sizes": [*sizes, size(2, 0.7)], "own_tokens_per_slot": 4}, sets)
     assert curves["slots, encoded before"] == [
         {"rate": 4, "speed_up": 2.0, "f1": 41.0},
         {"rate": 8, "speed_up": 4.0, "f1": 21.0},

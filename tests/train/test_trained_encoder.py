@@ -69,9 +69,19 @@ def test_a_stage_ends_with_the_mean_of_its_last_checkpoints(tmp_path, write_reci
         assert any(not torch.equal(mean[name], last[name]) for name in mean)
 
 
-def test_fewer_checkpoints_than_are_averaged_are_refused(tmp_path, write_recipe):
-    with pytest.raises(ValueError, match="`average_checkpoints` is 3, but `save_total_limit` keeps 2"):
-        run(write_recipe("grounding", tmp_path / "run", save_total_limit=2, average_checkpoints=3, **RATES))
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"save_total_limit": 2, "average_checkpoints": 3}, "is 3, but `save_total_limit` keeps 2"),
+        ({"save_strategy": "no", "average_checkpoints": 3}, "expected 0 or more, and checkpoints that are saved"),
+        ({"average_checkpoints": -1}, "expected 0 or more"),
+    ],
+)
+def test_a_mean_of_checkpoints_that_will_not_be_there_is_refused_before_training(
+    tmp_path, write_recipe, given, message
+):
+    with pytest.raises(ValueError, match=message):
+        run(write_recipe("grounding", tmp_path / "run", **given, **RATES))
 
 
 def test_a_later_stage_keeps_the_trained_encoder(tmp_path, write_recipe, trained):
