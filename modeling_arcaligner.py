@@ -514,7 +514,6 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             if torch.compiler.is_compiling():
                 rows = rows._replace(slot_span=None)  # code would be compiled for each place of the slots
             if inputs_embeds is None:
-                check_ids(input_ids, "`input_ids`", self.config.text_config.vocab_size, (self.config.context_token_id,))
                 inputs_embeds = self.get_input_embeddings()(input_ids.masked_fill(slot_mask, 0))
             inputs_embeds = self._embed(inputs_embeds, slot_mask, context_embeds, context_word_ids)
             input_ids = None
@@ -550,9 +549,9 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                     "`context_mask` with `inputs_embeds`."
                 )
             return None
-        check_ids(input_ids)
         if context_embeds is None and (is_generated or torch.compiler.is_compiling()):
             return None  # to look would make the host wait for the device
+        check_ids(input_ids, "`input_ids`", self.config.text_config.vocab_size, (self.config.context_token_id,))
         slot_mask = input_ids == self.config.context_token_id
         if context_embeds is None:
             if slot_mask.any():

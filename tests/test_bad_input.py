@@ -110,6 +110,7 @@ def test_ids_and_labels_beyond_the_vocabulary(model, value):
     ids[0, -1] = value
     expected = f"hold {value}; expected 0 to {VOCAB_SIZE - 1}"
     assert_refused(model, "`input_ids` " + expected, **batch | {"input_ids": ids})
+    assert_refused(model, "`input_ids` " + expected, input_ids=ids[:, -2:])  # text alone
     for skip_logits in (True, False):
         with pytest.raises(ValueError, match="`labels` " + expected):
             model(**batch, labels=ids, skip_logits=skip_logits)
