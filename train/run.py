@@ -100,10 +100,13 @@ def check_settings(folder: Path, settings: str) -> None:
             "another folder with `--output` of `arcaligner train` or `output_dir` of the recipe."
         )
     was, now = read_keys((folder / RECIPE_FILE).read_text(encoding="utf-8")), read_keys(settings)
+    # With a mean of checkpoints the result depends on which there are.
+    decides = {"save_steps", "save_total_limit"} if was.get("average_checkpoints") else set()
+    may_change = MAY_CHANGE_ON_RESUME - decides
     changed = [
         key
         for key in {**was, **now}
-        if key not in MAY_CHANGE_ON_RESUME and _without_folders(key, was) != _without_folders(key, now)
+        if key not in may_change and _without_folders(key, was) != _without_folders(key, now)
     ]
     if changed:
         differences = ", ".join(f"`{key}` was {was.get(key)!r} and is now {now.get(key)!r}" for key in changed)

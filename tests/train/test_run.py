@@ -60,6 +60,13 @@ def test_a_run_resumes_with_its_own_settings_and_other_ways_to_watch_and_run_it(
     check_settings(begun, run_settings(SCRIPT, config + free))
 
 
+def test_what_decides_which_checkpoints_are_averaged_stays(begun, config):
+    averaged = [*config, "--average_checkpoints", "2"]
+    (begun / "recipe.yaml").write_text(run_settings(SCRIPT, averaged))
+    with pytest.raises(ValueError, match="`save_steps` was None and is now 5"):
+        check_settings(begun, run_settings(SCRIPT, [*averaged, "--save_steps", "5"]))
+
+
 def test_data_may_move_but_not_change(begun, config):
     (begun / "recipe.yaml").write_text(RECIPE + "\ntrain_files: {../data/a.jsonl: 1.0, 'org/corpus?name=de': 2.0}\n")
     moved = ["--train_files", "{b/a.jsonl: 1.0, 'org/corpus?name=de': 2.0}"]
