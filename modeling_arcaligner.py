@@ -571,10 +571,9 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 "off. ArcAligner brings its LoRA: train it with `set_stage` and without a `peft_config`."
             )
         width = self.config.encoder_hidden_size
-        if not isinstance(context_embeds, torch.Tensor) or not context_embeds.is_floating_point():
-            raise ValueError(
-                f"`context_embeds` is of type {type(context_embeds).__name__}; expected a tensor of floats."
-            )
+        kind = context_embeds.dtype if isinstance(context_embeds, torch.Tensor) else type(context_embeds).__name__
+        if kind not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise ValueError(f"`context_embeds` is of type {kind}; expected a tensor of floats of 16 bits or more.")
         if context_embeds.dim() != 3 or context_embeds.shape[0] != slot_mask.shape[0]:
             raise ValueError(
                 f"`context_embeds` has shape {tuple(context_embeds.shape)}; expected ({slot_mask.shape[0]}, max_slots, "

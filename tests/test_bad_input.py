@@ -66,6 +66,7 @@ FOUR_SLOTS = r"(?s)\b4\b.*context tokens.*`input_ids`.*`context_embeds`.*"
         (lambda embeds: embeds[0], r"(?s)\(4, 10\).*\(1, max_slots, 10\)"),
         (lambda embeds: embeds.expand(2, -1, -1), r"(?s)\(2, 4, 10\).*\(1, max_slots, 10\)"),
         (lambda embeds: embeds[None], r"(?s)\(1, 1, 4, 10\).*\(1, max_slots, 10\)"),
+        (lambda embeds: embeds.to(torch.float8_e4m3fn), r"of type torch.float8_e4m3fn; expected a tensor of floats"),
         *((with_value(value), NOT_FINITE) for value in (float("nan"), float("inf"), -1e38)),
     ],
 )
