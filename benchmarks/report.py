@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import typer
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
+from matplotlib.ticker import NullLocator, ScalarFormatter
 
-from ..evaluation.analyses.figures import new_figure, reach, save_analysis
+from ..evaluation.analyses.figures import new_figure, reach, save_analysis, use_powers_of_two
 from ..evaluation.methods import find_method
 from ..evaluation.publish import SPEED_FIGURES, copy_figures, with_block
 from ..evaluation.results import MAIN, MAIN_TITLE
@@ -198,10 +198,8 @@ def draw_tradeoff(curves: dict[str, list[dict[str, Any]]]) -> Figure:
         for point in points:
             label = f"x{point['rate']}" if isinstance(point["rate"], int) else point["rate"]
             axes.annotate(label, (point["speed_up"], point["f1"]), (4, 4), textcoords="offset points", fontsize=8)
-    axes.set(xscale="log", xlabel="first token, times sooner than from text", ylabel="F1, %", ylim=(0, None))
-    axes.xaxis.set_major_locator(LogLocator(base=2))
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set(xlabel="first token, times sooner than from text", ylabel="F1, %", ylim=(0, None))
+    use_powers_of_two(axes)
     figure.legend(loc="outside upper center", ncols=3, frameon=False)
     return figure
 

@@ -15,6 +15,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
 from ...files import write_whole
 
@@ -109,3 +110,11 @@ def draw_groups(axes: Axes, groups: Groups, colors: dict[str, str]) -> None:
             bars = {"yerr": reach([*found.values()]), "color": color, "error_kw": {"linewidth": 0.8}}
             axes.bar(places, means, width, **bars)
     axes.set_xticks(range(len(groups)), list(groups))
+
+
+def use_powers_of_two(axes: Axes) -> None:
+    """A logarithmic x axis with a plain number at each power of two."""
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(base=2))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_locator(NullLocator())

@@ -13,14 +13,13 @@ from typing import Annotated, Any
 
 import typer
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
 from ..methods import METHODS, base_name, find_method, sort_key
 from ..results import EARLIER_HELP, MAIN, add_earlier, summarize
 from ..runs import answer_files
 from ..settings import split_names
 from ..tasks import TASKS, find_task
-from .figures import COLORS, FIGURES, Folder, draw_curve, new_figure, save_analysis
+from .figures import COLORS, FIGURES, Folder, draw_curve, new_figure, save_analysis, use_powers_of_two
 
 MEASURES = {"f1": "F1, %", "retention": "retention of F1, %"}
 # The ends of what can be reached, drawn as horizontal lines of the F1 panels.
@@ -97,10 +96,7 @@ def draw(sets: dict[str, dict[str, Any]]) -> Figure:
             for name, line in BOUNDS.items():
                 if measure == "f1" and (bound := entry["bounds"].get(METHODS[name].title)):
                     axes.axhline(bound[0], color="grey", linestyle=line, linewidth=1)
-            axes.set_xscale("log")
-            axes.xaxis.set_major_locator(LogLocator(base=2))
-            axes.xaxis.set_major_formatter(ScalarFormatter())
-            axes.xaxis.set_minor_locator(NullLocator())
+            use_powers_of_two(axes)
             axes.set_title(title if measure == measures[0] else "")
         panels[0].set_ylabel(MEASURES[measure])
     figure.supxlabel("tokens of the passages per position", fontsize=10)
