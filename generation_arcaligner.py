@@ -173,7 +173,7 @@ class SlotGenerationMixin(GenerationMixin):
         """
         input_ids, mask = kwargs.get("input_ids", inputs), kwargs.get("attention_mask")
         if input_ids is not None:
-            check_ids(input_ids)  # their values are checked where they are read
+            check_ids(input_ids, vocab_size=self.config.text_config.vocab_size, others=(self.config.context_token_id,))
             if input_ids.numel() == 0 and kwargs.get("inputs_embeds") is None:
                 raise ValueError(f"`input_ids` has shape {tuple(input_ids.shape)}; expected a prompt in each row.")
         if mask is not None and not isinstance(mask, torch.Tensor | dict):
