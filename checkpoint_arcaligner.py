@@ -35,7 +35,6 @@ CODE_FILES = (
     "processing_arcaligner.py",
     "backbones_arcaligner.py",
     "lora_arcaligner.py",
-    "budget_arcaligner.py",
     "refinement_arcaligner.py",
     "modeling_arcaligner.py",
     "fingerprint_arcaligner.py",

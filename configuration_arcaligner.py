@@ -30,6 +30,8 @@ _INSTALL = {
 }
 
 GATE_MODES = ("adaptive", "off", "always")
+# How slots are refined: keyword arguments of `generate` and `forward`.
+REFINEMENT_SETTINGS = ("gate_mode", "gate_threshold", "max_refinement_steps", "refinement_budget")
 
 AUTO_MAP = {
     "AutoConfig": "configuration_arcaligner.ArcAlignerConfig",
@@ -48,8 +50,13 @@ CUSTOM_PIPELINES = {
 }
 
 
-def check_gates(gate_mode: str | None, gate_threshold: float | None, max_refinement_steps: int | None) -> None:
-    """Raises `ValueError` for invalid settings of the gates; `None` is skipped."""
+def check_gates(
+    gate_mode: str | None = None,
+    gate_threshold: float | None = None,
+    max_refinement_steps: int | None = None,
+    refinement_budget: float | None = None,
+) -> None:
+    """Raises `ValueError` for invalid settings of the gates; `None` is valid."""
     if gate_mode is not None and gate_mode not in GATE_MODES:
         raise ValueError(f"`gate_mode` is {gate_mode!r}; expected one of {', '.join(GATE_MODES)}.")
     if gate_threshold is not None and not (_is_number(gate_threshold, Real) and 0.0 < gate_threshold <= 1.0):
@@ -61,6 +68,11 @@ def check_gates(gate_mode: str | None, gate_threshold: float | None, max_refinem
     if steps is not None and not (_is_number(steps, Integral) and steps >= 0):
         raise ValueError(
             f"`max_refinement_steps` is {steps!r}; it counts extra passes, so it must be a whole number of at least 0."
+        )
+    if refinement_budget is not None and not (_is_number(refinement_budget, Real) and refinement_budget >= 0):
+        raise ValueError(
+            f"`refinement_budget` is {refinement_budget!r}; expected a share of the prefill of at least 0, such as "
+            "0.1 for 10 % more operations. 0 switches refinement off, infinity leaves it to the gates."
         )
 
 

@@ -12,7 +12,8 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.utils.hooks import RemovableHandle
 
-from .budget_arcaligner import REFINEMENT_SETTINGS, check_refinement_settings, normalize_budget
+from .configuration_arcaligner import REFINEMENT_SETTINGS, check_gates
+from .refinement_arcaligner import normalize_budget
 
 SLOT_SETTINGS = ("max_slots", "slot_policy", "tokens_per_slot")
 # How slots may be chosen and refined for one call, other than as processor and model are configured.
@@ -83,7 +84,7 @@ def canonical_settings(settings: dict[str, Any]) -> dict[str, Any]:
     {'gate_mode': 'off'}
     """
     settings = {name: value for name, value in settings.items() if value is not None}
-    check_refinement_settings(**{name: settings[name] for name in REFINEMENT_SETTINGS if name in settings})
+    check_gates(**{name: settings[name] for name in REFINEMENT_SETTINGS if name in settings})
     settings = {name: PREFIX_SETTINGS[name](value) for name, value in settings.items()}  # as JSON has them
     if "max_slots" not in settings or settings.get("slot_policy") == "drop":
         settings.pop("slot_policy", None)

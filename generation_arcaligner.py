@@ -11,7 +11,7 @@ from transformers.generation.candidate_generator import CandidateGenerator, Prom
 from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 from transformers.utils import logging
 
-from .budget_arcaligner import REFINEMENT_SETTINGS, check_refinement_settings
+from .configuration_arcaligner import REFINEMENT_SETTINGS, check_gates
 
 logger = logging.get_logger(__name__)
 
@@ -179,7 +179,7 @@ class SlotGenerationMixin(GenerationMixin):
         if mask is not None and not isinstance(mask, torch.Tensor | dict):
             raise ValueError(f"`attention_mask` is a {type(mask).__name__}; expected a tensor (batch, seq_len).")
         settings = {name: kwargs[name] for name in REFINEMENT_SETTINGS if kwargs.get(name) is not None}
-        check_refinement_settings(**settings)
+        check_gates(**settings)
         if settings and self._has_read_slots(kwargs.get("input_ids", inputs), kwargs.get("past_key_values")):
             logger.warning_once(
                 f"{', '.join(f'`{name}`' for name in settings)} of `generate` changes no slot that is in "

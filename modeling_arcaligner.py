@@ -28,34 +28,31 @@ from .backbones_arcaligner import (
     make_lm_head,
     postprocess_logits,
 )
-from .budget_arcaligner import (
-    ROW_KERNELS,
-    LayerCost,
-    RefinementSettings,
-    check_refinement_settings,
-    count_layer_cost,
-    resolve_settings,
-)
 from .checkpoint_arcaligner import AlignerCheckpointMixin
-from .configuration_arcaligner import ArcAlignerConfig, check_length
+from .configuration_arcaligner import ArcAlignerConfig, check_gates, check_length
 from .generation_arcaligner import SlotGenerationMixin, check_ids
 from .lora_arcaligner import ADAPTER_NAME, ALL_ROWS, InPlaceMixin, inject_slot_lora, lora_on, mix_in, slot_lora_layers
 from .refinement_arcaligner import (
+    ROW_KERNELS,
     AllSlotsSteps,
     KeysValuesComplete,
     KeysValuesRecorder,
+    LayerCost,
     LayerKeysValues,
     OpenSlotsSteps,
     RecordedDepths,
     RefinementKeysValues,
+    RefinementSettings,
     SharedStepInputs,
     SlotRows,
     Slots,
     StepInputs,
     StepRows,
+    count_layer_cost,
     find_slot_rows,
     gated_update,
     gather_rotary,
+    resolve_settings,
     step_inputs,
     take_rows,
     to_numpy_in_one_sync,
@@ -483,7 +480,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             gate_mode, gate_threshold, max_refinement_steps (*optional*): Override the configuration for this forward.
             refinement_budget (`float`, *optional*):
                 Maximum number of operations of a row's refinement, as a share of those of the prefill up to its last
-                slot; see `budget_arcaligner.py`. 0 is no refinement, infinity is no limit.
+                slot; see [`RefinementBudget`]. 0 is no refinement, infinity is no limit.
             is_generated (`bool`, defaults to `False`): Set by `generate` for new tokens, which are never slots.
             context_mask (`torch.Tensor` of shape `(batch, seq_len)`, *optional*):
                 With `inputs_embeds`: 1 at slots; their rows of `inputs_embeds` are not used.
@@ -493,7 +490,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 longer than the backbone's context, an invalid setting of the gates or budget.
         """
         wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
-        check_refinement_settings(*wanted)
+        check_gates(*wanted)
         slot_mask = self._get_slot_mask(input_ids, context_embeds, context_mask, is_generated)  # (batch, seq_len)
         has_slots = slot_mask is not None
         given = inputs_embeds if input_ids is None else input_ids

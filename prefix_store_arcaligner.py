@@ -33,8 +33,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
-from .budget_arcaligner import REFINEMENT_SETTINGS
-from .configuration_arcaligner import check_length, longest_prompt
+from .configuration_arcaligner import REFINEMENT_SETTINGS, check_length, longest_prompt
 from .encoding_arcaligner import GivenSlots, pad_words, read_passages
 from .fingerprint_arcaligner import (
     PREFIX_SETTINGS,

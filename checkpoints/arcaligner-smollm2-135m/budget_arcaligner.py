@@ -1,1 +1,0 @@
-../../budget_arcaligner.py
