@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from peft import PeftModel
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import AutoModelForCausalLM
 
@@ -61,9 +60,17 @@ class Answerer(Protocol):
 # Prompts
 
 
-def text_inputs(processor: ArcAlignerProcessor, contents: list[str]):
+def text_inputs(processor: ArcAlignerProcessor, contents: list[str], **slots: Any):
     """Prompts of the user's turns `contents`, left-padded: `input_ids` and `attention_mask` (batch, seq_len)."""
-    return _render(processor, contents)
+    return processor.apply_chat_template(
+        [[{"role": "user", "content": content}] for content in contents],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs={"padding": True, "padding_side": "left"},
+        **slots,
+    )
 
 
 def slot_inputs(processor: ArcAlignerProcessor, rows: list[Row], with_passages: bool = True, **slots: Any):
@@ -72,30 +79,7 @@ def slot_inputs(processor: ArcAlignerProcessor, rows: list[Row], with_passages: 
     `slots` are the processor's `tokens_per_slot`, `max_slots` and `slot_policy`.
     """
     documents = [row["passages"] if with_passages else [] for row in rows]
-    return _render(processor, [row["question"] for row in rows], documents=documents, **slots)
-
-
-def _render(processor: ArcAlignerProcessor, contents: list[str], **kwargs: Any):
-    return processor.apply_chat_template(
-        [[{"role": "user", "content": content}] for content in contents],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-        processor_kwargs={"padding": True, "padding_side": "left"},
-        **kwargs,
-    )
-
-
-def encode_slots(processor: ArcAlignerProcessor, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What a model reads in the slots of a batch of training's `ContextCollator`, as its keyword arguments."""
-    if not any(batch["num_slots"]):
-        return {}
-    with torch.no_grad():
-        embeds = processor.encode_runs(batch["encoder_texts"], batch["encoder_starts"], batch["encoder_ends"])
-    # (batch, max_slots, encoder_hidden_size)
-    slots = {"context_embeds": pad_sequence(embeds.float().cpu().split(batch["num_slots"]), batch_first=True)}
-    return slots | {name: batch[name] for name in ("context_word_ids",) if name in batch}
+    return text_inputs(processor, [row["question"] for row in rows], documents=documents, **slots)
 
 
 def count_tokens(tokenizer, texts: list[str]) -> list[int]:

@@ -1,12 +1,12 @@
-"""Makes tokenized examples of rows: slots, and turns that read them.
+"""Makes tokenized examples of rows, slots and turns that read them, and batches of examples.
 
 In stages 0 and I, a row (`corpora.py`) becomes an example for every few consecutive segments of its passages: the
 slots, then a turn that gives their text back and, if asked for, one that continues with the text that follows. In
 stages II and III, the questions about the same passages become one example: the slots of all segments, and behind them
 a turn for each question with its first answer. Questions that do not fit into `max_tokens` become a further example.
 
-How many slots a segment has is not decided here: the collator draws the rate of each batch. So an example keeps its
-segments' tokens, and the prompt before and behind the slots. The encoder runs later, in the training step.
+How many slots a segment has is decided later: the collator draws the rate of each batch. So an example keeps its
+segments' tokens, and the prompt before and behind the slots. The encoder runs in the training step.
 """
 
 import itertools
@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from datasets import Features, List, Value
+from torch.nn.utils.rnn import pad_sequence
 
-from ..encoding_arcaligner import SegmentTokens
+from ..encoding_arcaligner import SegmentTokens, pad_words
 from ..files import stable_number
 from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE, ArcAlignerProcessor
 from ..segmentation_arcaligner import equal_runs
@@ -273,3 +275,120 @@ def word_rarity(examples: Sequence[dict[str, Any]], vocab_size: int) -> np.ndarr
             num_segments += 1
     rarity = np.log((num_segments + 1) / (counts + 1)) / math.log(num_segments + 1)
     return np.maximum(rarity, MIN_RARITY)
+
+
+# Examples to a batch
+
+
+@dataclass
+class ContextCollator:
+    """
+    Makes a padded batch of examples. A rate drawn for it decides how many slots they have.
+
+    Args:
+        context_token_id (`int`): The id that marks a slot.
+        pad_token_id (`int`): Fills `input_ids`.
+        tokens_per_slot (`Sequence`): The rates. The ids of a batch's rows choose its rate, so that a resumed run draws
+            the same ones.
+        context_words (`bool`): Whether the slots' words are in the batch.
+        padding_side (`str`): `"left"` for prompts to generate from.
+
+    Returns a dictionary of
+
+    - `input_ids`, `labels`: `torch.LongTensor` (batch, seq_len), labels -100 where nothing is learned;
+    - `turn_ids`: `torch.LongTensor` (batch, seq_len), 0 before the turns, slots included, 1, 2, ... in the turns, -1 in
+      padding; see [`turn_mask`];
+    - `max_turns`: `int`, the maximum number of turns of a row;
+    - `encoder_texts`, `encoder_starts`, `encoder_ends`: what `ArcAlignerProcessor.encode_runs` takes, of all rows in
+      order; `encoder_ends` is `None` where each text is one slot;
+    - `num_slots`: `list[int]`, of each row;
+    - `context_word_ids`: `torch.LongTensor` (batch, max_slots, max_words), with `context_words`;
+    - `row_ids`: `list[str]`, for error messages.
+    """
+
+    context_token_id: int
+    pad_token_id: int
+    tokens_per_slot: Sequence[int | str] = ("segment",)
+    context_words: bool = False
+    padding_side: str = "right"
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        row_ids = [row["row_id"] for row in rows]
+        rate = self.tokens_per_slot[stable_number("rate:" + ":".join(row_ids), len(self.tokens_per_slot))]
+        slots = [_words_of_slots(row, rate) for row in rows]
+        ids, labels, turns = [], [], []
+        for row, row_slots in zip(rows, slots, strict=True):
+            before = row["head"] + [self.context_token_id] * len(row_slots)
+            ids.append(before + [each for turn in row["turns"] for each in turn["input_ids"]])
+            labels.append([-100] * len(before) + [each for turn in row["turns"] for each in turn["labels"]])
+            turns.append([0] * len(before))
+            for number, turn in enumerate(row["turns"], start=1):
+                turns[-1] += [number] * len(turn["input_ids"])
+        segments = [segment for row in rows for segment in row["segments"]]
+        batch = {
+            "input_ids": _padded(ids, self.pad_token_id, self.padding_side),
+            "labels": _padded(labels, -100, self.padding_side),
+            "turn_ids": _padded(turns, -1, self.padding_side),
+            "max_turns": max(len(row["turns"]) for row in rows),
+            "encoder_texts": [segment["encoder_text"] for segment in segments],
+            "encoder_starts": [segment["encoder_start"] for segment in segments],
+            "encoder_ends": None if rate == "segment" else [_ends(segment, rate) for segment in segments],
+            "num_slots": [len(row_slots) for row_slots in slots],
+            "row_ids": row_ids,
+        }
+        if self.context_words:
+            words = [_padded(row_slots, -1) for row_slots in slots]  # each (num_slots, max_words)
+            batch["context_word_ids"] = pad_words(words)
+        return batch
+
+
+def encode_slots(processor: ArcAlignerProcessor, batch: dict[str, Any]) -> torch.FloatTensor:
+    """Context embeddings of a batch of [`ContextCollator`], (batch, max_slots, encoder_hidden_size), with a gradient
+    where the encoder's weights ask for one."""
+    embeds = processor.encode_runs(batch["encoder_texts"], batch["encoder_starts"], batch["encoder_ends"])
+    return pad_sequence(embeds.split(batch["num_slots"]), batch_first=True)
+
+
+def turn_mask(turn_ids: torch.LongTensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.LongTensor]:
+    """What each position of a batch may read, and its position: turns stand side by side behind the slots.
+
+    Args:
+        turn_ids (`torch.LongTensor` of shape `(batch, seq_len)`): From [`ContextCollator`].
+        dtype (`torch.dtype`): Of the mask.
+
+    Returns:
+        The mask (batch, 1, seq_len, seq_len), 0 where a position reads another and the lowest number where not, and
+        `position_ids` (batch, seq_len).
+    """
+    seq_len = turn_ids.shape[1]
+    key, query = turn_ids[:, None, :], turn_ids[:, :, None]
+    index = torch.arange(seq_len, device=turn_ids.device)
+    reads = (index[None, :] <= index[:, None]) & ((key == 0) | (key == query))
+    mask = torch.zeros(reads.shape, dtype=dtype, device=turn_ids.device)
+    mask = mask.masked_fill(~reads, torch.finfo(dtype).min)[:, None]
+    # The positions of each turn continue from the last slot.
+    begins = torch.nn.functional.pad(turn_ids[:, 1:] != turn_ids[:, :-1], (1, 0))
+    start_of_turn = torch.where(begins, index, 0).cummax(dim=1).values  # (batch, seq_len)
+    prefix_length = (turn_ids == 0).sum(dim=1, keepdim=True)
+    return mask, index - start_of_turn + torch.where(turn_ids == 0, 0, prefix_length)
+
+
+def _words_of_slots(row: dict[str, Any], rate: int | str) -> list[list[int]]:
+    """The words of each slot of a row."""
+    return [
+        segment["word_ids"][start:end]
+        for segment in row["segments"]
+        for start, end in equal_runs(len(segment["word_ids"]), rate)
+    ]
+
+
+def _ends(segment: dict[str, Any], rate: int) -> list[int]:
+    """The characters of the encoder's text where the slots of a segment end."""
+    ends = segment["word_ends"]
+    return [segment["encoder_start"] + (ends[last - 1] if last else 0) for _, last in equal_runs(len(ends), rate)]
+
+
+def _padded(rows: list[list[int]], value: int, side: str = "right") -> torch.LongTensor:
+    """Lists as the rows of a tensor (rows, longest)."""
+    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)

@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, tqdm
 
-from .collator import ContextCollator
+from .data import ContextCollator
 
 MAX_NEW_TOKENS = 24
 

@@ -25,8 +25,7 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 from ..configuration_arcaligner import ArcAlignerConfig, resolve_base_model
 from ..modeling_arcaligner import ArcAlignerForCausalLM, slot_decoder_layers
 from ..processing_arcaligner import ArcAlignerProcessor
-from .collator import ContextCollator
-from .data import ExampleBuilder, word_rarity
+from .data import ContextCollator, ExampleBuilder, word_rarity
 from .recipe import RecipeArguments, check_start, parse_recipe
 from .run import claim_folder, last_checkpoint, mean_of_checkpoints, run_script, save_stage
 from .selection import eval_examples, training_examples

@@ -20,7 +20,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig, SFTTrainer
 
 from ..modeling_arcaligner import ArcAlignerForCausalLM, SlotDecoderLayer
-from .collator import ContextCollator, turn_mask
+from .data import ContextCollator, encode_slots, turn_mask
 from .metrics import Clock, GateCounter, SwappedSlots, answer_questions, word_recall
 
 # Slots of a step of the lexical stage, whose logits all exist at a time.
@@ -295,11 +295,7 @@ class AlignerTrainer(SFTTrainer):
         dtype, device = self.model.dtype, self.args.device
         autocast = torch.autocast(device.type, dtype, enabled=is_trained and dtype != torch.float32)
         with torch.set_grad_enabled(is_trained), autocast:
-            embeds = self.processing_class.encode_runs(
-                inputs["encoder_texts"], inputs["encoder_starts"], inputs["encoder_ends"]
-            )
-        rows = embeds.to(self.args.device).split(inputs["num_slots"])
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            return encode_slots(self.processing_class, inputs).to(device)
 
     def _get_grad_norm(self, model, grad_norm=None):
         """Before the optimizer's step, so that no checkpoint has weights that a gradient made NaN."""

@@ -25,10 +25,9 @@ from torch.nn.functional import cross_entropy
 from ...configuration_arcaligner import ArcAlignerConfig
 from ...modeling_arcaligner import ArcAlignerForCausalLM
 from ...processing_arcaligner import ArcAlignerProcessor
-from ...train.collator import ContextCollator
 from ...train.corpora import Row, read_rows
-from ...train.data import Example, ExampleBuilder
-from ..answering import encode_slots, in_batches, load_aligner
+from ...train.data import ContextCollator, Example, ExampleBuilder, encode_slots
+from ..answering import in_batches, load_aligner
 from ..metrics import ratio_interval
 from ..settings import split_rates
 from .figures import COLORS, FIGURES, BatchSize, Device, Folder, new_figure, reach, save_analysis
@@ -163,7 +162,10 @@ def target_losses(
     labels = batch["labels"]  # (batch, seq_len)
     columns = labels.shape[1] - int((labels != -100).any(dim=0).int().argmax()) + 1  # one before the first target
     inputs = {"input_ids": batch["input_ids"], "attention_mask": (batch["turn_ids"] >= 0).long()}
-    inputs |= encode_slots(processor, batch)
+    if any(batch["num_slots"]):
+        inputs["context_embeds"] = encode_slots(processor, batch)
+    if "context_word_ids" in batch:
+        inputs["context_word_ids"] = batch["context_word_ids"]
     inputs = {name: value.to(model.device) for name, value in inputs.items()}
     logits = model(**inputs, logits_to_keep=columns, use_cache=False).logits[:, :-1]  # (batch, columns - 1, vocab)
     labels = labels[:, 1 - columns :].to(model.device)

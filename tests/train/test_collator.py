@@ -6,8 +6,7 @@ from tiny_models import float64_throughout
 from torch.nn.functional import cross_entropy
 from training_rows import passage_rows, question_rows
 
-from arcaligner.train.collator import ContextCollator, turn_mask
-from arcaligner.train.data import ExampleBuilder
+from arcaligner.train.data import ContextCollator, ExampleBuilder, turn_mask
 
 SLOT, PAD = 99, 7
 

@@ -15,8 +15,7 @@ from training_rows import question_rows, write_rows
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.train import metrics, sft
 from arcaligner.train import trainer as trainer_module
-from arcaligner.train.collator import ContextCollator
-from arcaligner.train.data import ExampleBuilder
+from arcaligner.train.data import ContextCollator, ExampleBuilder
 from arcaligner.train.metrics import (
     Clock,
     GateCounter,

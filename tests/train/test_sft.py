@@ -17,8 +17,7 @@ from transformers import default_data_collator
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.train import sft
-from arcaligner.train.collator import ContextCollator
-from arcaligner.train.data import EXAMPLE_FEATURES, ExampleBuilder
+from arcaligner.train.data import EXAMPLE_FEATURES, ContextCollator, ExampleBuilder
 from arcaligner.train.trainer import AlignerTrainer, AlignerTrainingConfig
 
 PARTS = {
