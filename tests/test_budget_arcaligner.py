@@ -1,15 +1,14 @@
 """A budget of operations: kept to, spent on the most confident slots, and never worse for being larger."""
 
+import random
+
 import pytest
 import torch
 from frugal_reference import FrugalReference
-from hypothesis import given
-from hypothesis import strategies as st
-from reference import EXACT, RANDOM_CASES, random_case
+from reference import EXACT, random_case
 from tiny_models import collate, for_generate, random_row, random_rows, text_slice, tiny_aligner
 from torch.utils.flop_counter import FlopCounterMode
 
-from arcaligner.modeling_arcaligner import SlotDecoderLayer
 from arcaligner.refinement_arcaligner import OpenSlotsSteps
 
 pytestmark = pytest.mark.usefixtures("float64_model_code")
@@ -26,11 +25,12 @@ def read(model, batch, share=None, **kwargs):
         return model(**for_generate(batch), refinement_budget=share, **kwargs)
 
 
-@RANDOM_CASES
-@given(data=st.data(), share=st.floats(0.0, 2.0))
-def test_most_confident_slots_are_refined_within_the_budget_of_each_row(data, share):
+@pytest.mark.parametrize("seed", range(20))
+def test_most_confident_slots_are_refined_within_the_budget_of_each_row(seed):
     """Rows of a batch do what a plain implementation does with each alone, and that stays below its share."""
-    model, rows, padding_side = random_case(data)
+    draw = random.Random(seed)
+    share = draw.choice([0, *SHARES])
+    model, rows, padding_side = random_case(draw)
     batch = collate(rows, padding_side)
     output = read(model, batch, share)
     reference = FrugalReference(model, share)
@@ -43,14 +43,12 @@ def test_most_confident_slots_are_refined_within_the_budget_of_each_row(data, sh
             assert torch.equal(output.recursion_depth[i, :, : len(row.context_embeds)], expected.recursion_depth)
 
 
-@RANDOM_CASES
-@given(data=st.data(), shares=st.lists(st.floats(0.0, 3.0), min_size=4, max_size=4))
-def test_a_larger_budget_takes_no_step_away_from_any_slot(data, shares):
-    model, rows, padding_side = random_case(data)
-    batch = collate(rows, padding_side)
-    if "context_embeds" not in batch:
-        return
-    depths = [read(model, batch, share).recursion_depth for share in [*sorted(shares), float("inf")]]
+@pytest.mark.parametrize("gate_mode", ["adaptive", "always"])
+def test_a_larger_budget_takes_no_step_away_from_any_slot(gate_mode):
+    model = tiny_aligner("mistral_window", gate_mode=gate_mode)
+    batch = collate(random_rows(model, [5, 0, 9], seed=2), "left")
+    shares = [percent / 100 for percent in range(0, 100, 2)]
+    depths = [read(model, batch, share).recursion_depth for share in [*shares, float("inf")]]
     for smaller, larger in zip(depths, depths[1:], strict=False):
         assert (smaller <= larger).all()
 
@@ -99,44 +97,12 @@ def test_a_budget_without_end_leaves_the_gates_to_themselves(model):
     assert (free.recursion_depth == 2).any()
 
 
-@pytest.mark.parametrize("share", [0, 0.0, 1e-9])
-def test_a_budget_of_nothing_is_no_refinement(model, share):
-    batch = collate(random_rows(model, [5, 0, 9]), "left")
-    output, off = read(model, batch, share), read(model, batch, gate_mode="off")
-    assert torch.equal(output.logits, off.logits)
-    assert torch.equal(output.recursion_depth, off.recursion_depth) and not output.recursion_depth.clamp(min=0).any()
-
-
-def test_slots_do_not_depend_on_what_is_asked_behind_them(model):
-    row = random_row(model, 6, num_text=8, contiguous=True)
-    end = int((row.input_ids == model.config.context_token_id).nonzero().max()) + 1
-    depths = [
-        read(model, {"input_ids": ids[None], "context_embeds": row.context_embeds[None]}, 0.2).recursion_depth
-        for ids in (row.input_ids, row.input_ids[:end], torch.cat([row.input_ids, row.input_ids[:2]]))
-    ]
-    assert torch.equal(depths[0], depths[1]) and torch.equal(depths[0], depths[2])
-    assert depths[0].any()
-
-
 def test_slots_of_equal_confidence_are_taken_in_order(model):
     batch = collate([random_row(model, 8, contiguous=True)])
     for share in SHARES[2:5]:
         depth = read(model, batch, share, gate_mode="always").recursion_depth[0, 0]
         assert torch.equal(depth, depth.sort(descending=True).values)
     assert 0 < (read(model, batch, 0.3, gate_mode="always").recursion_depth[0, 0] > 0).sum() < 8
-
-
-def test_gates_of_a_spent_budget_are_not_asked(model, monkeypatch):
-    asked = []
-    first_open = SlotDecoderLayer.gate_prob
-    monkeypatch.setattr(
-        SlotDecoderLayer, "gate_prob", lambda layer, *args: asked.append(layer.layer_idx) or first_open(layer, *args)
-    )
-    batch = collate([random_row(model, 8, contiguous=True)])
-    read(model, batch, 1e-9)
-    assert asked == []
-    read(model, batch, 0.2)
-    assert set(asked) == {0}
 
 
 def test_training_with_a_budget_is_refused():
