@@ -4,11 +4,9 @@ Text alone is the base model bit for bit; slots follow Algorithm 1; padding, bat
 gradient checkpointing change nothing. Unsupported families are refused by name.
 """
 
-import copy
-
 import pytest
 import torch
-from reference import EXACT, Reference, assert_matches_reference, loss_gradients, stock_model
+from reference import EXACT, assert_matches_reference, loss_gradients, stock_model
 from tiny_models import (
     BACKBONES,
     ENCODER_HIDDEN_SIZE,
@@ -19,7 +17,7 @@ from tiny_models import (
     random_rows,
     tiny_aligner,
 )
-from transformers import AutoConfig, DynamicCache, StaticCache
+from transformers import AutoConfig, DynamicCache
 
 from arcaligner.configuration_arcaligner import ArcAlignerConfig
 from arcaligner.modeling_arcaligner import ArcAlignerForCausalLM, ArcAlignerModel
@@ -101,22 +99,6 @@ def test_gradients_follow_algorithm_1(backbone):
 
 @in_float64
 @every_backbone
-def test_cached_decoding_equals_uncached(models, backbone):
-    model = models(backbone)
-    inputs = prompt(model)
-    words = torch.randint(3, VOCAB_SIZE, (1, 7), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        whole = model(torch.cat([inputs["input_ids"], words], 1), context_embeds=inputs["context_embeds"])
-        output = model(**inputs, use_cache=True)
-        logits = [output.logits]
-        for word in words.split(1, dim=1):
-            output = model(word, past_key_values=output.past_key_values, use_cache=True)
-            logits.append(output.logits)
-    torch.testing.assert_close(torch.cat(logits, 1), whole.logits, **EXACT)
-
-
-@in_float64
-@every_backbone
 def test_generate_equals_teacher_forcing(models, backbone):
     """Left-padded rows with different numbers of slots; each generated token is the argmax of one plain forward."""
     model = models(backbone)
@@ -137,29 +119,6 @@ def test_generate_equals_teacher_forcing(models, backbone):
 
 @in_float64
 @every_backbone
-def test_prefilled_context_is_reused_for_any_question(models, backbone):
-    """One cache of the slot prefix, two questions; each is the whole prompt in one go."""
-    model = models(backbone)
-    row = random_row(model, 5, contiguous=True, num_text=12)
-    last_slot = int((row.input_ids == model.config.context_token_id).nonzero().max())
-    prefix = row.input_ids[None, : last_slot + 1]
-    embeds = row.context_embeds[None]
-    prefilled = model.prefill_context(prefix, embeds)
-    assert prefilled.get_seq_length() == prefix.shape[1]
-    settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
-    settings |= {"output_logits": True, "return_dict_in_generate": True}
-    for seed in (0, 1):
-        question = torch.randint(3, VOCAB_SIZE, (1, 6), generator=torch.Generator().manual_seed(seed))
-        full = torch.cat([prefix, question], 1)
-        whole = model.generate(input_ids=full, context_embeds=embeds, **settings)
-        cache = copy.deepcopy(prefilled)
-        continued = model.generate(input_ids=full, past_key_values=cache, **settings)
-        torch.testing.assert_close(torch.stack(continued.logits), torch.stack(whole.logits), **EXACT)
-        assert torch.equal(continued.sequences, whole.sequences)
-
-
-@in_float64
-@every_backbone
 def test_slot_keys_and_values_serve_an_unmodified_base_model(models, backbone):
     model = models(backbone)
     base = stock_model(model, torch.float64, model.config.text_config._attn_implementation)
@@ -173,66 +132,15 @@ def test_slot_keys_and_values_serve_an_unmodified_base_model(models, backbone):
 
 
 @in_float64
-@every_backbone
-def test_cache_holds_the_mandatory_pass_with_refined_inputs(models, backbone):
-    """The cache is what the whole-sequence reference computes in the mandatory pass of each layer."""
-    model = models(backbone)
-    inputs = prompt(model)
-    reference = Reference(model)
-    cache = DynamicCache()
-    updates = {}
-    for index, layer in enumerate(reference.layers):
-
-        def store(layer, args, kwargs, output, index=index):
-            updates[index] = cache_of_layer(layer, args[0], kwargs)
-
-        layer.register_forward_hook(store, with_kwargs=True, prepend=True)
-    with torch.no_grad():
-        reference(inputs["input_ids"][0], inputs["context_embeds"][0])
-        cache = model(**inputs, use_cache=True).past_key_values
-    for index, (keys, values) in updates.items():
-        seen = cache.layers[index].keys.shape[2]  # sliding layers keep their window only
-        torch.testing.assert_close(cache.layers[index].keys, keys[:, :, -seen:], **EXACT)
-        torch.testing.assert_close(cache.layers[index].values, values[:, :, -seen:], **EXACT)
-
-
-def cache_of_layer(layer, hidden_states, kwargs):
-    """Keys and values that `layer.forward(hidden_states)` would write to a cache."""
-    cache = DynamicCache()
-    layer.forward(hidden_states, **{**kwargs, "past_key_values": cache, "use_cache": True})
-    written = [entry for entry in cache.layers if entry.is_initialized]
-    return written[-1].keys, written[-1].values
-
-
-@in_float64
-@every_backbone
-def test_beam_search_and_repetition_penalty(models, backbone):
-    """Beams duplicate slots with their rows; the penalty looks up ids, of which the context token has no logit."""
+@pytest.mark.parametrize("backbone", ["llama", "gemma2"])
+def test_beams_duplicate_slots_with_their_rows(models, backbone):
     model = models(backbone)
     batch = for_generate(collate(random_rows(model, [2, 5], contiguous=True, num_text=9), "left"))
     settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
-    beams = model.generate(**batch, **settings, num_beams=3, num_return_sequences=2)
+    settings |= {"num_beams": 3, "num_return_sequences": 2}
+    beams = model.generate(**batch, **settings)
     assert beams.shape == (4, batch["input_ids"].shape[1] + 5)
-    uncached = model.generate(**batch, **settings, num_beams=3, num_return_sequences=2, use_cache=False)
-    assert torch.equal(beams, uncached)
-    penalised = model.generate(**batch, **settings, repetition_penalty=1.7, no_repeat_ngram_size=2)
-    assert penalised.shape == (2, batch["input_ids"].shape[1] + 5)
-    assert not (penalised[:, -5:] == model.config.context_token_id).any()
-
-
-@in_float64
-def test_static_cache_equals_dynamic_cache(models):
-    model = models("llama")
-    inputs = prompt(model)
-    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-    expected = model.generate(**inputs, **settings)
-    assert torch.equal(
-        model.generate(**inputs, **settings, cache_implementation="static", disable_compile=True), expected
-    )
-    with torch.no_grad():
-        cache = StaticCache(config=model.config.text_config, max_cache_len=40)
-        static = model(**inputs, past_key_values=cache, use_cache=True)
-    torch.testing.assert_close(static.logits, model(**inputs).logits, **EXACT)
+    assert torch.equal(beams, model.generate(**batch, **settings, use_cache=False))
 
 
 @pytest.mark.parametrize("context_token_id", [VOCAB_SIZE, VOCAB_SIZE - 1])
@@ -253,7 +161,7 @@ def test_context_token_is_never_generated(context_token_id):
 # --- Kernels, checkpointing, precision ------------------------------------------------------------
 
 
-@every_backbone
+@pytest.mark.parametrize("backbone", ["llama", "gemma3_text", "phi3_window", "cohere"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_changes_no_gradient(backbone, reentrant):
     """With dropout 0.3, whose masks must be drawn alike when a layer is computed again."""
@@ -275,7 +183,7 @@ def test_gradient_checkpointing_changes_no_gradient(backbone, reentrant):
         torch.testing.assert_close(gradients[1][name], gradient, msg=name)
 
 
-@every_backbone
+@pytest.mark.parametrize("backbone", ["llama", "gemma2", "phi3", "smollm3", "granite", "cohere"])
 def test_bf16_backbone_with_fp32_aligner(backbone, tmp_path):
     tiny_aligner(backbone, dtype=torch.float32).save_pretrained(tmp_path, save_base_model=True)
     model = ArcAlignerForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
