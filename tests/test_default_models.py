@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, configuration_arcaligner
+from arcaligner import configuration_arcaligner
 from arcaligner.configuration_arcaligner import (
     DEFAULT_BASE_MODEL,
     DEFAULT_ENCODER,
@@ -45,10 +44,12 @@ def test_a_failed_conversion_leaves_nothing_behind(monkeypatch, tmp_path):
 
 # Remote code has no converter: the package is not there.
 LOOKUP = """
-import sys
+import os, sys
 sys.modules["arcaligner"] = None
 sys.path.insert(0, sys.argv[1])
 from configuration_arcaligner import DEFAULT_BASE_MODEL, resolve_base_model
+print(resolve_base_model(DEFAULT_BASE_MODEL))
+os.mkdir(sys.argv[2])
 print(resolve_base_model(DEFAULT_BASE_MODEL))
 """
 
@@ -56,10 +57,9 @@ print(resolve_base_model(DEFAULT_BASE_MODEL))
 def test_without_the_package_a_converted_copy_is_found_and_none_is_made(monkeypatch, tmp_path):
     monkeypatch.setenv("ARCALIGNER_CACHE", str(tmp_path))
     code = str(Path(configuration_arcaligner.__file__).parent)
-    command = [sys.executable, "-c", LOOKUP, code]
-    assert subprocess.check_output(command, text=True, cwd=tmp_path).strip() == DEFAULT_BASE_MODEL
-    (tmp_path / FOLDER).mkdir()
-    assert subprocess.check_output(command, text=True, cwd=tmp_path).strip() == str(tmp_path / FOLDER)
+    command = [sys.executable, "-c", LOOKUP, code, str(tmp_path / FOLDER)]
+    found = subprocess.check_output(command, text=True, cwd=tmp_path).splitlines()
+    assert found == [DEFAULT_BASE_MODEL, str(tmp_path / FOLDER)]
     assert resolve_base_model(DEFAULT_BASE_MODEL) == str(tmp_path / FOLDER)
 
 
@@ -80,18 +80,3 @@ def test_the_default_backbone_speaks_english():
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(output)
-
-
-@pytest.mark.default_backbone
-def test_a_fresh_aligner_around_the_default_backbone_reads_text_as_the_backbone_does():
-    processor = ArcAlignerProcessor.from_base_model(DEFAULT_BASE_MODEL)
-    settings = {"lora_r": 4, "gate_hidden_size": 8, "context_token_id": processor.context_token_id}
-    model = ArcAlignerForCausalLM.from_pretrained(DEFAULT_BASE_MODEL, **settings).eval()
-    base = AutoModelForCausalLM.from_pretrained(resolve_base_model(DEFAULT_BASE_MODEL), dtype=model.dtype).eval()
-    text = processor(text="The capital of France is", return_tensors="pt")
-    with torch.no_grad():
-        assert torch.equal(model(**text).logits, base(**text).logits)
-    slots = processor(text="Who wrote it?", documents=["It was written by Ada. Nobody reads it."], return_tensors="pt")
-    assert slots["context_embeds"].shape == (1, 2, 384)
-    with torch.no_grad():
-        assert torch.isfinite(model(**slots).logits).all()
