@@ -1,7 +1,6 @@
 """The default backbone and encoder: from their wheels, converted once, under their Hub names."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -42,24 +41,13 @@ def test_a_failed_conversion_leaves_nothing_behind(monkeypatch, tmp_path):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-# Remote code has no converter: the package is not there.
-LOOKUP = """
-import os, sys
-sys.modules["arcaligner"] = None
-sys.path.insert(0, sys.argv[1])
-from configuration_arcaligner import DEFAULT_BASE_MODEL, resolve_base_model
-print(resolve_base_model(DEFAULT_BASE_MODEL))
-os.mkdir(sys.argv[2])
-print(resolve_base_model(DEFAULT_BASE_MODEL))
-"""
-
-
 def test_without_the_package_a_converted_copy_is_found_and_none_is_made(monkeypatch, tmp_path):
+    """Remote code has no converter."""
     monkeypatch.setenv("ARCALIGNER_CACHE", str(tmp_path))
-    code = str(Path(configuration_arcaligner.__file__).parent)
-    command = [sys.executable, "-c", LOOKUP, code, str(tmp_path / FOLDER)]
-    found = subprocess.check_output(command, text=True, cwd=tmp_path).splitlines()
-    assert found == [DEFAULT_BASE_MODEL, str(tmp_path / FOLDER)]
+    monkeypatch.setattr(configuration_arcaligner, "wheel_directory", lambda package: tmp_path)
+    monkeypatch.setitem(sys.modules, "arcaligner", None)
+    assert resolve_base_model(DEFAULT_BASE_MODEL) == DEFAULT_BASE_MODEL
+    (tmp_path / FOLDER).mkdir()
     assert resolve_base_model(DEFAULT_BASE_MODEL) == str(tmp_path / FOLDER)
 
 
