@@ -31,7 +31,6 @@ CODE_FILES = (
     "configuration_arcaligner.py",
     "segmentation_arcaligner.py",
     "encoder_arcaligner.py",
-    "encoding_arcaligner.py",
     "processing_arcaligner.py",
     "backbones_arcaligner.py",
     "lora_arcaligner.py",

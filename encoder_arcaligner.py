@@ -1,15 +1,38 @@
-"""The sentence encoder: loaded on first use, an embedding per text or per run of characters, trained along or not."""
+"""Passages to slots: each segment is read once by the sentence encoder and becomes one embedding or, with
+`tokens_per_slot`, one for each run of its tokens.
+
+    documents -> segments (`segmentation_arcaligner.py`) -> tokens -> context_embeds, context_word_ids
+"""
 
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from huggingface_hub import snapshot_download
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import logging
+from transformers.utils.chat_template_utils import _get_control_token_patterns, encode_marked_chat, mark_control_tokens
 
 from .configuration_arcaligner import longest_prompt, missing_model_message, resolve_encoder
+from .segmentation_arcaligner import (
+    EMPTY_SEGMENT,
+    FittedSegments,
+    Segment,
+    SegmentTokens,
+    check_slot_budget,
+    check_tokens_per_slot,
+    fit_segments,
+    run_ends,
+    segment_document,
+    text_of,
+    title_of,
+)
+
+logger = logging.get_logger(__name__)
 
 # Texts per batch on the CPU and elsewhere. They are sorted by length: small batches hold hardly any padding.
 CPU_BATCH, DEVICE_BATCH = 8, 64
@@ -127,7 +150,8 @@ class LazyEncoder:
 
     @property
     def untrained(self) -> "LazyEncoder":
-        """The encoder as it was before training."""
+        """The encoder as it was before training, for search: the trained one describes what a text says, not which
+        questions it answers."""
         if self.folder is None:
             return self
         if self._untrained is None:
@@ -279,3 +303,294 @@ def _run_weights(offsets: np.ndarray, start: int, ends: np.ndarray) -> np.ndarra
     for run in (weights.sum(axis=1) == 0).nonzero()[0]:
         weights[run, np.abs(middles - run_middles[run]).argmin()] = 1.0
     return weights / weights.sum(axis=1, keepdims=True)
+
+
+# Documents to slots
+
+
+class GivenSlots(NamedTuple):
+    """Precomputed slots of one question."""
+
+    context_embeds: torch.FloatTensor  # (num_slots, encoder_hidden_size)
+    context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 behind a slot's tokens
+
+
+class EncodedDocuments(NamedTuple):
+    """The passages of one question as slots."""
+
+    segments: list[Segment]  # what each slot stands for; none where there is nothing but white space
+    context_embeds: torch.FloatTensor  # (num_slots, encoder_hidden_size)
+    context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 behind a slot's tokens
+    num_merged: int  # segments that share their slot with others
+    dropped: list[Segment]  # what has no slot
+
+
+def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
+    """Stacks word ids of rows, each (num_slots, max_words), to (batch, max_slots, max_words), padded with -1."""
+    sizes = [max(row.shape[axis] for row in rows) for axis in (0, 1)]
+    padded = torch.full((len(rows), *sizes), -1, device=rows[0].device)
+    for number, row in enumerate(rows):
+        padded[number, : row.shape[0], : row.shape[1]] = row
+    return padded
+
+
+class DocumentEncoder:
+    """Passages to slots, for the processor: needs its `tokenizer`, its `encoder` and its settings."""
+
+    def mark_control_tokens(self, text):
+        """Texts or messages with the tokenizer's special tokens marked, so that `encode_marked_chat` reads them as
+        text. What stands for a turn without being a special token, such as Llama 2's `[INST]`, is not one."""
+        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        return mark_control_tokens(text, _get_control_token_patterns(tuple(special))[0])
+
+    def load_trained_encoder(self, checkpoint: str, revision: str | None = None) -> None:
+        """Uses the encoder that was trained with the aligner of a checkpoint (path or Hub id), loaded on first use.
+
+        Raises:
+            `ValueError`: a checkpoint without.
+        """
+        folder = find_encoder_folder(str(checkpoint), revision)
+        self.encoder, self.trained_encoder = LazyEncoder(self.encoder_name_or_path, folder, self.encoder_dtype), True
+
+    def train_encoder(self, lora_r: int) -> list[torch.nn.Parameter]:
+        """Adds LoRA of rank `lora_r` to the encoder, unless it has it, and returns its weights, ready to be trained.
+
+        Raises:
+            `ValueError`: an encoder that has LoRA of another rank.
+        """
+        weights = self.encoder.train_along(lora_r)
+        self.trained_encoder = True
+        return weights
+
+    def segment_documents(self, documents: Sequence[str | dict]) -> list[Segment]:
+        """The segments of one question's documents, in order; empty when there is nothing but white space.
+
+        Raises:
+            `ValueError`: a document that is neither a string nor `{"title": str, "text": str}`.
+        """
+        segments = []
+        for number, document in enumerate(documents):
+            segments += segment_document(
+                text_of(document, number),
+                number,
+                sentences_per_segment=self.sentences_per_segment,
+                spacy_model=self.spacy_model,
+                num_reads=self.encoder.num_reads,
+            )
+        return segments
+
+    def encoder_texts(self, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[str]:
+        """What the encoder reads for each segment: a title, where there is one, keeps a sentence's subject with it."""
+        titles = [title_of(document) for document in documents]
+        return [f"{titles[s.document]}: {s.text}" if titles[s.document] else s.text for s in segments]
+
+    def tokenize_segments(self, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[SegmentTokens]:
+        """Each segment's tokens in the backbone's vocabulary, as the whole document has them. The words of a title
+        belong to the first segment of its document."""
+        texts = self.encoder_texts(segments, documents)
+        tokens_of = {
+            number: self._tokenize_document(documents[number], number) for number in {s.document for s in segments}
+        }
+        found = []
+        for number, (segment, text) in enumerate(zip(segments, texts, strict=True)):
+            ids, ends = tokens_of[segment.document]
+            is_first = number == 0 or segments[number - 1].document != segment.document
+            start = 0 if is_first else np.searchsorted(ends, segment.start, side="right")
+            end = np.searchsorted(ends, segment.end, side="right")
+            word_ends = np.clip(ends[start:end] - segment.start, 0, len(segment.text))
+            found.append(SegmentTokens(segment, text, tuple(ids[start:end].tolist()), tuple(word_ends.tolist())))
+        return found
+
+    def _tokenize_document(self, document: str | dict, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of a document's tokens, title first, and the character of its text where each ends, below 1 in titles."""
+        text, title = text_of(document, number), title_of(document)
+        title = f"{title}: " if title else ""
+        read = self.tokenizer(title + text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, ends = read["input_ids"], [end for _, end in read["offset_mapping"]]
+        special = {token_id for token_id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        if special.intersection(ids):  # a document's `<|im_end|>` is text
+            tokens = [self.tokenizer.convert_ids_to_tokens(each) if each in special else None for each in ids]
+            read_as_text = [
+                [each] if token is None else encode_marked_chat(self.tokenizer, self.mark_control_tokens(token))
+                for each, token in zip(ids, tokens, strict=True)
+            ]
+            ends = [end for end, each in zip(ends, read_as_text, strict=True) for _ in each]
+            ids = [each for row in read_as_text for each in row]
+        return np.array(ids, dtype=np.int64), np.array(ends, dtype=np.int64) - len(title)
+
+    def encode_slots(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> torch.FloatTensor:
+        """Normalized embeddings of the slots of `tokens`, in order, float32 (num_slots, encoder_hidden_size): one for
+        each segment, or for each run of about `tokens_per_slot` tokens."""
+        texts = [each.encoder_text for each in tokens]
+        if tokens_per_slot == "segment":
+            return self.encode_segments(texts)
+        starts = [each.encoder_start for each in tokens]
+        ends = [run_ends(each.encoder_start, each.word_ends, tokens_per_slot) for each in tokens]
+        with torch.no_grad():
+            embeds = self.encoder.encode_runs(texts, starts, ends).cpu()
+        self.check_context_embeds(embeds, 0)
+        return embeds
+
+    def encode_segments(self, texts: Sequence[str]) -> torch.FloatTensor:
+        """Normalized embeddings of `texts`, float32 (len(texts), encoder_hidden_size)."""
+        embeds = self.encoder.encode(texts)
+        self.check_context_embeds(embeds, 0)
+        return embeds
+
+    def encode_documents(
+        self,
+        documents: Sequence[str | dict],
+        *,
+        max_slots: int | None = None,
+        slot_policy: str | None = None,
+        tokens_per_slot: int | str | None = None,
+    ) -> EncodedDocuments:
+        """Encodes the passages of one question to slots: the `context_embeds` and `context_word_ids` of `__call__`.
+
+        Arguments and errors as in [`~ArcAlignerProcessor.__call__`].
+        """
+        return self.encode_batch(
+            [documents], max_slots=max_slots, slot_policy=slot_policy, tokens_per_slot=tokens_per_slot
+        )[0]
+
+    def encode_batch(
+        self,
+        documents: Sequence[Sequence[str | dict]],
+        *,
+        max_slots: int | None = None,
+        slot_policy: str | None = None,
+        tokens_per_slot: int | str | None = None,
+        room: Sequence[int] | None = None,
+    ) -> list[EncodedDocuments]:
+        """Like `encode_documents`, for several questions at once. `room` is the maximum number of slots of each; more
+        raise an error before anything is encoded."""
+        rate = self.check_slot_settings(max_slots, slot_policy, tokens_per_slot)
+        fitted = [self._fit(row, max_slots if rate == "segment" else None, slot_policy) for row in documents]
+        tokens = [
+            self._tokens_of(row.segments, row_documents, rate) or [EMPTY_SEGMENT]
+            for row, row_documents in zip(fitted, documents, strict=True)
+        ]
+        counts = [sum(len(each.runs(rate)) for each in row) for row in tokens]
+        for number, (count, most) in enumerate(zip(counts, room or counts, strict=True)):
+            if min(count, max_slots or count) > most:
+                raise ValueError(
+                    f"The passages of row {number} are {count} slots, but beside its text the backbone reads "
+                    f"{max(0, most)}. Pass a shorter question, fewer passages or a lower `max_slots`, or make a slot "
+                    "stand for more text."
+                )
+        encoded = self.encode_slots([each for row in tokens for each in row], rate).split(counts)
+        rows = []
+        for row, row_tokens, embeds in zip(fitted, tokens, encoded, strict=True):
+            pieces, dropped, words = row.segments, row.dropped, None
+            if rate != "segment":
+                pieces = [piece for each in row_tokens for piece in each.pieces(rate)]
+                pieces, dropped = pieces[:max_slots], pieces[max_slots or len(pieces) :]
+            if self.context_words:
+                runs = [torch.tensor(one.word_ids[a:b]) for one in row_tokens for a, b in one.runs(rate)][:max_slots]
+                words = pad_sequence(runs, batch_first=True, padding_value=-1).long()
+            pieces = pieces if row.segments else []
+            rows.append(EncodedDocuments(pieces, embeds[:max_slots], words, row.num_merged, dropped))
+        return rows
+
+    def use_given(
+        self,
+        documents: Sequence[list | None],
+        given: Sequence[GivenSlots],
+        *,
+        max_slots: int | None = None,
+        slot_policy: str | None = None,
+        tokens_per_slot: int | str | None = None,
+    ) -> list[EncodedDocuments]:
+        """Like `encode_batch`, from precomputed slots. `documents`, where given, must have as many segments."""
+        if max_slots is not None and slot_policy == "merge":
+            raise ValueError(
+                '`slot_policy` is "merge", but `context_embeds` made before cannot be merged. Pass `documents` '
+                'alone, or `slot_policy="drop"`.'
+            )
+        rate = self.check_slot_settings(max_slots, slot_policy, tokens_per_slot)
+        rows = []
+        for number, (row_documents, (embeds, words)) in enumerate(zip(documents, given, strict=True)):
+            self.check_context_embeds(embeds, number)
+            if words is not None and (words.dim() != 2 or len(words) != len(embeds)):
+                raise ValueError(
+                    f"The `context_word_ids` of row {number} have shape {tuple(words.shape)} but its "
+                    f"`context_embeds` hold {len(embeds)} slots; expected ({len(embeds)}, max_words)."
+                )
+            segments = []
+            if row_documents is not None:
+                segments = self.segment_documents(row_documents)
+                if rate != "segment":
+                    tokens = self.tokenize_segments(segments, row_documents)
+                    segments = [piece for each in tokens for piece in each.pieces(rate)]
+                if max(1, len(segments)) != len(embeds):
+                    raise ValueError(
+                        f"Row {number} has {max(1, len(segments))} segments but {len(embeds)} precomputed "
+                        "`context_embeds`. Compute them with the same segmentation, or leave `documents` out."
+                    )
+            words = None if words is None else words[:max_slots]
+            dropped = [] if max_slots is None else segments[max_slots:]
+            rows.append(EncodedDocuments(segments[:max_slots], embeds[:max_slots], words, 0, dropped))
+        return rows
+
+    def statistics(self, documents: Sequence[str | dict], row: EncodedDocuments, has_budget: bool) -> dict[str, float]:
+        """The number of `tokens` and `slots` and the `compression_rate`; with `has_budget` also how many segments are
+        `merged` and `dropped`."""
+        texts = [text_of(document, number) for number, document in enumerate(documents)]
+        tokens = kept = self._count_tokens(texts)
+        if row.dropped:
+            last = row.segments[-1]
+            kept = self._count_tokens([*texts[: last.document], texts[last.document][: last.end]])
+        num_slots = len(row.context_embeds)
+        found = {"tokens": tokens, "slots": num_slots, "compression_rate": kept / num_slots}
+        return found | ({"merged": row.num_merged, "dropped": len(row.dropped)} if has_budget else {})
+
+    def _count_tokens(self, texts: list[str]) -> int:
+        return sum(len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else 0
+
+    def _tokens_of(self, segments, documents, rate) -> list[SegmentTokens]:
+        if self.context_words or rate != "segment":
+            return self.tokenize_segments(segments, documents)
+        texts = self.encoder_texts(segments, documents)
+        return [SegmentTokens(segment, text, (), ()) for segment, text in zip(segments, texts, strict=True)]
+
+    def check_slot_settings(
+        self, max_slots: int | None = None, slot_policy: str | None = None, tokens_per_slot: int | str | None = None
+    ) -> int | str:
+        """Checks the settings of a call and returns its `tokens_per_slot`.
+
+        Raises:
+            `ValueError`: settings that are impossible, or that exclude each other.
+        """
+        check_slot_budget(max_slots, "drop" if slot_policy is None else slot_policy)
+        rate = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
+        check_tokens_per_slot(rate)
+        if rate != "segment" and max_slots is not None and slot_policy == "merge":
+            raise ValueError(
+                f'`slot_policy` is "merge", but with `tokens_per_slot` {rate} slots are runs of tokens. Raise '
+                '`tokens_per_slot` for fewer slots, or pass `slot_policy="drop"`.'
+            )
+        if (known := self.trained_tokens_per_slot) and rate not in known:
+            logger.warning_once(
+                f"`tokens_per_slot` is {rate!r}, but this aligner has learned {', '.join(map(str, known))}. Expect "
+                "worse answers."
+            )
+        return rate
+
+    def _fit(self, documents, max_slots, slot_policy) -> FittedSegments:
+        segments = self.segment_documents(documents)
+        texts = [text_of(document, number) for number, document in enumerate(documents)]
+        return fit_segments(segments, texts, max_slots, slot_policy or "drop", self.encoder.num_reads)
+
+    def check_context_embeds(self, embeds: torch.FloatTensor, row: int) -> None:
+        """Raises `ValueError` unless `embeds` is (num_slots, encoder_hidden_size), finite, with at least one slot."""
+        if embeds.dim() != 2 or embeds.shape[1] != self.encoder_hidden_size or embeds.shape[0] == 0:
+            raise ValueError(
+                f"The embeddings of row {row} have shape {tuple(embeds.shape)}; expected (num_slots, "
+                f"{self.encoder_hidden_size}), the width of encoder {self.encoder_name_or_path}, with at least "
+                "one slot."
+            )
+        if not torch.isfinite(embeds).all():
+            raise ValueError(
+                f"The embeddings of row {row} hold {int((~torch.isfinite(embeds)).sum())} NaN or infinite values of "
+                f"{embeds.numel()}. Check the encoder's output."
+            )

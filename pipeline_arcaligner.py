@@ -18,8 +18,12 @@ from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
 from .configuration_arcaligner import longest_prompt
-from .encoding_arcaligner import pad_words
+from .encoder_arcaligner import pad_words
 from .processing_arcaligner import check_conversation
+
+
+# Of a call, for the processor.
+_SLOT_OPTIONS = ("max_slots", "slot_policy", "tokens_per_slot", "sanitize_control_tokens")
 
 
 def format_trajectory(depth: int) -> str:
@@ -114,18 +118,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             raise ValueError("The list of inputs is empty; expected a chat, a string or a question with its passages.")
         return super().__call__(text_inputs, **kwargs)
 
-    def _sanitize_parameters(
-        self,
-        return_slots: bool | None = None,
-        max_slots: int | None = None,
-        slot_policy: str | None = None,
-        tokens_per_slot: int | str | None = None,
-        sanitize_control_tokens: bool | None = None,
-        **kwargs,
-    ):
+    def _sanitize_parameters(self, return_slots: bool | None = None, **kwargs):
+        given = {name: kwargs.pop(name, None) for name in _SLOT_OPTIONS} | {"return_slots": return_slots}
         preprocess, forward, postprocess = super()._sanitize_parameters(**kwargs)
-        given = {"max_slots": max_slots, "slot_policy": slot_policy, "tokens_per_slot": tokens_per_slot}
-        given |= {"return_slots": return_slots, "sanitize_control_tokens": sanitize_control_tokens}
         preprocess |= {name: value for name, value in given.items() if value is not None}
         if return_slots is not None:
             forward["return_slots"] = return_slots
@@ -136,23 +131,19 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         prompt_text: str | dict | Chat,
         documents: list | None = None,
         return_slots: bool = False,
-        max_slots: int | None = None,
-        slot_policy: str | None = None,
-        tokens_per_slot: int | str | None = None,
-        sanitize_control_tokens: bool = True,
         **kwargs,
     ) -> dict[str, Any]:
         """`input_ids`, `attention_mask` (1, seq_len) and, in `row`, what is not padded."""
+        slots = {name: kwargs.pop(name) for name in _SLOT_OPTIONS if name in kwargs}
         prompt, documents, is_question = _read_input(prompt_text, documents)
         if isinstance(prompt, Chat):
             check_conversation(prompt.messages)
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
         else:
-            slots = {"documents": documents, "return_segments": return_slots}
-            slots |= {"max_slots": max_slots, "slot_policy": slot_policy, "tokens_per_slot": tokens_per_slot}
+            slots = {"sanitize_control_tokens": True} | slots
+            slots |= {"documents": documents, "return_segments": return_slots, "return_tensors": "pt"}
             slots |= {"max_prompt_length": longest_prompt(self.model.config.text_config)}
-            slots |= {"sanitize_control_tokens": sanitize_control_tokens}
             encoded = self._encode(prompt, slots, **kwargs)
         return {
             "input_ids": encoded["input_ids"],
@@ -184,7 +175,6 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         options = {"truncation": truncation, "padding": padding, "max_length": max_length}
         options = {name: value for name, value in options.items() if value is not None}
         options |= tokenizer_encode_kwargs or {}
-        slots = slots | {"return_tensors": "pt"}
         if isinstance(prompt, str):
             if self.processor.chat_template is None:
                 return self.processor(text=prompt, **slots, **options)

@@ -34,7 +34,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from .configuration_arcaligner import REFINEMENT_SETTINGS, check_length, longest_prompt
-from .encoding_arcaligner import GivenSlots, pad_words, read_passages
+from .encoder_arcaligner import GivenSlots, pad_words
 from .fingerprint_arcaligner import (
     PREFIX_SETTINGS,
     SLOT_SETTINGS,
@@ -44,6 +44,7 @@ from .fingerprint_arcaligner import (
     spacy_version,
     tensors_digest,
 )
+from .processing_arcaligner import read_passages
 
 FORMAT = "arcaligner-slot-prefix-2"
 
@@ -371,7 +372,7 @@ class SlotPrefixStore:
         weights, processor = self._watched.digests(), self.processor
         if isinstance(passages, GivenSlots):
             return weights
-        encoder = processor.sentence_encoder
+        encoder = processor.encoder.model
         if self._encoder is None or self._encoder.module is not encoder:
             self._encoder = WatchedWeights(encoder, lambda name: "encoder_weights")
         return {

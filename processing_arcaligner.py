@@ -11,7 +11,7 @@ characters in somebody's text are text.
 
 import contextlib
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,8 @@ from .configuration_arcaligner import (
     resolve_base_model,
     written_whole,
 )
-from .encoder_arcaligner import ENCODER_FOLDER, LazyEncoder
-from .encoding_arcaligner import DocumentEncoder, check_question, check_text, pad_words, read_passages
-from .segmentation_arcaligner import check_sentences_per_segment, check_tokens_per_slot
+from .encoder_arcaligner import ENCODER_FOLDER, DocumentEncoder, GivenSlots, LazyEncoder, pad_words
+from .segmentation_arcaligner import check_sentences_per_segment, check_text, check_tokens_per_slot
 
 # Files of a processor's folder, and a key that each of them has.
 _FILES = {
@@ -68,6 +67,77 @@ def check_conversation(given: Any) -> None:
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise ValueError(f'A message is {message!r}; expected {{"role": str, "content": str}}.')
+
+
+def embeds_tensor(values, name: str) -> torch.FloatTensor:
+    """Embeddings as a float32 tensor.
+
+    Raises:
+        `ValueError`: what is no dense array of numbers, by its name.
+    """
+    try:
+        tensor = torch.as_tensor(np.asarray(values) if isinstance(values, list | tuple) else values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{name} is of type {type(values).__name__}; expected a tensor of numbers ({error})."
+        ) from error
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex():
+        raise ValueError(f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}; expected a dense tensor.")
+    return tensor.float()
+
+
+def words_tensor(values, name: str) -> torch.LongTensor:
+    """Words of slots as a tensor of whole numbers; errors as of `embeds_tensor`."""
+    return embeds_tensor(values, name).long()
+
+
+def rows_of(read: Callable, given, name: str, is_single: bool, num_rows: int) -> list:
+    """An entry of `given` for each of `num_rows` questions, converted by `read`; `None` for each if none is given."""
+    if given is None:
+        return [None] * num_rows
+    try:
+        rows = [given] if is_single or isinstance(given, str | dict) else list(given)
+    except TypeError:  # a number, or a tensor without dimensions
+        rows = []
+    if len(rows) != num_rows:
+        raise ValueError(f"Got {num_rows} questions but {len(rows)} entries of {name}; each question needs its own.")
+    return [read(row, f"{name} of row {number}") for number, row in enumerate(rows)]
+
+
+def documents_of(row, name: str) -> list:
+    """The passages of one question as a list; a single passage is wrapped."""
+    if isinstance(row, str | dict):
+        return [row]
+    try:
+        if isinstance(row, Mapping | Set):  # whose texts have other names, or no order
+            raise TypeError
+        return list(row)
+    except TypeError as error:
+        raise ValueError(f'{name} is {row!r}; expected a list of strings or {{"title": str, "text": str}}.') from error
+
+
+def read_passages(
+    documents, context_embeds, context_word_ids, is_single: bool, num_rows: int
+) -> tuple[list[list | None], list[GivenSlots | None]]:
+    """The passages and the precomputed slots of each of `num_rows` questions; `None` where there are none.
+
+    Raises:
+        `ValueError`: values of another kind, or not one entry for each question.
+    """
+    passages = rows_of(documents_of, documents, "`documents`", is_single, num_rows)
+    embeds = rows_of(embeds_tensor, context_embeds, "`context_embeds`", is_single, num_rows)
+    words = rows_of(words_tensor, context_word_ids, "`context_word_ids`", is_single, num_rows)
+    given = [None if row is None else GivenSlots(row, ids) for row, ids in zip(embeds, words, strict=True)]
+    return passages, given
+
+
+def check_question(question) -> None:
+    """Raises `ValueError` unless the question is a text that is not empty."""
+    if not isinstance(question, str):
+        raise ValueError(f"A question is of type {type(question).__name__}; expected a string.")
+    check_text(question, "The question")
+    if not question.strip():
+        raise ValueError("The question is empty; expected a text. Passages alone ask nothing.")
 
 
 class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
@@ -141,7 +211,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         self.max_prompt_length = max_prompt_length
         self.trained_encoder = trained_encoder
         self.encoder_dtype = encoder_dtype
-        self._encoder = LazyEncoder(encoder_name_or_path, dtype=encoder_dtype)
+        self.encoder = LazyEncoder(encoder_name_or_path, dtype=encoder_dtype)
         self.auto_map = {"AutoProcessor": "processing_arcaligner.ArcAlignerProcessor"}
         super().__init__(tokenizer, chat_template=chat_template or tokenizer.chat_template)
 
@@ -159,7 +229,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         """As for any processor; a trained encoder is written to the folder `encoder`."""
         with written_whole(save_directory, last="processor_config.json") as folder:
             if self.trained_encoder:
-                self._encoder.save(Path(folder, ENCODER_FOLDER))
+                self.encoder.save(Path(folder, ENCODER_FOLDER))
             written = super().save_pretrained(folder, **kwargs)
         return [str(Path(save_directory, Path(each).relative_to(folder))) for each in written]
 

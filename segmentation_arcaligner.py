@@ -1,4 +1,5 @@
-"""Passages to segments, the units that become one slot each: sentences, halves of them, or several merged.
+"""Passages to segments, the units that become one slot each: sentences, halves of them, or several merged. With
+`tokens_per_slot`, a slot is a run of a segment's tokens.
 
 spaCy finds the sentences. Offsets always count characters of the document's text, so an answer can be traced back to
 it.
@@ -27,6 +28,39 @@ class Segment:
     text: str
 
 
+@dataclass(frozen=True)
+class SegmentTokens:
+    """A segment with its tokens in the backbone's vocabulary and the text that the encoder reads."""
+
+    segment: Segment
+    encoder_text: str
+    word_ids: tuple[int, ...]
+    word_ends: tuple[int, ...]  # the character of the segment's text where each token ends; 0 for those of a title
+
+    @property
+    def encoder_start(self) -> int:
+        """Where the segment's text begins in what the encoder reads."""
+        return len(self.encoder_text) - len(self.segment.text)
+
+    def runs(self, tokens_per_slot: int | str) -> list[tuple[int, int]]:
+        """First and end token of each slot."""
+        return equal_runs(len(self.word_ids), tokens_per_slot)
+
+    def pieces(self, tokens_per_slot: int | str) -> list[Segment]:
+        """The part of the segment's text that each slot stands for, with its characters in the document."""
+        pieces, start = [], 0
+        for _, last in self.runs(tokens_per_slot):
+            end = self.word_ends[last - 1] if last < len(self.word_ids) else len(self.segment.text)
+            text = self.segment.text[start:end]
+            pieces.append(Segment(self.segment.document, self.segment.start + start, self.segment.start + end, text))
+            start = end
+        return pieces
+
+
+# What "no passages" is: one slot that stands for the empty string.
+EMPTY_SEGMENT = SegmentTokens(Segment(0, 0, 0, ""), "", (), ())
+
+
 def equal_runs(num_tokens: int, tokens_per_slot: int | str) -> list[tuple[int, int]]:
     """Cuts a segment's tokens into equal runs of about `tokens_per_slot`, one run for `"segment"` and at least one.
 
@@ -38,6 +72,11 @@ def equal_runs(num_tokens: int, tokens_per_slot: int | str) -> list[tuple[int, i
     return list(zip(bounds[:-1], bounds[1:], strict=True))
 
 
+def run_ends(start: int, word_ends: Sequence[int], tokens_per_slot: int | str) -> list[int]:
+    """Where the slots of a segment end: characters of the encoder's text, in which the segment begins at `start`."""
+    return [start + (word_ends[last - 1] if last else 0) for _, last in equal_runs(len(word_ends), tokens_per_slot)]
+
+
 def check_tokens_per_slot(tokens_per_slot: int | str) -> None:
     """Raises `ValueError` unless it is `"segment"` or a whole number of at least 1."""
     is_number = isinstance(tokens_per_slot, int) and not isinstance(tokens_per_slot, bool)
@@ -47,6 +86,36 @@ def check_tokens_per_slot(tokens_per_slot: int | str) -> None:
             f'`tokens_per_slot` is {tokens_per_slot!r}; expected a whole number of tokens of at least 1, or "segment" '
             "for one slot per segment."
         )
+
+
+def check_text(text: str, what: str) -> None:
+    """Raises `ValueError` for text that is not valid Unicode, such as a command-line argument in another encoding."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what} is no text at character {error.start}: {text[error.start]!a}. Decode it anew."
+        ) from error
+
+
+def title_of(document) -> str | None:
+    title = document.get("title") if isinstance(document, dict) else None
+    if title is not None and not isinstance(title, str):
+        raise ValueError(f"A title is of type {type(title).__name__}; expected a string or none.")
+    check_text(title or "", "A title")
+    return title
+
+
+def text_of(document, number: int) -> str:
+    text = document.get("text") if isinstance(document, dict) else document
+    if not isinstance(text, str):
+        raise ValueError(
+            f"Document {number} is of type {type(document).__name__}"
+            + (f" with a `text` of type {type(text).__name__}" if isinstance(document, dict) else "")
+            + '; expected a string or {"title": str, "text": str}.'
+        )
+    check_text(text, f"Document {number}")
+    return text
 
 
 # A word of 100 characters or 9 marks. spaCy's tokenizer takes quadratic time on some, such as "((((".

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..encoding_arcaligner import pad_words
+from ..encoder_arcaligner import pad_words
 from ..evaluation.answering import count_tokens
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor

@@ -221,7 +221,7 @@ def main(
     report = {
         "model": shape or checkpoint.rstrip("/").split("/")[-1],
         "own_tokens_per_slot": processor.tokens_per_slot,
-        "encoder_dtype": None if shape else str(processor.sentence_encoder.dtype).removeprefix("torch."),
+        "encoder_dtype": None if shape else str(processor.encoder.model.dtype).removeprefix("torch."),
         "data": data.name,
         "new_tokens": NEW_TOKENS,
         "machine": describe_machine(device),

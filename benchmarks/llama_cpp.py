@@ -24,7 +24,7 @@ import typer
 from transformers import AutoModelForCausalLM
 
 from ..configuration_arcaligner import resolve_base_model
-from ..encoding_arcaligner import EncodedDocuments
+from ..encoder_arcaligner import EncodedDocuments
 from ..engines.gguf_files import write_base_model
 from ..engines.llama_cpp import LlamaCppEngine, Session, import_llama_cpp
 from ..evaluation.answering import MAX_NEW_TOKENS, SlotAnswerer

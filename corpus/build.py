@@ -206,7 +206,7 @@ def _search_vectors(read: list[list[dict]], encoded: list, processor) -> torch.T
     """What each passage is found by, (num_passages, encoder_hidden_size): the mean of its slots or, where the encoder
     was trained along and has become another, what it was before makes of the passage."""
     if processor.trained_encoder:
-        return processor.encode_for_search([f"{each['title']} {each['text']}".strip() for (each,) in read])
+        return processor.encoder.untrained.encode([f"{each['title']} {each['text']}".strip() for (each,) in read])
     means = [each.context_embeds.mean(dim=0) for each in encoded]
     return torch.nn.functional.normalize(torch.stack(means), dim=-1) if means else torch.empty(0, 0)
 

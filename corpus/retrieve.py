@@ -80,7 +80,7 @@ class Retriever:
             if not reranker.strip():
                 raise ValueError(f"The re-ranker is {reranker!r}; expected a folder or a Hub id, or nothing.")
             try:
-                self.reranker = CrossEncoder(resolve_encoder(reranker), device=processor.encoder_device)
+                self.reranker = CrossEncoder(resolve_encoder(reranker), device=processor.encoder.device)
             except OSError as error:
                 raise OSError(missing_model_message("re-ranker", reranker, error)) from error
         self.columns = ["document", "title", "text", "start", "end", "segments", "slots"]
@@ -97,7 +97,7 @@ class Retriever:
         if not (isinstance(top_k, int) and top_k >= 1 and isinstance(question, str) and question.strip()):
             raise ValueError(f"Got `top_k` {top_k} and the question {question!r}; expected at least 1, and a text.")
         began = time.perf_counter()
-        vector = self.processor.encode_for_search([question])[0].numpy()
+        vector = self.processor.encoder.untrained.encode([question])[0].numpy()
         limit = top_k if self.reranker is None else top_k * CANDIDATES
         try:
             try:

@@ -64,7 +64,7 @@ def slot_settings(processor, tokens_per_slot: int | str | None = None) -> dict[s
     return {
         "encoder": processor.encoder_name_or_path,
         "encoder_hidden_size": processor.encoder_hidden_size,
-        "encoder_dtype": str(processor.sentence_encoder.dtype).removeprefix("torch."),
+        "encoder_dtype": str(processor.encoder.model.dtype).removeprefix("torch."),
         "sentences_per_segment": processor.sentences_per_segment,
         "spacy_model": processor.spacy_model,
         "tokens_per_slot": processor.check_slot_settings(tokens_per_slot=tokens_per_slot),

@@ -34,11 +34,11 @@ from ..configuration_arcaligner import (
     wheel_directory,
 )
 from ..default_models import GGUF_FILE
-from ..encoding_arcaligner import EncodedDocuments
+from ..encoder_arcaligner import EncodedDocuments
 from ..files import digest, refuse_unknown
 from ..fingerprint_arcaligner import SLOT_SETTINGS
 from ..modeling_arcaligner import ArcAlignerForCausalLM, ContextProjector
-from ..processing_arcaligner import ArcAlignerProcessor
+from ..processing_arcaligner import ArcAlignerProcessor, documents_of
 from .gguf_files import ADAPTER_FILE, architecture_of, check_base_model, head_dim_of, to_neighbors
 
 TESTED_VERSION = "0.3.36"
@@ -312,7 +312,7 @@ class LlamaCppEngine:
         Arguments and errors as of `stream`."""
         refuse_unknown("the settings of an answer", slots, SLOT_SETTINGS)
         before, after = self._split(question)
-        documents = self.processor.documents_of(documents, "`documents`")
+        documents = documents_of(documents, "`documents`")
         self._num_read += 1
         texts = [[each.get("title"), each["text"]] if isinstance(each, dict) else each for each in documents]
         key = digest([before, texts, slots, {name: getattr(self.processor, name) for name in _SEGMENTING}])

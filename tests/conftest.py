@@ -146,7 +146,7 @@ def processor(base_model_dir: Path, encoder_dir: Path) -> ArcAlignerProcessor:
         encoder_name_or_path=str(encoder_dir),
         encoder_hidden_size=ENCODER_WIDTH,
     )
-    processor.encoder_device = "cpu"
+    processor.encoder.device = "cpu"
     return processor
 
 

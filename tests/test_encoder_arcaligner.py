@@ -28,7 +28,7 @@ def trained(load, tmp_path):
 
 
 def test_texts_are_encoded_as_sentence_transformers_does(processor):
-    expected = processor.sentence_encoder.encode(TEXTS, normalize_embeddings=True, convert_to_tensor=True)
+    expected = processor.encoder.model.encode(TEXTS, normalize_embeddings=True, convert_to_tensor=True)
     torch.testing.assert_close(processor.encode_segments(TEXTS), expected, rtol=0, atol=1e-6)
 
 
@@ -50,8 +50,8 @@ def test_auto_is_bfloat16_where_the_processor_multiplies_matrices_of_it(
 ):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     processor = load("auto", trained)
-    processor.encoder_device = "cpu"
-    assert processor.sentence_encoder.dtype == dtype == processor._encoder.untrained.model.dtype
+    processor.encoder.device = "cpu"
+    assert processor.encoder.model.dtype == dtype == processor.encoder.untrained.model.dtype
     processor.save_pretrained(tmp_path / "saved")  # for other machines
     assert ArcAlignerProcessor.from_pretrained(tmp_path / "saved").encoder_dtype == "auto"
 
@@ -67,7 +67,7 @@ def test_an_encoder_in_bfloat16_is_saved_and_trained_on_unrounded(load, trained,
     processor.train_encoder(lora_r=2)
     exact = load("float32", trained)
     exact.train_encoder(lora_r=2)
-    pairs = zip(processor.sentence_encoder.parameters(), exact.sentence_encoder.parameters(), strict=True)
+    pairs = zip(processor.encoder.model.parameters(), exact.encoder.model.parameters(), strict=True)
     assert all(torch.equal(found, expected) for found, expected in pairs)
 
 

@@ -10,7 +10,7 @@ from conftest import ENCODER_WIDTH
 from peft import LoraConfig, inject_adapter_in_model
 from tiny_models import tiny_aligner
 
-from arcaligner.encoding_arcaligner import GivenSlots
+from arcaligner.encoder_arcaligner import GivenSlots
 from arcaligner.fingerprint_arcaligner import (
     WatchedWeights,
     canonical_settings,
@@ -33,8 +33,8 @@ def fingerprint_of(model, processor):
 
 
 def test_what_changes_slots_changes_its_field(model, processor, fingerprint_of, monkeypatch):
-    encoder = copy.deepcopy(processor.sentence_encoder)
-    monkeypatch.setattr(type(processor), "sentence_encoder", encoder)
+    encoder = copy.deepcopy(processor.encoder.model)
+    monkeypatch.setattr(type(processor.encoder), "model", encoder)
     other_tokenizer = copy.deepcopy(processor.tokenizer)
     other_tokenizer.add_tokens(["whole"])
     before = fingerprint_of()

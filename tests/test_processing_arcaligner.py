@@ -151,7 +151,7 @@ def test_chat_ids_are_the_ids_of_the_chat_text(processor):
 def test_precomputed_embeddings_need_no_encoder(processor):
     embeds = torch.randn(2, ENCODER_WIDTH)
     blind = copy.deepcopy(processor)
-    blind._encoder = type(processor._encoder)("nobody/nothing")
+    blind.encoder = type(processor.encoder)("nobody/nothing")
     for given_embeds in (embeds, embeds.numpy(), embeds.tolist()):
         inputs = blind(text=QUESTION, context_embeds=given_embeds, return_tensors="pt")
         torch.testing.assert_close(inputs["context_embeds"][0], embeds)
@@ -175,8 +175,8 @@ def test_a_sentence_longer_than_the_encoder_reads_is_split_not_cut(processor):
     inputs = processor(text=QUESTION, documents=[sentence], return_segments=True)
     pieces = [segment.text for segment in inputs["segments"][0]]
     assert len(pieces) > 4 and " ".join(pieces) == sentence
-    limit = processor._encoder.model.max_seq_length
-    assert all(len(processor._encoder.model.tokenizer(piece)["input_ids"]) <= limit for piece in pieces)
+    limit = processor.encoder.model.max_seq_length
+    assert all(len(processor.encoder.model.tokenizer(piece)["input_ids"]) <= limit for piece in pieces)
 
 
 def test_truncation_cuts_text_behind_the_slots_only(processor):
@@ -257,7 +257,7 @@ def test_loading_a_processor_does_not_read_the_aligners_configuration(checkpoint
 
 
 def test_a_copied_processor_shares_its_encoder(processor):
-    assert copy.deepcopy(processor)._encoder is processor._encoder
+    assert copy.deepcopy(processor).encoder is processor.encoder
 
 
 def test_passages_are_cut_without_the_weights_of_the_encoder_also_in_another_process(processor, monkeypatch):
@@ -265,7 +265,7 @@ def test_passages_are_cut_without_the_weights_of_the_encoder_also_in_another_pro
     documents, expected = ["word " * 300 + "end."], 6
     sent = pickle.loads(pickle.dumps(processor))  # as `datasets.map` hands it to its processes
     for other in (sent, ArcAlignerProcessor(processor.tokenizer, processor.encoder_name_or_path)):
-        assert len(other.segment_documents(documents)) > expected and other._encoder._model is None
+        assert len(other.segment_documents(documents)) > expected and other.encoder._model is None
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_seq_length": 16}, {"do_lower_case": True}])
@@ -317,7 +317,7 @@ def test_merged_slots_are_encoded_as_one_text(processor):
 def test_merged_slots_are_read_whole_by_the_encoder(processor):
     sentence = "word " * 4 + "end. "
     inputs = processor(text=QUESTION, documents=[sentence * 8], max_slots=2, slot_policy="merge", return_segments=True)
-    tokenizer = processor._encoder.tokenizer
+    tokenizer = processor.encoder.tokenizer
     assert len(inputs["segments"][0]) == 2
     assert all(len(tokenizer(s.text)["input_ids"]) <= tokenizer.model_max_length for s in inputs["segments"][0])
     statistics = inputs["statistics"][0]

@@ -86,7 +86,7 @@ def test_words_of_the_slots_are_the_documents_tokens_with_the_title_first(words_
 
 def test_an_embedding_is_the_mean_of_its_runs_token_states(words_processor):
     encoded = words_processor.encode_documents(["Radik is a ski jumper."], tokens_per_slot=4)
-    states, offsets = words_processor._encoder._token_states(["Radik is a ski jumper."])
+    states, offsets = words_processor.encoder._token_states(["Radik is a ski jumper."])
     middles = offsets[0].sum(axis=1) / 2
     for segment, embedding in zip(encoded.segments, encoded.context_embeds, strict=True):
         inside = (middles > segment.start) & (middles <= segment.end) & (offsets[0][:, 1] > offsets[0][:, 0])

@@ -21,10 +21,10 @@ import torch
 from datasets import Features, List, Value
 from torch.nn.utils.rnn import pad_sequence
 
-from ..encoding_arcaligner import SegmentTokens, pad_words
+from ..encoder_arcaligner import pad_words
 from ..files import stable_number
 from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE, ArcAlignerProcessor
-from ..segmentation_arcaligner import equal_runs
+from ..segmentation_arcaligner import EMPTY_SEGMENT, SegmentTokens, equal_runs, run_ends
 from .corpora import Row
 
 
@@ -215,8 +215,8 @@ class ExampleBuilder:
                 "word_ids": list(each.word_ids),
                 "word_ends": list(each.word_ends),
             }
-            for each in tokens
-        ] or [{"encoder_text": "", "encoder_start": 0, "word_ids": [], "word_ends": []}]
+            for each in tokens or [EMPTY_SEGMENT]
+        ]
         num_slots = sum(len(equal_runs(len(each["word_ids"]), self.finest_rate)) for each in segments)
         length = len(head) + num_slots + sum(len(turn.input_ids) for turn in turns)
         return Example(row_id, head, turns, segments, length, answers or [])
@@ -299,7 +299,7 @@ class ContextCollator:
     - `turn_ids`: `torch.LongTensor` (batch, seq_len), 0 before the turns, slots included, 1, 2, ... in the turns, -1 in
       padding; see [`turn_mask`];
     - `max_turns`: `int`, the maximum number of turns of a row;
-    - `encoder_texts`, `encoder_starts`, `encoder_ends`: what `ArcAlignerProcessor.encode_runs` takes, of all rows in
+    - `encoder_texts`, `encoder_starts`, `encoder_ends`: what `LazyEncoder.encode_runs` takes, of all rows in
       order; `encoder_ends` is `None` where each text is one slot;
     - `num_slots`: `list[int]`, of each row;
     - `context_word_ids`: `torch.LongTensor` (batch, max_slots, max_words), with `context_words`;
@@ -325,6 +325,7 @@ class ContextCollator:
             for number, turn in enumerate(row["turns"], start=1):
                 turns[-1] += [number] * len(turn["input_ids"])
         segments = [segment for row in rows for segment in row["segments"]]
+        ends = [run_ends(segment["encoder_start"], segment["word_ends"], rate) for segment in segments]
         batch = {
             "input_ids": _padded(ids, self.pad_token_id, self.padding_side),
             "labels": _padded(labels, -100, self.padding_side),
@@ -332,7 +333,7 @@ class ContextCollator:
             "max_turns": max(len(row["turns"]) for row in rows),
             "encoder_texts": [segment["encoder_text"] for segment in segments],
             "encoder_starts": [segment["encoder_start"] for segment in segments],
-            "encoder_ends": None if rate == "segment" else [_ends(segment, rate) for segment in segments],
+            "encoder_ends": None if rate == "segment" else ends,
             "num_slots": [len(row_slots) for row_slots in slots],
             "row_ids": row_ids,
         }
@@ -345,7 +346,7 @@ class ContextCollator:
 def encode_slots(processor: ArcAlignerProcessor, batch: dict[str, Any]) -> torch.FloatTensor:
     """Context embeddings of a batch of [`ContextCollator`], (batch, max_slots, encoder_hidden_size), with a gradient
     where the encoder's weights ask for one."""
-    embeds = processor.encode_runs(batch["encoder_texts"], batch["encoder_starts"], batch["encoder_ends"])
+    embeds = processor.encoder.encode_runs(batch["encoder_texts"], batch["encoder_starts"], batch["encoder_ends"])
     return pad_sequence(embeds.split(batch["num_slots"]), batch_first=True)
 
 
@@ -380,12 +381,6 @@ def _words_of_slots(row: dict[str, Any], rate: int | str) -> list[list[int]]:
         for segment in row["segments"]
         for start, end in equal_runs(len(segment["word_ids"]), rate)
     ]
-
-
-def _ends(segment: dict[str, Any], rate: int) -> list[int]:
-    """The characters of the encoder's text where the slots of a segment end."""
-    ends = segment["word_ends"]
-    return [segment["encoder_start"] + (ends[last - 1] if last else 0) for _, last in equal_runs(len(ends), rate)]
 
 
 def _padded(rows: list[list[int]], value: int, side: str = "right") -> torch.LongTensor:

@@ -46,7 +46,7 @@ def main(
         parameter.data = parameter.data.to(torch.bfloat16)
     processor = ArcAlignerProcessor.from_pretrained(folders[-1])
     if processor.trained_encoder:
-        processor.cast_encoder(torch.float32, lora_dtype=torch.bfloat16)
+        processor.encoder.cast(torch.float32, lora_dtype=torch.bfloat16)
     recipes = [(folder / RECIPE_FILE).read_text(encoding="utf-8").strip() for folder in folders]
     if (output / RESULTS_FILE).exists() and not has_weights(output, model):
         (output / RESULTS_FILE).unlink()  # before the weights change: a kill leaves no numbers of others

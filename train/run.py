@@ -267,7 +267,7 @@ def mean_of_checkpoints(output_dir: str | Path, number: int, processor: ArcAlign
             shutil.copytree(folders[0] / ENCODER_FOLDER, Path(folder, ENCODER_FOLDER))
             save_file(_mean_weights(folders, adapter), Path(folder, adapter), metadata={"format": "pt"})
             processor.load_trained_encoder(folder)
-            assert processor.sentence_encoder is not None  # reads the folder while it is there
+            assert processor.encoder.model is not None  # reads the folder while it is there
     return _mean_weights(folders, SAFE_WEIGHTS_NAME)
 
 

@@ -187,11 +187,11 @@ def make_trainer(
     """The model of a recipe and what trains it."""
     set_seed(args.seed)  # new LoRA, of encoder and backbone, starts from random weights
     with encoder_in_one_piece(args):
-        processor.encoder_device = str(args.device)
+        processor.encoder.device = str(args.device)
         encoder_weights = processor.train_encoder(recipe.encoder_lora_r) if recipe.encoder_lora_r else []
         if encoder_weights:
-            speed_up_encoder(processor.sentence_encoder, recipe)
-        processor.cast_encoder(dtype)
+            speed_up_encoder(processor.encoder.model, recipe)
+        processor.encoder.cast(dtype)
     model = load_model(recipe, processor, dtype)
     word_weights = find_word_weights(recipe, model, train_dataset)
     if recipe.compile_layers:

@@ -54,7 +54,7 @@ def test_stored_slots_are_those_that_the_processor_makes(
     reads_words = ArcAlignerProcessor.from_base_model(
         str(base_model_dir), encoder_name_or_path=str(encoder_dir), encoder_hidden_size=12, context_words=True
     )
-    reads_words._encoder = processor._encoder
+    reads_words.encoder = processor.encoder
     corpus = Corpus.create(tmp_path / "words", reads_words, passage_words=16, tokens_per_slot=rate)
     build_corpus([str(letters)], corpus, reads_words)
     reads_words.tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=3)

@@ -60,7 +60,7 @@ def test_a_cross_encoder_has_the_last_word(corpus, processor, encoder_dir, tmp_p
     torch.manual_seed(5)
     BertForSequenceClassification(config).save_pretrained(tmp_path / "reranker")
     tokenizer.save_pretrained(tmp_path / "reranker")
-    processor.encoder_device = "cpu"
+    processor.encoder.device = "cpu"
     found = Retriever(corpus, processor, reranker=str(tmp_path / "reranker"))("Who wrote it?", top_k=4)
     model = CrossEncoder(str(tmp_path / "reranker"), device="cpu")
     scores = model.predict(

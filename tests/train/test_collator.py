@@ -6,7 +6,7 @@ from tiny_models import float64_throughout
 from torch.nn.functional import cross_entropy
 from training_rows import passage_rows, question_rows
 
-from arcaligner.train.data import ContextCollator, ExampleBuilder, turn_mask
+from arcaligner.train.data import ContextCollator, ExampleBuilder, encode_slots, turn_mask
 
 SLOT, PAD = 99, 7
 
@@ -71,9 +71,10 @@ def test_slots_of_a_batch_are_those_of_inference(processor):
     rows = [vars(e) | {"turns": [vars(t) for t in e.turns]} for e in examples_of(processor, 3)]
     for rate in ("segment", 4):
         batch = ContextCollator(processor.context_token_id, PAD, (rate,), context_words=True)(rows)
-        embeds = processor.encode_runs(batch["encoder_texts"], batch["encoder_starts"], batch["encoder_ends"])
-        for number, (own, asked) in enumerate(zip(embeds.split(batch["num_slots"]), question_rows(3), strict=True)):
+        embeds = encode_slots(processor, batch)
+        for number, (own, asked) in enumerate(zip(embeds, question_rows(3), strict=True)):
             expected = processor.encode_documents(asked["passages"], tokens_per_slot=rate)
+            own = own[: batch["num_slots"][number]]
             torch.testing.assert_close(own, expected.context_embeds, rtol=1e-5, atol=1e-6)
             words = [segment["word_ids"] for segment in rows[number]["segments"]]
             found = batch["context_word_ids"][number]
@@ -119,8 +120,7 @@ def test_turns_side_by_side_give_the_logits_and_loss_of_each_alone(processor, mo
         mask, position_ids = turn_mask(batch["turn_ids"], torch.float64)
         if not use_turn_mask:
             mask, position_ids = (batch["turn_ids"] >= 0).long(), None
-        embeds = processor.encode_runs(batch["encoder_texts"], batch["encoder_starts"], batch["encoder_ends"]).double()
-        embeds = torch.stack(embeds.split(batch["num_slots"]))
+        embeds = encode_slots(processor, batch).double()
         inputs = {"input_ids": batch["input_ids"], "attention_mask": mask, "position_ids": position_ids}
         with torch.no_grad(), float64_throughout():
             logits = model(**inputs, context_embeds=embeds, gate_mode=gate_mode, use_cache=False).logits

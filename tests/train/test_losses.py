@@ -101,8 +101,8 @@ TEXTS = ["Radik Zhaparov is a Kazakh ski jumper who has competed since 2003.", "
 
 @pytest.fixture
 def encoder(processor):
-    processor.sentence_encoder.eval()
-    return processor._encoder
+    processor.encoder.model.eval()
+    return processor.encoder
 
 
 def own_states(encoder, text):

@@ -37,15 +37,15 @@ def test_the_encoder_of_a_checkpoint_is_the_trained_one(trained, processor):
 
 def test_texts_are_encoded_in_training_as_at_inference(trained):
     processor = ArcAlignerProcessor.from_pretrained(trained)
-    torch.testing.assert_close(processor.encode_runs(TEXTS, [0, 0], None), processor.encode_segments(TEXTS))
+    torch.testing.assert_close(processor.encoder.encode_runs(TEXTS, [0, 0], None), processor.encode_segments(TEXTS))
 
 
 def test_search_uses_the_untrained_encoder_on_the_device_that_is_asked_for(trained, processor):
     found = ArcAlignerProcessor.from_pretrained(trained)
-    found.encoder_device = "cpu"
-    assert torch.equal(found.encode_for_search(TEXTS), processor.encode_segments(TEXTS))
-    found.encoder_device = "meta"
-    assert found._encoder.untrained.model.device.type == "meta"
+    found.encoder.device = "cpu"
+    assert torch.equal(found.encoder.untrained.encode(TEXTS), processor.encode_segments(TEXTS))
+    found.encoder.device = "meta"
+    assert found.encoder.untrained.model.device.type == "meta"
 
 
 def test_a_broken_run_goes_on_with_the_encoder_it_had(tmp_path, write_recipe, trained):

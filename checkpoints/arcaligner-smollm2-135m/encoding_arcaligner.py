@@ -1,1 +1,0 @@
-../../encoding_arcaligner.py
