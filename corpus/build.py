@@ -4,7 +4,7 @@ read_documents -> new_documents (batches of those that are new or changed) -> en
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,17 +36,14 @@ class BuildReport:
 
 @dataclass
 class Batch:
-    """Documents to be written together, those of them that are `replaced`, and what was met on the way to them."""
+    """Documents to be written together, the ids of those of them that are `replaced`, and what was met on the way to
+    them: ids of documents that are `unchanged`, what was skipped, and how much of that may hold documents."""
 
-    documents: list[Document]
-    replaced: list[str]
-    unchanged: int
-    skipped: list[str]
-
-    def report(self, num_passages: int) -> BuildReport:
-        """What writing it has done."""
-        added = len(self.documents) - len(self.replaced)
-        return BuildReport(added, len(self.replaced), self.unchanged, num_passages, self.skipped)
+    documents: list[Document] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
+    unchanged: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    unread: int = 0
 
 
 def build_corpus(
@@ -57,7 +54,7 @@ def build_corpus(
     strict: bool = False,
     prune: bool = False,
     on_batch: Callable[[BuildReport], Any] = lambda report: None,
-    write_batches: Callable[..., Iterator[BuildReport]] | None = None,
+    write_batches: Callable[..., Iterator[tuple[Batch, int]]] | None = None,
 ) -> BuildReport:
     """
     Adds the documents of sources, and replaces those that have changed. A build that was killed goes on where it was.
@@ -69,36 +66,39 @@ def build_corpus(
         strict (`bool`): Stop at what cannot be read, instead of skipping it.
         prune (`bool`): At the end, remove documents that are in none of the sources, if all of them can be read.
         on_batch (`Callable`): Is told what was done, after each batch.
-        write_batches (`Callable`, *optional*): Encodes and writes; default: `write_here`.
+        write_batches (`Callable`, *optional*): Encodes and writes, and gives each batch with its number of passages;
+            default: `write_here`.
 
     Raises:
         `ValueError`: with `strict`, what cannot be read; no document at all; another process writes.
     """
-    report = BuildReport()
+    report, num_unread = BuildReport(), 0
+    read: set[int] = set()  # ids, as hashes: there may be millions
     with corpus.writing():
-        for done in (write_batches or write_here)(sources, corpus, processor, strict):
-            for name, value in vars(done).items():
-                setattr(report, name, getattr(report, name) + value)
+        for batch, num_passages in (write_batches or write_here)(sources, corpus, processor, strict):
+            report.added += len(batch.documents) - len(batch.replaced)
+            report.replaced += len(batch.replaced)
+            report.unchanged += len(batch.unchanged)
+            report.passages += num_passages
+            report.skipped += batch.skipped
+            num_unread += batch.unread
+            if prune:
+                read.update(hash(document.id) for document in batch.documents)
+                read.update(map(hash, batch.unchanged))
             on_batch(report)
         if not report.added + report.replaced + report.unchanged:
             why = f": {report.skipped[0]}" if report.skipped else "."
             raise ValueError(f"There is no document in {', '.join(sources)}{why}")
-        if prune:
-            report.removed = remove_others(sources, corpus)
+        if prune and num_unread:  # which may hold some of them
+            logger.warning("no document was removed, since %d sources or rows could not be read", num_unread)
+        elif prune:
+            report.removed = remove_others(read, corpus)
         corpus.optimize()
     return report
 
 
-def remove_others(sources: list[str], corpus: Corpus) -> int:
-    """Removes the documents that are in none of the sources, and says how many: none if a source cannot be read, since
-    its documents may still be there."""
-    unread: list[str] = []
-    read = {hash(document.id) for document in read_documents(sources, skip=unread.append)}
-    if unread:
-        logger.warning(
-            "no document was removed, since %d sources or rows could not be read: %s", len(unread), unread[0]
-        )
-        return 0
+def remove_others(read: Collection[int], corpus: Corpus) -> int:
+    """Removes the documents whose ids' hashes are not among those that were `read`, and says how many."""
     gone = [each for each in corpus.documents() if hash(each) not in read]
     for first in range(0, len(gone), BATCH_DOCUMENTS):
         corpus.delete(gone[first : first + BATCH_DOCUMENTS])
@@ -116,13 +116,13 @@ def summary(report: BuildReport, info: dict[str, Any]) -> str:
     )
 
 
-def write_here(sources: list[str], corpus: Corpus, processor, strict: bool) -> Iterator[BuildReport]:
-    """Encodes and writes in this process; says of each batch what was done."""
+def write_here(sources: list[str], corpus: Corpus, processor, strict: bool) -> Iterator[tuple[Batch, int]]:
+    """Encodes and writes in this process; gives each batch with its number of passages."""
     for batch in new_documents(sources, corpus, strict):
         rows = passage_rows(batch.documents, processor, corpus.settings) if batch.documents else []
         if batch.documents:
             corpus.add(rows, batch.replaced)
-        yield batch.report(len(rows))
+        yield batch, len(rows)
 
 
 def new_documents(sources: list[str], corpus: Corpus, strict: bool) -> Iterator[Batch]:
@@ -131,41 +131,36 @@ def new_documents(sources: list[str], corpus: Corpus, strict: bool) -> Iterator[
     Raises:
         `ValueError`: with `strict`, the first thing that cannot be read, and a second text under one id.
     """
-    skipped: list[str] = []
+    batch, num_characters = Batch(), 0
 
-    def skip(what: str) -> None:
+    def skip(what: str, may_hold_documents: bool = True) -> None:
         if strict:
             raise ValueError(f"{what}. Mend it or leave it out; without `--strict` it is skipped.")
-        skipped.append(what)
+        batch.skipped.append(what)
+        batch.unread += may_hold_documents
 
-    def batch_of(documents: list[Document]) -> Batch:
-        nonlocal skipped, unchanged
-        known = corpus.digests(document.id for document in documents)
-        new = [document for document in documents if known.get(document.id) != document.digest]
-        batch = Batch(
-            new, [each.id for each in new if each.id in known], unchanged + len(documents) - len(new), skipped
-        )
-        skipped, unchanged = [], 0
+    def without_known(batch: Batch) -> Batch:
+        known = corpus.digests(document.id for document in batch.documents)
+        new = [document for document in batch.documents if known.get(document.id) != document.digest]
+        batch.unchanged += known.keys() - {document.id for document in new}
+        batch.documents, batch.replaced = new, [document.id for document in new if document.id in known]
         return batch
 
-    documents: list[Document] = []
     text_of: dict[int, int] = {}  # of an id, both as hashes: there may be millions
-    num_characters = unchanged = 0
     for document in read_documents(sources, skip):
         key, text = hash(document.id), hash((document.title, document.text))
-        if key in text_of:
-            if text_of[key] == text:
-                unchanged += 1
-            else:
-                skip(f"{document.id} is the id of an earlier document with another text")
-            continue
-        text_of[key] = text
-        documents.append(document)
-        num_characters += len(document.text)
-        if num_characters >= BATCH_CHARACTERS or len(documents) == BATCH_DOCUMENTS:
-            yield batch_of(documents)
-            documents, num_characters = [], 0
-    yield batch_of(documents)
+        if key not in text_of:
+            text_of[key] = text
+            batch.documents.append(document)
+            num_characters += len(document.text)
+        elif text_of[key] == text:
+            batch.unchanged.append(document.id)
+        else:
+            skip(f"{document.id} is the id of an earlier document with another text", may_hold_documents=False)
+        if num_characters >= BATCH_CHARACTERS or len(batch.documents) == BATCH_DOCUMENTS:
+            yield without_known(batch)
+            batch, num_characters = Batch(), 0
+    yield without_known(batch)
 
 
 def passage_rows(documents: list[Document], processor, settings: dict[str, Any]) -> pa.Table:

@@ -17,7 +17,7 @@ try:
 except ImportError as error:
     raise ImportError("`--ray` needs Ray and pylance: `pip install 'arcaligner[ray]'`.") from error
 
-from .build import BuildReport, new_documents, passage_rows
+from .build import Batch, new_documents, passage_rows
 from .table import Corpus
 
 
@@ -31,7 +31,7 @@ class RayWriter:
     def __init__(self, workers: int):
         self.workers = workers
 
-    def __call__(self, sources: list[str], corpus: Corpus, processor, strict: bool) -> Iterator[BuildReport]:
+    def __call__(self, sources: list[str], corpus: Corpus, processor, strict: bool) -> Iterator[tuple[Batch, int]]:
         if not ray.is_initialized():
             ray.init(include_dashboard=False, log_to_driver=False)
         context = ray.data.DataContext.get_current()
@@ -56,7 +56,7 @@ class RayWriter:
                 lance.LanceDataset.commit(dataset, lance.LanceOperation.Append(fragments), dataset.version)
             elif row["rows"]:
                 corpus.add(pickle.loads(row["rows"]), batch.replaced)
-            yield batch.report(num_passages)
+            yield batch, num_passages
 
 
 def read_batches(reading: dict[str, Any]) -> Iterator[dict[str, list]]:

@@ -43,29 +43,30 @@ class Document(NamedTuple):
         return digest([self.title, self.text])
 
 
-def read_documents(sources: Iterable[str], skip: Callable[[str], None]) -> Iterator[Document]:
+def read_documents(sources: Iterable[str], skip: Callable[..., None]) -> Iterator[Document]:
     """The documents of sources, one after the other.
 
     Args:
         sources (`Iterable[str]`): See the top of this file.
-        skip (`Callable`): Is told what cannot be read, and why: a file, a row, a document without a text.
+        skip (`Callable`): Is told what cannot be read, and why: a file, a row; with `may_hold_documents=False` also
+            what is read and holds none: a document without a text, a file of another kind.
 
     Raises:
         `FileNotFoundError`: no such file or folder.
         `ValueError`: a source without a name or with an unknown option, a data set that cannot be opened.
     """
     for source in sources:
-        path, options = parse_source(source)
-        if not path.strip():  # such as a variable that is not set; else it would be this folder
-            raise ValueError(f"A source is {source!r}; expected a file, a folder or a data set of the Hub.")
-        for document in _read_source(path, options, skip):
+        for document in _read_source(source, skip):
             if document.text.strip():
                 yield Document(*(each.encode("utf-8", "replace").decode() for each in document))
             else:
-                skip(f"{document.id} holds no text")
+                skip(f"{document.id} holds no text", may_hold_documents=False)
 
 
-def _read_source(path: str, options: dict[str, Any], skip: Callable[[str], None]) -> Iterator[Document]:
+def _read_source(source: str, skip: Callable[..., None]) -> Iterator[Document]:
+    path, options = parse_source(source)
+    if not path.strip():  # such as a variable that is not set; else it would be this folder
+        raise ValueError(f"A source is {source!r}; expected a file, a folder or a data set of the Hub.")
     local = Path(path)
     if local.is_dir():
         files = sorted(each for each in local.rglob("*") if each.is_file())
@@ -82,10 +83,10 @@ def _read_source(path: str, options: dict[str, Any], skip: Callable[[str], None]
         )
     else:
         rows = datasets.load_dataset(path, options["name"], split=options["split"], streaming=True)
-        yield from _documents_of_rows(path, rows, options, skip)
+        yield from _documents_of_rows(source, rows, options, skip)  # the parts of a data set count their rows alike
 
 
-def _read_file(path: Path, options: dict[str, Any], skip: Callable[[str], None]) -> Iterator[Document]:
+def _read_file(path: Path, options: dict[str, Any], skip: Callable[..., None]) -> Iterator[Document]:
     try:
         if path.name.endswith(TEXTS):
             title, text = "", path.read_text(encoding="utf-8-sig")
@@ -102,7 +103,7 @@ def _read_file(path: Path, options: dict[str, Any], skip: Callable[[str], None])
                 rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
                 yield from _documents_of_rows(str(path), rows, options, skip)
         else:
-            skip(f"{path} is none of {', '.join(FILES)}")
+            skip(f"{path} is none of {', '.join(FILES)}", may_hold_documents=False)
     except UnicodeDecodeError as error:
         skip(f"{path} is not UTF-8 text (byte {error.start})")
     except (ValueError, OSError, EOFError, pyarrow.ArrowException) as error:
@@ -110,7 +111,7 @@ def _read_file(path: Path, options: dict[str, Any], skip: Callable[[str], None])
 
 
 def _documents_of_rows(
-    place: str, rows: Iterable[dict[str, Any]], options: dict[str, Any], skip: Callable[[str], None]
+    place: str, rows: Iterable[dict[str, Any]], options: dict[str, Any], skip: Callable[..., None]
 ) -> Iterator[Document]:
     for number, row in enumerate(rows, start=1):
         where, text, passages = f"{place}#{number}", row.get(options["text"]), row.get("passages")

@@ -124,10 +124,11 @@ def test_removed_documents_are_gone_and_unknown_ones_are_named(corpus, letters):
 @pytest.mark.parametrize("prune", [True, False])
 def test_prune_removes_what_is_in_no_source(corpus, letters, processor, prune, monkeypatch):
     monkeypatch.setattr(build, "BATCH_DOCUMENTS", 1)
-    (letters / "old" / "ski.md").unlink()
+    (letters / "old" / "ski.md").write_text(" ")
     (letters / "new.txt").write_text("Ada wrote it.")
+    (letters / "picture.png").write_bytes(b"\x89PNG")
     report = build_corpus([str(letters)], corpus, processor, prune=prune)
-    assert (report.added, report.removed, report.unchanged) == (1, int(prune), 1)
+    assert (report.added, report.removed, report.unchanged, len(report.skipped)) == (1, int(prune), 1, 2)
     left = {str(letters / name) for name in ("letter.txt", "new.txt")}
     assert corpus.documents() == (left if prune else left | {str(letters / "old" / "ski.md")})
     for path in letters.glob("*.txt"):
@@ -145,6 +146,21 @@ def test_prune_removes_nothing_while_a_source_cannot_be_read(corpus, letters, pr
     assert build_corpus([str(letters)], corpus, processor, prune=True).removed == 0
     assert corpus.documents() == before | {str(letters / "new.txt")}
     assert "no document was removed, since 1 sources or rows could not be read" in caplog.text
+
+
+def test_parts_of_a_data_set_are_read_once_and_have_their_own_ids(tmp_path, processor, monkeypatch):
+    opened = []
+
+    def load_dataset(path, name, split, streaming):
+        opened.append(split)
+        return [{"text": f"{split} {number}."} for number in range(2)]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    corpus = Corpus.create(tmp_path / "corpus", processor)
+    sources = ["user/letters", "user/letters?split=test"]
+    assert build_corpus(sources, corpus, processor, prune=True).added == 4 and opened == ["train", "test"]
+    assert corpus.documents() == {f"{source}#{number}" for source in sources for number in (1, 2)}
+    assert build_corpus(sources[:1], corpus, processor, prune=True).removed == 2
 
 
 def test_ids_are_data_whatever_they_hold(tmp_path, processor):
