@@ -281,7 +281,7 @@ class Engine:
         length, config = inputs["input_ids"].shape[1], self.model.config.text_config
         check_length(length, "The prompt", config)
         room = max(1, (longest_prompt(config) or length + self.limits.max_new_tokens) - length)
-        rows = Rows(group, inputs["attention_mask"].sum(dim=1).tolist(), self, began)
+        rows = Rows(group, inputs["attention_mask"].sum(dim=1).tolist(), self, began, depths)
         sampling = {"do_sample": True, "temperature": group[0].temperature, "top_p": group[0].top_p}
         settings = GenerationConfig(
             max_new_tokens=min(room, max(request.max_new_tokens for request in group)),
@@ -292,7 +292,7 @@ class Engine:
         self.model.generate(
             **inputs, generation_config=settings, streamer=rows, stopping_criteria=StoppingCriteriaList([rows])
         )
-        rows.finish(depths[0].tolist() if depths else None)
+        rows.finish()
 
     def statistics(self, passages: SlotPassages | None) -> dict[str, Any]:
         """Tokens of the passages, slots, and the tokens a slot."""
@@ -305,10 +305,13 @@ class Engine:
 
 
 class Rows(BaseStreamer, StoppingCriteria):
-    """The answers of a batch while they are written: gives each its tokens, and says which rows are done."""
+    """The answers of a batch while they are written: gives each its tokens, and says which rows are done. `depths` holds
+    the passes of its slots, (batch, num_layers, max_slots), once the prompt is read, or nothing."""
 
-    def __init__(self, group: list[Request], prompt_tokens: list[int], engine: Engine, began: float):
-        self.group, self.prompt_tokens, self.engine = group, prompt_tokens, engine
+    def __init__(
+        self, group: list[Request], prompt_tokens: list[int], engine: Engine, began: float, depths: list[torch.Tensor]
+    ):
+        self.group, self.prompt_tokens, self.engine, self.depths = group, prompt_tokens, engine, depths
         self.eos = set(torch.tensor(engine.model.generation_config.eos_token_id).reshape(-1).tolist())
         self.ids: list[list[int]] = [[] for _ in group]
         self.said = [""] * len(group)
@@ -335,6 +338,8 @@ class Rows(BaseStreamer, StoppingCriteria):
             elif request.cancelled or time.monotonic() - request.arrived > self.engine.limits.seconds:
                 self.reasons[row] = "time"
         self._say(row, is_last=self.reasons[row] is not None)
+        if self.reasons[row] is not None:
+            self._finish(row)
 
     def _say(self, row: int, is_last: bool) -> None:
         text = self.engine.processor.tokenizer.decode(self.ids[row], skip_special_tokens=True).lstrip()
@@ -350,32 +355,37 @@ class Rows(BaseStreamer, StoppingCriteria):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor, **kwargs) -> torch.BoolTensor:
         return torch.tensor([reason is not None for reason in self.reasons], device=input_ids.device)
 
-    def finish(self, depths: list[list[list[int]]] | None) -> None:
-        """Answers the requests; `depths` (batch, num_layers, max_slots)."""
-        for row, request in enumerate(self.group):
-            if self.reasons[row] == "time":
-                error = TimeoutError(f"The answer was not done within {self.engine.limits.seconds:g} seconds.")
-                request.future.set_exception(error)
-                continue
-            passages = request.passages
-            parts = {"retrieval": 0.0, "slots": 0.0} if passages is None else dict(passages.seconds)
-            first_token = self.first_token - request.arrived
-            parts["model"] = self.first_token - self.began
-            parts["waiting"] = first_token - sum(parts.values())
-            layers = None
-            if depths is not None:
-                num_slots = len(passages.context_embeds)
-                layers = [[format_trajectory(each) for each in layer[:num_slots]] for layer in depths[row]]
-            request.future.set_result(
-                Answer(
-                    text=self.said[row],
-                    finish_reason=self.reasons[row] or "length",  # where the backbone reads no more
-                    prompt_tokens=self.prompt_tokens[row],
-                    completion_tokens=len(self.ids[row]),
-                    batch_size=len(self.group),
-                    seconds={**parts, "first_token": first_token, "total": time.monotonic() - request.arrived},
-                    passages=passages,
-                    statistics=self.engine.statistics(passages),
-                    trajectories=layers,
-                )
+    def finish(self) -> None:
+        """Answers the requests that are left, where the backbone reads no more."""
+        for row, reason in enumerate(self.reasons):
+            if reason is None:
+                self.reasons[row] = "length"
+                self._finish(row)
+
+    def _finish(self, row: int) -> None:
+        request = self.group[row]
+        if self.reasons[row] == "time":
+            error = TimeoutError(f"The answer was not done within {self.engine.limits.seconds:g} seconds.")
+            return request.future.set_exception(error)
+        passages = request.passages
+        parts = {"retrieval": 0.0, "slots": 0.0} if passages is None else dict(passages.seconds)
+        first_token = self.first_token - request.arrived
+        parts["model"] = self.first_token - self.began
+        parts["waiting"] = first_token - sum(parts.values())
+        layers = None
+        if self.depths:
+            depths = self.depths[0][row, :, : len(passages.context_embeds)].tolist()
+            layers = [[format_trajectory(each) for each in layer] for layer in depths]
+        request.future.set_result(
+            Answer(
+                text=self.said[row],
+                finish_reason=self.reasons[row],
+                prompt_tokens=self.prompt_tokens[row],
+                completion_tokens=len(self.ids[row]),
+                batch_size=len(self.group),
+                seconds={**parts, "first_token": first_token, "total": time.monotonic() - request.arrived},
+                passages=passages,
+                statistics=self.engine.statistics(passages),
+                trajectories=layers,
             )
+        )

@@ -69,6 +69,20 @@ def test_too_many_that_wait_are_told_and_a_closing_engine_answers_the_others(eng
     assert len(set(answers)) == 1
 
 
+def test_a_short_answer_does_not_wait_for_the_long_one_beside_it(engine_of):
+    engine = engine_of(batch_seconds=30.0, max_batch=2)
+    short, pieces = Request(CHAT, max_new_tokens=2), []
+
+    def wait_for_short(text):
+        pieces.append(text)
+        if len(pieces) == 5:
+            short.future.result(timeout=10)
+
+    long = engine.submit(Request(CHAT, max_new_tokens=16, on_text=wait_for_short))
+    engine.submit(short)
+    assert long.result().completion_tokens == 16 and long.result().batch_size == 2 and len(pieces) > 5
+
+
 def test_a_corpus_that_vanishes_fails_its_questions_and_no_others(tmp_path, engine_of, processor):
     (tmp_path / "ada.txt").write_text("Ada wrote it.")
     corpus = Corpus.create(tmp_path / "corpus", processor)
