@@ -72,19 +72,26 @@ class ServerSettings:
 
 
 class Gate:
-    """Refuses a request with a body that is too long, before it is read whole, and counts answers by status."""
+    """Refuses a request with a body that is too long, before it is read whole, or does not arrive within `seconds`, and
+    counts answers by status."""
 
-    def __init__(self, app: Callable, max_body_bytes: int, count: Callable[[int], Any]):
-        self.app, self.max_body_bytes, self.count = app, max_body_bytes, count
+    def __init__(self, app: Callable, max_body_bytes: int, seconds: float, count: Callable[[int], Any]):
+        self.app, self.max_body_bytes, self.seconds, self.count = app, max_body_bytes, seconds, count
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        seen = 0
+        seen, end = 0, asyncio.get_running_loop().time() + self.seconds
 
         async def limited():
-            nonlocal seen
-            message = await receive()
+            nonlocal seen, end
+            try:
+                async with asyncio.timeout_at(end):
+                    message = await receive()
+            except TimeoutError as error:
+                raise HTTPException(408, f"The body did not arrive within {self.seconds:g} seconds.") from error
+            if not message.get("more_body"):
+                end = None  # what is received then is that the client leaves
             seen += len(message.get("body", b""))
             if seen > self.max_body_bytes:  # sent in chunks, without a length
                 raise HTTPException(413, too_long)
@@ -267,7 +274,8 @@ def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAP
         routes.metrics.requests.labels(status).inc()
 
     app = FastAPI(title="ArcAligner", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, max_body_bytes=settings.max_body_bytes, count=count)
+    limits = {"max_body_bytes": settings.max_body_bytes, "seconds": engine.limits.seconds}
+    app.add_middleware(Gate, **limits, count=count)
     app.add_exception_handler(RequestValidationError, refuse_body)
     app.add_exception_handler(HTTPException, refuse)
     app.get("/")(routes.page)

@@ -305,8 +305,8 @@ class Engine:
 
 
 class Rows(BaseStreamer, StoppingCriteria):
-    """The answers of a batch while they are written: gives each its tokens, and says which rows are done. `depths` holds
-    the passes of its slots, (batch, num_layers, max_slots), once the prompt is read, or nothing."""
+    """The answers of a batch while they are written: gives each its tokens, and says which rows are done. `depths` has
+    the passes of their slots, (batch, num_layers, max_slots), once the prompt is read, or nothing."""
 
     def __init__(
         self, group: list[Request], prompt_tokens: list[int], engine: Engine, began: float, depths: list[torch.Tensor]

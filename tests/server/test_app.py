@@ -1,5 +1,6 @@
 """The official client of OpenAI asks, with passages or without; mistakes are told, and are nobody else's."""
 
+import asyncio
 import json
 import threading
 import time
@@ -10,7 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from arcaligner import cli
-from arcaligner.server.app import ServerSettings
+from arcaligner.server.app import Gate, ServerSettings, create_app
 
 QUESTION = "What sport does he play?"
 DOCUMENTS = [
@@ -138,6 +139,21 @@ def test_what_is_no_request_at_all_is_refused(url, client):
     for path, status in (("/none", 404), ("/v1/chat/completions", 405)):
         refused = httpx.get(url + path)
         assert refused.status_code == status and refused.json()["error"]["message"]
+
+
+def test_a_body_that_does_not_arrive_is_not_waited_for(engine):
+    status = []
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    async def send(message):
+        status.append(message.get("status"))
+
+    app = Gate(create_app(engine), max_body_bytes=100, seconds=0.01, count=status.append)
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
+    asyncio.run(app(scope, receive, send))
+    assert status[:2] == [408, 408]
 
 
 def test_a_temperature_that_is_next_to_nothing_takes_the_likeliest_token(client):
