@@ -314,12 +314,12 @@ def _move_all(moves: list[tuple[Path, Path]], folder: Path, former: Path) -> Non
 
 
 def longest_prompt(config: PreTrainedConfig) -> int | None:
-    """The positions that a backbone reads, where its configuration says so."""
+    """The maximum number of positions of a backbone, if its configuration says so."""
     return getattr(config, "max_position_embeddings", None)
 
 
 def check_length(length: int, what: str, config: PreTrainedConfig) -> None:
-    """Raises `ValueError` for `what`, such as "The prompt", of more positions than a backbone reads."""
+    """Raises `ValueError` if `what`, such as "The prompt", has more positions than the backbone reads."""
     longest = longest_prompt(config)
     if longest is not None and length > longest:
         raise ValueError(

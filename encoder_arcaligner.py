@@ -210,7 +210,7 @@ class LazyEncoder:
         self.model.save(str(folder), create_model_card=False)
 
     def num_reads(self, text: str) -> int:
-        """How many pieces `text` needs so that the encoder reads all of it, about; 1 if it fits."""
+        """Roughly how many pieces `text` must be cut into for the encoder to read all of it; 1 if it fits."""
         limit = self.tokenizer.model_max_length
         if limit is None or 2 * len(text) < limit:
             return 1
@@ -504,7 +504,7 @@ class DocumentEncoder:
         """Like `encode_batch`, from precomputed slots. `documents`, where given, must have as many segments."""
         if max_slots is not None and slot_policy == "merge":
             raise ValueError(
-                '`slot_policy` is "merge", but `context_embeds` made before cannot be merged. Pass `documents` '
+                '`slot_policy` is "merge", but precomputed `context_embeds` cannot be merged. Pass `documents` '
                 'alone, or `slot_policy="drop"`.'
             )
         rate = self.check_slot_settings(max_slots, slot_policy, tokens_per_slot)

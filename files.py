@@ -39,6 +39,17 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def markdown_table(columns: Iterable[Any], rows: Iterable[Iterable[Any]] = ()) -> list[str]:
+    """The lines of a Markdown table.
+
+    >>> markdown_table(["k", "ms"], [[1, 95]])
+    ['| k | ms |', '|---|---|', '| 1 | 95 |']
+    """
+    columns = [*columns]
+    head, *lines = (f"| {' | '.join(map(str, row))} |" for row in (columns, *rows))
+    return [head, "|" + "---|" * len(columns), *lines]
+
+
 def write_whole(path: str | Path, content: str | bytes | Callable[[BinaryIO], Any]) -> None:
     """Writes a file whole or not at all: under a temporary name, then renamed. Its folder is made; other processes may
     write the same file.

@@ -28,7 +28,7 @@ PREFIX_SETTINGS = {
 }
 # Settings of the aligner that change no slot; one that is added later is taken to change them.
 _IRRELEVANT_FIELDS = (
-    "text_config",  # told by itself
+    "text_config",  # has a field of its own
     "context_token",
     "initializer_range",
     "lora_dropout",
@@ -199,7 +199,7 @@ class WatchedWeights:
 
     def _look(self, held: list) -> _Seen:
         return _Seen(
-            RemovableHandle.next_id,  # counts the hooks there ever were
+            RemovableHandle.next_id,  # grows with each new hook
             list(map(id, held)),
             [(m.active_adapter, m.disable_adapters, *m.merged_adapters, *m.scaling.items()) for m in self._adapters],
             list(map(memory_address, self._weights.values())),

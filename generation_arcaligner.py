@@ -164,7 +164,7 @@ class SlotGenerationMixin(GenerationMixin):
         max_slots), is appended to this list.
 
         How slots are refined can be set for a call: `gate_mode`, `gate_threshold`, `max_refinement_steps` instead of
-        the configuration's, and `refinement_budget`, the most operations it may take as a share of the prefill up to
+        the configuration's, and `refinement_budget`, the maximum number of operations as a share of the prefill up to
         the last slot. Slots that are in the cache stay as they were read, with a warning.
 
         Raises:

@@ -41,7 +41,7 @@ RECIPE_FILE = "recipe.yaml"
 RESULTS_FILE = "results.json"
 METRIC_TITLES = {"em": "EM (non-strict)", "f1": "F1", "em_raw": "EM (raw)"}
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
-# In each card that is written here. A card without this line was edited, and stays as it is.
+# Stands in each card that is written here. A card without this line was edited, and is not overwritten.
 GENERATED = (
     "<!-- Written from the files beside it, and again when they change. Remove this line to edit it yourself. -->"
 )

@@ -21,8 +21,7 @@ from .configuration_arcaligner import longest_prompt
 from .encoder_arcaligner import pad_words
 from .processing_arcaligner import check_conversation
 
-
-# Of a call, for the processor.
+# Options of a call that go to the processor.
 _SLOT_OPTIONS = ("max_slots", "slot_policy", "tokens_per_slot", "sanitize_control_tokens")
 
 

@@ -93,7 +93,7 @@ def load_slot_prefix(
         `ValueError`: a file that is broken or no slot prefix, one of another fingerprint, naming the first field that
             differs, or one that the backbone cannot hold.
     """
-    advice = "Use what it was made with, or delete the file and make it anew."
+    advice = "Use what it was made with, or delete the file to make a new one."
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -105,7 +105,7 @@ def load_slot_prefix(
         if not isinstance(found := json.loads(metadata.get("fingerprint", "")), dict):
             raise ValueError(f"its fingerprint is a {type(found).__name__}; expected an object")
     except (SafetensorError, ValueError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {error}. Delete the file and make it anew.") from error
+        raise ValueError(f"{path} cannot be read: {error}. Delete the file to make a new one.") from error
     for field in [*fingerprint, *found]:
         if found.get(field) != fingerprint.get(field):
             raise ValueError(

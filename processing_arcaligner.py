@@ -40,7 +40,7 @@ _FILES = {
 }
 
 
-# Arguments of `__call__` that are none of the chat template's.
+# Arguments of `__call__` that are not the chat template's.
 _SLOT_ARGUMENTS = "context_word_ids return_segments max_slots slot_policy tokens_per_slot max_prompt_length".split()
 
 BACKGROUND_LINE = "Refer to the background document: "

@@ -27,7 +27,7 @@ from .configuration_arcaligner import ArcAlignerConfig
 
 # Attention kernels that take a mask of rows by columns, so that some slots can be computed without the others.
 ROW_KERNELS = ("eager", "sdpa")
-# Where so large a part of the slots is open, a step computes the others too.
+# If at least this share of the slots is open, a step computes all of them.
 DENSE_STEP_SHARE = 7 / 8
 
 

@@ -94,7 +94,7 @@ def check_text(text: str, what: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{what} is no text at character {error.start}: {text[error.start]!a}. Decode it anew."
+            f"{what} is no text at character {error.start}: {text[error.start]!a}. Decode it again."
         ) from error
 
 
@@ -124,7 +124,7 @@ _MARKS_AT_THE_END = re.compile(r"[^\w\s]*$")
 _SPACE = re.compile(r"\s")
 # What spaCy's tokenizers of scripts without spaces are given at a time; theirs take quadratic time as well.
 _BLOCK = re.compile(r"(?s).{1,10000}(?:(?<=\s)|\Z)|.{10000}")
-# spaCy never forgets a word. After so many new ones it is loaded again.
+# spaCy never forgets a word. After this number of new ones it is loaded again.
 _MAX_NEW_WORDS = 100_000
 
 
@@ -235,7 +235,7 @@ def segment_document(
         document (`int`): Its number, kept in the segments.
         sentences_per_segment (`int` or `float`): 0.5 for half sentences, 1 for sentences, n to merge n of them.
         spacy_model (`str`): A language code (rule-based sentences) or the name of an installed spaCy pipeline.
-        num_reads (`Callable`): About how many times the encoder's limit a text is long; above 1 it is split.
+        num_reads (`Callable`): Roughly how many times longer a text is than the encoder's limit; above 1, it is split.
 
     Returns:
         `list[Segment]`: In order, without overlap; empty for a document of white space.

@@ -186,7 +186,7 @@ def main(
     sizes: Annotated[str, typer.Option(help="Numbers of passages, separated by commas.")] = "1,5,10,20",
     tokens_per_slot: Annotated[str, typer.Option(help="Rates, separated by commas.")] = "segment,4",
     rounds: Annotated[int, typer.Option(help="Rounds of each size.", min=2)] = 5,
-    questions: Annotated[int, typer.Option(help="Answer so many questions instead.")] = 0,
+    questions: Annotated[int, typer.Option(help="Answer this number of questions instead.")] = 0,
     data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = SQUAD_SAMPLE,
 ) -> None:
     """Measures time to the first token of slots and of text with llama.cpp, or compares answers."""

@@ -7,7 +7,6 @@ it is that of the checkpoint's results.
 """
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +18,7 @@ from ..evaluation.analyses.figures import new_figure, reach, save_analysis, use_
 from ..evaluation.methods import find_method
 from ..evaluation.publish import SPEED_FIGURES, copy_figures, with_block
 from ..evaluation.results import MAIN, MAIN_TITLE
-from ..files import DEFAULT_CHECKPOINT, ROOT, run_command, write_whole
+from ..files import DEFAULT_CHECKPOINT, ROOT, markdown_table, run_command, write_whole
 from ..hub import RESULTS_FILE
 from .arms import BUDGET
 
@@ -100,9 +99,8 @@ def size_caption(size: dict[str, Any]) -> str:
 
 def size_lines(size: dict[str, Any]) -> list[str]:
     """Markdown lines of a size, one arm per row, under a heading."""
-    lines = [f"## {size_title(size)}", "", *_head(COLUMNS)]
-    lines += [_row(arm_cells(size, name)) for name in _SHOWN]
-    return [*lines, "", f"{size_caption(size)}.", ""]
+    table = markdown_table(COLUMNS, (arm_cells(size, name) for name in _SHOWN))
+    return [f"## {size_title(size)}", "", *table, "", f"{size_caption(size)}.", ""]
 
 
 def machine_line(report: dict[str, Any]) -> str:
@@ -228,15 +226,15 @@ def first_token_table(report: dict[str, Any]) -> list[str]:
     ends = sizes[0]["tokens_per_slot"], sizes[-1]["tokens_per_slot"]
     sizes = [size for size in sizes if size["tokens_per_slot"] in ends]
     arms = [arm for arm in _SHOWN if arm not in ("budgeted", "always")]
-    lines = _head(["Passages", "Tokens", "Rate", "Slots", *(_SHOWN[arm] for arm in arms)])
+    rows = []
     for size in sizes:
-        cells = []
+        cells = [size["k"], f"{size['text_tokens']:.0f}", size["tokens_per_slot"], f"{size['slots']:.0f}"]
         for name in arms:
             arm, encoded = size["arms"][name], encoded_speed_up(size, name)
             times = f" (x{arm['speed_up']['median']:.1f}{'' if encoded is None else f'; x{encoded:.1f}'})"
             cells.append(f"{1000 * arm['first_token']['median']:.0f}{'' if name == arms[0] else times}")
-        length, rate = f"{size['text_tokens']:.0f}", size["tokens_per_slot"]
-        lines.append(_row([size["k"], length, rate, f"{size['slots']:.0f}", *cells]))
+        rows.append(cells)
+    lines = markdown_table(["Passages", "Tokens", "Rate", "Slots", *(_SHOWN[arm] for arm in arms)], rows)
     notes = f"Milliseconds (times faster than text; the same with encoding, in {report['encoder_dtype']})"
     return [*lines, "", f"{notes}; {report['model']}, one question; {machine_line(report)}."]
 
@@ -245,15 +243,6 @@ def speed_page(report: dict[str, Any], figures: list[str]) -> str:
     """`docs/speed.md`: a table of each size, and the lines of `figures`."""
     tables = [line for size in report["sizes"] for line in size_lines(size)]
     return "\n".join([_INTRODUCTION, *tables, machine_line(report) + ".", "", *figures]).rstrip() + "\n"
-
-
-def _head(columns: Iterable[str]) -> list[str]:
-    columns = list(columns)
-    return [_row(columns), "|" + "---|" * len(columns)]
-
-
-def _row(cells: list[Any]) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
 
 
 def publish(figures: Path, results: Path, root: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from ..configuration_arcaligner import ArcAlignerConfig
-from ..files import DEFAULT_CHECKPOINT, ROOT, printable, run_command, write_whole
+from ..files import DEFAULT_CHECKPOINT, ROOT, markdown_table, printable, run_command, write_whole
 from ..hub import RESULTS_FILE, write_model_card
 from .methods import find_method, fingerprint
 from .results import EARLIER_HELP, add_earlier, results_page, write_results
@@ -82,34 +82,33 @@ def answers_page(run: Path) -> str:
         "# Answers",
         "",
         "What the shipped aligner answers, at its finest rate and with greedy decoding: the first",
-    ]
-    lines += [
         f"{ANSWERS_PER_SET} questions of each set by their ids, none left out, of the run of [results.md](results.md).",
         "",
     ]
     for file in answer_files(run):
         if file.method == "arcaligner" and file.task in TASKS:
             rows = sorted(file.read(), key=lambda row: row["id"])[:ANSWERS_PER_SET]
-            lines += [f"## {TASKS[file.task].title}", "", "| Question | Expected | Answer | F1 |", "|---|---|---|---|"]
+            cells = []
             for row in rows:
                 texts = row["question"], row["answers"][0], row["prediction"]
-                cells = (_MARKDOWN.sub(r"\\\1", printable(" ".join(text.split()))) for text in texts)
-                lines.append(f"| {' | '.join(cells)} | {100 * row['f1']:.0f} |")
-            lines.append("")
+                shown = (_MARKDOWN.sub(r"\\\1", printable(" ".join(text.split()))) for text in texts)
+                cells.append([*shown, f"{100 * row['f1']:.0f}"])
+            table = markdown_table(["Question", "Expected", "Answer", "F1"], cells)
+            lines += [f"## {TASKS[file.task].title}", "", *table, ""]
     return "\n".join(lines)
 
 
 def readme_table(results: dict[str, Any]) -> str:
     """F1 and EM of the README's sets and methods in one table."""
     sets = {name: results["sets"][name] for name in README_SETS if name in results["sets"]}
-    lines = [f"| F1 / EM | {' | '.join(sets)} |", "|---" * (1 + len(sets)) + "|"]
+    rows = []
     for title in (find_method(name).title for name in README_METHODS):
         found = [each["methods"].get(title) for each in sets.values()]
         if any(found):
-            cells = [f"{each['f1'][0]:.1f} / {each['em'][0]:.1f}" if each else "-" for each in found]
-            lines.append(f"| {title} | {' | '.join(cells)} |")
+            rows.append([title, *(f"{each['f1'][0]:.1f} / {each['em'][0]:.1f}" if each else "-" for each in found)])
     rates = ", ".join(f"{name} x{each['compression_rate']:.0f}" for name, each in sets.items())
     counts = sorted({each["questions"] for each in sets.values()})
+    lines = markdown_table(["F1 / EM", *sets], rows)
     lines += [
         "",
         f"Percent, {' to '.join(map(str, counts))} questions per set; EM is non-strict. Tokens per slot: {rates}.",

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..files import write_whole
+from ..files import markdown_table, write_whole
 from ..hub import METRIC_TITLES, RESULTS_FILE
 from .judge import judged_scores, judges_of
 from .methods import METHODS, find_method, sort_key, title_order
@@ -304,11 +304,11 @@ def table(title: str, rows: list[str], sets: dict, show: Callable[[dict, str], s
     shown = {row: found for row, found in cells.items() if any(cell is not None for cell in found)}
     if not shown:
         return []
-    lines = [f"| {title} | {' | '.join(sets)} |", "|---" * (len(sets) + 1) + "|"]
-    for row, found in shown.items():
-        name = f"**{row}**" if row == MAIN_TITLE else row
-        lines.append(f"| {name} | {' | '.join('-' if cell is None else cell for cell in found)} |")
-    return [*lines, ""]
+    rows = [
+        [f"**{row}**" if row == MAIN_TITLE else row, *("-" if cell is None else cell for cell in found)]
+        for row, found in shown.items()
+    ]
+    return [*markdown_table([title, *sets], rows), ""]
 
 
 def _interval(values: list[float] | None, sign: str = "") -> str | None:

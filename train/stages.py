@@ -118,7 +118,7 @@ def run_stages(stages: list[Stage], accelerate: str | None = None) -> None:
         if stage.is_finished and before is not None and not before.is_finished:
             raise ValueError(
                 f"{stage.output_dir} is finished, but {before.name}, from which it starts, is not. Delete that folder "
-                "to train it again, too, or run one stage only with `--stage`."
+                "to train it again as well, or run one stage only with `--stage`."
             )
         if not stage.is_finished and stage.start not in (None, *stages) and not stage.start.is_finished:
             raise ValueError(

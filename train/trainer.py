@@ -42,10 +42,10 @@ class AlignerTrainingConfig(SFTConfig):
         gate_learning_rate (`float`, *optional*): Of the gates, which start untrained in stage III. Default:
             `learning_rate`.
         encoder_learning_rate (`float`, *optional*): Of an encoder that is trained along. Default: `learning_rate`.
-        average_checkpoints (`int`): The stage ends with the mean of the weights of so many checkpoints, its last ones
+        average_checkpoints (`int`): The stage ends with the mean of the weights of its last checkpoints, this many
             (latest weight averaging, https://huggingface.co/papers/2209.14981). After a constant learning rate that is
             worth a falling one, and training can go on. 0: with the weights of the last step.
-        eval_slot_gap (`bool`): Evaluate with other rows' slots, too, for `eval_slot_gap`.
+        eval_slot_gap (`bool`): Also evaluate with the slots of other rows, for `eval_slot_gap`.
         eval_answers (`int`): Held-out questions to answer at each evaluation, at the first rate of the recipe, for
             `eval_em` and `eval_f1`.
 
@@ -116,7 +116,7 @@ class AlignerTrainer(SFTTrainer):
     - in the gating stage `refinement_steps` (mean steps of a slot at a layer), `open_gates` (share of slots and layers
       with a step) and `open_gates/layer_N`;
     - at evaluations `eval_perplexity` of the targets; with `eval_slot_gap`, how much the loss grows with the slots of
-      other rows (a slot teaches the style of the answers, too; this is what it says); with `eval_answers`, `eval_em`
+      other rows (a slot also teaches the style of the answers; the gap is what it says); with `eval_answers`, `eval_em`
       and `eval_f1` of greedy answers;
     - at evaluations of the lexical stage `eval_word_recall`, see [`~train.metrics.word_recall`].
 
