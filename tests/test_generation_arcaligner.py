@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from tiny_models import ENCODER_HIDDEN_SIZE, VOCAB_SIZE, collate, for_generate, random_row, random_rows, tiny_aligner
+from tiny_models import ENCODER_HIDDEN_SIZE, VOCAB_SIZE, collate, for_generate, random_rows, tiny_aligner
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SIX_TOKENS = {"max_new_tokens": 6, "min_new_tokens": 6}
@@ -69,12 +69,14 @@ def test_assistant_with_slots_changes_nothing(model):
     ],
 )
 def test_logits_processors_work_on_prompts_of_slots(model, processor):
-    """Also on a prompt without any text."""
+    """Also on a prompt without any text, which ends in a slot; with a cache and without."""
     slots_only = torch.full((1, 4), model.config.context_token_id)
     embeds = torch.randn(1, 4, ENCODER_HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
     for batch in (prompts(model, [4]), {"input_ids": slots_only, "context_embeds": embeds}):
-        new = model.generate(**batch, **SIX_TOKENS, **processor)[:, batch["input_ids"].shape[1] :]
+        found = model.generate(**batch, **SIX_TOKENS, **processor)
+        new = found[:, batch["input_ids"].shape[1] :]
         assert new.shape == (1, 6) and not (new == model.config.context_token_id).any()
+        assert torch.equal(found, model.generate(**batch, **SIX_TOKENS, **processor, use_cache=False))
 
 
 def test_generation_continues_from_its_own_cache(model):
@@ -125,18 +127,6 @@ def test_copy_and_pickle_generate_the_same(model):
         again.config.gate_mode = "off"
         assert not again(**batch).recursion_depth.clamp(min=0).any()
     assert model(**batch).recursion_depth.clamp(min=0).any()
-
-
-def test_prompt_may_end_with_a_slot(model):
-    row = random_row(model, 3, num_text=5)
-    ids = row.input_ids.sort().values[None] if model.config.context_token_id == VOCAB_SIZE else None
-    if ids is None:
-        pytest.skip("needs the largest id to be the slot's")
-    output = model.generate(input_ids=ids, context_embeds=row.context_embeds[None], **SIX_TOKENS, do_sample=False)
-    uncached = model.generate(
-        input_ids=ids, context_embeds=row.context_embeds[None], **SIX_TOKENS, do_sample=False, use_cache=False
-    )
-    assert torch.equal(output, uncached)
 
 
 class Products(TorchDispatchMode):
