@@ -1,4 +1,4 @@
-"""What a slot prefix was made with, as JSON, and whether weights are still those they were."""
+"""What a slot prefix was made with, as JSON, and whether weights have changed since."""
 
 import functools
 import hashlib
@@ -26,7 +26,7 @@ PREFIX_SETTINGS = {
     "max_refinement_steps": int,
     "refinement_budget": float,
 }
-# Settings of the aligner that change no slot; one that is added later is taken to change them.
+# Settings of the aligner that change no slot. A setting that is not listed counts as changing them.
 _IRRELEVANT_FIELDS = (
     "text_config",  # has a field of its own
     "context_token",

@@ -133,7 +133,7 @@ class SlotDecoderLayer(InPlaceMixin):
         return OpenSlotsSteps.plan(self, hidden_states, slots)
 
     def _with_unused_gate(self, hidden_states: torch.Tensor, settings: RefinementSettings) -> torch.Tensor:
-        """In training, a gate without slots gets a zero gradient, not none: other processes wait for it."""
+        """In training, a gate without slots gets a zero gradient instead of none: other processes wait for it."""
         if not self.training or self.slot_gate is None or settings.gate_mode != "adaptive":
             return hidden_states
         return hidden_states + self.slot_gate(hidden_states[:, :0]).sum().to(hidden_states.dtype)
@@ -257,7 +257,7 @@ def slot_decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, SlotDecoderLayer)]
 
 
-# In a context embedding, whose norm is 1; logits of a much larger one would not be finite.
+# What a context embedding may hold at most. Its norm is 1; a much larger one would give logits that are not finite.
 LARGEST_VALUE = 1e6
 STAGES = ("lexical", "reconstruction", "grounding", "gating")
 # Below zero: the gates of a model that has not seen stage III are closed, so it computes what stage II taught it.
@@ -495,7 +495,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         has_slots = slot_mask is not None
         given = inputs_embeds if input_ids is None else input_ids
         if not has_slots and given is not None and self.training and torch.is_grad_enabled():
-            # Zero gradients, not none: other processes wait for those of each trained parameter.
+            # Zero gradients instead of none: other processes wait for those of each trained parameter.
             slot_mask = torch.zeros(given.shape[:2], dtype=torch.bool, device=given.device)
             context_embeds = torch.zeros(len(given), 0, self.config.encoder_hidden_size, device=given.device)
             context_word_ids = slot_mask.new_zeros(len(given), 0, 1).long() if self.config.word_parts else None

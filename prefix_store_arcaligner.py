@@ -180,8 +180,8 @@ class SlotPrefixStore:
     Keeps slot prefixes of passages for further questions; the least recently used are dropped first.
 
     Gates, number of slots, segmentation, and the weights of model and encoder may change between two calls, in whatever
-    way `WatchedWeights` sees: a prefix made with others is another. Not seen are a tokenizer or a spaCy pipeline that
-    is changed in place: make a new store then. A copy of a store starts empty.
+    way `WatchedWeights` sees: a prefix is used only with what it was made with. A tokenizer or a spaCy pipeline that is
+    changed in place is not noticed: make a new store then. A copy of a store starts empty.
 
     Args:
         model ([`ArcAlignerForCausalLM`]): In evaluation mode.
@@ -256,8 +256,8 @@ class SlotPrefixStore:
             context_embeds (tensor or a list, *optional*): Instead, embeddings (num_slots, encoder_hidden_size).
             context_word_ids (tensor or a list, *optional*): Their words (num_slots, max_words), where they are read.
             kwargs: How slots are chosen and refined, as for the processor and `generate`: `max_slots`, `slot_policy`,
-                `gate_mode`, `gate_threshold`, `max_refinement_steps`, `refinement_budget`; prefixes of other settings
-                are others. The rest is for the chat template; `add_generation_prompt` is on.
+                `gate_mode`, `gate_threshold`, `max_refinement_steps`, `refinement_budget`; each combination has its
+                own prefixes. The rest is for the chat template; `add_generation_prompt` is on.
 
         Returns:
             `dict` with `input_ids`, `attention_mask` (batch, seq_len) and `past_key_values`. For beams or several

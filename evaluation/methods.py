@@ -35,7 +35,7 @@ _RATE_IN_TITLE = re.compile(r", (?:(\d+) tokens per slot|one slot per segment)$"
 @dataclass(frozen=True)
 class Checkpoints:
     """
-    What there is to read with.
+    The checkpoints that methods read with.
 
     Args:
         aligner (`str`): An aligner's folder or Hub id; all methods use its backbone, chat template and segmentation.

@@ -49,7 +49,7 @@ class EvaluationSettings:
     Args:
         tasks (`dict[str, TaskSettings]`): By name.
         methods (`list[str]`): Names, of `methods.METHODS` or with a rate, such as `arcaligner_x4`.
-        checkpoints ([`Checkpoints`]): What there is to read with.
+        checkpoints ([`Checkpoints`]): What the methods read with.
         output (`Path`): The run's folder.
         data (`Path`, *optional*): Folder with local files of the tasks.
         corpus (`str`, *optional*): Folder of a corpus that the aligner made; needed for retrieved passages.
@@ -74,10 +74,10 @@ class EvaluationSettings:
                 raise ValueError(f"No {kind} is named.")
         if self.batch_size < 1:
             raise ValueError(f"`batch_size` is {self.batch_size}; at least 1 question is asked at a time.")
-        needing = [name for name, task in self.tasks.items() if task.passages == "retrieved"]
-        if needing and self.corpus is None:
+        retrieving = [name for name, task in self.tasks.items() if task.passages == "retrieved"]
+        if retrieving and self.corpus is None:
             raise ValueError(
-                f"{', '.join(needing)}: passages are to be retrieved, but from where? Name a folder of `arcaligner "
+                f"{', '.join(retrieving)}: passages are to be retrieved, but from where? Name a folder of `arcaligner "
                 "corpus build` with `--corpus`, or `corpus:` in the recipe."
             )
 

@@ -1,6 +1,6 @@
 """Training of ArcAligner: a script (`sft.py`) and a recipe for each backbone and stage.
 
-The way of a row, file by file:
+What becomes of a row, file by file:
 
     corpora.py    a file or a data set of the Hub -> rows
     selection.py  which rows, with which distractors; kept on disk

@@ -14,7 +14,7 @@ import math
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,22 +27,16 @@ from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE, ArcAlignerPr
 from ..segmentation_arcaligner import EMPTY_SEGMENT, SegmentTokens, equal_runs, run_ends
 from .corpora import Row
 
-
-class ReconstructionTemplate(NamedTuple):
-    before: str
-    after: str
-
-
 # The paper's Table "Stage-I instruction templates", in its order. A template there reads "... [B] ... [T]": the slots
 # stand for [B], and [T] is what the assistant says. Here are the user's words before and behind the slots; the full
 # stop behind [T] is the target's own. The prompt of stages II and III is the processor's, the same as at inference.
 RECONSTRUCTION_TEMPLATES = (
-    ReconstructionTemplate("Background: ", ". This is equivalent to:"),
-    ReconstructionTemplate("Rewrite the background in your own words: ", " →"),
-    ReconstructionTemplate("Provide a restatement of the background: ", ". Return:"),
-    ReconstructionTemplate("", " is a paraphrase of what? Answer with:"),
-    ReconstructionTemplate("These two expressions convey the same meaning: (1) ", " (2)"),
-    ReconstructionTemplate("Restate ", " using a single sentence. Output only"),
+    ("Background: ", ". This is equivalent to:"),
+    ("Rewrite the background in your own words: ", " →"),
+    ("Provide a restatement of the background: ", ". Return:"),
+    ("", " is a paraphrase of what? Answer with:"),
+    ("These two expressions convey the same meaning: (1) ", " (2)"),
+    ("Restate ", " using a single sentence. Output only"),
 )
 # Not in the paper: what follows the slots in a turn that continues with the text after theirs.
 CONTINUATION = " Continue:"
@@ -108,7 +102,7 @@ def full_text(row: Row) -> str:
     return text_prompt(row, passages_text(row))
 
 
-def choose_template(example_id: str) -> ReconstructionTemplate:
+def choose_template(example_id: str) -> tuple[str, str]:
     """The stage-I template of an example, fixed by its id."""
     return RECONSTRUCTION_TEMPLATES[stable_number(f"template:{example_id}", len(RECONSTRUCTION_TEMPLATES))]
 

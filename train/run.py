@@ -242,7 +242,7 @@ def _find_fault(checkpoint: Path) -> str | None:
     return None
 
 
-# The end
+# The result
 
 
 def mean_of_checkpoints(output_dir: str | Path, number: int, processor: ArcAlignerProcessor) -> dict[str, torch.Tensor]:

@@ -69,10 +69,8 @@ def test_each_rate_is_read_with_its_own_slots(checkpoint_dir, model, processor):
 
 def test_the_whole_paragraph_is_the_target_and_the_template_stands_around_its_slots(processor):
     (example,) = paragraph_examples(processor, ROWS[0], max_segments=None)
-    text, template = ROWS[0]["passages"][0]["text"], choose_template("row-0:0:0")
-    turns = (
-        f"<|im_start|>user\n{template.before}{{}}{template.after}<|im_end|>\n<|im_start|>assistant\n{text}<|im_end|>"
-    )
+    text, (before, after) = ROWS[0]["passages"][0]["text"], choose_template("row-0:0:0")
+    turns = f"<|im_start|>user\n{before}{{}}{after}<|im_end|>\n<|im_start|>assistant\n{text}<|im_end|>"
     for each, read, num_slots in ((example, "<context>" * 3, 3), (with_text(example), text, 0)):
         ids, labels = whole(each, processor, num_slots)
         assert processor.decode(ids) == turns.format(read)
