@@ -24,20 +24,17 @@ from tiny_models import (
     BACKBONES,
     WINDOW,
     backbone_config,
-    collate,
     random_row,
-    random_rows,
     tiny_aligner,
 )
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, prefix_store_arcaligner
+from arcaligner import ArcAlignerProcessor, prefix_store_arcaligner
 from arcaligner.prefix_store_arcaligner import (
     _num_bytes,
     join_slot_prefixes,
     load_slot_prefix,
     save_slot_prefix,
-    split_slot_prefixes,
 )
 
 FIVE_TOKENS = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
@@ -248,19 +245,6 @@ def test_prefix_above_the_budget_is_used_and_not_kept(model, processor):
     assert len(store) == 1
     store.get(context_embeds=embeddings(1))
     assert store.hits == 1
-
-
-def test_settings_and_weights_that_change_make_other_prefixes(processor):
-    model = make_model(processor)
-    store = model.slot_prefix_store(processor)
-    expected = {}
-    for mode in ("adaptive", "off", "adaptive", "off"):
-        model.config.gate_mode = mode
-        keys = store.get(context_embeds=embeddings(5)).layers[-1].keys
-        assert torch.equal(keys, expected.setdefault(mode, keys))
-    assert (store.hits, store.misses) == (2, 2) and not torch.equal(expected["off"], expected["adaptive"])
-    model.model.projector.out.bias.data.add_(1.0)
-    assert not torch.equal(store.get(context_embeds=embeddings(5)).layers[-1].keys, expected["off"])
 
 
 GATES = [
@@ -474,21 +458,6 @@ def test_unmodified_backbone_continues_from_the_file(backbone, tmp_path):
     torch.testing.assert_close(names["logits"], whole[:, -tail.shape[1] :], **EXACT)
 
 
-def test_base_model_of_its_own_repository_generates_from_the_file(checkpoint_dir, base_model_dir, processor, tmp_path):
-    model = ArcAlignerForCausalLM.from_pretrained(str(checkpoint_dir), dtype=torch.float64).eval()
-    backbone = AutoModelForCausalLM.from_pretrained(str(base_model_dir), dtype=torch.float64).eval()
-    documents = ["It was written by Ada. Nobody knew how to read it aloud."]
-    inputs = processor(text="Who wrote it?", documents=documents, return_tensors="pt")
-    save_slot_prefix(tmp_path / "p", model.prefill_context(inputs["input_ids"], inputs["context_embeds"]), FINGERPRINT)
-    cache = load_slot_prefix(tmp_path / "p", FINGERPRINT, backbone.config)
-    tail = inputs["input_ids"][:, cache.get_seq_length() :]
-    assert not (tail == processor.context_token_id).any()
-    settings = {"max_new_tokens": 8, "do_sample": False}
-    expected = model.generate(**inputs, **settings)[:, inputs["input_ids"].shape[1] :]
-    answer = backbone.generate(tail, attention_mask=inputs["attention_mask"], past_key_values=cache, **settings)
-    assert torch.equal(answer[:, tail.shape[1] :], expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backbone", ["llama", "gemma2"])
 def test_file_gives_back_what_was_saved(backbone, dtype, tmp_path):
@@ -625,33 +594,3 @@ def test_prefixes_of_several_dtypes_do_not_make_a_batch():
     caches = [prefix_and_tail(tiny_aligner(dtype=dtype))[0] for dtype in (torch.float32, torch.bfloat16)]
     with pytest.raises(ValueError, match="torch.bfloat16 on cpu, torch.float32 on cpu; expected one"):
         join_slot_prefixes(caches, backbone_config())
-
-
-@pytest.mark.parametrize("backbone", ["llama", "gemma2"])
-def test_joined_prefixes_come_apart_again(backbone):
-    model = tiny_aligner(backbone)
-    prefixes = [prefix_and_tail(model, num_slots, seed=num_slots)[0] for num_slots in (1, 6, 3)]
-    lengths = [prefix.get_seq_length() for prefix in prefixes]
-    joined, mask = join_slot_prefixes(prefixes, model.config.text_config)
-    assert mask.sum(1).tolist() == lengths and mask[:, -1].all()
-    for prefix, again in zip(prefixes, split_slot_prefixes(joined, lengths, model.config.text_config), strict=True):
-        assert_same_cache(again, prefix)
-
-
-@pytest.mark.usefixtures("float64_model_code")
-@pytest.mark.parametrize("backbone", ["llama", "mistral_window", "gemma2"])
-def test_prefixes_prefilled_together_are_those_prefilled_alone(backbone):
-    """Positions of a left-padded row are counted behind its padding."""
-    model = tiny_aligner(backbone)
-    rows = random_rows(model, [5, 2, 1], contiguous=True)
-    for row in rows:
-        row.input_ids = row.input_ids[: int((row.input_ids == model.config.context_token_id).nonzero().max()) + 1]
-        row.labels = row.input_ids
-    batch = collate(rows, "left")
-    cache = model.prefill_context(batch["input_ids"], batch["context_embeds"], batch["attention_mask"])
-    together = split_slot_prefixes(cache, [len(row.input_ids) for row in rows], model.config.text_config)
-    for row, prefix in zip(rows, together, strict=True):
-        alone = model.prefill_context(row.input_ids[None], row.context_embeds[None])
-        for layer, expected in zip(prefix.layers, alone.layers, strict=True):
-            torch.testing.assert_close(layer.keys, expected.keys, **EXACT)
-            torch.testing.assert_close(layer.values, expected.values, **EXACT)
