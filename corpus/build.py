@@ -37,13 +37,15 @@ class BuildReport:
 @dataclass
 class Batch:
     """Documents to be written together, the ids of those of them that are `replaced`, and what was met on the way to
-    them: ids of documents that are `unchanged`, what was skipped, and how much of that may hold documents."""
+    them: ids of documents that are `unchanged`, what was skipped, and how much of that may hold documents; `error` ends
+    the build."""
 
     documents: list[Document] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
     unchanged: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     unread: int = 0
+    error: Exception | None = None
 
 
 def build_corpus(

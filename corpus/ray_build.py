@@ -48,6 +48,8 @@ class RayWriter:
         )
         for row in written.iter_rows():
             batch, num_passages = pickle.loads(row["batch"]), row["passages"]
+            if batch.error is not None:
+                raise batch.error
             if row["fragments"]:
                 fragments = [
                     lance.FragmentMetadata.from_json(json.dumps(each)) for each in json.loads(row["fragments"])
@@ -64,8 +66,11 @@ def read_batches(reading: dict[str, Any]) -> Iterator[dict[str, list]]:
     sources, path, version, strict = (reading[name][0] for name in ("sources", "path", "version", "strict"))
     corpus = Corpus(str(path))
     corpus.table.checkout(int(version))
-    for batch in new_documents(list(sources), corpus, bool(strict)):
-        yield {"batch": [pickle.dumps(batch)]}
+    try:
+        for batch in new_documents(list(sources), corpus, bool(strict)):
+            yield {"batch": [pickle.dumps(batch)]}
+    except (ValueError, OSError) as error:  # Ray would make another one of it
+        yield {"batch": [pickle.dumps(Batch(error=error))]}
 
 
 class EncodingWorker:
@@ -84,8 +89,11 @@ class EncodingWorker:
             if batch.replaced:
                 encoded = pickle.dumps(table)
             else:
-                written = write_fragments(table, self.corpus.table.uri, mode="append")
-                fragments = json.dumps([each.to_json() for each in written]).encode()
+                try:
+                    written = write_fragments(table, self.corpus.table.uri, mode="append")
+                    fragments = json.dumps([each.to_json() for each in written]).encode()
+                except OSError as error:
+                    batch.error = error
         batch.documents = [each._replace(text="") for each in batch.documents]
         done = {"batch": pickle.dumps(batch), "passages": num_passages, "fragments": fragments, "rows": encoded}
         return {name: [value] for name, value in done.items()}
