@@ -1,5 +1,6 @@
 """Recipes on tiny models for the tests, and what a run of one leaves."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,9 +55,9 @@ def run(arguments: list[str]) -> None:
     sft.main(*sft.parse(arguments))
 
 
-def run_until(step: int, arguments: list[str]) -> None:
+def run_until(step: int, arguments: list[str], run: Callable = run, trainer: type = AlignerTrainer) -> None:
     """Trains in this process, which breaks off before the step after `step` steps."""
-    original = AlignerTrainer.training_step
+    original = trainer.training_step
 
     def training_step(self, *args, **kwargs):
         if self.state.global_step == step:
@@ -64,7 +65,7 @@ def run_until(step: int, arguments: list[str]) -> None:
         return original(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(InterruptedError):
-        patch.setattr(AlignerTrainer, "training_step", training_step)
+        patch.setattr(trainer, "training_step", training_step)
         run(arguments)
 
 

@@ -1,8 +1,5 @@
 """The upper bound learns answers only, from the very prompt that the report asks with, and survives a kill."""
 
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +7,10 @@ import torch
 import yaml
 from peft import PeftModel
 from safetensors.torch import load_file
+from training_recipes import run_until
 from training_rows import question_rows, write_rows
 from transformers import AutoModelForCausalLM
+from trl import SFTTrainer
 
 from arcaligner.train import full_text as script
 from arcaligner.train.full_text import FullTextArguments, build_dataset, full_text, tokenize
@@ -112,25 +111,9 @@ def test_a_run_leaves_a_lora_that_changes_what_the_backbone_says(whole_run, base
         assert not torch.allclose(PeftModel.from_pretrained(base, whole_run).eval()(**inputs).logits, plain)
 
 
-KILLED = """
-import os, signal, sys
-from trl import SFTTrainer, SFTConfig
-from arcaligner.train import full_text
-
-def step(self, *args, **kwargs):
-    if self.state.global_step == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(self, *args, **kwargs)
-
-original, SFTTrainer.training_step = SFTTrainer.training_step, step
-full_text.main(*full_text.parse(sys.argv[1:]))
-"""
-
-
-def test_a_run_that_was_killed_ends_as_if_unbroken_and_then_rests(tmp_path, base_model_dir, whole_run, caplog):
+def test_a_broken_run_ends_as_if_unbroken_and_then_rests(tmp_path, base_model_dir, whole_run, caplog):
     options = arguments(tmp_path, base_model_dir, tmp_path / "run")
-    killed = subprocess.run([sys.executable, "-c", KILLED, *options], capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    run_until(1, options, run, SFTTrainer)
     assert not (tmp_path / "run" / "adapter_config.json").exists()
     with pytest.raises(ValueError, match="run was begun with other settings: `learning_rate` was 0.01 and is now 0.5"):
         run([*options, "--learning_rate", "0.5"])
