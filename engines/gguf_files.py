@@ -150,8 +150,11 @@ def _write(writer: gguf.GGUFWriter) -> None:
 def check_base_model(reader: gguf.GGUFReader, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises `ValueError` for a GGUF file of another base model or tokenizer than an aligner's."""
     path = reader.data.filename
-    expected = {"general.architecture": architecture_of(config)}
-    expected |= {f"{ARCHITECTURES[config.model_type]}.{key}": config.to_dict()[name] for key, name in SIZES.items()}
+    architecture = architecture_of(config)
+    expected = {"general.architecture": architecture}
+    expected |= {f"{architecture}.{key}": config.to_dict()[name] for key, name in SIZES.items()}
+    # SmolLM and SmolLM2 have the same sizes and tokens, and other positions.
+    expected[f"{architecture}.rope.freq_base"] = float(config.rope_parameters["rope_theta"])
     for key, value in expected.items():
         field = reader.get_field(key)
         if (found := field and field.contents()) != value:

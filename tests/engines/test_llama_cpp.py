@@ -6,6 +6,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 from tiny_models import ENCODER_HIDDEN_SIZE, backbone_config, randomize, tiny_aligner
 from training_rows import question_rows, write_rows
 from transformers import AutoModelForCausalLM
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, cli
 from arcaligner.benchmarks import llama_cpp as benchmark
 from arcaligner.engines import gguf_files, llama_cpp
+from arcaligner.engines.reference import main as write_vectors
 from arcaligner.engines.reference import reference_vectors
 
 QUESTION = "Who wrote it?"
@@ -115,13 +117,32 @@ def test_a_prompt_has_pytorchs_logits_and_answer(gate_mode, make_engine, referen
 
 
 @needs_llama_cpp
-def test_the_vectors_of_a_prompt_are_enough_for_an_engine(exported, base_model, reference):
-    expected = {name: vector.numpy() for name, vector in reference("adaptive").items()}
+@pytest.mark.parametrize("gate_mode", ["off", "adaptive"])
+def test_the_vectors_in_a_file_are_enough_for_an_engine(gate_mode, exported, checkpoint, base_model, tmp_path):
+    write_rows(tmp_path / "rows.jsonl", question_rows(2))
+    write_vectors(
+        tmp_path / "reference.safetensors", str(checkpoint), gate_mode, tmp_path / "rows.jsonl", num_prompts=2
+    )
+    found = load_file(tmp_path / "reference.safetensors")
     session = llama_cpp.Session(base_model, exported / "adapter.gguf", 256, 1, "f32")
-    keys = np.moveaxis(gguf_files.to_neighbors(np.moveaxis(expected["keys"], 3, 0), "llama", 8), 0, 3)
-    session.restore(session.state_of(keys, expected["values"]))
-    session.read(expected["after"].tolist())
-    np.testing.assert_allclose(session.logits, expected["logits"], **CLOSE)
+    for number in range(2):
+        expected = {
+            name: found[f"{number}.{name}"] for name in ("before", "slots", "after", "keys", "values", "logits")
+        }
+        if gate_mode == "off":
+            session.clear()
+            session.read(expected["before"].tolist(), has_logits=False)
+            session.read(expected["slots"], adapter=True, has_logits=False)
+        else:
+            keys = np.moveaxis(gguf_files.to_neighbors(np.moveaxis(expected["keys"], 3, 0), "llama", 8), 0, 3)
+            session.restore(session.state_of(keys, expected["values"]))
+        session.read(expected["after"].tolist())
+        np.testing.assert_allclose(session.logits, expected["logits"], **CLOSE)
+        answer = []
+        for token in found[f"{number}.answer"]:
+            answer.append(session.logits.argmax())
+            session.read([token])
+        np.testing.assert_array_equal(answer, found[f"{number}.answer"])
 
 
 @needs_llama_cpp
@@ -190,6 +211,9 @@ def test_what_does_not_fit_is_refused(
     other = AutoModelForCausalLM.from_config(type(base.config)(**base.config.to_dict() | {"num_hidden_layers": 2}))
     gguf_files.write_base_model(other, tokens, tmp_path / "layers.gguf")
     refused("has `llama.block_count` 2, but the aligner's base model 3", path=tmp_path / "layers.gguf")
+    base.config.rope_parameters["rope_theta"] = 5e5
+    gguf_files.write_base_model(base, tokens, tmp_path / "positions.gguf")
+    refused("has `llama.rope.freq_base` 500000.0, but .* 10000.0", path=tmp_path / "positions.gguf")
     gguf_files.write_adapter(tiny_aligner(dtype=torch.float32), tmp_path / "adapter.gguf")
     with pytest.raises(ValueError, match="the adapter .* does not fit .*incorrect shape"):
         llama_cpp.Session(base_model, tmp_path / "adapter.gguf", 64, 1)
