@@ -7,7 +7,7 @@
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -437,21 +437,13 @@ class DocumentEncoder:
         self.check_context_embeds(embeds, 0)
         return embeds
 
-    def encode_documents(
-        self,
-        documents: Sequence[str | dict],
-        *,
-        max_slots: int | None = None,
-        slot_policy: str | None = None,
-        tokens_per_slot: int | str | None = None,
-    ) -> EncodedDocuments:
+    def encode_documents(self, documents: Sequence[str | dict], **settings: Any) -> EncodedDocuments:
         """Encodes the passages of one question to slots: the `context_embeds` and `context_word_ids` of `__call__`.
 
-        Arguments and errors as in [`~ArcAlignerProcessor.__call__`].
+        `settings` are `max_slots`, `slot_policy` and `tokens_per_slot`, with errors as in
+        [`~ArcAlignerProcessor.__call__`].
         """
-        return self.encode_batch(
-            [documents], max_slots=max_slots, slot_policy=slot_policy, tokens_per_slot=tokens_per_slot
-        )[0]
+        return self.encode_batch([documents], **settings)[0]
 
     def encode_batch(
         self,

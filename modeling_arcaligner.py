@@ -724,13 +724,14 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
                 logits are kept. For training.
             lexical_weights (`torch.FloatTensor` of shape `(vocab_size,)`, *optional*):
                 Weights of words for the loss of stage 0, which is all that is computed then, from `context_embeds` and
-                `context_word_ids`: the head, applied to a slot directly, should predict the slot's own words.
+                `context_word_ids`: the head, applied to a slot directly, should predict the slot's own words. Logits,
+                (num_slots, vocab_size), are returned in evaluation only.
             kwargs: `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget` of
                 [`ArcAlignerModel`], and what the backbone takes.
         """
         if lexical_weights is not None:
-            loss = self._lexical_loss(context_embeds, context_word_ids, lexical_weights)
-            return ArcAlignerCausalLMOutputWithPast(loss=loss)
+            loss, logits = self._lexical_loss(context_embeds, context_word_ids, lexical_weights)
+            return ArcAlignerCausalLMOutputWithPast(loss=loss, logits=None if self.training else logits)
         if labels is not None:
             others = (-100, self.config.context_token_id)
             check_ids(labels, "`labels`", self.config.text_config.vocab_size, others)
@@ -777,8 +778,9 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         nll = frozen_head_nll(predicting, targets[is_target], self.lm_head, self.config.text_config)
         return nll / (is_target.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
 
-    def _lexical_loss(self, context_embeds, context_word_ids, lexical_weights) -> torch.Tensor:
-        """Cross-entropy of a slot's distinct words, by weight, under the head's reading of the slot itself."""
+    def _lexical_loss(self, context_embeds, context_word_ids, lexical_weights) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cross-entropy of a slot's distinct words, by weight, under the head's reading of the slot itself, and the
+        logits of that, (num_slots, vocab_size), of slots that have words."""
         slots = self.model.project(context_embeds, context_word_ids if self.config.word_parts else None)
         has_words = (context_word_ids >= 0).any(dim=-1)  # (batch, max_slots)
         slots, word_ids = slots[has_words], context_word_ids[has_words]  # (num_slots, hidden), (num_slots, max_words)
@@ -788,7 +790,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         bag = bag / bag.sum(dim=1, keepdim=True)
         logits = self.lm_head(self.model.backbone.norm(slots.to(self.lm_head.weight.dtype))).float()
         logits = postprocess_logits(logits, self.config.text_config)
-        return -(bag * logits.log_softmax(dim=1)).sum(dim=1).mean()
+        return -(bag * logits.log_softmax(dim=1)).sum(dim=1).mean(), logits
 
 
 ArcAlignerForCausalLM.register_for_auto_class("AutoModelForCausalLM")

@@ -121,9 +121,9 @@ def load_model(recipe: RecipeArguments, processor: ArcAlignerProcessor, dtype: t
     )
 
 
-def find_word_weights(recipe: RecipeArguments, model: ArcAlignerForCausalLM, examples: Dataset) -> torch.Tensor | None:
+def init_word_weights(recipe: RecipeArguments, model: ArcAlignerForCausalLM, examples: Dataset) -> torch.Tensor | None:
     """The rarity of words in `examples`, (vocab_size,), for the lexical stage and for a new aligner that reads words,
-    which starts from it; else `None`."""
+    whose weights are set to it here; otherwise `None`."""
     is_new = model.config.training_stage is None
     if recipe.stage != "lexical" and not (is_new and model.config.word_parts):
         return None
@@ -193,7 +193,7 @@ def make_trainer(
             speed_up_encoder(processor.encoder.model, recipe)
         processor.encoder.cast(dtype)
     model = load_model(recipe, processor, dtype)
-    word_weights = find_word_weights(recipe, model, train_dataset)
+    word_weights = init_word_weights(recipe, model, train_dataset)
     if recipe.compile_layers:
         for layer in slot_decoder_layers(model):
             layer.compile(dynamic=True)

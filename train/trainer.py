@@ -269,18 +269,9 @@ class AlignerTrainer(SFTTrainer):
             share = num_slots / self.accelerator.gather(num_slots[None]).sum()
             outputs.loss *= share * self.accelerator.num_processes / self.current_gradient_accumulation_steps
         else:
-            self._eval_recall += self._summed(self._word_recall(**slots))
+            shares = word_recall(outputs.logits, slots["context_word_ids"][0], self.word_weights)
+            self._eval_recall += self._summed(torch.stack([shares.sum(), torch.ones_like(shares).sum()]))
         return outputs, num_slots
-
-    @torch.no_grad()
-    def _word_recall(self, context_embeds, context_word_ids) -> torch.Tensor:
-        """Sum and number of the recalls of slots (1, num_slots, ...)."""
-        words = context_word_ids if self.model.config.word_parts else None
-        slots = self.model.model.project(context_embeds, words)[0]  # (num_slots, hidden)
-        head = self.model.lm_head
-        logits = head(self.model.model.backbone.norm(slots.to(head.weight.dtype)))  # (num_slots, vocab_size)
-        shares = word_recall(logits, context_word_ids[0], self.word_weights)
-        return torch.stack([shares.sum(), torch.tensor(float(len(shares)), device=shares.device)])
 
     def slots_of(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """What the model reads in the slots of a batch, as its keyword arguments."""
