@@ -163,9 +163,13 @@ def dtype_on(device: str) -> torch.dtype:
 
 @functools.lru_cache(maxsize=1)  # the methods of one checkpoint follow each other
 def load_aligner(checkpoint: str, device: str) -> tuple[ArcAlignerForCausalLM, ArcAlignerProcessor]:
-    """Model and processor of an aligner, ready to generate."""
+    """Model and processor of an aligner, ready to generate. An encoder's dtype of `"auto"` is float32 here, so that a
+    run that goes on on another machine reads the same slots."""
     model = ArcAlignerForCausalLM.from_pretrained(checkpoint, dtype=dtype_on(device)).eval().to(device)
-    return model, ArcAlignerProcessor.from_pretrained(checkpoint)
+    processor = ArcAlignerProcessor.from_pretrained(checkpoint)
+    if processor.encoder.dtype == "auto":
+        processor.encoder.dtype = "float32"
+    return model, processor
 
 
 def load_text_lora(aligner: str, lora: str, device: str):

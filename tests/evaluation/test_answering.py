@@ -1,6 +1,7 @@
 """The prompts differ where they should; answers are the model's own; batches shrink where memory is short."""
 
 import copy
+import shutil
 import weakref
 
 import pytest
@@ -12,11 +13,12 @@ from tiny_models import randomize
 from training_rows import question_rows
 from transformers import AutoModelForCausalLM
 
-from arcaligner import ArcAlignerForCausalLM
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.evaluation.answering import (
     SlotAnswerer,
     TextAnswerer,
     in_batches,
+    load_aligner,
     lora_off,
     slot_inputs,
     text_inputs,
@@ -174,3 +176,11 @@ def test_slots_with_words_are_read_with_them(base_model_dir, processor):
         inputs = slot_inputs(processor, [row], tokens_per_slot=4)
         assert inputs["context_word_ids"].shape[1] == answer.context_tokens
         assert answer.text == greedy_answer(model, processor, inputs, NEW_TOKENS).strip()
+
+
+def test_slots_are_the_same_on_any_machine(checkpoint_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
+    copied = shutil.copytree(checkpoint_dir, tmp_path / "copied")
+    ArcAlignerProcessor.from_pretrained(copied, encoder_dtype="auto").save_pretrained(copied)
+    assert ArcAlignerProcessor.from_pretrained(copied).encoder.model.dtype == torch.bfloat16
+    assert load_aligner(str(copied), "cpu")[1].encoder.model.dtype == torch.float32
