@@ -87,7 +87,7 @@ def _read_tokenizer(name_or_path: str):
     return tokenizer
 
 
-class LazyEncoder:
+class SentenceEncoder:
     """The sentence encoder, loaded on first use. Shared, not copied, when a processor is copied or saved.
 
     With `folder`, a sentence-transformers folder of LoRA weights that were trained along with the aligner, these are
@@ -149,13 +149,13 @@ class LazyEncoder:
         return self._tokenizer
 
     @property
-    def untrained(self) -> "LazyEncoder":
+    def untrained(self) -> "SentenceEncoder":
         """The encoder as it was before training, for search: the trained one describes what a text says, not which
         questions it answers."""
         if self.folder is None:
             return self
         if self._untrained is None:
-            self._untrained = LazyEncoder(self.name_or_path, dtype=self.dtype)
+            self._untrained = SentenceEncoder(self.name_or_path, dtype=self.dtype)
         self._untrained.device = self.device
         return self._untrained
 
@@ -350,7 +350,10 @@ class DocumentEncoder:
             `ValueError`: a checkpoint without.
         """
         folder = find_encoder_folder(str(checkpoint), revision)
-        self.encoder, self.trained_encoder = LazyEncoder(self.encoder_name_or_path, folder, self.encoder_dtype), True
+        self.encoder, self.trained_encoder = (
+            SentenceEncoder(self.encoder_name_or_path, folder, self.encoder_dtype),
+            True,
+        )
 
     def train_encoder(self, lora_r: int) -> list[torch.nn.Parameter]:
         """Adds LoRA of rank `lora_r` to the encoder, unless it has it, and returns its weights, ready to be trained.
@@ -496,7 +499,7 @@ class DocumentEncoder:
         """Like `encode_batch`, from precomputed slots. `documents`, where given, must have as many segments."""
         if max_slots is not None and slot_policy == "merge":
             raise ValueError(
-                '`slot_policy` is "merge", but precomputed `context_embeds` cannot be merged. Pass `documents` '
+                '`slot_policy` is "merge", but `context_embeds` made before cannot be merged. Pass `documents` '
                 'alone, or `slot_policy="drop"`.'
             )
         rate = self.check_slot_settings(max_slots, slot_policy, tokens_per_slot)

@@ -29,7 +29,7 @@ from .configuration_arcaligner import (
     resolve_base_model,
     written_whole,
 )
-from .encoder_arcaligner import ENCODER_FOLDER, DocumentEncoder, GivenSlots, LazyEncoder, pad_words
+from .encoder_arcaligner import ENCODER_FOLDER, DocumentEncoder, GivenSlots, SentenceEncoder, pad_words
 from .segmentation_arcaligner import check_sentences_per_segment, check_text, check_tokens_per_slot
 
 # Files of a processor's folder, and a key that each of them has.
@@ -211,7 +211,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         self.max_prompt_length = max_prompt_length
         self.trained_encoder = trained_encoder
         self.encoder_dtype = encoder_dtype
-        self.encoder = LazyEncoder(encoder_name_or_path, dtype=encoder_dtype)
+        self.encoder = SentenceEncoder(encoder_name_or_path, dtype=encoder_dtype)
         self.auto_map = {"AutoProcessor": "processing_arcaligner.ArcAlignerProcessor"}
         super().__init__(tokenizer, chat_template=chat_template or tokenizer.chat_template)
 

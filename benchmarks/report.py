@@ -14,7 +14,7 @@ import typer
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, ScalarFormatter
 
-from ..evaluation.analyses.figures import new_figure, reach, save_analysis, use_powers_of_two
+from ..evaluation.analyses.figures import error_bars, new_figure, save_analysis, use_powers_of_two
 from ..evaluation.methods import find_method
 from ..evaluation.publish import SPEED_FIGURES, copy_figures, with_block
 from ..evaluation.results import MAIN, MAIN_TITLE
@@ -131,7 +131,7 @@ def draw_figure(report: dict[str, Any]) -> Figure:
             first = [size["arms"][arm]["first_token"] for size in own]
             spread = [[1000 * each[key] for key in ("median", "lower", "upper")] for each in first]
             style = {"marker": "o", "markersize": 4, "capsize": 2, "label": arm}
-            axes.errorbar(passages, [each[0] for each in spread], reach(spread), **style)
+            axes.errorbar(passages, [each[0] for each in spread], error_bars(spread), **style)
         axes.set(xscale="log", yscale="log", xlabel="passages", title=title, xticks=passages)
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_locator(NullLocator())

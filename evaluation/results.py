@@ -209,7 +209,7 @@ def results_page(results: dict[str, Any]) -> str:
     lines += _section(f"{MAIN_TITLE} less another method, on the same questions", *differences)
     lines += _section("Costs", cost_table(sets))
     lines += _section("The paper's numbers", paper_table(sets))
-    return "\n".join([*lines, *described(results), ""])
+    return "\n".join([*lines, *footnote(results), ""])
 
 
 def method_titles(sets: dict) -> list[str]:
@@ -281,7 +281,7 @@ def paper_table(sets: dict) -> list[str]:
     return table("EM / F1 / Acc, Mistral 7B", methods, shared, show)
 
 
-def described(results: dict) -> list[str]:
+def footnote(results: dict) -> list[str]:
     """What the numbers are."""
     counts = ", ".join(f"{name} {entry['questions']}" for name, entry in results["sets"].items())
     recalls = ", ".join(f"{name} {entry['recall'][0]:.0f} %" for name, entry in results["sets"].items())

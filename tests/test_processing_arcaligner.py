@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, PreTrainedConfig
 
 from arcaligner import ArcAlignerProcessor
-from arcaligner.encoder_arcaligner import LazyEncoder
+from arcaligner.encoder_arcaligner import SentenceEncoder
 
 QUESTION = "What sport does he play?"
 DOCUMENTS = ["Radik is a ski jumper. He has competed since 2003.", {"title": "Ada", "text": "It was written by Ada."}]
@@ -261,7 +261,7 @@ def test_a_copied_processor_shares_its_encoder(processor):
 
 
 def test_passages_are_cut_without_the_weights_of_the_encoder_also_in_another_process(processor, monkeypatch):
-    monkeypatch.setattr(LazyEncoder, "_load", lambda encoder: pytest.fail("loaded"))
+    monkeypatch.setattr(SentenceEncoder, "_load", lambda encoder: pytest.fail("loaded"))
     documents, expected = ["word " * 300 + "end."], 6
     sent = pickle.loads(pickle.dumps(processor))  # as `datasets.map` hands it to its processes
     for other in (sent, ArcAlignerProcessor(processor.tokenizer, processor.encoder_name_or_path)):
@@ -273,7 +273,10 @@ def test_the_encoders_tokenizer_alone_reads_as_the_loaded_one(settings, encoder_
     shutil.copytree(encoder_dir, tmp_path / "encoder")
     path = tmp_path / "encoder" / "sentence_bert_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-    alone, loaded = LazyEncoder(str(tmp_path / "encoder")).tokenizer, LazyEncoder(str(tmp_path / "encoder")).model
+    alone, loaded = (
+        SentenceEncoder(str(tmp_path / "encoder")).tokenizer,
+        SentenceEncoder(str(tmp_path / "encoder")).model,
+    )
     assert alone.model_max_length == loaded.max_seq_length
     assert alone(DOCUMENTS[0])["input_ids"] == loaded.tokenizer(DOCUMENTS[0])["input_ids"]
 

@@ -293,7 +293,7 @@ class ContextCollator:
     - `turn_ids`: `torch.LongTensor` (batch, seq_len), 0 before the turns, slots included, 1, 2, ... in the turns, -1 in
       padding; see [`turn_mask`];
     - `max_turns`: `int`, the maximum number of turns of a row;
-    - `encoder_texts`, `encoder_starts`, `encoder_ends`: what `LazyEncoder.encode_runs` takes, of all rows in
+    - `encoder_texts`, `encoder_starts`, `encoder_ends`: what `SentenceEncoder.encode_runs` takes, of all rows in
       order; `encoder_ends` is `None` where each text is one slot;
     - `num_slots`: `list[int]`, of each row;
     - `context_word_ids`: `torch.LongTensor` (batch, max_slots, max_words), with `context_words`;

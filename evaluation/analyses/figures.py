@@ -61,7 +61,7 @@ def save_analysis(folder: Path, name: str, figure: Figure, data: dict[str, Any],
     write_whole(folder / f"{name}.json", json.dumps({"reading": caption, **data}, indent=1, ensure_ascii=False) + "\n")
 
 
-def reach(intervals) -> np.ndarray:
+def error_bars(intervals) -> np.ndarray:
     """How far intervals (num, 3) reach below and above their means, (2, num), at least 0."""
     means, lows, highs = np.transpose(intervals)
     return np.maximum(0, [means - lows, highs - means])
@@ -71,7 +71,7 @@ def draw_curve(axes: Axes, points: list[dict[str, Any]], across: str, metric: st
     """A line of a metric of the points, with its intervals, over another of their numbers."""
     intervals = [point[metric] for point in points]
     style = {"marker": "o", "markersize": 4, "capsize": 2} | style
-    axes.errorbar([point[across] for point in points], [each[0] for each in intervals], reach(intervals), **style)
+    axes.errorbar([point[across] for point in points], [each[0] for each in intervals], error_bars(intervals), **style)
 
 
 def draw_panels(panels: dict[str, Groups], label: str) -> Figure:
@@ -107,7 +107,7 @@ def draw_groups(axes: Axes, groups: Groups, colors: dict[str, str]) -> None:
         if found:
             places = [place + (number - (len(colors) - 1) / 2) * width for place in found]
             means = [interval[0] for interval in found.values()]
-            bars = {"yerr": reach([*found.values()]), "color": color, "error_kw": {"linewidth": 0.8}}
+            bars = {"yerr": error_bars([*found.values()]), "color": color, "error_kw": {"linewidth": 0.8}}
             axes.bar(places, means, width, **bars)
     axes.set_xticks(range(len(groups)), list(groups))
 

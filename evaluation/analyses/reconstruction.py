@@ -30,7 +30,7 @@ from ...train.data import ContextCollator, Example, ExampleBuilder, encode_slots
 from ..answering import in_batches, load_aligner
 from ..metrics import ratio_interval
 from ..settings import split_rates
-from .figures import COLORS, FIGURES, BatchSize, Device, Folder, new_figure, reach, save_analysis
+from .figures import COLORS, FIGURES, BatchSize, Device, Folder, error_bars, new_figure, save_analysis
 
 CAPTION = (
     "Each bar is the perplexity of the text of held-out paragraphs, {target}, when a model reads it back from what the "
@@ -191,7 +191,7 @@ def draw(arms: dict[str, dict[str, Any]]) -> Figure:
     means = np.array([interval[0] for interval in intervals])
     figure, axes = new_figure(width=1.5 + 1.2 * len(arms))
     colors = list(itertools.islice(itertools.cycle(COLORS), len(arms)))
-    bars = axes.bar(list(arms), means - 1, bottom=1, width=0.6, color=colors, yerr=reach(intervals), capsize=4)
+    bars = axes.bar(list(arms), means - 1, bottom=1, width=0.6, color=colors, yerr=error_bars(intervals), capsize=4)
     axes.bar_label(bars, labels=[f"{each:.2f}" for each in means], padding=3)
     axes.set_yscale("log")
     axes.set_ylim(1, 1.5 * max(interval[2] for interval in intervals))

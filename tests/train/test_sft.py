@@ -12,7 +12,7 @@ from training_rows import question_rows
 from transformers import default_data_collator
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
-from arcaligner.encoder_arcaligner import LazyEncoder
+from arcaligner.encoder_arcaligner import SentenceEncoder
 from arcaligner.train import sft
 from arcaligner.train.data import EXAMPLE_FEATURES, ContextCollator, ExampleBuilder
 from arcaligner.train.trainer import AlignerTrainer, AlignerTrainingConfig
@@ -295,7 +295,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_it_changes_a_weight(
 
 def test_an_error_of_the_model_names_the_rows(trainer_arguments, monkeypatch):
     broken = lambda self, texts, starts, ends: torch.full((len(texts), 12), torch.nan)  # noqa: E731
-    monkeypatch.setattr(LazyEncoder, "encode_runs", broken)
+    monkeypatch.setattr(SentenceEncoder, "encode_runs", broken)
     with pytest.raises(ValueError, match="NaN or values beyond") as error:
         AlignerTrainer(**trainer_arguments).train()
     assert error.value.__notes__[0].startswith("At step 0, in the batch of the rows ['row-")
