@@ -29,7 +29,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, cli
 
 ENCODER_WIDTH = 12
 CHATML = (
@@ -170,6 +170,18 @@ def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory, base_model_dir: Pat
     random_aligner(base_model_dir, processor, seed=2).save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def run_cli(capsys):
+    """Runs the command line; gives exit code, standard output and standard error."""
+
+    def run(*arguments) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            cli.main([str(argument) for argument in arguments])
+        return end.value.code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture

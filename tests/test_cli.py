@@ -41,19 +41,11 @@ def wide_terminal(monkeypatch):
         monkeypatch.setattr(console, "width", 160)
 
 
-def run(capsys, *arguments) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error."""
-    with pytest.raises(SystemExit) as end:
-        cli.main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return end.value.code, captured.out, captured.err
-
-
-def test_answer_prints_the_pipelines_answer_and_nothing_else(capsys, checkpoint_dir, document, model, processor):
+def test_answer_prints_the_pipelines_answer_and_nothing_else(run_cli, checkpoint_dir, document, model, processor):
     ask = ArcAlignerPipeline(model=model, processor=processor, task="text-generation", device="cpu")
     record = ask({"question": QUESTION, "documents": [TEXT, TEXT]}, return_slots=True)[0]
     options = ("--document", document, "--document", document, "--checkpoint", checkpoint_dir)
-    code, out, err = run(capsys, "answer", "--question", QUESTION, *options)
+    code, out, err = run_cli("answer", "--question", QUESTION, *options)
     assert code == 0
     assert out == printable(record["generated_text"].strip()) + "\n"
     *steps, summary = err.splitlines()[-3:]
@@ -61,9 +53,9 @@ def test_answer_prints_the_pipelines_answer_and_nothing_else(capsys, checkpoint_
     assert summary.startswith(f"{record['statistics']['tokens']} tokens of text read as 4 slots")
 
 
-def test_show_slots_lists_each_sentence_with_its_place(capsys, checkpoint_dir, document):
+def test_show_slots_lists_each_sentence_with_its_place(run_cli, checkpoint_dir, document):
     options = ("--document", document, "--checkpoint", checkpoint_dir, "--show-slots")
-    code, out, _ = run(capsys, "answer", "--question", QUESTION, *options)
+    code, out, _ = run_cli("answer", "--question", QUESTION, *options)
     assert code == 0
     lines = out.splitlines()
     for sentence in ("It was written by [Ada].", "Nobody else knew."):
@@ -73,7 +65,7 @@ def test_show_slots_lists_each_sentence_with_its_place(capsys, checkpoint_dir, d
         assert " passes" in line
 
 
-def test_options_of_answer_reach_the_pipeline(capsys, monkeypatch, document):
+def test_options_of_answer_reach_the_pipeline(run_cli, monkeypatch, document):
     asked = []
     record = {"generated_text": "Ada", "statistics": {"tokens": 14, "slots": 1, "compression_rate": 7.0, "dropped": 1}}
 
@@ -85,17 +77,17 @@ def test_options_of_answer_reach_the_pipeline(capsys, monkeypatch, document):
     given = ("answer", "--question", QUESTION, "--document", document, "--checkpoint", "here", "--max-new-tokens", 3)
     options = ("--max-slots", 1, "--gate-mode", "always", "--tokens-per-slot")
     for rate in ("segment", 3):
-        code, out, err = run(capsys, *given, *options, rate)
+        code, out, err = run_cli(*given, *options, rate)
         assert (code, out) == (0, "Ada\n")
         assert err.splitlines()[-1] == "7 of 14 tokens of text read as one slot, x7.0"
         settings = {"return_slots": True, "max_new_tokens": 3, "max_slots": 1, "gate_mode": "always"}
         assert asked.pop() == ({"question": QUESTION, "documents": [TEXT]}, settings | {"tokens_per_slot": rate})
     for name, value in (("--tokens-per-slot", "many"), ("--gate-mode", "never"), ("--max-slots", 0)):
-        code, _, err = run(capsys, *given, name, value)
+        code, _, err = run_cli(*given, name, value)
         assert code == 2 and name in err and not asked
 
 
-def test_mistakes_end_in_one_clear_line(capsys, checkpoint_dir, base_model_dir, document, tmp_path):
+def test_mistakes_end_in_one_clear_line(run_cli, checkpoint_dir, base_model_dir, document, tmp_path):
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"text \xff")
     empty = tmp_path / "empty.txt"
@@ -111,7 +103,7 @@ def test_mistakes_end_in_one_clear_line(capsys, checkpoint_dir, base_model_dir, 
         (QUESTION, document, base_model_dir, "of type 'llama'; expected 'arcaligner'"),
     ):
         options = ("--question", question, "--document", path, "--checkpoint", checkpoint)
-        code, out, err = run(capsys, "answer", *options)
+        code, out, err = run_cli("answer", *options)
         assert code == 1 and out == ""
         assert err.splitlines()[-1].startswith("Error: ") and message in err.splitlines()[-1]
         assert "Traceback" not in err
@@ -145,12 +137,12 @@ def set_field(path, name, value) -> None:
     ],
 )
 def test_a_broken_checkpoint_ends_in_one_line_that_names_the_file(
-    capsys, checkpoint_dir, document, tmp_path, name, damage, message
+    run_cli, checkpoint_dir, document, tmp_path, name, damage, message
 ):
     broken = tmp_path / "broken"
     shutil.copytree(checkpoint_dir, broken)
     damage(broken / name)
-    code, out, err = run(capsys, "answer", "--question", QUESTION, "--document", document, "--checkpoint", broken)
+    code, out, err = run_cli("answer", "--question", QUESTION, "--document", document, "--checkpoint", broken)
     assert code == 1 and out == ""
     (line,) = [line for line in err.splitlines() if line not in STEPS]
     assert line.startswith("Error: ") and message in line
@@ -161,20 +153,20 @@ SHOWN = r"\x1b]0;title\x07 \x1b[2J \x9b1m \u202e \x7f"
 
 
 def test_a_terminal_is_not_steered_by_documents_answers_and_mistakes(
-    capsys, monkeypatch, checkpoint_dir, document, tmp_path
+    run_cli, monkeypatch, checkpoint_dir, document, tmp_path
 ):
     document.write_text(f"It was {STEERING} written.", encoding="utf-8")
     options = ("--document", document, "--checkpoint", checkpoint_dir)
     ask = cli.load_pipeline(str(checkpoint_dir))
     records = ask({"question": QUESTION, "documents": [TEXT]}, return_slots=True)
     monkeypatch.setattr(type(ask), "__call__", lambda *arguments, **kwargs: [records[0] | {"generated_text": STEERING}])
-    code, out, _ = run(capsys, "answer", "--question", QUESTION, *options)
+    code, out, _ = run_cli("answer", "--question", QUESTION, *options)
     assert (code, out) == (0, f"{SHOWN}\n")
     monkeypatch.undo()
     monkeypatch.setattr(cli, "output", Console(width=160))  # a table would break lines where the escapes are
-    code, out, _ = run(capsys, "answer", "--question", f"Who {STEERING}?", *options, "--show-slots")
+    code, out, _ = run_cli("answer", "--question", f"Who {STEERING}?", *options, "--show-slots")
     assert code == 0 and SHOWN in out
-    code, _, err = run(capsys, "answer", "--question", QUESTION, *options[:-1], f"nobody/{STEERING}")
+    code, _, err = run_cli("answer", "--question", QUESTION, *options[:-1], f"nobody/{STEERING}")
     assert code == 1 and SHOWN in err
     assert not {*STEERING} & {*out, *err} - {*"0;title 21mJ[]"}
     row = CASES[0] | {"question": STEERING}
@@ -183,8 +175,8 @@ def test_a_terminal_is_not_steered_by_documents_answers_and_mistakes(
     assert not {"\x1b", "\x07"} & {*demo.answer_cells(row, record, (0.01, 0.02))[0]}
 
 
-def test_missing_file_is_a_usage_error(capsys, tmp_path):
-    code, _, err = run(capsys, "answer", "--question", QUESTION, "--document", tmp_path / "none.txt")
+def test_missing_file_is_a_usage_error(run_cli, tmp_path):
+    code, _, err = run_cli("answer", "--question", QUESTION, "--document", tmp_path / "none.txt")
     assert code == 2 and "does not exist" in err
 
 
@@ -196,16 +188,16 @@ def untrained(monkeypatch) -> list:
     return asked
 
 
-def test_train_runs_the_stages_of_a_recipe(capsys, untrained):
-    code, out, err = run(capsys, "train", "--recipe", "tiny", "--output", "mine", "--", "--seed", "2", "--max_steps=3")
+def test_train_runs_the_stages_of_a_recipe(run_cli, untrained):
+    code, out, err = run_cli("train", "--recipe", "tiny", "--output", "mine", "--", "--seed", "2", "--max_steps=3")
     assert (code, out, err) == (0, "", "")
     folder = stages.RECIPES / "tiny"
     assert untrained == [(stages.read_stages(folder, "mine", ["--seed", "2", "--max_steps=3"]), None)]
-    code, _, _ = run(capsys, "train", "--recipe", folder, "--stage", "2", "--accelerate", "cpu")
+    code, _, _ = run_cli("train", "--recipe", folder, "--stage", "2", "--accelerate", "cpu")
     assert code == 0 and untrained[1] == (stages.read_stages(folder, only=2), "cpu")
 
 
-def test_mistakes_in_train_end_in_one_clear_line(capsys, monkeypatch):
+def test_mistakes_in_train_end_in_one_clear_line(run_cli, monkeypatch):
     monkeypatch.setattr(stages, "run_to_end", lambda command: 1)
     for options, message in (
         (("--recipe", "none"), "There is no recipe 'none'"),
@@ -213,10 +205,10 @@ def test_mistakes_in_train_end_in_one_clear_line(capsys, monkeypatch):
         (("--recipe", "tiny", "--accelerate", "none"), "no accelerate config 'none'"),
         (("--recipe", "tiny", "--output", "none"), "1_reconstruction failed with exit code 1; see the message above"),
     ):
-        code, out, err = run(capsys, "train", *options)
+        code, out, err = run_cli("train", *options)
         assert code == 1 and out == ""
         assert err.startswith("Error: ") and message in err and err.count("\n") == 1
-    assert run(capsys, "train")[0] == run(capsys, "train", "--recipe", "tiny", "--stage", "4")[0] == 2
+    assert run_cli("train")[0] == run_cli("train", "--recipe", "tiny", "--stage", "4")[0] == 2
 
 
 def test_demo_shows_every_question_answer_gold_and_rate(checkpoint_dir):

@@ -12,7 +12,7 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from safetensors.torch import load_file, save_file
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, cli, hub
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, hub
 from arcaligner.checkpoint_arcaligner import CODE_FILES
 
 ROOT = Path(__file__).parents[1]
@@ -84,14 +84,11 @@ def folder(checkpoint_dir, tmp_path) -> Path:
 
 
 @pytest.fixture
-def push(capsys, monkeypatch, folder):
-    """Runs the command; gives exit code, standard output and standard error."""
+def push(run_cli, monkeypatch, folder):
     monkeypatch.setenv("COLUMNS", "160")
 
     def push(*options, repo_id=REPO, checkpoint=folder) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            cli.main(["push", "--repo-id", repo_id, "--checkpoint", str(checkpoint), *options])
-        return end.value.code, *capsys.readouterr()
+        return run_cli("push", "--repo-id", repo_id, "--checkpoint", checkpoint, *options)
 
     return push
 
@@ -242,10 +239,9 @@ def test_the_shipped_checkpoint_can_be_pushed(fake_hub, push):
         assert fake_hub.files[name] == (shipped / name).read_bytes(), name
 
 
-def test_the_readmes_push_runs(fake_hub, folder, capsys):
+def test_the_readmes_push_runs(fake_hub, folder, run_cli):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (line,) = [line for line in readme.splitlines() if line.startswith("python -m arcaligner push ")]
     ours = {"user/name": REPO, "checkpoints/mine": str(folder)}
-    with pytest.raises(SystemExit, match="0"):
-        cli.main([ours.get(argument, argument) for argument in line.partition("#")[0].split()[3:]])
+    assert run_cli(*(ours.get(argument, argument) for argument in line.partition("#")[0].split()[3:]))[0] == 0
     assert fake_hub.files.keys() == CHECKPOINT

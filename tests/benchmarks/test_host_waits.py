@@ -2,7 +2,6 @@
 
 from contextlib import ExitStack
 
-import pytest
 import torch
 from tiny_models import backbone_config, collate, random_rows, tiny_aligner
 from torch.overrides import TorchFunctionMode
@@ -43,32 +42,19 @@ def waits(run) -> int:
     return operators.count + methods.count
 
 
-@pytest.fixture(params=[3, 9])
-def found(request, monkeypatch) -> dict[str, int]:
-    """The waits of prefills and of a decoded token, for models of 3 and 9 layers."""
+def test_slots_are_found_with_one_wait_for_all_layers_and_a_decoded_token_needs_none(monkeypatch):
     monkeypatch.setattr(modeling_arcaligner, "check_ids", lambda *_: None)  # looks at ids on the CPU alone
-    aligner = tiny_aligner(backbone_config("llama", num_hidden_layers=request.param), dtype=torch.float32)
+    aligner = tiny_aligner(backbone_config("llama", num_hidden_layers=9), dtype=torch.float32)
     base = base_of(aligner, torch.float32, "cpu")
     batch = collate(random_rows(aligner, [3, 2], contiguous=True), padding_side="left")
     ids = TokenBatch(batch["input_ids"], batch["attention_mask"])
     text = TokenBatch(ids.input_ids.clamp(max=5), ids.attention_mask)
-    slots = {"context_embeds": batch["context_embeds"]}
-    decoding = {}
-    for name, model in (("aligner", aligner), ("base", base)):
-        with torch.no_grad():
-            decoding[name] = Decoding(model, ids, read(aligner, ids, gate_mode="off", **slots))
-            decoding[name].restart()
-    return {
-        "text": waits(lambda: read(base, text)),
-        "off": waits(lambda: read(aligner, ids, gate_mode="off", **slots)),
-        "token of the base model": waits(decoding["base"].step),
-        "token": waits(decoding["aligner"].step),
-    }
 
+    def read_slots():
+        return read(aligner, ids, gate_mode="off", context_embeds=batch["context_embeds"])
 
-def test_slots_are_found_with_one_wait_for_any_number_of_layers(found):
-    assert 0 <= found["off"] - found["text"] <= 1
-
-
-def test_a_decoded_token_waits_no_more_than_the_bare_base_models(found):
-    assert found["token"] <= found["token of the base model"]
+    assert 0 <= waits(read_slots) - waits(lambda: read(base, text)) <= 1
+    decoding = [Decoding(model, ids, read_slots()) for model in (aligner, base)]
+    for decoder in decoding:
+        decoder.restart()
+    assert waits(decoding[0].step) <= waits(decoding[1].step)

@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from arcaligner import ArcAlignerPipeline, cli
 from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.table import Corpus
@@ -13,19 +11,11 @@ from arcaligner.files import printable
 DOCUMENT = Path(__file__).parents[2] / "docs" / "corpus.md"
 
 
-def run(capsys, *arguments) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error."""
-    with pytest.raises(SystemExit) as end:
-        cli.main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return end.value.code, captured.out, captured.err
-
-
-def test_from_a_folder_to_an_answer_with_its_sources(capsys, letters, checkpoint_dir, tmp_path, model, processor):
+def test_from_a_folder_to_an_answer_with_its_sources(run_cli, letters, checkpoint_dir, tmp_path, model, processor):
     (letters / "binary.txt").write_bytes(b"\xff")
     folder, aligner = tmp_path / "corpus", ("--checkpoint", checkpoint_dir)
     options = ("--passage-words", 16, *aligner)
-    code, out, err = run(capsys, "corpus", "build", letters, "--output", folder, *options)
+    code, out, err = run_cli("corpus", "build", letters, "--output", folder, *options)
     assert code == 0 and "2 documents added, 0 replaced, 0 removed, 0 unchanged, 1 skipped." in out
     assert "binary.txt is not UTF-8 text" in err
     corpus = Corpus(folder)
@@ -35,14 +25,14 @@ def test_from_a_folder_to_an_answer_with_its_sources(capsys, letters, checkpoint
     (letters / "new.txt").write_text("Ada wrote it.")
     for number in range(4):
         (letters / f"{number}.svg").write_text("<svg/>")
-    code, out, err = run(capsys, "corpus", "add", letters, "--corpus", folder, *aligner)
+    code, out, err = run_cli("corpus", "add", letters, "--corpus", folder, *aligner)
     assert code == 0 and "1 documents added, 0 replaced, 0 removed, 2 unchanged, 5 skipped." in out
     assert err.count("Skipped: ") == 4 and "Skipped: 2 more, which --verbose names" in err
-    _, _, err = run(capsys, "corpus", "add", letters, "--corpus", folder, "--verbose", *aligner)
+    _, _, err = run_cli("corpus", "add", letters, "--corpus", folder, "--verbose", *aligner)
     assert all(f"{number}.svg is none of" in err for number in range(4)) and " more" not in err
 
     question = "Who wrote it?"
-    code, out, err = run(capsys, "ask", question, "--corpus", folder, "--top-k", 2, "--max-new-tokens", 5, *aligner)
+    code, out, err = run_cli("ask", question, "--corpus", folder, "--top-k", 2, "--max-new-tokens", 5, *aligner)
     found = Retriever(corpus, processor)(question, top_k=2)
     ask = ArcAlignerPipeline(model=model, processor=processor, task="text-generation", device="cpu")
     record = ask({"question": question, "documents": found.documents}, return_slots=True, max_new_tokens=5)[0]
@@ -52,12 +42,12 @@ def test_from_a_folder_to_an_answer_with_its_sources(capsys, letters, checkpoint
     assert cli.compression_summary(record["statistics"]) in err
     assert "First token after" in err and all(part in err for part in ("retrieval ", "slots ", "model "))
 
-    code, _, _ = run(capsys, "corpus", "remove", letters / "new.txt", "--corpus", folder)
-    code, out, _ = run(capsys, "corpus", "info", "--corpus", folder)
+    code, _, _ = run_cli("corpus", "remove", letters / "new.txt", "--corpus", folder)
+    code, out, _ = run_cli("corpus", "info", "--corpus", folder)
     assert code == 0 and {"documents: 2", "passage_words: 16", "tokens_per_slot: segment"} <= {*out.splitlines()}
 
 
-def test_mistakes_end_in_one_clear_line(capsys, letters, corpus, checkpoint_dir, tmp_path):
+def test_mistakes_end_in_one_clear_line(run_cli, letters, corpus, checkpoint_dir, tmp_path):
     (letters / "binary.txt").write_bytes(b"\xff")
     aligner = ("--checkpoint", checkpoint_dir)
     for arguments, message in (
@@ -69,7 +59,7 @@ def test_mistakes_end_in_one_clear_line(capsys, letters, corpus, checkpoint_dir,
         (("ask", " ", "--corpus", corpus.path, *aligner), "expected at least 1, and a text"),
         (("ask", "Who?", "--corpus", corpus.path, "--reranker", "", *aligner), "The re-ranker is ''; expected"),
     ):
-        code, out, err = run(capsys, *arguments)
+        code, out, err = run_cli(*arguments)
         assert code == 1 and out == ""
         assert err.splitlines()[-1].startswith("Error: ") and message in err.splitlines()[-1]
 

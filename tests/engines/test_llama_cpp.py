@@ -11,7 +11,7 @@ from tiny_models import ENCODER_HIDDEN_SIZE, backbone_config, randomize, tiny_al
 from training_rows import question_rows, write_rows
 from transformers import AutoModelForCausalLM
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, cli
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.benchmarks import llama_cpp as benchmark
 from arcaligner.engines import gguf_files, llama_cpp
 from arcaligner.engines.reference import main as write_vectors
@@ -259,21 +259,16 @@ def test_what_llama_cpp_warns_of_is_told_whole_and_nothing_else():
 
 
 @needs_llama_cpp
-def test_the_commands_export_and_answer(capsys, checkpoint, base_model, tmp_path):
-    def run(*arguments):
-        with pytest.raises(SystemExit) as end:
-            cli.main([str(argument) for argument in arguments])
-        return end.value.code, *capsys.readouterr()
-
+def test_the_commands_export_and_answer(run_cli, checkpoint, base_model, tmp_path):
     (tmp_path / "letter.txt").write_text(DOCUMENTS[1], encoding="utf-8")
-    assert run("export-gguf", checkpoint, "--output", tmp_path / "exported")[0] == 0
+    assert run_cli("export-gguf", checkpoint, "--output", tmp_path / "exported")[0] == 0
     options = ("answer", "--question", QUESTION, "--document", tmp_path / "letter.txt")
     options += ("--checkpoint", tmp_path / "exported", "--max-new-tokens", 5, "--gate-mode", "always")
-    code, out, _ = run(*options, "--engine", "llama.cpp", "--base-model", base_model)
-    assert (code, out) == run(*options)[:2]
-    code, _, err = run(*options, "--base-model", base_model)
+    code, out, _ = run_cli(*options, "--engine", "llama.cpp", "--base-model", base_model)
+    assert (code, out) == run_cli(*options)[:2]
+    code, _, err = run_cli(*options, "--base-model", base_model)
     assert code == 1 and "`--base-model` is for `--engine llama.cpp`" in err
-    code, _, err = run(*options, "--engine", "llama.cpp", "--show-slots")
+    code, _, err = run_cli(*options, "--engine", "llama.cpp", "--show-slots")
     assert code == 1 and "`--show-slots` needs the passes of each slot" in err
 
 
