@@ -85,7 +85,7 @@ def read_rows(path: str | Path) -> list[Row]:
 
 
 @dataclass
-class Corpus:
+class RowSource:
     """Rows of our schema, converted one by one as they are read; a sequence.
 
     Args:
@@ -115,7 +115,7 @@ class Corpus:
         return Hasher.hash((self.dataset._fingerprint, self.convert))
 
 
-def open_corpus(source: str, passage_words: int = 100, num_proc: int | None = None, data_dir: str = "") -> Corpus:
+def open_corpus(source: str, passage_words: int = 100, num_proc: int | None = None, data_dir: str = "") -> RowSource:
     """
     Reads a source, or finds it in the cache of 🤗 Datasets.
 
@@ -137,17 +137,17 @@ def open_corpus(source: str, passage_words: int = 100, num_proc: int | None = No
     columns = set(dataset.column_names)
     if "passages" in columns:
         dataset = dataset.select_columns([field for field in ROW_FIELDS if field in columns])
-        return Corpus(source, dataset, functools.partial(_own_row, where=source), "question" in columns)
+        return RowSource(source, dataset, functools.partial(_own_row, where=source), "question" in columns)
     if {"context", "supporting_facts"} <= columns:
         convert = functools.partial(hotpotqa_row, all_paragraphs=options["passages"] == "distractor")
-        return Corpus(source, dataset, convert, True)
+        return RowSource(source, dataset, convert, True)
     missing = [options[key] for key in ("text", "title") if options[key] and options[key] not in columns]
     if missing:
         raise ValueError(
             f"{source} has columns {sorted(columns)}, but no {missing}. Expected {ROW_FIELDS}; HotpotQA's; or a column "
             "of texts, named as in `?text=body`."
         )
-    return Corpus(source, _cut_texts(dataset, options, passage_words, num_proc), _passage_row, False)
+    return RowSource(source, _cut_texts(dataset, options, passage_words, num_proc), _passage_row, False)
 
 
 def check_files(sources: Iterable[str], data_dir: str) -> None:

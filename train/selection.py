@@ -23,7 +23,7 @@ from datasets.fingerprint import Hasher
 from .. import encoder_arcaligner, processing_arcaligner, segmentation_arcaligner
 from ..files import printable
 from . import corpora, data
-from .corpora import Corpus, Row, open_corpus
+from .corpora import Row, RowSource, open_corpus
 from .data import EXAMPLE_FEATURES, Example, ExampleBuilder
 from .recipe import RecipeArguments
 
@@ -40,41 +40,6 @@ _BLOCK_FEATURES = Features(EXAMPLE_FEATURES | {"problem": Value("string")})
 _MODULES = (corpora, data, encoder_arcaligner, processing_arcaligner, segmentation_arcaligner)
 _FILES = (__file__, *(module.__file__ for module in _MODULES))
 _CODE = Hasher.hash([ast.dump(ast.parse(Path(file).read_bytes())) for file in _FILES])
-
-
-def training_examples(
-    recipe: RecipeArguments, builder: ExampleBuilder, seed: int, num_proc: int | None = None
-) -> datasets.Dataset:
-    """The stage's examples, with reconstruction examples mixed in when the recipe says so, a row per [`Example`].
-
-    Args:
-        recipe ([`RecipeArguments`]): Sources and limits.
-        builder ([`ExampleBuilder`]): Makes examples of rows.
-        seed (`int`): Order of the rows.
-        num_proc (`int`, *optional*): Processes that segment and tokenize.
-
-    Raises:
-        `ValueError`: a weight that is not positive, a source without questions where they are needed, with `strict` a
-            row that lacks a part, no examples at all.
-    """
-    share, limit = recipe.reconstruction_share, recipe.max_train_samples
-    selector = ExampleSelector(recipe, builder, seed, num_proc)
-    examples = selector.select(recipe.train_files, None if limit is None else round(limit * (1 - share)))
-    if share:
-        stage_one = dataclasses.replace(recipe, stage="reconstruction", distractors=0.0, reconstruction_share=0.0)
-        selector = dataclasses.replace(selector, recipe=stage_one)
-        number = round(len(examples) * share / (1 - share))
-        examples = datasets.concatenate_datasets([examples, selector.select(recipe.reconstruction_files, number)])
-    return examples
-
-
-def eval_examples(
-    recipe: RecipeArguments, builder: ExampleBuilder, seed: int, num_proc: int | None = None
-) -> datasets.Dataset | None:
-    """The stage's held-out examples; none without `eval_files`."""
-    if not recipe.eval_files:
-        return None
-    return ExampleSelector(recipe, builder, seed, num_proc).select(recipe.eval_files, recipe.max_eval_samples)
 
 
 def missing_part(row: Row, needs_question: bool) -> str:
@@ -103,12 +68,12 @@ class Distractors:
     The draw depends on the seed and the row's id only, so a row has the same passages in each run and process.
 
     Args:
-        corpus ([`Corpus`]): Whose passages may be drawn.
+        corpus ([`RowSource`]): Whose passages may be drawn.
         share (`float`): Share of rows that get some.
         seed (`int`): Another one draws others.
     """
 
-    corpus: Corpus
+    corpus: RowSource
     share: float
     seed: int
 
@@ -149,6 +114,31 @@ class ExampleSelector:
     builder: ExampleBuilder
     seed: int = 0
     num_proc: int | None = None
+
+    def training_examples(self) -> datasets.Dataset:
+        """The stage's examples, a row per [`Example`], with reconstruction examples mixed in when the recipe says so.
+
+        Raises:
+            `ValueError`: a weight that is not positive, a source without questions where they are needed, with `strict`
+                a row that lacks a part, no examples at all.
+        """
+        share, limit = self.recipe.reconstruction_share, self.recipe.max_train_samples
+        examples = self.select(self.recipe.train_files, None if limit is None else round(limit * (1 - share)))
+        if share:
+            stage_one = dataclasses.replace(
+                self.recipe, stage="reconstruction", distractors=0.0, reconstruction_share=0.0
+            )
+            selector = dataclasses.replace(self, recipe=stage_one)
+            number = round(len(examples) * share / (1 - share))
+            others = selector.select(self.recipe.reconstruction_files, number)
+            examples = datasets.concatenate_datasets([examples, others])
+        return examples
+
+    def eval_examples(self) -> datasets.Dataset | None:
+        """The stage's held-out examples; none without `eval_files`."""
+        if not self.recipe.eval_files:
+            return None
+        return self.select(self.recipe.eval_files, self.recipe.max_eval_samples)
 
     def select(self, sources: dict[str, float], max_examples: int | None = None) -> datasets.Dataset:
         """A mixture of several sources.
@@ -207,7 +197,7 @@ class ExampleSelector:
         report.log(len(examples))
         return examples
 
-    def _order(self, corpus: Corpus) -> list[list[int]]:
+    def _order(self, corpus: RowSource) -> list[list[int]]:
         """Numbers of the rows in random order, grouped by the example that they become."""
         draw = random.Random(self.seed)
         size = self.recipe.max_questions if self.recipe.asks_questions else 1

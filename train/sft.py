@@ -28,7 +28,7 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from .data import ContextCollator, ExampleBuilder, word_rarity
 from .recipe import RecipeArguments, check_start, parse_recipe
 from .run import claim_folder, last_checkpoint, mean_of_checkpoints, run_script, save_stage
-from .selection import eval_examples, training_examples
+from .selection import ExampleSelector
 from .trainer import AlignerTrainer, AlignerTrainingConfig
 
 logger = logging.getLogger(__name__)
@@ -161,9 +161,8 @@ def make_examples(
         processor, recipe.max_segments, recipe.continues, recipe.tokens_per_slot, recipe.token_limit()
     )
     with args.main_process_first(desc="making the training examples"):
-        return tuple(
-            make(recipe, builder, args.seed, args.dataset_num_proc) for make in (training_examples, eval_examples)
-        )
+        selector = ExampleSelector(recipe, builder, args.seed, args.dataset_num_proc)
+        return selector.training_examples(), selector.eval_examples()
 
 
 def speed_up_encoder(encoder: SentenceTransformer, recipe: RecipeArguments) -> None:

@@ -25,7 +25,7 @@ from arcaligner.train.metrics import (
     token_f1,
     word_recall,
 )
-from arcaligner.train.selection import eval_examples
+from arcaligner.train.selection import ExampleSelector
 
 
 def logs(folder: Path) -> list[dict]:
@@ -87,7 +87,7 @@ def test_perplexity_and_gap_are_those_of_all_targets_whatever_the_batches(tmp_pa
     recipe, args, _ = sft.parse(arguments)
     model = ArcAlignerForCausalLM.from_pretrained(tmp_path / "7").eval()
     processor = ArcAlignerProcessor.from_pretrained(tmp_path / "7")
-    rows = list(eval_examples(recipe, ExampleBuilder(processor), args.seed))
+    rows = list(ExampleSelector(recipe, ExampleBuilder(processor), args.seed).eval_examples())
     collator = ContextCollator(processor.context_token_id, 0)
     nll = []
     for collate in (collator, SwappedSlots(collator)):

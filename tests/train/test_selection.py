@@ -14,7 +14,7 @@ from arcaligner.train import selection
 from arcaligner.train.corpora import open_corpus, read_rows
 from arcaligner.train.data import Example, ExampleBuilder, Turn
 from arcaligner.train.recipe import RecipeArguments
-from arcaligner.train.selection import Distractors, contains_answer, eval_examples, training_examples
+from arcaligner.train.selection import Distractors, ExampleSelector, contains_answer
 
 CITIES = ("Rome", "Oslo", "Lima", "Bonn", "Cairo", "Quito", "Dakar", "Hanoi")
 
@@ -42,7 +42,8 @@ def select(tmp_path):
         keys = {"stage": "grounding", "model_name_or_path": "base", "data_dir": ""}
         keys |= {"train_files": dict.fromkeys([sources], 1.0) if isinstance(sources, str) else sources}
         keys |= {"examples_cache_dir": str(tmp_path / "examples"), "max_train_samples": limit}
-        return training_examples(RecipeArguments(**keys | changes), builder or OneExample(), seed, num_proc)
+        recipe = RecipeArguments(**keys | changes)
+        return ExampleSelector(recipe, builder or OneExample(), seed, num_proc).training_examples()
 
     return select
 
@@ -102,8 +103,8 @@ def test_held_out_examples_are_those_of_the_stage(tmp_path, processor):
     passages = write_rows(tmp_path / "passages.jsonl", passage_rows(3))
     keys = {"stage": "reconstruction", "model_name_or_path": "base", "train_files": {passages: 1.0}, "data_dir": ""}
     recipe = RecipeArguments(**keys, eval_files={passages: 1.0}, max_eval_samples=4, examples_cache_dir=str(tmp_path))
-    assert len(eval_examples(recipe, ExampleBuilder(processor), seed=0)) == 4
-    assert eval_examples(replace(recipe, eval_files={}), ExampleBuilder(processor), seed=0) is None
+    assert len(ExampleSelector(recipe, ExampleBuilder(processor)).eval_examples()) == 4
+    assert ExampleSelector(replace(recipe, eval_files={}), ExampleBuilder(processor)).eval_examples() is None
 
 
 def test_long_examples_are_left_out_made_up_for_and_counted(select, tmp_path, caplog):
