@@ -79,26 +79,6 @@ def test_logits_processors_work_on_prompts_of_slots(model, processor):
         assert torch.equal(found, model.generate(**batch, **SIX_TOKENS, **processor, use_cache=False))
 
 
-def test_generation_continues_from_its_own_cache(model):
-    """The whole prompt and its embeddings are given again, as transformers' own tests do."""
-    batch = prompts(model, [3, 6, 0])
-    settings = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    whole = model.generate(**batch, **SIX_TOKENS, **settings)
-    first = model.generate(**batch, max_new_tokens=3, min_new_tokens=3, **settings)
-    mask = torch.cat([batch["attention_mask"], torch.ones(3, 3, dtype=torch.long)], 1)
-    second = model.generate(
-        input_ids=first.sequences,
-        attention_mask=mask,
-        context_embeds=batch["context_embeds"],
-        past_key_values=first.past_key_values,
-        max_new_tokens=3,
-        min_new_tokens=3,
-        **settings,
-    )
-    assert torch.equal(second.sequences, whole.sequences)
-    torch.testing.assert_close(torch.stack(second.logits), torch.stack(whole.logits[3:]), rtol=1e-4, atol=1e-4)
-
-
 def test_text_embeddings_generate_as_their_tokens_do(model):
     ids = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
     embeds = model.get_input_embeddings()(ids)

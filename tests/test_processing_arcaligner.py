@@ -351,12 +351,3 @@ def test_embeddings_made_before_are_dropped_but_not_merged(processor):
         assert torch.equal(inputs["context_embeds"][0], embeds[:2])
     with pytest.raises(ValueError, match='`slot_policy` is "merge", but `context_embeds` made before'):
         processor(text=QUESTION, context_embeds=embeds, max_slots=2, slot_policy="merge")
-
-
-@pytest.mark.parametrize(
-    "policy, message",
-    [({"max_slots": 0}, "`max_slots` is 0; expected"), ({"max_slots": 2, "slot_policy": "cut"}, "is 'cut'; expected")],
-)
-def test_impossible_budgets_of_slots_are_refused(processor, policy, message):
-    with pytest.raises(ValueError, match=message):
-        processor(text=QUESTION, documents=DOCUMENTS, **policy)

@@ -119,19 +119,6 @@ def test_every_save_holds_the_same_weights_code_and_settings(fresh_process):
             assert (folder / name).read_text() == (first / name).read_text(), name
 
 
-def test_config_names_every_class_that_loads_it(checkpoint_dir):
-    config = json.loads((checkpoint_dir / "config.json").read_text())
-    homes = {
-        "AutoConfig": "configuration_arcaligner.ArcAlignerConfig",
-        "AutoModel": "modeling_arcaligner.ArcAlignerForCausalLM",
-        "AutoModelForCausalLM": "modeling_arcaligner.ArcAlignerForCausalLM",
-        "AutoProcessor": "processing_arcaligner.ArcAlignerProcessor",
-    }
-    assert config["auto_map"] == homes
-    task = config["custom_pipelines"]["text-generation"]
-    assert task["impl"] == "pipeline_arcaligner.ArcAlignerPipeline"
-
-
 def test_checkpoint_holds_all_code_and_only_the_aligners_weights(checkpoint_dir):
     assert set(CODE_FILES) <= {path.name for path in checkpoint_dir.iterdir()}
     keys = aligner_tensors(checkpoint_dir).keys()

@@ -3,7 +3,6 @@
 import copy
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import ENCODER_WIDTH, chat_inputs, random_aligner
@@ -82,16 +81,6 @@ def test_words_of_the_slots_are_the_documents_tokens_with_the_title_first(words_
     found, expected = words[words >= 0].tolist(), [token for ids in expected for token in ids]
     found, expected = ([token for token in ids if tokenizer.decode([token]).strip()] for ids in (found, expected))
     assert found == expected
-
-
-def test_an_embedding_is_the_mean_of_its_runs_token_states(words_processor):
-    encoded = words_processor.encode_documents(["Radik is a ski jumper."], tokens_per_slot=4)
-    states, offsets = words_processor.encoder._token_states(["Radik is a ski jumper."])
-    middles = offsets[0].sum(axis=1) / 2
-    for segment, embedding in zip(encoded.segments, encoded.context_embeds, strict=True):
-        inside = (middles > segment.start) & (middles <= segment.end) & (offsets[0][:, 1] > offsets[0][:, 0])
-        mean = states[0, np.flatnonzero(inside)].mean(dim=0)
-        torch.testing.assert_close(embedding, torch.nn.functional.normalize(mean, dim=0), **EXACT)
 
 
 def test_one_slot_per_segment_is_the_papers_embedding(words_processor, processor):

@@ -94,38 +94,6 @@ def test_fresh_aligner_starts_from_the_base_model(tmp_path, backbone):
         assert not model(**collate(rows)).recursion_depth.clamp(min=0).any()
 
 
-def test_stage_three_starts_where_stage_two_ended(tmp_path):
-    """Fresh gates are closed, so switching them on changes no logit and no loss."""
-    save_base_model(tmp_path)
-    model = ArcAlignerForCausalLM.from_pretrained(tmp_path, **SETTINGS)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_B." in name:
-                parameter.normal_(generator=torch.Generator().manual_seed(0))
-    batch = collate(random_rows(model, SLOT_COUNTS))
-    outputs = {}
-    for stage in ("grounding", "gating"):
-        model.set_stage(stage)
-        for training in (True, False):
-            with torch.no_grad():
-                outputs[stage, training] = model.train(training)(**batch)
-    for training in (False, True):
-        grounding, gating = outputs["grounding", training], outputs["gating", training]
-        torch.testing.assert_close(gating.logits, grounding.logits, rtol=0, atol=2e-6 if training else 0)
-        assert not gating.recursion_depth.clamp(min=0).any()
-
-
-def test_closed_gates_still_learn(tmp_path):
-    """The straight-through estimator gives a closed gate the gradient of its candidate."""
-    save_base_model(tmp_path)
-    model = ArcAlignerForCausalLM.from_pretrained(tmp_path, **SETTINGS).train()
-    model.set_stage("gating")
-    model(**collate(random_rows(model, SLOT_COUNTS))).loss.backward()
-    for name, parameter in model.named_parameters():
-        if name.endswith("slot_gate.out.bias") and ".layers.2." not in name:
-            assert parameter.grad.abs().max() > 0, name
-
-
 # --- The loss -------------------------------------------------------------------------------------
 
 

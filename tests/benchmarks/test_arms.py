@@ -67,16 +67,6 @@ def test_cached_arms_read_what_their_counterparts_read(name, other, read, prompt
     )
 
 
-def test_gate_modes_are_told_apart(read, prompts):
-    depth = {name: read[name].recursion_depth for name in ("off", "adaptive", "always")}
-    is_slot = depth["always"] >= 0
-    assert set(depth["off"][is_slot].tolist()) == {0}
-    assert {0, 2} <= set(depth["adaptive"][is_slot].tolist())
-    assert set(depth["always"][:, :-1][is_slot[:, :-1]].tolist()) == {2}
-    states = [real_rows(read[name], prompts[1].whole) for name in ("off", "adaptive", "always")]
-    assert not torch.allclose(states[0], states[1]) and not torch.allclose(states[1], states[2])
-
-
 def test_a_budget_takes_steps_away_and_adds_none(read):
     budgeted, adaptive = (read[name].recursion_depth for name in ("budgeted", "adaptive"))
     assert (budgeted <= adaptive).all() and 0 < budgeted.clamp(min=0).sum() < adaptive.clamp(min=0).sum()

@@ -6,14 +6,13 @@ import weakref
 
 import pytest
 import torch
-from conftest import greedy_answer
+from conftest import greedy_answer, random_aligner
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import randomize
 from training_rows import question_rows
 from transformers import AutoModelForCausalLM
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
+from arcaligner import ArcAlignerProcessor
 from arcaligner.evaluation.answering import (
     SlotAnswerer,
     TextAnswerer,
@@ -161,14 +160,7 @@ def test_other_errors_and_a_lack_of_memory_for_one_item_are_raised(error, most):
 
 
 def test_slots_with_words_are_read_with_them(base_model_dir, processor):
-    model = ArcAlignerForCausalLM.from_pretrained(
-        str(base_model_dir),
-        encoder_hidden_size=processor.encoder_hidden_size,
-        context_token_id=processor.context_token_id,
-        lora_r=2,
-        word_parts=2,
-    ).eval()
-    randomize(model, seed=3)
+    model = random_aligner(base_model_dir, processor, seed=3, word_parts=2).eval()
     processor = copy.copy(processor)
     processor.context_words = True
     answers = SlotAnswerer(model, processor, slots={"tokens_per_slot": 4}).answer(ROWS)

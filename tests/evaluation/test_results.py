@@ -39,6 +39,13 @@ def answer(number: int, f1: float, em: float = 0.0, context: int = 2) -> dict:
     }
 
 
+def write(run, method: str, f1s: list[float], task: str = "hotpotqa", **tokens) -> None:
+    """Writes answers of a method with these scores."""
+    file = AnswerFile(run, task, method)
+    file.open({"machine": "here"}, [{"id": "new"}])
+    file.append(answer(number, f1, **tokens) for number, f1 in enumerate(f1s))
+
+
 def judge_all(run, method: str, verdicts: dict[str, str]) -> None:
     """Writes what a judge said of a method's answers."""
     file = AnswerFile(run, "hotpotqa", method)
@@ -53,16 +60,9 @@ def judge_all(run, method: str, verdicts: dict[str, str]) -> None:
 @pytest.fixture
 def run(tmp_path):
     """ArcAligner and Naive on four questions of HotpotQA, StandardRAG on three of them."""
-    scores = {
-        "arcaligner": [1.0, 0.5, 0.0, 0.5],
-        "naive": [0.0, 0.5, 0.0, 0.0],
-        "standard_rag": [1.0, 1.0, 0.5],
-    }
-    contexts = {"arcaligner": 2, "naive": 0, "standard_rag": 60}
-    for method, f1s in scores.items():
-        file = AnswerFile(tmp_path, "hotpotqa", method)
-        file.open({"machine": "here"}, [{"id": "new"}])
-        file.append(answer(number, f1, context=contexts[method]) for number, f1 in enumerate(f1s))
+    write(tmp_path, "arcaligner", [1.0, 0.5, 0.0, 0.5], context=2)
+    write(tmp_path, "naive", [0.0, 0.5, 0.0, 0.0], context=0)
+    write(tmp_path, "standard_rag", [1.0, 1.0, 0.5], context=60)
     return tmp_path
 
 
@@ -113,9 +113,7 @@ def test_a_folder_without_answers_is_refused(tmp_path):
 
 
 def test_a_page_has_no_heading_without_anything_below(tmp_path):
-    file = AnswerFile(tmp_path, "adversarialqa", "naive")
-    file.open({"machine": "here"}, [{"id": "0"}])
-    file.append([answer(0, 0.5)])
+    write(tmp_path, "naive", [0.5], task="adversarialqa")
     page = results_page(summarize(tmp_path))
     headings = [line for line in page.splitlines() if line.startswith("## ")]
     assert headings == ["## Costs"] and "\n\n\n" not in page
@@ -161,9 +159,7 @@ def test_the_papers_numbers_stand_below(run):
 
 
 def test_retention_is_the_share_kept_of_what_the_text_adds(run):
-    file = AnswerFile(run, "hotpotqa", "full_text_lora")
-    file.open({"machine": "here"}, [{"id": "new"}])
-    file.append(answer(number, f1, context=60) for number, f1 in enumerate([1.0, 1.0, 0.5]))  # three of the four
+    write(run, "full_text_lora", [1.0, 1.0, 0.5], context=60)  # three of the four
     numbers = summarize(run)["sets"]["HotpotQA"]["methods"]
     # Naive has 0, 0.5, 0 and the fine-tuned text 1, 1, 0.5: 2 could be gained, ArcAligner gains 1.
     mean, low, high = numbers["ArcAligner"]["retention"]
@@ -175,17 +171,13 @@ def test_retention_is_the_share_kept_of_what_the_text_adds(run):
 
 def test_retention_needs_both_of_its_ends_and_something_to_gain(run):
     assert "retention" not in summarize(run)["sets"]["HotpotQA"]["methods"]["ArcAligner"]
-    file = AnswerFile(run, "hotpotqa", "full_text_lora")
-    file.open({"machine": "here"}, [{"id": "new"}])
-    file.append(answer(number, 0.0) for number in range(4))
+    write(run, "full_text_lora", [0.0] * 4)
     assert "retention" not in summarize(run)["sets"]["HotpotQA"]["methods"]["ArcAligner"]
 
 
 def test_rates_of_a_method_have_rows_of_their_own_behind_it(run):
     for rate, f1 in (("segment", 0.2), ("16", 0.4), ("4", 0.6)):
-        file = AnswerFile(run, "hotpotqa", f"arcaligner_x{rate}")
-        file.open({"machine": "here"}, [{"id": "new"}])
-        file.append(answer(number, f1) for number in range(4))
+        write(run, f"arcaligner_x{rate}", [f1] * 4)
     sets = summarize(run)["sets"]
     rates = [f"ArcAligner, {rate}" for rate in ("4 tokens per slot", "16 tokens per slot", "one slot per segment")]
     assert method_titles(sets) == ["Naive", "StandardRAG", "ArcAligner", *rates]

@@ -25,12 +25,6 @@ def test_accelerate_reads_the_configuration_and_the_command_line_over_it(name):
     assert args.mixed_precision == "no"  # the recipe's `bf16` decides
 
 
-def test_fsdp_is_version_2_and_leaves_what_breaks_an_aligner_off():
-    args = read("fsdp2")
-    assert (int(args.fsdp_version), args.fsdp_state_dict_type) == (2, "FULL_STATE_DICT")
-    assert not args.fsdp_cpu_ram_efficient_loading and not args.fsdp_activation_checkpointing
-
-
 def test_zero_is_stage_3_and_saves_whole_weights():
     args = read("zero3")
     assert (int(args.zero_stage), args.zero3_init_flag, args.zero3_save_16bit_model) == (3, True, True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from training_recipes import RecipeWriter, parameters, run, run_until
+from training_recipes import RecipeWriter, run_until
 
 from arcaligner.train import sft, stages
 from arcaligner.train.run import run_settings
@@ -114,19 +114,6 @@ def test_other_settings_are_refused_before_anything_runs(recipe, calls):
     with pytest.raises(ValueError, match="`model_name_or_path` was 'mine/1_reconstruction' and is now 'user/aligner'"):
         run_stages(read_stages(recipe, "mine", ["--model_name_or_path", "user/aligner"], only=2))
     assert len(calls) == 6
-
-
-def test_comments_and_moved_folders_are_no_other_settings(recipe, calls):
-    run_stages(read_stages(recipe, only=1))
-    path = recipe / "1_reconstruction.yaml"
-    path.write_text("# why\n" + path.read_text().replace("output_dir: runs", "output_dir: elsewhere"))
-    Path("runs").rename("elsewhere")
-    run_stages(read_stages(recipe, only=1))
-    assert len(calls) == 1
-    run_stages(read_stages(recipe, "mine"))
-    Path("mine").rename("yours")
-    run_stages(read_stages(recipe, "yours"))
-    assert len(calls) == 4
 
 
 def test_a_finished_stage_whose_start_is_gone_is_refused(recipe, calls):
@@ -234,27 +221,14 @@ def test_a_stage_ends_with_the_command_that_runs_it(tmp_path, interruptible, num
 @pytest.mark.slow
 def test_a_command_goes_on_where_another_broke_off(tmp_path, base_model_dir, encoder_dir, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write = RecipeWriter(tmp_path, base_model_dir, encoder_dir)
+    config = RecipeWriter(tmp_path, base_model_dir, encoder_dir)("reconstruction", Path("runs", NAMES[0]))[1]
     Path("recipe").mkdir()
-    before = None
-    for name in NAMES[:2]:
-        config = write(name.split("_")[1], Path("runs", name), before)[1]
-        shutil.move(config, f"recipe/{name}.yaml")
-        before = Path("runs", name)
-    first, second = read_stages(find_recipe("recipe"))
-    run(first.arguments)  # finished
-    run_until(3, second.arguments)
-    assert not second.is_finished
-
+    shutil.move(config, f"recipe/{NAMES[0]}.yaml")
+    (stage,) = read_stages(find_recipe("recipe"))
+    run_until(3, stage.arguments)
+    assert not stage.is_finished
     command = [sys.executable, "-m", "arcaligner", "train", "--recipe", "recipe"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for said in (
-        "1_reconstruction is finished: runs/1_reconstruction",
-        "2_grounding -> runs/2_grounding",
-        "resuming from runs/2_grounding/checkpoint-2",
-    ):
-        assert said in done.stderr
-    run([*second.arguments, "--output_dir", "whole"])
-    whole, resumed = parameters(Path("whole")), parameters(Path("runs/2_grounding"))
-    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
+    assert f"resuming from runs/{NAMES[0]}/checkpoint-2" in done.stderr
+    assert stage.is_finished
