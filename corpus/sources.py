@@ -24,8 +24,9 @@ from ..train.corpora import parse_source
 TEXTS = (".txt", ".md", ".markdown")
 JSON_LINES = (".jsonl", ".jsonl.gz")
 FILES = (*TEXTS, *JSON_LINES, ".parquet")
+_NO_SOURCE = re.compile(r"^\.|\.lance$")  # what is hidden, and the table of a corpus that stands beside its texts
 _HEADING = re.compile(r"\s*^# +(.+)$", re.MULTILINE)  # at the top: further down it may be a line of code
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # A word, or a part of one: text without spaces is cut as well.
 _WORD = re.compile(r"\S{1,16}")
 
@@ -70,14 +71,14 @@ def _read_source(source: str, skip: Callable[..., None]) -> Iterator[Document]:
     local = Path(path)
     if local.is_dir():
         files = sorted(each for each in local.rglob("*") if each.is_file())
-        visible = [each for each in files if not any(p.startswith(".") for p in each.relative_to(local).parts)]
-        if not visible:
+        files = [each for each in files if not any(map(_NO_SOURCE.search, each.relative_to(local).parts))]
+        if not files:
             skip(f"{path} is an empty folder")
-        for file in visible:
+        for file in files:
             yield from _read_file(file, options, skip)
     elif local.exists():
         yield from _read_file(local, options, skip)
-    elif path.endswith(FILES) or not _HUB_ID.fullmatch(path):
+    elif path.endswith(FILES) or local.parent.is_dir() or not _HUB_ID.fullmatch(path):
         raise FileNotFoundError(
             f"There is no file or folder {path}. Expected one, or a data set of the Hub, user/name."
         )

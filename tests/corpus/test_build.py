@@ -163,6 +163,13 @@ def test_parts_of_a_data_set_are_read_once_and_have_their_own_ids(tmp_path, proc
     assert build_corpus(sources[:1], corpus, processor, prune=True).removed == 2
 
 
+def test_a_corpus_beside_its_texts_is_none_of_them(letters, processor):
+    corpus = Corpus.create(letters / "corpus", processor)
+    for added in (2, 0):
+        report = build_corpus([str(letters)], corpus, processor, strict=True)
+        assert (report.added, report.unchanged) == (added, 2 - added)
+
+
 def test_ids_are_data_whatever_they_hold(tmp_path, processor):
     ids = ["o'neil", "'); --", "%", "a\nb", "\u00e9\u202e", '"', "\\", "x#0", "x"]
     source = tmp_path / "rows.jsonl"
@@ -193,7 +200,7 @@ def test_each_kind_of_source_gives_its_documents(tmp_path):
     assert documents[2] == documents[4]
 
 
-def test_what_cannot_be_read_is_named_and_skipped_or_stops_a_strict_build(tmp_path, processor):
+def test_what_cannot_be_read_is_named_and_skipped_or_stops_a_strict_build(tmp_path, processor, monkeypatch):
     folder = tmp_path / "texts"
     (folder / ".git").mkdir(parents=True)
     (folder / ".git" / "hidden.txt").write_text("Hidden.")
@@ -227,7 +234,8 @@ def test_what_cannot_be_read_is_named_and_skipped_or_stops_a_strict_build(tmp_pa
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="There is no document in .*empty is an empty folder"):
         build_corpus([str(tmp_path / "empty")], corpus, processor)
-    for missing in (tmp_path / "none.txt", tmp_path / "none"):
+    monkeypatch.chdir(tmp_path)
+    for missing in (tmp_path / "none.txt", tmp_path / "none", "none", "texts/none"):
         with pytest.raises(FileNotFoundError, match="There is no file or folder"):
             build_corpus([str(missing)], corpus, processor)
     with pytest.raises(ValueError, match="A source is ' '; expected"):  # not this folder
