@@ -30,12 +30,8 @@ load_pipeline = functools.cache(cli.load_pipeline)
 
 
 @pytest.fixture(autouse=True)
-def loaded_once(monkeypatch):
+def wide_terminal_and_models_loaded_once(monkeypatch):
     monkeypatch.setattr(cli, "load_pipeline", load_pipeline)
-
-
-@pytest.fixture(autouse=True)
-def wide_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     for console in (cli.output, cli.messages):  # made when the module was imported
         monkeypatch.setattr(console, "width", 160)

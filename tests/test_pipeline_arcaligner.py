@@ -169,13 +169,11 @@ def test_backbone_without_chat_template_gets_the_plain_prompt(ask, model, proces
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
-        ({"question": " ", "documents": DOCUMENTS}, {}, "question is empty"),
         ({"question": 3, "documents": DOCUMENTS}, {}, "`question` of type int"),
         ({"query": "Who?"}, {}, "`query` of type str"),
         ({"question": QUESTION, "passages": DOCUMENTS}, {}, "no `documents` but `passages`"),
         ({"messages": CHAT, "context": "It was Ada.", "id": 1}, {}, "no `documents` but `context`, `id`"),
         (7, {}, "got int"),
-        ({"question": QUESTION, "documents": ["fine", 7]}, {}, "Document 1 is of type int"),
         (CHAT, {"documents": [DOCUMENTS]}, "Document 0 is of type list"),
         ([{"role": "system", "content": "x"}], {"documents": DOCUMENTS}, "no user message"),
         (ROWS[0], {"handle_long_generation": "hole"}, "where the slots stand"),

@@ -381,14 +381,12 @@ def test_a_copy_of_a_store_starts_empty_and_answers_the_same(model, processor):
         ({}, "Got no `documents` and `context_embeds`; expected one of the two"),
         ({"documents": [ADA], "context_embeds": [embeddings(1)]}, "Got both `documents` and `context_embeds`"),
         ({"documents": [ADA, ADA]}, "Got 1 questions but 2 entries of `documents`"),
-        ({"documents": [[3]]}, "Document 0 is of type int"),
         ({"context_embeds": [torch.zeros(2, 5)]}, "expected \\(num_slots, 12\\)"),
         ({"questions": [], "documents": []}, "There is no question"),
         ({"questions": [" "], "context_embeds": [embeddings(1)]}, "The question is empty"),
         ({"documents": [ADA], "gate_mode": "sometimes"}, "`gate_mode`"),
         ({"documents": [ADA], "refinement_budget": -1.0}, "`refinement_budget` is -1.0"),
         ({"documents": [ADA], "max_slots": 0}, "`max_slots` is 0"),
-        ({"documents": [ADA], "slot_policy": "squeeze"}, "`slot_policy` is 'squeeze'"),
     ],
 )
 def test_what_cannot_be_prepared_is_refused(model, processor, call, message):

@@ -191,7 +191,6 @@ def test_truncation_cuts_text_behind_the_slots_only(processor):
 @pytest.mark.parametrize(
     "call, message",
     [
-        ({"text": "", "documents": ["One."]}, "The question is empty"),
         ({"text": " \n", "documents": ["One."]}, "The question is empty"),
         ({"text": 3, "documents": ["One."]}, "`text` is 3; expected a question"),
         ({"text": ["a", None], "documents": [[], []]}, "A question is of type NoneType"),
@@ -205,11 +204,9 @@ def test_truncation_cuts_text_behind_the_slots_only(processor):
             {"text": "a", "documents": ["One. Two."], "context_embeds": np.zeros((3, ENCODER_WIDTH))},
             "2 segments but 3 precomputed",
         ),
-        ({"text": None, "documents": ["One."]}, "`text` is None; expected a question"),
         ({"text": ["a"], "context_embeds": torch.tensor(0.0)}, "Got 1 questions but 0 entries of `context_embeds`"),
         ({"text": "a", "documents": np.array(5)}, r"`documents` of row 0 is array\(5\); expected a list of strings"),
         ({"text": "a", "documents": UserDict(text="One.")}, r"`documents` of row 0 is .*; expected a list of strings"),
-        ({"text": "a", "documents": {"One.", "Two."}}, r"`documents` of row 0 is .*; expected a list of strings"),
         ({"text": "a", "documents": ["One."], "max_prompt_length": "9"}, "`max_prompt_length` is '9'; expected a num"),
     ],
 )
