@@ -19,7 +19,7 @@ from sentence_transformers import CrossEncoder
 from torch.nn.utils.rnn import pad_sequence
 
 from ..configuration_arcaligner import missing_model_message, resolve_encoder
-from ..segmentation_arcaligner import Segment
+from ..segmentation_arcaligner import Segment, check_text
 from .table import Corpus
 
 # Passages that a re-ranker reads for each one that is kept.
@@ -96,6 +96,7 @@ class Retriever:
         """
         if not (isinstance(top_k, int) and top_k >= 1 and isinstance(question, str) and question.strip()):
             raise ValueError(f"Got `top_k` {top_k} and the question {question!r}; expected at least 1, and a text.")
+        check_text(question, "The question")
         began = time.perf_counter()
         vector = self.processor.encoder.untrained.encode([question])[0].numpy()
         limit = top_k if self.reranker is None else top_k * CANDIDATES

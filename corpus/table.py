@@ -223,9 +223,16 @@ class Corpus:
             self.table.optimize(cleanup_older_than=timedelta(0))
 
     def info(self) -> dict[str, Any]:
-        """Numbers of documents, passages and slots, and bytes on disk."""
-        batches = self.table.search().select(["segments"]).to_batches()
-        num_slots = sum(len(batch["segments"].flatten()) for batch in batches)
+        """Numbers of documents, passages and slots, and bytes on disk.
+
+        Raises:
+            `OSError`: a corpus that cannot be read.
+        """
+        try:
+            batches = self.table.search().select(["segments"]).to_batches()
+            num_slots = sum(len(batch["segments"].flatten()) for batch in batches)
+        except RuntimeError as error:  # of Lance
+            raise OSError(f"The corpus {self.path} cannot be read: {error}. Build it anew.") from error
         num_bytes = sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
         slot_bytes = 2 * self.settings["encoder_hidden_size"]
         passages = max(1, len(self))

@@ -306,6 +306,13 @@ def test_a_disk_that_fills_up_ends_in_a_clear_error(corpus, letters, processor, 
     assert rows_of(Corpus(corpus.path)).equals(before)
 
 
+def test_a_broken_file_ends_in_a_clear_error(corpus):
+    for file in (corpus.path / "passages.lance" / "data").iterdir():
+        file.write_bytes(b"broken")
+    with pytest.raises(OSError, match="cannot be read: .*Build it anew"):
+        Corpus(corpus.path).info()
+
+
 def test_a_document_changes_its_digest_with_its_text_and_title():
     digests = {Document("a", title, text).digest for title, text in (("", "b"), ("b", ""), ("", "c"))}
     assert len(digests) == 3

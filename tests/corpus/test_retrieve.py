@@ -84,6 +84,8 @@ def test_mistakes_are_clear(corpus, processor, tmp_path):
     for question, top_k in (("", 1), (None, 1), ("Who?", 0), ("Who?", "2")):
         with pytest.raises(ValueError, match="expected at least 1, and a text"):
             retriever(question, top_k)
+    with pytest.raises(ValueError, match="The question is no text at character 4"):
+        retriever("Who \udcff?")
     with pytest.raises(ValueError, match="is empty. Add documents"):
         Retriever(Corpus.create(tmp_path / "empty", processor), processor)
     shutil.rmtree(corpus.path)
