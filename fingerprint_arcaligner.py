@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from .configuration_arcaligner import REFINEMENT_SETTINGS, check_gates
 from .refinement_arcaligner import normalize_budget
 
-SLOT_SETTINGS = ("max_slots", "slot_policy", "tokens_per_slot")
 # How slots may be chosen and refined for one call, other than as processor and model are configured.
 PREFIX_SETTINGS = {
     "max_slots": int,

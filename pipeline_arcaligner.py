@@ -20,9 +20,10 @@ from transformers.utils.chat_template_utils import Chat
 from .configuration_arcaligner import longest_prompt
 from .encoder_arcaligner import pad_words
 from .processing_arcaligner import check_conversation
+from .segmentation_arcaligner import SLOT_SETTINGS
 
 # Options of a call that go to the processor.
-_SLOT_OPTIONS = ("max_slots", "slot_policy", "tokens_per_slot", "sanitize_control_tokens")
+_SLOT_OPTIONS = (*SLOT_SETTINGS, "sanitize_control_tokens")
 
 
 def format_trajectory(depth: int) -> str:

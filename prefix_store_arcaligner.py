@@ -37,7 +37,6 @@ from .configuration_arcaligner import REFINEMENT_SETTINGS, check_length, longest
 from .encoder_arcaligner import GivenSlots, pad_words
 from .fingerprint_arcaligner import (
     PREFIX_SETTINGS,
-    SLOT_SETTINGS,
     WatchedWeights,
     canonical_settings,
     slot_prefix_fingerprint,
@@ -45,6 +44,7 @@ from .fingerprint_arcaligner import (
     tensors_digest,
 )
 from .processing_arcaligner import read_passages
+from .segmentation_arcaligner import SLOT_SETTINGS
 
 FORMAT = "arcaligner-slot-prefix-2"
 

@@ -30,7 +30,7 @@ from .configuration_arcaligner import (
     written_whole,
 )
 from .encoder_arcaligner import ENCODER_FOLDER, DocumentEncoder, GivenSlots, SentenceEncoder, pad_words
-from .segmentation_arcaligner import check_sentences_per_segment, check_text, check_tokens_per_slot
+from .segmentation_arcaligner import SLOT_SETTINGS, check_sentences_per_segment, check_text, check_tokens_per_slot
 
 # Files of a processor's folder, and a key that each of them has.
 _FILES = {
@@ -41,7 +41,7 @@ _FILES = {
 
 
 # Arguments of `__call__` that are not the chat template's.
-_SLOT_ARGUMENTS = "context_word_ids return_segments max_slots slot_policy tokens_per_slot max_prompt_length".split()
+_SLOT_ARGUMENTS = (*SLOT_SETTINGS, "context_word_ids", "return_segments", "max_prompt_length")
 
 BACKGROUND_LINE = "Refer to the background document: "
 QUESTION_LINE = "\nQuestion: "
@@ -67,6 +67,9 @@ def check_conversation(given: Any) -> None:
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise ValueError(f'A message is {message!r}; expected {{"role": str, "content": str}}.')
+
+
+# What is given, checked and converted
 
 
 def embeds_tensor(values, name: str) -> torch.FloatTensor:
@@ -138,6 +141,9 @@ def check_question(question) -> None:
     check_text(question, "The question")
     if not question.strip():
         raise ValueError("The question is empty; expected a text. Passages alone ask nothing.")
+
+
+# The processor
 
 
 class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
@@ -392,7 +398,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         """Batch of prompts, each cut in two where its slots belong."""
         add_special_tokens = kwargs.pop("add_special_tokens", False)
         slots = {name: kwargs.pop(name, None) for name in _SLOT_ARGUMENTS}
-        settings = {name: slots[name] for name in ("max_slots", "slot_policy", "tokens_per_slot")}
+        settings = {name: slots[name] for name in SLOT_SETTINGS}
         passages, given = read_passages(documents, context_embeds, slots["context_word_ids"], is_single, len(prompts))
         texts = [
             (self.tokenize_prompt(before, add_special_tokens), self.tokenize_prompt(after)) for before, after in prompts

@@ -14,6 +14,8 @@ from dataclasses import astuple, dataclass
 from numbers import Integral
 from typing import NamedTuple
 
+# How slots are chosen: keyword arguments of processor and pipeline.
+SLOT_SETTINGS = ("max_slots", "slot_policy", "tokens_per_slot")
 # spaCy refuses longer texts by default; its rule-based sentence splitter needs little memory for each character.
 _MAX_SPACY_CHARACTERS = 100_000_000
 
@@ -99,6 +101,7 @@ def check_text(text: str, what: str) -> None:
 
 
 def title_of(document) -> str | None:
+    """The title of a document, if it has one; raises `ValueError` unless it is a text."""
     title = document.get("title") if isinstance(document, dict) else None
     if title is not None and not isinstance(title, str):
         raise ValueError(f"A title is of type {type(title).__name__}; expected a string or none.")
@@ -107,6 +110,7 @@ def title_of(document) -> str | None:
 
 
 def text_of(document, number: int) -> str:
+    """The text of document `number`; raises `ValueError` if it has none."""
     text = document.get("text") if isinstance(document, dict) else document
     if not isinstance(text, str):
         raise ValueError(
