@@ -17,7 +17,6 @@ EXACT = {"rtol": 1e-9, "atol": 1e-9}
 # The softmax of Gemma 2 is float32, where the masks of a float64 model are infinite and padding becomes NaN.
 FAMILIES = {
     "llama": (torch.float64, EXACT),
-    "qwen3": (torch.float64, EXACT),
     "gemma2": (torch.float32, {"rtol": 1e-4, "atol": 1e-4}),
 }
 GREEDY = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
@@ -68,24 +67,7 @@ def assert_same(output, expected, **tolerance):
         torch.testing.assert_close(layer.values, expected_layer.values, **tolerance)
 
 
-def in_new_thread(function):
-    """What `function` returns where nothing has run before: which rows are slots is kept by thread."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(torch.no_grad()(function)).result()
-
-
 # --- Decoding -------------------------------------------------------------------------------------
-
-
-def decode_compiled(model, batch, length):
-    """`generate` as it compiles decoding by itself on a GPU, and the number of graphs it traced."""
-    torch._dynamo.reset()
-    backend, graphs = graph_collector()
-    config = CompileConfig(backend=backend, mode="default", fullgraph=True)
-    config._compile_all_devices = True
-    settings = {**GREEDY, "max_new_tokens": length, "min_new_tokens": length}
-    output = model.generate(**batch, **settings, cache_implementation="static", compile_config=config)
-    return output, len(graphs)
 
 
 @pytest.mark.parametrize("backbone", list(FAMILIES))
@@ -97,22 +79,20 @@ def test_decoding_traces_whole_and_once_and_gives_the_logits_of_a_dynamic_cache(
     expected = model.generate(**batch, **settings)
     static = model.generate(**batch, **settings, cache_implementation="static")
     assert torch.equal(static.sequences, expected.sequences)
-    _, graphs_of_few = decode_compiled(model, batch, 4)
-    output, graphs = decode_compiled(model, batch, 10)
+    backend, graphs = graph_collector()
+    config = CompileConfig(backend=backend, mode="default", fullgraph=True)
+    config._compile_all_devices = True  # as `generate` does by itself on a GPU
+    output = model.generate(**batch, **settings, cache_implementation="static", compile_config=config)
     assert torch.equal(output.sequences, expected.sequences)
     torch.testing.assert_close(torch.stack(output.logits), torch.stack(expected.logits), **tolerance)
-    assert graphs == graphs_of_few
-    assert 1 <= graphs <= 2  # a sliding cache may take another one
+    assert 1 <= len(graphs) <= 2  # for all tokens; a sliding cache may take another one
 
 
 # --- Decoder layers with slots --------------------------------------------------------------------
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("backbone", "gate_mode"),
-    [("llama", "off"), ("llama", "always"), ("llama", "adaptive"), ("gemma2", "adaptive"), ("qwen3", "adaptive")],
-)
+@pytest.mark.parametrize(("backbone", "gate_mode"), [("llama", "off"), ("llama", "always"), ("gemma2", "adaptive")])
 def test_compiled_layers_refine_as_uncompiled_ones_do(backbone, gate_mode):
     dtype, tolerance = FAMILIES[backbone]
     model = tiny_aligner(backbone, dtype=dtype)
@@ -149,7 +129,8 @@ def test_layers_compiled_as_the_first_thing_in_a_thread_read_slots():
     model = tiny_aligner("llama")
     batch = batch_of(model, [4, 0, 9, 1])
     graphs = compile_layers(model)
-    output = in_new_thread(lambda: model(**batch))
+    with ThreadPoolExecutor(1) as pool:  # which rows are slots is kept by thread
+        output = pool.submit(torch.no_grad()(model), **batch).result()
     assert_same(output, tiny_aligner("llama")(**batch))
     assert graphs
 
@@ -206,11 +187,10 @@ def test_compiled_layers_fill_a_static_cache(laid_out):
     assert bool(graphs) == laid_out  # else its tensors would have no fixed address
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generate_with_compiled_layers_gives_the_same_tokens(cache):
+def test_generate_with_compiled_layers_gives_the_same_tokens():
     model = tiny_aligner("llama")
     batch = batch_of(model, [4, 0, 9, 1])
-    settings = {**GREEDY, "max_new_tokens": 6, "min_new_tokens": 6, "cache_implementation": cache}
+    settings = {**GREEDY, "max_new_tokens": 6, "min_new_tokens": 6}
     expected = model.generate(**batch, **settings)
     graphs = compile_layers(model)
     assert torch.equal(model.generate(**batch, **settings).sequences, expected.sequences)
@@ -218,7 +198,7 @@ def test_generate_with_compiled_layers_gives_the_same_tokens(cache):
 
 
 def test_training_through_compiled_layers_gives_the_same_gradients():
-    model = tiny_aligner("llama").train()
+    model = tiny_aligner(backbone_config("llama", num_hidden_layers=1)).train()
     batch = collate(random_rows(model, [4, 0, 9, 1], contiguous=True), "left")
 
     def gradients():

@@ -111,18 +111,18 @@ def test_a_prompt_longer_than_the_backbones_context_is_refused(bench, monkeypatc
 def test_the_command_writes_one_json_line_tables_and_a_picture(tmp_path, checkpoint_dir, capsys):
     data, output = tmp_path / "rows.jsonl", tmp_path / "found"
     write_rows(data, question_rows(6))
-    options = {"sizes": "1x1,2x2", "dtype": "float32", "tokens_per_slot": "4,segment", "device": "cpu"}
+    options = {"sizes": "2x1", "dtype": "float32", "tokens_per_slot": "4,segment", "device": "cpu"}
     main(str(checkpoint_dir), rounds=3, seconds=0.0, shape=None, data=data, output=output, **options)
     printed = capsys.readouterr().out
     (line,) = [line for line in printed.splitlines() if line.startswith("{")]
     found = json.loads(line)
     assert found["data"] == "rows.jsonl"
-    assert [(each["tokens_per_slot"], each["k"], each["batch_size"]) for each in found["sizes"]] == [
-        (rate, k, k) for k in (1, 2) for rate in (4, "segment")
+    fine, coarse = found["sizes"]
+    assert [(each["tokens_per_slot"], each["k"], each["batch_size"]) for each in (fine, coarse)] == [
+        (rate, 2, 1) for rate in (4, "segment")
     ]
-    fine, coarse = (each["slots"] for each in found["sizes"][2:])
-    assert fine > coarse
-    assert "## 2 passages x 2 questions, 4 tokens per slot, float32" in printed
+    assert fine["slots"] > coarse["slots"]
+    assert "## 2 passages x 1 questions, 4 tokens per slot, float32" in printed
     assert json.loads((output / "latency.json").read_text("utf-8"))["sizes"] == found["sizes"]
     assert {path.name for path in output.iterdir()} == {f"latency.{end}" for end in ("json", "png", "svg")}
 

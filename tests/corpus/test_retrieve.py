@@ -48,15 +48,7 @@ def test_any_question_finds_something(question, corpus, processor):
 
 def test_a_cross_encoder_has_the_last_word(corpus, processor, encoder_dir, tmp_path):
     tokenizer = BertTokenizerFast.from_pretrained(encoder_dir)
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=12,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        num_labels=1,
-    )
+    config = BertConfig.from_pretrained(encoder_dir, num_labels=1)
     torch.manual_seed(5)
     BertForSequenceClassification(config).save_pretrained(tmp_path / "reranker")
     tokenizer.save_pretrained(tmp_path / "reranker")

@@ -115,13 +115,6 @@ def own_states(encoder, text):
     return states[is_own], offsets[is_own]
 
 
-def test_one_run_over_a_text_is_the_mean_of_its_tokens(encoder):
-    runs = encoder.encode_runs(TEXTS, [0, 0, 0], [[len(text)] for text in TEXTS])
-    expected = torch.stack([normalize(own_states(encoder, text)[0].mean(dim=0), dim=0) for text in TEXTS])
-    torch.testing.assert_close(runs, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(runs.norm(dim=1), torch.ones(3))
-
-
 def test_runs_share_out_the_tokens_of_a_text_and_leave_the_title(encoder):
     title, text = "Toronto: ", TEXTS[0]
     ends = [len(title) + end for end in (14, 15, 40, len(text))]  # the second run is a space, without a token
