@@ -58,6 +58,6 @@ def test_a_replica_that_dies_takes_no_more_than_its_own_requests(checkpoint_dir,
     assert len(replica_pids()) == 2
     with ThreadPoolExecutor(4) as pool:
         statuses = list(pool.map(ask, range(40)))
-    assert statuses[:8] == [200] * 8 and statuses[-8:] == [200] * 8
-    assert statuses.count(200) >= 40 - 4  # those that the replica had
+    assert statuses.count(200) >= 40 - 4, statuses  # those that the replica had: each thread asks one at a time
+    assert statuses[-8:] == [200] * 8
     assert httpx.post(f"http://127.0.0.1:{PORT}/v1/chat/completions", json=body).status_code == 401
