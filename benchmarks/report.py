@@ -220,11 +220,11 @@ medians. *With encoding*, segmenting passages and encoding them count, too; the 
 
 def first_token_table(report: dict[str, Any]) -> list[str]:
     """Markdown lines: milliseconds to the first token of one question, and times faster than text without and with
-    encoding, a row for each k at the first and the last rate."""
+    encoding, a row for each k at the first, second and last rate."""
     dtype = report["sizes"][0]["dtype"]
     sizes = [size for size in report["sizes"] if (size["batch_size"], size["dtype"]) == (1, dtype)]
-    ends = sizes[0]["tokens_per_slot"], sizes[-1]["tokens_per_slot"]
-    sizes = [size for size in sizes if size["tokens_per_slot"] in ends]
+    rates = list(dict.fromkeys(size["tokens_per_slot"] for size in sizes))
+    sizes = [size for size in sizes if size["tokens_per_slot"] in (*rates[:2], rates[-1])]
     arms = [arm for arm in _SHOWN if arm not in ("budgeted", "always")]
     rows = []
     for size in sizes:

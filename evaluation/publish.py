@@ -26,7 +26,7 @@ from .tasks import TASKS
 
 README_SETS = ("SQuAD", "NaturalQA", "HotpotQA", "PopQA_longtail")
 README_METHODS = (
-    *("naive", "empty_slot", "arcaligner_xsegment", "arcaligner_x16", "arcaligner_x8", "arcaligner"),
+    *("naive", "empty_slot", "arcaligner_xsegment", "arcaligner_x16", "arcaligner_x8", "arcaligner_x4", "arcaligner"),
     *("llmlingua", "standard_rag", "full_text_lora"),
 )
 ANSWERS_PER_SET = 13
