@@ -168,7 +168,7 @@ def test_a_terminal_is_not_steered_by_documents_answers_and_mistakes(
     row = CASES[0] | {"question": STEERING}
     record = {"generated_text": STEERING, "trajectories": [["L0."]]}
     record["statistics"] = {"tokens": 5, "slots": 1, "compression_rate": 5.0}
-    assert not {"\x1b", "\x07"} & {*demo.answer_cells(row, record, (0.01, 0.02))[0]}
+    assert not {"\x1b", "\x07"} & {*demo.answer_cells(row, record, (0.01, 0.005, 0.02))[0]}
 
 
 def test_missing_file_is_a_usage_error(run_cli, tmp_path):
@@ -220,7 +220,7 @@ def test_demo_shows_every_question_answer_gold_and_rate(checkpoint_dir):
         size = ask(documents, return_slots=True, max_new_tokens=1)[0]["statistics"]
         assert f"{size['tokens']} → {size['slots']}" in shown
         assert f"x{size['compression_rate']:.1f}" in shown
-    assert "ms slots" in shown and "ms text" in shown
+    assert "ms slots" in shown and "ms kept slots" in shown and "ms text" in shown
     assert "of 6 answers contain a gold answer" in shown
 
 
@@ -234,6 +234,6 @@ def test_case_studies_have_the_papers_sentences():
 
 def test_a_row_of_the_demo_has_passes_sizes_and_times():
     record = {"generated_text": " Canada", "statistics": {"tokens": 50, "slots": 2, "compression_rate": 25.0}}
-    cells = demo.answer_cells(CASES[0], record | {"trajectories": [["L0.", "L0."]] * 3}, (0.01, 0.02))
+    cells = demo.answer_cells(CASES[0], record | {"trajectories": [["L0.", "L0."]] * 3}, (0.01, 0.005, 0.02))
     assert cells[1:3] == ["50 → 2\n[bold]x25.0[/]", "6 passes"]
-    assert "10 ms" in cells[3] and "20 ms text" in cells[3]
+    assert cells[3] == "[bold]10 ms[/] slots\n[bold]5 ms[/] kept slots\n20 ms text"
