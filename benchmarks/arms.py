@@ -13,27 +13,45 @@ question, so the keys and values of a prefix serve any number of questions.
 """
 
 import copy
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..encoder_arcaligner import pad_words
-from ..evaluation.answering import count_tokens
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import Row
 from ..train.data import passages_text
 
-ARMS = ("standard_rag", "standard_rag_cached", "off", "adaptive", "budgeted", "always", "slots_cached")
 BUDGET = 0.2
 TOKENS_PER_PASSAGE = 150
-TOKENS_PER_RANDOM_SLOT = 24  # of a shape without an encoder: the paper's rate
+
+
+# Models
+
+
+def load_models(checkpoint: str, dtype: torch.dtype, device: str) -> tuple[ArcAlignerForCausalLM, PreTrainedModel]:
+    """A checkpoint's aligner, and a base model that shares its weights, so that both read the same memory."""
+    aligner = ArcAlignerForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(device).eval()
+    return aligner, base_of(aligner, dtype, device)
+
+
+def base_of(aligner: ArcAlignerForCausalLM, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """The model of transformers with the backbone's weights, which are shared and not copied."""
+    with torch.device(device):
+        base = AutoModelForCausalLM.from_config(aligner.config.text_config, dtype=dtype).eval()
+    state = {
+        name.replace(".base_layer.", ".").replace("model.backbone.", f"{base.base_model_prefix}."): parameter
+        for name, parameter in aligner.named_parameters(remove_duplicate=False)
+        if not aligner.is_aligner_key(name)
+    }
+    base.load_state_dict(state, strict=True, assign=True)
+    return base.requires_grad_(False)
 
 
 # Prompts
@@ -107,11 +125,7 @@ def pick_rows(rows: list[Row], processor: ArcAlignerProcessor, k: int, batch_siz
 
 
 def both_prompts(
-    processor: ArcAlignerProcessor,
-    rows: list[Row],
-    slots: dict[str, list[torch.Tensor]],
-    vocab_size: int,
-    device: str = "cpu",
+    processor: ArcAlignerProcessor, rows: list[Row], slots: dict[str, list[torch.Tensor]], device: str = "cpu"
 ) -> tuple[Prompts, Prompts]:
     """
     Prompts with the passages' text and with slots, of the same questions.
@@ -121,30 +135,24 @@ def both_prompts(
         rows (`list[dict]`): `question` and `passages`.
         slots (`dict`): Of each row `context_embeds` (num_slots, width) and, where the aligner reads them,
             `context_word_ids` (num_slots, max_words).
-        vocab_size (`int`): Of the backbone. Ids are taken modulo this, for shapes without their own tokenizer.
         device (`str`): Where the prompts are to be.
     """
     text_prefixes, slot_prefixes, tails = [], [], []
     for row, embeds in zip(rows, slots["context_embeds"], strict=True):
         turn = [{"role": "user", "content": row["question"]}]
         before, after = processor.split_prompt(turn, add_generation_prompt=True)
-        text, head, tail = (
-            [token % vocab_size for token in processor.tokenize_prompt(part)]
-            for part in (before + passages_text(row), before, after)
-        )
-        text_prefixes.append(text)
-        slot_prefixes.append(head + [processor.context_token_id] * len(embeds))
-        tails.append(tail)
-    padded = {"context_embeds": pad_sequence(slots["context_embeds"], batch_first=True)}
+        text_prefixes.append(processor.tokenize_prompt(before + passages_text(row)))
+        slot_prefixes.append(processor.tokenize_prompt(before) + [processor.context_token_id] * len(embeds))
+        tails.append(processor.tokenize_prompt(after))
+    padded = {"context_embeds": pad_sequence(slots["context_embeds"], batch_first=True).to(device)}
     if "context_word_ids" in slots:
-        padded["context_word_ids"] = pad_words(slots["context_word_ids"])
+        padded["context_word_ids"] = pad_words(slots["context_word_ids"]).to(device)
     pad = processor.tokenizer.pad_token_id or 0
 
     def prompts(prefixes: list[list[int]], slots: dict[str, torch.Tensor]) -> Prompts:
         whole = [prefix + tail for prefix, tail in zip(prefixes, tails, strict=True)]
         return Prompts(*(TokenBatch.of(part, pad, device) for part in (whole, prefixes, tails)), slots)
 
-    padded = {name: value.to(device) for name, value in padded.items()}
     return prompts(text_prefixes, {}), prompts(slot_prefixes, padded)
 
 
@@ -157,14 +165,6 @@ def encoded_slots(
     if encoded[0].context_word_ids is not None:
         slots["context_word_ids"] = [each.context_word_ids for each in encoded]
     return slots
-
-
-def random_slots(processor: ArcAlignerProcessor, rows: list[Row], width: int) -> dict[str, list[torch.Tensor]]:
-    """Random unit vectors, one for `TOKENS_PER_RANDOM_SLOT` tokens: (num_slots, width) for each row."""
-    generator = torch.Generator().manual_seed(0)
-    counts = count_tokens(processor.tokenizer, [passages_text(row) for row in rows])
-    embeds = [torch.randn(math.ceil(count / TOKENS_PER_RANDOM_SLOT), width, generator=generator) for count in counts]
-    return {"context_embeds": [torch.nn.functional.normalize(each, dim=-1) for each in embeds]}
 
 
 # Arms
@@ -215,7 +215,7 @@ def make_arms(
     The arms of a batch, and the caches of the prefixes that two of them start from.
 
     Returns:
-        `dict`: The arms by name, in the order of `ARMS`.
+        `dict`: The arms by name.
         `dict`: The caches by the names of their arms.
     """
     text_prefix = read(base, text.prefix).cache

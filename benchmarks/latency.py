@@ -1,7 +1,7 @@
 """Reading k passages as slots compared with reading their text: time to the first token and after, memory, operations.
 
     python -m arcaligner.benchmarks.latency [--output FOLDER] [--sizes 1x1,20x1,5x8] [--tokens-per-slot 4,segment]
-    python -m arcaligner.benchmarks.latency --device cuda --shape mistral_7b --dtype bfloat16 --sizes 1x1,20x1,20x32
+    python -m arcaligner.benchmarks.latency --checkpoint CHECKPOINT --device cuda --dtype bfloat16 --sizes 20x32
 
 All arms (`arms.py`) read the same questions with the same passages, in one process and in turns; who goes first
 rotates. The first pass of an arm warms up; its operations and memory are noted. Then rounds are timed until `--seconds`
@@ -22,6 +22,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from transformers import PreTrainedModel
 
 from ..evaluation.answering import flop_counter
 from ..evaluation.settings import split_rates
@@ -29,9 +30,8 @@ from ..files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, describe_machine, run_comm
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import Row, read_rows
-from .arms import Decoding, Prompts, both_prompts, cache_bytes, encoded_slots, make_arms, pick_rows, random_slots
+from .arms import Decoding, Prompts, both_prompts, cache_bytes, encoded_slots, load_models, make_arms, pick_rows
 from .measuring import peak_memory, quartiles, ratio, time_interleaved
-from .models import SHAPES, load_models, random_models
 from .report import machine_line, save_figure, size_lines
 
 NEW_TOKENS = 16
@@ -39,56 +39,33 @@ MIN_ROUNDS = 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class Bench:
-    """The models in one dtype, and the batches that they read; without an encoder, random slots."""
+def make_prompts(
+    base: PreTrainedModel, processor: ArcAlignerProcessor, rows: list[Row], rate: int | str
+) -> tuple[Prompts, Prompts]:
+    """The prompts of text and of slots, on the device of the base model.
 
-    def __init__(
-        self,
-        aligner: ArcAlignerForCausalLM,
-        base,
-        processor: ArcAlignerProcessor,
-        rows: list[Row],
-        has_encoder: bool = True,
-        tokens_per_slot: int | str = "segment",
-    ):
-        self.aligner, self.base, self.processor, self.rows = aligner, base, processor, rows
-        self.has_encoder, self.tokens_per_slot = has_encoder, tokens_per_slot
-        self.device = str(aligner.device)
-        # Weights are read from the disk at their first use, which must not count as memory of an arm.
-        with torch.no_grad():
-            for model in (aligner, base):
-                model(torch.zeros(1, 1, dtype=torch.long, device=self.device))
+    Raises:
+        `ValueError`: a prompt longer than the backbone's context.
+    """
+    text, slots = both_prompts(processor, rows, encoded_slots(processor, rows, rate), str(base.device))
+    longest, most = max(text.whole.lengths) + NEW_TOKENS, base.config.max_position_embeddings
+    if longest > most:
+        raise ValueError(
+            f"A prompt with {len(rows[0]['passages'])} passages and its answer have {longest} tokens, but the "
+            f"backbone reads {most}. Name fewer passages in `--sizes`."
+        )
+    return text, slots
 
-    def prompts(self, rows: list[Row]) -> tuple[Prompts, Prompts]:
-        """The prompts of text and of slots, on the device.
 
-        Raises:
-            `ValueError`: a prompt longer than the backbone's context.
-        """
-        if self.has_encoder:
-            encoded = encoded_slots(self.processor, rows, self.tokens_per_slot)
-        else:
-            encoded = random_slots(self.processor, rows, self.aligner.config.encoder_hidden_size)
-        text, slots = both_prompts(self.processor, rows, encoded, self.base.config.vocab_size, self.device)
-        longest, most = max(text.whole.lengths) + NEW_TOKENS, self.base.config.max_position_embeddings
-        if longest > most:
-            raise ValueError(
-                f"A prompt with {len(rows[0]['passages'])} passages and its answer have {longest} tokens, but the "
-                f"backbone reads {most}. Name fewer passages in `--sizes`."
-            )
-        return text, slots
+def encoder_arms(processor: ArcAlignerProcessor, rows: list[Row], rate: int | str) -> dict[str, Callable]:
+    """The work that is done online where no embeddings are kept."""
 
-    def encoder_arms(self, rows: list[Row]) -> dict[str, Callable]:
-        """The work that is done online where no embeddings are kept."""
-        if not self.has_encoder:
-            return {}
+    def segment() -> list:
+        return [processor.segment_documents(row["passages"]) for row in rows]
 
-        def segment() -> list:
-            return [self.processor.segment_documents(row["passages"]) for row in rows]
-
-        found = zip(segment(), rows, strict=True)
-        tokens = [each for part, row in found for each in self.processor.tokenize_segments(part, row["passages"])]
-        return {"segmenting": segment, "encoding": lambda: self.processor.encode_slots(tokens, self.tokens_per_slot)}
+    found = zip(segment(), rows, strict=True)
+    tokens = [each for part, row in found for each in processor.tokenize_segments(part, row["passages"])]
+    return {"segmenting": segment, "encoding": lambda: processor.encode_slots(tokens, rate)}
 
 
 def measure_rounds(
@@ -107,14 +84,25 @@ def measure_rounds(
 
 
 @torch.no_grad()
-def measure_size(bench: Bench, k: int, batch_size: int, rounds: int, seconds: float) -> dict[str, Any]:
-    """All numbers of `batch_size` questions with `k` passages each."""
-    rows = pick_rows(bench.rows, bench.processor, k, batch_size)
-    text, slots = bench.prompts(rows)
-    arms, prefixes = make_arms(bench.aligner, bench.base, text, slots)
+def measure_size(
+    models: tuple[ArcAlignerForCausalLM, PreTrainedModel],
+    processor: ArcAlignerProcessor,
+    rows: list[Row],
+    size: tuple[int, int],
+    rate: int | str,
+    rounds: int,
+    seconds: float,
+) -> dict[str, Any]:
+    """All numbers of a size, passages and questions, at a rate; `models` are those of [`load_models`]."""
+    (aligner, base), (k, batch_size), device = models, size, str(models[0].device)
+    rows = pick_rows(rows, processor, k, batch_size)
+    text, slots = make_prompts(base, processor, rows, rate)
+    for model in models:  # weights are read from the disk at their first use, which is no memory of an arm
+        model(torch.zeros(1, 1, dtype=torch.long, device=device))
+    arms, prefixes = make_arms(aligner, base, text, slots)
     read, noted = {}, {}
     for name, arm in arms.items():
-        with peak_memory(bench.device) as peak, flop_counter() as counter:
+        with peak_memory(device) as peak, flop_counter() as counter:
             read[name] = arm()
         noted[name] = {
             "flops_counted": counter.get_total_flops(),
@@ -124,18 +112,18 @@ def measure_size(bench: Bench, k: int, batch_size: int, rounds: int, seconds: fl
         if name not in ("standard_rag", "adaptive"):  # whose caches are decoded from; the others take gigabytes
             read[name].cache = None
     decoding = {
-        "standard_rag": Decoding(bench.base, text.whole, read["standard_rag"]),
-        "slots": Decoding(bench.aligner, slots.whole, read["adaptive"]),
-        "backbone": Decoding(bench.base, slots.whole, read["adaptive"]),
+        "standard_rag": Decoding(base, text.whole, read["standard_rag"]),
+        "slots": Decoding(aligner, slots.whole, read["adaptive"]),
+        "backbone": Decoding(base, slots.whole, read["adaptive"]),
     }
-    encoder = bench.encoder_arms(rows)
-    found, tokens = measure_rounds({**arms, **encoder}, decoding, bench.device, rounds, seconds)
+    encoder = encoder_arms(processor, rows, rate)
+    found, tokens = measure_rounds({**arms, **encoder}, decoding, device, rounds, seconds)
     text_prefix, slot_prefix = (cache_bytes(prefixes[name]) for name in ("standard_rag_cached", "slots_cached"))
     taken = read["adaptive"].recursion_depth  # (batch, num_layers, max_slots)
     return {
         "k": k,
         "batch_size": batch_size,
-        "tokens_per_slot": bench.tokens_per_slot,
+        "tokens_per_slot": rate,
         "rounds": len(found),
         "text_tokens": sum(text.whole.lengths) / batch_size,
         "slot_tokens": sum(slots.whole.lengths) / batch_size,
@@ -202,9 +190,6 @@ def main(
     device: Annotated[str, typer.Option(help="Where the models run: cpu, cuda.")] = "cpu",
     rounds: Annotated[int, typer.Option(help="Maximum number of rounds of a size.")] = 15,
     seconds: Annotated[float, typer.Option(help="Seconds of a size after which no further round begins.")] = 30.0,
-    shape: Annotated[
-        str | None, typer.Option(help="Random weights of mistral_7b or llama_3_1_8b, and the checkpoint's tokenizer.")
-    ] = None,
     data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = SQUAD_SAMPLE,
     output: Annotated[Path | None, typer.Option(help="Folder for the report and its figure.")] = None,
 ) -> None:
@@ -212,31 +197,26 @@ def main(
     asked, names = parse_sizes(sizes), dtype.split(",")
     if unknown := [name for name in names if name not in DTYPES]:
         raise ValueError(f"`--dtype` names {', '.join(unknown)}; expected {', '.join(DTYPES)}, separated by commas.")
-    if shape not in (None, *SHAPES):
-        raise ValueError(f"`--shape` is {shape!r}; expected {' or '.join(SHAPES)}.")
     encoder = {} if encoder_dtype is None else {"encoder_dtype": encoder_dtype}
     processor = ArcAlignerProcessor.from_pretrained(checkpoint, **encoder)
     rates = split_rates(tokens_per_slot) if tokens_per_slot else [processor.tokens_per_slot]
     rows = read_rows(data)
     report = {
-        "model": shape or checkpoint.rstrip("/").split("/")[-1],
+        "model": checkpoint.rstrip("/").split("/")[-1],
         "own_tokens_per_slot": processor.tokens_per_slot,
-        "encoder_dtype": None if shape else str(processor.encoder.model.dtype).removeprefix("torch."),
+        "encoder_dtype": str(processor.encoder.model.dtype).removeprefix("torch."),
         "data": data.name,
         "new_tokens": NEW_TOKENS,
         "machine": describe_machine(device),
         "sizes": [],
     }
     for name in names:
-        if shape is None:
-            models = load_models(checkpoint, DTYPES[name], device)
-        else:
-            models = random_models(SHAPES[shape], DTYPES[name], device, processor.context_token_id)
-        for (k, batch_size), rate in itertools.product(asked, rates):
-            bench = Bench(*models, processor, rows, shape is None, rate)
-            report["sizes"].append({"dtype": name, **measure_size(bench, k, batch_size, rounds, seconds)})
+        models = load_models(checkpoint, DTYPES[name], device)
+        for size, rate in itertools.product(asked, rates):
+            found = measure_size(models, processor, rows, size, rate, rounds, seconds)
+            report["sizes"].append({"dtype": name, **found})
             typer.echo("\n".join(size_lines(report["sizes"][-1])))
-        del models, bench  # before the next dtype's are loaded
+        del models  # before the next dtype's are loaded
     typer.echo(machine_line(report))
     typer.echo(json.dumps(report))
     if output is not None:

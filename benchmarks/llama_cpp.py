@@ -12,10 +12,11 @@ With `--questions` it answers them instead, with PyTorch and with llama.cpp, and
 values are in float32 with weights in float32, otherwise in 16 bits.
 """
 
+import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +31,7 @@ from ..engines.llama_cpp import LlamaCppEngine, Session, import_llama_cpp
 from ..evaluation.answering import MAX_NEW_TOKENS, SlotAnswerer
 from ..evaluation.metrics import METRICS
 from ..evaluation.settings import split_rates
-from ..files import SQUAD_SAMPLE, describe_machine, run_command
+from ..files import SQUAD_SAMPLE, describe_machine, markdown_table, run_command
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import Row, read_rows
@@ -44,12 +45,6 @@ COLUMNS = ("Passages", "Tokens", "Rate", "Slots", "text", "text, kept", *SLOT_AR
 COLUMNS += ("Tokens a second: text / slots", "Kept, MiB: text / slots")
 ANSWER_COLUMNS = ("Rate", "Questions", "Equal to PyTorch's", "F1", "F1, PyTorch")
 NEW_TOKENS = 16
-
-
-def show(lines: Iterable[Sequence[str]]) -> None:
-    """Prints rows of a Markdown table, at once."""
-    for line in lines:
-        print(f"| {' | '.join(line)} |", flush=True)
 
 
 def weight_types() -> dict[str, int | None]:
@@ -76,7 +71,7 @@ def slot_arms(
 ) -> tuple[dict[str, Callable], int, bytes]:
     """The arms that read slots of this rate, how many there are, and what is kept of them."""
     session, encoded = engine.session, encoded_slots(engine.processor, rows, rate)
-    text, slots = both_prompts(engine.processor, rows, encoded, engine.config.text_config.vocab_size)
+    text, slots = both_prompts(engine.processor, rows, encoded)
     documents = engine.processor.encode_documents(rows[0]["passages"], tokens_per_slot=rate)
     num_slots, after = len(documents.context_embeds), slots.tail.input_ids[0].tolist()
     before = slots.prefix.input_ids[0, :-num_slots].tolist()
@@ -194,11 +189,8 @@ def main(
     if unknown := [kind for kind in kinds if kind not in known]:
         raise ValueError(f"`--types` names {', '.join(unknown)}; expected some of {', '.join(sorted(known))}.")
     aligner = ArcAlignerForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
-    processor, rows, rates = (
-        ArcAlignerProcessor.from_pretrained(exported),
-        read_rows(data),
-        split_rates(tokens_per_slot),
-    )
+    processor = ArcAlignerProcessor.from_pretrained(exported)
+    rows, rates = read_rows(data), split_rates(tokens_per_slot)
     asked = [row for row in rows if row["question"]][:questions]
     answers = {rate: pytorch_answers(aligner, processor, asked, rate) for rate in rates} if asked else {}
     with tempfile.TemporaryDirectory() as folder:
@@ -213,12 +205,12 @@ def main(
                 engine = LlamaCppEngine(exported, path, gate_mode="off", cache_type="f32" if kind == "f32" else "f16")
             memory = f"; {peak['bytes'] / 2**20:.0f} MiB of memory" if peak["bytes"] is not None else ""
             print(f"\n### {kind}, {path.stat().st_size / 2**20:.0f} MiB{memory}\n")
-            columns = ANSWER_COLUMNS if asked else COLUMNS
-            show([columns, ["---"] * len(columns)])
-            for rate in rates if asked else []:
-                show([answer_cells(engine, asked, rate, answers[rate])])
-            for k in [] if asked else map(int, sizes.split(",")):
-                show(measure_size(engine, aligner, rows, k, rates, rounds))
+            if asked:
+                columns, lines = ANSWER_COLUMNS, [answer_cells(engine, asked, rate, answers[rate]) for rate in rates]
+            else:
+                found = (measure_size(engine, aligner, rows, k, rates, rounds) for k in map(int, sizes.split(",")))
+                columns, lines = COLUMNS, itertools.chain.from_iterable(found)
+            print("\n".join(markdown_table(columns, lines)), flush=True)
     print(f"\n{machine_line({'machine': describe_machine()})}; llama-cpp-python {import_llama_cpp().__version__}.")
 
 

@@ -14,7 +14,7 @@ import typer
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, ScalarFormatter
 
-from ..evaluation.analyses.figures import error_bars, new_figure, save_analysis, use_powers_of_two
+from ..evaluation.analyses.figures import draw_curve, new_figure, save_analysis, use_powers_of_two
 from ..evaluation.methods import find_method
 from ..evaluation.publish import SPEED_FIGURES, copy_figures, with_block
 from ..evaluation.results import MAIN, MAIN_TITLE
@@ -61,7 +61,7 @@ def _rate(size: dict[str, Any]) -> str:
 def encoded_speed_up(size: dict[str, Any], name: str) -> float | None:
     """How many times sooner than from text the first token of an arm comes where its slots are made first, of medians;
     `None` where none are made."""
-    if name in ("standard_rag", "standard_rag_cached", "slots_cached") or not size["encoder"]:
+    if name in ("standard_rag", "standard_rag_cached", "slots_cached"):
         return None
     first = {arm: found["first_token"]["median"] for arm, found in size["arms"].items()}
     return first["standard_rag"] / (first[name] + sum(part["median"] for part in size["encoder"].values()))
@@ -128,10 +128,9 @@ def draw_figure(report: dict[str, Any]) -> Figure:
         own = [size for size in sizes if f"{_rate(size)}, {size['dtype']}" == title]
         passages = [size["k"] for size in own]
         for arm in _SHOWN:
-            first = [size["arms"][arm]["first_token"] for size in own]
-            spread = [[1000 * each[key] for key in ("median", "lower", "upper")] for each in first]
-            style = {"marker": "o", "markersize": 4, "capsize": 2, "label": arm}
-            axes.errorbar(passages, [each[0] for each in spread], error_bars(spread), **style)
+            first = [(size["k"], size["arms"][arm]["first_token"]) for size in own]
+            points = [{"k": k, "ms": [1000 * each[key] for key in ("median", "lower", "upper")]} for k, each in first]
+            draw_curve(axes, points, "k", "ms", label=arm)
         axes.set(xscale="log", yscale="log", xlabel="passages", title=title, xticks=passages)
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_locator(NullLocator())

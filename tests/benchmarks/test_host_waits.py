@@ -8,8 +8,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arcaligner import modeling_arcaligner
-from arcaligner.benchmarks.arms import Decoding, TokenBatch, read
-from arcaligner.benchmarks.models import base_of
+from arcaligner.benchmarks.arms import Decoding, TokenBatch, base_of, read
 
 aten = torch.ops.aten
 OPERATORS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2}

@@ -5,14 +5,12 @@ from functools import partial
 
 import pytest
 import torch
-from tiny_models import backbone_config
 from training_rows import question_rows, write_rows
 
-from arcaligner.benchmarks import latency, report
-from arcaligner.benchmarks.arms import ARMS
-from arcaligner.benchmarks.latency import Bench, main, measure_rounds, measure_size
+from arcaligner.benchmarks import report
+from arcaligner.benchmarks.arms import load_models, pick_rows
+from arcaligner.benchmarks.latency import main, make_prompts, measure_rounds, measure_size
 from arcaligner.benchmarks.measuring import peak_memory, quartiles, ratio, time_interleaved
-from arcaligner.benchmarks.models import SHAPES, load_models
 from arcaligner.evaluation.answering import flop_counter
 
 MIB = 2**20
@@ -71,19 +69,19 @@ def test_at_least_three_rounds_are_timed_each_with_a_whole_answer():
 
 
 @pytest.fixture(scope="module")
-def bench(checkpoint_dir, processor):
-    models = load_models(str(checkpoint_dir), torch.float32, "cpu")
-    return Bench(*models, processor, question_rows(6))
+def models(checkpoint_dir):
+    return load_models(str(checkpoint_dir), torch.float32, "cpu")
 
 
 @pytest.fixture(scope="module")
-def size(bench):
-    return {"dtype": "float32", **measure_size(bench, 3, 2, rounds=3, seconds=0.0)}
+def size(models, processor):
+    found = measure_size(models, processor, question_rows(6), (3, 2), "segment", rounds=3, seconds=0.0)
+    return {"dtype": "float32", **found}
 
 
-def test_a_size_has_all_numbers_of_all_arms(size, bench):
+def test_a_size_has_all_numbers_of_all_arms(size, models, processor):
     arms = size["arms"]
-    assert tuple(arms) == ARMS and (size["k"], size["batch_size"], size["rounds"]) == (3, 2, 3)
+    assert list(arms) == list(report._SHOWN) and (size["k"], size["batch_size"], size["rounds"]) == (3, 2, 3)
     for name, arm in arms.items():
         assert arm["first_token"]["lower"] <= arm["first_token"]["median"] <= arm["first_token"]["upper"]
         assert arm["per_token"]["median"] > 0 and arm["questions_per_second"]["median"] > 0
@@ -94,25 +92,25 @@ def test_a_size_has_all_numbers_of_all_arms(size, bench):
     flops = {name: arm["flops_counted"] for name, arm in arms.items()}
     assert flops["slots_cached"] < flops["off"] < flops["adaptive"] < flops["always"]
     assert flops["standard_rag_cached"] < flops["standard_rag"] and flops["off"] < flops["standard_rag"]
-    _, slots = bench.prompts(latency.pick_rows(bench.rows, bench.processor, 3, 2))
-    is_slot = slots.whole.input_ids == bench.processor.context_token_id
+    _, slots = make_prompts(models[1], processor, pick_rows(question_rows(6), processor, 3, 2), "segment")
+    is_slot = slots.whole.input_ids == processor.context_token_id
     assert size["slots"] == int(is_slot.sum()) / 2 and 0 < size["open_share"] < 1
     assert size["prefix_bytes_ratio"] > 1
     table = [line for line in report.size_lines(size) if line.startswith("| ")]
-    assert [line.split(" | ")[0] for line in table][1:] == [f"| {report._SHOWN[arm]}" for arm in ARMS]
+    assert [line.split(" | ")[0] for line in table][1:] == [f"| {title}" for title in report._SHOWN.values()]
 
 
-def test_a_prompt_longer_than_the_backbones_context_is_refused(bench, monkeypatch):
-    monkeypatch.setattr(bench.base.config, "max_position_embeddings", 64)
+def test_a_prompt_longer_than_the_backbones_context_is_refused(models, processor, monkeypatch):
+    monkeypatch.setattr(models[1].config, "max_position_embeddings", 64)
     with pytest.raises(ValueError, match="A prompt with 3 passages and its answer have .* tokens, but"):
-        measure_size(bench, 3, 1, rounds=3, seconds=0.0)
+        measure_size(models, processor, question_rows(6), (3, 1), "segment", rounds=3, seconds=0.0)
 
 
 def test_the_command_writes_one_json_line_tables_and_a_picture(tmp_path, checkpoint_dir, capsys):
     data, output = tmp_path / "rows.jsonl", tmp_path / "found"
     write_rows(data, question_rows(6))
     options = {"sizes": "2x1", "dtype": "float32", "tokens_per_slot": "4,segment", "device": "cpu"}
-    main(str(checkpoint_dir), rounds=3, seconds=0.0, shape=None, data=data, output=output, **options)
+    main(str(checkpoint_dir), rounds=3, seconds=0.0, data=data, output=output, **options)
     printed = capsys.readouterr().out
     (line,) = [line for line in printed.splitlines() if line.startswith("{")]
     found = json.loads(line)
@@ -127,19 +125,6 @@ def test_the_command_writes_one_json_line_tables_and_a_picture(tmp_path, checkpo
     assert {path.name for path in output.iterdir()} == {f"latency.{end}" for end in ("json", "png", "svg")}
 
 
-def test_a_shape_is_measured_with_random_weights_and_without_an_encoder(tmp_path, checkpoint_dir, monkeypatch, capsys):
-    data = tmp_path / "rows.jsonl"
-    write_rows(data, question_rows(6))
-    shape = backbone_config("mistral", max_position_embeddings=512, num_hidden_layers=5).to_dict()
-    monkeypatch.setitem(SHAPES, "mistral_7b", shape)
-    options = {"tokens_per_slot": None, "seconds": 0.0, "rounds": 3, "device": "cpu", "data": data, "output": None}
-    main(str(checkpoint_dir), sizes="1x1", dtype="bfloat16", shape="mistral_7b", **options)
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    (size,) = found["sizes"]
-    assert (found["model"], size["encoder"]) == ("mistral_7b", {})
-    assert size["open_layers"] == pytest.approx(1 / 5) and tuple(size["arms"]) == ARMS
-
-
 @pytest.mark.parametrize(
     "given, message",
     [
@@ -147,9 +132,8 @@ def test_a_shape_is_measured_with_random_weights_and_without_an_encoder(tmp_path
         ({"sizes": "5x1x1"}, "expected passages x questions of a batch"),
         ({"sizes": "5x1,"}, "expected passages x questions of a batch"),
         ({"dtype": "float32,float64"}, "`--dtype` names float64; expected float32, bfloat16"),
-        ({"shape": "gpt"}, "expected mistral_7b or llama_3_1_8b"),
     ],
 )
-def test_sizes_dtypes_and_shapes_that_are_none_are_refused(given, message):
+def test_sizes_and_dtypes_that_are_none_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
-        main("checkpoint", **{"sizes": "1x1", "dtype": "float32", "shape": None} | given)
+        main("checkpoint", **{"sizes": "1x1", "dtype": "float32"} | given)
