@@ -1,1 +1,1 @@
-"""Analyses: each is a command that writes a figure, its data and a caption."""
+"""Analyses: each is a command that draws a figure, with its data and a caption, or prints tables."""

@@ -1,4 +1,4 @@
-"""The analyses as commands: each draws a figure and writes its data, with a caption.
+"""The analyses as commands.
 
 python -m arcaligner.evaluation.analyses --help
 """
@@ -12,15 +12,14 @@ from .four_way import four_way
 from .gates import gates
 from .rates import rates
 from .reconstruction import reconstruction
-from .trajectories import trajectories
 
 app = typer.Typer(
-    help="Draws the paper's figures: a picture as PNG and SVG, its data as JSON, and a caption.",
+    help="The paper's analyses. A figure is written as PNG, SVG and JSON, with its caption.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (gates, reconstruction, trajectories, four_way, rates):
+for command in (gates, reconstruction, four_way, rates):
     app.command()(command)
 
 

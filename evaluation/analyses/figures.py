@@ -1,7 +1,6 @@
-"""Shared by the analyses: the style, curves and bars with intervals, options, and the files that each one writes."""
+"""Shared by the figures: the style, curves with intervals, options, and the files that each one writes."""
 
 import io
-import itertools
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +13,6 @@ matplotlib.use("Agg")  # no window: files only
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
 from ...files import write_whole
@@ -40,8 +38,6 @@ STYLE = {
     "svg.hashsalt": "arcaligner",  # the same picture is the same file
     "savefig.bbox": "tight",
 }
-# By group and title of a bar: mean, low and high end of its interval. A bar that is not there leaves a gap.
-Groups = dict[str, dict[str, list[float]]]
 
 
 def new_figure(width: float = 7.0, height: float = 3.5, **subplots: Any):
@@ -72,44 +68,6 @@ def draw_curve(axes: Axes, points: list[dict[str, Any]], across: str, metric: st
     intervals = [point[metric] for point in points]
     style = {"marker": "o", "markersize": 4, "capsize": 2} | style
     axes.errorbar([point[across] for point in points], [each[0] for each in intervals], error_bars(intervals), **style)
-
-
-def draw_panels(panels: dict[str, Groups], label: str) -> Figure:
-    """
-    A figure with a panel of grouped bars for each entry, two in a row.
-
-    Args:
-        panels (`dict[str, Groups]`): By title of the panel. A bar has the same color in all of them.
-        label (`str`): What the height of a bar is.
-    """
-    titles = dict.fromkeys(bar for groups in panels.values() for bars in groups.values() for bar in bars)
-    colors = dict(zip(titles, itertools.cycle(COLORS), strict=False))
-    columns = min(2, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, grid = new_figure(4.6 * columns, 2.5 * rows + 0.5, nrows=rows, ncols=columns, squeeze=False, sharey=True)
-    for axes, (title, groups) in zip(grid.flat, panels.items(), strict=False):
-        draw_groups(axes, groups, colors)
-        axes.set_title(title)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_axis_off()
-    for axes in grid[:, 0]:
-        axes.set_ylabel(label)
-    patches = [Patch(color=color, label=title) for title, color in colors.items()]
-    figure.legend(handles=patches, loc="outside upper center", ncols=2 * columns, frameon=False)
-    return figure
-
-
-def draw_groups(axes: Axes, groups: Groups, colors: dict[str, str]) -> None:
-    """The bars of each group side by side, in the order of `colors`."""
-    width = 0.8 / len(colors)
-    for number, (title, color) in enumerate(colors.items()):
-        found = {place: bars[title] for place, bars in enumerate(groups.values()) if title in bars}
-        if found:
-            places = [place + (number - (len(colors) - 1) / 2) * width for place in found]
-            means = [interval[0] for interval in found.values()]
-            bars = {"yerr": error_bars([*found.values()]), "color": color, "error_kw": {"linewidth": 0.8}}
-            axes.bar(places, means, width, **bars)
-    axes.set_xticks(range(len(groups)), list(groups))
 
 
 def use_powers_of_two(axes: Axes) -> None:

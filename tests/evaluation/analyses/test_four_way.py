@@ -1,7 +1,5 @@
 """Questions are partitioned by Naive and StandardRAG, and compressors counted in each part."""
 
-import json
-
 import pytest
 
 from arcaligner.evaluation.analyses.__main__ import main
@@ -40,6 +38,7 @@ def run(tmp_path):
         "naive": NAIVE,
         "standard_rag": STANDARD_RAG,
         "arcaligner": ARCALIGNER,
+        "arcaligner_x4": "111111",
         "xrag": XRAG,
         "truncated": "111111",  # compresses nothing
     }.items():
@@ -48,34 +47,13 @@ def run(tmp_path):
 
 
 def test_each_part_counts_its_questions_and_the_right_answers_of_each_compressor(run):
-    entry = analyze(run)["sets"]["SQuAD"]
-    half = [50.0, *bootstrap_interval([0.0, 100.0])]
-    assert entry == {
-        "questions": 6,
-        "categories": {
-            "TT": {
-                "questions": 2,
-                "methods": {
-                    "ArcAligner": {"questions": 2, "right": 1, "share": half},
-                    "xRAG (our training)": {"questions": 2, "right": 1, "share": half},
-                },
-            },
-            "TF": {
-                "questions": 1,
-                "methods": {"ArcAligner": {"questions": 1, "right": 1, "share": [100.0, 100.0, 100.0]}},
-            },
-            "FT": {
-                "questions": 3,
-                "methods": {
-                    "ArcAligner": {
-                        "questions": 3,
-                        "right": 1,
-                        "share": [pytest.approx(100 / 3), *bootstrap_interval([100.0, 0.0, 0.0])],
-                    }
-                },
-            },
-            "FF": {"questions": 0, "methods": {}},
-        },
+    half, whole, fine = [50.0, *bootstrap_interval([0.0, 100.0])], [100.0] * 3, "ArcAligner, 4 tokens per slot"
+    third = [pytest.approx(100 / 3), *bootstrap_interval([100.0, 0.0, 0.0])]
+    assert analyze(run)["SQuAD"] == {
+        "TT": {"questions": 2, "methods": {"xRAG (our training)": half, "ArcAligner": half, fine: whole}},
+        "TF": {"questions": 1, "methods": {"ArcAligner": whole, fine: whole}},
+        "FT": {"questions": 3, "methods": {"ArcAligner": third, fine: whole}},
+        "FF": {"questions": 0, "methods": {}},
     }
 
 
@@ -83,15 +61,9 @@ def test_a_question_that_one_of_both_did_not_answer_is_in_no_part(run):
     write(run, "nq", "naive", "1111")
     write(run, "nq", "standard_rag", "00")
     write(run, "nq", "arcaligner", "0110")
-    entry = analyze(run, ["nq"])["sets"]["NaturalQA"]
-    assert entry["questions"] == entry["categories"]["TF"]["questions"] == 2
-    assert entry["categories"]["TF"]["methods"]["ArcAligner"]["right"] == 1
-
-
-def test_compressors_can_be_compared_at_a_rate(run):
-    write(run, "squad", "arcaligner_x4", "111111")
-    found = analyze(run, rates=[4])["sets"]["SQuAD"]["categories"]["FT"]["methods"]
-    assert {title: each["right"] for title, each in found.items()} == {"ArcAligner, 4 tokens per slot": 3}
+    found = analyze(run)["NaturalQA"]
+    assert {name: part["questions"] for name, part in found.items()} == {"TT": 0, "TF": 2, "FT": 0, "FF": 0}
+    assert found["TF"]["methods"]["ArcAligner"][0] == 50.0
 
 
 def test_a_judge_decides_instead_of_a_match(run):
@@ -101,37 +73,23 @@ def test_a_judge_decides_instead_of_a_match(run):
     for method in ("naive", "standard_rag", "arcaligner"):
         file = AnswerFile(run, "squad", method)
         judge_answers(contrary, file.read(), verdict_file(file, "org/judge"))
-    found = analyze(run, judge="org/judge")
-    assert found["right"] == "judged by org/judge"
-    parts = found["sets"]["SQuAD"]["categories"]
+    parts = analyze(run, judge="org/judge")["SQuAD"]
     assert {name: part["questions"] for name, part in parts.items()} == {"TT": 0, "TF": 3, "FT": 1, "FF": 2}
-    assert parts["TF"]["methods"]["ArcAligner"]["right"] == 2
+    assert parts["TF"]["methods"]["ArcAligner"][0] == pytest.approx(200 / 3)
     assert set(parts["FF"]["methods"]) == {"ArcAligner"}  # nobody judged xRAG
 
 
-def test_the_command_writes_figure_data_and_reading_help(run, tmp_path, capsys):
-    write(run, "nq", "naive", "10")
-    write(run, "nq", "standard_rag", "10")
-    write(run, "nq", "arcaligner", "10")
+def test_the_command_prints_a_table_of_each_set(run, capsys):
     with pytest.raises(SystemExit) as end:
-        main(["four-way", "--run", str(run), "--output", str(tmp_path / "figures")])
+        main(["four-way", "--run", str(run)])
     assert end.value.code == 0
-    data = json.loads((tmp_path / "figures" / "four_way.json").read_text())
-    assert list(data["sets"]) == ["NaturalQA", "SQuAD"]
-    assert data["sets"]["SQuAD"] == analyze(run)["sets"]["SQuAD"]
-    assert data["reading"] in capsys.readouterr().out.replace("\n", " ")
-    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == [
-        "four_way.json",
-        "four_way.png",
-        "four_way.svg",
-    ]
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    assert head == "| SQuAD | TT, n = 2 | TF, n = 1 | FT, n = 3 | FF, n = 0 |"
+    assert rows[0] == "| xRAG (our training) | 50.0 [0.0, 100.0] | - | - | - |"
+    assert rows[1].startswith("| ArcAligner | 50.0 [0.0, 100.0] | 100.0 [100.0, 100.0] | 33.3 [")
 
 
-def test_missing_answers_and_verdicts_are_named_with_the_command_that_makes_them(run):
-    write(run, "nq", "arcaligner", "10")
-    with pytest.raises(ValueError, match=r"evaluate --tasks nq --methods naive,standard_rag --output"):
-        analyze(run)
-    with pytest.raises(ValueError, match=r"holds no answers"):
-        analyze(run / "elsewhere")
-    with pytest.raises(ValueError, match=r"no answers to squad of .* that org/judge has judged.*judge --run"):
-        analyze(run, ["squad"], judge="org/judge")
+def test_missing_answers_and_verdicts_are_named_with_the_commands_that_make_them(run):
+    for missing, judge in ((run / "elsewhere", None), (run, "org/judge")):
+        with pytest.raises(ValueError, match=r"has no set .*evaluate --methods naive,standard_rag.*judge --run"):
+            analyze(missing, judge)
