@@ -52,7 +52,7 @@ class RecipeWriter:
 
 def run(arguments: list[str]) -> None:
     """Trains in this process."""
-    sft.main(*sft.parse(arguments))
+    sft.train(*sft.parse(arguments))
 
 
 def run_until(step: int, arguments: list[str], run: Callable = run, trainer: type = AlignerTrainer) -> None:

@@ -21,7 +21,6 @@ import functools
 import glob
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ ROW_FEATURES = Features(
     answers=List(Value("string")),
     passages=List({"title": Value("string"), "text": Value("string")}),
 )
-PASSAGE_FEATURES = Features(id=Value("string"), title=Value("string"), text=Value("string"))
 JSON_LINES = (".jsonl", ".jsonl.gz")
 FILES = (*JSON_LINES, ".json", ".parquet")
 OPTIONS = {"name": None, "split": "train", "text": "text", "title": None, "passages": "supporting"}
@@ -84,38 +82,9 @@ def read_rows(path: str | Path) -> list[Row]:
     return [row | _own_row(row, index, where=f"{path}, line {index + 1}") for index, row in enumerate(rows)]
 
 
-@dataclass
-class RowSource:
-    """Rows of our schema, converted one by one as they are read; a sequence.
-
-    Args:
-        source (`str`): Where they come from, for messages.
-        dataset (`datasets.Dataset`): What is stored.
-        convert (`Callable`): A stored row and its number to a row of our schema.
-        has_questions (`bool`): Whether the rows ask something; else they are passages only.
-    """
-
-    source: str
-    dataset: datasets.Dataset
-    convert: Callable[[dict, int], Row]
-    has_questions: bool
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Row:
-        return self.convert(self.dataset[index], index)
-
-    def __iter__(self) -> Iterator[Row]:
-        return (self.convert(row, index) for index, row in enumerate(self.dataset))
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes with the data and with how they are read."""
-        return Hasher.hash((self.dataset._fingerprint, self.convert))
-
-
-def open_corpus(source: str, passage_words: int = 100, num_proc: int | None = None, data_dir: str = "") -> RowSource:
+def open_corpus(
+    source: str, passage_words: int = 100, num_proc: int | None = None, data_dir: str = "", asks: bool = False
+) -> datasets.Dataset:
     """
     Reads a source, or finds it in the cache of 🤗 Datasets.
 
@@ -123,31 +92,52 @@ def open_corpus(source: str, passage_words: int = 100, num_proc: int | None = No
         source (`str`): See the top of this file.
         passage_words (`int`): Words of a passage that a longer text is cut into; the last one may be shorter. Texts
             are cut between words, wherever a sentence ends: passages of a fixed length, as in the paper.
-        num_proc (`int`, *optional*): Processes that cut texts.
+        num_proc (`int`, *optional*): Processes that cut or convert.
         data_dir (`str`): Folder of files with a relative path; the working directory by default.
+        asks (`bool`): Whether questions are needed.
+
+    Returns:
+        `datasets.Dataset`: Rows of our schema; what is missing or null in a row is empty.
 
     Raises:
-        `ValueError`: columns of none of the three kinds, a source that cannot be read or is empty.
+        `ValueError`: columns of none of the three kinds, a source that cannot be read, is empty or has no questions.
         `FileNotFoundError`: no such file, with the folder it was looked for in.
     """
     path, options = parse_source(source)
     if path.endswith(FILES):
         path = _find_file(path, data_dir)
-    dataset = _load(path, options)
+    try:
+        if path.endswith(JSON_LINES):
+            first = next(read_json_lines(path), None)
+            if first is None:
+                raise ValueError("it is empty.")
+            if {"passages", "answers"} & first.keys():
+                return _load_own(path)
+        if path.endswith(FILES):
+            builder = "parquet" if path.endswith(".parquet") else "json"
+            dataset = datasets.load_dataset(builder, data_files=path, split=options["split"])
+        else:
+            dataset = datasets.load_dataset(path, options["name"], split=options["split"])
+    except (DatasetGenerationError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error.__cause__ or error}") from error
     columns = set(dataset.column_names)
+    if asks and "question" not in columns:
+        raise ValueError(f"{source} has no questions. Stages II and III need rows of {ROW_FIELDS}, or HotpotQA's.")
     if "passages" in columns:
-        dataset = dataset.select_columns([field for field in ROW_FIELDS if field in columns])
-        return RowSource(source, dataset, functools.partial(_own_row, where=source), "question" in columns)
+        return _converted(dataset, functools.partial(_own_row, where=source), num_proc)
     if {"context", "supporting_facts"} <= columns:
         convert = functools.partial(hotpotqa_row, all_paragraphs=options["passages"] == "distractor")
-        return RowSource(source, dataset, convert, True)
+        return _converted(dataset, convert, num_proc)
     missing = [options[key] for key in ("text", "title") if options[key] and options[key] not in columns]
     if missing:
         raise ValueError(
             f"{source} has columns {sorted(columns)}, but no {missing}. Expected {ROW_FIELDS}; HotpotQA's; or a column "
             "of texts, named as in `?text=body`."
         )
-    return RowSource(source, _cut_texts(dataset, options, passage_words, num_proc), _passage_row, False)
+    if passage_words < 1:
+        raise ValueError(f"`passage_words` is {passage_words}; a passage needs at least 1 word.")
+    cut = functools.partial(_rows_of_texts, text=options["text"], title=options["title"], words=passage_words)
+    return _converted(dataset, cut, num_proc, batched=True)
 
 
 def check_files(sources: Iterable[str], data_dir: str) -> None:
@@ -190,21 +180,17 @@ def _id_or_number(row_id: Any, index: int) -> str:
     return str(index if row_id is None else row_id)
 
 
-def _load(path: str, options: dict) -> datasets.Dataset:
-    """The stored rows, memory-mapped."""
-    try:
-        if path.endswith(JSON_LINES):
-            first = next(read_json_lines(path), None)
-            if first is None:
-                raise ValueError("it is empty.")
-            if {"passages", "answers"} & first.keys():
-                return _load_own(path)
-        if path.endswith(FILES):
-            builder = "parquet" if path.endswith(".parquet") else "json"
-            return datasets.load_dataset(builder, data_files=path, split=options["split"])
-        return datasets.load_dataset(path, options["name"], split=options["split"])
-    except (DatasetGenerationError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error.__cause__ or error}") from error
+def _converted(dataset: datasets.Dataset, convert: Callable, num_proc: int | None, **options) -> datasets.Dataset:
+    return dataset.map(
+        convert,
+        with_indices=True,
+        num_proc=num_proc,
+        remove_columns=dataset.column_names,
+        features=ROW_FEATURES,
+        new_fingerprint=Hasher.hash((dataset._fingerprint, convert)),
+        desc="reading rows",
+        **options,
+    )
 
 
 def _load_own(path: str) -> datasets.Dataset:
@@ -239,36 +225,16 @@ def _own_row(row: dict, index: int, *, where: str) -> Row:
     return {"id": _id_or_number(row.get("id"), index), "question": question, "answers": answers, "passages": passages}
 
 
-def _passage_row(row: dict, index: int) -> Row:
-    passage = {"title": row["title"], "text": row["text"]}
-    return {"id": row["id"], "question": "", "answers": [], "passages": [passage]}
-
-
-def _cut_texts(dataset: datasets.Dataset, options: dict, passage_words: int, num_proc: int | None) -> datasets.Dataset:
-    """One row per passage: `id`, `title`, `text`."""
-    if passage_words < 1:
-        raise ValueError(f"`passage_words` is {passage_words}; a passage needs at least 1 word.")
-    cut = functools.partial(_passages_of_texts, text=options["text"], title=options["title"], words=passage_words)
-    return dataset.map(
-        cut,
-        batched=True,
-        with_indices=True,
-        num_proc=num_proc,
-        remove_columns=dataset.column_names,
-        features=PASSAGE_FEATURES,
-        new_fingerprint=Hasher.hash((dataset._fingerprint, options["text"], options["title"], passage_words)),
-        desc="cutting texts into passages",
-    )
-
-
-def _passages_of_texts(batch: dict, indices: list[int], *, text: str, title: str | None, words: int) -> dict:
-    passages = {"id": [], "title": [], "text": []}
+def _rows_of_texts(batch: dict, indices: list[int], *, text: str, title: str | None, words: int) -> dict:
+    """A row without a question for each passage of the texts."""
+    rows = {field: [] for field in ROW_FIELDS}
     ids = batch.get("id", indices)
     titles = batch[title] if title else [""] * len(indices)
     for index, row_id, row_title, row_text in zip(indices, ids, titles, batch[text], strict=True):
         split = (row_text or "").split() or [""]  # an empty text stays a row, to be counted
         for number, start in enumerate(range(0, len(split), words)):
-            passages["id"].append(f"{_id_or_number(row_id, index)}-{number}")
-            passages["title"].append(row_title or "")
-            passages["text"].append(" ".join(split[start : start + words]))
-    return passages
+            rows["id"].append(f"{_id_or_number(row_id, index)}-{number}")
+            rows["question"].append("")
+            rows["answers"].append([])
+            rows["passages"].append([{"title": row_title or "", "text": " ".join(split[start : start + words])}])
+    return rows

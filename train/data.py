@@ -116,6 +116,7 @@ def chunk_segments(segments: list[Any], max_segments: int, row_id: str) -> Itera
         start += size
 
 
+@dataclass
 class ExampleBuilder:
     """
     Turns rows into examples, with the prompt the processor writes at inference.
@@ -131,21 +132,16 @@ class ExampleBuilder:
         `ValueError`: `max_segments` below 1; a chat template whose prompt is not the beginning of the conversation.
     """
 
-    def __init__(
-        self,
-        processor: ArcAlignerProcessor,
-        max_segments: int = 1,
-        continues: bool = False,
-        tokens_per_slot: Sequence[int | str] = ("segment",),
-        max_tokens: int | None = None,
-    ):
-        if max_segments < 1:
-            raise ValueError(f"`max_segments` is {max_segments}; an example needs at least 1 segment.")
-        self.processor = processor
-        self.max_segments = max_segments
-        self.continues = continues
-        self.max_tokens = max_tokens
-        self.finest_rate = min(tokens_per_slot, key=lambda rate: math.inf if rate == "segment" else rate)
+    processor: ArcAlignerProcessor
+    max_segments: int = 1
+    continues: bool = False
+    tokens_per_slot: Sequence[int | str] = ("segment",)
+    max_tokens: int | None = None
+
+    def __post_init__(self):
+        if self.max_segments < 1:
+            raise ValueError(f"`max_segments` is {self.max_segments}; an example needs at least 1 segment.")
+        self.finest_rate = min(self.tokens_per_slot, key=lambda rate: math.inf if rate == "segment" else rate)
 
     def reconstruction_examples(self, rows: list[dict[str, Any]]) -> Iterator[Example]:
         """Stages 0 and I: each run of segments as slots, its text as the target, and the text that follows."""

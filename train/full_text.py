@@ -7,6 +7,7 @@ PEFT and TRL. `arcaligner evaluate --full-text-lora` compares its answers with t
 resumes from the last checkpoint in its `output_dir`, unless its settings have changed. A finished one is left alone.
 """
 
+import functools
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,10 +62,8 @@ def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.D
     Raises:
         `ValueError`: no row that fits; a chat template whose prompt is not the beginning of the whole conversation.
     """
-    corpus = open_corpus(recipe.train_file, data_dir=recipe.data_dir)
-    rows = (corpus.convert(row, index) for index, row in enumerate(corpus.dataset.shuffle(seed=seed)))
     examples, num_long = [], 0
-    for row in rows:
+    for row in open_corpus(recipe.train_file, data_dir=recipe.data_dir).shuffle(seed=seed):
         if missing_part(row, needs_question=True):
             continue
         example = tokenize(row, tokenizer)
@@ -99,42 +98,34 @@ def tokenize(row: Row, tokenizer) -> dict[str, list[int]]:
     return {"input_ids": prompt_ids + target_ids, "labels": [-100] * len(prompt_ids) + target_ids}
 
 
-def main(recipe: FullTextArguments, args: SFTConfig, settings: str) -> None:
-    """Trains the LoRA, alone in its folder; `settings`, of `run_settings`, are kept there."""
+def train(recipe: FullTextArguments, args: SFTConfig, settings: str) -> None:
+    """Trains the LoRA, alone in its folder, and writes it there as PEFT does; `settings` are of `run_settings`."""
     with claim_folder(args.output_dir, settings, is_main=args.process_index == 0):
-        train(recipe, args)
+        if Path(args.output_dir, CONFIG_NAME).exists():
+            logger.info("%s is finished; delete it to train it again", args.output_dir)
+            return
+        model_path = resolve_base_model(recipe.model_name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(model_path)
+        if args.chat_template_path is not None:
+            tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
+        args.max_length = None  # a row that is too long is left out; TRL would cut its answer off
+        set_seed(args.seed)
+        trainer = SFTTrainer(
+            AutoModelForCausalLM.from_pretrained(model_path, dtype="float32"),
+            args=args,
+            train_dataset=build_dataset(recipe, tokenizer, args.seed),
+            processing_class=tokenizer,
+            peft_config=LoraConfig(
+                r=recipe.lora_r, lora_alpha=recipe.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+            ),
+        )
+        trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))
+        with written_whole(args.output_dir, last=CONFIG_NAME) as folder:
+            trainer.save_model(str(folder))
+        logger.info("saved to %s", args.output_dir)
 
 
-def train(recipe: FullTextArguments, args: SFTConfig) -> None:
-    """Trains the LoRA and writes it, as PEFT does, to `output_dir`."""
-    if Path(args.output_dir, CONFIG_NAME).exists():
-        logger.info("%s is finished; delete it to train it again", args.output_dir)
-        return
-    model_path = resolve_base_model(recipe.model_name_or_path)
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    if args.chat_template_path is not None:
-        tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
-    args.max_length = None  # a row that is too long is left out; TRL would cut its answer off
-    set_seed(args.seed)
-    trainer = SFTTrainer(
-        AutoModelForCausalLM.from_pretrained(model_path, dtype="float32"),
-        args=args,
-        train_dataset=build_dataset(recipe, tokenizer, args.seed),
-        processing_class=tokenizer,
-        peft_config=LoraConfig(
-            r=recipe.lora_r, lora_alpha=recipe.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
-        ),
-    )
-    trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))
-    with written_whole(args.output_dir, last=CONFIG_NAME) as folder:
-        trainer.save_model(str(folder))
-    logger.info("saved to %s", args.output_dir)
-
-
-def parse(arguments: list[str]) -> tuple[FullTextArguments, SFTConfig, str]:
-    """The recipe named by `--config`, overridden by the command line, and the text to keep of both."""
-    return parse_recipe("arcaligner.train.full_text", (FullTextArguments, SFTConfig), arguments)
-
+parse = functools.partial(parse_recipe, "arcaligner.train.full_text", (FullTextArguments, SFTConfig))
 
 if __name__ == "__main__":
-    run_script(parse, main)
+    run_script(parse, train)

@@ -57,7 +57,6 @@ class RecipeArguments:
             answer, in random order with their own.
         max_questions (`int`): Maximum number of questions about the same passages in one example. They share the slots,
             so a passage is computed once for all of them; each reads the slots and itself.
-        strict (`bool`): Stop at a row without a question, answer or passage. Default: leave it out and count it.
         reconstruction_files (`dict[str, float]`), reconstruction_share (`float`): Share of reconstruction examples in a
             later stage's training set, and where they come from.
         tokens_per_slot (`list`): Rates of slots, whole numbers of tokens or `"segment"`; each batch draws one. They may
@@ -90,7 +89,6 @@ class RecipeArguments:
     passage_words: int = 100
     distractors: float = 0.0
     max_questions: int = 1
-    strict: bool = False
     reconstruction_files: dict[str, float] = field(default_factory=dict)
     reconstruction_share: float = 0.0
     tokens_per_slot: list[str] = field(default_factory=lambda: ["segment"])

@@ -12,7 +12,7 @@ import logging
 import random
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
@@ -23,7 +23,7 @@ from datasets.fingerprint import Hasher
 from .. import encoder_arcaligner, processing_arcaligner, segmentation_arcaligner
 from ..files import printable
 from . import corpora, data
-from .corpora import Row, RowSource, open_corpus
+from .corpora import Row, open_corpus
 from .data import EXAMPLE_FEATURES, Example, ExampleBuilder
 from .recipe import RecipeArguments
 
@@ -68,12 +68,12 @@ class Distractors:
     The draw depends on the seed and the row's id only, so a row has the same passages in each run and process.
 
     Args:
-        corpus ([`RowSource`]): Whose passages may be drawn.
+        corpus (`datasets.Dataset`): Whose passages may be drawn.
         share (`float`): Share of rows that get some.
         seed (`int`): Another one draws others.
     """
 
-    corpus: RowSource
+    corpus: datasets.Dataset
     share: float
     seed: int
 
@@ -119,8 +119,8 @@ class ExampleSelector:
         """The stage's examples, a row per [`Example`], with reconstruction examples mixed in when the recipe says so.
 
         Raises:
-            `ValueError`: a weight that is not positive, a source without questions where they are needed, with `strict`
-                a row that lacks a part, no examples at all.
+            `ValueError`: a weight that is not positive, a source without questions where they are needed, no examples
+                at all.
         """
         share, limit = self.recipe.reconstruction_share, self.recipe.max_train_samples
         examples = self.select(self.recipe.train_files, None if limit is None else round(limit * (1 - share)))
@@ -170,11 +170,7 @@ class ExampleSelector:
     def _take(self, source: str, quota: int | None) -> datasets.Dataset:
         """The first `quota` examples of a source that are not too long, its rows in random order."""
         recipe, asks = self.recipe, self.recipe.asks_questions
-        corpus = open_corpus(source, recipe.passage_words, self.num_proc, recipe.data_dir)
-        if asks and not corpus.has_questions:
-            raise ValueError(
-                f"{source} has no questions. Stages II and III need rows of {corpora.ROW_FIELDS}, or HotpotQA's."
-            )
+        corpus = open_corpus(source, recipe.passage_words, self.num_proc, recipe.data_dir, asks)
         make = functools.partial(
             _examples_of_rows,
             corpus=corpus,
@@ -183,21 +179,35 @@ class ExampleSelector:
             asks=asks,
         )
         drawn = recipe.distractors and (recipe.distractors, self.seed)
-        settings = Hasher.hash((_CODE, corpus.fingerprint, self.builder, asks, recipe.max_questions, drawn))
-        report = _Report(source, self.builder.max_tokens, recipe.strict)
+        settings = Hasher.hash((_CODE, corpus._fingerprint, self.builder, asks, recipe.max_questions, drawn))
+        left_out: dict[str, list[str]] = defaultdict(list)  # ids of rows, by what is wrong with them
         taken = [datasets.Dataset.from_dict({name: [] for name in EXAMPLE_FEATURES}, features=EXAMPLE_FEATURES)]
         order = self._order(corpus)
         for start in range(0, len(order), ROWS_PER_BLOCK):
             if quota is not None and sum(map(len, taken)) >= quota:
                 break
             block = self._block(make, settings, order[start : start + ROWS_PER_BLOCK])
-            taken.append(block.select(report.usable(block)).remove_columns("problem"))
+            problems = block["problem"][:]
+            taken.append(block.select(np.flatnonzero([not each for each in problems])).remove_columns("problem"))
+            for row_id, problem in zip(block["row_id"][:], problems, strict=True):
+                if problem:
+                    left_out[problem].append(row_id)
         examples = datasets.concatenate_datasets(taken)
         examples = examples.select(range(min(len(examples), len(examples) if quota is None else quota)))
-        report.log(len(examples))
+        logger.info("%s: %d examples", source, len(examples))
+        for problem, row_ids in left_out.items():
+            self._report(source, problem, row_ids)
         return examples
 
-    def _order(self, corpus: RowSource) -> list[list[int]]:
+    def _report(self, source: str, problem: str, row_ids: list[str]) -> None:
+        reason = f"without {'an' if problem == 'answer' else 'a'} {problem}"
+        if problem == "too long":
+            limit = self.builder.max_tokens
+            reason = f"longer than {limit} tokens (`max_tokens`, or the backbone's `max_position_embeddings`)"
+        first = printable(", ".join(row_ids[:NAMED_ROWS])) + (", ..." if len(row_ids) > NAMED_ROWS else "")
+        logger.warning("%s: left out %d %s: %s", source, len(row_ids), reason, first)
+
+    def _order(self, corpus: datasets.Dataset) -> list[list[int]]:
         """Numbers of the rows in random order, grouped by the example that they become."""
         draw = random.Random(self.seed)
         size = self.recipe.max_questions if self.recipe.asks_questions else 1
@@ -257,37 +267,3 @@ def _examples_of_rows(batch: dict, *, corpus, mix, builder, asks: bool) -> dict[
                 columns[name].append(value)
             columns["problem"].append(problem)
     return columns
-
-
-@dataclass
-class _Report:
-    """Counts what is left out of a source, with the first row ids of each kind."""
-
-    source: str
-    max_tokens: int | None
-    strict: bool
-    left_out: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-
-    def usable(self, block: datasets.Dataset) -> np.ndarray:
-        """Numbers of the examples that may be trained on."""
-        problems, row_ids = block["problem"][:], block["row_id"][:]
-        for row_id, problem in zip(row_ids, problems, strict=True):
-            if self.strict and problem not in ("", "too long"):
-                raise ValueError(
-                    f"{self.source}: row {row_id} has no {problem}. Correct it, or leave `strict` out to train without "
-                    "such rows."
-                )
-            if problem:
-                self.left_out[problem].append(row_id)
-        return np.flatnonzero([not problem for problem in problems])
-
-    def log(self, num_examples: int) -> None:
-        logger.info("%s: %d examples", self.source, num_examples)
-        for problem, row_ids in self.left_out.items():
-            reason = f"without {'an' if problem == 'answer' else 'a'} {problem}"
-            if problem == "too long":
-                reason = (
-                    f"longer than {self.max_tokens} tokens (`max_tokens`, or the backbone's `max_position_embeddings`)"
-                )
-            first = printable(", ".join(row_ids[:NAMED_ROWS])) + (", ..." if len(row_ids) > NAMED_ROWS else "")
-            logger.warning("%s: left out %d %s: %s", self.source, len(row_ids), reason, first)

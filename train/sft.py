@@ -10,6 +10,7 @@ if its settings are those that it was begun with.
 """
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Iterator
@@ -147,12 +148,6 @@ def encoder_in_one_piece(args: AlignerTrainingConfig) -> Iterator[None]:
         set_hf_deepspeed_config(args.deepspeed_plugin.dschf)
 
 
-def main(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -> None:
-    """Runs the stage, alone in its folder; `settings`, of `run_settings`, are kept there."""
-    with claim_folder(args.output_dir, settings, is_main=args.process_index == 0):
-        train(recipe, args, settings)
-
-
 def make_examples(
     recipe: RecipeArguments, args: AlignerTrainingConfig, processor: ArcAlignerProcessor
 ) -> tuple[Dataset, Dataset | None]:
@@ -215,29 +210,27 @@ def make_trainer(
 
 
 def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -> None:
-    """Data, model, training, saving."""
-    checkpoint = last_checkpoint(args.output_dir)
-    dtype = resolve_dtype(recipe.dtype, args.device, checkpoint)
-    processor = load_processor(recipe, args.chat_template_path)
-    if checkpoint is not None and recipe.encoder_lora_r:
-        processor.load_trained_encoder(checkpoint)
-    trainer = make_trainer(recipe, args, processor, dtype, *make_examples(recipe, args, processor))
-    trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.save_state()
-    state_dict = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # by all processes: each may have a part
-    if trainer.is_world_process_zero():
-        model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-        if args.average_checkpoints:
-            state_dict |= mean_of_checkpoints(args.output_dir, args.average_checkpoints, processor)
-        save_stage(args.output_dir, model, processor, settings, state_dict)
-        logger.info("saved to %s", args.output_dir)
-    trainer.accelerator.wait_for_everyone()
+    """Data, model, training, saving, alone in the stage's folder; `settings`, of `run_settings`, are kept there."""
+    with claim_folder(args.output_dir, settings, is_main=args.process_index == 0):
+        checkpoint = last_checkpoint(args.output_dir)
+        dtype = resolve_dtype(recipe.dtype, args.device, checkpoint)
+        processor = load_processor(recipe, args.chat_template_path)
+        if checkpoint is not None and recipe.encoder_lora_r:
+            processor.load_trained_encoder(checkpoint)
+        trainer = make_trainer(recipe, args, processor, dtype, *make_examples(recipe, args, processor))
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_state()
+        state_dict = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # by all processes: each may have a part
+        if trainer.is_world_process_zero():
+            model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+            if args.average_checkpoints:
+                state_dict |= mean_of_checkpoints(args.output_dir, args.average_checkpoints, processor)
+            save_stage(args.output_dir, model, processor, settings, state_dict)
+            logger.info("saved to %s", args.output_dir)
+        trainer.accelerator.wait_for_everyone()
 
 
-def parse(arguments: list[str]) -> tuple[RecipeArguments, AlignerTrainingConfig, str]:
-    """The recipe named by `--config`, overridden by the command line, and the text to keep of both."""
-    return parse_recipe("arcaligner.train.sft", (RecipeArguments, AlignerTrainingConfig), arguments)
-
+parse = functools.partial(parse_recipe, "arcaligner.train.sft", (RecipeArguments, AlignerTrainingConfig))
 
 if __name__ == "__main__":
-    run_script(parse, main)
+    run_script(parse, train)

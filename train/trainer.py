@@ -1,7 +1,6 @@
 """TRL's `SFTTrainer` for ArcAligner: what a stage freezes, its loss, its logs, and clear errors.
 
-What would silently train something else is refused: a `peft_config` (it would train another adapter and switch the
-slots' LoRA off), a missing or foreign collator (it would train without slots), and settings that cut or mix sequences.
+What would silently train something else is refused: a `peft_config`, and settings that cut or mix sequences.
 
 The encoder runs in the training step: it is small beside the backbone, and no embeddings of a corpus have to be kept.
 The loss is the model's own, of the labeled positions only. Where there is no Triton, TRL's fused head scores the prompt
@@ -20,7 +19,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig, SFTTrainer
 
 from ..modeling_arcaligner import ArcAlignerForCausalLM, SlotDecoderLayer
-from .data import ContextCollator, encode_slots, turn_mask
+from .data import encode_slots, turn_mask
 from .metrics import Clock, GateCounter, SwappedSlots, answer_questions, word_recall
 
 # Slots of a step of the lexical stage, whose logits all exist at a time.
@@ -105,10 +104,9 @@ class AlignerTrainer(SFTTrainer):
     Args:
         model ([`ArcAlignerForCausalLM`]): Loaded; what it trains is set here, by the stage.
         stage (`str`): `"lexical"`, `"reconstruction"`, `"grounding"` or `"gating"`.
-        data_collator ([`ContextCollator`]): Makes the batches, and chooses their rates.
         word_weights (`torch.Tensor` of shape `(vocab_size,)`, *optional*): Rarity of words, for the lexical stage.
         encoder_weights (`Sequence[nn.Parameter]`): Of the encoder, those that are trained along.
-        **kwargs: Passed to [`~trl.SFTTrainer`].
+        **kwargs: Passed to [`~trl.SFTTrainer`]: the `args`, a [`ContextCollator`], data, the processor.
 
     Added to the logs:
 
@@ -123,8 +121,8 @@ class AlignerTrainer(SFTTrainer):
     `metric_for_best_model: eval_f1` with `load_best_model_at_end: true` keeps the best checkpoint and ends with it.
 
     Raises:
-        `ValueError`: a `peft_config`, another collator, a lexical stage without `word_weights`, a model on the meta
-            device; in all processes, a loss or gradient of one of them that is not finite.
+        `ValueError`: a `peft_config`, a model on the meta device, an encoder to train with FSDP or DeepSpeed; in all
+            processes, a loss or gradient of one of them that is not finite.
     """
 
     _tag_names = ["trl", "sft", "arcaligner"]
@@ -134,7 +132,6 @@ class AlignerTrainer(SFTTrainer):
         model: ArcAlignerForCausalLM,
         *,
         stage: str,
-        data_collator: ContextCollator | None = None,
         word_weights: torch.Tensor | None = None,
         encoder_weights: Sequence[torch.nn.Parameter] = (),
         peft_config: Any = None,
@@ -142,22 +139,14 @@ class AlignerTrainer(SFTTrainer):
     ):
         if peft_config is not None:
             raise ValueError(
-                f"Got a `peft_config` ({type(peft_config).__name__}), which would train another "
-                "adapter and switch the slots' LoRA off. The aligner has its LoRA: set `lora_r` "
-                "and the like in its configuration."
-            )
-        if not isinstance(data_collator, ContextCollator):
-            raise ValueError(
-                f"`data_collator` is {type(data_collator).__name__}; expected a `ContextCollator`. "
-                "Another one would train without the slots' embeddings."
+                f"Got a `peft_config` ({type(peft_config).__name__}), which would train another adapter and switch the "
+                "slots' LoRA off. The aligner has its LoRA: set `lora_r` and the like in its configuration."
             )
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError(
                 "This process loaded a model without weights. Set `fsdp_cpu_ram_efficient_loading` to false, as in "
                 "train/accelerate/fsdp2.yaml: a new aligner is in no file that it could be read from."
             )
-        if stage == "lexical" and word_weights is None:
-            raise ValueError("The lexical stage weighs words: pass `word_weights`, such as those of `word_rarity`.")
         if stage == "lexical" and kwargs["args"].eval_slot_gap:
             raise ValueError(
                 "`eval_slot_gap` needs targets behind the slots, and in the lexical stage the slots' words are the "
@@ -168,7 +157,7 @@ class AlignerTrainer(SFTTrainer):
         # saved with the processor.
         model.encoder_weights = torch.nn.ParameterList(encoder_weights)
         self.stage, self.word_weights = stage, word_weights
-        super().__init__(model, data_collator=data_collator, **kwargs)
+        super().__init__(model, **kwargs)
         if encoder_weights and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError(
                 "The encoder is trained along on one device or with DDP; FSDP and DeepSpeed would spread its weights. "

@@ -78,7 +78,7 @@ def main(runs: list[dict]) -> list[dict]:
         current_run.update(run)
         report.update(error=None, rows=[], written=[])
         try:
-            sft.main(*sft.parse(run["arguments"]))
+            sft.train(*sft.parse(run["arguments"]))
         except (ValueError, InterruptedError) as error:
             report["error"] = str(error)
         reports.append(dict(report))

@@ -46,7 +46,6 @@ def test_rows_are_read_plain_and_gzipped(tmp_path, name):
     assert read_rows(path) == rows
     corpus = open_corpus(path)
     assert list(corpus) == [corpus[0], corpus[1]] == schema_rows(2)
-    assert corpus.has_questions
 
 
 @pytest.mark.parametrize(
@@ -112,8 +111,8 @@ def test_a_changed_file_is_read_anew(tmp_path):
     before = open_corpus(write_lines(tmp_path / "rows.jsonl", question_rows(2)))
     after = open_corpus(write_lines(tmp_path / "rows.jsonl", question_rows(3)))
     assert list(after) == schema_rows(3)
-    assert before.fingerprint != after.fingerprint
-    assert after.fingerprint == open_corpus(str(tmp_path / "rows.jsonl")).fingerprint
+    assert before._fingerprint != after._fingerprint
+    assert after._fingerprint == open_corpus(str(tmp_path / "rows.jsonl"))._fingerprint
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json"])
@@ -132,7 +131,6 @@ def test_a_column_of_texts_is_cut_into_passages_of_one_length(tmp_path, suffix):
         ("2-0", [{"title": "U", "text": ""}]),
         ("3-0", [{"title": "V", "text": ""}]),
     ]
-    assert not corpus.has_questions
     assert all((row["question"], row["answers"]) == ("", []) for row in corpus)
 
 
@@ -142,7 +140,7 @@ def test_another_length_of_passages_is_another_corpus(tmp_path):
     long, short = open_corpus(str(path), passage_words=100), open_corpus(str(path), passage_words=1)
     assert [len(long), len(short)] == [1, 23]
     assert short[22]["id"] == "page-22"
-    assert long.fingerprint != short.fingerprint
+    assert long._fingerprint != short._fingerprint
     with pytest.raises(ValueError, match="`passage_words` is 0"):
         open_corpus(str(path), passage_words=0)
 
@@ -188,7 +186,7 @@ def test_hotpotqa_has_its_supporting_passages_or_all(hub):
     distractor = open_corpus("hotpotqa/hotpot_qa?passages=distractor")
     passages = [SUPPORTING[0], {"title": "Sinister", "text": "A film."}, SUPPORTING[1]]
     assert list(distractor) == [expected | {"passages": passages}]
-    assert supporting.has_questions and supporting.fingerprint != distractor.fingerprint
+    assert supporting._fingerprint != distractor._fingerprint
 
 
 @pytest.mark.parametrize(

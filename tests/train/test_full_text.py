@@ -44,7 +44,7 @@ def arguments(folder: Path, base_model_dir: Path, output_dir: Path, **changes) -
 
 
 def run(options: list[str]) -> None:
-    script.main(*script.parse(options))
+    script.train(*script.parse(options))
 
 
 def of_file(path: str, **limits) -> FullTextArguments:

@@ -242,7 +242,7 @@ def test_the_tiny_recipe_trains_all_stages(tmp_path, monkeypatch):
     quick += ["--examples_cache_dir", str(tmp_path / "cache")]
     for number, path in enumerate(path for path in RECIPES if path.parent.name == "tiny"):
         start = ["--model_name_or_path", str(folders[number - 1])] if number else []
-        sft.main(*parse_shipped(path, "--output_dir", str(folders[number]), *quick, *start))
+        sft.train(*parse_shipped(path, "--output_dir", str(folders[number]), *quick, *start))
         assert ArcAlignerConfig.from_pretrained(folders[number]).training_stage == STAGES[number + 1]
 
 

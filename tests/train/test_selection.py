@@ -11,7 +11,7 @@ import pytest
 from training_rows import passage_rows, question_rows, write_rows
 
 from arcaligner.train import selection
-from arcaligner.train.corpora import open_corpus, read_rows
+from arcaligner.train.corpora import open_corpus
 from arcaligner.train.data import Example, ExampleBuilder, Turn
 from arcaligner.train.recipe import RecipeArguments
 from arcaligner.train.selection import Distractors, ExampleSelector, contains_answer
@@ -111,7 +111,7 @@ def test_long_examples_are_left_out_made_up_for_and_counted(select, tmp_path, ca
     rows = [row | {"question": "Who is it?" if number % 2 else "Who?"} for number, row in enumerate(question_rows(20))]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     with caplog.at_level(logging.INFO):
-        mixture = select(path, 8, OneExample(max_tokens=1), strict=True)  # which is about missing parts alone
+        mixture = select(path, 8, OneExample(max_tokens=1))
     assert list(mixture["length"]) == [1] * 8
     assert f"{path}: 8 examples" in caplog.text
     assert f"{path}: left out 10 longer than 1 tokens" in caplog.text
@@ -155,14 +155,6 @@ def test_a_report_of_rows_is_short_and_cannot_steer_a_terminal(select, tmp_path,
     (record,) = [record for record in caplog.records if "without an answer" in record.message]
     assert record.levelname == "WARNING" and "left out 9 " in record.message
     assert record.message.count(r"\x1b[2Jrow-") == 5 and record.message.endswith(", ...")
-
-
-@pytest.mark.parametrize("row_id, part", [("row-1", "question"), ("row-2", "answer"), ("row-3", "passage")])
-def test_strict_stops_at_a_row_without_a_part(select, tmp_path, gaps, row_id, part):
-    (row,) = [row for row in read_rows(gaps) if row["id"] == row_id]
-    path = write_rows(tmp_path / "rows.jsonl", [*question_rows(1), row | {"id": None}])
-    with pytest.raises(ValueError, match=f"{path}: row 1 has no {part}.*`strict`"):  # by its number, without an id
-        select(path, strict=True)
 
 
 def test_a_corpus_of_texts_asks_no_questions(select, tmp_path):
