@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -74,6 +75,17 @@ def check_gates(
             f"`refinement_budget` is {refinement_budget!r}; expected a share of the prefill of at least 0, such as "
             "0.1 for 10 % more operations. 0 switches refinement off, infinity leaves it to the gates."
         )
+
+
+def normalize_budget(gate_mode: str | None, refinement_budget: float | None) -> tuple[str | None, float | None]:
+    """Makes equal settings look equal: a budget of 0 is no refinement, and an infinite one is no budget.
+
+    >>> normalize_budget("adaptive", 0), normalize_budget("adaptive", math.inf), normalize_budget("adaptive", 0.1)
+    (('off', None), ('adaptive', None), ('adaptive', 0.1))
+    """
+    if refinement_budget == 0:
+        return "off", None
+    return gate_mode, None if refinement_budget == math.inf else refinement_budget
 
 
 def _is_number(value: Any, kind: type) -> bool:

@@ -5,7 +5,7 @@
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,21 +15,17 @@ from huggingface_hub import snapshot_download
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging
-from transformers.utils.chat_template_utils import _get_control_token_patterns, encode_marked_chat, mark_control_tokens
 
 from .configuration_arcaligner import longest_prompt, missing_model_message, resolve_encoder
 from .segmentation_arcaligner import (
     EMPTY_SEGMENT,
-    FittedSegments,
+    DocumentSegmenter,
     Segment,
     SegmentTokens,
     check_slot_budget,
     check_tokens_per_slot,
-    fit_segments,
+    documents_of,
     run_ends,
-    segment_document,
-    text_of,
-    title_of,
 )
 
 logger = logging.get_logger(__name__)
@@ -39,23 +35,6 @@ CPU_BATCH, DEVICE_BATCH = 8, 64
 DTYPES = ("float32", "bfloat16", "auto")
 # Folder of a checkpoint, with the encoder that was trained with the aligner.
 ENCODER_FOLDER = "encoder"
-
-
-def find_encoder_folder(checkpoint: str, revision: str | None = None) -> str:
-    """The folder `encoder` of a checkpoint, on this machine or on the Hub.
-
-    Raises:
-        `ValueError`: a checkpoint without, by its name.
-    """
-    folder = Path(checkpoint)
-    if not folder.is_dir():
-        folder = Path(snapshot_download(checkpoint, revision=revision, allow_patterns=f"{ENCODER_FOLDER}/*"))
-    if not (folder / ENCODER_FOLDER / "adapter_config.json").is_file():
-        raise ValueError(
-            f"{checkpoint} lacks {ENCODER_FOLDER}/adapter_config.json, the sentence encoder that was trained along "
-            "with the aligner. Save the processor again, or download the checkpoint again."
-        )
-    return str(folder / ENCODER_FOLDER)
 
 
 def _sentence_transformers():
@@ -334,219 +313,153 @@ def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
     return padded
 
 
-class DocumentEncoder:
+def _tensor_of(values, name: str) -> torch.FloatTensor:
+    """Embeddings or words as a float32 tensor."""
+    try:
+        tensor = torch.as_tensor(np.asarray(values) if isinstance(values, list | tuple) else values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{name} is of type {type(values).__name__}; expected a tensor of numbers ({error})."
+        ) from error
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex():
+        raise ValueError(f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}; expected a dense tensor.")
+    return tensor.float()
+
+
+def _rows_of(read: Callable, given, name: str, is_single: bool, num_rows: int) -> list:
+    """An entry of `given` for each of `num_rows` questions, converted by `read`."""
+    try:
+        rows = [given] if is_single or isinstance(given, str | dict) else list(given)
+    except TypeError:  # a number, or a tensor without dimensions
+        rows = []
+    if len(rows) != num_rows:
+        raise ValueError(f"Got {num_rows} questions but {len(rows)} entries of {name}; each question needs its own.")
+    return [read(row, f"{name} of row {number}") for number, row in enumerate(rows)]
+
+
+class DocumentEncoder(DocumentSegmenter):
     """Passages to slots, for the processor: needs its `tokenizer`, its `encoder` and its settings."""
 
-    def mark_control_tokens(self, text):
-        """Texts or messages with the tokenizer's special tokens marked, so that `encode_marked_chat` reads them as
-        text. What stands for a turn without being a special token, such as Llama 2's `[INST]`, is not one."""
-        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        return mark_control_tokens(text, _get_control_token_patterns(tuple(special))[0])
-
-    def load_trained_encoder(self, checkpoint: str, revision: str | None = None) -> None:
+    def load_trained_encoder(self, checkpoint: str | Path, revision: str | None = None) -> None:
         """Uses the encoder that was trained with the aligner of a checkpoint (path or Hub id), loaded on first use.
 
         Raises:
-            `ValueError`: a checkpoint without.
+            `ValueError`: a checkpoint without, by its name.
         """
-        folder = find_encoder_folder(str(checkpoint), revision)
-        self.encoder, self.trained_encoder = (
-            SentenceEncoder(self.encoder_name_or_path, folder, self.encoder_dtype),
-            True,
-        )
+        folder = Path(checkpoint)
+        if not folder.is_dir():
+            folder = Path(snapshot_download(str(checkpoint), revision=revision, allow_patterns=f"{ENCODER_FOLDER}/*"))
+        if not (folder / ENCODER_FOLDER / "adapter_config.json").is_file():
+            raise ValueError(
+                f"{checkpoint} lacks {ENCODER_FOLDER}/adapter_config.json, the sentence encoder that was trained along "
+                "with the aligner. Save the processor again, or download the checkpoint again."
+            )
+        self.encoder = SentenceEncoder(self.encoder_name_or_path, str(folder / ENCODER_FOLDER), self.encoder_dtype)
+        self.trained_encoder = True
 
     def train_encoder(self, lora_r: int) -> list[torch.nn.Parameter]:
-        """Adds LoRA of rank `lora_r` to the encoder, unless it has it, and returns its weights, ready to be trained.
-
-        Raises:
-            `ValueError`: an encoder that has LoRA of another rank.
-        """
+        """[`SentenceEncoder.train_along`] of the encoder, which is saved with the processor from then on."""
         weights = self.encoder.train_along(lora_r)
         self.trained_encoder = True
         return weights
 
-    def segment_documents(self, documents: Sequence[str | dict]) -> list[Segment]:
-        """The segments of one question's documents, in order; empty when there is nothing but white space.
+    def read_passages(
+        self, documents, context_embeds, context_word_ids, is_single: bool, num_rows: int
+    ) -> list[list] | list[GivenSlots]:
+        """For each of `num_rows` questions its documents, or its slots that were made before.
 
         Raises:
-            `ValueError`: a document that is neither a string nor `{"title": str, "text": str}`.
+            `ValueError`: both or neither, values of another kind, or not one entry for each question.
         """
-        segments = []
-        for number, document in enumerate(documents):
-            segments += segment_document(
-                text_of(document, number),
-                number,
-                sentences_per_segment=self.sentences_per_segment,
-                spacy_model=self.spacy_model,
-                num_reads=self.encoder.num_reads,
-            )
-        return segments
-
-    def encoder_texts(self, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[str]:
-        """What the encoder reads for each segment: a title, where there is one, keeps a sentence's subject with it."""
-        titles = [title_of(document) for document in documents]
-        return [f"{titles[s.document]}: {s.text}" if titles[s.document] else s.text for s in segments]
-
-    def tokenize_segments(self, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[SegmentTokens]:
-        """Each segment's tokens in the backbone's vocabulary, as the whole document has them. The words of a title
-        belong to the first segment of its document."""
-        texts = self.encoder_texts(segments, documents)
-        tokens_of = {
-            number: self._tokenize_document(documents[number], number) for number in {s.document for s in segments}
-        }
-        found = []
-        for number, (segment, text) in enumerate(zip(segments, texts, strict=True)):
-            ids, ends = tokens_of[segment.document]
-            is_first = number == 0 or segments[number - 1].document != segment.document
-            start = 0 if is_first else np.searchsorted(ends, segment.start, side="right")
-            end = np.searchsorted(ends, segment.end, side="right")
-            word_ends = np.clip(ends[start:end] - segment.start, 0, len(segment.text))
-            found.append(SegmentTokens(segment, text, tuple(ids[start:end].tolist()), tuple(word_ends.tolist())))
-        return found
-
-    def _tokenize_document(self, document: str | dict, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of a document's tokens, title first, and the character of its text where each ends, below 1 in titles."""
-        text, title = text_of(document, number), title_of(document)
-        title = f"{title}: " if title else ""
-        read = self.tokenizer(title + text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, ends = read["input_ids"], [end for _, end in read["offset_mapping"]]
-        special = {token_id for token_id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        if special.intersection(ids):  # a document's `<|im_end|>` is text
-            tokens = [self.tokenizer.convert_ids_to_tokens(each) if each in special else None for each in ids]
-            read_as_text = [
-                [each] if token is None else encode_marked_chat(self.tokenizer, self.mark_control_tokens(token))
-                for each, token in zip(ids, tokens, strict=True)
-            ]
-            ends = [end for end, each in zip(ends, read_as_text, strict=True) for _ in each]
-            ids = [each for row in read_as_text for each in row]
-        return np.array(ids, dtype=np.int64), np.array(ends, dtype=np.int64) - len(title)
+        if (documents is None) == (context_embeds is None):
+            found = "no" if documents is None else "both"
+            raise ValueError(f"Got {found} `documents` and `context_embeds`; expected one of the two.")
+        if context_embeds is None:
+            return _rows_of(documents_of, documents, "`documents`", is_single, num_rows)
+        embeds = _rows_of(_tensor_of, context_embeds, "`context_embeds`", is_single, num_rows)
+        if context_word_ids is None:
+            return [GivenSlots(row, None) for row in embeds]
+        words = _rows_of(_tensor_of, context_word_ids, "`context_word_ids`", is_single, num_rows)
+        return [GivenSlots(row, ids.long()) for row, ids in zip(embeds, words, strict=True)]
 
     def encode_slots(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> torch.FloatTensor:
         """Normalized embeddings of the slots of `tokens`, in order, float32 (num_slots, encoder_hidden_size): one for
         each segment, or for each run of about `tokens_per_slot` tokens."""
-        texts = [each.encoder_text for each in tokens]
-        if tokens_per_slot == "segment":
-            return self.encode_segments(texts)
-        starts = [each.encoder_start for each in tokens]
-        ends = [run_ends(each.encoder_start, each.word_ends, tokens_per_slot) for each in tokens]
+        ends = None
+        if tokens_per_slot != "segment":
+            ends = [run_ends(each.encoder_start, each.word_ends, tokens_per_slot) for each in tokens]
         with torch.no_grad():
+            texts, starts = [each.encoder_text for each in tokens], [each.encoder_start for each in tokens]
             embeds = self.encoder.encode_runs(texts, starts, ends).cpu()
-        self.check_context_embeds(embeds, 0)
+        self._check_embeds(embeds, 0)
         return embeds
 
     def encode_segments(self, texts: Sequence[str]) -> torch.FloatTensor:
         """Normalized embeddings of `texts`, float32 (len(texts), encoder_hidden_size)."""
         embeds = self.encoder.encode(texts)
-        self.check_context_embeds(embeds, 0)
+        self._check_embeds(embeds, 0)
         return embeds
 
     def encode_documents(self, documents: Sequence[str | dict], **settings: Any) -> EncodedDocuments:
-        """Encodes the passages of one question to slots: the `context_embeds` and `context_word_ids` of `__call__`.
-
-        `settings` are `max_slots`, `slot_policy` and `tokens_per_slot`, with errors as in
-        [`~ArcAlignerProcessor.__call__`].
-        """
+        """Encodes the passages of one question to slots. `settings` are `max_slots`, `slot_policy` and
+        `tokens_per_slot`, with errors as in [`~ArcAlignerProcessor.__call__`]."""
         return self.encode_batch([documents], **settings)[0]
 
     def encode_batch(
         self,
-        documents: Sequence[Sequence[str | dict]],
+        passages: Sequence[Sequence[str | dict]] | Sequence[GivenSlots],
         *,
         max_slots: int | None = None,
         slot_policy: str | None = None,
         tokens_per_slot: int | str | None = None,
         room: Sequence[int] | None = None,
     ) -> list[EncodedDocuments]:
-        """Like `encode_documents`, for several questions at once. `room` is the maximum number of slots of each; more
-        raise an error before anything is encoded."""
+        """Like `encode_documents`, for several questions at once, each with documents or each with slots made before.
+        `room` is the maximum number of slots of each; documents with more raise an error before any is encoded."""
         rate = self.check_slot_settings(max_slots, slot_policy, tokens_per_slot)
-        fitted = [self._fit(row, max_slots if rate == "segment" else None, slot_policy) for row in documents]
+        if isinstance(passages[0], GivenSlots):
+            if max_slots is not None and slot_policy == "merge":
+                raise ValueError(
+                    '`slot_policy` is "merge", but `context_embeds` made before cannot be merged. Pass `documents`, or '
+                    '`slot_policy="drop"`.'
+                )
+            return [self._first_slots(row, number, max_slots) for number, row in enumerate(passages)]
+        fitted = [self.fit_documents(row, max_slots if rate == "segment" else None, slot_policy) for row in passages]
         tokens = [
-            self._tokens_of(row.segments, row_documents, rate) or [EMPTY_SEGMENT]
-            for row, row_documents in zip(fitted, documents, strict=True)
+            self.segment_tokens(row.segments, documents, rate) or [EMPTY_SEGMENT]
+            for row, documents in zip(fitted, passages, strict=True)
         ]
         counts = [sum(len(each.runs(rate)) for each in row) for row in tokens]
         for number, (count, most) in enumerate(zip(counts, room or counts, strict=True)):
             if min(count, max_slots or count) > most:
                 raise ValueError(
-                    f"The passages of row {number} are {count} slots, but beside its text the backbone reads "
-                    f"{max(0, most)}. Pass a shorter question, fewer passages or a lower `max_slots`, or make a slot "
-                    "stand for more text."
+                    f"The passages of row {number} are {count} slots, but there is room for {max(0, most)} beside its "
+                    "text. Pass a shorter question, fewer passages or a lower `max_slots`, or make a slot stand for "
+                    "more text."
                 )
         encoded = self.encode_slots([each for row in tokens for each in row], rate).split(counts)
         rows = []
         for row, row_tokens, embeds in zip(fitted, tokens, encoded, strict=True):
             pieces, dropped, words = row.segments, row.dropped, None
-            if rate != "segment":
+            if rate != "segment" and pieces:
                 pieces = [piece for each in row_tokens for piece in each.pieces(rate)]
                 pieces, dropped = pieces[:max_slots], pieces[max_slots or len(pieces) :]
             if self.context_words:
                 runs = [torch.tensor(one.word_ids[a:b]) for one in row_tokens for a, b in one.runs(rate)][:max_slots]
                 words = pad_sequence(runs, batch_first=True, padding_value=-1).long()
-            pieces = pieces if row.segments else []
             rows.append(EncodedDocuments(pieces, embeds[:max_slots], words, row.num_merged, dropped))
         return rows
 
-    def use_given(
-        self,
-        documents: Sequence[list | None],
-        given: Sequence[GivenSlots],
-        *,
-        max_slots: int | None = None,
-        slot_policy: str | None = None,
-        tokens_per_slot: int | str | None = None,
-    ) -> list[EncodedDocuments]:
-        """Like `encode_batch`, from precomputed slots. `documents`, where given, must have as many segments."""
-        if max_slots is not None and slot_policy == "merge":
+    def _first_slots(self, given: GivenSlots, row: int, max_slots: int | None) -> EncodedDocuments:
+        """The first `max_slots` of the slots of a row that were made before."""
+        embeds, words = given
+        self._check_embeds(embeds, row)
+        if words is not None and (words.dim() != 2 or len(words) != len(embeds)):
             raise ValueError(
-                '`slot_policy` is "merge", but `context_embeds` made before cannot be merged. Pass `documents` '
-                'alone, or `slot_policy="drop"`.'
+                f"The `context_word_ids` of row {row} have shape {tuple(words.shape)} but its `context_embeds` hold "
+                f"{len(embeds)} slots; expected ({len(embeds)}, max_words)."
             )
-        rate = self.check_slot_settings(max_slots, slot_policy, tokens_per_slot)
-        rows = []
-        for number, (row_documents, (embeds, words)) in enumerate(zip(documents, given, strict=True)):
-            self.check_context_embeds(embeds, number)
-            if words is not None and (words.dim() != 2 or len(words) != len(embeds)):
-                raise ValueError(
-                    f"The `context_word_ids` of row {number} have shape {tuple(words.shape)} but its "
-                    f"`context_embeds` hold {len(embeds)} slots; expected ({len(embeds)}, max_words)."
-                )
-            segments = []
-            if row_documents is not None:
-                segments = self.segment_documents(row_documents)
-                if rate != "segment":
-                    tokens = self.tokenize_segments(segments, row_documents)
-                    segments = [piece for each in tokens for piece in each.pieces(rate)]
-                if max(1, len(segments)) != len(embeds):
-                    raise ValueError(
-                        f"Row {number} has {max(1, len(segments))} segments but {len(embeds)} precomputed "
-                        "`context_embeds`. Compute them with the same segmentation, or leave `documents` out."
-                    )
-            words = None if words is None else words[:max_slots]
-            dropped = [] if max_slots is None else segments[max_slots:]
-            rows.append(EncodedDocuments(segments[:max_slots], embeds[:max_slots], words, 0, dropped))
-        return rows
-
-    def statistics(self, documents: Sequence[str | dict], row: EncodedDocuments, has_budget: bool) -> dict[str, float]:
-        """The number of `tokens` and `slots` and the `compression_rate`; with `has_budget` also how many segments are
-        `merged` and `dropped`."""
-        texts = [text_of(document, number) for number, document in enumerate(documents)]
-        tokens = kept = self._count_tokens(texts)
-        if row.dropped:
-            last = row.segments[-1]
-            kept = self._count_tokens([*texts[: last.document], texts[last.document][: last.end]])
-        num_slots = len(row.context_embeds)
-        found = {"tokens": tokens, "slots": num_slots, "compression_rate": kept / num_slots}
-        return found | ({"merged": row.num_merged, "dropped": len(row.dropped)} if has_budget else {})
-
-    def _count_tokens(self, texts: list[str]) -> int:
-        return sum(len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else 0
-
-    def _tokens_of(self, segments, documents, rate) -> list[SegmentTokens]:
-        if self.context_words or rate != "segment":
-            return self.tokenize_segments(segments, documents)
-        texts = self.encoder_texts(segments, documents)
-        return [SegmentTokens(segment, text, (), ()) for segment, text in zip(segments, texts, strict=True)]
+        return EncodedDocuments([], embeds[:max_slots], None if words is None else words[:max_slots], 0, [])
 
     def check_slot_settings(
         self, max_slots: int | None = None, slot_policy: str | None = None, tokens_per_slot: int | str | None = None
@@ -571,12 +484,7 @@ class DocumentEncoder:
             )
         return rate
 
-    def _fit(self, documents, max_slots, slot_policy) -> FittedSegments:
-        segments = self.segment_documents(documents)
-        texts = [text_of(document, number) for number, document in enumerate(documents)]
-        return fit_segments(segments, texts, max_slots, slot_policy or "drop", self.encoder.num_reads)
-
-    def check_context_embeds(self, embeds: torch.FloatTensor, row: int) -> None:
+    def _check_embeds(self, embeds: torch.FloatTensor, row: int) -> None:
         """Raises `ValueError` unless `embeds` is (num_slots, encoder_hidden_size), finite, with at least one slot."""
         if embeds.dim() != 2 or embeds.shape[1] != self.encoder_hidden_size or embeds.shape[0] == 0:
             raise ValueError(

@@ -12,8 +12,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.utils.hooks import RemovableHandle
 
-from .configuration_arcaligner import REFINEMENT_SETTINGS, check_gates
-from .refinement_arcaligner import normalize_budget
+from .configuration_arcaligner import REFINEMENT_SETTINGS, check_gates, normalize_budget
 
 # How slots may be chosen and refined for one call, other than as processor and model are configured.
 PREFIX_SETTINGS = {

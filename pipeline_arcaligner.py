@@ -72,6 +72,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
 
     def __init__(self, model, processor, tokenizer=None, **kwargs):
         tokenizer = tokenizer or processor.tokenizer
+        if processor.max_prompt_length is None:  # of a checkpoint that does not say
+            processor.max_prompt_length = longest_prompt(model.config.text_config)
         super().__init__(model=model, processor=processor, tokenizer=tokenizer, **kwargs)
 
     def check_model_type(self, supported_models):
@@ -143,12 +145,11 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         else:
             slots = {"sanitize_control_tokens": True} | slots
             slots |= {"documents": documents, "return_segments": return_slots, "return_tensors": "pt"}
-            slots |= {"max_prompt_length": longest_prompt(self.model.config.text_config)}
             encoded = self._encode(prompt, slots, **kwargs)
         return {
             "input_ids": encoded["input_ids"],
             "attention_mask": encoded["attention_mask"],
-            "row": _describe_row(encoded, is_question, return_slots),
+            "row": self._describe_row(encoded, is_question, return_slots),
             "prompt_text": Chat([_user_turn(prompt)]) if is_question else prompt,
         }
 
@@ -195,17 +196,11 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     def _forward(self, model_inputs: dict, return_slots: bool = False, **generate_kwargs) -> dict:
         row = model_inputs.pop("row")
         rows = row if isinstance(row, list) else [row]  # a list when it comes from a batch
-        embeds = [each.pop("context_embeds") for each in rows]
-        slots = {}
-        if any(each is not None for each in embeds):
-            none = torch.zeros(0, self.model.config.encoder_hidden_size, device=self.device)
-            embeds = [none if each is None else each for each in embeds]
-            # (batch, max_slots, encoder_hidden_size)
-            slots["context_embeds"] = pad_sequence(embeds, batch_first=True)
-            words = [each.pop("context_word_ids") for each in rows]
-            if any(each is not None for each in words):
-                none = torch.full((0, 1), -1, device=self.device)
-                slots["context_word_ids"] = pad_words([none if each is None else each for each in words])
+        embeds = pad_sequence([each.pop("context_embeds") for each in rows], batch_first=True)
+        words = pad_words([each.pop("context_word_ids") for each in rows])
+        slots = {"context_embeds": embeds} if embeds.shape[1] else {}  # (batch, max_slots, encoder_hidden_size)
+        if words.shape[1]:
+            slots["context_word_ids"] = words  # (batch, max_slots, max_words)
         depths = []
         if return_slots and slots:
             slots["recorded_depths"] = depths
@@ -230,6 +225,21 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             "statistics": row["statistics"],
         }
         return [record | slots for record in records]
+
+    def _describe_row(self, encoded: dict, is_question: bool, return_slots: bool) -> dict[str, Any]:
+        """A row's embeddings (num_slots, encoder_hidden_size) and words (num_slots, max_words), both without rows where
+        there are none, and what its slots stand for."""
+        no_embeds, no_words = torch.zeros(1, 0, self.model.config.encoder_hidden_size), torch.full((1, 0, 1), -1)
+        row = {
+            "is_question": is_question,
+            "context_embeds": encoded.get("context_embeds", no_embeds)[0],
+            "context_word_ids": encoded.get("context_word_ids", no_words)[0],
+        }
+        if return_slots:
+            row["segments"] = [asdict(each) for each in encoded.get("segments", [[]])[0]]
+            no_slots = {"tokens": 0, "slots": 0, "compression_rate": None}
+            row["statistics"] = encoded.get("statistics", [no_slots])[0]
+        return row
 
     def save_pretrained(self, save_directory: str, **kwargs):
         """Writes model, code and processor, for `pipeline(model=save_directory)` to load."""
@@ -273,19 +283,3 @@ def _check_row_without_documents(row: dict[str, Any]) -> None:
             f"A row has no `documents` but {others}. Passages go in `documents`, a list of strings or "
             '{"title", "text"}; an empty list asks without any.'
         )
-
-
-def _describe_row(encoded: dict, is_question: bool, return_slots: bool) -> dict[str, Any]:
-    """A row's embeddings (num_slots, encoder_hidden_size), if any, and what its slots stand for."""
-    embeds = encoded.get("context_embeds")
-    words = encoded.get("context_word_ids")
-    row = {
-        "is_question": is_question,
-        "context_embeds": None if embeds is None else embeds[0],
-        "context_word_ids": None if words is None else words[0],
-    }
-    if return_slots:
-        row["segments"] = [asdict(each) for each in encoded.get("segments", [[]])[0]]
-        no_slots = {"tokens": 0, "slots": 0, "compression_rate": None}
-        row["statistics"] = encoded.get("statistics", [no_slots])[0]
-    return row

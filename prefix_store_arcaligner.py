@@ -43,7 +43,6 @@ from .fingerprint_arcaligner import (
     spacy_version,
     tensors_digest,
 )
-from .processing_arcaligner import read_passages
 from .segmentation_arcaligner import SLOT_SETTINGS
 
 FORMAT = "arcaligner-slot-prefix-2"
@@ -238,9 +237,9 @@ class SlotPrefixStore:
         Of the question only what stands before its slots matters, such as a system message.
         """
         settings, template_kwargs = _split_settings(self.processor, kwargs)
-        heads, _ = self._split_prompts([question], template_kwargs)
-        passages = _passages_of_rows(documents, context_embeds, context_word_ids, is_single=True, num_rows=1)
-        prefixes = self._fetch(heads, passages, settings)
+        head, _ = self.processor.prompt_ids(question, **template_kwargs)
+        passages = self.processor.read_passages(documents, context_embeds, context_word_ids, True, 1)
+        prefixes = self._fetch([head], passages, settings)
         return join_slot_prefixes(prefixes, self.model.config.text_config)[0]
 
     @torch.no_grad()
@@ -271,9 +270,9 @@ class SlotPrefixStore:
             raise ValueError(f"There is no question in {questions!r}. Pass one, or a list of some.")
         is_single = isinstance(questions, str) or isinstance(questions[0], dict)
         rows = [questions] if is_single else list(questions)
-        passages = _passages_of_rows(documents, context_embeds, context_word_ids, is_single, len(rows))
+        passages = self.processor.read_passages(documents, context_embeds, context_word_ids, is_single, len(rows))
         settings, template_kwargs = _split_settings(self.processor, kwargs)
-        heads, tails = self._split_prompts(rows, template_kwargs)
+        heads, tails = zip(*(self.processor.prompt_ids(row, **template_kwargs) for row in rows), strict=True)
         prefixes = self._fetch(heads, passages, settings)
         config, slot_id = self.model.config.text_config, self.processor.context_token_id
         ids = [
@@ -293,23 +292,7 @@ class SlotPrefixStore:
             "past_key_values": cache,
         }
 
-    # Questions to ids, ids to a batch
-
-    def _split_prompts(self, questions: list, template_kwargs: dict) -> tuple[list[list[int]], list[list[int]]]:
-        """Ids before and behind the slots of each question."""
-        has_template = self.processor.chat_template is not None
-        heads, tails = [], []
-        for question in questions:
-            if has_template:
-                messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
-                before, after = self.processor.split_prompt(
-                    messages, **{"add_generation_prompt": True, **template_kwargs}
-                )
-            else:
-                before, after = self.processor.plain_prompt(question)
-            heads.append(self.processor.tokenize_prompt(before, add_special_tokens=not has_template))
-            tails.append(self.processor.tokenize_prompt(after))
-        return heads, tails
+    # Ids to a batch
 
     def _left_padded(self, rows: list[list[int]], padding_value: int | None = None) -> torch.LongTensor:
         if padding_value is None:
@@ -412,10 +395,7 @@ class SlotPrefixStore:
         slot_settings = {each: value for each, value in settings.items() if each not in REFINEMENT_SETTINGS}
         longest = longest_prompt(self.model.config.text_config)
         room = longest and [longest - len(head) for head in heads]
-        if isinstance(passages[0], GivenSlots):
-            rows = self.processor.use_given([None] * len(passages), passages, **slot_settings)
-        else:
-            rows = self.processor.encode_batch(passages, **slot_settings, room=room)
+        rows = self.processor.encode_batch(passages, **slot_settings, room=room)
         ids = [
             head + [self.processor.context_token_id] * len(row.context_embeds)
             for head, row in zip(heads, rows, strict=True)
@@ -455,13 +435,3 @@ def _split_settings(processor, kwargs: dict[str, Any]) -> tuple[dict[str, Any], 
     settings = {name: value for name, value in kwargs.items() if name in PREFIX_SETTINGS}
     rest = {name: value for name, value in kwargs.items() if name not in PREFIX_SETTINGS}
     return canonical_settings(settings), rest
-
-
-def _passages_of_rows(documents, context_embeds, context_word_ids, is_single: bool, num_rows: int) -> list:
-    """For each row its list of documents, or its embeddings and words."""
-    if (documents is None) == (context_embeds is None):
-        raise ValueError(
-            f"Got {'no' if documents is None else 'both'} `documents` and `context_embeds`; expected one of the two."
-        )
-    passages, given = read_passages(documents, context_embeds, context_word_ids, is_single, num_rows)
-    return passages if context_embeds is None else given

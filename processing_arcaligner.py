@@ -3,23 +3,20 @@
     passages -> segments (spaCy) -> context_embeds (sentence encoder), one row per slot
     question -> "Refer to the background document: [B] [B] ... [B]" + "Question: ..." with one [B] per slot
 
-A slot is a segment or, with `tokens_per_slot`, a run of a segment's tokens.
-
 The context token is never part of the tokenizer: its id is written into `input_ids` here and nowhere else, so the same
 characters in somebody's text are text.
 """
 
-import contextlib
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import numpy as np
-import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer, BatchFeature, PreTrainedConfig, ProcessorMixin
+from transformers.utils import to_py_obj
 from transformers.utils.chat_template_utils import encode_marked_chat
 
 from .configuration_arcaligner import (
@@ -29,30 +26,21 @@ from .configuration_arcaligner import (
     resolve_base_model,
     written_whole,
 )
-from .encoder_arcaligner import ENCODER_FOLDER, DocumentEncoder, GivenSlots, SentenceEncoder, pad_words
-from .segmentation_arcaligner import SLOT_SETTINGS, check_sentences_per_segment, check_text, check_tokens_per_slot
-
-# Files of a processor's folder, and a key that each of them has.
-_FILES = {
-    "processor_config.json": "encoder_name_or_path",
-    "tokenizer_config.json": "tokenizer_class",
-    "tokenizer.json": "model",
-}
-
+from .encoder_arcaligner import ENCODER_FOLDER, DocumentEncoder, EncodedDocuments, SentenceEncoder, pad_words
+from .prefix_store_arcaligner import SlotPrefixStore
+from .segmentation_arcaligner import (
+    SLOT_SETTINGS,
+    check_sentences_per_segment,
+    check_text,
+    check_tokens_per_slot,
+    text_of,
+)
 
 # Arguments of `__call__` that are not the chat template's.
-_SLOT_ARGUMENTS = (*SLOT_SETTINGS, "context_word_ids", "return_segments", "max_prompt_length")
+_SLOT_ARGUMENTS = (*SLOT_SETTINGS, "context_word_ids", "return_segments")
 
 BACKGROUND_LINE = "Refer to the background document: "
 QUESTION_LINE = "\nQuestion: "
-
-
-@contextlib.contextmanager
-def _template_errors() -> Iterator[None]:
-    try:
-        yield
-    except jinja2.TemplateError as error:
-        raise ValueError(f"The chat template (chat_template.jinja) cannot be used: {error}.") from error
 
 
 def check_conversation(given: Any) -> None:
@@ -69,71 +57,6 @@ def check_conversation(given: Any) -> None:
             raise ValueError(f'A message is {message!r}; expected {{"role": str, "content": str}}.')
 
 
-# What is given, checked and converted
-
-
-def embeds_tensor(values, name: str) -> torch.FloatTensor:
-    """Embeddings as a float32 tensor.
-
-    Raises:
-        `ValueError`: what is no dense array of numbers, by its name.
-    """
-    try:
-        tensor = torch.as_tensor(np.asarray(values) if isinstance(values, list | tuple) else values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{name} is of type {type(values).__name__}; expected a tensor of numbers ({error})."
-        ) from error
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex():
-        raise ValueError(f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}; expected a dense tensor.")
-    return tensor.float()
-
-
-def words_tensor(values, name: str) -> torch.LongTensor:
-    """Words of slots as a tensor of whole numbers; errors as of `embeds_tensor`."""
-    return embeds_tensor(values, name).long()
-
-
-def rows_of(read: Callable, given, name: str, is_single: bool, num_rows: int) -> list:
-    """An entry of `given` for each of `num_rows` questions, converted by `read`; `None` for each if none is given."""
-    if given is None:
-        return [None] * num_rows
-    try:
-        rows = [given] if is_single or isinstance(given, str | dict) else list(given)
-    except TypeError:  # a number, or a tensor without dimensions
-        rows = []
-    if len(rows) != num_rows:
-        raise ValueError(f"Got {num_rows} questions but {len(rows)} entries of {name}; each question needs its own.")
-    return [read(row, f"{name} of row {number}") for number, row in enumerate(rows)]
-
-
-def documents_of(row, name: str) -> list:
-    """The passages of one question as a list; a single passage is wrapped."""
-    if isinstance(row, str | dict):
-        return [row]
-    try:
-        if isinstance(row, Mapping | Set):  # whose texts have other names, or no order
-            raise TypeError
-        return list(row)
-    except TypeError as error:
-        raise ValueError(f'{name} is {row!r}; expected a list of strings or {{"title": str, "text": str}}.') from error
-
-
-def read_passages(
-    documents, context_embeds, context_word_ids, is_single: bool, num_rows: int
-) -> tuple[list[list | None], list[GivenSlots | None]]:
-    """The passages and the precomputed slots of each of `num_rows` questions; `None` where there are none.
-
-    Raises:
-        `ValueError`: values of another kind, or not one entry for each question.
-    """
-    passages = rows_of(documents_of, documents, "`documents`", is_single, num_rows)
-    embeds = rows_of(embeds_tensor, context_embeds, "`context_embeds`", is_single, num_rows)
-    words = rows_of(words_tensor, context_word_ids, "`context_word_ids`", is_single, num_rows)
-    given = [None if row is None else GivenSlots(row, ids) for row, ids in zip(embeds, words, strict=True)]
-    return passages, given
-
-
 def check_question(question) -> None:
     """Raises `ValueError` unless the question is a text that is not empty."""
     if not isinstance(question, str):
@@ -141,9 +64,6 @@ def check_question(question) -> None:
     check_text(question, "The question")
     if not question.strip():
         raise ValueError("The question is empty; expected a text. Passages alone ask nothing.")
-
-
-# The processor
 
 
 class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
@@ -155,12 +75,10 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         encoder_name_or_path (`str`, defaults to all-MiniLM-L6-v2): Sentence encoder, for sentence-transformers.
         encoder_hidden_size (`int`, defaults to 384): Its width `d_r`.
         encoder_dtype (`str`, defaults to `"float32"`):
-            What it computes in. `"bfloat16"` is twice as fast on CPUs with AMX, and no faster on others; `"auto"` is
-            bfloat16 on CPUs with AMX and float32 elsewhere.
+            What it computes in. `"bfloat16"` is twice as fast on CPUs with AMX; `"auto"` is bfloat16 on these only.
         context_token (`str`, defaults to `"<context>"`): How a slot is shown when ids are decoded.
         context_token_id (`int`, *optional*): Id of a slot, outside of the tokenizer's. Default: `len(tokenizer)`.
-        sentences_per_segment (`int` or `float`, defaults to 1): 0.5, 1 or n sentences a slot (the paper's 12x, 24x,
-        72x).
+        sentences_per_segment (`int` or `float`, defaults to 1): 0.5, 1 or n sentences, the paper's 12x, 24x and 72x.
         spacy_model (`str`, defaults to `"en"`): Language code for rule-based sentences, or an installed spaCy pipeline.
         tokens_per_slot (`int` or `"segment"`, defaults to `"segment"`):
             Beyond the paper: a segment becomes several slots of about this many tokens each, pooled from one reading of
@@ -171,8 +89,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         max_prompt_length (`int`, *optional*):
             The positions that the backbone reads. Passages with more slots are refused before they are encoded.
         trained_encoder (`bool`, defaults to `False`):
-            Whether the encoder was trained along: the checkpoint's folder `encoder`, for sentence-transformers as well,
-            holds LoRA weights that are added to it.
+            Whether the encoder was trained along: the checkpoint's folder `encoder` holds LoRA weights for it.
         chat_template (`str`, *optional*): Default: the tokenizer's.
 
     Raises:
@@ -239,12 +156,6 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
             written = super().save_pretrained(folder, **kwargs)
         return [str(Path(save_directory, Path(each).relative_to(folder))) for each in written]
 
-    def slot_prefix_store(self, model, max_bytes: int = 2**30, folder: str | Path | None = None):
-        """Keeps the slot prefixes of passages for further questions; arguments as for [`SlotPrefixStore`]."""
-        from .prefix_store_arcaligner import SlotPrefixStore  # which a processor alone does not need
-
-        return SlotPrefixStore(model, self, max_bytes, folder)
-
     @classmethod
     def get_processor_dict(cls, pretrained_model_name_or_path, **kwargs):
         """Reads `processor_config.json`, without which transformers would take the defaults.
@@ -253,8 +164,9 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
             `ValueError`: a file that is missing or broken, by its name.
         """
         if (folder := Path(pretrained_model_name_or_path)).is_dir():
-            for name, key in _FILES.items():
-                if (path := folder / name).is_file() or name == "tokenizer_config.json":
+            check_json_file(folder / "tokenizer_config.json", "tokenizer_class")
+            for name, key in (("processor_config.json", "encoder_name_or_path"), ("tokenizer.json", "model")):
+                if (path := folder / name).is_file():
                     check_json_file(path, key)
             if not list(folder.glob("tokenizer.*")) + list(folder.glob("vocab.*")):
                 raise ValueError(f"{folder} has no tokenizer.json. Save the processor again, or download it again.")
@@ -290,8 +202,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         mark = uuid.uuid4().hex
         if sanitize_control_tokens:
             messages = self.mark_control_tokens(messages)
-        with _template_errors():
-            text = super().apply_chat_template(_with_background_line(messages, mark), tokenize=False, **kwargs)
+        text = self.apply_chat_template(_with_background_line(messages, mark), **kwargs)
         if (times := text.count(mark)) != 1:
             raise ValueError(f"The chat template writes the first user message {times} times; expected it once.")
         before, after = text.split(mark)
@@ -328,15 +239,27 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
             )
         return ids
 
+    def prompt_ids(self, question: str | list[dict], **kwargs: Any) -> tuple[list[int], list[int]]:
+        """Ids before and behind the slots of a question or chat. `kwargs` are those of `split_prompt`, where there is a
+        chat template; `add_generation_prompt` is on."""
+        has_template = self.chat_template is not None
+        if has_template:
+            messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+            before, after = self.split_prompt(messages, **{"add_generation_prompt": True, **kwargs})
+        else:
+            before, after = self.plain_prompt(question)
+        return self.tokenize_prompt(before, add_special_tokens=not has_template), self.tokenize_prompt(after)
+
+    def slot_prefix_store(self, model, max_bytes: int = 2**30, folder: str | Path | None = None) -> SlotPrefixStore:
+        """Keeps the slot prefixes of passages for further questions; arguments as for [`SlotPrefixStore`]."""
+        return SlotPrefixStore(model, self, max_bytes, folder)
+
     def __call__(
         self,
         text: str | list[str] | None = None,
         documents: Sequence | None = None,
         context_embeds: Any = None,
-        return_segments: bool | None = None,
-        max_slots: int | None = None,
-        slot_policy: str | None = None,
-        context_word_ids: Any = None,
+        sanitize_control_tokens: bool | None = None,
         **kwargs: Any,
     ) -> BatchFeature:
         r"""
@@ -347,22 +270,23 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
                 Passages of a question, each a string or `{"title", "text"}`; for a list of questions a list of such
                 lists. An empty list, or only white space, gives one slot with the encoding of the empty string.
             context_embeds (tensor or array of shape `(num_slots, encoder_hidden_size)`, or a list of them, *optional*):
-                Precomputed embeddings, one per segment. Neither encoder nor segmenter is needed then.
+                Instead of documents: embeddings made before. Neither encoder nor segmenter is needed then.
             context_word_ids (tensor of shape `(num_slots, max_words)`, or a list of them, *optional*):
                 The tokens of the slots of `context_embeds`, -1 behind them, where the aligner reads them.
             return_segments (`bool`, *optional*):
                 Adds `segments` (a list of [`Segment`] per row) and `statistics` (per row: `tokens` of the passages,
                 `slots`, and the measured `compression_rate`; with `max_slots` also how many segments are `merged` and
-                `dropped`). Remove both before passing the rest to the model.
+                `dropped`). Remove both before passing the rest to the model. None for embeddings made before.
             max_slots (`int`, *optional*): Maximum number of slots of a question. Default: one per segment.
             slot_policy (`str`, defaults to `"drop"`):
                 What happens to further segments. `"drop"`: the first ones are kept, so documents come best first.
                 `"merge"`: neighbors in a document share a slot, evenly, none longer than the encoder reads; where
                 that is not enough, the last are dropped. Precomputed embeddings can be dropped, not merged.
+            tokens_per_slot (`int` or `"segment"`, *optional*): As in `__init__`.
+            sanitize_control_tokens (`bool`, *optional*, defaults to `True` with documents or embeddings):
+                The tokenizer's special tokens, such as `<|im_end|>`, are text where they stand in a question, as they
+                are in documents.
             kwargs:
-                `tokens_per_slot` and `max_prompt_length`, as in `__init__`. `sanitize_control_tokens` (default: `True`
-                with documents or embeddings): the tokenizer's special tokens, such as `<|im_end|>`, are text where they
-                stand in a question, as they are in documents.
                 The tokenizer's: `return_tensors`, `padding` (on by default for tensors), `padding_side`, `truncation`,
                 `max_length`, `add_special_tokens`. Truncation cuts text behind the slots, never slots.
 
@@ -376,55 +300,66 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         """
         if not isinstance(text, str) and not (isinstance(text, list | tuple) and text):
             raise ValueError(f"`text` is {text!r}; expected a question, or a list of questions.")
-        sanitize_control_tokens = kwargs.pop("sanitize_control_tokens", None)
+        is_single = isinstance(text, str)
+        questions = [text] if is_single else text
         if documents is None and context_embeds is None:
             kwargs = {name: value for name, value in kwargs.items() if name not in _SLOT_ARGUMENTS}
             if sanitize_control_tokens:  # of `apply_chat_template`
                 kwargs["sanitize_control_tokens"] = True
-            for each in [text] if isinstance(text, str) else text:
+            for each in questions:
                 if isinstance(each, str):
                     check_text(each, "The prompt")
             return BatchFeature(dict(self.tokenizer(text, **kwargs)), skip_tensor_conversion=None)
-        is_single = not isinstance(text, list | tuple)
-        questions = [text] if is_single else text
         prompts = [self.plain_prompt(question, sanitize_control_tokens is not False) for question in questions]
-        kwargs = {"add_special_tokens": True, "return_segments": return_segments} | kwargs
-        kwargs |= {"max_slots": max_slots, "slot_policy": slot_policy, "context_word_ids": context_word_ids}
-        return self._with_slots(prompts, is_single, documents, context_embeds, **kwargs)
+        return self._with_slots(prompts, is_single, documents, context_embeds, **{"add_special_tokens": True, **kwargs})
 
     def _with_slots(
-        self, prompts: list[tuple[str, str]], is_single: bool, documents, context_embeds, **kwargs
+        self,
+        prompts: list[tuple[str, str]],
+        is_single: bool,
+        documents,
+        context_embeds,
+        context_word_ids=None,
+        return_segments: bool | None = None,
+        add_special_tokens: bool = False,
+        **kwargs,
     ) -> BatchFeature:
         """Batch of prompts, each cut in two where its slots belong."""
-        add_special_tokens = kwargs.pop("add_special_tokens", False)
-        slots = {name: kwargs.pop(name, None) for name in _SLOT_ARGUMENTS}
-        settings = {name: slots[name] for name in SLOT_SETTINGS}
-        passages, given = read_passages(documents, context_embeds, slots["context_word_ids"], is_single, len(prompts))
+        settings = {name: kwargs.pop(name, None) for name in SLOT_SETTINGS}
+        passages = self.read_passages(documents, context_embeds, context_word_ids, is_single, len(prompts))
         texts = [
             (self.tokenize_prompt(before, add_special_tokens), self.tokenize_prompt(after)) for before, after in prompts
         ]
-        if context_embeds is None:
-            longest = slots["max_prompt_length"] or self.max_prompt_length
-            if not isinstance(longest, int | None):
-                raise ValueError(f"`max_prompt_length` is {longest!r}; expected a number.")
-            room = longest and [longest - len(before) - len(after) for before, after in texts]
-            rows = self.encode_batch(passages, **settings, room=room)
-        else:
-            rows = self.use_given(passages, given, **settings)
+        longest = self.max_prompt_length
+        room = longest and [longest - len(before) - len(after) for before, after in texts]
+        rows = self.encode_batch(passages, **settings, room=room)
         ids = [
             before + [self.context_token_id] * len(row.context_embeds) + after
             for (before, after), row in zip(texts, rows, strict=True)
         ]
         features = self._pad(ids, rows, **kwargs)
-        if slots["return_segments"]:
-            features["segments"] = features["statistics"] = [None] * len(rows)
-        if slots["return_segments"] and documents is not None:
-            has_budget = slots["max_slots"] is not None
+        if return_segments:
+            traced, has_budget = zip(passages, rows, strict=True), settings["max_slots"] is not None
             features["segments"] = [row.segments for row in rows]
             features["statistics"] = [
-                self.statistics(each, row, has_budget) for each, row in zip(passages, rows, strict=True)
+                None if documents is None else self.statistics(each, row, has_budget) for each, row in traced
             ]
         return features
+
+    def statistics(self, documents: Sequence[str | dict], row: EncodedDocuments, has_budget: bool) -> dict[str, float]:
+        """The number of `tokens` and `slots` and the `compression_rate`; with `has_budget` also how many segments are
+        `merged` and `dropped`."""
+        texts = [text_of(document, number) for number, document in enumerate(documents)]
+        tokens = kept = self._count_tokens(texts)
+        if row.dropped:
+            last = row.segments[-1]
+            kept = self._count_tokens([*texts[: last.document], texts[last.document][: last.end]])
+        num_slots = len(row.context_embeds)
+        found = {"tokens": tokens, "slots": num_slots, "compression_rate": kept / num_slots}
+        return found | ({"merged": row.num_merged, "dropped": len(row.dropped)} if has_budget else {})
+
+    def _count_tokens(self, texts: list[str]) -> int:
+        return sum(len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else 0
 
     def _pad(self, ids, rows, *, truncation=False, max_length=None, return_tensors=None, padding=None, **kwargs):
         if truncation and max_length is not None:
@@ -437,19 +372,14 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
                         "(`sentences_per_segment`)."
                     )
             ids = [row_ids[:max_length] for row_ids in ids]
-        if padding is None:
-            padding = return_tensors is not None
         features = self.tokenizer.pad(
             {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]},
-            padding=padding,
+            padding=return_tensors is not None if padding is None else padding,
             max_length=max_length,
             return_tensors=return_tensors,
             **kwargs,
         )
-        # (batch, max_slots, encoder_hidden_size)
-        slots = {
-            "context_embeds": torch.nn.utils.rnn.pad_sequence([row.context_embeds for row in rows], batch_first=True)
-        }
+        slots = {"context_embeds": pad_sequence([row.context_embeds for row in rows], batch_first=True)}
         if rows[0].context_word_ids is not None:
             slots["context_word_ids"] = pad_words([row.context_word_ids for row in rows])
         if return_tensors != "pt":
@@ -464,9 +394,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         context_embeds: Any = None,
         sanitize_control_tokens: bool | None = None,
         tokenize: bool = False,
-        return_dict: bool = False,
         return_tensors: str | None = None,
-        processor_kwargs: dict | None = None,
         **kwargs: Any,
     ):
         r"""
@@ -480,12 +408,10 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
             documents, context_embeds, sanitize_control_tokens:
                 As in [`~ArcAlignerProcessor.__call__`], documents and embeddings with one entry a conversation. Control
                 tokens in messages are text by default where there are documents or embeddings.
-            processor_kwargs (`dict`, *optional*):
-                For the tokenizer: `padding`, `padding_side`, `truncation`, `max_length`. `max_slots` and `slot_policy`
-                may stand here as well.
             kwargs:
-                `context_word_ids`, `return_segments`, `max_slots`, `slot_policy`, `tokens_per_slot` and
-                `max_prompt_length` as in [`~ArcAlignerProcessor.__call__`]; the rest is for the template, such as
+                `context_word_ids`, `return_segments`, `max_slots`, `slot_policy` and `tokens_per_slot` as in
+                [`~ArcAlignerProcessor.__call__`]. `return_dict`, `return_tensors`, and `processor_kwargs` for the
+                tokenizer: `padding`, `padding_side`, `truncation`, `max_length`. The rest is for the template, such as
                 `add_generation_prompt=True`.
 
         Returns:
@@ -495,34 +421,25 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         if sanitize_control_tokens is None:
             sanitize_control_tokens = tokenize and (documents is not None or context_embeds is not None)
         slots = {name: kwargs.pop(name) for name in _SLOT_ARGUMENTS if name in kwargs}
-        if documents is None and context_embeds is None:
-            with _template_errors():
-                return super().apply_chat_template(
-                    conversation,
-                    chat_template,
-                    sanitize_control_tokens=sanitize_control_tokens,
-                    tokenize=tokenize,
-                    return_dict=return_dict,
-                    return_tensors=return_tensors,
-                    processor_kwargs=processor_kwargs,
-                    **kwargs,
-                )
-        is_single = isinstance(conversation[0], dict)
-        conversations = [conversation] if is_single else conversation
         kwargs |= {"chat_template": chat_template, "sanitize_control_tokens": sanitize_control_tokens}
-        prompts = [self.split_prompt(messages, **kwargs) for messages in conversations]
-        features = self._with_slots(
-            prompts,
-            is_single,
-            documents,
-            context_embeds,
-            return_tensors=return_tensors,
-            **{**slots, **(processor_kwargs or {})},
-        )
+        if documents is None and context_embeds is None:
+            try:
+                return super().apply_chat_template(
+                    conversation, tokenize=tokenize, return_tensors=return_tensors, **kwargs
+                )
+            except jinja2.TemplateError as error:
+                raise ValueError(f"The chat template (chat_template.jinja) cannot be used: {error}.") from error
+        return_dict = kwargs.pop("return_dict", False)
+        slots |= {"return_tensors": return_tensors, **(kwargs.pop("processor_kwargs", None) or {})}
+        is_single = isinstance(conversation[0], dict)
+        prompts = [
+            self.split_prompt(messages, **kwargs) for messages in ([conversation] if is_single else conversation)
+        ]
+        features = self._with_slots(prompts, is_single, documents, context_embeds, **slots)
         if not tokenize:
             texts = [
                 before + self.context_token * row.count(self.context_token_id) + after
-                for (before, after), row in zip(prompts, _lists(features["input_ids"]), strict=True)
+                for (before, after), row in zip(prompts, to_py_obj(features["input_ids"]), strict=True)
             ]
             return texts[0] if is_single else texts
         return features if return_dict else features["input_ids"]
@@ -531,7 +448,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
 
     def decode(self, token_ids, **kwargs) -> str | list[str]:
         """The tokenizer's `decode`, with slots shown as the context token."""
-        token_ids = _lists(token_ids)
+        token_ids = to_py_obj(token_ids)
         if isinstance(token_ids, int):
             token_ids = [token_ids]
         if token_ids and isinstance(token_ids[0], list):
@@ -545,10 +462,6 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
     def batch_decode(self, sequences, **kwargs) -> list[str]:
         """`decode` of each row."""
         return [self.decode(row, **kwargs) for row in sequences]
-
-
-def _lists(values):
-    return values.tolist() if isinstance(values, torch.Tensor | np.ndarray) else values
 
 
 def _with_background_line(messages: list[dict], mark: str) -> list[dict]:

@@ -14,16 +14,14 @@ With `refinement_budget=0.1` all of it takes at most 10 % of the operations of t
 layer.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
-from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .configuration_arcaligner import ArcAlignerConfig
+from .backbones_arcaligner import LayerCost
+from .configuration_arcaligner import ArcAlignerConfig, normalize_budget
 
 # Attention kernels that take a mask of rows by columns, so that some slots can be computed without the others.
 ROW_KERNELS = ("eager", "sdpa")
@@ -69,16 +67,6 @@ class StepInputs(NamedTuple):
     rows: StepRows
     for_slots: dict[str, Any]
     for_fixed: dict[str, Any]
-
-
-def open_slots_first(gate_open: torch.Tensor, width: int) -> torch.Tensor:
-    """Cells of the open slots of `gate_open` (batch, max_slots), in order; others fill up to `width`.
-
-    >>> open_slots_first(torch.tensor([[False, True, True], [True, False, False]]), width=2)
-    tensor([[1, 2],
-            [0, 1]])
-    """
-    return torch.argsort((~gate_open).to(torch.int8), dim=1, stable=True)[:, :width]
 
 
 def open_slots_plan(rows: SlotRows, cells: torch.Tensor, is_taken: torch.Tensor) -> StepRows:
@@ -204,28 +192,19 @@ def refinement_mask(attention_mask: torch.Tensor | None, rows: StepRows, dtype: 
     """
     queries = rows.slot_positions  # (batch, width)
     keys = torch.cat([rows.fixed_positions, rows.slot_positions], dim=1)  # (batch, max_fixed + width)
-    batch, num_queries = queries.shape
-    num_keys = keys.shape[1]
+    num_queries, num_keys = queries.shape[1], keys.shape[1]
     real_keys = (keys >= 0)[:, None, None, :]
     # A row that is no slot (padding) reads itself, so that its softmax has something to sum over.
     own_key = torch.eye(num_queries, dtype=torch.bool, device=keys.device)
-    own_key = torch.nn.functional.pad(own_key, (num_keys - num_queries, 0))[None, None]
-    padding_row = (queries < 0)[:, None, :, None]
-
+    own_key = torch.nn.functional.pad(own_key, (num_keys - num_queries, 0)) & (queries < 0)[:, None, :, None]
     if attention_mask is None:
-        allowed = (keys[:, None, None, :] <= queries[:, None, :, None]) & real_keys
-        return allowed | (own_key & padding_row)
-
-    mask = attention_mask.expand(batch, -1, -1, -1)
-    heads = mask.shape[1]
-    row_index = queries.clamp(min=0)[:, None, :, None].expand(-1, heads, -1, mask.shape[-1])
-    mask = mask.gather(2, row_index)  # (batch, 1, width, kv_len)
-    column_index = keys.clamp(min=0)[:, None, None, :].expand(-1, heads, num_queries, -1)
-    mask = mask.gather(3, column_index)  # (batch, 1, width, max_fixed + width)
+        return ((keys[:, None, None, :] <= queries[:, None, :, None]) & real_keys) | own_key
+    mask = take_rows(attention_mask[:, 0], queries)  # (batch, width, kv_len)
+    columns = keys.clamp(min=0)[:, None, :].expand(-1, num_queries, -1)
+    mask = mask.gather(2, columns)[:, None]  # (batch, 1, width, max_fixed + width)
     if mask.dtype == torch.bool:
-        return (mask & real_keys) | (own_key & padding_row)
-    mask = mask.masked_fill(~real_keys, torch.finfo(dtype).min)
-    return mask.masked_fill(own_key & padding_row, 0.0)
+        return (mask & real_keys) | own_key
+    return mask.masked_fill(~real_keys, torch.finfo(dtype).min).masked_fill(own_key, 0.0)
 
 
 class KeysValuesComplete(Exception):  # noqa: N818 - nothing went wrong, the rest of the layer is just not needed
@@ -257,27 +236,6 @@ class RefinementKeysValues:
         return torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
 
 
-class LayerKeysValues:
-    """Stands in for the cache in compiled code: the part of one layer, whatever its index."""
-
-    def __init__(self, layer: CacheLayerMixin):
-        self.layer = layer
-
-    @staticmethod
-    def fits(cache: Cache | None, layer_idx: int) -> bool:
-        """Whether the layer's part of `cache`, if there is one, can be written to by itself and by compiled code."""
-        if cache is None:
-            return True
-        if cache.offloading or len(cache) <= layer_idx:
-            return False
-        layer = cache.layers[layer_idx]
-        # A static layer that compiled code lays out would have no fixed address for CUDA graphs.
-        return layer.is_initialized or not layer.is_compileable
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args, **kwargs):
-        return self.layer.update(keys, values, *args, **kwargs)
-
-
 # Settings, and a budget of operations
 
 
@@ -285,78 +243,30 @@ class LayerKeysValues:
 _MOST_FLOPS = 2.0**61
 
 
-class LayerCost(NamedTuple):
-    """Operations of one decoder layer."""
-
-    linears: int  # of a row, without LoRA
-    lora: int  # of a slot
-    keys_values: int  # of a row, for its keys and values; an upper bound
-    keys_values_lora: int  # of a slot
-    key: int  # attention of one row to one key
-    gate: int  # of a slot
-
-
-def count_layer_cost(layer: nn.Module, text_config) -> LayerCost:
-    """The cost of a decoder layer with its LoRA and gate, from the sizes of its linears.
-
-    Args:
-        layer (`nn.Module`): As `add_slots_to_layer` leaves it.
-        text_config (`PreTrainedConfig`): The backbone's.
-    """
-    counts = dict.fromkeys(LayerCost._fields, 0)
-    for name, module in layer.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        flops = 2 * module.in_features * module.out_features
-        if name.startswith("slot_gate."):
-            counts["gate"] += flops
-            continue
-        lora = ".lora_A." in name or ".lora_B." in name
-        counts["lora" if lora else "linears"] += flops
-        # These come after keys and values. Any other linear is counted as if it came before.
-        if "mlp" not in name and "o_proj" not in name:
-            counts["keys_values_lora" if lora else "keys_values"] += flops
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
-    counts["key"] = 4 * text_config.num_attention_heads * head_dim
-    return LayerCost(**counts)
-
-
-def prefix_flops(costs: list[LayerCost], num_text: int, num_slots: int) -> int:
-    """Operations of the prefill of a slot prefix, gates off: `num_text` rows of text and `num_slots` slots."""
-    length = num_text + num_slots
-    return sum(c.linears * length + c.lora * num_slots + c.key * length * length // 2 for c in costs)
-
-
-def keys_values_flops(cost: LayerCost, num_text, num_slots):
-    """Operations of the keys and values of a slot prefix, once before a layer's first step; of counts or tensors."""
-    return cost.keys_values * (num_text + num_slots) + cost.keys_values_lora * num_slots
-
-
-def pass_flops(cost: LayerCost, num_text, num_slots):
-    """Operations of another pass of one slot through the layer: it attends to the prefix and to the other slots."""
-    return cost.linears + cost.lora + cost.key * (num_text + 2 * num_slots)
-
-
 class RefinementBudget:
     """The operations that each row of one forward may still spend on refinement, layer by layer.
 
     Args:
-        share (`float`): Of `prefix_flops`, at least 0.
+        share (`float`): Of the prefill of the row's slot prefix, at least 0.
         costs (`list[LayerCost]`): Of all layers.
         rows ([`SlotRows`]): Of the forward.
+        asks_gates (`bool`): Whether gates are computed.
     """
 
-    def __init__(self, share: float, costs: list[LayerCost], rows: SlotRows):
+    def __init__(self, share: float, costs: list[LayerCost], rows: SlotRows, asks_gates: bool):
         sizes = zip(*(size.tolist() for size in rows.sizes()), strict=True)
-        left = [int(min(share * prefix_flops(costs, text, slots), _MOST_FLOPS)) for text, slots in sizes]
+        prefills = [sum(cost.of_prefill(*size) for cost in costs) for size in sizes]
+        left = [int(min(share * prefill, _MOST_FLOPS)) for prefill in prefills]
         self.left = torch.tensor(left, device=rows.slot_positions.device)  # (batch,)
+        self.asks_gates = asks_gates
         self._is_spent = False  # kept here, so that the device is not asked again
 
     def pay_gates(self, cost: LayerCost, num_asked: torch.Tensor) -> bool:
         """Pays for the gates of `num_asked` slots (batch,). Returns whether a row has anything left."""
         if self._is_spent:
             return False
-        left, price = self.left.to(num_asked.device), num_asked * cost.gate
+        left = self.left.to(num_asked.device)
+        price = num_asked * (cost.gate if self.asks_gates else 0)
         self.left = torch.where(left >= price, left - price, 0)
         self._is_spent = not bool(self.left.any())
         return not self._is_spent
@@ -365,9 +275,7 @@ class RefinementBudget:
         self, gate_prob: torch.Tensor, gate_open: torch.Tensor, cost: LayerCost, rows: SlotRows
     ) -> torch.Tensor:
         """The open slots (batch, max_slots) that a row can pay a first step for: by probability, then by position."""
-        num_text, num_slots = rows.sizes()
-        once = keys_values_flops(cost, num_text, num_slots)
-        each = pass_flops(cost, num_text, num_slots)
+        once, each = cost.of_keys_values(*rows.sizes()), cost.of_slot_pass(*rows.sizes())
         wanted = gate_open.sum(dim=1)
         affordable = torch.div(self.left - once, each, rounding_mode="floor").clamp(min=0)
         taken = torch.minimum(wanted, affordable)
@@ -380,7 +288,7 @@ class RefinementBudget:
         self, gate_open: torch.Tensor, is_taken: torch.Tensor, cost: LayerCost, rows: SlotRows
     ) -> torch.Tensor:
         """The slots (batch, width) that are still open, where a row can pay another step of all that are taken."""
-        each = pass_flops(cost, *rows.sizes())
+        each = cost.of_slot_pass(*rows.sizes())
         price = torch.where(gate_open.any(dim=1), is_taken.sum(dim=1) * each, 0)
         affords = self.left >= price
         self.left = torch.where(affords, self.left - price, 0)
@@ -396,16 +304,10 @@ class RefinementSettings:
     max_refinement_steps: int
     budget: RefinementBudget | None
 
-
-def normalize_budget(gate_mode: str | None, refinement_budget: float | None) -> tuple[str | None, float | None]:
-    """Makes equal settings look equal: a budget of 0 is no refinement, and an infinite one is no budget.
-
-    >>> normalize_budget("adaptive", 0), normalize_budget("adaptive", math.inf), normalize_budget("adaptive", 0.1)
-    (('off', None), ('adaptive', None), ('adaptive', 0.1))
-    """
-    if refinement_budget == 0:
-        return "off", None
-    return gate_mode, None if refinement_budget == math.inf else refinement_budget
+    @property
+    def takes_all(self) -> bool:
+        """Whether each slot takes each step: no gate is asked, nothing is paid for."""
+        return self.gate_mode == "always" and self.budget is None
 
 
 def resolve_settings(
@@ -413,18 +315,17 @@ def resolve_settings(
     costs: list[LayerCost],
     rows: SlotRows,
     training: bool,
-    gate_mode: str | None = None,
-    gate_threshold: float | None = None,
-    max_refinement_steps: int | None = None,
-    refinement_budget: float | None = None,
+    gate_mode: str | None,
+    gate_threshold: float | None,
+    max_refinement_steps: int | None,
+    refinement_budget: float | None,
 ) -> RefinementSettings:
     """The settings of a forward: the given ones, which are checked already, otherwise the configuration's.
 
     Raises:
         `ValueError`: a budget in training, or with an attention kernel that computes slots all or none.
     """
-    gate_mode = config.gate_mode if gate_mode is None else gate_mode
-    gate_mode, refinement_budget = normalize_budget(gate_mode, refinement_budget)
+    gate_mode, refinement_budget = normalize_budget(gate_mode or config.gate_mode, refinement_budget)
     budget = None
     if refinement_budget is not None:
         if training:
@@ -437,13 +338,9 @@ def resolve_settings(
                 f"`refinement_budget` is {refinement_budget}, but attention `{kernel}` can only refine the whole "
                 f"prefix at once. Load the model with `attn_implementation` {' or '.join(ROW_KERNELS)}."
             )
-        budget = RefinementBudget(refinement_budget, costs, rows)
-    return RefinementSettings(
-        gate_mode=gate_mode,
-        gate_threshold=config.gate_threshold if gate_threshold is None else gate_threshold,
-        max_refinement_steps=config.max_refinement_steps if max_refinement_steps is None else max_refinement_steps,
-        budget=budget,
-    )
+        budget = RefinementBudget(refinement_budget, costs, rows, asks_gates=gate_mode != "always")
+    steps = config.max_refinement_steps if max_refinement_steps is None else max_refinement_steps
+    return RefinementSettings(gate_mode, gate_threshold or config.gate_threshold, steps, budget)
 
 
 # Steps of a layer
@@ -528,8 +425,8 @@ class OpenSlotsSteps:
         self.layer, self.hidden_states, self.slots = layer, hidden_states, slots
         width = self._width(gate_open)
         self.cells, self.rows = None, None
-        if width < gate_open.shape[1]:  # (batch, width): of the fullest row; others are filled up with closed slots
-            self.cells = open_slots_first(gate_open, width)
+        if width < gate_open.shape[1]:  # of the fullest row; others are filled up with closed slots
+            self.cells = (~gate_open).to(torch.int8).argsort(dim=1, stable=True)[:, :width]  # (batch, width)
             gate_open = gate_open.gather(1, self.cells)
             self.rows = open_slots_plan(slots.rows, self.cells, gate_open)
         self.is_taken = self.is_open = gate_open  # (batch, width)
@@ -538,12 +435,11 @@ class OpenSlotsSteps:
     @classmethod
     def plan(cls, layer, hidden_states: torch.Tensor, slots: Slots) -> "OpenSlotsSteps | None":
         """The steps of a layer, or `None` where no gate is open after the mandatory pass or nothing can be paid for."""
-        rows, settings = slots.rows, slots.settings
-        budget, cost = settings.budget, _cost_of_step(layer, settings)
+        rows, settings, budget = slots.rows, slots.settings, slots.settings.budget
         is_slot = rows.refinable(layer.is_last)  # (batch, max_slots)
-        if budget is None and settings.gate_mode == "always":
+        if settings.takes_all:
             return cls(layer, hidden_states, slots, is_slot)
-        if budget is not None and not budget.pay_gates(cost, is_slot.sum(dim=1)):
+        if budget is not None and not budget.pay_gates(layer.slot_cost, is_slot.sum(dim=1)):
             return None
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])  # (batch * seq_len, hidden)
         prob = layer.gate_prob(flat.index_select(0, rows.slot_rows), settings)  # (num_slots, 1)
@@ -552,7 +448,7 @@ class OpenSlotsSteps:
         gate_prob = prob.new_zeros(is_slot.numel()).index_copy(0, rows.slot_cells, prob[:, 0]).view_as(is_slot)
         gate_open = (gate_prob >= settings.gate_threshold) & is_slot
         if budget is not None:
-            gate_open = budget.take_slots(gate_prob, gate_open, cost, rows)
+            gate_open = budget.take_slots(gate_prob, gate_open, layer.slot_cost, rows)
         if (budget is not None or layer.is_last) and not bool(gate_open.any()):
             return None
         return cls(layer, hidden_states, slots, gate_open)
@@ -561,7 +457,7 @@ class OpenSlotsSteps:
         """Slots of a row that a step computes: the open ones (batch, max_slots) of the fullest row, or all."""
         max_slots, settings = gate_open.shape[1], self.slots.settings
         has_choice = self.layer.arcaligner_config.text_config._attn_implementation in ROW_KERNELS
-        if not has_choice or (settings.budget is None and settings.gate_mode == "always"):
+        if settings.takes_all or not has_choice:
             return max_slots
         width = int(gate_open.sum(dim=1).max())
         # Without a budget, a few closed slots are computed too: cheaper than to read each of them like text.
@@ -580,9 +476,8 @@ class OpenSlotsSteps:
 
     def _ask_again(self, states: torch.Tensor) -> bool:
         """Asks the gates of the slots that took the steps before; whether one is open."""
-        settings = self.slots.settings
-        budget, cost = settings.budget, _cost_of_step(self.layer, settings)
-        if budget is None and settings.gate_mode == "always":
+        settings, budget, cost = self.slots.settings, self.slots.settings.budget, self.layer.slot_cost
+        if settings.takes_all:
             self.is_open = self.is_taken
             return True
         asked = self.is_taken & self.is_open.any(dim=1, keepdim=True)  # a row that has closed is done
@@ -601,7 +496,3 @@ class OpenSlotsSteps:
             states = all_states.scatter(1, self.cells[:, :, None].expand_as(states), states)
             depth = torch.zeros_like(rows.slot_positions).scatter(1, self.cells, depth)
         return _write_slots(self.hidden_states, states, rows), depth
-
-
-def _cost_of_step(layer, settings: RefinementSettings) -> LayerCost:
-    return layer.slot_cost._replace(gate=0) if settings.gate_mode == "always" else layer.slot_cost

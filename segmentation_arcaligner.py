@@ -9,10 +9,13 @@ import bisect
 import functools
 import importlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass
 from numbers import Integral
 from typing import NamedTuple
+
+import numpy as np
+from transformers.utils.chat_template_utils import _get_control_token_patterns, encode_marked_chat, mark_control_tokens
 
 # How slots are chosen: keyword arguments of processor and pipeline.
 SLOT_SETTINGS = ("max_slots", "slot_policy", "tokens_per_slot")
@@ -98,6 +101,18 @@ def check_text(text: str, what: str) -> None:
         raise ValueError(
             f"{what} is no text at character {error.start}: {text[error.start]!a}. Decode it again."
         ) from error
+
+
+def documents_of(row, name: str) -> list:
+    """The passages of one question as a list; a single passage is wrapped."""
+    if isinstance(row, str | dict):
+        return [row]
+    try:
+        if isinstance(row, Mapping | Set):  # whose texts have other names, or no order
+            raise TypeError
+        return list(row)
+    except TypeError as error:
+        raise ValueError(f'{name} is {row!r}; expected a list of strings or {{"title": str, "text": str}}.') from error
 
 
 def title_of(document) -> str | None:
@@ -351,3 +366,82 @@ def _shortest_groups(segments, texts, max_slots, num_reads) -> list[list[Segment
 def _merged(group: list[Segment], texts: Sequence[str]) -> Segment:
     document, start, end = group[0].document, group[0].start, group[-1].end
     return Segment(document, start, end, texts[document][start:end])
+
+
+class DocumentSegmenter:
+    """Documents to segments and their tokens, for the processor: needs its `tokenizer`, `encoder` and settings."""
+
+    def segment_documents(self, documents: Sequence[str | dict]) -> list[Segment]:
+        """The segments of one question's documents, in order; empty when there is nothing but white space.
+
+        Raises:
+            `ValueError`: a document that is neither a string nor `{"title": str, "text": str}`.
+        """
+        segments = []
+        for number, document in enumerate(documents):
+            segments += segment_document(
+                text_of(document, number),
+                number,
+                sentences_per_segment=self.sentences_per_segment,
+                spacy_model=self.spacy_model,
+                num_reads=self.encoder.num_reads,
+            )
+        return segments
+
+    def fit_documents(self, documents, max_slots: int | None, slot_policy: str | None) -> FittedSegments:
+        """The segments of one question's documents within a budget of slots."""
+        segments = self.segment_documents(documents)
+        texts = [text_of(document, number) for number, document in enumerate(documents)]
+        return fit_segments(segments, texts, max_slots, slot_policy or "drop", self.encoder.num_reads)
+
+    def encoder_texts(self, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[str]:
+        """What the encoder reads for each segment: a title, where there is one, keeps a sentence's subject with it."""
+        titles = [title_of(document) for document in documents]
+        return [f"{titles[s.document]}: {s.text}" if titles[s.document] else s.text for s in segments]
+
+    def tokenize_segments(self, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[SegmentTokens]:
+        """Each segment's tokens in the backbone's vocabulary, as the whole document has them. The words of a title
+        belong to the first segment of its document."""
+        texts = self.encoder_texts(segments, documents)
+        tokens_of = {
+            number: self._tokenize_document(documents[number], number) for number in {s.document for s in segments}
+        }
+        found = []
+        for number, (segment, text) in enumerate(zip(segments, texts, strict=True)):
+            ids, ends = tokens_of[segment.document]
+            is_first = number == 0 or segments[number - 1].document != segment.document
+            start = 0 if is_first else np.searchsorted(ends, segment.start, side="right")
+            end = np.searchsorted(ends, segment.end, side="right")
+            word_ends = np.clip(ends[start:end] - segment.start, 0, len(segment.text))
+            found.append(SegmentTokens(segment, text, tuple(ids[start:end].tolist()), tuple(word_ends.tolist())))
+        return found
+
+    def segment_tokens(self, segments: Sequence[Segment], documents, tokens_per_slot) -> list[SegmentTokens]:
+        """`tokenize_segments`, without tokens where nothing reads them."""
+        if self.context_words or tokens_per_slot != "segment":
+            return self.tokenize_segments(segments, documents)
+        texts = self.encoder_texts(segments, documents)
+        return [SegmentTokens(segment, text, (), ()) for segment, text in zip(segments, texts, strict=True)]
+
+    def _tokenize_document(self, document: str | dict, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of a document's tokens, title first, and the character of its text where each ends, below 1 in titles."""
+        text, title = text_of(document, number), title_of(document)
+        title = f"{title}: " if title else ""
+        read = self.tokenizer(title + text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, ends = read["input_ids"], [end for _, end in read["offset_mapping"]]
+        special = {token_id for token_id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        if special.intersection(ids):  # a document's `<|im_end|>` is text
+            tokens = [self.tokenizer.convert_ids_to_tokens(each) if each in special else None for each in ids]
+            read_as_text = [
+                [each] if token is None else encode_marked_chat(self.tokenizer, self.mark_control_tokens(token))
+                for each, token in zip(ids, tokens, strict=True)
+            ]
+            ends = [end for end, each in zip(ends, read_as_text, strict=True) for _ in each]
+            ids = [each for row in read_as_text for each in row]
+        return np.array(ids, dtype=np.int64), np.array(ends, dtype=np.int64) - len(title)
+
+    def mark_control_tokens(self, text):
+        """Texts or messages with the tokenizer's special tokens marked, so that `encode_marked_chat` reads them as
+        text. What stands for a turn without being a special token, such as Llama 2's `[INST]`, is not one."""
+        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        return mark_control_tokens(text, _get_control_token_patterns(tuple(special))[0])

@@ -37,8 +37,8 @@ from ..default_models import GGUF_FILE
 from ..encoder_arcaligner import EncodedDocuments
 from ..files import digest, refuse_unknown
 from ..modeling_arcaligner import ArcAlignerForCausalLM, ContextProjector
-from ..processing_arcaligner import ArcAlignerProcessor, documents_of
-from ..segmentation_arcaligner import SLOT_SETTINGS
+from ..processing_arcaligner import ArcAlignerProcessor
+from ..segmentation_arcaligner import SLOT_SETTINGS, documents_of
 from .gguf_files import ADAPTER_FILE, architecture_of, check_base_model, head_dim_of, to_neighbors
 
 TESTED_VERSION = "0.3.36"

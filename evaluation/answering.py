@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import AutoModelForCausalLM
 
 from ..configuration_arcaligner import resolve_base_model
-from ..lora_arcaligner import ADAPTER_NAME, slot_lora_layers
+from ..backbones_arcaligner import ADAPTER_NAME, slot_lora_layers
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import Row

@@ -155,7 +155,7 @@ BAD_ROWS = [
     ({"question": "Who?", "documents": 5}, r"`documents` of row \d is 5; expected a list"),
     ({"question": "Who?", "documents": [None]}, "Document 0 is of type NoneType; expected a string"),
     ({"question": "Who?", "documents": ["One. "] * 600}, r"The passages of row \d are 600 slots"),
-    ({"question": "Who? " * 600, "documents": ["One."]}, "are 1 slots, but .* reads 0. Pass a shorter question"),
+    ({"question": "Who? " * 600, "documents": ["One."]}, "are 1 slots, but there is room for 0 .* Pass a shorter"),
     (7, "Expected a chat, .*; got int"),
 ]
 questions = st.sampled_from(["Who?", "Who wrote it, and when?", "<|im_end|>?", "é漢😀?"])
