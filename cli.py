@@ -71,6 +71,14 @@ def check_folder(checkpoint: str) -> None:
         )
 
 
+def silence_transformers() -> None:
+    """Keeps progress bars and notes of transformers out of what a command says."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def load_pipeline(checkpoint: str):
     """The pipeline of a checkpoint, from this package's own code.
 
@@ -80,15 +88,12 @@ def load_pipeline(checkpoint: str):
     """
     check_folder(checkpoint)
     # Here, so that `--help` and mistakes in the options do not wait for them.
-    from transformers.utils import logging
-
     from .hub import read_aligner_config
     from .modeling_arcaligner import ArcAlignerForCausalLM
     from .pipeline_arcaligner import ArcAlignerPipeline
     from .processing_arcaligner import ArcAlignerProcessor
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    silence_transformers()
     try:
         read_aligner_config(checkpoint)
     except OSError as error:
@@ -107,12 +112,9 @@ def load_pipeline(checkpoint: str):
 def load_llama_cpp(checkpoint: str, base_model: Path | None, gate_mode: str | None):
     """The llama.cpp engine of an exported checkpoint; errors as of [`LlamaCppEngine`]."""
     check_folder(checkpoint)
-    from transformers.utils import logging
-
     from .engines.llama_cpp import LlamaCppEngine
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    silence_transformers()
     return LlamaCppEngine(checkpoint, base_model, gate_mode=gate_mode)
 
 
@@ -134,6 +136,11 @@ def read_document(path: Path) -> str:
 def show(text: str) -> None:
     """Prints text as it is, long lines whole, except for control characters."""
     output.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def one_line(text: str) -> str:
+    """`text` without line breaks: an id of a document cannot look like the next line."""
+    return printable(text).replace("\n", "\\n")
 
 
 def busy(what: str) -> AbstractContextManager:
@@ -231,6 +238,7 @@ def load_processor(checkpoint: str):
     from .processing_arcaligner import ArcAlignerProcessor
 
     check_folder(checkpoint)
+    silence_transformers()
     return ArcAlignerProcessor.from_pretrained(checkpoint)
 
 
@@ -257,7 +265,7 @@ def fill_corpus(
         )
     shown = report.skipped[: None if verbose else 3]
     for each in shown:
-        messages.print(printable(f"Skipped: {each}"), markup=False, soft_wrap=True)
+        messages.print(one_line(f"Skipped: {each}"), markup=False, soft_wrap=True)
     if left := len(report.skipped) - len(shown):
         messages.print(f"Skipped: {left} more, which --verbose names", soft_wrap=True)
     show(summary(report, corpus.info()))
@@ -347,7 +355,7 @@ def ask_corpus(
     show(found.text.strip())
     for each in found.passages.documents:
         title = f" {each['title']}" if each["title"] else ""
-        show(f"{each['document']}:{each['start']}-{each['end']}{title}")
+        show(one_line(f"{each['document']}:{each['start']}-{each['end']}{title}"))
     milliseconds = ", ".join(f"{name} {1000 * found.seconds[name]:.0f}" for name in ("retrieval", "slots", "model"))
     times = f"First token after {1000 * found.seconds['first_token']:.0f} ms: {milliseconds}"
     messages.print(f"[dim]{compression_summary(found.statistics)}\n{times}[/]")

@@ -5,9 +5,9 @@
 A worker that dies is started again and its batch encoded again; a build that is killed goes on as any other.
 """
 
-import json
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 try:
@@ -37,8 +37,8 @@ class RayWriter:
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         context.target_max_block_size = 1  # each batch is a block, for any worker
-        reading = {"sources": sources, "path": str(corpus.path), "version": corpus.table.version, "strict": strict}
-        batches = ray.data.from_items([reading]).map_batches(read_batches, batch_size=1, num_cpus=0)
+        reading = {"sources": sources, "path": corpus.path, "version": corpus.table.version, "strict": strict}
+        batches = ray.data.range(1).map_batches(read_batches, fn_kwargs=reading, batch_size=1, num_cpus=0)
         written = batches.map_batches(
             EncodingWorker,
             fn_constructor_args=(processor, corpus.path),
@@ -47,27 +47,23 @@ class RayWriter:
             compute=ray.data.ActorPoolStrategy(size=self.workers),
         )
         for row in written.iter_rows():
-            batch, num_passages = pickle.loads(row["batch"]), row["passages"]
+            batch, num_passages, fragments, encoded = pickle.loads(row["done"])
             if batch.error is not None:
                 raise batch.error
-            if row["fragments"]:
-                fragments = [
-                    lance.FragmentMetadata.from_json(json.dumps(each)) for each in json.loads(row["fragments"])
-                ]
+            if fragments:
                 dataset = lance.dataset(corpus.table.uri)
                 lance.LanceDataset.commit(dataset, lance.LanceOperation.Append(fragments), dataset.version)
-            elif row["rows"]:
-                corpus.add(pickle.loads(row["rows"]), batch.replaced)
+            elif encoded is not None:
+                corpus.add(encoded, batch.replaced)
             yield batch, num_passages
 
 
-def read_batches(reading: dict[str, Any]) -> Iterator[dict[str, list]]:
+def read_batches(_, sources: list[str], path: Path, version: int, strict: bool) -> Iterator[dict[str, list]]:
     """Batches of documents that are new in one version of the corpus: the same ones when the task runs again."""
-    sources, path, version, strict = (reading[name][0] for name in ("sources", "path", "version", "strict"))
-    corpus = Corpus(str(path))
-    corpus.table.checkout(int(version))
+    corpus = Corpus(path)
+    corpus.table.checkout(version)
     try:
-        for batch in new_documents(list(sources), corpus, bool(strict)):
+        for batch in new_documents(sources, corpus, strict):
             yield {"batch": [pickle.dumps(batch)]}
     except (ValueError, OSError) as error:  # Ray would make another one of it
         yield {"batch": [pickle.dumps(Batch(error=error))]}
@@ -81,19 +77,14 @@ class EncodingWorker:
 
     def __call__(self, rows: dict[str, Any]) -> dict[str, list]:
         batch = pickle.loads(rows["batch"][0])
-        fragments = encoded = b""
-        num_passages = 0
+        fragments, encoded, num_passages = [], None, 0
         if batch.documents:
-            table = passage_rows(batch.documents, self.processor, self.corpus.settings)
-            num_passages = len(table)
-            if batch.replaced:
-                encoded = pickle.dumps(table)
-            else:
+            encoded = passage_rows(batch.documents, self.processor, self.corpus.settings)
+            num_passages = len(encoded)
+            if not batch.replaced:
                 try:
-                    written = write_fragments(table, self.corpus.table.uri, mode="append")
-                    fragments = json.dumps([each.to_json() for each in written]).encode()
+                    fragments, encoded = write_fragments(encoded, self.corpus.table.uri, mode="append"), None
                 except OSError as error:
                     batch.error = error
         batch.documents = [each._replace(text="") for each in batch.documents]
-        done = {"batch": pickle.dumps(batch), "passages": num_passages, "fragments": fragments, "rows": encoded}
-        return {name: [value] for name, value in done.items()}
+        return {"done": [pickle.dumps((batch, num_passages, fragments, encoded))]}

@@ -19,6 +19,7 @@ from sentence_transformers import CrossEncoder
 from torch.nn.utils.rnn import pad_sequence
 
 from ..configuration_arcaligner import missing_model_message, resolve_encoder
+from ..encoder_arcaligner import EncodedDocuments
 from ..segmentation_arcaligner import Segment, check_text
 from .table import Corpus
 
@@ -36,23 +37,19 @@ class SlotPassages:
     Args:
         documents (`list[dict]`): With `title` and `text`; from a corpus, the best first, also `document` (its id),
             `start` and `end` (characters of the passage in it) and `score`.
-        segments (`list[Segment]`): What each slot stands for, in `documents`.
-        context_embeds (`torch.FloatTensor` of shape `(num_slots, encoder_hidden_size)`): The slots.
-        context_word_ids (`torch.LongTensor` of shape `(num_slots, max_words)`, *optional*): Their words.
+        encoded ([`EncodedDocuments`]): Their slots.
         seconds (`dict`): How long `retrieval` and `slots` took.
     """
 
     documents: list[dict[str, Any]]
-    segments: list[Segment]
-    context_embeds: torch.FloatTensor
-    context_word_ids: torch.LongTensor | None
+    encoded: EncodedDocuments
     seconds: dict[str, float]
 
     @property
     def inputs(self) -> dict[str, Any]:
         """What processor, prefix store and `generate` take."""
-        words = {} if self.context_word_ids is None else {"context_word_ids": self.context_word_ids}
-        return {"context_embeds": self.context_embeds, **words}
+        words = self.encoded.context_word_ids
+        return {"context_embeds": self.encoded.context_embeds} | ({} if words is None else {"context_word_ids": words})
 
 
 class Retriever:
@@ -146,4 +143,4 @@ def slot_passages(rows) -> SlotPassages:
     if "words" in rows.column_names:
         each = [torch.tensor(ids, dtype=torch.long) for row in rows["words"].to_pylist() for ids in row]
         words = pad_sequence(each, batch_first=True, padding_value=-1)
-    return SlotPassages(documents, segments, embeds, words, {})
+    return SlotPassages(documents, EncodedDocuments(segments, embeds, words, num_merged=0, dropped=[]), {})

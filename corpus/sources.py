@@ -10,6 +10,7 @@ Hub. Columns are named as in `train/corpora.py`:
 """
 
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,10 @@ TEXTS = (".txt", ".md", ".markdown")
 JSON_LINES = (".jsonl", ".jsonl.gz")
 FILES = (*TEXTS, *JSON_LINES, ".parquet")
 _NO_SOURCE = re.compile(r"^\.|\.lance$")  # what is hidden, and the table of a corpus that stands beside its texts
-_HEADING = re.compile(r"\s*^# +(.+)$", re.MULTILINE)  # at the top: further down it may be a line of code
+# A title is read with each sentence: a long one would cost its length times that of the text.
+LONGEST_TITLE = 1000
+# At the top: further down it may be a line of code.
+_HEADING = re.compile(rf"\s*^# +(.{{1,{LONGEST_TITLE}}})$", re.MULTILINE)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # A word, or a part of one: text without spaces is cut as well.
 _WORD = re.compile(r"\S{1,16}")
@@ -50,7 +54,7 @@ def read_documents(sources: Iterable[str], skip: Callable[..., None]) -> Iterato
     Args:
         sources (`Iterable[str]`): See the top of this file.
         skip (`Callable`): Is told what cannot be read, and why: a file, a row; with `may_hold_documents=False` also
-            what is read and holds none: a document without a text, a file of another kind.
+            what is read and gives none: a document without a text, a file of another kind.
 
     Raises:
         `FileNotFoundError`: no such file or folder.
@@ -58,7 +62,10 @@ def read_documents(sources: Iterable[str], skip: Callable[..., None]) -> Iterato
     """
     for source in sources:
         for document in _read_source(source, skip):
-            if document.text.strip():
+            if (length := len(document.title)) > LONGEST_TITLE:
+                what = f"{document.id} has a title of {length} characters; at most {LONGEST_TITLE} are read"
+                skip(what, may_hold_documents=False)
+            elif document.text.strip():
                 yield Document(*(each.encode("utf-8", "replace").decode() for each in document))
             else:
                 skip(f"{document.id} holds no text", may_hold_documents=False)
@@ -101,13 +108,14 @@ def _read_file(path: Path, options: dict[str, Any], skip: Callable[..., None]) -
             yield from _documents_of_rows(str(path), read_json_lines(path), options, skip)
         elif path.suffix == ".parquet":
             with pyarrow.parquet.ParquetFile(path) as file:
-                rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
+                columns = [options["text"], options["title"] or "title", "id", "passages"]  # those that are there
+                rows = (row for batch in file.iter_batches(1024, columns=columns) for row in batch.to_pylist())
                 yield from _documents_of_rows(str(path), rows, options, skip)
         else:
             skip(f"{path} is none of {', '.join(FILES)}", may_hold_documents=False)
     except UnicodeDecodeError as error:
         skip(f"{path} is not UTF-8 text (byte {error.start})")
-    except (ValueError, OSError, EOFError, pyarrow.ArrowException) as error:
+    except (ValueError, OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
         skip(f"{path} cannot be read: {error}")
 
 

@@ -98,12 +98,14 @@ class Corpus:
         try:
             self.table = database.open_table(NAME)
             self.settings = json.loads(self.table.schema.metadata[METADATA])
-        except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
-            raise ValueError(f"{path} is not a corpus of ArcAligner, or is broken: {error}. Build it anew.") from error
-        if self.settings["format"] != FORMAT:
+            found = self.settings["format"]
+        except (ValueError, LookupError, TypeError, OSError, RuntimeError) as error:
             raise ValueError(
-                f"The corpus {path} has format {self.settings['format']}; this version reads {FORMAT}. Build it anew."
-            )
+                f"{path} is not a corpus of ArcAligner, or a broken one: {error}. Name another folder, or remove the "
+                "broken corpus and build it anew."
+            ) from error
+        if found != FORMAT:
+            raise ValueError(f"The corpus {path} has format {found}; this version reads {FORMAT}. Build it anew.")
 
     @classmethod
     def create(
@@ -136,9 +138,12 @@ class Corpus:
         probes = [torch.tensor(each.pop("probe")) for each in (found, known)]
         is_same = probes[0].shape == probes[1].shape and float(probes[0] @ probes[1]) >= MIN_SIMILARITY
         if not is_same:
+            other = f"and this checkpoint has {found['encoder']!r}"
+            if known["encoder"] == found["encoder"]:
+                other = "with other weights than this checkpoint has, as it may be trained along with an aligner"
             raise ValueError(
-                f"The corpus {self.path} was made with the encoder {known['encoder']!r}, whose embeddings are others "
-                f"than those of {found['encoder']!r}. Build a corpus with this checkpoint, or use the other one."
+                f"The corpus {self.path} was made with the encoder {known['encoder']!r}, {other}. Build another corpus "
+                "with this checkpoint, or name the checkpoint that made this one: `--checkpoint`."
             )
         if not found["context_words"]:  # then words that are there are not read
             found.pop("context_words")

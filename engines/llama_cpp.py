@@ -26,6 +26,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import GenerationConfig
 from transformers.utils import logging
 
+from ..checkpoint_arcaligner import tensor_shapes
 from ..configuration_arcaligner import (
     DEFAULT_BASE_MODEL,
     ArcAlignerConfig,
@@ -243,6 +244,11 @@ class LlamaCppEngine:
         max_bytes: int = 2**28,
     ):
         check_gates(gate_mode, None, None)
+        if context_length < 1 or cache_type not in CACHE_TYPES:
+            raise ValueError(
+                f"Got `context_length` {context_length} and `cache_type` {cache_type!r}; expected at least 1, and "
+                f"{' or '.join(CACHE_TYPES)}."
+            )
         import_llama_cpp()
         folder = Path(folder)
         self.config = config = ArcAlignerConfig.from_pretrained(folder)
@@ -404,7 +410,9 @@ def _load_projector(
     text = config.text_config
     projector = ContextProjector(config.encoder_hidden_size, text.hidden_size, config.word_parts, text.vocab_size)
     prefix = "model.projector."
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
+    path = folder / "model.safetensors"
+    tensor_shapes([str(path)])  # refuses a broken file
+    with safe_open(path, framework="pt") as file:
         weights = {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}
     projector.load_state_dict({name.removeprefix(prefix): weight for name, weight in weights.items()})
     if not config.word_parts:

@@ -6,6 +6,7 @@
 """
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -21,6 +22,7 @@ try:
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
     from starlette.exceptions import HTTPException  # also of an unknown address and of a body that is no JSON
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
 except ImportError as error:
     raise ImportError(
         "The server needs FastAPI, uvicorn and prometheus-client: `pip install 'arcaligner[server]'`."
@@ -30,16 +32,19 @@ from .engine import Answer, BusyError, Engine
 from .engine import Request as EngineRequest
 from .protocol import ChatRequest, Completion, error_body, event
 
+logger = logging.getLogger(__name__)
+
+PAGE = Path(__file__).parent / "page.html"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
 
 class ClientLeftError(Exception):
     """The client has left before its answer."""
 
 
-PAGE = Path(__file__).parent / "page.html"
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 # What goes wrong, and the status that says so. 499, which only the metrics show, is nginx's of a client that has left.
 STATUSES = ((TimeoutError, 408), (ClientLeftError, 499), (BusyError, 429), (ValueError, 400), (TypeError, 400))
-STATUSES += ((OSError, 503),)
+STATUSES += ((RequestValidationError, 400), (OSError, 503))
 
 
 @dataclass(frozen=True)
@@ -93,8 +98,9 @@ class Gate:
             if not message.get("more_body"):
                 end = None  # what is received then is that the client leaves
             seen += len(message.get("body", b""))
-            if seen > self.max_body_bytes:  # sent in chunks, without a length
-                raise HTTPException(413, too_long)
+            if seen > self.max_body_bytes:
+                text = f"The body is longer than {self.max_body_bytes} bytes. Pass fewer or shorter documents."
+                raise HTTPException(413, text)
             return message
 
         async def counted(message):
@@ -102,10 +108,6 @@ class Gate:
                 self.count(message["status"])
             await send(message)
 
-        too_long = f"The body is longer than {self.max_body_bytes} bytes. Pass fewer or shorter documents."
-        length = dict(scope["headers"]).get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > self.max_body_bytes:
-            return await JSONResponse(error_body(too_long), 413)(scope, receive, counted)
         await self.app(scope, limited, counted)
 
 
@@ -138,28 +140,27 @@ class Metrics:
             self.seconds.labels(part).observe(answer.seconds[part])
 
 
-def status_of(error: BaseException) -> int:
-    """The status of an error: of the client's mistakes 4xx, of ours 5xx."""
-    return next((status for kind, status in STATUSES if isinstance(error, kind)), 500)
+def describe_error(error: BaseException) -> tuple[int, dict[str, Any]]:
+    """Status and body of an error: of the client's mistakes 4xx, of ours 5xx. What is not expected is logged, and the
+    client is told its kind only."""
+    if isinstance(error, HTTPException):
+        status, text = error.status_code, error.detail
+    else:
+        status, text = next((status for kind, status in STATUSES if isinstance(error, kind)), 500), str(error)
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"] if part != "body")
+        text = f"{place or 'The body'}: {first['msg']}"
+    if status == 500:
+        logger.error("An answer failed.", exc_info=error)
+        text = type(error).__name__
+    return status, error_body(text, "invalid_request_error" if status < 500 else "server_error")
 
 
-def error_response(error: BaseException) -> JSONResponse:
-    """An error as an answer; of one that is not expected only the kind is told."""
-    status = status_of(error)
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse(error_body(str(error) if status != 500 else type(error).__name__, kind), status)
-
-
-def refuse_body(request: Request, error: RequestValidationError) -> JSONResponse:
-    """The first field of a body that cannot be, and why."""
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"] if part != "body")
-    return JSONResponse(error_body(f"{place or 'The body'}: {first['msg']}"), 400)
-
-
-def refuse(request: Request, error: HTTPException) -> JSONResponse:
-    """Another refusal, in the form that clients of OpenAI read."""
-    return JSONResponse(error_body(error.detail), error.status_code)
+def refuse(request: Request, error: Exception) -> JSONResponse:
+    """An error as an answer."""
+    status, body = describe_error(error)
+    return JSONResponse(body, status)
 
 
 async def while_connected(request: Request, result: Awaitable[Any]) -> Any:
@@ -235,7 +236,7 @@ class Routes:
         except BaseException as error:
             asked.cancelled = True
             if isinstance(error, Exception):
-                return error_response(error)
+                return refuse(request, error)
             raise
         return StreamingResponse(self._events(body, asked, first, pieces), media_type="text/event-stream")
 
@@ -255,7 +256,7 @@ class Routes:
                 yield completion.usage_piece(answer)
             yield "data: [DONE]\n\n"
         except Exception as error:
-            yield event(error_body(str(error), "server_error"))
+            yield event(describe_error(error)[1])
         finally:
             asked.cancelled = True  # where the client has left
 
@@ -275,9 +276,11 @@ def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAP
 
     app = FastAPI(title="ArcAligner", lifespan=lifespan, docs_url=None, redoc_url=None)
     limits = {"max_body_bytes": settings.max_body_bytes, "seconds": engine.limits.seconds}
+    if not settings.api_key:  # a name that was pointed here is a page that asks from somebody's browser
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=(*LOOPBACK, "[::1]"), www_redirect=False)
     app.add_middleware(Gate, **limits, count=count)
-    app.add_exception_handler(RequestValidationError, refuse_body)
-    app.add_exception_handler(HTTPException, refuse)
+    for kind in (RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, refuse)
     app.get("/")(routes.page)
     app.get("/health")(routes.health)
     keyed = [Depends(routes.check_key)]

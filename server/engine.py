@@ -152,9 +152,10 @@ class Engine:
         return request.future
 
     def warm_up(self) -> None:
-        """Answers a short request, which loads what is loaded on first use."""
-        request = Request([{"role": "user", "content": "?"}], documents=["."], max_new_tokens=2, return_slots=True)
-        self.submit(request).result()
+        """Answers a short request from a text and one from the corpus, which loads what is loaded on first use."""
+        for documents in (["."], None):
+            request = Request([{"role": "user", "content": "?"}], documents, max_new_tokens=2, return_slots=True)
+            self.submit(request).result()
 
     def close(self) -> None:
         """Takes no more requests, answers those that wait, and returns."""
@@ -205,22 +206,15 @@ class Engine:
             passages = self.retriever(questions[-1] if questions else "", request.top_k)
         else:
             return None
-        self._check_slots(len(passages.context_embeds))
+        if (num_slots := len(passages.encoded.context_embeds)) > (most := self.limits.max_slots):
+            raise ValueError(f"The passages have {num_slots} slots; expected at most {most}. Pass a lower `top_k`.")
         return passages
-
-    def _check_slots(self, num_slots: int) -> None:
-        if num_slots > self.limits.max_slots:
-            most = self.limits.max_slots
-            raise ValueError(
-                f"The passages have {num_slots} slots; expected at most {most}. Pass fewer or shorter ones."
-            )
 
     def _encode_documents(self, documents: str) -> SlotPassages:
         documents = json.loads(documents)
-        self._check_slots(len(self.processor.segment_documents(documents)))  # before any is encoded
-        encoded = self.processor.encode_documents(documents)
+        (encoded,) = self.processor.encode_batch([documents], room=[self.limits.max_slots])
         documents = [each if isinstance(each, dict) else {"title": "", "text": each} for each in documents]
-        return SlotPassages(documents, encoded.segments, encoded.context_embeds, encoded.context_word_ids, {})
+        return SlotPassages(documents, encoded, {})
 
     def _answer(self, group: list[Request]) -> None:
         began = time.monotonic()
@@ -229,8 +223,10 @@ class Engine:
         except Exception as error:
             if len(group) == 1:
                 group[0].future.set_exception(error)
-            else:
-                self._answer_without_bad_ones(group)
+            else:  # whoever cannot be read fails alone
+                middle = len(group) // 2
+                self._answer(group[:middle])
+                self._answer(group[middle:])
             return
         try:
             self._generate(group, inputs, began)
@@ -238,19 +234,6 @@ class Engine:
             for request in group:
                 if not request.future.done():
                     request.future.set_exception(error)
-
-    def _answer_without_bad_ones(self, group: list[Request]) -> None:
-        """Fails the requests that cannot be read by themselves, answers the others together."""
-        good = []
-        for request in group:
-            try:
-                self._inputs([request])
-                good.append(request)
-            except Exception as error:
-                request.future.set_exception(error)
-        for rest in [good] if len(good) < len(group) else [[request] for request in good]:
-            if rest:
-                self._answer(rest)
 
     def _inputs(self, group: list[Request]) -> dict[str, Any]:
         """What `generate` needs, for a batch."""
@@ -264,13 +247,22 @@ class Engine:
             slots = {name: [row[name] for row in rows] for name in rows[0]}
         if slots and not group[0].return_slots:
             return self.store.prepare(chats, **slots)
-        options = {"return_tensors": "pt"}
         padding = {"padding": True, "padding_side": "left"}
-        if not has_template:
-            return {**self.processor(chats, **slots, **options, **padding)}
-        options |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "processor_kwargs": padding}
-        options |= {"sanitize_control_tokens": True}  # text of a client is never the end of a turn
-        return {**self.processor.apply_chat_template(chats, **slots, **options)}
+        if has_template:
+            inputs = self.processor.apply_chat_template(
+                chats,
+                **slots,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+                sanitize_control_tokens=True,  # text of a client is never the end of a turn
+                processor_kwargs=padding,
+            )
+        else:
+            inputs = self.processor(chats, **slots, return_tensors="pt", **padding)
+        check_length(inputs["input_ids"].shape[1], "The prompt", self.model.config.text_config)
+        return {**inputs}
 
     @torch.inference_mode()
     def _generate(self, group: list[Request], inputs: dict[str, Any], began: float) -> None:
@@ -278,13 +270,10 @@ class Engine:
         inputs = {name: x.to(self.model.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
         if group[0].passages is not None and group[0].return_slots:
             inputs["recorded_depths"] = depths
-        length, config = inputs["input_ids"].shape[1], self.model.config.text_config
-        check_length(length, "The prompt", config)
-        room = max(1, (longest_prompt(config) or length + self.limits.max_new_tokens) - length)
         rows = Rows(group, inputs["attention_mask"].sum(dim=1).tolist(), self, began, depths)
         sampling = {"do_sample": True, "temperature": group[0].temperature, "top_p": group[0].top_p}
         settings = GenerationConfig(
-            max_new_tokens=min(room, max(request.max_new_tokens for request in group)),
+            max_new_tokens=max(rows.max_new_tokens),
             eos_token_id=self.model.generation_config.eos_token_id,
             pad_token_id=self.processor.tokenizer.pad_token_id or 0,
             **(sampling if group[0].temperature else {"do_sample": False}),
@@ -292,16 +281,6 @@ class Engine:
         self.model.generate(
             **inputs, generation_config=settings, streamer=rows, stopping_criteria=StoppingCriteriaList([rows])
         )
-        rows.finish()
-
-    def statistics(self, passages: SlotPassages | None) -> dict[str, Any]:
-        """Tokens of the passages, slots, and the tokens a slot."""
-        if passages is None:
-            return {"tokens": 0, "slots": 0, "compression_rate": None}
-        texts = [each["text"] for each in passages.documents]
-        ids = self.processor.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-        tokens, num_slots = sum(map(len, ids)), len(passages.context_embeds)
-        return {"tokens": tokens, "slots": num_slots, "compression_rate": tokens / num_slots}
 
 
 class Rows(BaseStreamer, StoppingCriteria):
@@ -317,6 +296,11 @@ class Rows(BaseStreamer, StoppingCriteria):
         self.said = [""] * len(group)
         self.reasons: list[str | None] = [None] * len(group)
         self.began, self.first_token = began, 0.0
+        longest = longest_prompt(engine.model.config.text_config)
+        self.max_new_tokens = [
+            request.max_new_tokens if longest is None else max(1, min(request.max_new_tokens, longest - length))
+            for request, length in zip(group, prompt_tokens, strict=True)
+        ]
 
     def put(self, value: torch.Tensor) -> None:
         """The prompt (batch, seq_len), then a token of each row (batch,)."""
@@ -333,7 +317,7 @@ class Rows(BaseStreamer, StoppingCriteria):
             self.reasons[row] = "stop"
         else:
             self.ids[row].append(token)
-            if len(self.ids[row]) == request.max_new_tokens:
+            if len(self.ids[row]) == self.max_new_tokens[row]:
                 self.reasons[row] = "length"
             elif request.cancelled or time.monotonic() - request.arrived > self.engine.limits.seconds:
                 self.reasons[row] = "time"
@@ -355,26 +339,24 @@ class Rows(BaseStreamer, StoppingCriteria):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor, **kwargs) -> torch.BoolTensor:
         return torch.tensor([reason is not None for reason in self.reasons], device=input_ids.device)
 
-    def finish(self) -> None:
-        """Answers the requests that are left, where the backbone reads no more."""
-        for row, reason in enumerate(self.reasons):
-            if reason is None:
-                self.reasons[row] = "length"
-                self._finish(row)
-
     def _finish(self, row: int) -> None:
         request = self.group[row]
         if self.reasons[row] == "time":
             error = TimeoutError(f"The answer was not done within {self.engine.limits.seconds:g} seconds.")
             return request.future.set_exception(error)
         passages = request.passages
-        parts = {"retrieval": 0.0, "slots": 0.0} if passages is None else dict(passages.seconds)
+        if passages is None:
+            parts = {"retrieval": 0.0, "slots": 0.0}
+            statistics: dict[str, Any] = {"tokens": 0, "slots": 0, "compression_rate": None}
+        else:
+            parts = dict(passages.seconds)
+            statistics = self.engine.processor.statistics(passages.documents, passages.encoded, has_budget=False)
         first_token = self.first_token - request.arrived
         parts["model"] = self.first_token - self.began
         parts["waiting"] = first_token - sum(parts.values())
         layers = None
         if self.depths:
-            depths = self.depths[0][row, :, : len(passages.context_embeds)].tolist()
+            depths = self.depths[0][row, :, : statistics["slots"]].tolist()
             layers = [[format_trajectory(each) for each in layer] for layer in depths]
         request.future.set_result(
             Answer(
@@ -385,7 +367,7 @@ class Rows(BaseStreamer, StoppingCriteria):
                 batch_size=len(self.group),
                 seconds={**parts, "first_token": first_token, "total": time.monotonic() - request.arrived},
                 passages=passages,
-                statistics=self.engine.statistics(passages),
+                statistics=statistics,
                 trajectories=layers,
             )
         )

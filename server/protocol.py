@@ -9,8 +9,9 @@ import time
 import uuid
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from ..corpus.sources import LONGEST_TITLE
 from .engine import Answer, Request
 
 # Of an answer, where a client names no number.
@@ -21,6 +22,16 @@ def check_unicode(text: str) -> str:
     """Refuses halves of surrogate pairs, which JSON can write but no tokenizer reads."""
     text.encode()
     return text
+
+
+def as_text(given: Any) -> Any:
+    """A string stands for a text."""
+    return {"text": given} if isinstance(given, str) else given
+
+
+def as_parts(given: Any) -> Any:
+    """A string stands for a list of one text."""
+    return [as_text(given)] if isinstance(given, str) else given
 
 
 Unicode = Annotated[str, AfterValidator(check_unicode)]
@@ -43,20 +54,19 @@ class Message(Body):
     """A turn of the chat."""
 
     role: Literal["system", "user", "assistant"]
-    content: Unicode | list[Text]
+    content: Annotated[list[Text], BeforeValidator(as_parts)]
     name: str | None = None
 
     @property
     def turn(self) -> dict[str, str]:
         """As a chat template takes it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": content}
+        return {"role": self.role, "content": "".join(part.text for part in self.content)}
 
 
 class Document(Body):
-    """A passage that comes with the request."""
+    """A passage that comes with the request, also as a string."""
 
-    title: Unicode = ""
+    title: Annotated[str, Field(max_length=LONGEST_TITLE), AfterValidator(check_unicode)] = ""
     text: Unicode
 
 
@@ -71,7 +81,7 @@ class ChatRequest(Body):
 
     model: str
     messages: list[Message] = Field(min_length=1)
-    documents: list[Unicode | Document] | None = None
+    documents: list[Annotated[Document, BeforeValidator(as_text)]] | None = None
     top_k: Annotated[int, Field(ge=0, le=100)] = 5
     return_slots: bool = False
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -85,12 +95,9 @@ class ChatRequest(Body):
 
     def engine_request(self, **kwargs: Any) -> Request:
         """For the engine; `kwargs` are its own."""
-        documents = self.documents
-        if documents is not None:
-            documents = [each if isinstance(each, str) else each.model_dump() for each in documents]
         return Request(
             messages=[message.turn for message in self.messages],
-            documents=documents,
+            documents=None if self.documents is None else [each.model_dump() for each in self.documents],
             top_k=self.top_k,
             max_new_tokens=self.max_completion_tokens or self.max_tokens or MAX_TOKENS,
             temperature=round(self.temperature, 4),  # logits divided by less than that may overflow
@@ -108,7 +115,7 @@ def error_body(message: str, kind: str = "invalid_request_error", code: str | No
 def slots_report(answer: Answer) -> dict[str, Any]:
     """Where the answer comes from, and what reading it has cost."""
     passages = answer.passages
-    segments = [] if passages is None else passages.segments
+    segments = [] if passages is None else passages.encoded.segments
     return {
         "sources": [] if passages is None else passages.documents,
         "segments": [{"document": each.document, "start": each.start, "end": each.end} for each in segments],

@@ -3,6 +3,7 @@
 import gzip
 import json
 
+import lancedb
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -15,7 +16,7 @@ from arcaligner.corpus import build
 from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import slot_passages
 from arcaligner.corpus.sources import Document, cut_passages, read_documents
-from arcaligner.corpus.table import Corpus
+from arcaligner.corpus.table import METADATA, Corpus
 
 
 def rows_of(corpus):
@@ -41,10 +42,12 @@ def test_the_heading_of_a_markdown_file_is_its_title_and_not_read_again(tmp_path
     (tmp_path / "a.md").write_text("\n# Ada \nShe wrote.")
     (tmp_path / "b.md").write_text("# Alone")
     (tmp_path / "c.md").write_text("Run this:\n# install\nmake")
-    first, second, third = read_documents([str(tmp_path)], pytest.fail)
+    (tmp_path / "d.md").write_text("# " + "long " * 201 + "\nEnd.")
+    first, second, third, fourth = read_documents([str(tmp_path)], pytest.fail)
     assert (first.title, first.text) == ("Ada", "       \nShe wrote.")
     assert (second.title, second.text) == ("", "# Alone")
     assert (third.title, third.text) == ("", "Run this:\n# install\nmake")
+    assert fourth.title == "" and fourth.text.startswith("# long")
 
 
 @pytest.mark.parametrize("rate", ["segment", 3])
@@ -68,10 +71,10 @@ def test_stored_slots_are_those_that_the_processor_makes(
     assert [each["title"] for each in found.documents] == [""] * (len(found.documents) - 1) + ["Zhaparov"]
     assert len(found.documents) > 2
     expected = reads_words.encode_documents(found.documents, tokens_per_slot=rate)
-    assert found.segments == expected.segments
-    torch.testing.assert_close(found.context_embeds, expected.context_embeds.half().float(), atol=1e-3, rtol=0)
-    torch.testing.assert_close(found.context_word_ids, expected.context_word_ids)
-    first = slot_passages(rows.slice(0, 1)).context_embeds.mean(dim=0)
+    assert found.encoded.segments == expected.segments
+    torch.testing.assert_close(found.encoded.context_embeds, expected.context_embeds.half().float(), atol=1e-3, rtol=0)
+    torch.testing.assert_close(found.encoded.context_word_ids, expected.context_word_ids)
+    first = slot_passages(rows.slice(0, 1)).encoded.context_embeds.mean(dim=0)
     vector = torch.tensor(rows["vector"][0].as_py(), dtype=torch.float32)
     torch.testing.assert_close(vector, torch.nn.functional.normalize(first, dim=0), atol=2e-3, rtol=0)
 
@@ -189,7 +192,8 @@ def test_each_kind_of_source_gives_its_documents(tmp_path):
     passages = [{"title": "B", "text": "Three."}, {"text": "Four \ud800."}]
     shared = [{"question": "?", "passages": passages}, {"passages": passages[:1]}]
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shared))
-    table = pa.table({"body": ["Five.", "Six."], "name": ["C", None]})
+    nowhere = pa.array([0, 0], pa.timestamp("s", tz="Nowhere"))  # a column that Python cannot read
+    table = pa.table({"body": ["Five.", "Six."], "name": ["C", None], "when": nowhere})
     pyarrow.parquet.write_table(table, tmp_path / "c.parquet")
     sources = ["a.jsonl.gz", "b.jsonl", "c.parquet?text=body&title=name"]
     documents = list(read_documents([str(tmp_path / each) for each in sources], skip=pytest.fail))
@@ -211,7 +215,9 @@ def test_what_cannot_be_read_is_named_and_skipped_or_stops_a_strict_build(tmp_pa
     (folder / "broken.jsonl.gz").write_bytes(b"no gzip")
     (folder / "deep.jsonl").write_text("[" * 10**5)
     (folder / "picture.png").write_bytes(b"\x89PNG")
+    (folder / "torn.jsonl.gz").write_bytes(gzip.compress(b"{}")[:10] + b"\xff" * 20)
     rows = [{"text": None}, {"id": "a", "text": "One."}, {"id": "a", "text": "One."}, {"id": "a", "text": "Two."}]
+    rows.append({"id": "b", "title": "T" * 1001, "text": "One."})
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{")
     corpus = Corpus.create(tmp_path / "corpus", processor)
     report = build_corpus([str(folder)], corpus, processor)
@@ -224,7 +230,9 @@ def test_what_cannot_be_read_is_named_and_skipped_or_stops_a_strict_build(tmp_pa
         "picture.png is none of",
         "rows.jsonl#1 has neither a text",
         "a is the id of an earlier document with another text",
-        "line 5 is not a JSON object",
+        "b has a title of 1001 characters; at most 1000 are read",
+        "line 6 is not a JSON object",
+        "torn.jsonl.gz cannot be read",
     ]
     assert len(report.skipped) == len(said)
     assert all(part in found for part, found in zip(said, report.skipped, strict=True))
@@ -267,7 +275,10 @@ def test_a_corpus_of_another_encoder_is_refused_and_one_of_another_name_is_not(c
     corpus.check(processor)
     encode = processor.encode_segments
     monkeypatch.setattr(processor, "encode_segments", lambda texts: encode(texts).roll(1, dims=1))
-    with pytest.raises(ValueError, match="whose embeddings are others than those of 'another/name'"):
+    with pytest.raises(ValueError, match="and this checkpoint has 'another/name'. Build another corpus"):
+        corpus.check(processor)
+    monkeypatch.setattr(processor, "encoder_name_or_path", corpus.settings["encoder"])
+    with pytest.raises(ValueError, match="with other weights than this checkpoint has, .* trained along"):
         corpus.check(processor)
 
 
@@ -284,8 +295,11 @@ def test_a_corpus_is_read_in_the_dtype_that_it_was_made_with(corpus, processor, 
 def test_what_is_no_corpus_and_a_second_writer_are_refused(corpus, processor, letters, tmp_path):
     with pytest.raises(FileNotFoundError, match="There is no corpus"):
         Corpus(tmp_path / "none")
-    for folder in (letters, tmp_path):
-        with pytest.raises(ValueError, match="is not a corpus of ArcAligner"):
+    (tmp_path / "half" / "passages.lance" / "data").mkdir(parents=True)
+    schema = corpus.table.schema.with_metadata({METADATA: b"{}"})
+    lancedb.connect(tmp_path / "odd").create_table("passages", schema=schema)
+    for folder in (letters, tmp_path, tmp_path / "half", tmp_path / "odd"):
+        with pytest.raises(ValueError, match="is not a corpus of ArcAligner, or a broken one: .* remove the broken"):
             Corpus.create(folder, processor)
     with corpus.writing(), pytest.raises(ValueError, match="Another process writes"):
         build_corpus([str(letters)], Corpus(corpus.path), processor)

@@ -1,5 +1,6 @@
 """What llama.cpp computes from slots is what PyTorch does, and what it cannot do is refused."""
 
+import shutil
 from importlib.util import find_spec
 
 import gguf
@@ -214,6 +215,12 @@ def test_what_does_not_fit_is_refused(
     base.config.rope_parameters["rope_theta"] = 5e5
     gguf_files.write_base_model(base, tokens, tmp_path / "positions.gguf")
     refused("has `llama.rope.freq_base` 500000.0, but .* 10000.0", path=tmp_path / "positions.gguf")
+    shutil.copytree(exported, tmp_path / "torn")
+    (tmp_path / "torn" / "model.safetensors").write_bytes((exported / "model.safetensors").read_bytes()[:-100])
+    refused("torn/model.safetensors cannot be read .*Save it again", folder=tmp_path / "torn")
+    for setting in ({"cache_type": "q8"}, {"context_length": 0}):
+        with pytest.raises(ValueError, match="expected at least 1, and f16 or f32"):
+            make_engine(**setting)
     gguf_files.write_adapter(tiny_aligner(dtype=torch.float32), tmp_path / "adapter.gguf")
     with pytest.raises(ValueError, match="the adapter .* does not fit .*incorrect shape"):
         llama_cpp.Session(base_model, tmp_path / "adapter.gguf", 64, 1)

@@ -11,7 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from arcaligner import cli
-from arcaligner.server.app import Gate, ServerSettings, create_app
+from arcaligner.server.app import Gate, ServerSettings, create_app, refuse
 
 QUESTION = "What sport does he play?"
 DOCUMENTS = [
@@ -73,9 +73,10 @@ def test_a_stream_says_the_same_piece_by_piece(client):
     assert len({piece.id for piece in pieces}) == 1
 
 
-def test_requests_that_arrive_together_share_a_batch_and_a_bad_one_fails_alone(client, engine):
+@pytest.mark.parametrize("top_k", [0, 1])
+def test_requests_that_arrive_together_share_a_batch_and_a_bad_one_fails_alone(client, engine, top_k):
     questions = ["What?", "Who was it that wrote it aloud?", QUESTION, "When?"]
-    alone = {each: ask_server(client, each, top_k=1).choices[0].message.content for each in questions}
+    alone = {each: ask_server(client, each, top_k=top_k).choices[0].message.content for each in questions}
     answers, barrier = {}, threading.Barrier(5)
 
     def ask_one(question, **extra):
@@ -85,8 +86,8 @@ def test_requests_that_arrive_together_share_a_batch_and_a_bad_one_fails_alone(c
         except openai.APIStatusError as error:
             answers[question] = error
 
-    threads = [threading.Thread(target=ask_one, args=[each], kwargs={"top_k": 1}) for each in questions]
-    threads.append(threading.Thread(target=ask_one, args=["Too long " * 600], kwargs={"top_k": 1}))
+    threads = [threading.Thread(target=ask_one, args=[each], kwargs={"top_k": top_k}) for each in questions]
+    threads.append(threading.Thread(target=ask_one, args=["Too long " * 600], kwargs={"top_k": top_k}))
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -103,13 +104,19 @@ def test_requests_that_arrive_together_share_a_batch_and_a_bad_one_fails_alone(c
         ({"messages": []}, "messages: List should have at least 1 item"),
         ({"messages": [{"role": "wizard", "content": "?"}]}, "messages.0.role: Input should be 'system', 'user'"),
         ({"messages": [{"role": "user", "content": " "}]}, "question"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "content.0.type: Input should be 'text'",
+        ),
         ({"messages": [{"role": "user", "content": "Who \ud800?"}]}, "surrogates"),
         ({"messages": [{"role": "system", "content": "Be brief."}]}, "question"),
         ({"temperature": -1}, "temperature: "),
         ({"max_tokens": 257}, "Got 257 tokens; expected 1 to 256"),
         ({"documents": ["a"] * 5}, "Got 5 documents; expected at most 4"),
-        ({"documents": ["A text. " * 41]}, "The passages have 41 slots; expected at most 40"),
-        ({"documents": [{"body": "a"}]}, "documents.0"),
+        ({"documents": ["A text. " * 41]}, "are 41 slots, but there is room for 40"),
+        ({"documents": [{"body": "a"}]}, "documents.0.text: Field required"),
+        ({"documents": [{"title": "T" * 1001, "text": "a"}]}, "documents.0.title: String should have at most 1000"),
+        ({"documents": "a"}, "documents: Input should be a valid list"),
         ({"tools": []}, "tools: Extra inputs are not permitted"),
         ({"n": 2}, "n: Input should be 1"),
     ],
@@ -151,9 +158,17 @@ def test_a_body_that_does_not_arrive_is_not_waited_for(engine):
         status.append(message.get("status"))
 
     app = Gate(create_app(engine), max_body_bytes=100, seconds=0.01, count=status.append)
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b""}
+    scope["headers"] = [(b"host", b"localhost")]
     asyncio.run(app(scope, receive, send))
     assert status[:2] == [408, 408]
+
+
+def test_an_error_that_is_not_expected_is_logged_and_its_text_is_not_told(caplog):
+    response = refuse(None, RuntimeError("a secret"))
+    error = json.loads(response.body)["error"]
+    assert (response.status_code, error["message"], error["type"]) == (500, "RuntimeError", "server_error")
+    assert "a secret" in caplog.text
 
 
 def test_a_temperature_that_is_next_to_nothing_takes_the_likeliest_token(client):
@@ -214,12 +229,15 @@ def test_the_command_serves_a_checkpoint_and_a_corpus(capsys, monkeypatch, check
     assert end.value.code == 0 and "http://127.0.0.1:8001/v1" in capsys.readouterr().err
     ((app, settings),) = served
     assert (settings["host"], settings["port"]) == ("127.0.0.1", 8001)
-    with TestClient(app) as client:
+    with TestClient(app, base_url="http://127.0.0.1:8001") as client:
         body = {"model": checkpoint_dir.name, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 2}
         assert client.post("/v1/chat/completions", json=body).json()["arcaligner"]["sources"]
 
 
-def test_without_a_key_only_this_machine_may_ask():
+def test_without_a_key_only_this_machine_may_ask(engine):
+    client = TestClient(create_app(engine))  # without a lifespan, which would close the engine
+    for host, status in (("evil.example:8000", 400), ("[::1]:8000", 200), ("localhost", 200)):
+        assert client.get("/health", headers={"Host": host}).status_code == status
     assert ServerSettings().host == "127.0.0.1"
     ServerSettings(host="0.0.0.0", api_key="key")
     with pytest.raises(ValueError, match="there is no API key, so that anybody could ask"):

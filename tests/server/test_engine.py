@@ -9,7 +9,7 @@ import pytest
 from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.table import Corpus
-from arcaligner.server.app import status_of
+from arcaligner.server.app import describe_error
 from arcaligner.server.engine import BusyError, Engine, Limits, Request
 
 CHAT = [{"role": "user", "content": "Who wrote it?"}]
@@ -36,7 +36,7 @@ def failure(engine, **settings) -> BaseException:
 def test_a_request_that_takes_too_long_ends_and_the_next_is_answered(engine_of):
     written = []
     engine = engine_of(limits=Limits(seconds=0.0))
-    assert isinstance(failure(engine), TimeoutError) and status_of(failure(engine)) == 408
+    assert isinstance(failure(engine), TimeoutError) and describe_error(failure(engine))[0] == 408
     engine.limits = Limits(seconds=60)
 
     def slow(text):
@@ -83,6 +83,16 @@ def test_a_short_answer_does_not_wait_for_the_long_one_beside_it(engine_of):
     assert long.result().completion_tokens == 16 and long.result().batch_size == 2 and len(pieces) > 5
 
 
+def test_a_long_prompt_beside_it_cuts_no_answer_short(engine_of, ask):
+    alone = engine_of().submit(Request(CHAT, max_new_tokens=64)).result()
+    engine = engine_of(batch_seconds=30.0, max_batch=2)
+    words = ask.tokenizer.decode(ask.tokenizer("aloud " * 500)["input_ids"][:470])
+    long = engine.submit(Request([{"role": "user", "content": words}], max_new_tokens=64))
+    beside, long = engine.submit(Request(CHAT, max_new_tokens=64)).result(), long.result()
+    assert beside.batch_size == 2 and beside.text == alone.text
+    assert long.prompt_tokens + long.completion_tokens <= 512 < long.prompt_tokens + alone.completion_tokens
+
+
 def test_a_corpus_that_vanishes_fails_its_questions_and_no_others(tmp_path, engine_of, processor):
     (tmp_path / "ada.txt").write_text("Ada wrote it.")
     corpus = Corpus.create(tmp_path / "corpus", processor)
@@ -91,8 +101,22 @@ def test_a_corpus_that_vanishes_fails_its_questions_and_no_others(tmp_path, engi
     assert engine.submit(Request(CHAT, max_new_tokens=2)).result().passages.documents[0]["text"] == "Ada wrote it."
     shutil.rmtree(corpus.path)
     error = engine.submit(Request(CHAT, max_new_tokens=2)).exception()
-    assert "cannot be searched" in str(error) and status_of(error) == 503
+    assert "cannot be searched" in str(error) and describe_error(error)[0] == 503
     assert engine.submit(Request(CHAT, documents=["Ada."], max_new_tokens=2)).result().statistics["slots"] == 1
+
+
+def test_too_many_slots_are_refused_before_any_is_encoded(engine_of, processor, monkeypatch):
+    engine = engine_of(limits=Limits(max_slots=40))
+    monkeypatch.setattr(processor, "tokens_per_slot", 1)
+    monkeypatch.setattr(processor, "encode_slots", None)
+    error = engine.submit(Request(CHAT, documents=["one sentence " * 30])).exception()
+    assert isinstance(error, ValueError) and "slots, but there is room for 40" in str(error)
+
+
+def test_a_warm_engine_has_searched_its_corpus(engine_of, retriever):
+    questions = []
+    engine_of(lambda question, top_k: questions.append(question) or retriever(question, top_k)).warm_up()
+    assert questions == ["?"]
 
 
 def test_slot_prefixes_are_kept_within_their_bytes(engine_of):
