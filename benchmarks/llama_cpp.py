@@ -158,7 +158,7 @@ def pytorch_answers(
     aligner: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: list[Row], rate: int | str
 ) -> list[str]:
     """The answers of PyTorch, one question at a time: other rows of a batch change the rounding."""
-    answerer = SlotAnswerer(aligner, processor, slots={"tokens_per_slot": rate}, gate_mode="off")
+    answerer = SlotAnswerer(aligner, processor, tokens_per_slot=rate, gate_mode="off")
     return [answerer.answer([row])[0].text for row in rows]
 
 

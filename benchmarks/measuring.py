@@ -1,4 +1,4 @@
-"""Time in turns, and memory.
+"""Time in turns, operations, and memory.
 
 The speed of a machine drifts, but ratios within a moment do not. So the arms of a comparison take turns in one process,
 who goes first rotates, and a ratio is taken within a round. Its median over rounds is reported with the middle half.
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 _PROCESS = Path("/proc/self")
 
@@ -46,6 +47,16 @@ def quartiles(values: list[float]) -> dict[str, float]:
 def ratio(seconds: list[dict[str, float]], slow: str, fast: str) -> dict[str, float]:
     """How many times faster one arm is than another: quartiles over rounds."""
     return quartiles([each[slow] / each[fast] for each in seconds])
+
+
+def flop_counter() -> FlopCounterMode:
+    """Counts the operations of products inside, masked attention in full; it also knows the CPU's attention kernel."""
+
+    def attention(query, key, value, *args, **kwargs) -> int:
+        return sdpa_flop_count(query, key, value)
+
+    on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return FlopCounterMode(display=False, custom_mapping={on_cpu: attention})
 
 
 @contextmanager

@@ -244,28 +244,21 @@ def speed_page(report: dict[str, Any], figures: list[str]) -> str:
     return "\n".join([_INTRODUCTION, *tables, machine_line(report) + ".", "", *figures]).rstrip() + "\n"
 
 
-def publish(figures: Path, results: Path, root: Path) -> None:
-    """Writes the page and the README's table; the figures about speed are copied to `docs/figures`."""
-    report = json.loads((figures / "latency.json").read_text(encoding="utf-8"))
-    sets = json.loads(results.read_text(encoding="utf-8"))["sets"]
-    curves = tradeoff(report, sets)
-    save_analysis(
-        figures, TRADEOFF, draw_tradeoff(curves), {"curves": curves}, TRADEOFF_CAPTION.format(k=TRADEOFF_PASSAGES)
-    )
-    shown = copy_figures(figures, root / "docs" / "figures")
-    lines = [line for name in SPEED_FIGURES for line in shown.get(name, [])]
-    readme = (root / "README.md").read_text(encoding="utf-8")
-    write_whole(root / "README.md", with_block(readme, "\n".join(first_token_table(report)), MARKS))
-    write_whole(root / "docs" / "speed.md", speed_page(report, lines))
-
-
-def main(
+def publish(
     figures: Annotated[Path, typer.Option(help="Folder with latency.json and the analyses.")] = Path("runs/figures"),
     results: Annotated[Path, typer.Option(help="Results of an evaluation.")] = DEFAULT_CHECKPOINT / RESULTS_FILE,
 ) -> None:
-    """Writes docs/speed.md and the README's table of speed."""
-    publish(figures, results, ROOT)
+    """Writes docs/speed.md and the README's table of speed; the figures about speed are copied to docs/figures."""
+    report = json.loads((figures / "latency.json").read_text(encoding="utf-8"))
+    curves = tradeoff(report, json.loads(results.read_text(encoding="utf-8"))["sets"])
+    caption = TRADEOFF_CAPTION.format(k=TRADEOFF_PASSAGES)
+    save_analysis(figures, TRADEOFF, draw_tradeoff(curves), {"curves": curves}, caption)
+    shown = copy_figures(figures)
+    lines = [line for name in SPEED_FIGURES for line in shown.get(name, [])]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    write_whole(ROOT / "README.md", with_block(readme, "\n".join(first_token_table(report)), MARKS))
+    write_whole(ROOT / "docs" / "speed.md", speed_page(report, lines))
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(publish)

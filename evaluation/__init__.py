@@ -7,6 +7,6 @@ methods                the ways to answer: answering, compression (of prompts)
 evaluate, runs         answers, one line per question
 metrics, judge         scores of answers
 results, publish       means, intervals and differences; tables for readers
-analyses/              figures: the paper's, and two more
+analyses/              the paper's analyses, and quality against rate
 lm_eval_adapter        the aligner in lm-evaluation-harness
 """

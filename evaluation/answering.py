@@ -9,16 +9,15 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from peft import PeftModel
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import AutoModelForCausalLM
 
-from ..configuration_arcaligner import resolve_base_model
 from ..backbones_arcaligner import ADAPTER_NAME, slot_lora_layers
+from ..configuration_arcaligner import resolve_base_model
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import Row
@@ -50,13 +49,6 @@ class Answer:
     passage_tokens: int
 
 
-class Answerer(Protocol):
-    """Answers rows."""
-
-    def answer(self, rows: list[Row]) -> list[Answer]:
-        """One answer per row, in order."""
-
-
 # Prompts
 
 
@@ -73,13 +65,16 @@ def text_inputs(processor: ArcAlignerProcessor, contents: list[str], **slots: An
     )
 
 
-def slot_inputs(processor: ArcAlignerProcessor, rows: list[Row], with_passages: bool = True, **slots: Any):
-    """Prompts with slots, left-padded, and `context_embeds` (batch, max_slots, encoder_hidden_size).
-
-    `slots` are the processor's `tokens_per_slot`, `max_slots` and `slot_policy`.
-    """
+def slot_inputs(
+    processor: ArcAlignerProcessor,
+    rows: list[Row],
+    with_passages: bool = True,
+    tokens_per_slot: int | str | None = None,
+):
+    """Prompts with slots, left-padded, and `context_embeds` (batch, max_slots, encoder_hidden_size)."""
     documents = [row["passages"] if with_passages else [] for row in rows]
-    return text_inputs(processor, [row["question"] for row in rows], documents=documents, **slots)
+    questions = [row["question"] for row in rows]
+    return text_inputs(processor, questions, documents=documents, tokens_per_slot=tokens_per_slot)
 
 
 def count_tokens(tokenizer, texts: list[str]) -> list[int]:
@@ -104,6 +99,7 @@ class TextAnswerer:
         self.model, self.processor, self.context = model, processor, context
 
     def answer(self, rows: list[Row]) -> list[Answer]:
+        """One answer per row, in order."""
         contexts = self.context(rows)
         contents = [text_prompt(row, text) for row, text in zip(rows, contexts, strict=True)]
         inputs = text_inputs(self.processor, contents).to(self.model.device)
@@ -118,7 +114,7 @@ class SlotAnswerer:
         model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): The aligner.
         use_lora (`bool`): `False` reads the slots with the projector alone.
         with_passages (`bool`): `False` gives each question the one slot of "no passages".
-        slots (`dict`, *optional*): `tokens_per_slot`, `max_slots` and `slot_policy` of the processor.
+        tokens_per_slot (`int` or `"segment"`, *optional*): Default: the checkpoint's.
         refinement (`Any`): `gate_mode`, `gate_threshold`, `max_refinement_steps`, `refinement_budget` of `generate`.
     """
 
@@ -128,17 +124,21 @@ class SlotAnswerer:
         processor: ArcAlignerProcessor,
         use_lora: bool = True,
         with_passages: bool = True,
-        slots: dict[str, Any] | None = None,
+        tokens_per_slot: int | str | None = None,
         **refinement: Any,
     ):
-        self.model, self.processor = model, processor
-        self.use_lora, self.with_passages, self.slots, self.refinement = use_lora, with_passages, slots, refinement
+        self.model, self.processor, self.use_lora, self.refinement = model, processor, use_lora, refinement
+        self.with_passages, self.tokens_per_slot = with_passages, tokens_per_slot
 
     def answer(self, rows: list[Row]) -> list[Answer]:
-        inputs = slot_inputs(self.processor, rows, self.with_passages, **(self.slots or {})).to(self.model.device)
+        """One answer per row, in order."""
+        inputs = slot_inputs(self.processor, rows, self.with_passages, self.tokens_per_slot).to(self.model.device)
         num_slots = (inputs["input_ids"] == self.model.config.context_token_id).sum(dim=1).tolist()
         with contextlib.nullcontext() if self.use_lora else lora_off(self.model):
             return _generate(self.model, self.processor, inputs, rows, num_slots, **self.refinement)
+
+
+Answerer = TextAnswerer | SlotAnswerer
 
 
 @torch.inference_mode()
@@ -194,17 +194,7 @@ def lora_off(model: ArcAlignerForCausalLM) -> Iterator[None]:
             layer.set_scale(ADAPTER_NAME, 1.0)
 
 
-# Operations and batches
-
-
-def flop_counter() -> FlopCounterMode:
-    """Counts the operations of products inside, masked attention in full; it also knows the CPU's attention kernel."""
-
-    def attention(query, key, value, *args, **kwargs) -> int:
-        return sdpa_flop_count(query, key, value)
-
-    on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return FlopCounterMode(display=False, custom_mapping={on_cpu: attention})
+# Batches
 
 
 def longest_first(rows: Sequence[Row]) -> list[Row]:

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import Row
 from ..train.data import passages_text
-from .answering import Answerer, MissingMethodError, TextAnswerer, count_tokens, load_aligner
+from .answering import MissingMethodError, count_tokens
 
 RATE = 1 / 3  # the share of tokens that LLMLingua keeps, as in the paper
 PART_SIZE = 200  # tokens that LLMLingua looks at together, the package's default
@@ -38,35 +38,15 @@ def first_tokens(processor: ArcAlignerProcessor, text: str, number: int) -> str:
     return processor.tokenizer.decode(ids[:number]).strip()
 
 
-def load_truncated(checkpoints, tokens_per_slot: int | str | None = None) -> Answerer:
-    """As many tokens of the passages' text as the aligner has slots."""
-    model, processor = load_aligner(checkpoints.aligner, checkpoints.device)
-
-    def truncate(rows: list[Row]) -> list[str]:
-        return [
-            first_tokens(processor, passages_text(row), count_slots(processor, row, tokens_per_slot)) for row in rows
-        ]
-
-    return TextAnswerer(model, processor, truncate)
+def truncated(model, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: int | str | None) -> list[str]:
+    """As many tokens of each row's passages as the aligner has slots."""
+    return [first_tokens(processor, passages_text(row), count_slots(processor, row, tokens_per_slot)) for row in rows]
 
 
-def load_llmlingua(checkpoints, tokens_per_slot: int | str | None = None) -> Answerer:
-    """LLMLingua; the aligner's backbone scores the tokens, and reads those that are kept."""
-    try:
-        import llmlingua  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise MissingMethodError(
-            "the package llmlingua is not installed; `pip install llmlingua==0.2.2` gets it"
-        ) from error
-    model, processor = load_aligner(checkpoints.aligner, checkpoints.device)
+def compressed(model, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: int | str | None) -> list[str]:
+    """What LLMLingua, with `model` as the scorer, leaves of each row's passages: a third, or with `tokens_per_slot` no
+    more tokens than slots."""
     compress = llmlingua_compressor(model, processor.tokenizer)
-    return TextAnswerer(model, processor, lambda rows: compressed(processor, rows, compress, tokens_per_slot))
-
-
-def compressed(
-    processor: ArcAlignerProcessor, rows: list[Row], compress: Compress, tokens_per_slot: int | str | None
-) -> list[str]:
-    """What is left of each row's passages: a third, or with `tokens_per_slot` no more tokens than slots."""
     texts = [passages_text(row) for row in rows]
     if tokens_per_slot is None:
         return [compress(text, RATE) for text in texts]
@@ -92,9 +72,17 @@ class PairCacheModel:
 
 
 def llmlingua_compressor(model, tokenizer) -> Compress:
-    """LLMLingua whose scores come from `model`, a causal language model of transformers, with its `tokenizer`."""
-    from llmlingua import PromptCompressor
+    """LLMLingua whose scores come from `model`, a causal language model of transformers, with its `tokenizer`.
 
+    Raises:
+        `MissingMethodError`: the package is not installed.
+    """
+    try:
+        from llmlingua import PromptCompressor
+    except ModuleNotFoundError as error:
+        raise MissingMethodError(
+            "the package llmlingua is not installed; `pip install llmlingua==0.2.2` gets it"
+        ) from error
     # Without `__init__`, which would load a model of its own and download OpenAI's tokenizer for counts we do not use.
     compressor = PromptCompressor.__new__(PromptCompressor)
     compressor.model, compressor.tokenizer, compressor.device = PairCacheModel(model), tokenizer, model.device

@@ -40,7 +40,6 @@ VERDICTS = ".verdicts"
 MAX_NEW_TOKENS = 8  # a yes or a no, and what may stand before it
 RETRIES = 2
 KEY_VARIABLE = "OPENAI_API_KEY"
-_NEEDED = ("id", "question", "answers", "prediction")
 _FIRST_WORD = re.compile(r"\W*(yes|no)\b", re.IGNORECASE)
 
 # Prompts to what the judge says of each, in order; `None` where it says nothing.
@@ -48,21 +47,14 @@ Judge = Callable[[list[str]], Iterator[str | None]]
 
 
 def judge_prompt(row: Row) -> str:
-    """What the judge is asked about an answer.
-
-    Raises:
-        `ValueError`: a row without question, prediction or gold.
-    """
-    if missing := [key for key in _NEEDED if key not in row]:
-        raise ValueError(f"An answer has no {', '.join(missing)}: {row}. Expected {', '.join(_NEEDED)}.")
-    golds = usable_golds(row["answers"])
-    if not golds:
-        raise ValueError(f"Question {row['id']!r} has no gold to judge by: {row['answers']}. Leave it out of the run.")
+    """What the judge is asked about an answer of a run, whose questions all have a gold."""
     question = row["question"].strip()
     question += "" if question.endswith("?") else "?"
     candidate = " ".join(row["prediction"].split())
     asked = "Is candidate correct? Answer yes or no."
-    return f"Question: {question}\nAnswer: {' or '.join(golds)}\nCandidate: {candidate}\n\n{asked}"
+    return (
+        f"Question: {question}\nAnswer: {' or '.join(usable_golds(row['answers']))}\nCandidate: {candidate}\n\n{asked}"
+    )
 
 
 def parse_verdict(reply: str) -> str:

@@ -10,8 +10,7 @@ that read text keep one token for each of these slots. So one run compares sever
 import dataclasses
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from ..files import digest_files
 from ..train.corpora import Row
 from ..train.data import passages_text
 from .answering import Answerer, MissingMethodError, SlotAnswerer, TextAnswerer, load_aligner, load_text_lora
-from .compression import load_llmlingua, load_truncated
+from .compression import compressed, truncated
 
 # The files of a checkpoint's folder that decide its answers.
 _CONFIGS = ("config.json", "adapter_config.json", "processor_config.json")
@@ -84,7 +83,9 @@ class Method:
     Args:
         name (`str`): In commands and of files.
         title (`str`): In tables.
-        load (`Callable`): From checkpoints to what answers; with `has_rates` also from `tokens_per_slot`.
+        texts (`Callable`, *optional*): What the backbone reads: from model, processor, rows and `tokens_per_slot` to a
+            text for each row.
+        slots (`dict`, *optional*): Without `texts`, how an aligner reads the rows' slots, as [`SlotAnswerer`] takes it.
         checkpoint (`str`, *optional*): The field of `Checkpoints` that decides the answers; `None` where the backbone
             alone does.
         made_by (`str`, *optional*): The command that makes such a checkpoint.
@@ -94,7 +95,8 @@ class Method:
 
     name: str
     title: str
-    load: Callable[..., Answerer]
+    texts: Callable[..., list[str]] | None = None
+    slots: dict[str, Any] = field(default_factory=dict)
     checkpoint: str | None = None
     made_by: str | None = None
     has_rates: bool = False
@@ -106,7 +108,6 @@ class Method:
             self,
             name=f"{self.name}_x{tokens_per_slot}",
             title=f"{self.title}, {RATE_TITLES.get(tokens_per_slot, f'{tokens_per_slot} tokens per slot')}",
-            load=partial(self.load, tokens_per_slot=tokens_per_slot),
             checkpoint=self.checkpoint or "aligner",  # its segments and tokens decide how many slots there are
             tokens_per_slot=tokens_per_slot,
         )
@@ -117,89 +118,74 @@ class Method:
         Raises:
             `MissingMethodError`: a checkpoint that is not named, or not there.
         """
-        path = getattr(checkpoints, self.checkpoint or "aligner")
-        if self.checkpoint is None:
-            weights = backbone_fingerprint(path)
-        elif self.made_by is None:
-            weights = fingerprint(path)
-        else:
-            weights = self._fingerprint_of_own(path)
-        found = {"weights": weights, "checkpoint": path}
-        return found if self.tokens_per_slot is None else found | {"tokens_per_slot": self.tokens_per_slot}
-
-    def _fingerprint_of_own(self, path: str | None) -> str:
-        option = f"--{self.checkpoint.replace('_', '-')}"
+        path, option = getattr(checkpoints, self.checkpoint or "aligner"), f"--{self.checkpoint}".replace("_", "-")
         if path is None:
             raise MissingMethodError(f"name its checkpoint with `{option}`; `{self.made_by}` makes one")
         try:
-            return fingerprint(path)
+            weights = backbone_fingerprint(path) if self.checkpoint is None else fingerprint(path)
         except (ValueError, OSError) as error:
-            raise MissingMethodError(
-                f"there is no {path}, named with `{option}`; `{self.made_by}` makes one"
-            ) from error
+            if self.made_by is None:
+                raise
+            message = f"there is no {path}, named with `{option}`; `{self.made_by}` makes one"
+            raise MissingMethodError(message) from error
+        found = {"weights": weights, "checkpoint": path}
+        return found if self.tokens_per_slot is None else found | {"tokens_per_slot": self.tokens_per_slot}
+
+    def load(self, checkpoints: Checkpoints) -> Answerer:
+        """What answers.
+
+        Raises:
+            `ValueError`: an aligner with a LoRA where one of a projector alone is expected.
+        """
+        if self.texts is not None:
+            if self.checkpoint == "full_text_lora":
+                loaded = load_text_lora(checkpoints.aligner, checkpoints.full_text_lora, checkpoints.device)
+            else:
+                loaded = load_aligner(checkpoints.aligner, checkpoints.device)
+            return TextAnswerer(*loaded, lambda rows: self.texts(*loaded, rows, self.tokens_per_slot))
+        path = getattr(checkpoints, self.checkpoint)
+        model, processor = load_aligner(path, checkpoints.device)
+        if self.checkpoint != "aligner" and model.config.lora_r:
+            raise ValueError(
+                f"{path} has a LoRA of rank {model.config.lora_r}; for `--{self.checkpoint.replace('_', '-')}` "
+                "expected an aligner of a projector alone, trained with `aligner: {lora_r: 0, gate_layers: []}`."
+            )
+        return SlotAnswerer(model, processor, tokens_per_slot=self.tokens_per_slot, **self.slots)
 
 
-def load_text(checkpoints: Checkpoints, context: Callable[[Row], str], with_lora: bool = False) -> Answerer:
-    """The backbone with a text of each row, as it is or with a LoRA that was trained to read passages."""
-    if with_lora:
-        loaded = load_text_lora(checkpoints.aligner, checkpoints.full_text_lora, checkpoints.device)
-    else:
-        loaded = load_aligner(checkpoints.aligner, checkpoints.device)
-    return TextAnswerer(*loaded, lambda rows: [context(row) for row in rows])
+def no_texts(model, processor, rows: list[Row], tokens_per_slot: None) -> list[str]:
+    """Nothing of the passages."""
+    return [""] * len(rows)
 
 
-def load_slots(checkpoints: Checkpoints, tokens_per_slot: int | str | None = None, **options: Any) -> Answerer:
-    """The aligner; `options` are those of [`SlotAnswerer`]."""
-    model, processor = load_aligner(checkpoints.aligner, checkpoints.device)
-    return SlotAnswerer(model, processor, slots={"tokens_per_slot": tokens_per_slot}, **options)
-
-
-def load_projector(checkpoints: Checkpoints, name: str, tokens_per_slot: int | str | None = None) -> Answerer:
-    """An aligner of a projector alone, the field `name` of `checkpoints`."""
-    checkpoint = getattr(checkpoints, name)
-    model, processor = load_aligner(checkpoint, checkpoints.device)
-    if model.config.lora_r:
-        raise ValueError(
-            f"{checkpoint} has a LoRA of rank {model.config.lora_r}; for `--{name.replace('_', '-')}` expected an "
-            "aligner of a projector alone, trained with `aligner: {lora_r: 0, gate_layers: []}`."
-        )
-    return SlotAnswerer(model, processor, slots={"tokens_per_slot": tokens_per_slot}, gate_mode="off")
+def whole_texts(model, processor, rows: list[Row], tokens_per_slot: None) -> list[str]:
+    """The passages."""
+    return [passages_text(row) for row in rows]
 
 
 _TRAIN = "python -m arcaligner train --recipe"
 _FULL_TEXT = "python -m arcaligner.train.full_text --config train/recipes/smollm2_135m/full_text.yaml"
 _OURS = {"checkpoint": "aligner", "has_rates": True}
+_PROJECTOR = {"checkpoint": "projector_only", "made_by": f"{_TRAIN} projector_only"}
+_OFF, _ADAPTIVE = {"gate_mode": "off"}, {"gate_mode": "adaptive"}
 
 METHODS = {
     method.name: method
     for method in (
-        Method("naive", "Naive", partial(load_text, context=lambda row: "")),
-        Method("standard_rag", "StandardRAG", partial(load_text, context=passages_text)),
+        Method("naive", "Naive", no_texts),
+        Method("standard_rag", "StandardRAG", whole_texts),
         Method(
-            "full_text_lora",
-            "StandardRAG, fine-tuned",
-            partial(load_text, context=passages_text, with_lora=True),
-            "full_text_lora",
-            _FULL_TEXT,
+            "full_text_lora", "StandardRAG, fine-tuned", whole_texts, checkpoint="full_text_lora", made_by=_FULL_TEXT
         ),
-        Method("truncated", "truncated text", load_truncated, **_OURS),
-        Method("llmlingua", "LLMLingua (the backbone scores)", load_llmlingua, has_rates=True),
-        Method("xrag", "xRAG (our training)", partial(load_projector, name="xrag"), "xrag", f"{_TRAIN} xrag"),
-        Method(
-            "projector_only",
-            "projector only",
-            partial(load_projector, name="projector_only"),
-            "projector_only",
-            f"{_TRAIN} projector_only",
-            has_rates=True,
-        ),
-        Method("arcaligner", "ArcAligner", partial(load_slots, gate_mode="adaptive"), **_OURS),
-        Method("no_recursion", "w/o Recursion", partial(load_slots, gate_mode="off"), **_OURS),
-        Method("max_loop", "w/o Gate (Max Loop)", partial(load_slots, gate_mode="always"), **_OURS),
-        Method("no_lora", "w/o LoRA & Recursion", partial(load_slots, gate_mode="off", use_lora=False), **_OURS),
-        Method(
-            "empty_slot", "an empty slot", partial(load_slots, gate_mode="adaptive", with_passages=False), "aligner"
-        ),
+        Method("truncated", "truncated text", truncated, **_OURS),
+        Method("llmlingua", "LLMLingua (the backbone scores)", compressed, has_rates=True),
+        Method("xrag", "xRAG (our training)", slots=_OFF, checkpoint="xrag", made_by=f"{_TRAIN} xrag"),
+        Method("projector_only", "projector only", slots=_OFF, has_rates=True, **_PROJECTOR),
+        Method("arcaligner", "ArcAligner", slots=_ADAPTIVE, **_OURS),
+        Method("no_recursion", "w/o Recursion", slots=_OFF, **_OURS),
+        Method("max_loop", "w/o Gate (Max Loop)", slots={"gate_mode": "always"}, **_OURS),
+        Method("no_lora", "w/o LoRA & Recursion", slots=_OFF | {"use_lora": False}, **_OURS),
+        Method("empty_slot", "an empty slot", slots=_ADAPTIVE | {"with_passages": False}, checkpoint="aligner"),
     )
 }
 

@@ -4,6 +4,7 @@ EM and F1 are those of training (`train/metrics.py`). `raw_contains_match` compa
 does. The bootstrap is ours and not SciPy's: it takes a single score, and its seed belongs to the published intervals.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -31,6 +32,33 @@ METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
 RESAMPLES, TAILS, SEED = 10_000, ((1 - 0.95) / 2, (1 + 0.95) / 2), 0
 
 
+@functools.lru_cache(maxsize=1)  # most of a run's intervals are of as many questions
+def resample_counts(size: int) -> np.ndarray:
+    """How often each of `size` rows is drawn in each resample, (RESAMPLES, size)."""
+    generator = np.random.default_rng(SEED)
+    counts = np.empty((RESAMPLES, size))
+    for row in counts:
+        row[:] = np.bincount(generator.integers(size, size=size), minlength=size)
+    return counts
+
+
+def ratio_interval(numerators: np.ndarray, denominators: np.ndarray) -> np.ndarray:
+    """
+    Bootstrap interval of `sum(numerators) / sum(denominators)`, over rows.
+
+    Args:
+        numerators, denominators (`np.ndarray` of shape `(num_rows, ...)`): Of each row.
+
+    Returns:
+        Lower and upper ends, (2, ...).
+
+    >>> ratio_interval(np.array([2.0, 4.0]), np.array([1.0, 2.0])).tolist()
+    [2.0, 2.0]
+    """
+    counts = resample_counts(len(numerators))
+    return np.quantile(np.tensordot(counts, numerators, 1) / np.tensordot(counts, denominators, 1), TAILS, axis=0)
+
+
 def bootstrap_interval(scores: Sequence[float]) -> tuple[float, float]:
     """Bootstrap interval of the mean of `scores`.
 
@@ -40,11 +68,9 @@ def bootstrap_interval(scores: Sequence[float]) -> tuple[float, float]:
     Raises:
         `ValueError`: no scores.
     """
-    values = np.asarray(scores, dtype=np.float64)
-    if values.size == 0:
+    if not len(scores):
         raise ValueError("Got no scores; an interval needs at least one.")
-    picks = np.random.default_rng(SEED).integers(values.size, size=(RESAMPLES, values.size))
-    low, high = np.quantile(values[picks].mean(axis=1), TAILS)
+    low, high = ratio_interval(np.asarray(scores, dtype=np.float64), np.ones(len(scores)))
     return float(low), float(high)
 
 
@@ -65,26 +91,3 @@ def shown_interval(values: Sequence[float], sign: str = "") -> str:
     '1.2 [0.0, 2.5]'
     """
     return "{:{sign}.1f} [{:{sign}.1f}, {:{sign}.1f}]".format(*values, sign=sign)
-
-
-def ratio_interval(numerators: np.ndarray, denominators: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """
-    Bootstrap interval of `sum(numerators) / sum(denominators)`, over rows.
-
-    Args:
-        numerators, denominators (`np.ndarray` of shape `(num_rows, ...)`): Of each row.
-
-    Returns:
-        Lower and upper ends, each of the shape of a row.
-
-    >>> low, high = ratio_interval(np.array([2.0, 4.0]), np.array([1.0, 2.0]))
-    >>> float(low), float(high)
-    (2.0, 2.0)
-    """
-    generator = np.random.default_rng(SEED)
-    ratios = []
-    for _ in range(RESAMPLES):
-        picks = generator.integers(len(numerators), size=len(numerators))
-        ratios.append(numerators[picks].sum(axis=0) / denominators[picks].sum(axis=0))
-    low, high = np.quantile(ratios, TAILS, axis=0)
-    return low, high

@@ -44,24 +44,29 @@ answers to read.
 """
 
 
-def publish(run: Path, checkpoint: Path, figures: Path | None, earlier: Path | None, root: Path) -> None:
-    """Writes all of it; pictures are copied to `docs/figures`."""
+def publish(
+    run: Annotated[Path, typer.Option(help="Folder of an evaluation.")] = Path("runs/evaluation"),
+    checkpoint: Annotated[Path, typer.Option(help="The aligner that was measured.")] = DEFAULT_CHECKPOINT,
+    figures: Annotated[Path | None, typer.Option(help="Folder of the analyses.")] = None,
+    earlier: Annotated[Path | None, typer.Option(help=EARLIER_HELP)] = None,
+) -> None:
+    """Writes results, card, docs/results.md, docs/answers.md and the README's table from a run."""
     check_weights(run, checkpoint)
     results = write_results(run)
     if earlier is not None:
         add_earlier(results, earlier)
-    shown = copy_figures(figures, root / "docs" / "figures") if figures else {}
+    shown = copy_figures(figures) if figures else {}
     lines = [line for name, each in shown.items() if name not in SPEED_FIGURES for line in each]
     page = "\n".join([INTRODUCTION, results_page(results), *(["## Figures", "", *lines] if lines else [])])
     answers = answers_page(run)
-    readme = with_block((root / "README.md").read_text(encoding="utf-8"), readme_table(results), MARKS)
+    readme = with_block((ROOT / "README.md").read_text(encoding="utf-8"), readme_table(results), MARKS)
     write_whole(checkpoint / RESULTS_FILE, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    is_ours = checkpoint.resolve().is_relative_to(root.resolve())
-    name = checkpoint.resolve().relative_to(root.resolve()).as_posix() if is_ours else None
+    is_ours = checkpoint.resolve().is_relative_to(ROOT.resolve())
+    name = checkpoint.resolve().relative_to(ROOT.resolve()).as_posix() if is_ours else None
     write_model_card(ArcAlignerConfig.from_pretrained(checkpoint), checkpoint, name=name)
-    write_whole(root / "docs" / "results.md", page.rstrip() + "\n")
-    write_whole(root / "docs" / "answers.md", answers)
-    write_whole(root / "README.md", readme)
+    write_whole(ROOT / "docs" / "results.md", page.rstrip() + "\n")
+    write_whole(ROOT / "docs" / "answers.md", answers)
+    write_whole(ROOT / "README.md", readme)
 
 
 def check_weights(run: Path, checkpoint: Path) -> None:
@@ -128,10 +133,10 @@ def with_block(text: str, block: str, marks: tuple[str, str]) -> str:
     return f"{text.partition(start)[0]}{start}\n{block}\n{end}{text.partition(end)[2]}"
 
 
-def copy_figures(source: Path, folder: Path) -> dict[str, list[str]]:
-    """Copies the SVG and data of each analysis; by its name, the Markdown lines that show it with its caption."""
-    lines = {}
-    folder.mkdir(parents=True, exist_ok=True)
+def copy_figures(source: Path) -> dict[str, list[str]]:
+    """Copies the SVG and data of each analysis to `docs/figures`; by its name, the Markdown lines that show it with its
+    caption."""
+    lines, folder = {}, ROOT / "docs" / "figures"
     for data in sorted(source.glob("*.json")):
         picture = data.with_suffix(".svg")
         if picture.exists():
@@ -143,15 +148,5 @@ def copy_figures(source: Path, folder: Path) -> dict[str, list[str]]:
     return lines
 
 
-def main(
-    run: Annotated[Path, typer.Option(help="Folder of an evaluation.")] = Path("runs/evaluation"),
-    checkpoint: Annotated[Path, typer.Option(help="The aligner that was measured.")] = DEFAULT_CHECKPOINT,
-    figures: Annotated[Path | None, typer.Option(help="Folder of the analyses.")] = None,
-    earlier: Annotated[Path | None, typer.Option(help=EARLIER_HELP)] = None,
-) -> None:
-    """Writes results, card, docs/results.md and the README's table from a run."""
-    publish(run, checkpoint, figures, earlier, ROOT)
-
-
 if __name__ == "__main__":
-    run_command(main)
+    run_command(publish)

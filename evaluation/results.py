@@ -202,10 +202,16 @@ def results_page(results: dict[str, Any]) -> str:
     sets = results["sets"]
     lines: list[str] = []
     for metric in ("f1", "em", "em_raw"):
-        lines += method_table(METRIC_TITLES[metric], sets, metric)
-    lines += method_table("Retention of F1", sets, "retention")
-    lines += accuracy_tables(sets)
-    differences = [difference_table(METRIC_TITLES[metric], sets, metric) for metric in ("f1", "em")]
+        lines += interval_table(METRIC_TITLES[metric], sets, "methods", metric)
+    lines += interval_table("Retention of F1", sets, "methods", "retention")
+    for judge in sorted(
+        {judge for entry in sets.values() for each in entry["methods"].values() for judge in each["acc"]}
+    ):
+        lines += interval_table(f"Acc, judged by {judge}", sets, "methods", "acc", judge)
+    differences = [
+        interval_table(f"{METRIC_TITLES[metric]}, {MAIN_TITLE} less", sets, "differences", metric, sign="+")
+        for metric in ("f1", "em")
+    ]
     lines += _section(f"{MAIN_TITLE} less another method, on the same questions", *differences)
     lines += _section("Costs", cost_table(sets))
     lines += _section("The paper's numbers", paper_table(sets))
@@ -223,37 +229,22 @@ def _section(title: str, *parts: list[str]) -> list[str]:
     return [f"## {title}", "", *lines] if lines else []
 
 
-def method_table(title: str, sets: dict, metric: str) -> list[str]:
-    """Methods down, sets across, a mean with its interval in each cell, and the number of questions if not all."""
+def interval_table(title: str, sets: dict, part: str, *keys: str, sign: str = "") -> list[str]:
+    """Methods down, sets across, in each cell a mean with its interval and the number of questions if not all.
+
+    `part` is `"methods"` or `"differences"`, and `keys` lead from a method's entry there to the interval.
+    """
 
     def show(entry: dict, method: str) -> str | None:
-        numbers = entry["methods"].get(method, {})
-        shown = _interval(numbers.get(metric))
-        return f"{shown} of {numbers['questions']}" if shown and numbers["questions"] < entry["questions"] else shown
+        found = numbers = entry.get(part, {}).get(method, {})
+        for key in keys:
+            found = found.get(key, {})
+        if not found:
+            return None
+        is_part = part == "methods" and numbers["questions"] < entry["questions"]
+        return shown_interval(found, sign) + (f" of {numbers['questions']}" if is_part else "")
 
     return table(title, method_titles(sets), sets, show)
-
-
-def accuracy_tables(sets: dict) -> list[str]:
-    """One table of judged accuracy per judge."""
-    judges = sorted({judge for entry in sets.values() for each in entry["methods"].values() for judge in each["acc"]})
-    lines = []
-    for judge in judges:
-
-        def show(entry: dict, method: str, judge: str = judge) -> str | None:
-            return _interval(entry["methods"].get(method, {"acc": {}})["acc"].get(judge))
-
-        lines += table(f"Acc, judged by {judge}", method_titles(sets), sets, show)
-    return lines
-
-
-def difference_table(title: str, sets: dict, metric: str) -> list[str]:
-    """The main method's mean minus another's."""
-
-    def show(entry: dict, method: str) -> str | None:
-        return _interval(entry.get("differences", {}).get(method, {}).get(metric), sign="+")
-
-    return table(f"{title}, {MAIN_TITLE} less", method_titles(sets), sets, show)
 
 
 def cost_table(sets: dict) -> list[str]:
@@ -309,7 +300,3 @@ def table(title: str, rows: list[str], sets: dict, show: Callable[[dict, str], s
         for row, found in shown.items()
     ]
     return [*markdown_table([title, *sets], rows), ""]
-
-
-def _interval(values: list[float] | None, sign: str = "") -> str | None:
-    return None if values is None else shown_interval(values, sign)

@@ -1,6 +1,7 @@
 """The settings of an evaluation: the keys of a recipe, overridden by the command line."""
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ class TaskSettings:
                 raise ValueError(f"`{key}` is {value!r}; expected a whole number of at least 1, or nothing for all.")
 
 
-@dataclass(frozen=True)
+@dataclass
 class EvaluationSettings:
     """
     An evaluation.
@@ -50,8 +51,8 @@ class EvaluationSettings:
         tasks (`dict[str, TaskSettings]`): By name.
         methods (`list[str]`): Names, of `methods.METHODS` or with a rate, such as `arcaligner_x4`.
         checkpoints ([`Checkpoints`]): What the methods read with.
-        output (`Path`): The run's folder.
-        data (`Path`, *optional*): Folder with local files of the tasks.
+        output (`str` or `Path`): The run's folder.
+        data (`str` or `Path`, *optional*): Folder with local files of the tasks.
         corpus (`str`, *optional*): Folder of a corpus that the aligner made; needed for retrieved passages.
         reranker (`str`, *optional*): A CrossEncoder that orders what is found in it.
         batch_size (`int`): Questions at a time.
@@ -60,13 +61,14 @@ class EvaluationSettings:
     tasks: dict[str, TaskSettings]
     methods: list[str]
     checkpoints: Checkpoints
-    output: Path
-    data: Path | None = None
+    output: str | Path
+    data: str | Path | None = None
     corpus: str | None = None
     reranker: str | None = None
     batch_size: int = 16
 
     def __post_init__(self):
+        self.output, self.data = Path(self.output), self.data and Path(self.data)
         for kind, names, find in (("task", self.tasks, find_task), ("method", self.methods, find_method)):
             for name in names:
                 find(name)
@@ -80,17 +82,6 @@ class EvaluationSettings:
                 f"{', '.join(retrieving)}: passages are to be retrieved, but from where? Name a folder of `arcaligner "
                 "corpus build` with `--corpus`, or `corpus:` in the recipe."
             )
-
-
-# A recipe is flat: the fields of `Checkpoints` stand beside those of `EvaluationSettings`.
-_CHECKPOINT_KEYS = {
-    "checkpoint": "aligner",
-    **{each.name: each.name for each in dataclasses.fields(Checkpoints) if each.name != "aligner"},
-}
-_KEYS = [
-    *("tasks", "methods", "tokens_per_slot", "output", "data", "corpus", "reranker", "batch_size"),
-    *_CHECKPOINT_KEYS,
-]
 
 
 def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str, Any]) -> EvaluationSettings:
@@ -109,25 +100,23 @@ def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str,
     keys = read_recipe(recipe) if recipe else {}
     of_recipe = _by_name(keys.get("tasks", {}))
     keys |= {key: value for key, value in given.items() if value is not None}
-    refuse_unknown("the evaluation's settings", keys, _KEYS)
+    # A recipe is flat: the fields of `Checkpoints` stand beside those of `EvaluationSettings`.
+    of_run, of_checkpoints = _fields(EvaluationSettings) - {"checkpoints"}, _fields(Checkpoints) - {"aligner"}
+    refuse_unknown("the evaluation's settings", keys, of_run | of_checkpoints | {"checkpoint", "tokens_per_slot"})
     tasks = _by_name(keys.get("tasks", list(TASKS)), of_recipe)
     for name, each in tasks.items():
-        refuse_unknown(f"`{name}`", each, [field.name for field in dataclasses.fields(TaskSettings)])
-    over = {key: value for key, value in of_tasks.items() if value is not None}
-    checkpoints = {field: keys[key] for key, field in _CHECKPOINT_KEYS.items() if key in keys}
-    if "aligner" not in checkpoints:
+        refuse_unknown(f"`{name}`", each, _fields(TaskSettings))
+    if "checkpoint" not in keys:
         raise ValueError("There is nothing to read with: name an aligner with `--checkpoint`.")
     if "output" not in keys:
         raise ValueError("Name a folder for the answers with `--output`.")
-    rest = {key: keys[key] for key in ("corpus", "reranker", "batch_size") if key in keys}
-    return EvaluationSettings(
-        tasks={name: TaskSettings(**each | over) for name, each in tasks.items()},
-        methods=at_rates(keys.get("methods", list(METHODS)), keys.get("tokens_per_slot", [])),
-        checkpoints=Checkpoints(**checkpoints),
-        output=Path(keys["output"]),
-        data=Path(keys["data"]) if "data" in keys else None,
-        **rest,
-    )
+    over = {key: value for key, value in of_tasks.items() if value is not None}
+    others = {key: value for key, value in keys.items() if key in of_checkpoints}
+    rest = {key: value for key, value in keys.items() if key in of_run} | {
+        "tasks": {name: TaskSettings(**each | over) for name, each in tasks.items()},
+        "methods": at_rates(keys.get("methods", list(METHODS)), keys.get("tokens_per_slot", [])),
+    }
+    return EvaluationSettings(checkpoints=Checkpoints(keys["checkpoint"], **others), **rest)
 
 
 def at_rates(methods: list[str], tokens_per_slot: list[int | str]) -> list[str]:
@@ -139,11 +128,9 @@ def at_rates(methods: list[str], tokens_per_slot: list[int | str]) -> list[str]:
     """
     for rate in tokens_per_slot:
         check_tokens_per_slot(rate)
-    found = []
-    for name in methods:
-        has_rates = bool(tokens_per_slot) and name in METHODS and METHODS[name].has_rates
-        found += [METHODS[name].at_rate(rate).name for rate in tokens_per_slot] if has_rates else [name]
-    return found
+    with_rates = [name for name in METHODS if METHODS[name].has_rates and tokens_per_slot]
+    names = ([f"{name}_x{rate}" for rate in tokens_per_slot] if name in with_rates else [name] for name in methods)
+    return list(itertools.chain.from_iterable(names))
 
 
 def split_names(names: str | None) -> list[str] | None:
@@ -173,6 +160,10 @@ def read_recipe(recipe: str) -> dict[str, Any]:
             return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     known = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
     raise ValueError(f"There is no recipe {recipe!r}: neither one of {known} nor a YAML file.")
+
+
+def _fields(kind: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
 
 
 def _by_name(tasks: list[str] | dict[str, dict | None], known: dict[str, dict] | None = None) -> dict[str, dict]:

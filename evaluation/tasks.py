@@ -181,7 +181,6 @@ TASKS = {
         Task("musique", "MuSiQue", "dgslibisey/MuSiQue", None, "validation", _musique),
     )
 }
-PAPER_TASKS = tuple(TASKS)[:6]
 
 
 def find_task(name: str) -> Task:

@@ -3,7 +3,6 @@
 A prompt is JSON, so that the model gets question and documents apart: `{"question": str, "documents": [...]}`.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,6 @@ def rows(task: str, data: str | None = None, **_: Any) -> dict[str, Dataset]:
     """The rows of `task`: of `<task>.jsonl(.gz)` in the folder `data` (`--metadata data=...`), else of the Hub."""
     found = TASKS[task].load(Path(data) if data else None)
     return {"test": Dataset.from_list([{key: row[key] for key in ROW_FIELDS} for row in found], features=ROW_FEATURES)}
-
-
-def prompt(row: dict) -> str:
-    """Question and documents of a row."""
-    return json.dumps({"question": row["question"], "documents": row["passages"]}, ensure_ascii=False)
-
-
-def first_answer(row: dict) -> str:
-    """The answer that is shown beside a prediction."""
-    return row["answers"][0]
 
 
 def scores(row: dict, predictions: list[str]) -> dict[str, float]:

@@ -10,8 +10,7 @@ from training_rows import question_rows, write_rows
 from arcaligner.benchmarks import report
 from arcaligner.benchmarks.arms import load_models, pick_rows
 from arcaligner.benchmarks.latency import main, make_prompts, measure_rounds, measure_size
-from arcaligner.benchmarks.measuring import peak_memory, quartiles, ratio, time_interleaved
-from arcaligner.evaluation.answering import flop_counter
+from arcaligner.benchmarks.measuring import flop_counter, peak_memory, quartiles, ratio, time_interleaved
 
 MIB = 2**20
 

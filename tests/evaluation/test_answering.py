@@ -163,7 +163,7 @@ def test_slots_with_words_are_read_with_them(base_model_dir, processor):
     model = random_aligner(base_model_dir, processor, seed=3, word_parts=2).eval()
     processor = copy.copy(processor)
     processor.context_words = True
-    answers = SlotAnswerer(model, processor, slots={"tokens_per_slot": 4}).answer(ROWS)
+    answers = SlotAnswerer(model, processor, tokens_per_slot=4).answer(ROWS)
     for row, answer in zip(ROWS, answers, strict=True):
         inputs = slot_inputs(processor, [row], tokens_per_slot=4)
         assert inputs["context_word_ids"].shape[1] == answer.context_tokens

@@ -12,9 +12,8 @@ from arcaligner.evaluation.compression import (
     RATE,
     PairCacheModel,
     llmlingua_compressor,
-    load_llmlingua,
 )
-from arcaligner.evaluation.methods import Checkpoints
+from arcaligner.evaluation.methods import METHODS, Checkpoints
 from arcaligner.train.data import passages_text, text_prompt
 
 needs_llmlingua = pytest.mark.skipif(
@@ -69,7 +68,7 @@ def test_a_cache_of_pairs_continues_as_if_all_were_read_at_once(tokenizer, model
 def test_llmlingua_compresses_the_passages_and_leaves_the_question(checkpoint_dir, compress, processor):
     rows = question_rows(3)
     rows[1]["passages"] = []
-    answers = load_llmlingua(Checkpoints(str(checkpoint_dir))).answer(rows)
+    answers = METHODS["llmlingua"].load(Checkpoints(str(checkpoint_dir))).answer(rows)
     texts = [compress(passages_text(row), RATE) for row in rows]
     assert texts[1] == "" and len(texts[0]) < len(passages_text(rows[0])) / 2
     prompts = text_inputs(processor, [text_prompt(row, text) for row, text in zip(rows, texts, strict=True)])
@@ -81,4 +80,4 @@ def test_llmlingua_compresses_the_passages_and_leaves_the_question(checkpoint_di
 def test_without_the_package_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "llmlingua", None)
     with pytest.raises(MissingMethodError, match="pip install llmlingua==0.2.2"):
-        load_llmlingua(Checkpoints("unused"))
+        llmlingua_compressor(None, None)

@@ -9,7 +9,7 @@ from arcaligner.evaluation.metrics import bootstrap_interval
 from arcaligner.evaluation.results import (
     add_earlier,
     compare,
-    method_table,
+    interval_table,
     method_titles,
     paper_table,
     results_page,
@@ -144,14 +144,14 @@ def test_a_table_leaves_out_methods_without_a_number_and_marks_single_gaps():
         "A": {"questions": 5, "methods": {"Naive": {"questions": 5, "f1": [1.0, 0.0, 2.0]}}},
         "B": {"questions": 5, "methods": {"StandardRAG": {"questions": 5, "f1": [3, 2, 4]}}},
     }
-    assert method_table("F1", sets, "f1") == [
+    assert interval_table("F1", sets, "methods", "f1") == [
         "| F1 | A | B |",
         "|---|---|---|",
         "| Naive | 1.0 [0.0, 2.0] | - |",
         "| StandardRAG | - | 3.0 [2.0, 4.0] |",
         "",
     ]
-    assert method_table("Acc", sets, "acc") == []
+    assert interval_table("Acc", sets, "methods", "acc", "judge") == []
 
 
 def test_the_papers_numbers_stand_below(run):

@@ -6,7 +6,7 @@ import datasets
 import pytest
 from training_rows import write_rows
 
-from arcaligner.evaluation.tasks import PAPER_TASKS, TASKS, Task, choose_passages
+from arcaligner.evaluation.tasks import TASKS, Task, choose_passages
 
 HOTPOT = {
     "id": "h1",
@@ -82,7 +82,7 @@ def row(number: int, answers=("Ada",), question="Who?") -> dict:
 
 
 def test_the_papers_six_tasks_ask_as_many_questions_as_its_table_says():
-    counts = {name: TASKS[name].num_questions for name in PAPER_TASKS}
+    counts = {name: TASKS[name].num_questions for name in list(TASKS)[:6]}
     assert counts == {
         "2wikimultihopqa": 500,
         "hotpotqa": 500,
