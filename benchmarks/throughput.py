@@ -37,7 +37,7 @@ from ..train.trainer import AlignerTrainer, AlignerTrainingConfig
 from .measuring import quartiles, ratio, time_interleaved
 
 WARM_UP = 2  # steps, in which layers are compiled
-SIZES = ("tokens", "targets", "turns")
+SIZES = ("tokens", "targets")
 
 Rows = list[dict[str, Any]]
 
@@ -71,11 +71,10 @@ class TrainingArm:
 
 
 def size_of(batches: list[dict[str, Any]]) -> dict[str, int]:
-    """Real tokens, slots included; target tokens; turns, that is, texts read back or questions."""
+    """Real tokens, slots included; target tokens."""
     return {
         "tokens": sum(int((batch["turn_ids"] >= 0).sum()) for batch in batches),
         "targets": sum(int((batch["labels"] != -100).sum()) for batch in batches),
-        "turns": sum(int(batch["turn_ids"].amax(dim=1).sum()) for batch in batches),
     }
 
 
@@ -128,8 +127,8 @@ def measure(arms: dict[str, TrainingArm], rows: list[Rows], num_steps: int) -> d
     Times the steps; step n takes the rows n, modulo their number.
 
     Returns:
-        `dict`: For each arm the quartiles of `tokens_per_second`, `targets_per_second`, `turns_per_second`, and of
-        `ratio`, how many times faster it is than the first.
+        `dict`: For each arm the quartiles of `tokens_per_second`, `targets_per_second` and `ratio`, how many times
+        faster it is than the first.
     """
     device = str(next(iter(arms.values())).trainer.args.device)
     seconds, sizes = [], []
@@ -154,7 +153,7 @@ def main(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) ->
     found = measure(arms, rows, args.max_steps)
     machine = describe_machine(str(args.device))
     title = f"{recipe.stage}, {args.max_steps} steps of {args.per_device_train_batch_size} rows"
-    table = Table("Arm", "Tokens/s", "Targets/s", "Turns/s", "Times faster", title=title)
+    table = Table("Arm", "Tokens/s", "Targets/s", "Times faster", title=title)
     for name, row in found.items():
         rates = [f"{row[f'{what}_per_second']['median']:.1f}" for what in SIZES]
         table.add_row(name, *rates, "{median:.2f} ({lower:.2f} to {upper:.2f})".format(**row["ratio"]))

@@ -49,7 +49,7 @@ def test_each_arm_adds_a_setting_and_learns_the_same_targets(writer, uncompiled)
     kinds = [model.config.text_config._attn_implementation for model in models.values()]
     assert kinds == ["sdpa", "sdpa", "eager", "eager", "eager"]
     sizes = {name: throughput.size_of(arm.batches(rows[0])) for name, arm in arms.items()}
-    assert {(size["targets"], size["turns"]) for size in sizes.values()} == {(sizes["plain"]["targets"], 4)}
+    assert {size["targets"] for size in sizes.values()} == {sizes["plain"]["targets"]}
     assert sizes["turns"]["tokens"] < sizes["attention"]["tokens"]  # the slots once
 
 
@@ -90,7 +90,8 @@ def test_all_arms_take_each_batch_in_a_rotating_order_and_the_warm_up_does_not_c
     found = measure(arms, rows, num_steps=2)
     assert WARM_UP == 2 and seen == ["plain", "attention", "attention", "plain"] * 2
     assert found["attention"]["ratio"]["median"] == 2.0 and found["plain"]["ratio"]["median"] == 1.0
-    assert found["attention"]["turns_per_second"]["median"] == 1.0
+    speeds = [found[name]["targets_per_second"]["median"] for name in ("attention", "plain")]
+    assert speeds[0] == 2 * speeds[1] > 0
 
 
 def test_the_command_prints_a_table_and_one_json_line(writer, capsys, uncompiled, monkeypatch):
