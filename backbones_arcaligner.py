@@ -272,6 +272,17 @@ def slot_lora_layers(module: nn.Module):
     return (m for m in module.modules() if isinstance(m, LoraLayer) and ADAPTER_NAME in m.lora_A)
 
 
+def check_adapters(backbone: nn.Module) -> None:
+    """Raises `ValueError` where an adapter other than the slots' LoRA is active or merged."""
+    layer = next(slot_lora_layers(backbone), None)  # none with `lora_r=0`
+    adapters = [ADAPTER_NAME] if layer is None else [*layer.active_adapters, *layer.merged_adapters]
+    if adapters != [ADAPTER_NAME]:
+        raise ValueError(
+            f"PEFT adapter {adapters} is active or merged, which switches the slots' own LoRA `{ADAPTER_NAME}` off. "
+            "ArcAligner brings its LoRA: train it with `set_stage` and without a `peft_config`."
+        )
+
+
 def inject_slot_lora(backbone: nn.Module, layers: nn.ModuleList, config) -> None:
     """Puts PEFT's LoRA layers (adapter `slot`) into `backbone`, in place; none with `lora_r=0`."""
     if config.lora_r == 0:

@@ -309,6 +309,3 @@ def _base_model_renamings(model) -> list[WeightRenaming]:
         linears = "|".join(sorted(leaves))
         renamings.append(WeightRenaming(rf"\.({linears})\.(?=weight$|bias$)", r".\1.base_layer."))
     return renamings
-
-
-__all__ = ["CODE_FILES", "AlignerCheckpointMixin", "check_aligner_weights", "tensor_shapes"]

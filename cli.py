@@ -42,6 +42,7 @@ messages = Console(stderr=True)
 
 Document = typer.Option(help="A text file; can be repeated.", exists=True, dir_okay=False)
 Checkpoint = Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.")]
+Reranker = Annotated[str | None, typer.Option(help="A CrossEncoder that orders the passages that are found.")]
 
 
 def parse_tokens_per_slot(value: str) -> int | str:
@@ -221,9 +222,7 @@ def answer(
 
 Sources = Annotated[
     list[str],
-    typer.Argument(
-        metavar="SOURCE...", help="Text, Markdown, JSON Lines or Parquet files, folders, data sets of the Hub."
-    ),
+    typer.Argument(metavar="SOURCE...", help="Text, Markdown, JSON Lines or Parquet, folders, data sets of the Hub."),
 ]
 CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder of the corpus.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at what cannot be read, instead of skipping it.")]
@@ -335,9 +334,7 @@ def ask_corpus(
     corpus: CorpusFolder,
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     top_k: Annotated[int, typer.Option(help="Number of passages read.", min=1)] = 5,
-    reranker: Annotated[
-        str | None, typer.Option(help="A CrossEncoder that orders the passages that are found.")
-    ] = None,
+    reranker: Reranker = None,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the answer.", min=1)] = 256,
 ) -> None:
     """Answers a question from the passages of a corpus, and names them."""
@@ -365,9 +362,7 @@ def ask_corpus(
 def serve_answers(
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     corpus: Annotated[Path | None, typer.Option(help="Corpus to ask, for requests without documents.")] = None,
-    reranker: Annotated[
-        str | None, typer.Option(help="A CrossEncoder that orders the passages that are found.")
-    ] = None,
+    reranker: Reranker = None,
     host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port.", min=0, max=65535)] = 8000,
     max_batch: Annotated[int, typer.Option(help="Maximum number of requests computed at a time.", min=1)] = 8,
@@ -467,9 +462,8 @@ def evaluate(
     logging.getLogger(__package__).setLevel(logging.INFO)
     given = {"output": folder, "data": data, "batch_size": batch_size, "device": device, "checkpoint": checkpoint}
     given |= {"xrag": xrag, "projector_only": projector_only, "full_text_lora": full_text_lora}
-    given |= {"tasks": split_names(tasks), "methods": split_names(methods)}
+    given |= {"tasks": split_names(tasks), "methods": split_names(methods), "corpus": corpus}
     given |= {"tokens_per_slot": split_rates(tokens_per_slot)}
-    given |= {"corpus": corpus}
     of_tasks = {"num_questions": num_questions, "passages": passages, "top_k": top_k}
     results = evaluate(read_settings(recipe, given, of_tasks))
     show(results_page(results))

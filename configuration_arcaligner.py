@@ -351,12 +351,3 @@ def missing_model_message(kind: str, name: str, error: Exception) -> str:
 
 
 ArcAlignerConfig.register_for_auto_class()
-
-__all__ = [
-    "DEFAULT_BASE_MODEL",
-    "DEFAULT_ENCODER",
-    "ArcAlignerConfig",
-    "missing_model_message",
-    "resolve_base_model",
-    "resolve_encoder",
-]

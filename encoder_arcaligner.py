@@ -12,23 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from huggingface_hub import snapshot_download
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer
-from transformers.utils import logging
 
 from .configuration_arcaligner import longest_prompt, missing_model_message, resolve_encoder
-from .segmentation_arcaligner import (
-    EMPTY_SEGMENT,
-    DocumentSegmenter,
-    Segment,
-    SegmentTokens,
-    check_slot_budget,
-    check_tokens_per_slot,
-    documents_of,
-    run_ends,
-)
-
-logger = logging.get_logger(__name__)
+from .segmentation_arcaligner import EMPTY_SEGMENT, DocumentSegmenter, Segment, SegmentTokens, documents_of, run_ends
 
 # Texts per batch on the CPU and elsewhere. They are sorted by length: small batches hold hardly any padding.
 CPU_BATCH, DEVICE_BATCH = 8, 64
@@ -139,8 +129,6 @@ class SentenceEncoder:
         return self._untrained
 
     def _lora_layers(self) -> list:
-        from peft.tuners.lora import LoraLayer  # only an encoder that was trained along needs PEFT
-
         return [module for module in self.model.modules() if isinstance(module, LoraLayer)]
 
     def lora_weights(self) -> list[torch.nn.Parameter]:
@@ -153,8 +141,6 @@ class SentenceEncoder:
         Raises:
             `ValueError`: LoRA of another rank.
         """
-        from peft import LoraConfig
-
         if self.dtype != "float32":  # what LoRA was added to is rounded, and would not become what it was
             self.dtype, self._model = "float32", None
         if not self._lora_layers():
@@ -460,29 +446,6 @@ class DocumentEncoder(DocumentSegmenter):
                 f"{len(embeds)} slots; expected ({len(embeds)}, max_words)."
             )
         return EncodedDocuments([], embeds[:max_slots], None if words is None else words[:max_slots], 0, [])
-
-    def check_slot_settings(
-        self, max_slots: int | None = None, slot_policy: str | None = None, tokens_per_slot: int | str | None = None
-    ) -> int | str:
-        """Checks the settings of a call and returns its `tokens_per_slot`.
-
-        Raises:
-            `ValueError`: settings that are impossible, or that exclude each other.
-        """
-        check_slot_budget(max_slots, "drop" if slot_policy is None else slot_policy)
-        rate = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
-        check_tokens_per_slot(rate)
-        if rate != "segment" and max_slots is not None and slot_policy == "merge":
-            raise ValueError(
-                f'`slot_policy` is "merge", but with `tokens_per_slot` {rate} slots are runs of tokens. Raise '
-                '`tokens_per_slot` for fewer slots, or pass `slot_policy="drop"`.'
-            )
-        if (known := self.trained_tokens_per_slot) and rate not in known:
-            logger.warning_once(
-                f"`tokens_per_slot` is {rate!r}, but this aligner has learned {', '.join(map(str, known))}. Expect "
-                "worse answers."
-            )
-        return rate
 
     def _check_embeds(self, embeds: torch.FloatTensor, row: int) -> None:
         """Raises `ValueError` unless `embeds` is (num_slots, encoder_hidden_size), finite, with at least one slot."""

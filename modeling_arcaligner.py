@@ -27,6 +27,7 @@ from .backbones_arcaligner import (
     InPlaceMixin,
     LayerCost,
     LayerKeysValues,
+    check_adapters,
     check_backbone_config,
     count_layer_cost,
     find_decoder_layers,
@@ -566,13 +567,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         return slot_mask
 
     def _check_context_embeds(self, slot_mask, context_embeds) -> None:
-        lora_layer = next(slot_lora_layers(self.backbone), None)  # none with `lora_r=0`
-        adapters = [] if lora_layer is None else [*lora_layer.active_adapters, *lora_layer.merged_adapters]
-        if lora_layer is not None and adapters != [ADAPTER_NAME]:
-            raise ValueError(
-                f"PEFT adapter {adapters} is active or merged, which switches the slots' own LoRA `{ADAPTER_NAME}` "
-                "off. ArcAligner brings its LoRA: train it with `set_stage` and without a `peft_config`."
-            )
+        check_adapters(self.backbone)
         width = self.config.encoder_hidden_size
         kind = context_embeds.dtype if isinstance(context_embeds, torch.Tensor) else type(context_embeds).__name__
         if kind not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):

@@ -45,13 +45,13 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     Takes what the built-in pipeline takes, one or a list of:
 
     - a chat, with `documents=` in the call; the passages go before the first user message;
-    - `{"question": str, "documents": [...]}` or `{"messages": chat, "documents": [...]}`, each row
-      with its own passages, or else the call's;
+    - `{"question": str, "documents": [...]}` or `{"messages": chat, "documents": [...]}`, each row with its own
+      passages, or else the call's;
     - a string, read as a question when the call has `documents=`, else as text to continue.
 
-    A document is a string or `{"title": str, "text": str}`. A chat without documents has no slots:
-    the unchanged base model answers it. A question without documents has the one slot that stands
-    for "no passages". Unlike the built-in pipeline, this one samples only when asked to.
+    A document is a string or `{"title": str, "text": str}`. A chat without documents has no slots: the unchanged base
+    model answers it. A question without documents has the one slot that stands for "no passages". Unlike the built-in
+    pipeline, this one samples only when asked to.
 
     Example:
 
@@ -86,8 +86,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         Args:
             text_inputs (`str`, `dict`, chat or a list of one of them): See the class.
             documents (`list`, *optional*): The passages of every input without its own.
-            return_slots (`bool`, *optional*, defaults to `False`):
-                Adds what became of the passages.
+            return_slots (`bool`, *optional*, defaults to `False`): Adds what became of the passages.
             tokens_per_slot (`int` or `"segment"`, *optional*): How much text a slot stands for, in tokens. Default: the
                 processor's.
             max_slots (`int`, *optional*), slot_policy (`str`, *optional*, defaults to `"drop"`):
@@ -103,18 +102,18 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         Returns:
             As the built-in pipeline: for each input a list of one dictionary for each sequence.
 
-            - **generated_text** (`str` or chat) -- The answer to a question; a chat with the answer
-              appended, or with `return_full_text=False` the answer only.
-            - **segments** (`list[dict]`) -- With `return_slots`, what each slot stands for:
-              `document`, `start`, `end` (characters) and `text`. Empty without passages.
-            - **trajectories** (`list[list[str]]`) -- With `return_slots`, for each layer and slot
-              the passes taken, see `format_trajectory`.
+            - **generated_text** (`str` or chat) -- The answer to a question; a chat with the answer appended, or with
+              `return_full_text=False` the answer only.
+            - **segments** (`list[dict]`) -- With `return_slots`, what each slot stands for: `document`, `start`, `end`
+              (characters) and `text`. Empty without passages.
+            - **trajectories** (`list[list[str]]`) -- With `return_slots`, for each layer and slot the passes taken, see
+              `format_trajectory`.
             - **statistics** (`dict`) -- With `return_slots`, `tokens` of the passages, `slots` and
               `compression_rate`, the measured tokens per slot; with `max_slots`, the segments `merged` and `dropped`.
 
         Raises:
-            `ValueError`: an input of another kind, an empty question, documents that are not text,
-                an option that would cut slots.
+            `ValueError`: an input of another kind, an empty question, documents that are not text, an option that
+                would cut slots.
         """
         if isinstance(text_inputs, list | tuple) and not text_inputs:
             raise ValueError("The list of inputs is empty; expected a chat, a string or a question with its passages.")
@@ -169,9 +168,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         """Runs the processor on a question or chat; a question becomes a chat if there is a template."""
         if handle_long_generation is not None:
             raise ValueError(
-                f"`handle_long_generation={handle_long_generation!r}` cuts the beginning of the "
-                "prompt, where the slots stand. Pass fewer documents, or merge more sentences into "
-                "a slot."
+                f"`handle_long_generation={handle_long_generation!r}` cuts the beginning of the prompt, where the "
+                "slots stand. Pass fewer documents, or merge more sentences into a slot."
             )
         options = {"truncation": truncation, "padding": padding, "max_length": max_length}
         options = {name: value for name, value in options.items() if value is not None}
@@ -255,8 +253,12 @@ def _read_input(given: Any, documents: list | None) -> tuple[str | Chat, list | 
     """An input as (prompt, its documents or `None` for no slots, whether it is a question)."""
     if isinstance(given, dict):
         documents = given.get("documents", documents)
-        if documents is None and ("question" in given or "messages" in given):
-            _check_row_without_documents(given)
+        others = ", ".join(f"`{key}`" for key in given if key not in ("question", "messages"))
+        if documents is None and others and ("question" in given or "messages" in given):
+            raise ValueError(  # passages under another name would be ignored
+                f"A row has no `documents` but {others}. Passages go in `documents`, a list of strings or "
+                '{"title", "text"}; an empty list asks without any.'
+            )
     if isinstance(given, dict) and "messages" in given:
         if not isinstance(given["messages"], list | tuple):
             raise ValueError(f"`messages` is {given['messages']!r}; expected a list of messages.")
@@ -271,15 +273,6 @@ def _read_input(given: Any, documents: list | None) -> tuple[str | Chat, list | 
     if isinstance(given, dict):
         found = ", ".join(f"`{key}` of type {type(value).__name__}" for key, value in given.items())
     raise ValueError(
-        'Expected a chat, a string or {"question": str, "documents": [...]}, one or a list of one '
-        f"of them; got {found}."
+        'Expected a chat, a string or {"question": str, "documents": [...]}, one or a list of one of them; got '
+        f"{found}."
     )
-
-
-def _check_row_without_documents(row: dict[str, Any]) -> None:
-    """Raises `ValueError` for passages under another name, which would be ignored."""
-    if others := ", ".join(f"`{key}`" for key in row if key not in ("question", "messages")):
-        raise ValueError(
-            f"A row has no `documents` but {others}. Passages go in `documents`, a list of strings or "
-            '{"title", "text"}; an empty list asks without any.'
-        )

@@ -485,5 +485,3 @@ def _with_background_line(messages: list[dict], mark: str) -> list[dict]:
 
 
 ArcAlignerProcessor.register_for_auto_class("AutoProcessor")
-
-__all__ = ["ArcAlignerProcessor"]

@@ -1,5 +1,5 @@
-"""Passages to segments, the units that become one slot each: sentences, halves of them, or several merged. With
-`tokens_per_slot`, a slot is a run of a segment's tokens.
+"""Passages to segments, the units that become one slot each: sentences, halves of them, or several merged; and to their
+tokens. With `tokens_per_slot`, a slot is a run of a segment's tokens.
 
 spaCy finds the sentences. Offsets always count characters of the document's text, so an answer can be traced back to
 it.
@@ -15,7 +15,10 @@ from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
+from transformers.utils import logging
 from transformers.utils.chat_template_utils import _get_control_token_patterns, encode_marked_chat, mark_control_tokens
+
+logger = logging.get_logger(__name__)
 
 # How slots are chosen: keyword arguments of processor and pipeline.
 SLOT_SETTINGS = ("max_slots", "slot_policy", "tokens_per_slot")
@@ -303,20 +306,19 @@ def fit_segments(
     slot_policy: str = "drop",
     num_reads: Callable[[str], int] = lambda text: 1,
 ) -> FittedSegments:
-    """Drops or merges segments until there are at most `max_slots`.
+    """Drops or merges segments until there are at most `max_slots`, which `check_slot_budget` lets pass.
 
     Args:
         segments (`Sequence[Segment]`): Of one question's documents, in order.
         texts (`Sequence[str]`): Of these documents.
         max_slots (`int`, *optional*): `None` keeps all.
-        slot_policy (`str`, defaults to `"drop"`): Or `"merge"`, see above.
+        slot_policy (`str`, defaults to `"drop"`): Keeps the first ones; `"merge"` joins neighbors of a document.
         num_reads (`Callable`): As for `segment_document`.
 
     >>> segments = [Segment(0, 0, 2, "A."), Segment(0, 3, 5, "B."), Segment(1, 0, 2, "C.")]
     >>> [s.text for s in fit_segments(segments, ["A. B.", "C."], 2, "merge").segments]
     ['A. B.', 'C.']
     """
-    check_slot_budget(max_slots, slot_policy)
     if max_slots is None or len(segments) <= max_slots:
         return FittedSegments(list(segments), 0, [])
     if slot_policy == "drop":
@@ -370,6 +372,29 @@ def _merged(group: list[Segment], texts: Sequence[str]) -> Segment:
 
 class DocumentSegmenter:
     """Documents to segments and their tokens, for the processor: needs its `tokenizer`, `encoder` and settings."""
+
+    def check_slot_settings(
+        self, max_slots: int | None = None, slot_policy: str | None = None, tokens_per_slot: int | str | None = None
+    ) -> int | str:
+        """Checks the settings of a call and returns its `tokens_per_slot`.
+
+        Raises:
+            `ValueError`: settings that are impossible, or that exclude each other.
+        """
+        check_slot_budget(max_slots, "drop" if slot_policy is None else slot_policy)
+        rate = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
+        check_tokens_per_slot(rate)
+        if rate != "segment" and max_slots is not None and slot_policy == "merge":
+            raise ValueError(
+                f'`slot_policy` is "merge", but with `tokens_per_slot` {rate} slots are runs of tokens. Raise '
+                '`tokens_per_slot` for fewer slots, or pass `slot_policy="drop"`.'
+            )
+        if (known := self.trained_tokens_per_slot) and rate not in known:
+            logger.warning_once(
+                f"`tokens_per_slot` is {rate!r}, but this aligner has learned {', '.join(map(str, known))}. Expect "
+                "worse answers."
+            )
+        return rate
 
     def segment_documents(self, documents: Sequence[str | dict]) -> list[Segment]:
         """The segments of one question's documents, in order; empty when there is nothing but white space.

@@ -317,7 +317,7 @@ class LlamaCppEngine:
         """Reads a prompt and returns the logits of the answer's first token, (vocab_size,), until the next call.
         Arguments and errors as of `stream`."""
         refuse_unknown("the settings of an answer", slots, SLOT_SETTINGS)
-        before, after = self._split(question)
+        before, after = self.processor.prompt_ids(question)
         documents = documents_of(documents, "`documents`")
         self._num_read += 1
         texts = [[each.get("title"), each["text"]] if isinstance(each, dict) else each for each in documents]
@@ -330,16 +330,6 @@ class LlamaCppEngine:
         self._check_length(self.session.length + len(after) + max_new_tokens)
         self.session.read(after)
         return self.session.logits
-
-    def _split(self, question: str | list[dict]) -> tuple[list[int], list[int]]:
-        """Ids before and behind the slots."""
-        processor, has_template = self.processor, self.processor.chat_template is not None
-        if has_template:
-            turns = [{"role": "user", "content": question}] if isinstance(question, str) else question
-            before, after = processor.split_prompt(turns, add_generation_prompt=True)
-        else:
-            before, after = processor.plain_prompt(question)
-        return processor.tokenize_prompt(before, not has_template), processor.tokenize_prompt(after)
 
     def _read_slots(self, before: list[int], documents: list, slots: dict[str, Any], num_after: int) -> bytes:
         """Reads text and slots of a prompt; the state behind the last slot."""

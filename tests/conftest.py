@@ -4,6 +4,7 @@ No network, no download: a BPE tokenizer with ChatML turns trained on a few sent
 Llama, a random sentence encoder and an aligner checkpoint around them, written once a session.
 """
 
+import json
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -170,6 +171,11 @@ def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory, base_model_dir: Pat
     random_aligner(base_model_dir, processor, seed=2).save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
+
+
+def edit_json(path: Path, **changes) -> None:
+    """Changes fields of a JSON object in a file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 @pytest.fixture

@@ -117,32 +117,6 @@ def test_generate_equals_teacher_forcing(models, backbone):
     assert torch.equal(uncached, generated.sequences)
 
 
-@in_float64
-@every_backbone
-def test_slot_keys_and_values_serve_an_unmodified_base_model(models, backbone):
-    model = models(backbone)
-    base = stock_model(model, torch.float64, model.config.text_config._attn_implementation)
-    inputs = prompt(model)
-    last_slot = int((inputs["input_ids"][0] == model.config.context_token_id).nonzero().max())
-    with torch.no_grad():
-        whole = model(**inputs).logits[:, last_slot + 1 :]
-        cache = model.prefill_context(inputs["input_ids"], inputs["context_embeds"])
-        continued = base(inputs["input_ids"][:, last_slot + 1 :], past_key_values=cache).logits
-    torch.testing.assert_close(continued, whole, **EXACT)
-
-
-@in_float64
-@pytest.mark.parametrize("backbone", ["llama", "gemma2"])
-def test_beams_duplicate_slots_with_their_rows(models, backbone):
-    model = models(backbone)
-    batch = for_generate(collate(random_rows(model, [2, 5], contiguous=True, num_text=9), "left"))
-    settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
-    settings |= {"num_beams": 3, "num_return_sequences": 2}
-    beams = model.generate(**batch, **settings)
-    assert beams.shape == (4, batch["input_ids"].shape[1] + 5)
-    assert torch.equal(beams, model.generate(**batch, **settings, use_cache=False))
-
-
 @pytest.mark.parametrize("context_token_id", [VOCAB_SIZE, VOCAB_SIZE - 1])
 def test_context_token_is_never_generated(context_token_id):
     """Also when its id lies inside the vocabulary and the head prefers it above all else."""

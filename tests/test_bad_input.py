@@ -1,6 +1,5 @@
 """Bad input to the model: each is refused by an error that names both sides and the remedy, and changes nothing."""
 
-import re
 import shutil
 
 import pytest
@@ -120,16 +119,11 @@ def test_ids_and_labels_beyond_the_vocabulary(model, value):
 
 
 def test_one_context_token_alone_is_no_generated_token(model):
-    first, alone = inputs(model, 4), torch.tensor([[SLOT]])
-    cache = model.prefill_context(**first)
+    alone = torch.tensor([[SLOT]])
     with pytest.raises(ValueError, match=r"1 context tokens \(id 61\)"):
         model(input_ids=alone, past_key_values=DynamicCache(config=model.config.text_config))
     with pytest.raises(ValueError, match=r"1 context tokens \(id 61\)"):
         model.generate(input_ids=alone, max_new_tokens=2)
-    ids = torch.cat([first["input_ids"][:, : cache.get_seq_length()], alone], 1)
-    embeds = torch.cat([first["context_embeds"], first["context_embeds"][:, :1]], 1)
-    with pytest.raises(ValueError, match=r"(?s)context tokens"):
-        model.generate(input_ids=ids, context_embeds=embeds, past_key_values=cache, max_new_tokens=2)
 
 
 def test_embeddings_of_words_need_a_mask_and_no_ids(model):
@@ -283,12 +277,6 @@ def test_checkpoint_that_lacks_aligner_weights(checkpoint, part):
 
     edit_weights(checkpoint / "aligner", drop_one)
     with pytest.raises(ValueError, match=rf"(?s)lacks 1 of \d+ aligner weights.*{part}"):
-        ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner")
-
-
-def test_checkpoint_whose_base_model_is_gone(checkpoint):
-    shutil.rmtree(checkpoint / "base")
-    with pytest.raises(OSError, match=rf"(?s)base model.*{re.escape(str(checkpoint / 'base'))}"):
         ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner")
 
 

@@ -1,10 +1,10 @@
-"""The sentence encoder's batches and its dtype; embeddings of two dtypes are not mixed."""
+"""The sentence encoder's batches and its dtype."""
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
+from arcaligner import ArcAlignerProcessor
 
 TEXTS = ["It was written by Ada, and nobody else knew.", "", "Radik has competed since 2003."] * 4
 # Of the dtype: eight bits.
@@ -69,14 +69,6 @@ def test_an_encoder_in_bfloat16_is_saved_and_trained_on_unrounded(load, trained,
     exact.train_encoder(lora_r=2)
     pairs = zip(processor.encoder.model.parameters(), exact.encoder.model.parameters(), strict=True)
     assert all(torch.equal(found, expected) for found, expected in pairs)
-
-
-def test_a_prefix_of_another_dtype_is_another_prefix(load, checkpoint_dir, tmp_path):
-    model = ArcAlignerForCausalLM.from_pretrained(checkpoint_dir).eval()
-    for dtype in ("float32", "bfloat16", "float32"):
-        store = model.slot_prefix_store(load(dtype), folder=tmp_path / "prefixes")
-        store.get(TEXTS[:1])
-    assert (store.loads, store.misses) == (1, 0) and len(list((tmp_path / "prefixes").iterdir())) == 2
 
 
 def test_an_unknown_dtype_is_refused(load):

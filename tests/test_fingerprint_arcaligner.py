@@ -12,11 +12,7 @@ from tiny_models import tiny_aligner
 
 from arcaligner.backbones_arcaligner import slot_lora_layers
 from arcaligner.encoder_arcaligner import GivenSlots
-from arcaligner.fingerprint_arcaligner import (
-    WatchedWeights,
-    canonical_settings,
-    slot_prefix_fingerprint,
-)
+from arcaligner.fingerprint_arcaligner import WatchedWeights, canonical_settings, slot_prefix_fingerprint
 
 
 @pytest.fixture

@@ -191,23 +191,9 @@ COMMANDS = {
     "evaluate": {"--checkpoint": "tiny", "--tasks": "squad", "--methods": "arcaligner", "--data": ".", "-n": "1"},
     "push": {"--repo-id": "user/name", "--checkpoint": "tiny"},
 }
-VALUES = [
-    "",
-    " ",
-    "-1",
-    "0",
-    "2",
-    "1e999",
-    "nan",
-    "none",
-    "user/name",
-    ".",
-    "/",
-    "letter.txt",
-    "binary.txt",
-    "rows.jsonl",
-]
-VALUES += ["tiny", "corpus.lance", "segment", "off", "gold,x", "[{", "--", "caf\udce9", "\x1b[2J", "x" * 300]
+VALUES = ["", " ", "-1", "0", "2", "1e999", "nan", "none", "user/name", ".", "/", "letter.txt", "binary.txt"]
+VALUES += ["rows.jsonl", "tiny", "corpus.lance", "segment", "off", "gold,x", "[{", "--", "caf\udce9", "\x1b[2J"]
+VALUES += ["x" * 300]
 
 
 def options_of(name: str) -> list[str]:

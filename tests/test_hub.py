@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import edit_json
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from safetensors.torch import load_file, save_file
@@ -91,10 +92,6 @@ def push(run_cli, monkeypatch, folder):
         return run_cli("push", "--repo-id", repo_id, "--checkpoint", checkpoint, *options)
 
     return push
-
-
-def edit_json(path: Path, **changes) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def change_weights(path: Path, change) -> None:

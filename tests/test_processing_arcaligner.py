@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import ENCODER_WIDTH, chat_inputs
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoConfig, PreTrainedConfig
 
 from arcaligner import ArcAlignerProcessor
@@ -273,19 +271,6 @@ def test_the_encoders_tokenizer_alone_reads_as_the_loaded_one(settings, encoder_
     assert alone(DOCUMENTS[0])["input_ids"] == loaded.tokenizer(DOCUMENTS[0])["input_ids"]
 
 
-document = st.text(st.sampled_from("ab .!?\n<context>\x00é漢"), max_size=60)
-
-
-@settings(max_examples=25, deadline=None)
-@given(texts=st.lists(document, max_size=4))
-def test_slots_embeddings_and_segments_agree_in_number(processor, texts):
-    inputs = processor(text=QUESTION, documents=texts, return_tensors="pt", return_segments=True)
-    num_slots = max(1, len(inputs["segments"][0]))
-    assert slots_in(processor, inputs["input_ids"]) == num_slots == inputs["context_embeds"].shape[1]
-    for segment in inputs["segments"][0]:
-        assert texts[segment.document][segment.start : segment.end] == segment.text
-
-
 def test_slots_beyond_the_budget_are_dropped_and_the_statistics_say_so(processor):
     inputs = processor(text=QUESTION, documents=DOCUMENTS, max_slots=2, return_segments=True, return_tensors="pt")
     whole = processor(text=QUESTION, documents=DOCUMENTS, return_segments=True, return_tensors="pt")
@@ -317,15 +302,6 @@ def test_merged_slots_are_read_whole_by_the_encoder(processor):
     assert all(len(tokenizer(s.text)["input_ids"]) <= tokenizer.model_max_length for s in inputs["segments"][0])
     statistics = inputs["statistics"][0]
     assert statistics["merged"] + statistics["dropped"] == 8 and statistics["merged"] > 2 and statistics["dropped"] > 0
-
-
-@pytest.mark.parametrize("policy", [{"max_slots": 2}, {"max_slots": 2, "slot_policy": "merge"}])
-def test_chats_have_a_budget_of_slots_too(processor, policy):
-    expected = processor(text=QUESTION, documents=DOCUMENTS, return_tensors="pt", **policy)["context_embeds"]
-    for given_policy in (policy, {"processor_kwargs": policy}):
-        inputs = chat_inputs(processor, QUESTION, DOCUMENTS, **given_policy)
-        assert slots_in(processor, inputs["input_ids"]) == 2
-        torch.testing.assert_close(inputs["context_embeds"], expected)
 
 
 def test_each_row_has_the_budget_for_itself(processor):

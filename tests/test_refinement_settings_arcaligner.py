@@ -74,18 +74,6 @@ def test_gradient_checkpointing_runs_layers_again_with_the_gates_of_the_call(mod
     assert all(torch.equal(plain, again) for plain, again in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("gates", OTHER_GATES)
-def test_slot_prefix_is_read_with_the_gates_of_its_call(model, gates):
-    batch = prompts(model, [4])
-    ids, embeds = batch["input_ids"], batch["context_embeds"]
-    found = model.prefill_context(ids, embeds, **gates)
-    expected = with_config(model, gates, lambda: model.prefill_context(ids, embeds))
-    for layer, other in zip(found.layers, expected.layers, strict=True):
-        assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values)
-    continued = model.generate(**batch, past_key_values=found, **SIX_TOKENS, do_sample=False, gate_mode="off")
-    assert torch.equal(continued, model.generate(**batch, **SIX_TOKENS, do_sample=False, **gates))
-
-
 def test_threads_see_neither_slots_nor_gates_of_each_other(model):
     """Five batches, one of text alone, each with its own gates."""
     settings = [*OTHER_GATES[:3], {}, {"refinement_budget": 0.3}]

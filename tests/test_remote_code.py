@@ -119,22 +119,10 @@ def test_every_save_holds_the_same_weights_code_and_settings(fresh_process):
             assert (folder / name).read_text() == (first / name).read_text(), name
 
 
-def test_checkpoint_holds_all_code_and_only_the_aligners_weights(checkpoint_dir):
-    assert set(CODE_FILES) <= {path.name for path in checkpoint_dir.iterdir()}
-    keys = aligner_tensors(checkpoint_dir).keys()
-    parts = ("projector.", ".slot_gate.", ".lora_A.slot.", ".lora_B.slot.")
-    assert all(any(part in key for part in parts) for key in keys)
-
-
 def test_saving_with_push_to_hub_is_refused_before_anything_is_written(model, tmp_path):
     with pytest.raises(ValueError, match="without the pipeline's code.*model.push_to_hub\\(repo_id\\)"):
         model.save_pretrained(tmp_path / "out", push_to_hub=True)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_saved_model_has_no_card(model, tmp_path):
-    model.save_pretrained(tmp_path)
-    assert not (tmp_path / "README.md").exists()
 
 
 def test_loading_the_model_takes_few_files_and_none_that_it_does_not_use():

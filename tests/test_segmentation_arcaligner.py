@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arcaligner import segmentation_arcaligner
-from arcaligner.segmentation_arcaligner import Segment, fit_segments, segment_document
+from arcaligner.segmentation_arcaligner import Segment, check_slot_budget, fit_segments, segment_document
 
 TEXT = "One is here. Two goes there!  Is three next? Four ends it."
 documents = st.text(st.sampled_from("ab .!?\n\t\u2028\x00é漢😀'\""), max_size=200)
@@ -195,6 +195,6 @@ def test_merge_drops_only_when_documents_outnumber_slots(texts, max_slots):
 @pytest.mark.parametrize("max_slots", [0, -1, 1.5, "3", True, float("nan")])
 def test_a_budget_that_holds_no_slot_and_an_unknown_policy_are_refused(max_slots):
     with pytest.raises(ValueError, match=r"`max_slots` is .*expected a whole number of at least 1"):
-        fit_segments([], [], max_slots)
+        check_slot_budget(max_slots, "drop")
     with pytest.raises(ValueError, match=r"`slot_policy` is .*expected one of drop, merge"):
-        fit_segments([], [], 3, max_slots)
+        check_slot_budget(3, max_slots)

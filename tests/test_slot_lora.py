@@ -66,11 +66,6 @@ def test_rows_of_another_input_are_taken_anew(layer, states):
     torch.testing.assert_close(found.double(), by_eq_3(layer, others, SLOTS), rtol=1e-5, atol=1e-6)
 
 
-def test_no_slots_is_the_frozen_linear_to_the_bit(layer, states):
-    with torch.no_grad(), lora_on(None):
-        assert torch.equal(layer(states), layer.base_layer(states))
-
-
 def test_dropout_of_a_model_in_training_is_kept_without_gradients(layer, states):
     layer = copy.deepcopy(layer).train()
     layer.lora_dropout[ADAPTER_NAME] = nn.Dropout(p=1.0)

@@ -124,11 +124,6 @@ def test_runs_of_tokens_cannot_be_merged(words_processor):
         words_processor(text=QUESTION, documents=DOCUMENTS, max_slots=2, slot_policy="merge")
 
 
-def test_settings_of_slots_are_saved_with_the_processor(words_dir):
-    loaded = ArcAlignerProcessor.from_pretrained(str(words_dir))
-    assert (loaded.tokens_per_slot, loaded.trained_tokens_per_slot, loaded.context_words) == (3, [3, "segment"], True)
-
-
 # Words in the model
 
 
