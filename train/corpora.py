@@ -107,17 +107,9 @@ def open_corpus(
     if path.endswith(FILES):
         path = _find_file(path, data_dir)
     try:
-        if path.endswith(JSON_LINES):
-            first = next(read_json_lines(path), None)
-            if first is None:
-                raise ValueError("it is empty.")
-            if {"passages", "answers"} & first.keys():
-                return _load_own(path)
-        if path.endswith(FILES):
-            builder = "parquet" if path.endswith(".parquet") else "json"
-            dataset = datasets.load_dataset(builder, data_files=path, split=options["split"])
-        else:
-            dataset = datasets.load_dataset(path, options["name"], split=options["split"])
+        if path.endswith(JSON_LINES) and _is_own(path):
+            return _load_own(path)
+        dataset = _load(path, options)
     except (DatasetGenerationError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error.__cause__ or error}") from error
     columns = set(dataset.column_names)
@@ -191,6 +183,22 @@ def _converted(dataset: datasets.Dataset, convert: Callable, num_proc: int | Non
         desc="reading rows",
         **options,
     )
+
+
+def _is_own(path: str) -> bool:
+    """Whether the first row of a JSON Lines file is of our schema."""
+    first = next(read_json_lines(path), None)
+    if first is None:
+        raise ValueError("it is empty.")
+    return bool({"passages", "answers"} & first.keys())
+
+
+def _load(path: str, options: dict) -> datasets.Dataset:
+    """The stored rows, memory-mapped."""
+    if path.endswith(FILES):
+        builder = "parquet" if path.endswith(".parquet") else "json"
+        return datasets.load_dataset(builder, data_files=path, split=options["split"])
+    return datasets.load_dataset(path, options["name"], split=options["split"])
 
 
 def _load_own(path: str) -> datasets.Dataset:
