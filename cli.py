@@ -478,6 +478,7 @@ def export_gguf_adapter(
     check_folder(checkpoint)
     from .engines.gguf_files import export_gguf
 
+    silence_transformers()
     export_gguf(checkpoint, folder)
     show(str(folder))
 

@@ -31,7 +31,7 @@ class Limits:
     """What one request may ask for, and how many may wait."""
 
     max_documents: int = 64
-    max_slots: int = 1024
+    max_slots: int = 2048  # 20 passages of 160 tokens at two tokens per slot are 1,600
     max_new_tokens: int = 1024
     seconds: float = 120.0
     waiting: int = 256
@@ -152,10 +152,11 @@ class Engine:
         return request.future
 
     def warm_up(self) -> None:
-        """Answers a short request from a text and one from the corpus, which loads what is loaded on first use."""
-        for documents in (["."], None):
-            request = Request([{"role": "user", "content": "?"}], documents, max_new_tokens=2, return_slots=True)
-            self.submit(request).result()
+        """Searches the corpus and answers a short request, which loads what is loaded on first use."""
+        if self.retriever is not None:
+            self.retriever("?", top_k=1)
+        request = Request([{"role": "user", "content": "?"}], documents=["."], max_new_tokens=2, return_slots=True)
+        self.submit(request).result()
 
     def close(self) -> None:
         """Takes no more requests, answers those that wait, and returns."""
