@@ -465,8 +465,7 @@ def evaluate(
     given |= {"tasks": split_names(tasks), "methods": split_names(methods), "corpus": corpus}
     given |= {"tokens_per_slot": split_rates(tokens_per_slot)}
     of_tasks = {"num_questions": num_questions, "passages": passages, "top_k": top_k}
-    results = evaluate(read_settings(recipe, given, of_tasks))
-    show(results_page(results))
+    show(results_page(evaluate(read_settings(recipe, given, of_tasks))))
 
 
 @app.command("export-gguf")
