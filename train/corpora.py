@@ -18,7 +18,6 @@ Its columns say which of three kinds it is, and each kind becomes rows of our sc
 """
 
 import functools
-import glob
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -141,7 +140,7 @@ def check_files(sources: Iterable[str], data_dir: str) -> None:
 
 def _find_file(path: str, data_dir: str) -> str:
     found = os.path.join(data_dir, path)
-    if not (os.path.exists(found) or glob.glob(found)):
+    if not os.path.exists(found):
         raise FileNotFoundError(
             f"There is no file {found}. Data files with a relative path are looked for in `data_dir`, which is "
             f"{data_dir or '.'!r}: set it in the recipe or on the command line, as in `--data_dir ../data`, or name "
