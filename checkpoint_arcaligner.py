@@ -20,8 +20,8 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 from transformers.utils import cached_file, logging
 
-from .backbones_arcaligner import slot_lora_layers
 from .configuration_arcaligner import check_json_file, missing_model_message, resolve_base_model, written_whole
+from .lora_arcaligner import slot_lora_layers
 
 logger = logging.get_logger(__name__)
 
@@ -33,6 +33,7 @@ CODE_FILES = (
     "encoder_arcaligner.py",
     "processing_arcaligner.py",
     "backbones_arcaligner.py",
+    "lora_arcaligner.py",
     "refinement_arcaligner.py",
     "modeling_arcaligner.py",
     "fingerprint_arcaligner.py",

@@ -22,26 +22,28 @@ from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import _active_collector
 
 from .backbones_arcaligner import (
-    ADAPTER_NAME,
-    ALL_ROWS,
-    InPlaceMixin,
     LayerCost,
     LayerKeysValues,
-    check_adapters,
     check_backbone_config,
     count_layer_cost,
     find_decoder_layers,
     frozen_head_nll,
-    inject_slot_lora,
-    lora_on,
     make_lm_head,
-    mix_in,
     postprocess_logits,
-    slot_lora_layers,
 )
 from .checkpoint_arcaligner import AlignerCheckpointMixin
 from .configuration_arcaligner import ArcAlignerConfig, check_gates, check_length
 from .generation_arcaligner import SlotGenerationMixin, check_ids
+from .lora_arcaligner import (
+    ADAPTER_NAME,
+    ALL_ROWS,
+    InPlaceMixin,
+    check_adapters,
+    inject_slot_lora,
+    lora_on,
+    mix_in,
+    slot_lora_layers,
+)
 from .refinement_arcaligner import (
     ROW_KERNELS,
     AllSlotsSteps,

@@ -16,8 +16,8 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from ..backbones_arcaligner import ADAPTER_NAME, slot_lora_layers
 from ..configuration_arcaligner import resolve_base_model
+from ..lora_arcaligner import ADAPTER_NAME, slot_lora_layers
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.corpora import Row

@@ -11,8 +11,8 @@ from test_training_properties import SETTINGS, save_base_model
 from tiny_models import ENCODER_HIDDEN_SIZE, VOCAB_SIZE, backbone_config, collate, random_row, random_rows, tiny_aligner
 from transformers import DynamicCache
 
-from arcaligner.backbones_arcaligner import ADAPTER_NAME, slot_lora_layers
 from arcaligner.configuration_arcaligner import ArcAlignerConfig
+from arcaligner.lora_arcaligner import ADAPTER_NAME, slot_lora_layers
 from arcaligner.modeling_arcaligner import ArcAlignerForCausalLM
 
 SLOT = VOCAB_SIZE

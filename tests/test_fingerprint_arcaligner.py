@@ -10,9 +10,9 @@ from conftest import ENCODER_WIDTH
 from peft import LoraConfig, inject_adapter_in_model
 from tiny_models import tiny_aligner
 
-from arcaligner.backbones_arcaligner import slot_lora_layers
 from arcaligner.encoder_arcaligner import GivenSlots
 from arcaligner.fingerprint_arcaligner import WatchedWeights, canonical_settings, slot_prefix_fingerprint
+from arcaligner.lora_arcaligner import slot_lora_layers
 
 
 @pytest.fixture

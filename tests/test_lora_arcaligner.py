@@ -8,7 +8,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from tiny_models import collate, for_generate, random_rows, tiny_aligner
 from torch import nn
 
-from arcaligner.backbones_arcaligner import ADAPTER_NAME, ALL_ROWS, lora_on, slot_lora_layers
+from arcaligner.lora_arcaligner import ADAPTER_NAME, ALL_ROWS, lora_on, slot_lora_layers
 
 SLOTS = torch.tensor([1, 2, 5, 9])  # flat, of two rows of five
 TOGETHER = slice(3, 8)
