@@ -183,6 +183,7 @@ def run_cli(capsys):
     """Runs the command line; gives exit code, standard output and standard error."""
 
     def run(*arguments) -> tuple[int, str, str]:
+        capsys.readouterr()  # what fixtures printed
         with pytest.raises(SystemExit) as end:
             cli.main([str(argument) for argument in arguments])
         return end.value.code, *capsys.readouterr()
