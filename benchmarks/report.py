@@ -23,6 +23,7 @@ from ..hub import RESULTS_FILE
 from .arms import BUDGET
 
 MARKS = "<!-- speed: benchmarks/report.py -->", "<!-- end of speed -->"
+README_PASSAGES = 5, 20
 _SHOWN = {
     "standard_rag": "text",
     "standard_rag_cached": "text, cached",
@@ -219,9 +220,10 @@ medians. *With encoding*, segmenting passages and encoding them count, too; the 
 
 def first_token_table(report: dict[str, Any]) -> list[str]:
     """Markdown lines: milliseconds to the first token of one question, and times faster than text without and with
-    encoding, a row for each k at the first, second and last rate."""
+    encoding, a row for each k of `README_PASSAGES` at the first, second and last rate."""
     dtype = report["sizes"][0]["dtype"]
     sizes = [size for size in report["sizes"] if (size["batch_size"], size["dtype"]) == (1, dtype)]
+    sizes = [size for size in sizes if size["k"] in README_PASSAGES]
     rates = list(dict.fromkeys(size["tokens_per_slot"] for size in sizes))
     sizes = [size for size in sizes if size["tokens_per_slot"] in (*rates[:2], rates[-1])]
     arms = [arm for arm in _SHOWN if arm not in ("budgeted", "always")]

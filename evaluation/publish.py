@@ -26,8 +26,13 @@ from .tasks import TASKS
 
 README_SETS = ("SQuAD", "NaturalQA", "HotpotQA", "PopQA_longtail")
 README_METHODS = (
-    *("naive", "empty_slot", "arcaligner_xsegment", "arcaligner_x16", "arcaligner_x8", "arcaligner_x4", "arcaligner"),
-    *("llmlingua", "standard_rag", "full_text_lora"),
+    "naive",
+    "no_lora_x4",
+    "arcaligner_xsegment",
+    "arcaligner_x4",
+    "arcaligner",
+    "standard_rag",
+    "full_text_lora",
 )
 ANSWERS_PER_SET = 13
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|&])")  # what could become structure of a page
