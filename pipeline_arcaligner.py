@@ -40,7 +40,7 @@ def format_trajectory(depth: int) -> str:
 
 class ArcAlignerPipeline(TextGenerationPipeline):
     """
-    Answers questions from passages that are read as slots, one per sentence by default.
+    Answers questions from passages that are read as slots, at the checkpoint's rate by default.
 
     Takes what the built-in pipeline takes, one or a list of:
 

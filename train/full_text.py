@@ -1,4 +1,4 @@
-"""The upper bound: the backbone itself, fine-tuned with plain LoRA to answer from the passages' whole text.
+"""The full-text baseline: the backbone itself, fine-tuned with plain LoRA to answer from the passages' whole text.
 
     python -m arcaligner.train.full_text --config train/recipes/smollm2_135m/full_text.yaml
 
