@@ -368,7 +368,7 @@ class DocumentEncoder(DocumentSegmenter):
         words = _rows_of(_tensor_of, context_word_ids, "`context_word_ids`", is_single, num_rows)
         return [GivenSlots(row, ids.long()) for row, ids in zip(embeds, words, strict=True)]
 
-    def encode_slots(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> torch.FloatTensor:
+    def encode_tokens(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> torch.FloatTensor:
         """Normalized embeddings of the slots of `tokens`, in order, float32 (num_slots, encoder_hidden_size): one for
         each segment, or for each run of about `tokens_per_slot` tokens."""
         ends = None
@@ -377,12 +377,6 @@ class DocumentEncoder(DocumentSegmenter):
         with torch.no_grad():
             texts, starts = [each.encoder_text for each in tokens], [each.encoder_start for each in tokens]
             embeds = self.encoder.encode_runs(texts, starts, ends).cpu()
-        self._check_embeds(embeds, 0)
-        return embeds
-
-    def encode_segments(self, texts: Sequence[str]) -> torch.FloatTensor:
-        """Normalized embeddings of `texts`, float32 (len(texts), encoder_hidden_size)."""
-        embeds = self.encoder.encode(texts)
         self._check_embeds(embeds, 0)
         return embeds
 
@@ -423,7 +417,7 @@ class DocumentEncoder(DocumentSegmenter):
                     "text. Pass a shorter question, fewer passages or a lower `max_slots`, or make a slot stand for "
                     "more text."
                 )
-        encoded = self.encode_slots([each for row in tokens for each in row], rate).split(counts)
+        encoded = self.encode_tokens([each for row in tokens for each in row], rate).split(counts)
         rows = []
         for row, row_tokens, embeds in zip(fitted, tokens, encoded, strict=True):
             pieces, dropped, words = row.segments, row.dropped, None

@@ -171,7 +171,8 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
             if not list(folder.glob("tokenizer.*")) + list(folder.glob("vocab.*")):
                 raise ValueError(f"{folder} has no tokenizer.json. Save the processor again, or download it again.")
             try:
-                [path.read_text(encoding="utf-8") for path in folder.glob("chat_template.jinja")]
+                for path in folder.glob("chat_template.jinja"):
+                    path.read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
                 raise ValueError(f"{folder / 'chat_template.jinja'} is not UTF-8 text ({error}).") from error
         settings, kwargs = super().get_processor_dict(pretrained_model_name_or_path, **kwargs)
@@ -277,7 +278,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
                 Adds `segments` (a list of [`Segment`] per row) and `statistics` (per row: `tokens` of the passages,
                 `slots`, and the measured `compression_rate`; with `max_slots` also how many segments are `merged` and
                 `dropped`). Remove both before passing the rest to the model. None for embeddings made before.
-            max_slots (`int`, *optional*): Maximum number of slots of a question. Default: one per segment.
+            max_slots (`int`, *optional*): Maximum number of slots of a question. Default: no limit.
             slot_policy (`str`, defaults to `"drop"`):
                 What happens to further segments. `"drop"`: the first ones are kept, so documents come best first.
                 `"merge"`: neighbors in a document share a slot, evenly, none longer than the encoder reads; where

@@ -102,7 +102,8 @@ def check_text(text: str, what: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{what} is no text at character {error.start}: {text[error.start]!a}. Decode it again."
+            f"{what} is not valid Unicode at character {error.start}: {text[error.start]!a}. Decode it with its own "
+            "encoding."
         ) from error
 
 

@@ -64,7 +64,7 @@ def encoder_arms(processor: ArcAlignerProcessor, rows: list[Row], rate: int | st
 
     found = zip(segment(), rows, strict=True)
     tokens = [each for part, row in found for each in processor.tokenize_segments(part, row["passages"])]
-    return {"segmenting": segment, "encoding": lambda: processor.encode_slots(tokens, rate)}
+    return {"segmenting": segment, "encoding": lambda: processor.encode_tokens(tokens, rate)}
 
 
 def measure_rounds(

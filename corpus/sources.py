@@ -112,7 +112,7 @@ def _read_file(path: Path, options: dict[str, Any], skip: Callable[..., None]) -
                 rows = (row for batch in file.iter_batches(1024, columns=columns) for row in batch.to_pylist())
                 yield from _documents_of_rows(str(path), rows, options, skip)
         else:
-            skip(f"{path} is none of {', '.join(FILES)}", may_hold_documents=False)
+            skip(f"{path} has none of the suffixes {', '.join(FILES)}", may_hold_documents=False)
     except UnicodeDecodeError as error:
         skip(f"{path} is not UTF-8 text (byte {error.start})")
     except (ValueError, OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:

@@ -70,7 +70,7 @@ def slot_settings(processor, tokens_per_slot: int | str | None = None) -> dict[s
         "tokens_per_slot": processor.check_slot_settings(tokens_per_slot=tokens_per_slot),
         "context_words": processor.context_words,
         "tokenizer": digest(tokenizer),
-        "probe": [round(value, 5) for value in processor.encode_segments([PROBE])[0].tolist()],
+        "probe": [round(value, 5) for value in processor.encoder.encode([PROBE])[0].tolist()],
     }
 
 
@@ -134,7 +134,7 @@ class Corpus:
             `ValueError`: the first setting that differs, with both values.
         """
         found = slot_settings(processor) | {"tokens_per_slot": self.settings["tokens_per_slot"]} | wanted
-        known = {"encoder_dtype": "float32"} | self.settings  # which older ones do not tell
+        known = dict(self.settings)
         probes = [torch.tensor(each.pop("probe")) for each in (found, known)]
         is_same = probes[0].shape == probes[1].shape and float(probes[0] @ probes[1]) >= MIN_SIMILARITY
         if not is_same:

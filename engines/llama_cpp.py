@@ -99,25 +99,24 @@ class Session:
         path (`Path`): The GGUF file.
         adapter (`Path`, *optional*): Of the slot LoRA.
         context_length (`int`): Positions of prompt and answer.
-        threads (`int`): Of the processor.
         cache_type (`str`): Of keys and values, `"f16"` or `"f32"`.
 
     Raises:
         `ValueError`: files that llama.cpp cannot read or that do not fit, with what it says.
     """
 
-    def __init__(self, path: Path, adapter: Path | None, context_length: int, threads: int, cache_type: str = "f16"):
+    def __init__(self, path: Path, adapter: Path | None, context_length: int, cache_type: str = "f16"):
         self._api = api = import_llama_cpp()
         self.context_length = context_length
         params = api.llama_model_default_params()
         params.use_extra_bufts = False  # its AMX kernels crash on some virtual machines
         self._model = api.llama_model_load_from_file(str(path).encode(), params)
-        self._check(self._model, f"{path} is no model that it reads")
+        self._check(self._model, f"{path} cannot be loaded")
         weakref.finalize(self, api.llama_model_free, self._model)
         self._type, self._dtype = CACHE_TYPES[cache_type]
         params = api.llama_context_default_params()
         params.n_ctx = params.n_batch = context_length
-        params.n_threads = params.n_threads_batch = threads
+        params.n_threads = params.n_threads_batch = torch.get_num_threads()
         params.type_k = params.type_v = self._type
         params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED  # on the CPU it computes in half precision
         self._context = api.llama_init_from_model(self._model, params)
@@ -222,7 +221,6 @@ class LlamaCppEngine:
         gate_mode (`str`, *optional*): Default: the checkpoint's. Other than `"off"`, slots are read by the PyTorch
             model, which is loaded as well.
         context_length (`int`): Positions of prompt and answer.
-        threads (`int`, *optional*): Of the processor. Default: as many as PyTorch has.
         cache_type (`str`): Of keys and values, `"f16"` or `"f32"`.
         max_bytes (`int`): Of states kept for further questions about the same passages.
 
@@ -239,7 +237,6 @@ class LlamaCppEngine:
         *,
         gate_mode: str | None = None,
         context_length: int = 4096,
-        threads: int | None = None,
         cache_type: str = "f16",
         max_bytes: int = 2**28,
     ):
@@ -265,7 +262,7 @@ class LlamaCppEngine:
         check_base_model(reader, config.text_config, self.processor.tokenizer)
         self._projector, self._table = _load_projector(folder, config, reader)
         context_length = min(context_length, longest_prompt(config.text_config) or context_length)
-        self.session = Session(base_model, adapter, context_length, threads or torch.get_num_threads(), cache_type)
+        self.session = Session(base_model, adapter, context_length, cache_type)
         end = GenerationConfig.from_pretrained(folder).eos_token_id
         self._end = {end} if isinstance(end, int) else set(end or ())
         self.gate_mode = gate_mode or config.gate_mode
@@ -390,7 +387,7 @@ def _open_gguf(path: Path) -> gguf.GGUFReader:
     try:
         return gguf.GGUFReader(path)
     except (ValueError, IndexError) as error:
-        raise ValueError(f"{path} is no GGUF file, or only a part of one ({error}).") from error
+        raise ValueError(f"{path} is not a GGUF file, or is cut off ({error}).") from error
 
 
 def _load_projector(

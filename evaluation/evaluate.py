@@ -1,7 +1,7 @@
 """Answers the questions of tasks with methods, scores them, and writes tables: `python -m arcaligner evaluate`.
 
     python -m arcaligner evaluate --recipe smollm2_135m
-    python -m arcaligner evaluate --checkpoint runs/mine --tasks squad --methods naive,arcaligner -n 200 \\
+    python -m arcaligner evaluate --checkpoint runs/mine/3_gating --tasks squad --methods naive,arcaligner -n 200 \\
         --output runs/try
     python -m arcaligner evaluate --recipe smollm2_135m --methods arcaligner,truncated --tokens-per-slot 4,16,segment
 
@@ -86,7 +86,7 @@ def task_settings(task: str, settings: EvaluationSettings) -> dict[str, Any]:
         "max_new_tokens": MAX_NEW_TOKENS,
         "dtype": str(dtype_on(settings.checkpoints.device)),
         "batch_size": settings.batch_size,
-        "machine": machine_line(settings.checkpoints.device),
+        "machine": device_line(settings.checkpoints.device),
     }
     if chosen.passages == "retrieved":
         keys |= {"corpus": settings.corpus, "reranker": settings.reranker}
@@ -127,7 +127,7 @@ def record(row: Row, answer: Answer, seconds: float) -> dict[str, Any]:
     }
 
 
-def machine_line(device: str) -> str:
+def device_line(device: str) -> str:
     """The processor or the accelerator, in a few words for tables."""
     machine = describe_machine(device)
     name = f"{machine['cores']} cores of {machine['cpu']}" if machine["device"] == "cpu" else machine["device"]

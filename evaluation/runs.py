@@ -104,12 +104,12 @@ class AnswerFile:
             if key not in FREE_SETTINGS and before.get(key) != settings.get(key)
         ]
         changed += [
-            f"row {row['id']} is another" for row in rows if known.get(row["id"], row_digest(row)) != row_digest(row)
+            f"row {row['id']} has changed" for row in rows if known.get(row["id"], row_digest(row)) != row_digest(row)
         ]
         if changed:
             raise ValueError(
-                f"{self.path} holds {len(known)} answers made otherwise: {', '.join(changed[:3])}. Name another folder "
-                "with `--output`, or delete the file to answer again."
+                f"{self.path} holds {len(known)} answers made with other settings: {', '.join(changed[:3])}. Name "
+                "another folder with `--output`, or delete the file to answer again."
             )
 
 

@@ -75,12 +75,12 @@ class EvaluationSettings:
             if not names:
                 raise ValueError(f"No {kind} is named.")
         if self.batch_size < 1:
-            raise ValueError(f"`batch_size` is {self.batch_size}; at least 1 question is asked at a time.")
+            raise ValueError(f"`batch_size` is {self.batch_size}; expected at least 1.")
         retrieving = [name for name, task in self.tasks.items() if task.passages == "retrieved"]
         if retrieving and self.corpus is None:
             raise ValueError(
-                f"{', '.join(retrieving)}: passages are to be retrieved, but from where? Name a folder of `arcaligner "
-                "corpus build` with `--corpus`, or `corpus:` in the recipe."
+                f"{', '.join(retrieving)}: `passages` is retrieved, but no corpus is named. Name a folder of "
+                "`arcaligner corpus build` with `--corpus`, or `corpus:` in the recipe."
             )
 
 
@@ -107,7 +107,7 @@ def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str,
     for name, each in tasks.items():
         refuse_unknown(f"`{name}`", each, _fields(TaskSettings))
     if "checkpoint" not in keys:
-        raise ValueError("There is nothing to read with: name an aligner with `--checkpoint`.")
+        raise ValueError("No aligner is named. Name one with `--checkpoint`.")
     if "output" not in keys:
         raise ValueError("Name a folder for the answers with `--output`.")
     over = {key: value for key, value in of_tasks.items() if value is not None}

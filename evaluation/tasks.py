@@ -66,7 +66,7 @@ class Task:
             raise ValueError(f"{path or self.hub_id} has no row with a question and an answer to compare with.")
         twice = [each for each, count in Counter(row["id"] for row in asked).items() if count > 1]
         if twice:
-            raise ValueError(f"{path or self.hub_id} has {len(twice)} ids more than once, such as {twice[0]!r}.")
+            raise ValueError(f"{path or self.hub_id} has {len(twice)} duplicate ids, such as {twice[0]!r}.")
         return asked[:num_questions]
 
     def _local_file(self, data: Path) -> Path:

@@ -261,9 +261,8 @@ class Routes:
             asked.cancelled = True  # where the client has left
 
 
-def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAPI:
+def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     """The application of an engine, which is closed with it."""
-    settings = settings or ServerSettings()
     routes = Routes(engine, settings)
 
     @asynccontextmanager

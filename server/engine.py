@@ -224,7 +224,7 @@ class Engine:
         except Exception as error:
             if len(group) == 1:
                 group[0].future.set_exception(error)
-            else:  # whoever cannot be read fails alone
+            else:  # a request that cannot be read fails alone
                 middle = len(group) // 2
                 self._answer(group[:middle])
                 self._answer(group[middle:])

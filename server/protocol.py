@@ -145,13 +145,12 @@ class Completion:
         report = {"usage": usage(answer), "arcaligner": slots_report(answer)}
         return {**self.head, "object": "chat.completion", "choices": [choice], **report}
 
-    def piece(self, text: str | None = None, answer: Answer | None = None, **fields: Any) -> str:
+    def piece(self, text: str | None = None, answer: Answer | None = None) -> str:
         """An event of a stream: the role (neither `text` nor `answer`), a piece of the text, or the end."""
         delta = {} if answer else {"content": text} if text is not None else {"role": "assistant", "content": ""}
         choice = {"index": 0, "delta": delta, "finish_reason": answer.finish_reason if answer else None}
-        if answer:
-            fields["arcaligner"] = slots_report(answer)
-        return event({**self.head, "object": "chat.completion.chunk", "choices": [choice], **fields})
+        report = {"arcaligner": slots_report(answer)} if answer else {}
+        return event({**self.head, "object": "chat.completion.chunk", "choices": [choice], **report})
 
     def usage_piece(self, answer: Answer) -> str:
         """The event behind the end, for clients that ask for it."""

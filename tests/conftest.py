@@ -91,7 +91,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def base_model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
-    """A random two-layer Llama with its tokenizer, as `from_pretrained` wants a base model."""
+    """A random three-layer Llama with its tokenizer, as `from_pretrained` wants a base model."""
     folder = tmp_path_factory.mktemp("base_model")
     config = LlamaConfig(
         vocab_size=len(tokenizer),

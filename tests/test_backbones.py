@@ -138,7 +138,7 @@ def test_context_token_is_never_generated(context_token_id):
 @pytest.mark.parametrize("backbone", ["llama", "gemma3_text", "phi3_window", "cohere"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_changes_no_gradient(backbone, reentrant):
-    """With dropout 0.3, whose masks must be drawn alike when a layer is computed again."""
+    """With dropout 0.3, whose masks must be drawn alike when a layer is computed again, and with gates of the call."""
     model = tiny_aligner(backbone, lora_dropout=0.3, dtype=torch.float32).train()
     model.set_stage("gating")
     batch = collate(random_rows(model, SLOT_COUNTS), "left")
@@ -149,7 +149,7 @@ def test_gradient_checkpointing_changes_no_gradient(backbone, reentrant):
             model.enable_input_require_grads()
         torch.manual_seed(7)
         model.zero_grad()
-        model(**batch, use_cache=False).loss.backward()
+        model(**batch, use_cache=False, gate_threshold=0.3, max_refinement_steps=1).loss.backward()
         gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad})
     assert gradients[0].keys() == gradients[1].keys()
     assert any("slot_gate" in name and grad.abs().max() > 0 for name, grad in gradients[0].items())

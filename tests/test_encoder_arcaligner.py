@@ -29,7 +29,7 @@ def trained(load, tmp_path):
 
 def test_texts_are_encoded_as_sentence_transformers_does(processor):
     expected = processor.encoder.model.encode(TEXTS, normalize_embeddings=True, convert_to_tensor=True)
-    torch.testing.assert_close(processor.encode_segments(TEXTS), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(processor.encoder.encode(TEXTS), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("folder", ["checkpoint_dir", "trained"])
@@ -58,7 +58,7 @@ def test_auto_is_bfloat16_where_the_processor_multiplies_matrices_of_it(
 
 def test_an_encoder_in_bfloat16_is_saved_and_trained_on_unrounded(load, trained, tmp_path):
     processor = load("bfloat16", trained)
-    processor.encode_segments(TEXTS)
+    processor.encoder.encode(TEXTS)
     processor.save_pretrained(tmp_path / "saved")
     name = "encoder/adapter_model.safetensors"
     expected, found = load_file(trained / name), load_file(tmp_path / "saved" / name)

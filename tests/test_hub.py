@@ -125,7 +125,7 @@ def test_a_trained_encoder_is_pushed_along_and_its_absence_is_refused(fake_hub, 
         (tmp_path / "pulled" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "pulled" / name).write_bytes(content)
     pulled = ArcAlignerProcessor.from_pretrained(tmp_path / "pulled")
-    assert torch.equal(pulled.encode_segments(["A text."]), processor.encode_segments(["A text."]))
+    assert torch.equal(pulled.encoder.encode(["A text."]), processor.encoder.encode(["A text."]))
     shutil.rmtree(folder / "encoder")
     code, _, err = push()
     assert code == 1 and "lacks encoder/adapter_config.json" in err

@@ -9,7 +9,7 @@ import yaml
 from arcaligner.configuration_arcaligner import ArcAlignerConfig
 from arcaligner.hub import is_hub_id, write_model_card
 
-# As `evaluation/report.py` writes them: F1 and EM, and more that is not for the card.
+# As `evaluation/results.py` writes them: F1 and EM, and more that is not for the card.
 RESULTS = {
     "questions": 500,
     "machine": "2 CPU cores",

@@ -61,19 +61,6 @@ def test_forward_with_other_gates_is_the_configuration_with_them(model, gates, t
     assert torch.equal(found.recursion_depth, expected.recursion_depth)
 
 
-def test_gradient_checkpointing_runs_layers_again_with_the_gates_of_the_call(model):
-    batch = collate(random_rows(model, [3, 6]), "left")
-    model.train()
-    gradients = []
-    for checkpointing in (False, True):
-        if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.zero_grad()
-        model(**batch, gate_threshold=0.3, max_refinement_steps=1).loss.backward()
-        gradients.append([parameter.grad.clone() for _, parameter in model.aligner_parameters()])
-    assert all(torch.equal(plain, again) for plain, again in zip(*gradients, strict=True))
-
-
 def test_threads_see_neither_slots_nor_gates_of_each_other(model):
     """Five batches, one of text alone, each with its own gates."""
     settings = [*OTHER_GATES[:3], {}, {"refinement_budget": 0.3}]

@@ -108,16 +108,6 @@ def test_loss_is_divided_by_num_items_in_batch():
     torch.testing.assert_close(tensor_loss, expected, rtol=1e-9, atol=1e-9)
 
 
-class RowCollator:
-    """Indices to a batch of prepared rows."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __call__(self, examples):
-        return collate([self.rows[example["index"]] for example in examples], "left")
-
-
 def train(folder, rows, **arguments):
     model = tiny_aligner("llama", dtype=torch.float32)
     model.set_stage("gating")
@@ -133,7 +123,11 @@ def train(folder, rows, **arguments):
         **arguments,
     )
     dataset = [{"index": i} for i in range(len(rows))]
-    Trainer(model, arguments, train_dataset=dataset, data_collator=RowCollator(rows)).train()
+
+    def collator(examples):
+        return collate([rows[example["index"]] for example in examples], "left")
+
+    Trainer(model, arguments, train_dataset=dataset, data_collator=collator).train()
     return {name: p.detach() for name, p in model.named_parameters()}
 
 

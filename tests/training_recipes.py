@@ -1,5 +1,6 @@
 """Recipes on tiny models for the tests, and what a run of one leaves."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,6 +68,12 @@ def run_until(step: int, arguments: list[str], run: Callable = run, trainer: typ
     with pytest.MonkeyPatch.context() as patch, pytest.raises(InterruptedError):
         patch.setattr(trainer, "training_step", training_step)
         run(arguments)
+
+
+def logs(folder: Path, key: str) -> list[dict]:
+    """What the run in `folder` logged, where it has `key`."""
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [entry for entry in history if key in entry]
 
 
 def parameters(folder: Path) -> dict[str, torch.Tensor]:

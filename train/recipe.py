@@ -45,7 +45,7 @@ class RecipeArguments:
             bfloat16.
         aligner (`dict`): Fields of `ArcAlignerConfig` to set, such as `lora_r`.
         processor (`dict`): Settings of a new processor, such as `sentences_per_segment`; for a base model only.
-        encoder_lora_r (`int`): Rank of LoRA for the sentence encoder, which is then trained jointly; 0 leaves it frozen.
+        encoder_lora_r (`int`): Rank of LoRA for the sentence encoder, which is then trained, too; 0 leaves it frozen.
         max_train_samples (`int`, *optional*): Examples to train on.
         eval_files, max_eval_samples: The same for the held-out loss.
         max_segments (`int`): Maximum number of segments of a reconstruction example.

@@ -158,7 +158,7 @@ class ExampleSelector:
             found[source] = self._take(source, None if max_examples is None else round(max_examples * share))
         size = min(len(found[source]) / share for source, share in shares.items())
         if max_examples is not None and size < max_examples - len(sources):
-            logger.warning("%s hold %d such examples, not %d.", list(sources), size, max_examples)
+            logger.warning("%s: found %d examples of the %d asked for.", list(sources), size, max_examples)
         counts = {source: min(len(found[source]), round(size * share)) for source, share in shares.items()}
         if not sum(counts.values()):
             raise ValueError(

@@ -38,19 +38,19 @@ logger = logging.getLogger(__name__)
 RARITY_EXAMPLES = 50_000
 
 
-def fastest_dtype(device: torch.device, seconds: float = 0.25) -> torch.dtype:
-    """float32 or bfloat16, whichever multiplies matrices of a small backbone faster; each is measured for `seconds`.
+def fastest_dtype(device: torch.device) -> torch.dtype:
+    """float32 or bfloat16, whichever multiplies matrices of a small backbone faster.
 
     On accelerators it is bfloat16 where that is supported.
     """
     if device.type != "cpu":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    speeds = {dtype: _products_per_second(dtype, seconds) for dtype in (torch.float32, torch.bfloat16)}
+    speeds = {dtype: _products_per_second(dtype) for dtype in (torch.float32, torch.bfloat16)}
     logger.info("dtype auto: %s", ", ".join(f"{dtype} {speed:.0f} products/s" for dtype, speed in speeds.items()))
     return max(speeds, key=speeds.get)
 
 
-def _products_per_second(dtype: torch.dtype, seconds: float) -> float:
+def _products_per_second(dtype: torch.dtype, seconds: float = 0.25) -> float:
     rows, weight = torch.ones(2048, 576, dtype=dtype), torch.ones(576, 1536, dtype=dtype)
     rows @ weight  # the first one sets up the kernel
     count, start = 0, time.perf_counter()

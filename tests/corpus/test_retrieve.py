@@ -35,7 +35,7 @@ def test_full_text_finds_a_word_that_the_encoder_does_not_know(corpus, processor
         best = Retriever(corpus, processor)(word, top_k=1).documents[0]
         assert part in best["text"]
     ranked = Retriever(corpus, processor, search="vector")("Kazakh", top_k=9)
-    query = processor.encode_segments(["Kazakh"])[0]
+    query = processor.encoder.encode(["Kazakh"])[0]
     scores = [float(torch.tensor(row["vector"], dtype=torch.float32) @ query) for row in rows]
     order = sorted(range(len(rows)), key=lambda number: -scores[number])
     assert [each["text"] for each in ranked.documents] == [rows[number]["text"] for number in order]
@@ -76,7 +76,7 @@ def test_mistakes_are_clear(corpus, processor, tmp_path):
     for question, top_k in (("", 1), (None, 1), ("Who?", 0), ("Who?", "2")):
         with pytest.raises(ValueError, match="expected at least 1, and a text"):
             retriever(question, top_k)
-    with pytest.raises(ValueError, match="The question is no text at character 4"):
+    with pytest.raises(ValueError, match="The question is not valid Unicode at character 4"):
         retriever("Who \udcff?")
     with pytest.raises(ValueError, match="is empty. Add documents"):
         Retriever(Corpus.create(tmp_path / "empty", processor), processor)
@@ -109,7 +109,7 @@ def test_passages_are_found_by_the_encoder_before_it_was_trained_along(tmp_path,
     rows = corpus.table.search().select(["title", "text", "vector", "slots"]).to_arrow().to_pylist()
     texts = [f"{row['title']} {row['text']}".strip() for row in rows]
     found = torch.tensor([row["vector"] for row in rows]).float()
-    torch.testing.assert_close(found, processor.encode_segments(texts), rtol=0, atol=1e-3)
+    torch.testing.assert_close(found, processor.encoder.encode(texts), rtol=0, atol=1e-3)
     slot = torch.tensor(rows[0]["slots"][0]).float()
-    assert (slot - processor.encode_segments(texts[:1])[0]).abs().max() > 0.01
+    assert (slot - processor.encoder.encode(texts[:1])[0]).abs().max() > 0.01
     assert Retriever(corpus, trained)(texts[0], 1).documents[0]["text"] == rows[0]["text"]

@@ -69,7 +69,7 @@ def base_model(tmp_path_factory, base_model_dir, tokenizer):
 @pytest.fixture
 def make_engine(exported, base_model):
     def make(gate_mode="off", **settings):
-        settings = {"context_length": 256, "threads": 1, "cache_type": "f32"} | settings
+        settings = {"context_length": 256, "cache_type": "f32"} | settings
         return llama_cpp.LlamaCppEngine(exported, base_model, gate_mode=gate_mode, **settings)
 
     return make
@@ -99,7 +99,7 @@ def test_backbones_read_slots_as_pytorch_does(backbone, tmp_path):
     with torch.no_grad():
         expected = aligner(input_ids=ids, context_embeds=embeds, gate_mode="off").logits[0, -1].numpy()
         slots = aligner.model.project(embeds)[0].numpy()
-    session = llama_cpp.Session(tmp_path / "base.gguf", tmp_path / "adapter.gguf", 64, 1, "f32")
+    session = llama_cpp.Session(tmp_path / "base.gguf", tmp_path / "adapter.gguf", 64, "f32")
     session.read(before, has_logits=False)
     session.read(slots, adapter=True, has_logits=False)
     session.read(after)
@@ -125,7 +125,7 @@ def test_the_vectors_in_a_file_are_enough_for_an_engine(gate_mode, exported, che
         tmp_path / "reference.safetensors", str(checkpoint), gate_mode, tmp_path / "rows.jsonl", num_prompts=2
     )
     found = load_file(tmp_path / "reference.safetensors")
-    session = llama_cpp.Session(base_model, exported / "adapter.gguf", 256, 1, "f32")
+    session = llama_cpp.Session(base_model, exported / "adapter.gguf", 256, "f32")
     for number in range(2):
         expected = {
             name: found[f"{number}.{name}"] for name in ("before", "slots", "after", "keys", "values", "logits")
@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_refused(
     refused("There is no file .*missing.gguf", path=tmp_path / "missing.gguf", error=FileNotFoundError)
     refused("has no adapter.gguf. Make one: `arcaligner export-gguf", folder=checkpoint, error=FileNotFoundError)
     (tmp_path / "half.gguf").write_bytes(base_model.read_bytes()[:200])
-    refused("half.gguf is no GGUF file, or only a part of one", path=tmp_path / "half.gguf")
+    refused("half.gguf is not a GGUF file, or is cut off", path=tmp_path / "half.gguf")
     base, tokens = AutoModelForCausalLM.from_pretrained(base_model_dir), tokenizer.convert_ids_to_tokens(range(400))
     tokens[300] = "other"
     gguf_files.write_base_model(base, tokens, tmp_path / "tokens.gguf")
@@ -223,7 +223,7 @@ def test_what_does_not_fit_is_refused(
             make_engine(**setting)
     gguf_files.write_adapter(tiny_aligner(dtype=torch.float32), tmp_path / "adapter.gguf")
     with pytest.raises(ValueError, match="the adapter .* does not fit .*incorrect shape"):
-        llama_cpp.Session(base_model, tmp_path / "adapter.gguf", 64, 1)
+        llama_cpp.Session(base_model, tmp_path / "adapter.gguf", 64)
     with pytest.raises(ValueError, match="may have [0-9]+ positions, but the engine's context holds 256"):
         make_engine().answer(QUESTION, DOCUMENTS * 20)
     with pytest.raises(ValueError, match="Unknown key `refinement_budget` in the settings of an answer"):

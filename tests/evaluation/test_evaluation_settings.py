@@ -51,7 +51,7 @@ def test_the_papers_recipe_is_the_papers():
         ({"tasks": {"squad": {"topk": 1}}}, {}, "Unknown key `topk` in `squad`. Did you mean `top_k`"),
         ({"tasks": ["squad"]}, {"passages": "golden"}, "`passages` is 'golden'; expected one of given, gold"),
         ({"tasks": ["squad"]}, {"top_k": 0}, "`top_k` is 0; expected a whole number of at least 1"),
-        ({"tasks": ["squad"]}, {"passages": "retrieved"}, "squad: passages are to be retrieved, but from where"),
+        ({"tasks": ["squad"]}, {"passages": "retrieved"}, "squad: `passages` is retrieved, but no corpus is named"),
         ({"batch_size": 0}, {}, "`batch_size` is 0"),
         ({"tokens_per_slot": [4, "word"]}, {}, "`tokens_per_slot` is 'word'; expected a whole number"),
     ],
@@ -61,7 +61,7 @@ def test_what_cannot_be_meant_is_refused(given, of_tasks, message):
         read_settings(None, NEEDED | given, of_tasks)
 
 
-@pytest.mark.parametrize("missing, message", [("checkpoint", "nothing to read with"), ("output", "Name a folder")])
+@pytest.mark.parametrize("missing, message", [("checkpoint", "No aligner is named"), ("output", "Name a folder")])
 def test_an_aligner_and_a_folder_are_needed(missing, message):
     with pytest.raises(ValueError, match=message):
         read_settings(None, {key: value for key, value in NEEDED.items() if key != missing}, {})

@@ -134,7 +134,7 @@ def test_a_verdict_on_another_answer_is_not_taken(file, change):
 
 @pytest.fixture
 def endpoint():
-    """A server that judges like `FakeJudge`; for `None` it keeps its client waiting."""
+    """A server that judges with the words of `SAYS`; for `None` it keeps its client waiting."""
     with running_chat_server(lambda prompt: SAYS[candidate(prompt)]) as chat:
         yield chat
 

@@ -60,14 +60,14 @@ def test_another_machine_or_place_of_the_same_weights_goes_on(file):
 @pytest.mark.parametrize("key, value", [("weights", "other"), ("passages", "gold"), ("top_k", 1)])
 def test_answers_made_otherwise_are_refused_and_stay(file, key, value):
     before = file.path.read_bytes()
-    with pytest.raises(ValueError, match=rf"2 answers made otherwise: `{key}` was .* and is now {value!r}"):
+    with pytest.raises(ValueError, match=rf"2 answers made with other settings: `{key}` was .* and is now {value!r}"):
         file.open(SETTINGS | {key: value}, ROWS)
     assert file.path.read_bytes() == before and file.settings() == SETTINGS
 
 
 @pytest.mark.parametrize("key, value", [("question", "Else?"), ("answers", ["x"]), ("passages", [])])
 def test_another_row_of_the_same_id_is_refused(file, key, value):
-    with pytest.raises(ValueError, match="row row-1 is another"):
+    with pytest.raises(ValueError, match="row row-1 has changed"):
         file.open(SETTINGS, [ROWS[0], ROWS[1] | {key: value}])
 
 

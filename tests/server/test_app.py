@@ -157,7 +157,7 @@ def test_a_body_that_does_not_arrive_is_not_waited_for(engine):
     async def send(message):
         status.append(message.get("status"))
 
-    app = Gate(create_app(engine), max_body_bytes=100, seconds=0.01, count=status.append)
+    app = Gate(create_app(engine, ServerSettings()), max_body_bytes=100, seconds=0.01, count=status.append)
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b""}
     scope["headers"] = [(b"host", b"localhost")]
     asyncio.run(app(scope, receive, send))
@@ -235,7 +235,7 @@ def test_the_command_serves_a_checkpoint_and_a_corpus(capsys, monkeypatch, check
 
 
 def test_without_a_key_only_this_machine_may_ask(engine):
-    client = TestClient(create_app(engine))  # without a lifespan, which would close the engine
+    client = TestClient(create_app(engine, ServerSettings()))  # without a lifespan, which would close the engine
     for host, status in (("evil.example:8000", 400), ("[::1]:8000", 200), ("localhost", 200)):
         assert client.get("/health", headers={"Host": host}).status_code == status
     assert ServerSettings().host == "127.0.0.1"

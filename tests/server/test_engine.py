@@ -108,7 +108,7 @@ def test_a_corpus_that_vanishes_fails_its_questions_and_no_others(tmp_path, engi
 def test_too_many_slots_are_refused_before_any_is_encoded(engine_of, processor, monkeypatch):
     engine = engine_of(limits=Limits(max_slots=40))
     monkeypatch.setattr(processor, "tokens_per_slot", 1)
-    monkeypatch.setattr(processor, "encode_slots", None)
+    monkeypatch.setattr(processor, "encode_tokens", None)
     error = engine.submit(Request(CHAT, documents=["one sentence " * 30])).exception()
     assert isinstance(error, ValueError) and "slots, but there is room for 40" in str(error)
 

@@ -1,5 +1,7 @@
 """Batches: padding, a rate of slots for each batch, turns that stand side by side and do not read each other."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from tiny_models import float64_throughout
@@ -68,7 +70,7 @@ def test_the_rows_alone_decide_the_rate_and_all_rates_are_drawn():
 
 def test_slots_of_a_batch_are_those_of_inference(processor):
     """The same embeddings and words as `encode_documents` has for each row's passages."""
-    rows = [vars(e) | {"turns": [vars(t) for t in e.turns]} for e in examples_of(processor, 3)]
+    rows = [asdict(example) for example in examples_of(processor, 3)]
     for rate in ("segment", 4):
         batch = ContextCollator(processor.context_token_id, PAD, (rate,), context_words=True)(rows)
         embeds = encode_slots(processor, batch)
@@ -112,7 +114,7 @@ def test_turns_side_by_side_give_the_logits_and_loss_of_each_alone(processor, mo
     model.set_attn_implementation(attention)
     rows = [each | {"passages": question_rows(1)[0]["passages"]} for each in question_rows(3)]
     (example,) = ExampleBuilder(processor).question_examples(rows)
-    together = vars(example) | {"turns": [vars(turn) for turn in example.turns]}
+    together = asdict(example)
     collator = ContextCollator(processor.context_token_id, 0)
 
     def forward(rows, use_turn_mask):
@@ -141,4 +143,4 @@ def test_rows_without_words_keep_their_slot(processor):
     assert batch["num_slots"] == [2, 1] and batch["encoder_ends"] == [[5, 7], [0]]
     assert torch.equal(batch["context_word_ids"][1], torch.full((2, 2), -1))
     (example, *_) = ExampleBuilder(processor).reconstruction_examples(passage_rows(1))
-    assert collate([vars(example) | {"turns": [vars(t) for t in example.turns]}])["num_slots"] == [1]
+    assert collate([asdict(example)])["num_slots"] == [1]

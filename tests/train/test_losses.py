@@ -79,13 +79,14 @@ def test_the_lexical_loss_is_that_of_a_slots_distinct_words_by_weight():
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)  # the head is read in float32
 
 
-def test_compiled_layers_give_the_loss_and_gradients_of_plain_ones():
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])  # the graph of training without a minute of C++
+def test_compiled_layers_give_the_loss_and_gradients_of_plain_ones(backend):
     plain = tiny_aligner(backbone_config("llama", num_hidden_layers=1), dtype=torch.float32).train()
     plain.set_stage("reconstruction")
     compiled = copy.deepcopy(plain)
     for layer in slot_decoder_layers(compiled):
-        layer.compile(dynamic=True, backend="aot_eager")  # the graph of training without a minute of C++
-    batch = collate(random_rows(plain, [2, 3]))
+        layer.compile(dynamic=True, fullgraph=True, backend=backend)
+    batch = collate(random_rows(plain, [2, 0, 3]), "left")
     results = []
     for model in (plain, compiled):
         loss = model(**batch, skip_logits=True, use_cache=False).loss

@@ -1,21 +1,20 @@
 """What a run logs of itself: words of slots, open gates, pace, perplexity and gap, answers, the best checkpoint."""
 
-import json
 import math
-from pathlib import Path
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 from conftest import chat_inputs, greedy_answer
-from training_recipes import parameters, run
+from training_recipes import logs, parameters, run
 from training_rows import question_rows, write_rows
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.train import metrics, sft
 from arcaligner.train import trainer as trainer_module
-from arcaligner.train.data import ContextCollator, ExampleBuilder
+from arcaligner.train.data import ContextCollator, ExampleBuilder, encode_slots
 from arcaligner.train.metrics import (
     Clock,
     GateCounter,
@@ -26,10 +25,6 @@ from arcaligner.train.metrics import (
     word_recall,
 )
 from arcaligner.train.selection import ExampleSelector
-
-
-def logs(folder: Path) -> list[dict]:
-    return json.loads((folder / "trainer_state.json").read_text())["log_history"]
 
 
 def test_recall_counts_rare_words_among_the_heads_first():
@@ -80,7 +75,7 @@ def test_perplexity_and_gap_are_those_of_all_targets_whatever_the_batches(tmp_pa
     for batch_size in (2, 7):
         arguments = write_recipe("grounding", tmp_path / str(batch_size), per_device_eval_batch_size=batch_size, **keys)
         run(arguments)
-        (entry,) = [entry for entry in logs(tmp_path / str(batch_size)) if "eval_slot_gap" in entry]
+        (entry,) = logs(tmp_path / str(batch_size), "eval_slot_gap")
         assert 0 <= entry["eval_f1"] <= 100 and 0 <= entry["eval_em"] <= 100
         found.append(entry)
     assert found[0]["eval_perplexity"] == pytest.approx(found[1]["eval_perplexity"], rel=1e-5)
@@ -92,12 +87,11 @@ def test_perplexity_and_gap_are_those_of_all_targets_whatever_the_batches(tmp_pa
     nll = []
     for collate in (collator, SwappedSlots(collator)):
         batch = collate(rows)
-        embeds = processor.encode_segments(batch["encoder_texts"]).split(batch["num_slots"])
         with torch.no_grad():
             logits = model(
                 batch["input_ids"],
                 attention_mask=(batch["turn_ids"] >= 0).long(),
-                context_embeds=torch.nn.utils.rnn.pad_sequence(embeds, batch_first=True),
+                context_embeds=encode_slots(processor, batch),
             ).logits
         targets = batch["labels"][:, 1:].flatten()
         nll.append(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets).item())
@@ -166,8 +160,7 @@ class Asker:
         return batch
 
     def slots_of(self, batch):
-        embeds = self.processing_class.encode_segments(batch["encoder_texts"]).split(batch["num_slots"])
-        return {"context_embeds": torch.nn.utils.rnn.pad_sequence(embeds, batch_first=True)}
+        return {"context_embeds": encode_slots(self.processing_class, batch)}
 
 
 @pytest.fixture
@@ -180,8 +173,8 @@ def asked(model, processor):
         if number == 2:
             row["answers"] = [*row["answers"], text]
         scores.append((contains_match(text, row["answers"]), token_f1(text, row["answers"])))
-    examples = [example for row in rows for example in ExampleBuilder(processor).question_examples([row])]
-    questions = [vars(example) | {"turns": [vars(turn) for turn in example.turns]} for example in examples]
+    builder = ExampleBuilder(processor)
+    questions = [asdict(example) for row in rows for example in builder.question_examples([row])]
     em, f1 = (100 * sum(score) / 5 for score in zip(*scores, strict=True))
     assert em > 0
     return SimpleNamespace(questions=questions, scores={"em": pytest.approx(em), "f1": pytest.approx(f1)})

@@ -1,19 +1,20 @@
 """The script: each stage trains its parts only, at its rates; broken runs end as if unbroken; mistakes are refused."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import chat_inputs
 from peft import LoraConfig
-from training_recipes import parameters, run, run_until
+from training_recipes import logs, parameters, run, run_until
 from training_rows import question_rows
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.encoder_arcaligner import SentenceEncoder
 from arcaligner.train import sft
-from arcaligner.train.data import EXAMPLE_FEATURES, ContextCollator, ExampleBuilder
+from arcaligner.train.data import EXAMPLE_FEATURES, ContextCollator, ExampleBuilder, encode_slots
 from arcaligner.train.trainer import AlignerTrainer, AlignerTrainingConfig
 
 PARTS = {
@@ -48,11 +49,6 @@ def whole_run(tmp_path_factory, write_recipe) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
     run(write_recipe("grounding", folder, **STEPS))
     return folder
-
-
-def logs(folder: Path, key: str) -> list[dict]:
-    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    return [entry for entry in history if key in entry]
 
 
 def moved_parts(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
@@ -172,7 +168,7 @@ def test_a_run_that_broke_when_it_was_trained_is_only_saved(tmp_path, write_reci
 
 def test_auto_takes_the_faster_dtype_and_logs_both(monkeypatch, caplog):
     speeds = {torch.float32: 20.0, torch.bfloat16: 50.0}
-    monkeypatch.setattr(sft, "_products_per_second", lambda dtype, seconds: speeds[dtype])
+    monkeypatch.setattr(sft, "_products_per_second", lambda dtype: speeds[dtype])
     with caplog.at_level("INFO"):
         assert sft.fastest_dtype(torch.device("cpu")) == torch.bfloat16
     assert "float32 20 products/s" in caplog.text and "bfloat16 50 products/s" in caplog.text
@@ -217,7 +213,6 @@ def trainer_arguments(tmp_path, processor, model):
     """What an `AlignerTrainer` needs, on two batches of questions."""
     builder = ExampleBuilder(processor)
     examples = [example for row in question_rows(8) for example in builder.question_examples([row])]
-    rows = [vars(example) | {"turns": [vars(turn) for turn in example.turns]} for example in examples]
     return {
         "model": model,
         "stage": "grounding",
@@ -230,7 +225,7 @@ def trainer_arguments(tmp_path, processor, model):
             max_steps=2,
         ),
         "data_collator": ContextCollator(processor.context_token_id, processor.tokenizer.pad_token_id),
-        "train_dataset": sft.Dataset.from_list(rows, features=EXAMPLE_FEATURES),
+        "train_dataset": sft.Dataset.from_list([asdict(each) for each in examples], features=EXAMPLE_FEATURES),
         "processing_class": processor,
     }
 
@@ -239,12 +234,11 @@ def test_the_loss_is_that_of_the_whole_model(trainer_arguments):
     trainer = AlignerTrainer(**trainer_arguments)
     rows = list(trainer.train_dataset)
     batch = trainer.data_collator(rows)
-    embeds = trainer.processing_class.encode_segments(batch["encoder_texts"])
     inputs = {
         "input_ids": batch["input_ids"],
         "attention_mask": (batch["turn_ids"] >= 0).long(),
         "labels": batch["labels"],
-        "context_embeds": torch.nn.utils.rnn.pad_sequence(embeds.split(batch["num_slots"]), batch_first=True),
+        "context_embeds": encode_slots(trainer.processing_class, batch),
     }
     trainer.model.eval()
     loss = trainer.compute_loss(trainer.model, trainer.data_collator(rows))

@@ -1,7 +1,5 @@
 """The sentence encoder is trained along, is kept in the checkpoint, and can be used by itself."""
 
-import shutil
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,11 +21,11 @@ def trained(tmp_path_factory, write_recipe):
 
 
 def embeds(folder) -> torch.Tensor:
-    return ArcAlignerProcessor.from_pretrained(folder).encode_segments(TEXTS)
+    return ArcAlignerProcessor.from_pretrained(folder).encoder.encode(TEXTS)
 
 
 def test_the_encoder_of_a_checkpoint_is_the_trained_one(trained, processor):
-    assert (embeds(trained) - processor.encode_segments(TEXTS)).abs().max() > 1e-3
+    assert (embeds(trained) - processor.encoder.encode(TEXTS)).abs().max() > 1e-3
     assert torch.equal(embeds(trained), embeds(trained / "checkpoint-4"))
     torch.testing.assert_close(
         embeds(trained),
@@ -35,15 +33,10 @@ def test_the_encoder_of_a_checkpoint_is_the_trained_one(trained, processor):
     )
 
 
-def test_texts_are_encoded_in_training_as_at_inference(trained):
-    processor = ArcAlignerProcessor.from_pretrained(trained)
-    torch.testing.assert_close(processor.encoder.encode_runs(TEXTS, [0, 0], None), processor.encode_segments(TEXTS))
-
-
 def test_search_uses_the_untrained_encoder_on_the_device_that_is_asked_for(trained, processor):
     found = ArcAlignerProcessor.from_pretrained(trained)
     found.encoder.device = "cpu"
-    assert torch.equal(found.encoder.untrained.encode(TEXTS), processor.encode_segments(TEXTS))
+    assert torch.equal(found.encoder.untrained.encode(TEXTS), processor.encoder.encode(TEXTS))
     found.encoder.device = "meta"
     assert found.encoder.untrained.model.device.type == "meta"
 
@@ -92,13 +85,6 @@ def test_a_later_stage_keeps_the_trained_encoder(tmp_path, write_recipe, trained
 def test_lora_of_another_rank_is_refused(tmp_path, write_recipe, trained):
     with pytest.raises(ValueError, match="has LoRA of rank 2; got 3"):
         run(write_recipe("grounding", tmp_path / "run", model=trained, encoder_lora_r=3))
-
-
-def test_a_checkpoint_without_its_encoder_is_refused_by_name(tmp_path, trained):
-    shutil.copytree(trained, tmp_path / "copy")
-    shutil.rmtree(tmp_path / "copy" / "encoder")
-    with pytest.raises(ValueError, match="copy lacks encoder/adapter_config.json"):
-        ArcAlignerProcessor.from_pretrained(tmp_path / "copy")
 
 
 def test_an_exported_checkpoint_holds_the_encoder_in_bfloat16(tmp_path, trained):

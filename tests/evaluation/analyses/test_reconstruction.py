@@ -49,7 +49,7 @@ def test_each_paragraph_has_the_loss_of_the_model_alone_without_padding(
         examples = list(paragraph_examples(processor, row, max_segments))
         recited = sum(plain_nll(backbone, processor, with_text(example)) for example in examples)
         read = sum(
-            plain_nll(model, processor, each, processor.encode_segments([s["encoder_text"] for s in each.segments]))
+            plain_nll(model, processor, each, processor.encoder.encode([s["encoder_text"] for s in each.segments]))
             for each in examples
         )
         assert found["text"][number]["nll"] == pytest.approx(recited, rel=1e-4)
