@@ -134,13 +134,13 @@ class Corpus:
             `ValueError`: the first setting that differs, with both values.
         """
         found = slot_settings(processor) | {"tokens_per_slot": self.settings["tokens_per_slot"]} | wanted
-        known = dict(self.settings)
+        known = {"encoder_dtype": "float32"} | self.settings  # which older ones do not tell
         probes = [torch.tensor(each.pop("probe")) for each in (found, known)]
         is_same = probes[0].shape == probes[1].shape and float(probes[0] @ probes[1]) >= MIN_SIMILARITY
         if not is_same:
             other = f"and this checkpoint has {found['encoder']!r}"
             if known["encoder"] == found["encoder"]:
-                other = "with other weights than this checkpoint has, as it may be trained along with an aligner"
+                other = "with other weights than this checkpoint has, as it may be trained jointly with an aligner"
             raise ValueError(
                 f"The corpus {self.path} was made with the encoder {known['encoder']!r}, {other}. Build another corpus "
                 "with this checkpoint, or name the checkpoint that made this one: `--checkpoint`."
