@@ -278,7 +278,7 @@ def test_a_corpus_of_another_encoder_is_refused_and_one_of_another_name_is_not(c
     with pytest.raises(ValueError, match="and this checkpoint has 'another/name'. Build another corpus"):
         corpus.check(processor)
     monkeypatch.setattr(processor, "encoder_name_or_path", corpus.settings["encoder"])
-    with pytest.raises(ValueError, match="with other weights than this checkpoint has, .* trained along"):
+    with pytest.raises(ValueError, match="with other weights than this checkpoint has, .* trained jointly"):
         corpus.check(processor)
 
 
