@@ -25,6 +25,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from ..files import digest
+from ..segmentation_arcaligner import Segment, SegmentTokens
 
 try:
     import lancedb
@@ -39,7 +40,8 @@ NAME = "passages"
 LOCK = ".writer.lock"
 METADATA = b"arcaligner"
 # What an encoder makes of it tells it from another one of the same name.
-PROBE = "It was written by Ada, and nobody else knew how to read it aloud."
+_TEXT = "It was written by Ada, and nobody else knew how to read it aloud."
+PROBE = SegmentTokens(Segment(0, 0, len(_TEXT), _TEXT), _TEXT, (), ())
 MIN_SIMILARITY = 0.999
 # Below, every vector is compared: exact, and fast enough.
 MIN_INDEXED_ROWS = 100_000
@@ -70,7 +72,7 @@ def slot_settings(processor, tokens_per_slot: int | str | None = None) -> dict[s
         "tokens_per_slot": processor.check_slot_settings(tokens_per_slot=tokens_per_slot),
         "context_words": processor.context_words,
         "tokenizer": digest(tokenizer),
-        "probe": [round(value, 5) for value in processor.encoder.encode([PROBE])[0].tolist()],
+        "probe": [round(value, 5) for value in processor.encode_tokens([PROBE], "segment")[0].tolist()],
     }
 
 

@@ -224,6 +224,7 @@ def test_lora_cannot_be_merged(model, safe):
         ({"gate_layers": [0, 3]}, r"(?s)`gate_layers` is \[0, 3\].*0 to 2"),
         ({"gate_layers": [-1]}, r"(?s)`gate_layers` is \[-1\].*0 to 2"),
         ({"gate_layers": "some"}, r"(?s)`gate_layers`.*'some'.*\"all\""),
+        ({"gate_threshold": 1.5}, r"(?s)`gate_threshold` is 1.5.*\(0, 1\]"),
         ({"gate_mode": "sometimes"}, r"(?s)sometimes"),
         ({"lora_r": "eight"}, r"(?s)lora_r.*eight"),
         ({"lora_r": -1}, "`lora_r` is -1; expected a rank, or 0"),
@@ -285,7 +286,16 @@ def test_checkpoint_whose_base_model_is_not_on_this_machine(checkpoint, monkeypa
         ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner", base_model_name_or_path="nobody/nothing")
 
 
-@pytest.mark.parametrize("backbone, changes", [("llama", {"num_hidden_layers": 4}), ("qwen2", {})])
+@pytest.mark.parametrize(
+    "backbone, changes",
+    [
+        ("llama", {"hidden_size": 32}),
+        ("llama", {"num_hidden_layers": 2}),
+        ("llama", {"num_hidden_layers": 4}),
+        ("qwen2", {}),
+        ("gemma2", {}),
+    ],
+)
 def test_checkpoint_for_another_backbone(checkpoint, backbone, changes):
     """The base model at the name in the configuration is not the one the aligner was trained around."""
     shutil.rmtree(checkpoint / "base")

@@ -49,6 +49,12 @@ def test_paths_and_links_of_the_documents_exist():
     assert not missing
 
 
+def test_make_targets_of_the_readme_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = re.findall(r"^make (\w+)", README, flags=re.MULTILINE)
+    assert targets and all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in targets)
+
+
 def test_every_equation_has_a_test_that_exists():
     tests = (ROOT / "tests" / "test_algorithm.py").read_text(encoding="utf-8")
     named = re.findall(r"`(test_\w+)`", METHOD)

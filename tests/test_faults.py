@@ -1,5 +1,6 @@
 """Faults: a process that is killed, a full disk, a folder that cannot be written to. What was there stays whole."""
 
+import argparse
 import errno
 import gc
 import json
@@ -17,13 +18,17 @@ import psutil
 import pytest
 import torch
 import tqdm
+from huggingface_hub import HfApi
 from safetensors.torch import load_file
 from tiny_models import tiny_aligner
+from training_rows import question_rows, write_rows
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor, hub
 from arcaligner.configuration_arcaligner import written_whole
+from arcaligner.evaluation import answering, evaluate, settings
 from arcaligner.files import write_whole
 from arcaligner.prefix_store_arcaligner import load_slot_prefix, save_slot_prefix
+from arcaligner.train import export
 
 # A killed child would keep the lock that tqdm shares between processes.
 tqdm.tqdm.set_lock(threading.RLock())
@@ -76,6 +81,71 @@ def test_killed_write_leaves_the_former_file(tmp_path):
         write_whole(tmp_path / "results.json", "former " * 10**4)
         kill_while(lambda: write_whole(tmp_path / "results.json", "next " * 10**5), moment / 10)
         assert (tmp_path / "results.json").read_text() in ("former " * 10**4, "next " * 10**5)
+
+
+def contents(folder) -> dict[str, bytes]:
+    """The files of a folder that are no leftovers of a killed process."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name[0] != "."}
+
+
+def test_killed_export_leaves_a_whole_checkpoint_or_none(checkpoint_dir, tmp_path):
+    shutil.copytree(checkpoint_dir, tmp_path / "runs" / "3_gating")
+    (tmp_path / "runs" / "3_gating" / "recipe.yaml").write_text("stage: gating")
+    folder = tmp_path / "exported"
+    export.main(tmp_path / "runs", folder)
+    whole = contents(folder)
+    for moment in MOMENTS[:5]:
+        shutil.rmtree(folder)
+        kill_while(lambda: export.main(tmp_path / "runs", folder), 5 * moment)
+        if (folder / "config.json").exists():
+            assert contents(folder) == whole
+        export.main(tmp_path / "runs", folder)
+        assert contents(folder) == whole and not list(folder.glob(".saving-*"))
+
+
+def test_killed_evaluation_goes_on_where_it_was(checkpoint_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(answering, "MAX_NEW_TOKENS", 4)
+    write_rows(tmp_path / "squad.jsonl.gz", question_rows(6))
+    keys = {"checkpoint": str(checkpoint_dir), "data": tmp_path, "output": tmp_path / "run", "batch_size": 1}
+    wanted = settings.read_settings(None, keys | {"tasks": ["squad"], "methods": ["arcaligner"]}, {})
+    path = tmp_path / "run" / "squad" / "arcaligner.jsonl"
+
+    def answers() -> list[tuple[str, str]]:
+        evaluate.evaluate(wanted)
+        return [(row["id"], row["prediction"]) for row in map(json.loads, path.read_text().splitlines())]
+
+    expected = answers()
+    for moment in MOMENTS[:5]:
+        shutil.rmtree(tmp_path / "run")
+        kill_while(answers, 2 * moment)
+        assert answers() == expected
+
+
+def test_killed_push_is_visible_whole_or_not_at_all(checkpoint_dir, tmp_path, monkeypatch):
+    """The Hub shows a commit when all of it has arrived; ours must be a single one."""
+    shown = tmp_path / "hub"
+
+    def commit(self, repo_id, operations, commit_message):
+        arriving = tmp_path / "arriving"
+        shutil.rmtree(arriving, ignore_errors=True)
+        arriving.mkdir()
+        for operation in operations:
+            shutil.copy(operation.path_or_fileobj, arriving / operation.path_in_repo)
+        shutil.rmtree(shown, ignore_errors=True)
+        os.replace(arriving, shown)
+
+    monkeypatch.setattr(hub, "get_token", lambda: "hf_of_someone")
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **kwargs: argparse.Namespace(repo_id=repo_id))
+    monkeypatch.setattr(HfApi, "list_repo_files", lambda self, repo_id: [])
+    monkeypatch.setattr(HfApi, "create_commit", commit)
+    hub.push_checkpoint("someone/aligner", checkpoint_dir)
+    whole = contents(shown)
+    for moment in MOMENTS[:5]:
+        shutil.rmtree(shown, ignore_errors=True)
+        kill_while(lambda: hub.push_checkpoint("someone/aligner", checkpoint_dir), 5 * moment)
+        assert not shown.exists() or contents(shown) == whole
+    hub.push_checkpoint("someone/aligner", checkpoint_dir)
+    assert contents(shown) == whole
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])

@@ -64,7 +64,7 @@ gates = st.fixed_dictionaries(
 )
 
 
-SAYS = re.compile(r"expected|must|needs|is empty|no text|not valid|has no|[Pp]ass |[Gg]ot |[Ff]ound |Use ")
+SAYS = re.compile(r"expected|must|needs|is empty|not valid|has no|[Pp]ass |[Gg]ot |[Ff]ound |Use ")
 
 
 def assert_works_or_says_why(call):

@@ -273,8 +273,8 @@ def test_a_corpus_of_other_settings_is_refused(settings, message, corpus, proces
 def test_a_corpus_of_another_encoder_is_refused_and_one_of_another_name_is_not(corpus, processor, monkeypatch):
     monkeypatch.setattr(processor, "encoder_name_or_path", "another/name")
     corpus.check(processor)
-    encode = processor.encoder.encode
-    monkeypatch.setattr(processor.encoder, "encode", lambda texts: encode(texts).roll(1, dims=1))
+    encode = processor.encoder.encode_runs
+    monkeypatch.setattr(processor.encoder, "encode_runs", lambda *texts: encode(*texts).roll(1, dims=1))
     with pytest.raises(ValueError, match="and this checkpoint has 'another/name'. Build another corpus"):
         corpus.check(processor)
     monkeypatch.setattr(processor, "encoder_name_or_path", corpus.settings["encoder"])
@@ -285,6 +285,10 @@ def test_a_corpus_of_another_encoder_is_refused_and_one_of_another_name_is_not(c
 def test_a_corpus_is_read_in_the_dtype_that_it_was_made_with(corpus, processor, checkpoint_dir):
     other = ArcAlignerProcessor.from_pretrained(checkpoint_dir, encoder_dtype="bfloat16")
     with pytest.raises(ValueError, match="was made with `encoder_dtype` 'float32'; expected 'bfloat16'"):
+        corpus.check(other)
+    del corpus.settings["encoder_dtype"]  # as in those of the first versions
+    corpus.check(processor)
+    with pytest.raises(ValueError, match="was made with `encoder_dtype` 'float32'"):
         corpus.check(other)
 
 

@@ -61,6 +61,10 @@ def test_the_harness_reports_the_scores_of_the_aligners_own_answers(tmp_path, ch
     assert scores["f1,none"] == pytest.approx(sum(token_f1(*column) for column in columns) / 5)
 
 
+def test_each_set_of_questions_is_a_task():
+    assert sorted(manager().all_tasks) == sorted(f"arcaligner_{name}" for name in TASKS)
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_asks_its_own_rows(tmp_path, name):
     (row,) = question_rows(1)

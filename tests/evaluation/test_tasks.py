@@ -81,6 +81,18 @@ def row(number: int, answers=("Ada",), question="Who?") -> dict:
     return {"id": str(number), "question": question, "answers": list(answers), "passages": []}
 
 
+def test_the_papers_six_tasks_ask_as_many_questions_as_its_table_says():
+    counts = {name: TASKS[name].num_questions for name in list(TASKS)[:6]}
+    assert counts == {
+        "2wikimultihopqa": 500,
+        "hotpotqa": 500,
+        "nq": 3610,
+        "popqa_longtail": 1399,
+        "triviaqa": 500,
+        "webq": 2032,
+    }
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_a_row_of_the_hub_becomes_one_of_our_schema(name, monkeypatch):
     stored, expected = HUB_ROWS[name]
@@ -127,8 +139,11 @@ def test_a_folder_without_the_file_is_not_replaced_by_the_hub(tmp_path, monkeypa
         TASKS["squad"].load(tmp_path)
 
 
-def test_a_row_that_is_not_of_the_schema_is_named(tmp_path):
-    write_rows(tmp_path / "squad.jsonl", [row(0), row(1, answers=[1])])
+@pytest.mark.parametrize(
+    "change", [{"answers": "Paris"}, {"answers": [1]}, {"passages": "text"}, {"passages": ["text"]}]
+)
+def test_a_row_that_is_not_of_the_schema_is_named(tmp_path, change):
+    write_rows(tmp_path / "squad.jsonl", [row(0), row(1) | change])
     with pytest.raises(ValueError, match=r"squad\.jsonl, line 2: .*; expected"):
         TASKS["squad"].load(tmp_path)
 

@@ -139,3 +139,5 @@ def test_the_shipped_recipe_has_the_data_and_template_of_stage_two():
     assert recipe.train_file in stages[1]["train_files"]
     expected = stages[0]["model_name_or_path"], stages[0]["chat_template_path"]
     assert (recipe.model_name_or_path, args.chat_template_path) == expected
+    with pytest.raises(ValueError, match="Unknown key `max_token` in the command line. Did you mean `max_tokens`"):
+        script.parse(["--config", str(path), "--max_token", "1"])
