@@ -1,4 +1,4 @@
-"""The backbone: which ones can be refined, what a layer costs, what their head does."""
+"""Backbones: which ones can be refined, what a layer costs, what the head does."""
 
 import inspect
 from typing import NamedTuple
@@ -73,7 +73,7 @@ def find_decoder_layers(backbone: PreTrainedModel) -> nn.ModuleList:
 
 
 class LayerKeysValues:
-    """Stands in for the cache in compiled code: the part of one layer, whatever its index."""
+    """Stands in for the cache in compiled code: the part of one layer, independent of its index."""
 
     def __init__(self, layer: CacheLayerMixin):
         self.layer = layer

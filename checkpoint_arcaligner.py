@@ -1,8 +1,8 @@
 """Checkpoints: the aligner alone on disk, the base model by name.
 
 `save_pretrained` writes projector, LoRA and gates (tens of MB), the configuration and the code;
-`from_pretrained` streams the base model's own files beside them, through transformers' loader, so that dtype, device
-map and quantization work as for any model. A base model's own name or folder can be given to `from_pretrained` too: a
+`from_pretrained` also loads the base model's own files, through transformers' loader, so that dtype, device map and
+quantization work as for any model. A base model's own name or folder can be given to `from_pretrained` too: a
 fresh aligner is put around it.
 """
 
@@ -64,7 +64,7 @@ class AlignerCheckpointMixin:
         The base model is frozen.
 
         Raises:
-            `ValueError`: aligner weights that are missing or do not fit, naming both sides, or that a quantizer took.
+            `ValueError`: aligner weights that are missing, do not fit or were quantized.
             `OSError`: a base model that is not on this machine and cannot be downloaded, with how to get it.
         """
         name = pretrained_model_name_or_path
@@ -118,14 +118,14 @@ class AlignerCheckpointMixin:
         return loaded
 
     def save_pretrained(self, save_directory, *args, save_base_model: bool | None = None, **kwargs):
-        """Writes the aligner, the configuration and the code to `save_directory`. That the base model is quantized is
-        not written: who loads the aligner chooses.
+        """Writes the aligner, the configuration and the code to `save_directory`. A quantization of the base model is
+        not written: it is chosen when the aligner is loaded.
 
         Args:
-            save_directory (`str` or `os.PathLike`): Folder to write to; made when it is not there.
+            save_directory (`str` or `os.PathLike`): Folder to write to; created if it does not exist.
             save_base_model (`bool`, *optional*):
                 Whether to write the base model's weights too. Default: only when `config.base_model_name_or_path` is
-                not set, so that nothing else says where they are.
+                not set, since nothing else says where they are.
 
         Raises:
             `ValueError`: `push_to_hub=True`, which would upload an incomplete checkpoint.

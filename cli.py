@@ -35,14 +35,18 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-corpus_app = typer.Typer(help="Passages encoded once, to ask from: build, change, describe.", no_args_is_help=True)
+corpus_app = typer.Typer(
+    help="Builds, changes and describes a corpus: passages encoded once, for `ask` and `serve`.", no_args_is_help=True
+)
 app.add_typer(corpus_app, name="corpus")
 output = Console()
 messages = Console(stderr=True)
 
 Document = typer.Option(help="A text file; can be repeated.", exists=True, dir_okay=False)
 Checkpoint = Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.")]
-Reranker = Annotated[str | None, typer.Option(help="A CrossEncoder that orders the passages that are found.")]
+Reranker = Annotated[
+    str | None, typer.Option(help="CrossEncoder that reorders the passages found: a folder or a Hub id.")
+]
 
 
 def parse_tokens_per_slot(value: str) -> int | str:
@@ -178,7 +182,9 @@ def answer(
     question: Annotated[str, typer.Option(help="What to ask.")],
     document: Annotated[list[Path], Document],
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
-    show_slots: Annotated[bool, typer.Option("--show-slots", help="Show what each slot stands for.")] = False,
+    show_slots: Annotated[
+        bool, typer.Option("--show-slots", help="Show the text and the passes of each slot.")
+    ] = False,
     max_new_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens of the answer.", min=1)] = None,
     tokens_per_slot: TokensPerSlot = None,
     max_slots: Annotated[
@@ -186,14 +192,14 @@ def answer(
     ] = None,
     gate_mode: Annotated[
         Literal["off", "adaptive", "always"] | None,  # `GATE_MODES`, which would wait for transformers
-        typer.Option(help="When slots are refined. Default: the checkpoint's."),
+        typer.Option(help="Which slots pass through layers again. Default: the checkpoint's."),
     ] = None,
     engine: Annotated[
         Literal["pytorch", "llama.cpp"],
-        typer.Option(help="What runs the base model. llama.cpp takes a folder of `export-gguf` as the checkpoint."),
+        typer.Option(help="What runs the base model. For llama.cpp, `--checkpoint` is a folder made by `export-gguf`."),
     ] = "pytorch",
     base_model: Annotated[
-        Path | None, typer.Option(help="For llama.cpp: GGUF file of the base model. Default: the default one's.")
+        Path | None, typer.Option(help="For llama.cpp: GGUF file of the base model. Not needed for the default one.")
     ] = None,
 ) -> None:
     """Answers a question from your own text files."""
@@ -222,11 +228,13 @@ def answer(
 
 Sources = Annotated[
     list[str],
-    typer.Argument(metavar="SOURCE...", help="Text, Markdown, JSON Lines or Parquet, folders, data sets of the Hub."),
+    typer.Argument(
+        metavar="SOURCE...", help="Text, Markdown, JSON Lines or Parquet files, folders of them, data sets of the Hub."
+    ),
 ]
 CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder of the corpus.")]
-Strict = Annotated[bool, typer.Option("--strict", help="Stop at what cannot be read, instead of skipping it.")]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Name all that is skipped, not the first three.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Stop at anything that cannot be read, instead of skipping it.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Name everything that is skipped, not only the first three.")]
 Workers = Annotated[
     int | None, typer.Option("--ray", metavar="WORKERS", help="Number of Ray workers that encode.", min=1)
 ]
@@ -273,7 +281,7 @@ def fill_corpus(
 @corpus_app.command("build")
 def build(
     sources: Sources,
-    folder: Annotated[Path, typer.Option("--output", help="Folder of the corpus; it goes on with one that is there.")],
+    folder: Annotated[Path, typer.Option("--output", help="Folder of the corpus. An existing one is updated.")],
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     passage_words: Annotated[int, typer.Option(help="Maximum number of words per passage.", min=1)] = 100,
     tokens_per_slot: TokensPerSlot = None,
@@ -282,7 +290,7 @@ def build(
     verbose: Verbose = False,
     ray: Workers = None,
 ) -> None:
-    """Makes a corpus of texts, or goes on with one: new documents are added, changed ones replaced."""
+    """Makes a corpus from texts, or updates one: new documents are added, changed ones replaced."""
     from .corpus.table import Corpus
 
     processor = load_processor(checkpoint)
@@ -309,7 +317,9 @@ def add(
 
 @corpus_app.command("remove")
 def remove(
-    documents: Annotated[list[str], typer.Argument(metavar="DOCUMENT...", help="Ids of documents.")],
+    documents: Annotated[
+        list[str], typer.Argument(metavar="DOCUMENT...", help="Ids of the documents: ID in the ID:START-END of `ask`.")
+    ],
     corpus: CorpusFolder,
 ) -> None:
     """Removes documents from a corpus."""
@@ -321,7 +331,7 @@ def remove(
 
 @corpus_app.command("info")
 def info(corpus: CorpusFolder) -> None:
-    """Says what is in a corpus, what it was made with and how large it is."""
+    """Shows what is in a corpus, what it was made with and how large it is."""
     from .corpus.table import Corpus
 
     for name, value in Corpus(corpus).info().items():
@@ -337,7 +347,7 @@ def ask_corpus(
     reranker: Reranker = None,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the answer.", min=1)] = 256,
 ) -> None:
-    """Answers a question from the passages of a corpus, and names them."""
+    """Answers a question from a corpus, and lists the passages that were read."""
     from .corpus.retrieve import Retriever
     from .corpus.table import Corpus
     from .server.engine import Engine, Request
@@ -361,16 +371,19 @@ def ask_corpus(
 @app.command("serve")
 def serve_answers(
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
-    corpus: Annotated[Path | None, typer.Option(help="Corpus to ask, for requests without documents.")] = None,
+    corpus: Annotated[Path | None, typer.Option(help="Folder of a corpus, for requests without documents.")] = None,
     reranker: Reranker = None,
-    host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port.", min=0, max=65535)] = 8000,
-    max_batch: Annotated[int, typer.Option(help="Maximum number of requests computed at a time.", min=1)] = 8,
-    prefix_megabytes: Annotated[int, typer.Option(help="Memory for slot prefixes kept between requests.", min=0)] = 512,
-    api_key: Annotated[str | None, typer.Option(envvar="ARCALIGNER_API_KEY", help="Key that clients send.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
+    max_batch: Annotated[int, typer.Option(help="Maximum number of requests per batch.", min=1)] = 8,
+    prefix_megabytes: Annotated[int, typer.Option(help="Memory for slots kept between requests, in MiB.", min=0)] = 512,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="ARCALIGNER_API_KEY", help="Key that clients must send. None: only this machine can ask."),
+    ] = None,
     ray: Annotated[int | None, typer.Option(metavar="REPLICAS", help="Number of replicas on Ray Serve.", min=1)] = None,
 ) -> None:
-    """Serves answers over HTTP, as clients of OpenAI ask for them, and a page to ask from."""
+    """Serves an OpenAI-compatible API and a web page to ask from."""
     from .server.app import ServerSettings, serve, serve_on_ray
 
     def make_engine():
@@ -399,7 +412,7 @@ def serve_answers(
 
 @app.command()
 def demo(checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), tokens_per_slot: TokensPerSlot = None) -> None:
-    """Answers the paper's three case studies and three questions of SQuAD."""
+    """Shows answers to the paper's three case studies and to three SQuAD questions."""
     from .demo import run_demo
 
     with busy("Loading the aligner and its base model"):
@@ -411,7 +424,8 @@ def demo(checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), tokens_per_slot: Toke
 def train(
     recipe: Annotated[str, typer.Option(help=f"A folder with one file per stage, or one of {RECIPES}.")],
     settings: Annotated[
-        list[str] | None, typer.Argument(metavar="--KEY VALUE", help="Keys of the recipe, for every stage, after --.")
+        list[str] | None,
+        typer.Argument(metavar="--KEY VALUE", help="Keys of the recipe to override in every stage, after --."),
     ] = None,
     stage: Annotated[int | None, typer.Option(help="Run this stage only.", min=0, max=3)] = None,
     folder: Annotated[
@@ -421,7 +435,7 @@ def train(
         str | None, typer.Option(help="For several processes: ddp, fsdp2, zero3, cpu, or a config file of accelerate.")
     ] = None,
 ) -> None:
-    """Trains the stages of a recipe that are not finished, each from the result of the one before."""
+    """Trains the stages of a recipe in order, and skips those that are finished."""
     from .train.stages import find_recipe, read_stages, run_stages
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -430,7 +444,7 @@ def train(
 
 @app.command()
 def evaluate(
-    recipe: Annotated[str | None, typer.Option(help="A recipe of evaluation/recipes, or a YAML file.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Name of a recipe in evaluation/recipes, or a YAML file.")] = None,
     tasks: Annotated[
         str | None, typer.Option(help="Tasks, separated by commas. Default: the recipe's, or all.")
     ] = None,
@@ -441,19 +455,25 @@ def evaluate(
         str | None, typer.Option(help="Tokens per slot to compare, separated by commas, such as 4,16,segment.")
     ] = None,
     checkpoint: Annotated[str | None, typer.Option(help="The aligner: a folder or a Hub id.")] = None,
-    xrag: Annotated[str | None, typer.Option(help="An aligner like xRAG: a projector, one slot per passage.")] = None,
-    projector_only: Annotated[str | None, typer.Option(help="An aligner with a projector only.")] = None,
-    full_text_lora: Annotated[str | None, typer.Option(help="A LoRA that reads text, from train/full_text.py.")] = None,
+    xrag: Annotated[
+        str | None, typer.Option(help="Aligner for the method xrag: projector only, one slot per passage.")
+    ] = None,
+    projector_only: Annotated[str | None, typer.Option(help="Aligner for the method projector_only.")] = None,
+    full_text_lora: Annotated[
+        str | None, typer.Option(help="LoRA for the method full_text_lora, made by train/full_text.py.")
+    ] = None,
     folder: Annotated[Path | None, typer.Option("--output", help="Folder for answers and tables.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder of local files, TASK.jsonl.gz. Default: the Hub.")] = None,
-    num_questions: Annotated[int | None, typer.Option("-n", help="Maximum number of questions of each task.")] = None,
-    passages: Annotated[str | None, typer.Option(help="Which passages are read: given, gold or retrieved.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with a file TASK.jsonl.gz for each task. Default: the Hub.")
+    ] = None,
+    num_questions: Annotated[int | None, typer.Option("-n", help="Maximum number of questions per task.")] = None,
+    passages: Annotated[str | None, typer.Option(help="Passages to read: given, gold or retrieved.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Number of passages read.")] = None,
-    corpus: Annotated[str | None, typer.Option(help="Folder of a corpus, for retrieved passages.")] = None,
+    corpus: Annotated[str | None, typer.Option(help="Folder of the corpus, for `--passages retrieved`.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Number of questions per batch.")] = None,
     device: Annotated[str | None, typer.Option(help="Device of the models: cpu or cuda.")] = None,
 ) -> None:
-    """Answers questions with several methods and compares them in tables."""
+    """Answers question sets with several methods and prints tables that compare them."""
     from .evaluation.evaluate import evaluate
     from .evaluation.results import results_page
     from .evaluation.settings import read_settings, split_names, split_rates
@@ -473,7 +493,7 @@ def export_gguf_adapter(
     checkpoint: Annotated[str, typer.Argument(help="Aligner checkpoint: a folder or a Hub id.")],
     folder: Annotated[Path, typer.Option("--output", help="Folder to write.")],
 ) -> None:
-    """Writes an aligner for llama.cpp: its LoRA as a GGUF adapter, beside the rest of the checkpoint."""
+    """Exports an aligner for llama.cpp: the checkpoint, with its LoRA as a GGUF adapter."""
     check_folder(checkpoint)
     from .engines.gguf_files import export_gguf
 

@@ -101,8 +101,8 @@ class ArcAlignerConfig(PreTrainedConfig):
         text_config (`dict` or `PreTrainedConfig`, *optional*):
             The backbone, any decoder-only model with rotary attention. Default: a Llama.
         base_model_name_or_path (`str`, *optional*):
-            Where the backbone's weights are. With a name, `save_pretrained` writes the aligner only; without one
-            (a model made from a configuration) it writes everything.
+            The base model, a Hub id or a folder: where the backbone's weights are. With a name, `save_pretrained`
+            writes the aligner only; without one (a model made from a configuration) it writes everything.
         base_model_revision (`str`, *optional*): Revision of the base model on the Hub.
         encoder_name_or_path (`str`, *optional*): The sentence encoder whose embeddings the projector was trained on.
         encoder_hidden_size (`int`, defaults to 384): Width `d_r` of a context embedding.
@@ -129,7 +129,7 @@ class ArcAlignerConfig(PreTrainedConfig):
             embedding table. A slot's tokens are cut into this many equal parts, in order, each averaged and passed
             through a linear map of its own, so that some of the word order survives. 0 reads no words.
         training_stage (`"lexical"`, `"reconstruction"`, `"grounding"` or `"gating"`, *optional*):
-            The last stage it was trained in; the next one looks at it. Set by `set_stage`.
+            The last stage it was trained in, which the next one checks. Set by `set_stage`.
 
     Raises:
         `ValueError`: a negative rank or number of parts, a gate layer that the backbone does not have, a threshold
@@ -268,7 +268,7 @@ def resolve_base_model(name_or_path: str) -> str:
 
 
 def check_json_file(path: Path, key: str | None = None) -> None:
-    """Raises `ValueError` for a file that is not a JSON object with `key`, or is not there."""
+    """Raises `ValueError` for a file that is missing, or is not a JSON object with `key`."""
     advice = "Save it again, or download it again."
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -285,7 +285,7 @@ def written_whole(folder: str | Path, last: str = "config.json") -> Iterator[Pat
     process leaves no mixture of two models. Where a file cannot be moved, the former ones come back.
 
     Raises:
-        `OSError`: what could not be written or moved; where the former files are, if they could not come back either.
+        `OSError`: a file that cannot be written or moved; says where the former files are if they cannot be put back.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -59,8 +59,8 @@ def _read_tokenizer(name_or_path: str):
 class SentenceEncoder:
     """The sentence encoder, loaded on first use. Shared, not copied, when a processor is copied or saved.
 
-    With `folder`, a sentence-transformers folder of LoRA weights that were trained along with the aligner, these are
-    added to the encoder `name_or_path`. `dtype` is one of `DTYPES`; `"auto"` is decided on loading.
+    `folder`, a sentence-transformers folder of LoRA weights that were trained with the aligner, is added to the
+    encoder `name_or_path`. `dtype` is one of `DTYPES`; `"auto"` is decided on loading.
     """
 
     def __init__(self, name_or_path: str, folder: str | None = None, dtype: str = "float32"):
@@ -203,8 +203,8 @@ class SentenceEncoder:
 
         Returns:
             Normalized embeddings (num_runs, encoder_hidden_size) of all texts' runs in order, with a gradient where the
-            encoder's weights ask for one. A run without a token of the encoder's own, inside of a long one, has the
-            states of that token.
+            encoder's weights ask for one. A run that lies inside one of the encoder's tokens has
+            the states of that token.
         """
         order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # texts of like length share a batch
         pooled: list[torch.Tensor] = [torch.empty(0)] * len(texts)  # each (num_runs, encoder_hidden_size)
@@ -277,7 +277,7 @@ class GivenSlots(NamedTuple):
     """Precomputed slots of one question."""
 
     context_embeds: torch.FloatTensor  # (num_slots, encoder_hidden_size)
-    context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 behind a slot's tokens
+    context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 after a slot's tokens
 
 
 class EncodedDocuments(NamedTuple):
@@ -285,7 +285,7 @@ class EncodedDocuments(NamedTuple):
 
     segments: list[Segment]  # what each slot stands for; none where there is nothing but white space
     context_embeds: torch.FloatTensor  # (num_slots, encoder_hidden_size)
-    context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 behind a slot's tokens
+    context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 after a slot's tokens
     num_merged: int  # segments that share their slot with others
     dropped: list[Segment]  # what has no slot
 
@@ -330,7 +330,7 @@ class DocumentEncoder(DocumentSegmenter):
         """Uses the encoder that was trained with the aligner of a checkpoint (path or Hub id), loaded on first use.
 
         Raises:
-            `ValueError`: a checkpoint without, by its name.
+            `ValueError`: a checkpoint that has none.
         """
         folder = Path(checkpoint)
         if not folder.is_dir():
@@ -352,7 +352,7 @@ class DocumentEncoder(DocumentSegmenter):
     def read_passages(
         self, documents, context_embeds, context_word_ids, is_single: bool, num_rows: int
     ) -> list[list] | list[GivenSlots]:
-        """For each of `num_rows` questions its documents, or its slots that were made before.
+        """For each of `num_rows` questions, its documents or its precomputed slots.
 
         Raises:
             `ValueError`: both or neither, values of another kind, or not one entry for each question.
@@ -394,7 +394,7 @@ class DocumentEncoder(DocumentSegmenter):
         tokens_per_slot: int | str | None = None,
         room: Sequence[int] | None = None,
     ) -> list[EncodedDocuments]:
-        """Like `encode_documents`, for several questions at once, each with documents or each with slots made before.
+        """Like `encode_documents`, for several questions at once, all with documents or all with precomputed slots.
         `room` is the maximum number of slots of each; documents with more raise an error before any is encoded."""
         rate = self.check_slot_settings(max_slots, slot_policy, tokens_per_slot)
         if isinstance(passages[0], GivenSlots):
@@ -431,7 +431,7 @@ class DocumentEncoder(DocumentSegmenter):
         return rows
 
     def _first_slots(self, given: GivenSlots, row: int, max_slots: int | None) -> EncodedDocuments:
-        """The first `max_slots` of the slots of a row that were made before."""
+        """The first `max_slots` of a row's precomputed slots."""
         embeds, words = given
         self._check_embeds(embeds, row)
         if words is not None and (words.dim() != 2 or len(words) != len(embeds)):

@@ -33,7 +33,7 @@ _IRRELEVANT_FIELDS = (
     "tie_word_embeddings",
     "training_stage",
 )
-# What two copies of one backbone's configuration may differ in.
+# Where two copies of a backbone's configuration may differ.
 _NOT_COMPUTED_WITH = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 
 
@@ -76,7 +76,7 @@ def slot_prefix_fingerprint(
 
 
 def canonical_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of `PREFIX_SETTINGS` for one call, in one spelling and without what changes nothing.
+    """Settings of `PREFIX_SETTINGS` for one call, spelled in one way and without those that change nothing.
 
     >>> canonical_settings({"slot_policy": "merge", "gate_mode": None, "refinement_budget": 0})
     {'gate_mode': 'off'}
@@ -123,8 +123,8 @@ memory_address = torch._C._data_address
 
 
 def seal(weight: torch.Tensor) -> torch.Tensor:
-    """A copy-on-write clone: while it is kept, whatever writes to `weight` moves it to other memory first. A weight
-    that is mapped from a file cannot be shared so; it gets memory of its own."""
+    """A copy-on-write clone: while it is kept, any write to `weight` moves it to other memory first. A weight
+    that is mapped from a file cannot be shared like this; it gets memory of its own."""
     try:
         return torch._lazy_clone(weight.detach())
     except RuntimeError:
@@ -150,8 +150,8 @@ class WatchedWeights:
     """Digests of a module's weights, computed again when, and only when, something may have changed them.
 
     Each weight is sealed, so that an optimizer, `.data`, NumPy, `load_state_dict` or `to` moves it; what has moved is
-    read again. Also seen are parameters, buffers, modules and hooks that are added, replaced or removed, and which
-    adapters are on. Not seen are a write through a NumPy array or a pointer that was taken before, and attributes.
+    read again. It also sees parameters, buffers, modules and hooks that are added, replaced or removed, and which
+    adapters are on. It does not see attributes, nor writes through a NumPy array or a pointer that was taken before.
 
     Args:
         module (`nn.Module`): Whose weights.

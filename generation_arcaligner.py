@@ -17,8 +17,8 @@ logger = logging.get_logger(__name__)
 
 
 def check_ids(ids, name: str = "`input_ids`", vocab_size: int | None = None, others: tuple[int, ...] = ()) -> None:
-    """Raises `ValueError` unless they are whole numbers (batch, seq_len), where `vocab_size` is given those of words or
-    of `others`. On an accelerator their values are left to its own kernels: to look would make the host wait."""
+    """Raises `ValueError` unless `ids` are whole numbers (batch, seq_len) and, with `vocab_size`, below it or among
+    `others`. On an accelerator the values are not looked at, which would make the host wait."""
     if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dim() != 2:
         shape = f" {ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else ""
         raise ValueError(
@@ -66,7 +66,7 @@ class SlotGenerationMixin(GenerationMixin):
 
         Args:
             input_ids (`torch.LongTensor` of shape `(batch, seq_len)`):
-                A prompt with slots, or just its prefix. What stands after the last slot is not read.
+                A prompt with slots, or just its prefix. What follows the last slot is not read.
             context_embeds (`torch.FloatTensor` of shape `(batch, max_slots, encoder_hidden_size)`): Of the slots.
             attention_mask (`torch.Tensor` of shape `(batch, seq_len)`, *optional*): 0 on padding.
             context_word_ids (`torch.LongTensor` of shape `(batch, max_slots, max_words)`, *optional*): Of the slots.
@@ -74,11 +74,11 @@ class SlotGenerationMixin(GenerationMixin):
                 `refinement_budget`.
 
         Returns:
-            [`~transformers.Cache`]: `last slot + 1` positions long; a row's positions are counted behind its padding,
+            [`~transformers.Cache`]: `last slot + 1` positions long; a row's positions are counted after its padding,
             as `generate` does.
 
         Raises:
-            `ValueError`: no slots, or rows whose last slots stand at different positions.
+            `ValueError`: no slots, or rows whose last slots are at different positions.
         """
         slot_mask = input_ids == self.config.context_token_id
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -165,7 +165,7 @@ class SlotGenerationMixin(GenerationMixin):
 
         How slots are refined can be set for a call: `gate_mode`, `gate_threshold`, `max_refinement_steps` instead of
         the configuration's, and `refinement_budget`, the maximum number of operations as a share of the prefill up to
-        the last slot. Slots that are in the cache stay as they were read, with a warning.
+        the last slot. Slots that are already in the cache are not changed; a warning says so.
 
         Raises:
             `ValueError`: `prefill_chunk_size`, since slots are refined together with all text before them; an invalid

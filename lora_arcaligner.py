@@ -2,8 +2,8 @@
 
     y = W x + M_r * s * B A x        row by row, M_r = 1 on slots and 0 on text
 
-A decoder layer opens a `lora_on` around its own forward, and every LoRA layer inside reads from it which rows are
-slots. Outside of a scope (decoding, text) the LoRA is off and a linear is exactly the frozen one.
+A decoder layer opens `lora_on` around its own forward, and every LoRA layer inside reads from it which rows are
+slots. Outside `lora_on` (decoding, text) the LoRA is off and a linear is exactly the frozen one.
 """
 
 import contextlib
@@ -137,8 +137,8 @@ class SlotLoraLayer(InPlaceMixin):
     """A PEFT layer that costs no more than its frozen linear where there are no slots, as when decoding, and that skips
     PEFT's bookkeeping where there are no gradients.
 
-    On short prompts the time of Python calls shows. So this class reads the modules' dictionaries directly and computes
-    the products without calling the modules.
+    On short prompts the time of Python calls matters, so this class reads the modules' dictionaries directly and
+    computes the products without calling the modules.
     """
 
     def __call__(self, x: torch.Tensor, *args, **kwargs):

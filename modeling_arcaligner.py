@@ -157,7 +157,7 @@ class SlotDecoderLayer(InPlaceMixin):
         """As `nn.Module.compile`. The layer's index and its place in the cache stay outside, so that layers share
         compiled code.
 
-        Compiled code takes the same operations whatever the gates decide and the host reads no value, so that it can be
+        Compiled code does the same work for any decision of the gates and the host reads no value, so that it can be
         captured in a CUDA graph: every slot is computed in each of `max_refinement_steps` steps. Not compiled are a
         forward with a budget, one that records attentions, and one whose cache is offloaded or has no place for the
         layer yet (a static cache before `early_initialization`, `DynamicCache` without a configuration).
@@ -327,7 +327,7 @@ class ContextProjector(nn.Module):
         """The words of each part of a slot, averaged by their weights over the whole slot.
 
         Args:
-            word_ids (`torch.LongTensor` of shape `(..., max_words)`): Ids of a slot's tokens in order, -1 behind them.
+            word_ids (`torch.LongTensor` of shape `(..., max_words)`): Ids of a slot's tokens in order, -1 after them.
             table (`torch.Tensor` of shape `(vocab_size, hidden)`): The backbone's embeddings.
 
         Returns:

@@ -45,8 +45,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     Takes what the built-in pipeline takes, one or a list of:
 
     - a chat, with `documents=` in the call; the passages go before the first user message;
-    - `{"question": str, "documents": [...]}` or `{"messages": chat, "documents": [...]}`, each row with its own
-      passages, or else the call's;
+    - `{"question": str, "documents": [...]}` or `{"messages": chat, "documents": [...]}`; a row without `documents`
+      takes those of the call;
     - a string, read as a question when the call has `documents=`, else as text to continue.
 
     A document is a string or `{"title": str, "text": str}`. A chat without documents has no slots: the unchanged base
@@ -86,21 +86,21 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         Args:
             text_inputs (`str`, `dict`, chat or a list of one of them): See the class.
             documents (`list`, *optional*): The passages of every input without its own.
-            return_slots (`bool`, *optional*, defaults to `False`): Adds what became of the passages.
+            return_slots (`bool`, *optional*, defaults to `False`): Adds what the passages became.
             tokens_per_slot (`int` or `"segment"`, *optional*): How much text a slot stands for, in tokens. Default: the
                 processor's.
             max_slots (`int`, *optional*), slot_policy (`str`, *optional*, defaults to `"drop"`):
                 Maximum number of slots per input, and what happens to further segments: `"drop"` or `"merge"`;
                 see [`ArcAlignerProcessor`].
             sanitize_control_tokens (`bool`, *optional*, defaults to `True`):
-                Special tokens of the tokenizer, such as `<|im_end|>`, are text where they stand in a question or chat.
+                Whether special tokens of the tokenizer, such as `<|im_end|>`, are read as plain text.
             batch_size (`int`, *optional*, defaults to 1): Inputs computed at a time.
             kwargs (`dict`):
                 As for the built-in pipeline: `return_full_text`, `streamer`, generation options, among them
                 `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget`.
 
         Returns:
-            As the built-in pipeline: for each input a list of one dictionary for each sequence.
+            As the built-in pipeline: for each input a list with a dictionary for each sequence.
 
             - **generated_text** (`str` or chat) -- The answer to a question; a chat with the answer appended, or with
               `return_full_text=False` the answer only.

@@ -1,10 +1,10 @@
-"""Slot prefixes kept: passages that are asked about again are not read again.
+"""Slot prefixes that are kept, so that passages asked about again are not read again.
 
     questions, passages -> fingerprints -> prefixes (in memory, in files, or prefilled) -> one batch -> `generate`
 
-Slots stand before the question and do not depend on it, and behind them every layer is the unmodified base model's. So
-the keys and values of a prompt up to its last slot are all that a question about these passages needs, and a backbone
-that knows nothing of slots continues from them with the same logits. All it takes, in any engine that takes a cache:
+Slots come before the question and do not depend on it, and after them every layer is that of the unmodified base
+model. So the keys and values of a prompt up to its last slot are all that a question about these passages needs, and a
+backbone that knows nothing of slots continues from them with the same logits. In any engine with a cache:
 
     cache = DynamicCache(config=backbone.config)  # backbone = AutoModelForCausalLM.from_pretrained(base_model)
     with safe_open(path, framework="pt") as file:
@@ -89,8 +89,8 @@ def load_slot_prefix(
         device (`str` or `torch.device`, defaults to `"cpu"`): Where the model is.
 
     Raises:
-        `ValueError`: a file that is broken or no slot prefix, one of another fingerprint, naming the first field that
-            differs, or one that the backbone cannot hold.
+        `ValueError`: a file that is broken or no slot prefix, one with another fingerprint (the first field that
+            differs is named), or one that does not fit the backbone.
     """
     advice = "Use what it was made with, or delete the file to make a new one."
     try:
@@ -178,9 +178,9 @@ class SlotPrefixStore:
     """
     Keeps slot prefixes of passages for further questions; the least recently used are dropped first.
 
-    Gates, number of slots, segmentation, and the weights of model and encoder may change between two calls, in whatever
-    way `WatchedWeights` sees: a prefix is used only with what it was made with. A tokenizer or a spaCy pipeline that is
-    changed in place is not noticed: make a new store then. A copy of a store starts empty.
+    Gates, number of slots, segmentation, and the weights of model and encoder may change between two calls, in any
+    way that `WatchedWeights` sees: a prefix is used only with what it was made with. A tokenizer or a spaCy
+    pipeline that is changed in place is not noticed: make a new store then. A copy of a store starts empty.
 
     Args:
         model ([`ArcAlignerForCausalLM`]): In evaluation mode.
@@ -223,25 +223,6 @@ class SlotPrefixStore:
     def __len__(self) -> int:
         return len(self._prefixes)
 
-    def get(
-        self,
-        documents=None,
-        question: str | list[dict] = "?",
-        *,
-        context_embeds=None,
-        context_word_ids=None,
-        **kwargs,
-    ) -> DynamicCache:
-        """The prefix of one question's passages, to be continued or saved; arguments as in `prepare`.
-
-        Of the question only what stands before its slots matters, such as a system message.
-        """
-        settings, template_kwargs = _split_settings(self.processor, kwargs)
-        head, _ = self.processor.prompt_ids(question, **template_kwargs)
-        passages = self.processor.read_passages(documents, context_embeds, context_word_ids, True, 1)
-        prefixes = self._fetch([head], passages, settings)
-        return join_slot_prefixes(prefixes, self.model.config.text_config)[0]
-
     @torch.no_grad()
     def prepare(
         self, questions, documents=None, *, context_embeds=None, context_word_ids=None, **kwargs
@@ -251,7 +232,7 @@ class SlotPrefixStore:
 
         Args:
             questions (`str`, chat, or a list of them): With slots before the first user message.
-            documents (`list`, *optional*): Passages, as the processor takes them; for a list of questions, a list each.
+            documents (`list`, *optional*): Passages, as the processor takes them; a list for each of several questions.
             context_embeds (tensor or a list, *optional*): Instead, embeddings (num_slots, encoder_hidden_size).
             context_word_ids (tensor or a list, *optional*): Their words (num_slots, max_words), where they are read.
             kwargs: How slots are chosen and refined, as for the processor and `generate`: `max_slots`, `slot_policy`,

@@ -1,4 +1,4 @@
-"""Questions and passages to model inputs: the prompt with its slots, and what stands in them.
+"""Questions and passages to model inputs: the prompt with its slots, and what the slots hold.
 
     passages -> segments (spaCy) -> context_embeds (sentence encoder), one row per slot
     question -> "Refer to the background document: [B] [B] ... [B]" + "Question: ..." with one [B] per slot
@@ -71,7 +71,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
     Builds the inputs of an [`ArcAlignerForCausalLM`] from questions and passages.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): The backbone's.
+        tokenizer (`PreTrainedTokenizerBase`): The base model's.
         encoder_name_or_path (`str`, defaults to all-MiniLM-L6-v2): Sentence encoder, for sentence-transformers.
         encoder_hidden_size (`int`, defaults to 384): Its width `d_r`.
         encoder_dtype (`str`, defaults to `"float32"`):
@@ -89,7 +89,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         max_prompt_length (`int`, *optional*):
             The positions that the backbone reads. Passages with more slots are refused before they are encoded.
         trained_encoder (`bool`, defaults to `False`):
-            Whether the encoder was trained along: the checkpoint's folder `encoder` holds LoRA weights for it.
+            Whether the encoder was trained with the aligner: the checkpoint's folder `encoder` has its LoRA weights.
         chat_template (`str`, *optional*): Default: the tokenizer's.
 
     Raises:
@@ -193,7 +193,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
     def split_prompt(
         self, messages: list[dict], sanitize_control_tokens: bool = True, **kwargs: Any
     ) -> tuple[str, str]:
-        """The chat template's text before and behind the slots; `kwargs` are the template's. `tokenize_prompt` reads
+        """The chat template's text before and after the slots; `kwargs` are the template's. `tokenize_prompt` reads
         control tokens in messages, such as `<|im_end|>`, as text unless `sanitize_control_tokens` is `False`.
 
         Raises:
@@ -215,10 +215,10 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         return [*names, "context_word_ids"] if self.context_words else names
 
     def plain_prompt(self, question: str, sanitize_control_tokens: bool = True) -> tuple[str, str]:
-        """The text before and behind the slots of a question without a chat template; see `split_prompt`.
+        """The text before and after the slots of a question without a chat template; see `split_prompt`.
 
         Raises:
-            `ValueError`: an empty question, or something else than text.
+            `ValueError`: an empty question, or one that is not text.
         """
         check_question(question)
         if sanitize_control_tokens:
@@ -241,7 +241,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         return ids
 
     def prompt_ids(self, question: str | list[dict], **kwargs: Any) -> tuple[list[int], list[int]]:
-        """Ids before and behind the slots of a question or chat. `kwargs` are those of `split_prompt`, where there is a
+        """Ids before and after the slots of a question or chat. `kwargs` are those of `split_prompt`, where there is a
         chat template; `add_generation_prompt` is on."""
         has_template = self.chat_template is not None
         if has_template:
@@ -266,30 +266,30 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         r"""
         Args:
             text (`str` or `list[str]`):
-                With documents or embeddings: the questions. Without: plain text, tokenized as it is.
+                With documents or embeddings: the questions. Without: plain text, tokenized unchanged.
             documents (`str`, `dict`, or list of them, *optional*):
-                Passages of a question, each a string or `{"title", "text"}`; for a list of questions a list of such
+                Passages of a question, each a string or `{"title", "text"}`; for a list of questions, a list of such
                 lists. An empty list, or only white space, gives one slot with the encoding of the empty string.
             context_embeds (tensor or array of shape `(num_slots, encoder_hidden_size)`, or a list of them, *optional*):
                 Instead of documents: embeddings made before. Neither encoder nor segmenter is needed then.
             context_word_ids (tensor of shape `(num_slots, max_words)`, or a list of them, *optional*):
-                The tokens of the slots of `context_embeds`, -1 behind them, where the aligner reads them.
+                The tokens of the slots of `context_embeds`, -1 after them, where the aligner reads them.
             return_segments (`bool`, *optional*):
                 Adds `segments` (a list of [`Segment`] per row) and `statistics` (per row: `tokens` of the passages,
                 `slots`, and the measured `compression_rate`; with `max_slots` also how many segments are `merged` and
                 `dropped`). Remove both before passing the rest to the model. None for embeddings made before.
             max_slots (`int`, *optional*): Maximum number of slots of a question. Default: no limit.
             slot_policy (`str`, defaults to `"drop"`):
-                What happens to further segments. `"drop"`: the first ones are kept, so documents come best first.
-                `"merge"`: neighbors in a document share a slot, evenly, none longer than the encoder reads; where
+                What happens to further segments. `"drop"` keeps the first ones, so put the best documents first.
+                `"merge"` lets neighbors in a document share a slot, evenly, none longer than the encoder reads; if
                 that is not enough, the last are dropped. Precomputed embeddings can be dropped, not merged.
             tokens_per_slot (`int` or `"segment"`, *optional*): As in `__init__`.
             sanitize_control_tokens (`bool`, *optional*, defaults to `True` with documents or embeddings):
-                The tokenizer's special tokens, such as `<|im_end|>`, are text where they stand in a question, as they
-                are in documents.
+                Whether special tokens of the tokenizer, such as `<|im_end|>`, are read as plain text in a question, as
+                they are in documents.
             kwargs:
                 The tokenizer's: `return_tensors`, `padding` (on by default for tensors), `padding_side`, `truncation`,
-                `max_length`, `add_special_tokens`. Truncation cuts text behind the slots, never slots.
+                `max_length`, `add_special_tokens`. Truncation cuts text after the slots, never slots.
 
         Returns:
             [`BatchFeature`]: `input_ids` and `attention_mask` (batch, seq_len); with slots `context_embeds`
@@ -399,7 +399,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         **kwargs: Any,
     ):
         r"""
-        As for any processor; with `documents=` or `context_embeds=` the first user message becomes
+        As for any processor; with `documents=` or `context_embeds=`, the first user message becomes
 
             Refer to the background document: [B] [B] ... [B]
             Question: {the message}

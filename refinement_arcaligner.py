@@ -6,7 +6,7 @@ A refinement step (Eq. 6) applies layer `l` to its own output. Only slots with a
     keys and values   of the text before the last slot and of the other slots, once from the layer's output, and of the
                       slots that change, afresh
 
-This file picks rows, positions and the part of the attention mask which belong to them, and hands the layer a stand-in
+This file picks the rows, positions and part of the attention mask that belong to them, and gives the layer a stand-in
 for the cache: the layer writes the slots' keys and values to it and gets all of them back. The real cache holds the
 mandatory pass only and is never touched.
 

@@ -1,5 +1,5 @@
-"""Passages to segments, the units that become one slot each: sentences, halves of them, or several merged; and to their
-tokens. With `tokens_per_slot`, a slot is a run of a segment's tokens.
+"""Passages to segments and their tokens. A segment is a sentence, half of one, or several merged, and becomes one slot;
+with `tokens_per_slot`, a slot is a run of a segment's tokens.
 
 spaCy finds the sentences. Offsets always count characters of the document's text, so an answer can be traced back to
 it.
@@ -281,7 +281,7 @@ SLOT_POLICIES = ("drop", "merge")
 
 
 class FittedSegments(NamedTuple):
-    """Segments within a budget of slots, and what became of those there were before."""
+    """Segments within a budget of slots, and what became of the others."""
 
     segments: list[Segment]
     num_merged: int  # share their slot with others
@@ -334,7 +334,7 @@ def fit_segments(
 
 
 def _shortest_groups(segments, texts, max_slots, num_reads) -> list[list[Segment]]:
-    """Groups of neighbors, as short as `max_slots` groups allow, or more groups where one may not grow further."""
+    """Groups of neighbors, as short as `max_slots` groups allow; more groups where none may grow further."""
     reads_within = functools.cache(lambda document, start, end: num_reads(texts[document][start:end]))
 
     def groups_of(longest: int) -> list[list[Segment]]:
@@ -380,7 +380,7 @@ class DocumentSegmenter:
         """Checks the settings of a call and returns its `tokens_per_slot`.
 
         Raises:
-            `ValueError`: settings that are impossible, or that exclude each other.
+            `ValueError`: settings that are invalid, or that exclude each other.
         """
         check_slot_budget(max_slots, "drop" if slot_policy is None else slot_policy)
         rate = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
@@ -421,7 +421,7 @@ class DocumentSegmenter:
         return fit_segments(segments, texts, max_slots, slot_policy or "drop", self.encoder.num_reads)
 
     def encoder_texts(self, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[str]:
-        """What the encoder reads for each segment: a title, where there is one, keeps a sentence's subject with it."""
+        """What the encoder reads for each segment: the title, if any, which keeps the subject, and the text."""
         titles = [title_of(document) for document in documents]
         return [f"{titles[s.document]}: {s.text}" if titles[s.document] else s.text for s in segments]
 
@@ -468,6 +468,6 @@ class DocumentSegmenter:
 
     def mark_control_tokens(self, text):
         """Texts or messages with the tokenizer's special tokens marked, so that `encode_marked_chat` reads them as
-        text. What stands for a turn without being a special token, such as Llama 2's `[INST]`, is not one."""
+        text. Marks of a turn that are not special tokens, such as Llama 2's `[INST]`, are left alone."""
         special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         return mark_control_tokens(text, _get_control_token_patterns(tuple(special))[0])

@@ -92,7 +92,7 @@ def size_caption(size: dict[str, Any]) -> str:
         f"{size['open_share']:.1%} of gates open, in {size['open_layers']:.0%} of layers",
         f"cached text takes {size['prefix_bytes_ratio']:.1f} x the bytes of cached slots and "
         f"{size['cached_speed_up']['median']:.1f} x their time",
-        f"a token after slots takes {size['decoding_ratio']['median']:.3f} x the bare backbone's time",
+        f"a token after slots takes {size['decoding_ratio']['median']:.3f} x the bare base model's time",
         *(f"{name} {1000 * seconds['median']:.0f} ms" for name, seconds in size["encoder"].items()),
     ]
     return "; ".join(parts)
@@ -101,7 +101,7 @@ def size_caption(size: dict[str, Any]) -> str:
 def size_lines(size: dict[str, Any]) -> list[str]:
     """Markdown lines of a size, one arm per row, under a heading."""
     table = markdown_table(COLUMNS, (arm_cells(size, name) for name in _SHOWN))
-    return [f"## {size_title(size)}", "", *table, "", f"{size_caption(size)}.", ""]
+    return [f"### {size_title(size)}", "", *table, "", f"{size_caption(size)}.", ""]
 
 
 def machine_line(report: dict[str, Any]) -> str:
@@ -204,28 +204,47 @@ def draw_tradeoff(curves: dict[str, list[dict[str, Any]]]) -> Figure:
 
 # The page and the README
 
-_INTRODUCTION = f"""\
+_INTRODUCTION = """\
 # Speed
 
-Written by `python -m arcaligner.benchmarks.report` from the report of `python -m arcaligner.benchmarks.latency`. All
-rows of a table read the same questions and passages, in one process and in turns, so that their ratios hold; times are
-medians. *With encoding*, segmenting passages and encoding them count, too; the time for that stands below each table.
+How soon an answer begins when passages are read as slots, and when they are read as text.
 
-- *text* is the bare base model reading the passages; *cached*, with the keys and values of all before the question.
-- *within {BUDGET:.0%}*: *adaptive* with `refinement_budget={BUDGET}`. Refinement takes at most this share of the
+- **Several questions about the same passages**: keep the slots, with `model.slot_prefix_store(processor)`. The server
+  does so by itself. This is the column *slots, cached*.
+- **Passages known before the question**: encode them once, in a [corpus](corpus.md). In the other columns of slots, the
+  first number in parentheses is with passages encoded before, the second with segmenting and encoding.
+- **A faster first token**: more text per slot, `tokens_per_slot=4` or `"segment"`. The answers get worse: see the
+  second figure. With a single short passage there is little to gain.
+
+```bash
+python -m arcaligner.benchmarks.latency --output runs/latency    # --help: passages, rates, dtype, device
+python -m arcaligner.benchmarks.report --figures runs/latency    # writes this page
+```
+
+## Time to the first token
+"""
+_DETAILS = f"""\
+## All numbers
+
+All columns of a row read the same questions and passages, in one process and in turns, so that their ratios hold. Times
+are medians.
+
+- *text* is the bare base model reading the passages; *cached*: the keys and values of all before the question are kept.
+- *within {BUDGET:.0%}* is *adaptive* with `refinement_budget={BUDGET}`. Refinement takes at most this share of the
   operations of the slot prefix's prefill, the most confident slots first.
 - *GFLOP*: operations of the products of the prefill, counted while it runs.
 """
 
 
-def first_token_table(report: dict[str, Any]) -> list[str]:
+def first_token_table(report: dict[str, Any], every_size: bool = False) -> list[str]:
     """Markdown lines: milliseconds to the first token of one question, and times faster than text without and with
-    encoding, a row for each k of `README_PASSAGES` at the first, second and last rate."""
+    encoding, a row for each k of `README_PASSAGES` at the first, second and last rate, or for every size."""
     dtype = report["sizes"][0]["dtype"]
     sizes = [size for size in report["sizes"] if (size["batch_size"], size["dtype"]) == (1, dtype)]
-    sizes = [size for size in sizes if size["k"] in README_PASSAGES]
-    rates = list(dict.fromkeys(size["tokens_per_slot"] for size in sizes))
-    sizes = [size for size in sizes if size["tokens_per_slot"] in (*rates[:2], rates[-1])]
+    if not every_size:
+        sizes = [size for size in sizes if size["k"] in README_PASSAGES]
+        rates = list(dict.fromkeys(size["tokens_per_slot"] for size in sizes))
+        sizes = [size for size in sizes if size["tokens_per_slot"] in (*rates[:2], rates[-1])]
     arms = [arm for arm in _SHOWN if arm not in ("budgeted", "always")]
     rows = []
     for size in sizes:
@@ -241,9 +260,15 @@ def first_token_table(report: dict[str, Any]) -> list[str]:
 
 
 def speed_page(report: dict[str, Any], figures: list[str]) -> str:
-    """`docs/speed.md`: a table of each size, and the lines of `figures`."""
-    tables = [line for size in report["sizes"] for line in size_lines(size)]
-    return "\n".join([_INTRODUCTION, *tables, machine_line(report) + ".", "", *figures]).rstrip() + "\n"
+    """`docs/speed.md`: the time to the first token, the lines of `figures`, and folded, a table of each size."""
+    folded: dict[str, list[str]] = {}
+    for size in report["sizes"]:
+        title = f"{_rate(size)}, {size['dtype']}, questions at a time: {size['batch_size']}"
+        folded.setdefault(title, []).extend(size_lines(size))
+    lines = [_INTRODUCTION, *first_token_table(report, every_size=True), "", *figures, _DETAILS]
+    for title, tables in folded.items():
+        lines += [f"<details><summary>{title}</summary>", "", *tables, "</details>", ""]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def publish(

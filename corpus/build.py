@@ -1,4 +1,4 @@
-"""Documents to rows of a corpus: cut into passages, encoded, written. What is there already is left as it is.
+"""Documents to rows of a corpus: cut into passages, encoded, written. Documents that have not changed are left alone.
 
 read_documents -> new_documents (batches of those that are new or changed) -> encode_documents -> Corpus.add
 """
@@ -59,7 +59,7 @@ def build_corpus(
     write_batches: Callable[..., Iterator[tuple[Batch, int]]] | None = None,
 ) -> BuildReport:
     """
-    Adds the documents of sources, and replaces those that have changed. A build that was killed goes on where it was.
+    Adds the documents of sources, and replaces those that have changed. A killed build continues where it stopped.
 
     Args:
         sources (`list[str]`): See `sources.py`.
@@ -201,7 +201,7 @@ def passage_rows(documents: list[Document], processor, settings: dict[str, Any])
 
 def _search_vectors(read: list[list[dict]], encoded: list, processor) -> torch.Tensor:
     """What each passage is found by, (num_passages, encoder_hidden_size): the mean of its slots or, where the encoder
-    was trained along and has become another, what it was before makes of the passage."""
+    was trained jointly and has become another, what it was before makes of the passage."""
     if processor.trained_encoder:
         return processor.encoder.untrained.encode([f"{each['title']} {each['text']}".strip() for (each,) in read])
     means = [each.context_embeds.mean(dim=0) for each in encoded]

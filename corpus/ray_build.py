@@ -2,7 +2,7 @@
 
     one task reads documents -> an actor pool encodes passages and writes Lance fragments -> this process commits them
 
-A worker that dies is started again and its batch encoded again; a build that is killed goes on as any other.
+A worker that dies is started again and its batch encoded again; a build that is killed continues as any other does.
 """
 
 import pickle

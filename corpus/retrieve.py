@@ -35,8 +35,8 @@ class SlotPassages:
     Passages of a question as slots, whether from a corpus or from the question's own documents.
 
     Args:
-        documents (`list[dict]`): With `title` and `text`; from a corpus, the best first, also `document` (its id),
-            `start` and `end` (characters of the passage in it) and `score`.
+        documents (`list[dict]`): With `title` and `text`; those from a corpus, best first, also with `document` (its
+            id), `start` and `end` (characters of the passage in it) and `score`.
         encoded ([`EncodedDocuments`]): Their slots.
         seconds (`dict`): How long `retrieval` and `slots` took.
     """

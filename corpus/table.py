@@ -1,4 +1,4 @@
-"""The table of a corpus: a row a passage, with its slots, in a LanceDB folder that needs no server.
+"""The table of a corpus: a row for each passage, with its slots, in a LanceDB folder that needs no server.
 
     id         the document's id and the number of the passage in it
     document   the document's id; `digest` changes with its text
@@ -6,10 +6,10 @@
     segments   characters of the passage that each slot stands for
     slots      embeddings, float16 (num_slots, encoder_hidden_size)
     words      ids of the words of each slot, where the aligner reads them
-    vector     what is searched: the mean of the slots, or an embedding by the encoder before it was trained along
+    vector     what is searched: the mean of the slots, or an embedding by the encoder before it was trained jointly
 
-What the slots were made with stands in the metadata of the schema, and only a processor that makes the same slots may
-write or read.
+The metadata of the schema say what the slots were made with; only a processor that makes the same slots may write or
+read.
 """
 
 import json
@@ -87,7 +87,7 @@ class Corpus:
 
     Raises:
         `FileNotFoundError`: there is no corpus.
-        `ValueError`: a folder that is none, or one of another version.
+        `ValueError`: a folder that is no corpus, or one of another version.
     """
 
     def __init__(self, path: str | Path):
@@ -113,10 +113,10 @@ class Corpus:
     def create(
         cls, path: str | Path, processor, passage_words: int = 100, tokens_per_slot: int | str | None = None
     ) -> "Corpus":
-        """An empty corpus, or the one that is there, if it was made with the same settings.
+        """A new, empty corpus, or an existing one that was made with the same settings.
 
         Raises:
-            `ValueError`: there is one of other settings, or something else.
+            `ValueError`: the folder holds a corpus with other settings, or something else.
         """
         if passage_words < 1:
             raise ValueError(f"`passage_words` is {passage_words}; a passage needs at least 1 word.")
@@ -130,7 +130,7 @@ class Corpus:
         return corpus
 
     def check(self, processor, **wanted: Any) -> None:
-        """Refuses a processor that makes other slots, or `wanted` settings that are others.
+        """Refuses a processor that makes other slots, or `wanted` settings that differ.
 
         Raises:
             `ValueError`: the first setting that differs, with both values.

@@ -1,6 +1,6 @@
 """GGUF files for llama.cpp: the slot LoRA of an aligner, and base models.
 
-llama.cpp names weights its own way, and in the Llama architecture it rotates neighboring values of a head where
+llama.cpp has names of its own for weights, and in the Llama architecture it rotates neighboring values of a head where
 transformers rotates its two halves: rows that make queries and keys are reordered (`to_neighbors`).
 """
 
@@ -19,7 +19,7 @@ from ..processing_arcaligner import ArcAlignerProcessor
 ADAPTER_FILE = "adapter.gguf"
 # Of transformers and of llama.cpp.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-SIZES = {  # in GGUF metadata, behind the architecture's name, and in the backbone's configuration
+SIZES = {  # in GGUF metadata, after the architecture's name, and in the backbone's configuration
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
@@ -92,7 +92,7 @@ def write_adapter(model: ArcAlignerForCausalLM, path: Path) -> None:
 
 def write_base_model(model: PreTrainedModel, tokens: list[str], path: Path) -> None:
     """Writes a base model in float32, for tests and measurements. The file names its `tokens`, but not how to make them
-    of text, which is the processor's work; `convert_hf_to_gguf.py` of llama.cpp writes complete ones.
+    from text, which the processor does; `convert_hf_to_gguf.py` of llama.cpp writes complete ones.
 
     Raises:
         `ValueError`: a base model that is not translated.

@@ -53,10 +53,10 @@ _warnings: list[str] = []  # of llama.cpp, since the last call that was checked
 
 @functools.cache
 def import_llama_cpp() -> Any:
-    """The module `llama_cpp`; what llama.cpp warns of goes to `_warnings`.
+    """The module `llama_cpp`; warnings of llama.cpp go to `_warnings`.
 
     Raises:
-        `ImportError`: it is not installed, with how to.
+        `ImportError`: it is not installed; says how to install it.
     """
     try:
         api = importlib.import_module("llama_cpp")
@@ -175,7 +175,7 @@ class Session:
         return bytes(buffer)
 
     def restore(self, state: bytes) -> None:
-        """Goes on from a `state`."""
+        """Continues from a `state`."""
         self.clear()
         buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
         done = self._api.llama_state_seq_set_data(self._context, buffer, len(state), 0)
@@ -286,7 +286,7 @@ class LlamaCppEngine:
         Args:
             question (`str` or chat): What to ask.
             documents (`str`, `dict` or a list): The passages, as the processor takes them.
-            max_new_tokens (`int`): The most tokens of the answer.
+            max_new_tokens (`int`): Maximum number of tokens of the answer.
             slots: `max_slots`, `slot_policy` and `tokens_per_slot`, as the processor takes them.
 
         Raises:
@@ -329,7 +329,7 @@ class LlamaCppEngine:
         return self.session.logits
 
     def _read_slots(self, before: list[int], documents: list, slots: dict[str, Any], num_after: int) -> bytes:
-        """Reads text and slots of a prompt; the state behind the last slot."""
+        """Reads text and slots of a prompt; the state after the last slot."""
         encoded = self.processor.encode_documents(documents, **slots)
         embeds, words = encoded.context_embeds, encoded.context_word_ids
         self._check_length(len(before) + len(embeds) + num_after)

@@ -3,7 +3,7 @@
     python -m arcaligner.engines.reference --output reference.safetensors
 
 For each prompt, by its number: `before` and `after`, the ids around the slots; `slots` (num_slots, hidden), what the
-first layer reads; `keys` and `values` (layers, heads, length, head_dim) of all up to the last slot, rotated as in
+first layer reads; `keys` and `values` (layers, heads, length, head_dim) up to the last slot, rotated as in
 transformers; `logits` (vocab_size,) of the answer's first token; and `answer`, the ids of the greedy answer.
 """
 

@@ -1,4 +1,4 @@
-"""Requests to answers: those that arrive together are one batch, and each hears its answer as it is written.
+"""Requests to answers: those that arrive together are one batch, and each gets its answer as it is written.
 
 One thread reads passages and runs the model; any number of threads may submit.
 
@@ -51,8 +51,8 @@ class Request:
         documents (`list`, *optional*): Passages; `None` takes those of the corpus, if there is one.
         top_k (`int`): How many passages of the corpus are read; 0 reads none.
         max_new_tokens, temperature, top_p: Of the answer; temperature 0 takes the likeliest token.
-        return_slots (`bool`): Whether the passes of each slot are told. They are not known of a kept prefix, so it is
-            read again.
+        return_slots (`bool`): Whether the passes of each slot are reported. Those of a kept prefix are not known, so it
+            is read again.
         on_text (`Callable`): Is told each new piece of the answer, by the engine's thread.
     """
 
@@ -77,7 +77,7 @@ class Request:
 
 @dataclass
 class Answer:
-    """What became of a request. `seconds` since it arrived: `waiting`, `retrieval`, `slots`, `model` add up to
+    """The result of a request. `seconds` since it arrived: `waiting`, `retrieval`, `slots`, `model` add up to
     `first_token`."""
 
     text: str

@@ -25,12 +25,12 @@ def check_unicode(text: str) -> str:
 
 
 def as_text(given: Any) -> Any:
-    """A string stands for a text."""
+    """A string is read as a text."""
     return {"text": given} if isinstance(given, str) else given
 
 
 def as_parts(given: Any) -> Any:
-    """A string stands for a list of one text."""
+    """A string is read as a list of one text."""
     return [as_text(given)] if isinstance(given, str) else given
 
 
@@ -153,7 +153,7 @@ class Completion:
         return event({**self.head, "object": "chat.completion.chunk", "choices": [choice], **report})
 
     def usage_piece(self, answer: Answer) -> str:
-        """The event behind the end, for clients that ask for it."""
+        """The event after the end, for clients that ask for it."""
         return event({**self.head, "object": "chat.completion.chunk", "choices": [], "usage": usage(answer)})
 
 

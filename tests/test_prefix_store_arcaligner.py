@@ -62,6 +62,11 @@ def embeddings(num_slots, seed=0):
     return torch.randn(num_slots, ENCODER_WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
+def prefix_of(store, documents=None, **kwargs):
+    """The prefix of one question's passages."""
+    return store.prepare("?", documents, **kwargs)["past_key_values"]
+
+
 def generate(model, inputs, **kwargs):
     """New ids (batch, 5) and their logits (batch, 5, vocab_size)."""
     output = model.generate(**inputs, **FIVE_TOKENS, **kwargs, output_logits=True, return_dict_in_generate=True)
@@ -95,7 +100,7 @@ def test_batch_of_kept_and_missing_prefixes_answers_as_each_question_alone(model
     model = models(backbone)
     store = model.slot_prefix_store(processor)
     embeds = [embeddings(num_slots, seed=num_slots) for num_slots in (2, 9, 1)]
-    store.get(context_embeds=embeds[1])
+    prefix_of(store, context_embeds=embeds[1])
     first = assert_answers_alone(model, processor, store, QUESTIONS, embeds)
     assert (store.hits, store.misses) == (1, 3)
     second = generate(model, store.prepare(QUESTIONS, context_embeds=embeds))
@@ -183,12 +188,12 @@ def test_beams_continue_from_kept_prefixes(model, processor):
 
 def test_continuing_a_prefix_leaves_the_kept_one(model, processor):
     store = model.slot_prefix_store(processor)
-    prefix = store.get(context_embeds=embeddings(3))
+    prefix = prefix_of(store, context_embeds=embeddings(3))
     length = prefix.get_seq_length()
     before = [layer.keys.clone() for layer in prefix.layers]
     model(input_ids=torch.tensor([[5, 6, 7]]), past_key_values=prefix)
     prefix.layers[0].keys.zero_()
-    again = store.get(context_embeds=embeddings(3))
+    again = prefix_of(store, context_embeds=embeddings(3))
     assert store.hits == 1 and again.get_seq_length() == length
     assert all(torch.equal(layer.keys, keys) for layer, keys in zip(again.layers, before, strict=True))
 
@@ -198,12 +203,12 @@ def test_continuing_a_prefix_leaves_the_kept_one(model, processor):
 
 def test_least_recently_used_prefix_leaves_first(model, processor):
     size_of_one = model.slot_prefix_store(processor)
-    size_of_one.get(context_embeds=embeddings(3))
+    prefix_of(size_of_one, context_embeds=embeddings(3))
     store = model.slot_prefix_store(processor, max_bytes=3 * size_of_one.bytes)
 
     def get(seed):
         misses = store.misses
-        store.get(context_embeds=embeddings(3, seed=seed))
+        prefix_of(store, context_embeds=embeddings(3, seed=seed))
         assert store.bytes <= store.max_bytes and store.bytes == len(store) * size_of_one.bytes
         return "miss" if store.misses > misses else "hit"
 
@@ -220,18 +225,18 @@ def test_bytes_are_those_of_keys_and_values_alone(model, processor):
     store = model.slot_prefix_store(processor)
     store.prepare(["Who?", "Who?"], context_embeds=[embeddings(1), embeddings(40)])
     config = model.config.text_config
-    short = store.get(context_embeds=embeddings(1)).get_seq_length()
+    short = prefix_of(store, context_embeds=embeddings(1)).get_seq_length()
     positions = short + (short + 39)
     assert store.bytes == positions * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 8
 
 
 def test_prefix_above_the_budget_is_used_and_not_kept(model, processor):
     store = model.slot_prefix_store(processor)
-    small = store.get(context_embeds=embeddings(1))
+    small = prefix_of(store, context_embeds=embeddings(1))
     store.max_bytes = store.bytes
-    assert store.get(context_embeds=embeddings(40)).get_seq_length() == small.get_seq_length() + 39
+    assert prefix_of(store, context_embeds=embeddings(40)).get_seq_length() == small.get_seq_length() + 39
     assert len(store) == 1
-    store.get(context_embeds=embeddings(1))
+    prefix_of(store, context_embeds=embeddings(1))
     assert store.hits == 1
 
 
@@ -262,9 +267,9 @@ def test_settings_of_a_call_answer_as_without_the_store(model, processor, settin
 
 def test_settings_that_are_the_configurations_own_find_its_prefix(model, processor):
     store = model.slot_prefix_store(processor)
-    kept = store.get(context_embeds=embeddings(5))
+    kept = prefix_of(store, context_embeds=embeddings(5))
     own = {"gate_mode": model.config.gate_mode, "gate_threshold": model.config.gate_threshold, "max_slots": None}
-    assert torch.equal(store.get(context_embeds=embeddings(5), **own).layers[-1].keys, kept.layers[-1].keys)
+    assert torch.equal(prefix_of(store, context_embeds=embeddings(5), **own).layers[-1].keys, kept.layers[-1].keys)
     assert (store.hits, store.misses) == (1, 1)
 
 
@@ -312,7 +317,7 @@ def test_what_two_threads_ask_for_at_once_is_read_once(processor):
 
     model.prefill_context = prefill
     with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(lambda _: store.get(context_embeds=embeddings(3)), range(2))
+        first, second = threads.map(lambda _: prefix_of(store, context_embeds=embeddings(3)), range(2))
     assert len(read) == 1 and (store.hits, store.misses) == (1, 1)
     assert_same_cache(first, second)
 
@@ -320,13 +325,13 @@ def test_what_two_threads_ask_for_at_once_is_read_once(processor):
 def use(store, expected, seed):
     """Asks for kept and other prefixes in a random order; each is the one that was asked for."""
     for number in random.Random(seed).choices(range(len(expected)), k=12):
-        assert_same_cache(store.get(context_embeds=embeddings(3, seed=number)), expected[number])
+        assert_same_cache(prefix_of(store, context_embeds=embeddings(3, seed=number)), expected[number])
         assert store.bytes <= store.max_bytes
 
 
 def test_threads_and_processes_share_a_folder_and_keep_the_budget(model, processor, tmp_path):
     one = model.slot_prefix_store(processor)
-    expected = [one.get(context_embeds=embeddings(3, seed=number)) for number in range(5)]
+    expected = [prefix_of(one, context_embeds=embeddings(3, seed=number)) for number in range(5)]
     budget = 2 * one.bytes // 5
     workers = []
     for seed in range(3):
@@ -347,10 +352,10 @@ def test_threads_and_processes_share_a_folder_and_keep_the_budget(model, process
 
 def test_a_copy_of_a_store_starts_empty_and_answers_the_same(model, processor):
     store = model.slot_prefix_store(processor, max_bytes=10**6)
-    prefix = store.get(context_embeds=embeddings(3))
+    prefix = prefix_of(store, context_embeds=embeddings(3))
     for copied in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
         assert len(copied) == 0 and copied.max_bytes == 10**6
-        assert_same_cache(copied.get(context_embeds=embeddings(3)), prefix)
+        assert_same_cache(prefix_of(copied, context_embeds=embeddings(3)), prefix)
 
 
 # Bad input
@@ -387,7 +392,7 @@ def test_prompt_longer_than_the_context_is_refused(processor):
 def test_model_in_training_mode_is_refused(processor):
     model = make_model(processor).train()
     with pytest.raises(ValueError, match="Call `model.eval\\(\\)` first"):
-        model.slot_prefix_store(processor).get(context_embeds=embeddings(2))
+        prefix_of(model.slot_prefix_store(processor), context_embeds=embeddings(2))
 
 
 # Prefixes as files, for any engine
@@ -471,7 +476,7 @@ def test_interrupted_save_leaves_the_former_file(monkeypatch, tmp_path):
 
 def test_every_field_of_a_fingerprint_is_compared(model, processor, tmp_path):
     store = model.slot_prefix_store(processor, folder=tmp_path / "store")
-    cache = store.get(ADA)
+    cache = prefix_of(store, ADA)
     (path,) = (tmp_path / "store").iterdir()
     with safe_open(path, framework="pt") as file:
         fingerprint = json.loads(file.metadata()["fingerprint"])

@@ -1,4 +1,4 @@
-"""Training of ArcAligner: a script (`sft.py`) and a recipe for each backbone and stage.
+"""Training of ArcAligner: a script (`sft.py`) and a recipe for each base model and stage.
 
 What becomes of a row, file by file:
 

@@ -1,6 +1,6 @@
 """Reads rows from a JSON Lines or Parquet file or a data set of the Hub, through memory-mapped Arrow files.
 
-A source is a path or a Hub id, with options behind a question mark:
+A source is a path or a Hub id, with options after a question mark:
 
     questions.jsonl.gz                                               rows in our schema
     letters.parquet?text=body                                        one text per row
@@ -11,7 +11,7 @@ Its columns say which of three kinds it is, and each kind becomes rows of our sc
 
     {"id": str, "question": str, "answers": [str], "passages": [{"title": str, "text": str}]}
 
-- `passages`: our schema, taken as it is; further columns are left out;
+- `passages`: our schema, taken unchanged; further columns are left out;
 - `context` and `supporting_facts`: HotpotQA, with `passages=supporting` (the default: the paragraphs that the answer
   needs) or `passages=distractor` (all ten);
 - a column of texts: cut into passages of `passage_words` words, each a row without a question.

@@ -2,11 +2,11 @@
 
 In stages 0 and I, a row (`corpora.py`) becomes an example for every few consecutive segments of its passages: the
 slots, then a turn that gives their text back and, if asked for, one that continues with the text that follows. In
-stages II and III, the questions about the same passages become one example: the slots of all segments, and behind them
+stages II and III, the questions about the same passages become one example: the slots of all segments, and after them
 a turn for each question with its first answer. Questions that do not fit into `max_tokens` become a further example.
 
 How many slots a segment has is decided later: the collator draws the rate of each batch. So an example keeps its
-segments' tokens, and the prompt before and behind the slots. The encoder runs in the training step.
+segments' tokens, and the prompt before and after the slots. The encoder runs in the training step.
 """
 
 import itertools
@@ -28,8 +28,8 @@ from ..segmentation_arcaligner import EMPTY_SEGMENT, SegmentTokens, equal_runs, 
 from .corpora import Row
 
 # The paper's Table "Stage-I instruction templates", in its order. A template there reads "... [B] ... [T]": the slots
-# stand for [B], and [T] is what the assistant says. Here are the user's words before and behind the slots; the full
-# stop behind [T] is the target's own. The prompt of stages II and III is the processor's, the same as at inference.
+# stand for [B], and [T] is what the assistant says. Here are the user's words before and after the slots; the full
+# stop after [T] is the target's own. The prompt of stages II and III is the processor's, the same as at inference.
 RECONSTRUCTION_TEMPLATES = (
     ("Background: ", ". This is equivalent to:"),
     ("Rewrite the background in your own words: ", " →"),
@@ -166,7 +166,7 @@ class ExampleBuilder:
         head, turn = self._turn(before, after, text, row_id)
         turns = [turn]
         if self.continues and following:
-            # The words before the slots are shared: only what stands behind them tells the two turns apart.
+            # The words before the slots are shared: only what comes after them tells the two turns apart.
             _, turn = self._turn(before, CONTINUATION, following[0].segment.text.strip(), row_id)
             turns.append(turn)
         return self._example(row_id, head, turns, chunk)
@@ -341,7 +341,7 @@ def encode_slots(processor: ArcAlignerProcessor, batch: dict[str, Any]) -> torch
 
 
 def turn_mask(turn_ids: torch.LongTensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.LongTensor]:
-    """What each position of a batch may read, and its position: turns stand side by side behind the slots.
+    """What each position of a batch may read, and its position: turns stand side by side after the slots.
 
     Args:
         turn_ids (`torch.LongTensor` of shape `(batch, seq_len)`): From [`ContextCollator`].

@@ -1,4 +1,4 @@
-"""The full-text baseline: the backbone itself, fine-tuned with plain LoRA to answer from the passages' whole text.
+"""The full-text baseline: the base model, fine-tuned with plain LoRA to answer from the passages' whole text.
 
     python -m arcaligner.train.full_text --config train/recipes/smollm2_135m/full_text.yaml
 
@@ -34,7 +34,7 @@ class FullTextArguments:
     The keys of the recipe that are not [`~trl.SFTConfig`]'s.
 
     Args:
-        model_name_or_path (`str`): The backbone.
+        model_name_or_path (`str`): The base model.
         train_file (`str`): Rows of questions, passages and answers, a source as in `corpora.py`.
         max_train_samples (`int`): How many of the shuffled rows are trained on.
         data_dir (`str`): Folder of a data file with a relative path.

@@ -80,7 +80,7 @@ def word_recall(logits: torch.Tensor, word_ids: torch.LongTensor, word_weights: 
 
     Args:
         logits (`torch.Tensor` of shape `(num_slots, vocab_size)`): What the head makes of the slots.
-        word_ids (`torch.LongTensor` of shape `(num_slots, max_words)`): Their words, -1 behind them.
+        word_ids (`torch.LongTensor` of shape `(num_slots, max_words)`): Their words, -1 after them.
         word_weights (`torch.Tensor` of shape `(vocab_size,)`): Rarity of words. Those above the median of a slot's
             distinct words are its content words.
 

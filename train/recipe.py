@@ -50,7 +50,7 @@ class RecipeArguments:
         eval_files, max_eval_samples: The same for the held-out loss.
         max_segments (`int`): Maximum number of segments of a reconstruction example.
         continues (`bool`): Whether reconstruction examples have a second turn, which continues with the next segment.
-        max_tokens (`int`, *optional*): Longer examples are left out, as are those that the backbone cannot read.
+        max_tokens (`int`, *optional*): Longer examples are left out, as are those that the base model cannot read.
             Questions that share their passages become several examples rather than one that is too long.
         passage_words (`int`): Words of a passage that the texts of a corpus are cut into.
         distractors (`float`): Share of question examples that get 1 to 4 passages of other rows, which do not hold the
@@ -149,7 +149,7 @@ class RecipeArguments:
         return self.stage in ("grounding", "gating")
 
     def token_limit(self) -> int:
-        """Maximum number of tokens of an example: the recipe's, and never more than the backbone reads."""
+        """Maximum number of tokens of an example: the recipe's, and never more than the base model reads."""
         config = ArcAlignerConfig.from_pretrained(resolve_base_model(self.model_name_or_path)).text_config
         limits = [config.max_position_embeddings]
         if self.max_tokens is not None:

@@ -1,7 +1,7 @@
 """The folder of a run: its settings, one trainer at a time, the checkpoint to resume from, and its final files.
 
 The settings are the keys of the recipe with those of the command line over them. They are kept in `recipe.yaml`: the
-command as a comment, then the recipe file as it is or, where the command line sets keys, all keys in one.
+command as a comment, then the unchanged recipe file or, where the command line sets keys, all keys together.
 """
 
 import contextlib
@@ -90,7 +90,7 @@ def check_settings(folder: Path, settings: str) -> None:
     """Refuses a run that has begun with other settings than `settings`, except for `MAY_CHANGE_ON_RESUME`.
 
     Raises:
-        `ValueError`: the keys with both values; a folder that does not say its settings.
+        `ValueError`: the keys that differ, with both values; a folder without `recipe.yaml`.
     """
     if not has_begun(folder):
         return
@@ -174,7 +174,7 @@ def claim_folder(output_dir: str, settings: str, is_main: bool) -> Iterator[None
     """Keeps other trainers out of a folder, and writes its settings before anything else is there.
 
     Args:
-        output_dir (`str`): The run's folder; made when it is missing.
+        output_dir (`str`): The run's folder; created if it is missing.
         settings (`str`): Of [`run_settings`], kept as `recipe.yaml`.
         is_main (`bool`): Whether this is the first of the run's processes. The others do nothing here.
 
@@ -248,7 +248,7 @@ def _find_fault(checkpoint: Path) -> str | None:
 def mean_of_checkpoints(output_dir: str | Path, number: int, processor: ArcAlignerProcessor) -> dict[str, torch.Tensor]:
     """The mean of the aligner's weights in the last checkpoints of `output_dir`, `number` of them or all there are.
 
-    An encoder that was trained along becomes its mean in `processor`.
+    An encoder that was trained jointly becomes its mean in `processor`.
 
     Raises:
         `ValueError`: no checkpoint there has the aligner's weights in one file.

@@ -162,7 +162,7 @@ def make_examples(
 
 
 def speed_up_encoder(encoder: SentenceTransformer, recipe: RecipeArguments) -> None:
-    """An encoder that is trained along gets the backbone's attention kernel and compilation."""
+    """An encoder that is trained jointly gets the backbone's attention kernel and compilation."""
     model = encoder[0].model
     if recipe.attn_implementation is not None:
         model.set_attn_implementation(recipe.attn_implementation)

@@ -110,7 +110,7 @@ def run_stages(stages: list[Stage], accelerate: str | None = None) -> None:
     Raises:
         `ValueError`: an unknown accelerate config, a stage that was begun with other settings than it has now, or one
             whose start is not finished.
-        `ChildProcessError`: a stage failed; its own message stands on standard error.
+        `ChildProcessError`: a stage failed; its own message is on standard error.
     """
     launcher = _launcher(accelerate)
     for before, stage in zip([None, *stages], stages, strict=False):

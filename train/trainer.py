@@ -1,6 +1,6 @@
 """TRL's `SFTTrainer` for ArcAligner: what a stage freezes, its loss, its logs, and clear errors.
 
-What would silently train something else is refused: a `peft_config`, and settings that cut or mix sequences.
+Settings that would silently train something else are refused: a `peft_config`, and settings that cut or mix sequences.
 
 The encoder runs in the training step: it is small beside the backbone, and no embeddings of a corpus have to be kept.
 The loss is the model's own, of the labeled positions only. Where there is no Triton, TRL's fused head scores the prompt
@@ -40,7 +40,7 @@ class AlignerTrainingConfig(SFTConfig):
     Args:
         gate_learning_rate (`float`, *optional*): Of the gates, which start untrained in stage III. Default:
             `learning_rate`.
-        encoder_learning_rate (`float`, *optional*): Of an encoder that is trained along. Default: `learning_rate`.
+        encoder_learning_rate (`float`, *optional*): Of an encoder that is trained jointly. Default: `learning_rate`.
         average_checkpoints (`int`): The stage ends with the mean of the weights of its last checkpoints, this many
             (latest weight averaging, https://huggingface.co/papers/2209.14981). After a constant learning rate that is
             worth a falling one, and training can go on. 0: with the weights of the last step.
@@ -105,7 +105,7 @@ class AlignerTrainer(SFTTrainer):
         model ([`ArcAlignerForCausalLM`]): Loaded; what it trains is set here, by the stage.
         stage (`str`): `"lexical"`, `"reconstruction"`, `"grounding"` or `"gating"`.
         word_weights (`torch.Tensor` of shape `(vocab_size,)`, *optional*): Rarity of words, for the lexical stage.
-        encoder_weights (`Sequence[nn.Parameter]`): Of the encoder, those that are trained along.
+        encoder_weights (`Sequence[nn.Parameter]`): Of the encoder, those that are trained.
         **kwargs: Passed to [`~trl.SFTTrainer`]: the `args`, a [`ContextCollator`], data, the processor.
 
     Added to the logs:

@@ -4,8 +4,8 @@
         --tokens-per-slot 4,8,16,segment
     python -m arcaligner.evaluation.analyses rates --run runs/evaluation
 
-A point is a method at a rate (`arcaligner_x4`): its F1 and retention, across the tokens of the passages that really
-stand behind one position of the prompt. Baselines at the same rate read as many positions. No model runs.
+A point is a method at a rate (`arcaligner_x4`): its F1 and retention, across the tokens of the passages that one
+position of the prompt stands for. Baselines at the same rate read as many positions. No model runs.
 """
 
 from pathlib import Path
