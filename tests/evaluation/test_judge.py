@@ -1,11 +1,10 @@
 """Verdicts are those of the judge on the answers as they are, asked for once, and counted where there are none."""
 
-import json
 import socket
-from pathlib import Path
 
 import openai
 import pytest
+from answer_rows import write_answers
 from chat_server import running_chat_server
 
 from arcaligner.evaluation.judge import (
@@ -52,13 +51,6 @@ def answers(*predictions: str) -> list[dict]:
         {"id": f"q{number}", "question": f"What is capital {number}", "answers": ["Paris"], "prediction": prediction}
         for number, prediction in enumerate(predictions)
     ]
-
-
-def write_answers(run: Path, task: str, method: str, rows: list[dict]) -> None:
-    folder = run / task
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{method}.json").write_text("{}")
-    (folder / f"{method}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 @pytest.fixture

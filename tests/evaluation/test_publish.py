@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from answer_rows import write_answers
 
 from arcaligner.benchmarks import report as speed
 from arcaligner.evaluation.publish import INTRODUCTION, MARKS, answers_page, readme_table, with_block
 from arcaligner.evaluation.results import results_page
-from arcaligner.evaluation.runs import AnswerFile
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = json.loads((ROOT / "checkpoints/arcaligner-smollm2-135m/results.json").read_text("utf-8"))
@@ -36,7 +36,9 @@ def test_the_readme_and_the_page_of_speed_are_those_of_the_latency_report():
     report = json.loads((ROOT / "docs/figures/latency.json").read_text("utf-8"))
     readme = (ROOT / "README.md").read_text("utf-8")
     assert with_block(readme, "\n".join(speed.first_token_table(report)), speed.MARKS) == readme
-    assert (ROOT / "docs/speed.md").read_text("utf-8").startswith(speed.speed_page(report, []).rstrip())
+    page = (ROOT / "docs/speed.md").read_text("utf-8")
+    figures = page[page.index("![") : page.index("## All numbers")].splitlines()
+    assert page == speed.speed_page(report, figures)
 
 
 def test_f1_stands_over_the_speed_of_the_same_rate():
@@ -76,9 +78,7 @@ def test_a_block_is_replaced_between_its_marks_alone():
 
 
 def test_the_page_of_answers_shows_the_first_by_id_and_keeps_its_table_whole(tmp_path):
-    file = AnswerFile(tmp_path, "squad", "arcaligner")
-    file.open({"machine": "here"}, [{"id": "new"}])
-    row = {"question": "Who | what?", "answers": ["an\x1b[1m answer"], "prediction": "a\nb", "f1": 0.5, "row": "same"}
-    file.append(row | {"id": f"q{number:02}"} for number in reversed(range(20)))
+    row = {"question": "Who | what?", "answers": ["an\x1b[1m answer"], "prediction": "a\nb", "f1": 0.5}
+    write_answers(tmp_path, "squad", "arcaligner", (row | {"id": f"q{number:02}"} for number in reversed(range(20))))
     lines = [line for line in answers_page(tmp_path).splitlines() if line.startswith("| Who")]
     assert lines == [r"| Who \| what? | an\\x1b\[1m answer | a b | 50 |"] * 13

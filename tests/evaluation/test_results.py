@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from answer_rows import write_answers
 
 from arcaligner.evaluation.judge import judge_prompt, verdict_file
 from arcaligner.evaluation.metrics import bootstrap_interval
@@ -21,29 +22,9 @@ from arcaligner.files import digest
 from arcaligner.hub import write_model_card
 
 
-def answer(number: int, f1: float, em: float = 0.0, context: int = 2) -> dict:
-    return {
-        "id": str(number),
-        "row": "same",
-        "question": f"Question {number}?",
-        "answers": ["gold"],
-        "prediction": "said",
-        "f1": f1,
-        "em": em,
-        "em_raw": 0.0,
-        "recall": 1.0,
-        "context_tokens": context,
-        "passage_tokens": 60,
-        "prompt_tokens": 30,
-        "seconds": 0.5,
-    }
-
-
-def write(run, method: str, f1s: list[float], task: str = "hotpotqa", **tokens) -> None:
+def write(run, method: str, f1s: list[float], task: str = "hotpotqa", context: int = 2) -> None:
     """Writes answers of a method with these scores."""
-    file = AnswerFile(run, task, method)
-    file.open({"machine": "here"}, [{"id": "new"}])
-    file.append(answer(number, f1, **tokens) for number, f1 in enumerate(f1s))
+    write_answers(run, task, method, ({"f1": f1, "context_tokens": context} for f1 in f1s))
 
 
 def judge_all(run, method: str, verdicts: dict[str, str]) -> None:
@@ -100,9 +81,7 @@ def test_a_difference_is_paired_over_the_questions_that_both_answered(run):
 
 
 def test_answers_to_other_passages_are_not_paired(run):
-    file = AnswerFile(run, "hotpotqa", "max_loop")
-    file.open({"machine": "here"}, [{"id": "0"}])
-    file.append([answer(0, 1.0) | {"row": "other"}])
+    write_answers(run, "hotpotqa", "max_loop", [{"row": "other"}])
     with pytest.raises(ValueError, match="max_loop answered question 0 with other passages"):
         summarize(run)
 

@@ -1,6 +1,7 @@
 """Questions are partitioned by Naive and StandardRAG, and compressors counted in each part."""
 
 import pytest
+from answer_rows import write_answers
 
 from arcaligner.evaluation.analyses.__main__ import main
 from arcaligner.evaluation.analyses.four_way import analyze
@@ -16,19 +17,8 @@ XRAG = "01"  # cut short
 
 
 def write(run, task, method, right: str):
-    file = AnswerFile(run, task, method)
-    file.open({"machine": "here"}, [])
-    file.append(
-        {
-            "id": str(number),
-            "row": "same",
-            "question": f"What is {number}?",
-            "answers": ["Ada"],
-            "prediction": "Ada" if mark == "1" else "Ben",
-            "em": float(mark),
-        }
-        for number, mark in enumerate(right, start=1)
-    )
+    answers = ({"prediction": "Ada" if mark == "1" else "Ben", "em": float(mark)} for mark in right)
+    write_answers(run, task, method, answers)
 
 
 @pytest.fixture

@@ -3,11 +3,11 @@
 import json
 
 import pytest
+from answer_rows import write_answers
 
 from arcaligner.evaluation.analyses.__main__ import main
 from arcaligner.evaluation.analyses.rates import analyze, draw
 from arcaligner.evaluation.results import summarize
-from arcaligner.evaluation.runs import AnswerFile
 
 SCORES = {"naive": 0.1, "full_text_lora": 0.9}
 RATES = {
@@ -18,11 +18,8 @@ RATES = {
 
 
 def write(run, task: str, method: str, f1: float, context: int) -> None:
-    file = AnswerFile(run, task, method)
-    file.open({"machine": "here"}, [{"id": "new"}])
-    common = {"row": "same", "question": "Who?", "answers": ["Ada"], "prediction": "", "em_raw": 0.0, "recall": 1.0}
-    tokens = {"context_tokens": context, "passage_tokens": 48, "prompt_tokens": 9, "seconds": 0.1}
-    file.append({"id": str(n), "f1": f1 + n / 100, "em": f1, **common, **tokens} for n in range(4))
+    tokens = {"context_tokens": context, "passage_tokens": 48}
+    write_answers(run, task, method, ({"f1": f1 + n / 100, "em": f1, **tokens} for n in range(4)))
 
 
 @pytest.fixture
