@@ -35,18 +35,14 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-corpus_app = typer.Typer(
-    help="Builds, changes and describes a corpus: passages encoded once, for `ask` and `serve`.", no_args_is_help=True
-)
+corpus_app = typer.Typer(help="Builds, changes and describes a corpus: passages encoded once.", no_args_is_help=True)
 app.add_typer(corpus_app, name="corpus")
 output = Console()
 messages = Console(stderr=True)
 
 Document = typer.Option(help="A text file; can be repeated.", exists=True, dir_okay=False)
 Checkpoint = Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.")]
-Reranker = Annotated[
-    str | None, typer.Option(help="CrossEncoder that reorders the passages found: a folder or a Hub id.")
-]
+Reranker = Annotated[str | None, typer.Option(help="CrossEncoder that reorders the passages found.")]
 
 
 def parse_tokens_per_slot(value: str) -> int | str:
@@ -182,9 +178,7 @@ def answer(
     question: Annotated[str, typer.Option(help="What to ask.")],
     document: Annotated[list[Path], Document],
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
-    show_slots: Annotated[
-        bool, typer.Option("--show-slots", help="Show the text and the passes of each slot.")
-    ] = False,
+    show_slots: Annotated[bool, typer.Option("--show-slots", help="Show each slot's text and passes.")] = False,
     max_new_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens of the answer.", min=1)] = None,
     tokens_per_slot: TokensPerSlot = None,
     max_slots: Annotated[
@@ -228,9 +222,7 @@ def answer(
 
 Sources = Annotated[
     list[str],
-    typer.Argument(
-        metavar="SOURCE...", help="Text, Markdown, JSON Lines or Parquet files, folders of them, data sets of the Hub."
-    ),
+    typer.Argument(metavar="SOURCE...", help="Text, Markdown, JSON Lines, Parquet; folders; data sets of the Hub."),
 ]
 CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder of the corpus.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at anything that cannot be read, instead of skipping it.")]
@@ -317,9 +309,7 @@ def add(
 
 @corpus_app.command("remove")
 def remove(
-    documents: Annotated[
-        list[str], typer.Argument(metavar="DOCUMENT...", help="Ids of the documents: ID in the ID:START-END of `ask`.")
-    ],
+    documents: Annotated[list[str], typer.Argument(metavar="DOCUMENT...", help="Ids of documents, see `ask`.")],
     corpus: CorpusFolder,
 ) -> None:
     """Removes documents from a corpus."""
@@ -378,8 +368,7 @@ def serve_answers(
     max_batch: Annotated[int, typer.Option(help="Maximum number of requests per batch.", min=1)] = 8,
     prefix_megabytes: Annotated[int, typer.Option(help="Memory for slots kept between requests, in MiB.", min=0)] = 512,
     api_key: Annotated[
-        str | None,
-        typer.Option(envvar="ARCALIGNER_API_KEY", help="Key that clients must send. None: only this machine can ask."),
+        str | None, typer.Option(envvar="ARCALIGNER_API_KEY", help="Key that clients must send.")
     ] = None,
     ray: Annotated[int | None, typer.Option(metavar="REPLICAS", help="Number of replicas on Ray Serve.", min=1)] = None,
 ) -> None:
@@ -425,7 +414,7 @@ def train(
     recipe: Annotated[str, typer.Option(help=f"A folder with one file per stage, or one of {RECIPES}.")],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="--KEY VALUE", help="Keys of the recipe to override in every stage, after --."),
+        typer.Argument(metavar="--KEY VALUE", help="Keys to override in every stage, after --."),
     ] = None,
     stage: Annotated[int | None, typer.Option(help="Run this stage only.", min=0, max=3)] = None,
     folder: Annotated[
@@ -455,16 +444,12 @@ def evaluate(
         str | None, typer.Option(help="Tokens per slot to compare, separated by commas, such as 4,16,segment.")
     ] = None,
     checkpoint: Annotated[str | None, typer.Option(help="The aligner: a folder or a Hub id.")] = None,
-    xrag: Annotated[
-        str | None, typer.Option(help="Aligner for the method xrag: projector only, one slot per passage.")
-    ] = None,
+    xrag: Annotated[str | None, typer.Option(help="Aligner for the method xrag, of recipe xrag.")] = None,
     projector_only: Annotated[str | None, typer.Option(help="Aligner for the method projector_only.")] = None,
-    full_text_lora: Annotated[
-        str | None, typer.Option(help="LoRA for the method full_text_lora, made by train/full_text.py.")
-    ] = None,
+    full_text_lora: Annotated[str | None, typer.Option(help="LoRA for full_text_lora, of train/full_text.py.")] = None,
     folder: Annotated[Path | None, typer.Option("--output", help="Folder for answers and tables.")] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Folder with a file TASK.jsonl.gz for each task. Default: the Hub.")
+        Path | None, typer.Option(help="Folder with TASK.jsonl.gz for each task. Default: the Hub.")
     ] = None,
     num_questions: Annotated[int | None, typer.Option("-n", help="Maximum number of questions per task.")] = None,
     passages: Annotated[str | None, typer.Option(help="Passages to read: given, gold or retrieved.")] = None,

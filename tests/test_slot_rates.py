@@ -158,7 +158,8 @@ def test_rows_with_words_answer_in_a_batch_as_alone(words_model, words_processor
     together = words_model(**batch).logits[:, -1]
     for row, documents in enumerate(rows):
         alone = words_model(**words_processor(text=QUESTION, documents=documents, return_tensors="pt")).logits[:, -1]
-        torch.testing.assert_close(together[row], alone[0], atol=1e-5, rtol=1e-5)
+        # In float32 the encoder rounds a padded batch otherwise, by how much depends on the processor.
+        torch.testing.assert_close(together[row], alone[0], atol=1e-4, rtol=1e-4)
 
 
 def test_words_change_what_is_read(words_model, words_processor):
