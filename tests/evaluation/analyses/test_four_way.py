@@ -9,7 +9,7 @@ from arcaligner.evaluation.judge import judge_answers, verdict_file
 from arcaligner.evaluation.metrics import bootstrap_interval
 from arcaligner.evaluation.runs import AnswerFile
 
-# Right (1) or wrong (0), question by question: 1 and 2 are TT, 3 is TF, 4, 5 and 6 are FT, and none is FF.
+# Right (1) or wrong (0), question by question: two are TT, one is TF, three are FT, and none is FF.
 NAIVE = "111000"
 STANDARD_RAG = "110111"
 ARCALIGNER = "101100"
