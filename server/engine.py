@@ -51,8 +51,8 @@ class Request:
         documents (`list`, *optional*): Passages; `None` takes those of the corpus, if there is one.
         top_k (`int`): How many passages of the corpus are read; 0 reads none.
         max_new_tokens, temperature, top_p: Of the answer; temperature 0 takes the likeliest token.
-        return_slots (`bool`): Whether the passes of each slot are reported. Those of a kept prefix are not known, so it
-            is read again.
+        return_slots (`bool`): Whether the passes of each slot are reported. Where gates are on, those of a kept prefix
+            are not known, so it is read again.
         on_text (`Callable`): Is told each new piece of the answer, by the engine's thread.
     """
 
@@ -68,11 +68,6 @@ class Request:
     arrived: float = field(default_factory=time.monotonic)
     cancelled: bool = False
     passages: SlotPassages | None = None
-
-    @property
-    def kind(self) -> tuple:
-        """Requests of one kind can share a batch."""
-        return self.passages is None, self.return_slots and self.passages is not None, self.temperature, self.top_p
 
 
 @dataclass
@@ -171,9 +166,17 @@ class Engine:
         while batch := self._take():
             groups: dict[tuple, list[Request]] = {}
             for request in self._read(batch):
-                groups.setdefault(request.kind, []).append(request)
+                groups.setdefault(self._kind(request), []).append(request)
             for group in groups.values():
                 self._answer(group)
+
+    def _kind(self, request: Request) -> tuple:
+        """Requests of one kind can share a batch."""
+        return request.passages is None, self._records(request), request.temperature, request.top_p
+
+    def _records(self, request: Request) -> bool:
+        """Whether the passes of its slots have to be counted while they are read. Without gates each is one."""
+        return request.passages is not None and request.return_slots and self.model.config.gate_mode != "off"
 
     def _take(self) -> list[Request]:
         """The next requests, in the order of their arrival; none when the engine is closed."""
@@ -246,7 +249,7 @@ class Engine:
         if group[0].passages is not None:
             rows = [request.passages.inputs for request in group]
             slots = {name: [row[name] for row in rows] for name in rows[0]}
-        if slots and not group[0].return_slots:
+        if slots and not self._records(group[0]):
             return self.store.prepare(chats, **slots)
         padding = {"padding": True, "padding_side": "left"}
         if has_template:
@@ -269,7 +272,7 @@ class Engine:
     def _generate(self, group: list[Request], inputs: dict[str, Any], began: float) -> None:
         depths: list[torch.Tensor] = []
         inputs = {name: x.to(self.model.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
-        if group[0].passages is not None and group[0].return_slots:
+        if self._records(group[0]):
             inputs["recorded_depths"] = depths
         rows = Rows(group, inputs["attention_mask"].sum(dim=1).tolist(), self, began, depths)
         sampling = {"do_sample": True, "temperature": group[0].temperature, "top_p": group[0].top_p}
@@ -356,8 +359,9 @@ class Rows(BaseStreamer, StoppingCriteria):
         parts["model"] = self.first_token - self.began
         parts["waiting"] = first_token - sum(parts.values())
         layers = None
-        if self.depths:
-            depths = self.depths[0][row, :, : statistics["slots"]].tolist()
+        if passages is not None and request.return_slots:
+            num_layers, num_slots = self.engine.model.config.text_config.num_hidden_layers, statistics["slots"]
+            depths = self.depths[0][row, :, :num_slots].tolist() if self.depths else [[0] * num_slots] * num_layers
             layers = [[format_trajectory(each) for each in layer] for layer in depths]
         request.future.set_result(
             Answer(

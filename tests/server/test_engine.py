@@ -49,6 +49,17 @@ def test_a_request_that_takes_too_long_ends_and_the_next_is_answered(engine_of):
     assert engine.submit(Request(CHAT, max_new_tokens=2)).result().completion_tokens <= 2
 
 
+def test_without_gates_the_passes_of_kept_slots_are_told_and_nothing_is_read_again(engine_of, ask, monkeypatch):
+    monkeypatch.setattr(ask.model.config, "gate_mode", "off")
+    engine, documents = engine_of(), ["Ada wrote it. It was long."]
+    row = {"question": CHAT[0]["content"], "documents": documents}
+    expected = ask(row, return_slots=True, max_new_tokens=4)[0]["trajectories"]
+    for hits in range(2):
+        request = Request(CHAT, documents=documents, max_new_tokens=4, return_slots=True)
+        assert engine.submit(request).result().trajectories == expected
+        assert (engine.store.hits, engine.store.misses) == (hits, 1)
+
+
 def test_too_many_that_wait_are_told_and_a_closing_engine_answers_the_others(engine_of):
     engine = engine_of(limits=Limits(waiting=2), max_batch=1)
     busy, go_on = threading.Event(), threading.Event()
