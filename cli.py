@@ -130,15 +130,6 @@ def load_engine(checkpoint: str, corpus: Path | None, reranker: str | None, **se
     return engine
 
 
-def load_llama_cpp(checkpoint: str, base_model: Path | None, gate_mode: str | None):
-    """The llama.cpp engine of an exported checkpoint; errors as of [`LlamaCppEngine`]."""
-    check_folder(checkpoint)
-    from .engines.llama_cpp import LlamaCppEngine
-
-    silence_transformers()
-    return LlamaCppEngine(checkpoint, base_model, gate_mode=gate_mode)
-
-
 def read_document(path: Path) -> str:
     """The text of a file.
 
@@ -223,8 +214,12 @@ def answer(
     if engine == "llama.cpp":
         if show_slots:
             raise ValueError("`--show-slots` needs the passes of each slot, which llama.cpp does not tell.")
+        check_folder(checkpoint)
+        from .engines.llama_cpp import LlamaCppEngine
+
+        silence_transformers()
         with busy("Loading the aligner and its base model"):
-            loaded = load_llama_cpp(checkpoint, base_model, gate_mode)
+            loaded = LlamaCppEngine(checkpoint, base_model, gate_mode=gate_mode)
         show(loaded.answer(question, documents, **settings).strip())
         return
     if base_model is not None:
