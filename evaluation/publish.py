@@ -44,7 +44,7 @@ INTRODUCTION = """\
 The shipped aligner and what it is compared with, written by `python -m arcaligner.evaluation.publish` from the answers
 of `python -m arcaligner evaluate --recipe smollm2_135m`: the same frozen SmolLM2-135M-Instruct (4-bit weights of the
 default base model, Q4_1), chat template, questions and greedy decoding (24 new tokens) in all rows; "fine-tuned" is a
-LoRA that learned to read the text from 640 questions; xRAG and the projector alone saw 4,000 rows in each stage, the
+LoRA that learned to read the text from 4,000 questions; xRAG and the projector alone saw 4,000 rows in each stage, the
 aligner far more. `evaluation/recipes/smollm2_135m.yaml` says which passages are read. [answers.md](answers.md) has
 answers to read.
 """
