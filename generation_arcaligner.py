@@ -18,7 +18,7 @@ logger = logging.get_logger(__name__)
 
 def check_ids(ids, name: str = "`input_ids`", vocab_size: int | None = None, others: tuple[int, ...] = ()) -> None:
     """Raises `ValueError` unless `ids` are whole numbers (batch, seq_len) and, with `vocab_size`, below it or among
-    `others`. On an accelerator the values are not looked at, which would make the host wait."""
+    `others`. Values are not checked on an accelerator: reading them would make the host wait."""
     if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dim() != 2:
         shape = f" {ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else ""
         raise ValueError(

@@ -556,7 +556,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 )
             return None
         if context_embeds is None and (is_generated or torch.compiler.is_compiling()):
-            return None  # to look would make the host wait for the device
+            return None  # reading them would make the host wait for the device
         check_ids(input_ids, "`input_ids`", self.config.text_config.vocab_size, (self.config.context_token_id,))
         slot_mask = input_ids == self.config.context_token_id
         if context_embeds is None:

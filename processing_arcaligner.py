@@ -271,13 +271,13 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
                 Passages of a question, each a string or `{"title", "text"}`; for a list of questions, a list of such
                 lists. An empty list, or only white space, gives one slot with the encoding of the empty string.
             context_embeds (tensor or array of shape `(num_slots, encoder_hidden_size)`, or a list of them, *optional*):
-                Instead of documents: embeddings made before. Neither encoder nor segmenter is needed then.
+                Instead of documents: precomputed embeddings. Neither encoder nor segmenter is needed then.
             context_word_ids (tensor of shape `(num_slots, max_words)`, or a list of them, *optional*):
                 The tokens of the slots of `context_embeds`, -1 after them, where the aligner reads them.
             return_segments (`bool`, *optional*):
                 Adds `segments` (a list of [`Segment`] per row) and `statistics` (per row: `tokens` of the passages,
                 `slots`, and the measured `compression_rate`; with `max_slots` also how many segments are `merged` and
-                `dropped`). Remove both before passing the rest to the model. None for embeddings made before.
+                `dropped`). Remove both before passing the rest to the model. None for precomputed embeddings.
             max_slots (`int`, *optional*): Maximum number of slots of a question. Default: no limit.
             slot_policy (`str`, defaults to `"drop"`):
                 What happens to further segments. `"drop"` keeps the first ones, so put the best documents first.

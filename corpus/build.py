@@ -137,7 +137,7 @@ def new_documents(sources: list[str], corpus: Corpus, strict: bool) -> Iterator[
 
     def skip(what: str, may_hold_documents: bool = True) -> None:
         if strict:
-            raise ValueError(f"{what}. Mend it or leave it out; without `--strict` it is skipped.")
+            raise ValueError(f"{what}. Fix it or leave it out, or run without `--strict` to skip it.")
         batch.skipped.append(what)
         batch.unread += may_hold_documents
 

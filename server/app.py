@@ -76,7 +76,7 @@ class ServerSettings:
             )
 
 
-class Gate:
+class BodyLimit:
     """Refuses a request with a body that is too long, before it is read whole, or does not arrive within `seconds`, and
     counts answers by status."""
 
@@ -277,7 +277,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     limits = {"max_body_bytes": settings.max_body_bytes, "seconds": engine.limits.seconds}
     if not settings.api_key:  # a name that was pointed here is a page that asks from somebody's browser
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=(*LOOPBACK, "[::1]"), www_redirect=False)
-    app.add_middleware(Gate, **limits, count=count)
+    app.add_middleware(BodyLimit, **limits, count=count)
     for kind in (RequestValidationError, HTTPException):
         app.add_exception_handler(kind, refuse)
     app.get("/")(routes.page)

@@ -136,7 +136,7 @@ class Engine:
         if len(documents) > self.limits.max_documents:
             raise ValueError(f"Got {len(documents)} documents; expected at most {self.limits.max_documents}.")
         if not 1 <= request.max_new_tokens <= self.limits.max_new_tokens:
-            raise ValueError(f"Got {request.max_new_tokens} tokens; expected 1 to {self.limits.max_new_tokens}.")
+            raise ValueError(f"`max_tokens` is {request.max_new_tokens}; expected 1 to {self.limits.max_new_tokens}.")
         with self._arrival:
             if self._closed or len(self._waiting) >= self.limits.waiting:
                 raise BusyError(
@@ -193,7 +193,7 @@ class Engine:
             if request.future.set_running_or_notify_cancel():
                 try:
                     if request.cancelled or time.monotonic() - request.arrived > self.limits.seconds:
-                        raise TimeoutError(f"There was no time to begin within {self.limits.seconds:g} seconds.")
+                        raise TimeoutError(f"The request waited for more than {self.limits.seconds:g} seconds.")
                     request.passages = self._passages(request)
                     read.append(request)
                 except Exception as error:  # one request's mistake is its own

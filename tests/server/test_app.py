@@ -11,7 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from arcaligner import cli
-from arcaligner.server.app import Gate, ServerSettings, create_app, refuse
+from arcaligner.server.app import BodyLimit, ServerSettings, create_app, refuse
 
 QUESTION = "What sport does he play?"
 DOCUMENTS = [
@@ -111,7 +111,7 @@ def test_requests_that_arrive_together_share_a_batch_and_a_bad_one_fails_alone(c
         ({"messages": [{"role": "user", "content": "Who \ud800?"}]}, "surrogates"),
         ({"messages": [{"role": "system", "content": "Be brief."}]}, "question"),
         ({"temperature": -1}, "temperature: "),
-        ({"max_tokens": 257}, "Got 257 tokens; expected 1 to 256"),
+        ({"max_tokens": 257}, "`max_tokens` is 257; expected 1 to 256"),
         ({"documents": ["a"] * 5}, "Got 5 documents; expected at most 4"),
         ({"documents": ["A text. " * 41]}, "are 41 slots, but there is room for 40"),
         ({"documents": [{"body": "a"}]}, "documents.0.text: Field required"),
@@ -157,7 +157,7 @@ def test_a_body_that_does_not_arrive_is_not_waited_for(engine):
     async def send(message):
         status.append(message.get("status"))
 
-    app = Gate(create_app(engine, ServerSettings()), max_body_bytes=100, seconds=0.01, count=status.append)
+    app = BodyLimit(create_app(engine, ServerSettings()), max_body_bytes=100, seconds=0.01, count=status.append)
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b""}
     scope["headers"] = [(b"host", b"localhost")]
     asyncio.run(app(scope, receive, send))
