@@ -30,16 +30,16 @@ from rich.progress import track
 from rich.table import Table
 
 from ..files import describe_machine
-from ..train.recipe import RecipeArguments
-from ..train.run import run_script
-from ..train.sft import load_processor, make_examples, make_trainer, parse, resolve_dtype
+from ..train.recipe import RecipeArguments, resolve_dtype, run_script
+from ..train.sft import KINDS, load_processor, make_examples, make_trainer
+from ..train.stages import SCRIPT
 from ..train.trainer import AlignerTrainer, AlignerTrainingConfig
 from .measuring import quartiles, ratio, time_interleaved
 
 WARM_UP = 2  # steps, in which layers are compiled
 SIZES = ("tokens", "targets")
 
-Rows = list[dict[str, Any]]
+Examples = list[dict[str, Any]]
 
 
 @dataclasses.dataclass
@@ -54,7 +54,7 @@ class TrainingArm:
         self.optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0)
         self.trainer.model.train()
 
-    def batches(self, rows: Rows) -> list[dict[str, Any]]:
+    def batches(self, rows: Examples) -> list[dict[str, Any]]:
         """The batches of a step. One turn per row makes more of them, whose gradients add up."""
         if not self.side_by_side:
             rows = [row | {"turns": [turn]} for row in rows for turn in row["turns"]]
@@ -78,7 +78,7 @@ def size_of(batches: list[dict[str, Any]]) -> dict[str, int]:
     }
 
 
-def make_arms(recipe: RecipeArguments, args: AlignerTrainingConfig) -> tuple[dict[str, TrainingArm], list[Rows]]:
+def make_arms(recipe: RecipeArguments, args: AlignerTrainingConfig) -> tuple[dict[str, TrainingArm], list[Examples]]:
     """
     The arms of a recipe, without those that change nothing in it, and the rows of each step.
 
@@ -122,7 +122,7 @@ def make_arms(recipe: RecipeArguments, args: AlignerTrainingConfig) -> tuple[dic
     return arms, rows
 
 
-def measure(arms: dict[str, TrainingArm], rows: list[Rows], num_steps: int) -> dict[str, dict[str, Any]]:
+def measure(arms: dict[str, TrainingArm], rows: list[Examples], num_steps: int) -> dict[str, dict[str, Any]]:
     """
     Times the steps; step n takes the rows n, modulo their number.
 
@@ -162,4 +162,4 @@ def main(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) ->
 
 
 if __name__ == "__main__":
-    run_script(parse, main)
+    run_script(SCRIPT, KINDS, main)

@@ -11,6 +11,8 @@ from training_rows import passage_rows, question_rows, write_rows
 
 from arcaligner import ArcAlignerForCausalLM
 from arcaligner.train import sft
+from arcaligner.train.recipe import parse_recipe
+from arcaligner.train.stages import SCRIPT
 from arcaligner.train.trainer import AlignerTrainer
 
 
@@ -51,9 +53,14 @@ class RecipeWriter:
         return ["--config", str(path)]
 
 
+def parse(arguments: list[str]) -> tuple:
+    """What `sft.train` takes."""
+    return parse_recipe(SCRIPT, sft.KINDS, arguments)
+
+
 def run(arguments: list[str]) -> None:
     """Trains in this process."""
-    sft.train(*sft.parse(arguments))
+    sft.train(*parse(arguments))
 
 
 def run_until(step: int, arguments: list[str], run: Callable = run, trainer: type = AlignerTrainer) -> None:

@@ -287,7 +287,7 @@ class ContextCollator:
 
     - `input_ids`, `labels`: `torch.LongTensor` (batch, seq_len), labels -100 where nothing is learned;
     - `turn_ids`: `torch.LongTensor` (batch, seq_len), 0 before the turns, slots included, 1, 2, ... in the turns, -1 in
-      padding; see [`turn_mask`];
+      padding; see `turn_mask` in `trainer.py`;
     - `max_turns`: `int`, the maximum number of turns of a row;
     - `encoder_texts`, `encoder_starts`, `encoder_ends`: what `SentenceEncoder.encode_runs` takes, of all rows in
       order; `encoder_ends` is `None` where each text is one slot;
@@ -338,30 +338,6 @@ def encode_slots(processor: ArcAlignerProcessor, batch: dict[str, Any]) -> torch
     where the encoder's weights ask for one."""
     embeds = processor.encoder.encode_runs(batch["encoder_texts"], batch["encoder_starts"], batch["encoder_ends"])
     return pad_sequence(embeds.split(batch["num_slots"]), batch_first=True)
-
-
-def turn_mask(turn_ids: torch.LongTensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.LongTensor]:
-    """What each position of a batch may read, and its position: turns stand side by side after the slots.
-
-    Args:
-        turn_ids (`torch.LongTensor` of shape `(batch, seq_len)`): From [`ContextCollator`].
-        dtype (`torch.dtype`): Of the mask.
-
-    Returns:
-        The mask (batch, 1, seq_len, seq_len), 0 where a position reads another and the lowest number where not, and
-        `position_ids` (batch, seq_len).
-    """
-    seq_len = turn_ids.shape[1]
-    key, query = turn_ids[:, None, :], turn_ids[:, :, None]
-    index = torch.arange(seq_len, device=turn_ids.device)
-    reads = (index[None, :] <= index[:, None]) & ((key == 0) | (key == query))
-    mask = torch.zeros(reads.shape, dtype=dtype, device=turn_ids.device)
-    mask = mask.masked_fill(~reads, torch.finfo(dtype).min)[:, None]
-    # The positions of each turn continue from the last slot.
-    begins = torch.nn.functional.pad(turn_ids[:, 1:] != turn_ids[:, :-1], (1, 0))
-    start_of_turn = torch.where(begins, index, 0).cummax(dim=1).values  # (batch, seq_len)
-    prefix_length = (turn_ids == 0).sum(dim=1, keepdim=True)
-    return mask, index - start_of_turn + torch.where(turn_ids == 0, 0, prefix_length)
 
 
 def _words_of_slots(row: dict[str, Any], rate: int | str) -> list[list[int]]:

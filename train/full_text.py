@@ -7,7 +7,6 @@ PEFT and TRL. `arcaligner evaluate --full-text-lora` compares its answers with t
 resumes from the last checkpoint in its `output_dir`, unless its settings have changed. A finished one is left alone.
 """
 
-import functools
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,8 @@ from trl import SFTConfig, SFTTrainer
 from ..configuration_arcaligner import resolve_base_model, written_whole
 from .corpora import Row, open_corpus
 from .data import full_text
-from .recipe import parse_recipe
-from .run import claim_folder, last_checkpoint, run_script
+from .recipe import run_script
+from .run import claim_folder, last_checkpoint
 from .selection import missing_part
 
 logger = logging.getLogger(__name__)
@@ -125,7 +124,5 @@ def train(recipe: FullTextArguments, args: SFTConfig, settings: str) -> None:
         logger.info("saved to %s", args.output_dir)
 
 
-parse = functools.partial(parse_recipe, "arcaligner.train.full_text", (FullTextArguments, SFTConfig))
-
 if __name__ == "__main__":
-    run_script(parse, train)
+    run_script("arcaligner.train.full_text", (FullTextArguments, SFTConfig), train)

@@ -10,10 +10,9 @@ import logging
 import os
 import shlex
 import shutil
-import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,11 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..configuration_arcaligner import written_whole
 from ..encoder_arcaligner import ENCODER_FOLDER
-from ..files import exit_on_user_error, printable, write_whole
+from ..files import printable, write_whole
 from ..hub import RECIPE_FILE, write_model_card
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from .corpora import FILES, check_files
+from .corpora import FILES
 
 logger = logging.getLogger(__name__)
 
@@ -49,16 +48,6 @@ MAY_CHANGE_ON_RESUME = {
     *("dataloader_num_workers", "dataset_num_proc", "data_dir", "examples_cache_dir", "output_dir", "use_cpu"),
     *("attn_implementation", "compile_layers", "dtype"),
 }
-
-
-def run_script(parse: Callable[[list[str]], tuple], main: Callable) -> None:
-    """Runs a training script. A mistake in the recipe or a missing data file ends in one clear line before anything is
-    loaded, an error in training in a traceback."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    with exit_on_user_error():
-        parsed = parse(sys.argv[1:])
-        check_files(parsed[0].sources, parsed[0].data_dir)
-    main(*parsed)
 
 
 # Settings

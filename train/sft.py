@@ -10,14 +10,11 @@ if its settings are those that it was begun with.
 """
 
 import contextlib
-import functools
 import logging
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer
 from transformers import PreTrainedConfig, set_seed
@@ -27,59 +24,17 @@ from ..configuration_arcaligner import ArcAlignerConfig, resolve_base_model
 from ..modeling_arcaligner import ArcAlignerForCausalLM, slot_decoder_layers
 from ..processing_arcaligner import ArcAlignerProcessor
 from .data import ContextCollator, ExampleBuilder, word_rarity
-from .recipe import RecipeArguments, check_start, parse_recipe
-from .run import claim_folder, last_checkpoint, mean_of_checkpoints, run_script, save_stage
+from .recipe import RecipeArguments, check_start, resolve_dtype, run_script
+from .run import claim_folder, last_checkpoint, mean_of_checkpoints, save_stage
 from .selection import ExampleSelector
+from .stages import SCRIPT
 from .trainer import AlignerTrainer, AlignerTrainingConfig
 
 logger = logging.getLogger(__name__)
 
+KINDS = (RecipeArguments, AlignerTrainingConfig)
 # Enough to know which words are frequent.
 RARITY_EXAMPLES = 50_000
-
-
-def fastest_dtype(device: torch.device) -> torch.dtype:
-    """float32 or bfloat16, whichever multiplies matrices of a small backbone faster; each is measured for a
-    quarter of a second.
-
-    On accelerators it is bfloat16 where that is supported.
-    """
-    if device.type != "cpu":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    speeds = {dtype: _products_per_second(dtype) for dtype in (torch.float32, torch.bfloat16)}
-    logger.info("dtype auto: %s", ", ".join(f"{dtype} {speed:.0f} products/s" for dtype, speed in speeds.items()))
-    return max(speeds, key=speeds.get)
-
-
-def _products_per_second(dtype: torch.dtype) -> float:
-    rows, weight = torch.ones(2048, 576, dtype=dtype), torch.ones(576, 1536, dtype=dtype)
-    rows @ weight  # the first one sets up the kernel
-    count, start = 0, time.perf_counter()
-    while time.perf_counter() - start < 0.25:
-        rows @ weight
-        count += 1
-    return count / (time.perf_counter() - start)
-
-
-def resolve_dtype(name: str, device: torch.device, checkpoint: str | None = None) -> torch.dtype:
-    """The dtype of a recipe, the same in all processes and, for `"auto"`, that of the checkpoint to resume from.
-
-    Raises:
-        `ValueError`: a name that torch does not have, or a dtype that the device cannot train in.
-    """
-    if name == "auto" and checkpoint is not None:
-        return ArcAlignerConfig.from_pretrained(checkpoint).dtype
-    if name == "auto":
-        return broadcast_object_list([fastest_dtype(device)])[0]
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"`dtype` is {name!r}; expected auto, float32, bfloat16 or another float dtype of torch.")
-    try:
-        ones = torch.ones(2, 2, dtype=dtype, device=device)
-        (ones @ ones + ones).softmax(dim=1)
-    except RuntimeError as error:
-        raise ValueError(f"`dtype` is {name!r}, in which {device} cannot compute. Set it to auto.") from error
-    return dtype
 
 
 def is_aligner(model_name_or_path: str) -> bool:
@@ -231,7 +186,5 @@ def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -
         trainer.accelerator.wait_for_everyone()
 
 
-parse = functools.partial(parse_recipe, "arcaligner.train.sft", (RecipeArguments, AlignerTrainingConfig))
-
 if __name__ == "__main__":
-    run_script(parse, train)
+    run_script(SCRIPT, KINDS, train)

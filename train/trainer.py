@@ -19,7 +19,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig, SFTTrainer
 
 from ..modeling_arcaligner import ArcAlignerForCausalLM, SlotDecoderLayer
-from .data import encode_slots, turn_mask
+from .data import encode_slots
 from .metrics import Clock, GateCounter, SwappedSlots, answer_questions, word_recall
 
 # Slots of a step of the lexical stage, whose logits all exist at a time.
@@ -95,6 +95,30 @@ class AlignerTrainingConfig(SFTConfig):
                 f"{self.save_total_limit} of them. Keep at least as many."
             )
         super().__post_init__()
+
+
+def turn_mask(turn_ids: torch.LongTensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.LongTensor]:
+    """What each position of a batch may read, and its position: turns stand side by side after the slots.
+
+    Args:
+        turn_ids (`torch.LongTensor` of shape `(batch, seq_len)`): From [`ContextCollator`].
+        dtype (`torch.dtype`): Of the mask.
+
+    Returns:
+        The mask (batch, 1, seq_len, seq_len), 0 where a position reads another and the lowest number where not, and
+        `position_ids` (batch, seq_len).
+    """
+    seq_len = turn_ids.shape[1]
+    key, query = turn_ids[:, None, :], turn_ids[:, :, None]
+    index = torch.arange(seq_len, device=turn_ids.device)
+    reads = (index[None, :] <= index[:, None]) & ((key == 0) | (key == query))
+    mask = torch.zeros(reads.shape, dtype=dtype, device=turn_ids.device)
+    mask = mask.masked_fill(~reads, torch.finfo(dtype).min)[:, None]
+    # The positions of each turn continue from the last slot.
+    begins = torch.nn.functional.pad(turn_ids[:, 1:] != turn_ids[:, :-1], (1, 0))
+    start_of_turn = torch.where(begins, index, 0).cummax(dim=1).values  # (batch, seq_len)
+    prefix_length = (turn_ids == 0).sum(dim=1, keepdim=True)
+    return mask, index - start_of_turn + torch.where(turn_ids == 0, 0, prefix_length)
 
 
 class AlignerTrainer(SFTTrainer):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from training_recipes import RecipeWriter
+from training_recipes import RecipeWriter, parse
 from training_rows import question_rows, write_rows
 
 from arcaligner.benchmarks import throughput
@@ -31,7 +31,7 @@ def arguments(writer, stage="grounding", **changes):
 
 
 def parsed(writer, **changes):
-    return sft.parse(arguments(writer, **changes))
+    return parse(arguments(writer, **changes))
 
 
 @pytest.fixture

@@ -19,6 +19,8 @@ from accelerate.utils import DistributedType
 from transformers import modeling_utils
 
 from arcaligner.train import sft
+from arcaligner.train.recipe import parse_recipe
+from arcaligner.train.stages import SCRIPT
 from arcaligner.train.trainer import AlignerTrainer
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -78,7 +80,7 @@ def main(runs: list[dict]) -> list[dict]:
         current_run.update(run)
         report.update(error=None, rows=[], written=[])
         try:
-            sft.train(*sft.parse(run["arguments"]))
+            sft.train(*parse_recipe(SCRIPT, sft.KINDS, run["arguments"]))
         except (ValueError, InterruptedError) as error:
             report["error"] = str(error)
         reports.append(dict(report))

@@ -8,7 +8,8 @@ from tiny_models import float64_throughout
 from torch.nn.functional import cross_entropy
 from training_rows import passage_rows, question_rows
 
-from arcaligner.train.data import ContextCollator, ExampleBuilder, encode_slots, turn_mask
+from arcaligner.train.data import ContextCollator, ExampleBuilder, encode_slots
+from arcaligner.train.trainer import turn_mask
 
 SLOT, PAD = 99, 7
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import chat_inputs, greedy_answer
-from training_recipes import logs, parameters, run
+from training_recipes import logs, parameters, parse, run
 from training_rows import question_rows, write_rows
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
-from arcaligner.train import metrics, sft
+from arcaligner.train import metrics
 from arcaligner.train import trainer as trainer_module
 from arcaligner.train.data import ContextCollator, ExampleBuilder, encode_slots
 from arcaligner.train.metrics import (
@@ -79,7 +79,7 @@ def test_perplexity_and_gap_are_those_of_all_targets_whatever_the_batches(tmp_pa
         assert 0 <= entry["eval_f1"] <= 100 and 0 <= entry["eval_em"] <= 100
         found.append(entry)
     assert found[0]["eval_perplexity"] == pytest.approx(found[1]["eval_perplexity"], rel=1e-5)
-    recipe, args, _ = sft.parse(arguments)
+    recipe, args, _ = parse(arguments)
     model = ArcAlignerForCausalLM.from_pretrained(tmp_path / "7").eval()
     processor = ArcAlignerProcessor.from_pretrained(tmp_path / "7")
     rows = list(ExampleSelector(recipe, ExampleBuilder(processor), args.seed).eval_examples())
@@ -115,7 +115,7 @@ def test_swapped_slots_are_those_of_the_next_row_with_other_passages():
 
 def test_a_gap_within_batches_of_one_row_is_refused(write_recipe, tmp_path):
     with pytest.raises(ValueError, match="`per_device_eval_batch_size` is 1"):
-        sft.parse(write_recipe("grounding", tmp_path, eval_slot_gap=True, per_device_eval_batch_size=1))
+        parse(write_recipe("grounding", tmp_path, eval_slot_gap=True, per_device_eval_batch_size=1))
 
 
 def test_questions_that_are_not_there_are_not_asked(tmp_path, write_recipe, held_out):

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from training_recipes import parse
 
 from arcaligner import ArcAlignerConfig
 from arcaligner.train import sft
 from arcaligner.train.corpora import FILES, parse_source
-from arcaligner.train.recipe import RecipeArguments, check_start
-from arcaligner.train.run import run_script
-from arcaligner.train.sft import load_processor, parse
+from arcaligner.train.recipe import RecipeArguments, check_start, run_script
+from arcaligner.train.sft import load_processor
+from arcaligner.train.stages import SCRIPT
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "train/recipes/tiny/1_reconstruction.yaml"
@@ -175,7 +176,7 @@ def test_a_folder_of_two_aligners_is_refused(start):
 
 def parse_shipped(path, *arguments):
     """A recipe as on a machine without an accelerator, where bf16 is refused."""
-    return sft.parse(["--config", str(path), "--use_cpu", "true", *arguments])
+    return parse(["--config", str(path), "--use_cpu", "true", *arguments])
 
 
 def recipe_id(path):
@@ -250,5 +251,5 @@ def test_a_missing_data_file_is_said_in_one_line_before_anything_is_loaded(tmp_p
     path = ROOT / "train/recipes/smollm2_135m/2_grounding.yaml"
     monkeypatch.setattr(sys, "argv", ["sft", "--config", str(path), "--data_dir", str(tmp_path)])
     with pytest.raises(SystemExit):
-        run_script(parse, lambda *parsed: pytest.fail("training began"))
+        run_script(SCRIPT, sft.KINDS, lambda *parsed: pytest.fail("training began"))
     assert f"There is no file {tmp_path}/train_qa.jsonl.gz" in capsys.readouterr().err.replace("\n", "")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from training_recipes import RecipeWriter, run_until
+from training_recipes import RecipeWriter, parse, run_until
 
-from arcaligner.train import sft, stages
+from arcaligner.train import stages
 from arcaligner.train.run import run_settings
 from arcaligner.train.stages import RECIPES, SCRIPT, find_recipe, read_stages, run_stages, run_to_end
 
@@ -186,7 +186,7 @@ def test_recipes_are_found_by_name_or_folder_and_may_begin_with_a_lexical_stage(
 def test_the_script_keeps_what_the_stage_is_compared_with(base_model_dir, encoder_dir, tmp_path):
     arguments = RecipeWriter(tmp_path, base_model_dir, encoder_dir)("grounding", tmp_path / "run")
     arguments += ["--run_name", "it's mine"]
-    assert sft.parse(arguments)[2] == run_settings(SCRIPT, arguments)
+    assert parse(arguments)[2] == run_settings(SCRIPT, arguments)
 
 
 @pytest.fixture
