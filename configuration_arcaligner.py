@@ -33,6 +33,8 @@ _INSTALL = {
 GATE_MODES = ("adaptive", "off", "always")
 # How slots are refined: keyword arguments of `generate` and `forward`.
 REFINEMENT_SETTINGS = ("gate_mode", "gate_threshold", "max_refinement_steps", "refinement_budget")
+# How slots are chosen: keyword arguments of processor and pipeline.
+SLOT_SETTINGS = ("max_slots", "slot_policy", "tokens_per_slot")
 
 AUTO_MAP = {
     "AutoConfig": "configuration_arcaligner.ArcAlignerConfig",

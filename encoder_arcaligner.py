@@ -135,7 +135,7 @@ class SentenceEncoder:
         """The LoRA weights; empty for an encoder that was not trained."""
         return [each["default"].weight for layer in self._lora_layers() for each in (layer.lora_A, layer.lora_B)]
 
-    def train_along(self, lora_r: int) -> list[torch.nn.Parameter]:
+    def add_trainable_lora(self, lora_r: int) -> list[torch.nn.Parameter]:
         """Adds LoRA of rank `lora_r`, unless the encoder has it, and returns the LoRA weights, ready to be trained.
 
         Raises:
@@ -337,15 +337,15 @@ class DocumentEncoder(DocumentSegmenter):
             folder = Path(snapshot_download(str(checkpoint), revision=revision, allow_patterns=f"{ENCODER_FOLDER}/*"))
         if not (folder / ENCODER_FOLDER / "adapter_config.json").is_file():
             raise ValueError(
-                f"{checkpoint} lacks {ENCODER_FOLDER}/adapter_config.json, the sentence encoder that was trained along "
-                "with the aligner. Save the processor again, or download the checkpoint again."
+                f"{checkpoint} lacks {ENCODER_FOLDER}/adapter_config.json, the sentence encoder that was trained with "
+                "the aligner. Save the processor again, or download the checkpoint again."
             )
         self.encoder = SentenceEncoder(self.encoder_name_or_path, str(folder / ENCODER_FOLDER), self.encoder_dtype)
         self.trained_encoder = True
 
     def train_encoder(self, lora_r: int) -> list[torch.nn.Parameter]:
-        """[`SentenceEncoder.train_along`] of the encoder, which is saved with the processor from then on."""
-        weights = self.encoder.train_along(lora_r)
+        """[`SentenceEncoder.add_trainable_lora`] of the encoder, which is saved with the processor from then on."""
+        weights = self.encoder.add_trainable_lora(lora_r)
         self.trained_encoder = True
         return weights
 
@@ -400,7 +400,7 @@ class DocumentEncoder(DocumentSegmenter):
         if isinstance(passages[0], GivenSlots):
             if max_slots is not None and slot_policy == "merge":
                 raise ValueError(
-                    '`slot_policy` is "merge", but `context_embeds` made before cannot be merged. Pass `documents`, or '
+                    '`slot_policy` is "merge", but precomputed `context_embeds` cannot be merged. Pass `documents`, or '
                     '`slot_policy="drop"`.'
                 )
             return [self._first_slots(row, number, max_slots) for number, row in enumerate(passages)]

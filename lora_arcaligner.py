@@ -45,13 +45,13 @@ def mix_in(mixin: type[InPlaceMixin], module: nn.Module) -> None:
 ADAPTER_NAME = "slot"
 ALL_ROWS = ...
 # Of flat rows (batch * seq_len, features): indices (num_slots,), where slots stand together a slice, or all rows.
-Rows = torch.Tensor | slice | EllipsisType
+RowIndex = torch.Tensor | slice | EllipsisType
 
 
 class _SlotScope(threading.local):
     def __init__(self):  # runs in each thread; defaults of the class would be another thing to compiled code
         # None: LoRA off. ALL_ROWS: each row is a slot.
-        self.rows: Rows | None = None
+        self.rows: RowIndex | None = None
         # The last input that slot rows were taken from, and these rows: query, key and value linears read the same.
         self.taken: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -60,7 +60,7 @@ _scope = _SlotScope()
 
 
 @contextlib.contextmanager
-def lora_on(rows: Rows | None):
+def lora_on(rows: RowIndex | None):
     """Inside, LoRA is applied to `rows`: PEFT's layers are called by the backbone's attention and MLP, which pass no
     such argument on."""
     before, _scope.rows, _scope.taken = _scope.rows, rows, None
@@ -70,7 +70,7 @@ def lora_on(rows: Rows | None):
         _scope.rows, _scope.taken = before, None
 
 
-def _take_slots(x: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _take_slots(x: torch.Tensor, rows: RowIndex) -> torch.Tensor:
     """Rows of `x` (batch, seq_len, in_features) -> (num_slots, in_features), once for the linears that share `x`."""
     if (taken := _scope.taken) is not None and taken[0] is x:
         return taken[1]
@@ -173,7 +173,7 @@ class SlotLoraLayer(InPlaceMixin):
             return self.base_layer(x)
         return super().__call__(x, *args, **kwargs)
 
-    def _add_in_place(self, x: torch.Tensor, result: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def _add_in_place(self, x: torch.Tensor, result: torch.Tensor, rows: RowIndex) -> torch.Tensor:
         """Eq. 3 as `SlotLoraVariant.forward` has it, written into `result` (batch, seq_len, out_features)."""
         own = self.__dict__
         down = own["_modules"]["lora_A"]._modules[ADAPTER_NAME]

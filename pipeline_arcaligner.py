@@ -17,10 +17,9 @@ from transformers import GenerationConfig, TextGenerationPipeline
 from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
-from .configuration_arcaligner import longest_prompt
+from .configuration_arcaligner import SLOT_SETTINGS, longest_prompt
 from .encoder_arcaligner import pad_words
 from .processing_arcaligner import check_conversation
-from .segmentation_arcaligner import SLOT_SETTINGS
 
 # Options of a call that go to the processor.
 _SLOT_OPTIONS = (*SLOT_SETTINGS, "sanitize_control_tokens")

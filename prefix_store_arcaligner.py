@@ -10,7 +10,7 @@ backbone that knows nothing of slots continues from them with the same logits. I
     with safe_open(path, framework="pt") as file:
         for layer in range(backbone.config.num_hidden_layers):
             cache.update(file.get_tensor(f"layers.{layer}.keys"), file.get_tensor(f"layers.{layer}.values"), layer)
-    logits = backbone(input_ids=ids_behind_the_slots, past_key_values=cache).logits
+    logits = backbone(input_ids=ids_after_the_slots, past_key_values=cache).logits
 
 Shapes: keys and values (batch, key_value_heads, length, head_dim), rows of a batch left-padded.
 """
@@ -33,7 +33,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
-from .configuration_arcaligner import REFINEMENT_SETTINGS, check_length, longest_prompt
+from .configuration_arcaligner import REFINEMENT_SETTINGS, SLOT_SETTINGS, check_length, longest_prompt
 from .encoder_arcaligner import GivenSlots, pad_words
 from .fingerprint_arcaligner import (
     PREFIX_SETTINGS,
@@ -43,7 +43,6 @@ from .fingerprint_arcaligner import (
     spacy_version,
     tensors_digest,
 )
-from .segmentation_arcaligner import SLOT_SETTINGS
 
 FORMAT = "arcaligner-slot-prefix-2"
 

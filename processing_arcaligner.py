@@ -21,6 +21,7 @@ from transformers.utils.chat_template_utils import encode_marked_chat
 
 from .configuration_arcaligner import (
     DEFAULT_ENCODER,
+    SLOT_SETTINGS,
     check_json_file,
     longest_prompt,
     resolve_base_model,
@@ -29,7 +30,6 @@ from .configuration_arcaligner import (
 from .encoder_arcaligner import ENCODER_FOLDER, DocumentEncoder, EncodedDocuments, SentenceEncoder, pad_words
 from .prefix_store_arcaligner import SlotPrefixStore
 from .segmentation_arcaligner import (
-    SLOT_SETTINGS,
     check_sentences_per_segment,
     check_text,
     check_tokens_per_slot,

@@ -20,8 +20,6 @@ from transformers.utils.chat_template_utils import _get_control_token_patterns, 
 
 logger = logging.get_logger(__name__)
 
-# How slots are chosen: keyword arguments of processor and pipeline.
-SLOT_SETTINGS = ("max_slots", "slot_policy", "tokens_per_slot")
 # spaCy refuses longer texts by default; its rule-based sentence splitter needs little memory for each character.
 _MAX_SPACY_CHARACTERS = 100_000_000
 

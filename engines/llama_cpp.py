@@ -29,6 +29,7 @@ from transformers.utils import logging
 from ..checkpoint_arcaligner import tensor_shapes
 from ..configuration_arcaligner import (
     DEFAULT_BASE_MODEL,
+    SLOT_SETTINGS,
     ArcAlignerConfig,
     check_gates,
     longest_prompt,
@@ -39,7 +40,7 @@ from ..encoder_arcaligner import EncodedDocuments
 from ..files import digest, refuse_unknown
 from ..modeling_arcaligner import ArcAlignerForCausalLM, ContextProjector
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..segmentation_arcaligner import SLOT_SETTINGS, documents_of
+from ..segmentation_arcaligner import documents_of
 from .gguf_files import ADAPTER_FILE, architecture_of, check_base_model, head_dim_of, to_neighbors
 
 TESTED_VERSION = "0.3.36"

@@ -135,7 +135,7 @@ def with_block(text: str, block: str, marks: tuple[str, str]) -> str:
     """
     start, end = marks
     if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
-        raise ValueError(f"Expected {start!r} and behind it {end!r}, each once, to know where the tables go.")
+        raise ValueError(f"Expected {start!r} and after it {end!r}, each once, to know where the tables go.")
     return f"{text.partition(start)[0]}{start}\n{block}\n{end}{text.partition(end)[2]}"
 
 

@@ -182,7 +182,8 @@ def add_earlier(results: dict[str, Any], earlier: Path) -> None:
             raise ValueError(f"{name} has {entry['questions']} questions, and had {before['questions']} earlier.")
         if abs(before["recall"][0] - entry["recall"][0]) > 1e-9:  # of the passages, whichever method reads them
             raise ValueError(
-                f"{name}: golds stood in {before['recall'][0]} % of the passages read earlier, not in the same."
+                f"{name}: {before['recall'][0]} % of the earlier run's passages held a gold answer, now "
+                f"{entry['recall'][0]} %: the two runs read different passages."
             )
         kept = {title: each for title, each in before["methods"].items() if title in titles}
         entry["methods"] = kept | entry["methods"]

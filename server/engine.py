@@ -274,7 +274,7 @@ class Engine:
         inputs = {name: x.to(self.model.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
         if self._records(group[0]):
             inputs["recorded_depths"] = depths
-        rows = Rows(group, inputs["attention_mask"].sum(dim=1).tolist(), self, began, depths)
+        rows = AnswerStream(group, inputs["attention_mask"].sum(dim=1).tolist(), self, began, depths)
         sampling = {"do_sample": True, "temperature": group[0].temperature, "top_p": group[0].top_p}
         settings = GenerationConfig(
             max_new_tokens=max(rows.max_new_tokens),
@@ -287,7 +287,7 @@ class Engine:
         )
 
 
-class Rows(BaseStreamer, StoppingCriteria):
+class AnswerStream(BaseStreamer, StoppingCriteria):
     """The answers of a batch while they are written: gives each its tokens, and says which rows are done. `depths` has
     the passes of their slots, (batch, num_layers, max_slots), once the prompt is read, or nothing."""
 

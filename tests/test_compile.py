@@ -34,7 +34,7 @@ def batch_of(model, slot_counts, side="left", seed=0):
 
 
 def prompts_of(model, sizes):
-    """One row each of (slots, text), the slots together behind a third of the text."""
+    """One row each of (slots, text), the slots together after a third of the text."""
     rows = [random_row(model, slots, num_text=text, seed=text, contiguous=True) for slots, text in sizes]
     return [for_generate(collate([row])) for row in rows]
 

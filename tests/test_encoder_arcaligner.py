@@ -19,7 +19,7 @@ def load(checkpoint_dir):
 
 @pytest.fixture
 def trained(load, tmp_path):
-    """A checkpoint with an encoder that was trained along."""
+    """A checkpoint with an encoder that was trained jointly."""
     processor = load("float32")
     for weight in processor.train_encoder(lora_r=2):
         torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(0))

@@ -399,7 +399,7 @@ def test_model_in_training_mode_is_refused(processor):
 
 
 def prefix_and_tail(model, num_slots=4, seed=0):
-    """A one-row prompt cut behind its last slot: the prefix's cache, its ids and the ids that follow."""
+    """A one-row prompt cut after its last slot: the prefix's cache, its ids and the ids that follow."""
     row = random_row(model, num_slots, seed=seed, num_text=12, contiguous=True)
     length = int((row.input_ids == model.config.context_token_id).nonzero().max()) + 1
     cache = model.prefill_context(row.input_ids[None, :length], row.context_embeds[None])
@@ -429,7 +429,7 @@ def test_unmodified_backbone_continues_from_the_file(backbone, tmp_path):
     names = {
         "backbone": stock_model(model, torch.float64, model.config.text_config._attn_implementation),
         "path": path,
-        "ids_behind_the_slots": tail,
+        "ids_after_the_slots": tail,
         "safe_open": safe_open,
         "DynamicCache": DynamicCache,
     }

@@ -176,7 +176,7 @@ def test_a_sentence_longer_than_the_encoder_reads_is_split_not_cut(processor):
     assert all(len(processor.encoder.model.tokenizer(piece)["input_ids"]) <= limit for piece in pieces)
 
 
-def test_truncation_cuts_text_behind_the_slots_only(processor):
+def test_truncation_cuts_text_after_the_slots_only(processor):
     whole = processor(text=QUESTION, documents=DOCUMENTS)["input_ids"][0]
     last_slot = len(whole) - 1 - whole[::-1].index(processor.context_token_id)
     cut = processor(text=QUESTION, documents=DOCUMENTS, truncation=True, max_length=last_slot + 3)
@@ -309,9 +309,9 @@ def test_each_row_has_the_budget_for_itself(processor):
     assert [slots_in(processor, ids) for ids in inputs["input_ids"]] == [2, 1]
 
 
-def test_embeddings_made_before_are_dropped_but_not_merged(processor):
+def test_precomputed_embeddings_are_dropped_but_not_merged(processor):
     embeds = torch.randn(3, ENCODER_WIDTH)
     inputs = processor(text=QUESTION, context_embeds=embeds, max_slots=2, return_tensors="pt")
     assert torch.equal(inputs["context_embeds"][0], embeds[:2])
-    with pytest.raises(ValueError, match='`slot_policy` is "merge", but `context_embeds` made before'):
+    with pytest.raises(ValueError, match='`slot_policy` is "merge", but precomputed `context_embeds`'):
         processor(text=QUESTION, context_embeds=embeds, max_slots=2, slot_policy="merge")

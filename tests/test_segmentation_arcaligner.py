@@ -80,7 +80,7 @@ def test_time_is_linear_in_scripts_without_spaces():
     assert time.process_time() - start < 3
 
 
-def test_a_sentence_ends_behind_a_very_long_word():
+def test_a_sentence_ends_after_a_very_long_word():
     word = "https://" + "example.com/!?" * 20
     assert cut(f"See {word}page. It is long! Yes.") == [f"See {word}page.", "It is long!", "Yes."]
 

@@ -173,7 +173,7 @@ class AlignerTrainer(SFTTrainer):
             )
         if stage == "lexical" and kwargs["args"].eval_slot_gap:
             raise ValueError(
-                "`eval_slot_gap` needs targets behind the slots, and in the lexical stage the slots' words are the "
+                "`eval_slot_gap` needs targets after the slots, and in the lexical stage the slots' words are the "
                 "targets. Leave it out; `eval_word_recall` is logged."
             )
         model.set_stage(stage)
@@ -184,7 +184,8 @@ class AlignerTrainer(SFTTrainer):
         super().__init__(model, **kwargs)
         if encoder_weights and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError(
-                "The encoder is trained along on one device or with DDP; FSDP and DeepSpeed would spread its weights. "
+                "The encoder can be trained jointly on one device or with DDP; FSDP and DeepSpeed would spread its "
+                "weights. "
                 "Leave `encoder_lora_r` out, or use DDP."
             )
         self._clock = Clock()

@@ -71,7 +71,7 @@ def test_a_name_that_is_no_method_is_refused_with_those_that_are(name):
         find_method(name)
 
 
-def test_rates_stand_behind_their_method_from_fine_to_coarse():
+def test_rates_stand_after_their_method_from_fine_to_coarse():
     names = ["arcaligner_xsegment", "no_recursion", "arcaligner_x16", "naive", "arcaligner_x4", "arcaligner"]
     ordered = ["naive", "arcaligner", "arcaligner_x4", "arcaligner_x16", "arcaligner_xsegment", "no_recursion"]
     assert sorted(names, key=sort_key) == ordered

@@ -154,7 +154,7 @@ def test_retention_needs_both_of_its_ends_and_something_to_gain(run):
     assert "retention" not in summarize(run)["sets"]["HotpotQA"]["methods"]["ArcAligner"]
 
 
-def test_rates_of_a_method_have_rows_of_their_own_behind_it(run):
+def test_rates_of_a_method_have_rows_of_their_own_after_it(run):
     for rate, f1 in (("segment", 0.2), ("16", 0.4), ("4", 0.6)):
         write(run, f"arcaligner_x{rate}", [f1] * 4)
     sets = summarize(run)["sets"]
@@ -177,7 +177,7 @@ def test_an_earlier_run_adds_methods_that_do_not_depend_on_the_aligner_and_repla
     assert now["sets"]["SQuAD"]["methods"] == {"ArcAligner": "new", "Naive": "new", "StandardRAG": "old"}
     assert now["machine"] == "new; old"
     now["sets"]["SQuAD"]["recall"] = [49.0]
-    with pytest.raises(ValueError, match="SQuAD: golds stood in 50.0 %"):
+    with pytest.raises(ValueError, match="SQuAD: 50.0 % of the earlier run's passages held a gold answer, now"):
         add_earlier(now, earlier)
     with pytest.raises(ValueError, match="SQuAD has 3 questions, and had 2"):
         add_earlier(results(3, value="new"), earlier)

@@ -15,7 +15,7 @@ SLOT, PAD = 99, 7
 
 
 def row(row_id, num_words, num_turns=1):
-    """An example as 🤗 Datasets gives it: a segment of one-character words behind a title of three characters."""
+    """An example as 🤗 Datasets gives it: a segment of one-character words after a title of three characters."""
     turns = [{"input_ids": [20 + n, 30 + n], "labels": [-100, 30 + n]} for n in range(num_turns)]
     segment = {
         "encoder_text": "T: " + "w" * num_words,

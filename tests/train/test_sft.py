@@ -255,7 +255,7 @@ def test_another_adapter_is_refused(trainer_arguments):
 
 def test_a_gap_of_the_lexical_stage_is_refused(trainer_arguments):
     trainer_arguments["args"].eval_slot_gap = True
-    with pytest.raises(ValueError, match="`eval_slot_gap` needs targets behind the slots"):
+    with pytest.raises(ValueError, match="`eval_slot_gap` needs targets after the slots"):
         AlignerTrainer(**{**trainer_arguments, "stage": "lexical", "word_weights": torch.ones(400)})
 
 

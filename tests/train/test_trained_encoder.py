@@ -1,4 +1,4 @@
-"""The sentence encoder is trained along, is kept in the checkpoint, and can be used by itself."""
+"""The sentence encoder is trained jointly, is kept in the checkpoint, and can be used by itself."""
 
 import pytest
 import torch
