@@ -99,24 +99,24 @@ class LayerKeysValues:
 class LayerCost(NamedTuple):
     """Operations of one decoder layer; the methods take counts or tensors of them."""
 
-    linears: int  # of a row, without LoRA
-    lora: int  # of a slot
-    keys_values: int  # of a row, for its keys and values; an upper bound
-    keys_values_lora: int  # of a slot
-    key: int  # attention of one row to one key
-    gate: int  # of a slot
+    linears: int  # for one row, without LoRA
+    lora: int  # for one slot
+    keys_values: int  # for the keys and values of one row; an upper bound
+    keys_values_lora: int  # for one slot
+    key: int  # for the attention of one row to one key
+    gate: int  # for one slot
 
     def of_prefill(self, num_text, num_slots):
-        """Of a slot prefix, gates off: `num_text` rows of text and `num_slots` slots."""
+        """The cost of a slot prefix with the gates off: `num_text` rows of text and `num_slots` slots."""
         length = num_text + num_slots
         return self.linears * length + self.lora * num_slots + self.key * length * length // 2
 
     def of_keys_values(self, num_text, num_slots):
-        """Of the keys and values of a slot prefix, once before a layer's first step."""
+        """The cost of the keys and values of a slot prefix, paid once before a layer's first step."""
         return self.keys_values * (num_text + num_slots) + self.keys_values_lora * num_slots
 
     def of_slot_pass(self, num_text, num_slots):
-        """Of another pass of one slot through the layer: it attends to the prefix and to the other slots."""
+        """The cost of another pass of one slot through the layer. It attends to the prefix and to the other slots."""
         return self.linears + self.lora + self.key * (num_text + 2 * num_slots)
 
 

@@ -48,7 +48,7 @@ def slot_prefix_fingerprint(
     """All that decides the keys and values of a slot prefix, as JSON.
 
     Args:
-        model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): Of the prefix.
+        model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): What computes the prefix.
         prompt_ids (`Sequence[int]`): The text before the slots.
         passages (`Sequence`): Documents, each a string or `{"title", "text"}`, or [`GivenSlots`].
         weights (`dict`): Digests of all that was read for it, of `SlotPrefixStore.weights`.

@@ -67,9 +67,9 @@ class SlotGenerationMixin(GenerationMixin):
         Args:
             input_ids (`torch.LongTensor` of shape `(batch, seq_len)`):
                 A prompt with slots, or just its prefix. What follows the last slot is not read.
-            context_embeds (`torch.FloatTensor` of shape `(batch, max_slots, encoder_hidden_size)`): Of the slots.
+            context_embeds (`torch.FloatTensor` of shape `(batch, max_slots, encoder_hidden_size)`): The slots.
             attention_mask (`torch.Tensor` of shape `(batch, seq_len)`, *optional*): 0 on padding.
-            context_word_ids (`torch.LongTensor` of shape `(batch, max_slots, max_words)`, *optional*): Of the slots.
+            context_word_ids (`torch.LongTensor` of shape `(batch, max_slots, max_words)`, *optional*): Their words.
             kwargs: Of [`ArcAlignerModel`], among them `gate_mode`, `gate_threshold`, `max_refinement_steps` and
                 `refinement_budget`.
 

@@ -72,7 +72,7 @@ def write_model_card(
     """Writes `README.md` from the configuration and the files in `folder`, unless it was edited.
 
     Args:
-        config ([`ArcAlignerConfig`]): Of the checkpoint.
+        config ([`ArcAlignerConfig`]): The checkpoint's configuration.
         folder (`Path`): The checkpoint's, with its recipe and results where it has them.
         name (`str`, *optional*): What the quick start loads, a Hub id or a folder. Default: `folder`.
         datasets (`tuple[str, ...]`): Hub ids of the data sets that the training files were made from. Those that the

@@ -216,7 +216,7 @@ def inject_slot_lora(backbone: nn.Module, layers: nn.ModuleList, config) -> None
     if config.lora_r == 0:
         return
     targets = config.lora_target_modules
-    if targets == "all-linear":  # of the decoder layers
+    if targets == "all-linear":  # those of the decoder layers
         linears = {module for module in layers.modules() if isinstance(module, nn.Linear)}
         targets = [name for name, module in backbone.named_modules() if module in linears]
     lora_config = LoraConfig(

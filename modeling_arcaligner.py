@@ -167,7 +167,7 @@ class SlotDecoderLayer(InPlaceMixin):
     def _run_compiled(self, hidden_states, slots, kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
         has_budget = slots is not None and slots.settings.budget is not None
         cache = kwargs.get("past_key_values")
-        is_recording = bool(_active_collector.get())  # of attentions or router logits, by hooks
+        is_recording = bool(_active_collector.get())  # hooks record attentions or router logits
         if has_budget or is_recording or not LayerKeysValues.fits(cache, self.layer_idx):
             return self._algorithm_1(hidden_states, slots, kwargs)
         if cache is not None:

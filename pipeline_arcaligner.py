@@ -71,7 +71,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
 
     def __init__(self, model, processor, tokenizer=None, **kwargs):
         tokenizer = tokenizer or processor.tokenizer
-        if processor.max_prompt_length is None:  # of a checkpoint that does not say
+        if processor.max_prompt_length is None:  # the checkpoint does not say
             processor.max_prompt_length = longest_prompt(model.config.text_config)
         super().__init__(model=model, processor=processor, tokenizer=tokenizer, **kwargs)
 

@@ -52,8 +52,8 @@ def save_slot_prefix(path: str | Path, cache: Cache, fingerprint: dict[str, Any]
 
     Args:
         path (`str` or `Path`): File to write; its folder exists.
-        cache ([`~transformers.Cache`]): Of one row, such as `prefill_context` returns.
-        fingerprint (`dict`): Of `slot_prefix_fingerprint`.
+        cache ([`~transformers.Cache`]): Keys and values of one row, such as `prefill_context` returns.
+        fingerprint (`dict`): What `slot_prefix_fingerprint` returns.
 
     Raises:
         `ValueError`: a cache of several rows.
@@ -83,7 +83,7 @@ def load_slot_prefix(
 
     Args:
         path (`str` or `Path`): The file.
-        fingerprint (`dict`): Of `slot_prefix_fingerprint`, for the model, passages and prompt it will be used with.
+        fingerprint (`dict`): `slot_prefix_fingerprint` of the model, passages and prompt it will be used with.
         config (`PreTrainedConfig`): The backbone's, `model.config.text_config`.
         device (`str` or `torch.device`, defaults to `"cpu"`): Where the model is.
 
@@ -184,7 +184,7 @@ class SlotPrefixStore:
     Args:
         model ([`ArcAlignerForCausalLM`]): In evaluation mode.
         processor ([`ArcAlignerProcessor`]): The model's.
-        max_bytes (`int`, defaults to 1 GiB): Of keys and values kept in memory; 0 keeps none.
+        max_bytes (`int`, defaults to 1 GiB): Memory for keys and values; 0 keeps none there.
         folder (`str` or `Path`, *optional*): Where every prefix is written and looked for, also by other processes.
 
     Attributes: `hits`, `loads` and `misses` count prefixes found in memory, read from the folder and prefilled; `bytes`

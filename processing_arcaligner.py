@@ -45,7 +45,7 @@ QUESTION_LINE = "\nQuestion: "
 
 def check_conversation(given: Any) -> None:
     """Raises `ValueError` unless it is a list of messages, or a list of such lists."""
-    messages = getattr(given, "messages", given)  # of transformers' `Chat`
+    messages = getattr(given, "messages", given)  # transformers' `Chat` has them inside
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(f"A conversation is {messages!r}; expected a list of messages, at least one.")
     if any(isinstance(each, list | tuple) for each in messages):
@@ -305,7 +305,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         questions = [text] if is_single else text
         if documents is None and context_embeds is None:
             kwargs = {name: value for name, value in kwargs.items() if name not in _SLOT_ARGUMENTS}
-            if sanitize_control_tokens:  # of `apply_chat_template`
+            if sanitize_control_tokens:  # `apply_chat_template` passes it on
                 kwargs["sanitize_control_tokens"] = True
             for each in questions:
                 if isinstance(each, str):

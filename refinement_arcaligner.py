@@ -78,7 +78,7 @@ def open_slots_plan(rows: SlotRows, cells: torch.Tensor, is_taken: torch.Tensor)
     return StepRows(
         slot_positions=rows.slot_positions.gather(1, cells).masked_fill(~is_taken, -1),
         fixed_positions=torch.cat([rows.text_positions, others], dim=1),
-        fixed_slots=rows.slot_cells + (batch_index + 1) * max_text,  # of all slots: masked ones do no harm
+        fixed_slots=rows.slot_cells + (batch_index + 1) * max_text,  # those of all slots: masked ones do no harm
     )
 
 
@@ -109,7 +109,7 @@ def find_slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, dev
         is_slot (`np.ndarray` of shape `(batch, seq_len)`): The paper's `M_r`.
         is_text (`np.ndarray` of shape `(batch, seq_len)`): Real text, neither slot nor padding.
         max_slots (`int`): Width of `context_embeds`; rows of positions are padded to it.
-        device (`torch.device`): Of the model's input.
+        device (`torch.device`): Where the model's input is.
     """
     slots = _packed_positions(is_slot)
     slots = np.pad(slots, ((0, 0), (0, max_slots - slots.shape[1])), constant_values=-1)
@@ -185,7 +185,7 @@ def refinement_mask(attention_mask: torch.Tensor | None, rows: StepRows, dtype: 
     Args:
         attention_mask: The layer's mask, (batch or 1, 1, seq_len, kv_len), boolean or additive; `None` means causal.
         rows (`StepRows`): Rows of the step.
-        dtype (`torch.dtype`): Of the hidden states, for an additive mask.
+        dtype (`torch.dtype`): The dtype of the hidden states, for an additive mask.
 
     Returns:
         `torch.Tensor` of shape `(batch, 1, width, max_fixed + width)`, of the kind that was given.
@@ -247,9 +247,9 @@ class RefinementBudget:
     """The operations that each row of one forward may still spend on refinement, layer by layer.
 
     Args:
-        share (`float`): Of the prefill of the row's slot prefix, at least 0.
-        costs (`list[LayerCost]`): Of all layers.
-        rows ([`SlotRows`]): Of the forward.
+        share (`float`): Share of the operations of the prefill of a row's slot prefix, at least 0.
+        costs (`list[LayerCost]`): The costs of all layers.
+        rows ([`SlotRows`]): The slots of the forward.
         asks_gates (`bool`): Whether gates are computed.
     """
 
@@ -393,7 +393,7 @@ class AllSlotsSteps:
     """Steps of one layer that compute every slot: in training, where the gradient of a closed gate needs its candidate
     (Eq. 7), and in compiled code, whose operations may not depend on what the gates decide."""
 
-    rows = None  # of the steps: all
+    rows = None  # a step computes all slots
 
     def __init__(self, layer, hidden_states: torch.Tensor, slots: Slots):
         self.layer, self.hidden_states, self.slots = layer, hidden_states, slots
@@ -425,7 +425,7 @@ class OpenSlotsSteps:
         self.layer, self.hidden_states, self.slots = layer, hidden_states, slots
         width = self._width(gate_open)
         self.cells, self.rows = None, None
-        if width < gate_open.shape[1]:  # of the fullest row; others are filled up with closed slots
+        if width < gate_open.shape[1]:  # as many as the fullest row has; others are filled up with closed slots
             self.cells = (~gate_open).to(torch.int8).argsort(dim=1, stable=True)[:, :width]  # (batch, width)
             gate_open = gate_open.gather(1, self.cells)
             self.rows = open_slots_plan(slots.rows, self.cells, gate_open)

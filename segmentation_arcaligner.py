@@ -308,8 +308,8 @@ def fit_segments(
     """Drops or merges segments until there are at most `max_slots`, which `check_slot_budget` lets pass.
 
     Args:
-        segments (`Sequence[Segment]`): Of one question's documents, in order.
-        texts (`Sequence[str]`): Of these documents.
+        segments (`Sequence[Segment]`): The segments of one question's documents, in order.
+        texts (`Sequence[str]`): The texts of these documents.
         max_slots (`int`, *optional*): `None` keeps all.
         slot_policy (`str`, defaults to `"drop"`): Keeps the first ones; `"merge"` joins neighbors of a document.
         num_reads (`Callable`): As for `segment_document`.

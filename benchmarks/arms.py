@@ -133,7 +133,7 @@ def both_prompts(
     Args:
         processor ([`ArcAlignerProcessor`]): With the tokenizer.
         rows (`list[dict]`): `question` and `passages`.
-        slots (`dict`): Of each row `context_embeds` (num_slots, width) and, where the aligner reads them,
+        slots (`dict`): For each row `context_embeds` (num_slots, width) and, where the aligner reads them,
             `context_word_ids` (num_slots, max_words).
         device (`str`): Where the prompts are to be.
     """

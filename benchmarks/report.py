@@ -161,8 +161,8 @@ def tradeoff(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[dic
     passages in the first dtype.
 
     Args:
-        report (`dict`): Of the latency benchmark, at several rates.
-        sets (`dict`): Of the results of an evaluation at these rates.
+        report (`dict`): The report of the latency benchmark at several rates.
+        sets (`dict`): The results of an evaluation at these rates.
     """
     wanted = TRADEOFF_PASSAGES, 1, report["sizes"][0]["dtype"]
     curves: dict[str, list[dict[str, Any]]] = {}

@@ -148,7 +148,7 @@ def new_documents(sources: list[str], corpus: Corpus, strict: bool) -> Iterator[
         batch.documents, batch.replaced = new, [document.id for document in new if document.id in known]
         return batch
 
-    text_of: dict[int, int] = {}  # of an id, both as hashes: there may be millions
+    text_of: dict[int, int] = {}  # by id, both as hashes: there may be millions
     for document in read_documents(sources, skip):
         key, text = hash(document.id), hash((document.title, document.text))
         if key not in text_of:

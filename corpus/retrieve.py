@@ -102,7 +102,7 @@ class Retriever:
                 rows = self._query(question, vector, limit).to_arrow()
             except (RuntimeError, ValueError):  # a writer has just removed the version that was read
                 rows = self._query(question, vector, limit).to_arrow()
-        except (RuntimeError, ValueError) as error:  # of Lance
+        except (RuntimeError, ValueError) as error:  # raised by Lance
             raise OSError(f"The corpus {self.corpus.path} cannot be searched: {error}") from error
         if self.reranker is not None:
             texts = [f"{row['title']} {row['text']}".strip() for row in rows.select(["title", "text"]).to_pylist()]
@@ -127,7 +127,7 @@ class Retriever:
 def slot_passages(rows) -> SlotPassages:
     """Rows of a corpus as passages with slots."""
     documents = rows.select(["document", "title", "text", "start", "end"]).to_pylist()
-    for name, sign in (("_relevance_score", 1), ("_distance", -1)):  # of a hybrid search, or of vectors alone
+    for name, sign in (("_relevance_score", 1), ("_distance", -1)):  # hybrid search, vectors alone
         if name in rows.column_names:
             for document, value in zip(documents, rows[name].to_pylist(), strict=True):
                 document["score"] = sign * value

@@ -174,7 +174,7 @@ class Corpus:
                 yield
         except Timeout as error:
             raise ValueError(f"Another process writes to the corpus {self.path}. Wait until it has ended.") from error
-        except RuntimeError as error:  # of Lance
+        except RuntimeError as error:  # raised by Lance
             raise OSError(f"The corpus {self.path} cannot be written: {error}. What was there before stays.") from error
 
     def digests(self, documents: Iterable[str]) -> dict[str, str]:
@@ -238,7 +238,7 @@ class Corpus:
         try:
             batches = self.table.search().select(["segments"]).to_batches()
             num_slots = sum(len(batch["segments"].flatten()) for batch in batches)
-        except RuntimeError as error:  # of Lance
+        except RuntimeError as error:  # raised by Lance
             raise OSError(f"The corpus {self.path} cannot be read: {error}. Build it anew.") from error
         num_bytes = sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
         slot_bytes = 2 * self.settings["encoder_hidden_size"]

@@ -49,7 +49,7 @@ CACHE_TYPES = {"f16": (1, np.float16), "f32": (0, np.float32)}  # GGML's number 
 WARNING, CONTINUED = 3, 5
 
 logger = logging.get_logger(__name__)
-_warnings: list[str] = []  # of llama.cpp, since the last call that was checked
+_warnings: list[str] = []  # from llama.cpp, since the last call that was checked
 
 
 @functools.cache
@@ -98,9 +98,9 @@ class Session:
 
     Args:
         path (`Path`): The GGUF file.
-        adapter (`Path`, *optional*): Of the slot LoRA.
+        adapter (`Path`, *optional*): The GGUF file of the slot LoRA.
         context_length (`int`): Positions of prompt and answer.
-        cache_type (`str`): Of keys and values, `"f16"` or `"f32"`.
+        cache_type (`str`): The type of keys and values, `"f16"` or `"f32"`.
 
     Raises:
         `ValueError`: files that llama.cpp cannot read or that do not fit, with what it says.
@@ -164,7 +164,7 @@ class Session:
 
     @property
     def logits(self) -> np.ndarray:
-        """Of the position read last, (vocab_size,); overwritten by the next `read`."""
+        """Logits of the position read last, (vocab_size,); overwritten by the next `read`."""
         vocab_size = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
         return np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._context, -1), (vocab_size,))
 
@@ -217,13 +217,13 @@ class LlamaCppEngine:
     Answers questions about passages with llama.cpp, greedily. For one thread.
 
     Args:
-        folder (`str` or `Path`): Of `arcaligner export-gguf`.
+        folder (`str` or `Path`): What `arcaligner export-gguf` has written.
         base_model (`str` or `Path`, *optional*): GGUF file of the base model. Default: that of the default base model.
         gate_mode (`str`, *optional*): Default: the checkpoint's. Other than `"off"`, slots are read by the PyTorch
             model, which is loaded as well.
         context_length (`int`): Positions of prompt and answer.
-        cache_type (`str`): Of keys and values, `"f16"` or `"f32"`.
-        max_bytes (`int`): Of states kept for further questions about the same passages.
+        cache_type (`str`): The type of keys and values, `"f16"` or `"f32"`.
+        max_bytes (`int`): Memory for states kept for further questions about the same passages.
 
     Raises:
         `ImportError`: llama.cpp is not installed.

@@ -99,7 +99,7 @@ def judge_answers(judge: Judge, rows: Sequence[Row], file: AnswerFile) -> None:
     Args:
         judge (`Callable`): Prompts to replies, such as [`ask_endpoint`].
         rows (`Sequence[dict]`): With `id`, `question`, `answers` and `prediction`.
-        file ([`AnswerFile`]): Of [`verdict_file`].
+        file ([`AnswerFile`]): The file from [`verdict_file`].
     """
     known = read_verdicts(file, rows)
     todo = [(row["id"], judge_prompt(row)) for row in rows if known[row["id"]] is None]

@@ -47,7 +47,7 @@ def ratio_interval(numerators: np.ndarray, denominators: np.ndarray) -> np.ndarr
     Bootstrap interval of `sum(numerators) / sum(denominators)`, over rows.
 
     Args:
-        numerators, denominators (`np.ndarray` of shape `(num_rows, ...)`): Of each row.
+        numerators, denominators (`np.ndarray` of shape `(num_rows, ...)`): The two parts of each row's ratio.
 
     Returns:
         Lower and upper ends, (2, ...).

@@ -29,7 +29,7 @@ class Task:
         name (`str`): In commands, and of a local file `<name>.jsonl.gz`.
         title (`str`): In tables.
         hub_id (`str`): Data set of the Hub.
-        config (`str` or `None`), split (`str`): Of that data set.
+        config (`str` or `None`), split (`str`): The configuration and split of that data set.
         to_row (`Callable`): A row of that data set to `{"id", "question", "answers", "passages", "meta"?}`, or `None`
             where it is not part of the task.
         num_questions (`int`, *optional*): How many are asked, always the same random sample; `None` for all. The
@@ -95,7 +95,7 @@ def choose_passages(rows: list[Row], passages: str = "given", top_k: int | None 
     Rows with the passages that are read.
 
     Args:
-        rows (`list[dict]`): Of a task.
+        rows (`list[dict]`): The rows of a task.
         passages (`str`): `"given"`, those of the row, or `"gold"`, those that the answer needs where the row says
             which (`meta.gold`, their numbers).
         top_k (`int`, *optional*): Only the first of these.

@@ -95,7 +95,7 @@ class Engine:
         retriever ([`Retriever`], *optional*): For requests without documents.
         max_batch (`int`): The most requests computed at a time.
         batch_seconds (`float`): How long the first request of a batch waits for others.
-        prefix_bytes (`int`): Of slot prefixes kept between requests.
+        prefix_bytes (`int`): Memory for slot prefixes kept between requests.
         limits ([`Limits`]): What a request may ask for.
     """
 

@@ -76,10 +76,10 @@ class FrugalReference(Reference):
 
 
 def flops(linears: list[tuple[int, int]]) -> int:
-    """Of one row through linears (inputs, outputs)."""
+    """Operations of one row through linears (inputs, outputs)."""
     return sum(2 * inputs * outputs for inputs, outputs in linears)
 
 
 def lora_flops(linears: list[tuple[int, int]], rank: int) -> int:
-    """Of one slot through the LoRA of linears."""
+    """Operations of one slot through the LoRA of linears."""
     return sum(2 * rank * (inputs + outputs) for inputs, outputs in linears)

@@ -67,7 +67,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_time_is_linear_in_any_text(text):
-    """Of runs of brackets, spaCy's own tokenizer needs 25 seconds for 10,000 characters, four times that for 20,000."""
+    """On runs of brackets, spaCy's own tokenizer needs 25 seconds for 10,000 characters, four times that for 20,000."""
     text, start = (text * 100_000)[:100_000], time.process_time()
     segments = segment_document(text, sentences_per_segment=0.5, num_reads=reads_of(500))
     assert time.process_time() - start < 3

@@ -40,7 +40,7 @@ def is_part(name: str, part: str) -> bool:
     ],
 )
 def test_a_step_moves_exactly_what_the_stage_trains(stage, parts, gate_mode):
-    """Of the last layer only keys and values of slots matter: the rest of its LoRA and its gate get zero gradients."""
+    """In the last layer only keys and values of slots matter: the rest of its LoRA and its gate get zero gradients."""
     model = tiny_aligner("llama").train()
     for previous in ("gating", "reconstruction", stage):  # whatever was set before
         model.set_stage(previous)

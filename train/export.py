@@ -51,7 +51,7 @@ def main(
     if (output / RESULTS_FILE).exists() and not has_weights(output, model):
         (output / RESULTS_FILE).unlink()  # before the weights change: a kill leaves no numbers of others
         typer.echo(f"removed {output / RESULTS_FILE}: it was measured with other weights")
-    for leftover in output.glob(".saving-*"):  # of a killed process
+    for leftover in output.glob(".saving-*"):  # left by a killed process
         shutil.rmtree(leftover)
     save_stage(output, model, processor, "\n---\n".join(recipes) + "\n")
     if not write_model_card(model.config, output, name=output.as_posix(), datasets=tuple(dataset or ())):

@@ -38,7 +38,7 @@ class FullTextArguments:
         max_train_samples (`int`): How many of the shuffled rows are trained on.
         data_dir (`str`): Folder of a data file with a relative path.
         max_tokens (`int`): Longer examples are left out.
-        lora_r (`int`), lora_alpha (`int`): Of the LoRA on all linears.
+        lora_r (`int`), lora_alpha (`int`): Rank and scale of the LoRA on all linears.
     """
 
     model_name_or_path: str

@@ -50,8 +50,8 @@ class RecipeArguments:
         train_files (`dict[str, float]`): Sources and their weights in the mixture: JSON Lines or Parquet files, data
             sets of the Hub; see `corpora.py`.
         data_dir (`str`): Folder of data files with a relative path.
-        dtype (`str`): Of the frozen backbone; the aligner is always float32. `"auto"` takes the faster of float32 and
-            bfloat16.
+        dtype (`str`): The dtype of the frozen backbone; the aligner is always float32. `"auto"` takes the faster of
+            float32 and bfloat16.
         aligner (`dict`): Fields of `ArcAlignerConfig` to set, such as `lora_r`.
         processor (`dict`): Settings of a new processor, such as `sentences_per_segment`; for a base model only.
         encoder_lora_r (`int`): Rank of LoRA for the sentence encoder, which is then trained, too; 0 leaves it frozen.
@@ -247,9 +247,9 @@ def check_start(recipe: RecipeArguments, processor: ArcAlignerProcessor, start: 
     """Refuses a stage out of order, and a start with another encoder or segmentation than the recipe says.
 
     Args:
-        recipe ([`RecipeArguments`]): Of the stage.
+        recipe ([`RecipeArguments`]): The stage's recipe.
         processor ([`ArcAlignerProcessor`]): That the stage will use.
-        start ([`ArcAlignerConfig`] or `None`): Of the aligner that `model_name_or_path` names; none for a base model.
+        start ([`ArcAlignerConfig`] or `None`): The configuration of the aligner to start from; `None` for a base model.
 
     Raises:
         `ValueError`: what was found, what was expected, and what to change.

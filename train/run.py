@@ -164,7 +164,7 @@ def claim_folder(output_dir: str, settings: str, is_main: bool) -> Iterator[None
 
     Args:
         output_dir (`str`): The run's folder; created if it is missing.
-        settings (`str`): Of [`run_settings`], kept as `recipe.yaml`.
+        settings (`str`): The text from [`run_settings`], kept as `recipe.yaml`.
         is_main (`bool`): Whether this is the first of the run's processes. The others do nothing here.
 
     Raises:
@@ -183,7 +183,7 @@ def claim_folder(output_dir: str, settings: str, is_main: bool) -> Iterator[None
         ) from error
     with lock:
         check_settings(folder, settings)
-        for leftover in folder.glob(".saving-*"):  # of a killed process
+        for leftover in folder.glob(".saving-*"):  # left by a killed process
             shutil.rmtree(leftover)
         if not has_begun(folder):
             write_whole(folder / RECIPE_FILE, settings)

@@ -69,7 +69,7 @@ def read_stages(
     """The stages of a recipe in order.
 
     Args:
-        folder (`Path`): Of the recipe.
+        folder (`Path`): The recipe's folder.
         output (`str`, *optional*): Folder for the stages' results in place of the one in the recipe; later stages
             start from what is there.
         overrides (`list[str]`, *optional*): Keys and values for every stage, such as `["--seed", "2"]`.

@@ -38,9 +38,9 @@ class AlignerTrainingConfig(SFTConfig):
     wait).
 
     Args:
-        gate_learning_rate (`float`, *optional*): Of the gates, which start untrained in stage III. Default:
+        gate_learning_rate (`float`, *optional*): For the gates, which start untrained in stage III. Default:
             `learning_rate`.
-        encoder_learning_rate (`float`, *optional*): Of an encoder that is trained jointly. Default: `learning_rate`.
+        encoder_learning_rate (`float`, *optional*): For an encoder that is trained jointly. Default: `learning_rate`.
         average_checkpoints (`int`): The stage ends with the mean of the weights of its last checkpoints, this many
             (latest weight averaging, https://huggingface.co/papers/2209.14981). After a constant learning rate that is
             worth a falling one, and training can go on. 0: with the weights of the last step.
@@ -102,7 +102,7 @@ def turn_mask(turn_ids: torch.LongTensor, dtype: torch.dtype) -> tuple[torch.Ten
 
     Args:
         turn_ids (`torch.LongTensor` of shape `(batch, seq_len)`): From [`ContextCollator`].
-        dtype (`torch.dtype`): Of the mask.
+        dtype (`torch.dtype`): The mask's dtype.
 
     Returns:
         The mask (batch, 1, seq_len, seq_len), 0 where a position reads another and the lowest number where not, and
@@ -129,7 +129,7 @@ class AlignerTrainer(SFTTrainer):
         model ([`ArcAlignerForCausalLM`]): Loaded; what it trains is set here, by the stage.
         stage (`str`): `"lexical"`, `"reconstruction"`, `"grounding"` or `"gating"`.
         word_weights (`torch.Tensor` of shape `(vocab_size,)`, *optional*): Rarity of words, for the lexical stage.
-        encoder_weights (`Sequence[nn.Parameter]`): Of the encoder, those that are trained.
+        encoder_weights (`Sequence[nn.Parameter]`): The encoder's trained weights.
         **kwargs: Passed to [`~trl.SFTTrainer`]: the `args`, a [`ContextCollator`], data, the processor.
 
     Added to the logs:
@@ -385,7 +385,7 @@ class AlignerTrainer(SFTTrainer):
                 f"`eval_answers` is {self.args.eval_answers}, but no row of `eval_files` has a question. Name files of "
                 "questions, or leave `eval_answers` out."
             )
-        asked = asked.shuffle(self.args.seed).select(range(min(len(asked), self.args.eval_answers)))  # of each source
+        asked = asked.shuffle(self.args.seed).select(range(min(len(asked), self.args.eval_answers)))
         return answer_questions(self, asked, self.args.eval_batch_size)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -410,7 +410,7 @@ class EpochOrder(Sampler[int]):
 
     Args:
         sampler (`Sampler`): With a `generator` attribute that it draws from, as torch's and transformers' have.
-        seed (`int`): Of the run.
+        seed (`int`): The run's seed.
         epoch (`Callable`): Gives the number of the epoch that begins.
     """
 

@@ -27,7 +27,7 @@ def models(checkpoint_dir):
 
 @pytest.fixture(scope="module", params=[1, 3])
 def prompts(processor, request):
-    """Of text and of slots; the rows of the larger batch differ in length and in slots."""
+    """Arms with text and with slots; the rows of the larger batch differ in length and in slots."""
     rows = pick_rows(question_rows(6), processor, k=2, batch_size=request.param)
     slots = {"context_embeds": [each.double() for each in encoded_slots(processor, rows)["context_embeds"]]}
     return both_prompts(processor, rows, slots)

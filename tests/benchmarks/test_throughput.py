@@ -20,7 +20,7 @@ def writer(tmp_path_factory, base_model_dir, encoder_dir):
 
 
 def arguments(writer, stage="grounding", **changes):
-    """Of a recipe of questions about the same passages."""
+    """Command-line arguments for a recipe of questions about the same passages."""
     rows = [row | {"passages": question_rows(1)[0]["passages"]} for row in question_rows(8)]
     path = write_rows(writer.folder / "shared.jsonl", rows)
     keys = {"train_files": {path: 1.0}, "max_questions": 2, "per_device_train_batch_size": 2, "max_steps": 2}
