@@ -122,7 +122,7 @@ class SlotDecoderLayer(InPlaceMixin):
         states = steps.first_states()  # (batch, width, hidden), the slots that the steps compute
         reapply = self._slot_pass(hidden_states, slots, steps.rows, kwargs)
         for step in range(slots.settings.max_refinement_steps):
-            gate = steps.gate(step, states)  # Eq. 5 and 7, (batch, width, 1)
+            gate = steps.open_gates(step, states)  # Eq. 5 and 7, (batch, width, 1)
             if gate is None:  # all closed: they read what has not changed, and stay closed
                 break
             candidate = reapply(states)  # Eq. 6

@@ -402,7 +402,7 @@ class AllSlotsSteps:
     def first_states(self) -> torch.Tensor:
         return take_rows(self.hidden_states, self.slots.rows.slot_positions)  # (batch, max_slots, hidden)
 
-    def gate(self, step: int, states: torch.Tensor) -> torch.Tensor:
+    def open_gates(self, step: int, states: torch.Tensor) -> torch.Tensor:
         """Eq. 5 and 7 for all slots, (batch, max_slots, 1)."""
         settings = self.slots.settings
         gate_prob = self.layer.gate_prob(states, settings)
@@ -467,7 +467,7 @@ class OpenSlotsSteps:
         states = take_rows(self.hidden_states, self.slots.rows.slot_positions)  # (batch, max_slots, hidden)
         return states if self.cells is None else take_rows(states, self.cells)  # (batch, width, hidden)
 
-    def gate(self, step: int, states: torch.Tensor) -> torch.Tensor | None:
+    def open_gates(self, step: int, states: torch.Tensor) -> torch.Tensor | None:
         """Eq. 5 and 7, (batch, width, 1); `None` where no gate is open any more."""
         if step > 0 and not self._ask_again(states):
             return None

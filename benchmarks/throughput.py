@@ -1,12 +1,13 @@
-"""Speed of training a recipe: each step of the way from plain settings to those of the recipe.
+"""Speed of training a recipe: each step of the way from a plain trainer to the recipe.
 
     python -m arcaligner.benchmarks.throughput --config train/recipes/smollm2_135m/1_reconstruction.yaml --max_steps 10
     python -m arcaligner.benchmarks.throughput --config ... --data_dir DATA --dtype float32 --tokens_per_slot 8
 
 It takes the keys of a recipe like `arcaligner.train.sft`; `--max_steps` is the number of measured steps. Each arm adds
-one setting of the recipe to the arm before it:
+one thing to the arm before it:
 
-    plain       float32, SDPA, one turn per row
+    plain       float32, SDPA, one turn per row, the logits of all positions
+    loss        the frozen head's loss, which keeps no logits
     dtype       the recipe's `dtype`
     attention   its `attn_implementation`
     turns       turns that read the same slots side by side in one row
@@ -48,6 +49,7 @@ class TrainingArm:
 
     trainer: AlignerTrainer
     side_by_side: bool
+    keeps_logits: bool
 
     def __post_init__(self):
         parameters = [parameter for parameter in self.trainer.model.parameters() if parameter.requires_grad]
@@ -63,6 +65,7 @@ class TrainingArm:
 
     def step(self, batches: list[dict[str, Any]]) -> None:
         """Forward, backward and the optimizer's step."""
+        self.trainer.skip_logits = not self.keeps_logits
         num_targets = torch.tensor(size_of(batches)["targets"], device=self.trainer.args.device)
         for batch in batches:
             self.trainer.training_step(self.trainer.model, dict(batch), num_targets)
@@ -103,6 +106,7 @@ def make_arms(recipe: RecipeArguments, args: AlignerTrainingConfig) -> tuple[dic
     rows = [examples.select(range(i, i + size)).to_list() for i in range(0, len(examples) - size + 1, size)]
     steps = {
         "plain": {"dtype": "float32", "attn_implementation": "sdpa", "compile_layers": False},
+        "loss": {},
         "dtype": {"dtype": recipe.dtype},
         "attention": {"attn_implementation": recipe.attn_implementation or "sdpa"},
         "turns": {},
@@ -112,13 +116,13 @@ def make_arms(recipe: RecipeArguments, args: AlignerTrainingConfig) -> tuple[dic
     for name, change in steps.items():
         before, settings = settings, dataclasses.replace(settings, **change)
         if arms and settings == before:
-            if name != "turns" or not recipe.has_turns:
+            if name != "loss" and (name != "turns" or not recipe.has_turns):
                 continue
-            trainer = list(arms.values())[-1].trainer  # the same model, other batches
+            trainer = list(arms.values())[-1].trainer  # the same model
         else:
             own = load_processor(settings, args.chat_template_path)  # its encoder has the arm's dtype
             trainer = make_trainer(settings, args, own, resolve_dtype(settings.dtype, args.device), examples)
-        arms[name] = TrainingArm(trainer, side_by_side=name in ("turns", "compiled"))
+        arms[name] = TrainingArm(trainer, side_by_side=name in ("turns", "compiled"), keeps_logits=name == "plain")
     return arms, rows
 
 

@@ -188,6 +188,8 @@ class AlignerTrainer(SFTTrainer):
                 "weights. "
                 "Leave `encoder_lora_r` out, or use DDP."
             )
+        # A head that is spread over processes is gathered for its own call only.
+        self.skip_logits = not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
         self._clock = Clock()
         self._gates = GateCounter()
         self._eval_loss = torch.zeros(2, dtype=torch.float64)  # summed over targets, number of targets
@@ -258,8 +260,7 @@ class AlignerTrainer(SFTTrainer):
             position_ids=position_ids,
             labels=inputs["labels"],
             use_cache=False,
-            # A head that is spread over processes is gathered for its own call only.
-            skip_logits=not (self.is_fsdp_enabled or self.is_deepspeed_enabled),
+            skip_logits=self.skip_logits,
             num_items_in_batch=num_items_in_batch,
             **self.slots_of(inputs),
         )

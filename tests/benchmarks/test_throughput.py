@@ -42,12 +42,12 @@ def uncompiled(monkeypatch):
 
 def test_each_arm_adds_a_setting_and_learns_the_same_targets(writer, uncompiled):
     arms, rows = make_arms(*parsed(writer)[:2])
-    assert list(arms) == ["plain", "dtype", "attention", "turns", "compiled"]
-    assert arms["attention"].trainer is arms["turns"].trainer
+    assert list(arms) == ["plain", "loss", "dtype", "attention", "turns", "compiled"]
+    assert arms["plain"].trainer is arms["loss"].trainer and arms["attention"].trainer is arms["turns"].trainer
     models = {name: arm.trainer.model for name, arm in arms.items()}
-    assert [model.dtype for model in models.values()] == [torch.float32] + [torch.bfloat16] * 4
+    assert [model.dtype for model in models.values()] == [torch.float32] * 2 + [torch.bfloat16] * 4
     kinds = [model.config.text_config._attn_implementation for model in models.values()]
-    assert kinds == ["sdpa", "sdpa", "eager", "eager", "eager"]
+    assert kinds == ["sdpa", "sdpa", "sdpa", "eager", "eager", "eager"]
     sizes = {name: throughput.size_of(arm.batches(rows[0])) for name, arm in arms.items()}
     assert {size["targets"] for size in sizes.values()} == {sizes["plain"]["targets"]}
     assert sizes["turns"]["tokens"] < sizes["attention"]["tokens"]  # the slots once
@@ -55,7 +55,7 @@ def test_each_arm_adds_a_setting_and_learns_the_same_targets(writer, uncompiled)
 
 def test_all_arms_have_the_same_gradients_and_leave_the_weights(writer, uncompiled):
     arms, rows = make_arms(*parsed(writer, dtype="float32")[:2])
-    assert list(arms) == ["plain", "attention", "turns", "compiled"]
+    assert list(arms) == ["plain", "loss", "attention", "turns", "compiled"]
     found = []
     for arm in arms.values():
         model = arm.trainer.model
@@ -77,18 +77,19 @@ def test_all_arms_have_the_same_gradients_and_leave_the_weights(writer, uncompil
 
 def test_all_arms_take_each_batch_in_a_rotating_order_and_the_warm_up_does_not_count(writer, uncompiled, monkeypatch):
     arms, rows = make_arms(*parsed(writer, dtype="float32", compile_layers=False, max_questions=1)[:2])
-    assert list(arms) == ["plain", "attention"]
+    assert list(arms) == ["plain", "loss", "attention"]
     seen, now = [], [0.0]
 
     def step(name, arm, batches):
         seen.append(name)
-        now[0] += {"plain": 4.0, "attention": 2.0}[name]
+        now[0] += {"plain": 4.0, "loss": 3.0, "attention": 2.0}[name]
 
     for name, arm in arms.items():
         monkeypatch.setattr(arm, "step", lambda batches, name=name, arm=arm: step(name, arm, batches))
     monkeypatch.setattr("arcaligner.benchmarks.measuring.time.perf_counter", lambda: now[0])
     found = measure(arms, rows, num_steps=2)
-    assert WARM_UP == 2 and seen == ["plain", "attention", "attention", "plain"] * 2
+    names = list(arms)
+    assert WARM_UP == 2 and seen == [name for n in (0, 1, 2, 0) for name in names[n:] + names[:n]]
     assert found["attention"]["ratio"]["median"] == 2.0 and found["plain"]["ratio"]["median"] == 1.0
     speeds = [found[name]["targets_per_second"]["median"] for name in ("attention", "plain")]
     assert speeds[0] == 2 * speeds[1] > 0
@@ -100,7 +101,7 @@ def test_the_command_prints_a_table_and_one_json_line(writer, capsys, uncompiled
     runpy.run_module("arcaligner.benchmarks.throughput", run_name="__main__")
     printed = capsys.readouterr().out
     found = json.loads(printed.splitlines()[-1])
-    assert set(found["arms"]) == {"plain", "dtype", "attention", "turns", "compiled"}
+    assert set(found["arms"]) == {"plain", "loss", "dtype", "attention", "turns", "compiled"}
     assert all(arm["tokens_per_second"]["median"] > 0 for arm in found["arms"].values())
     assert "reconstruction, 2 steps of 2 rows" in printed
 
