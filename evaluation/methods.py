@@ -129,7 +129,11 @@ class Method:
             message = f"there is no {path}, named with `{option}`; `{self.made_by}` makes one"
             raise MissingMethodError(message) from error
         found = {"weights": weights, "checkpoint": path}
-        return found if self.tokens_per_slot is None else found | {"tokens_per_slot": self.tokens_per_slot}
+        if self.tokens_per_slot is None:
+            return found
+        if self.checkpoint != "aligner":
+            found["slots_of"] = fingerprint(checkpoints.aligner)  # decides how many positions there are
+        return found | {"tokens_per_slot": self.tokens_per_slot}
 
     def load(self, checkpoints: Checkpoints) -> Answerer:
         """What answers.
@@ -165,6 +169,7 @@ def whole_texts(model, processor, rows: list[Row], tokens_per_slot: None) -> lis
 
 _TRAIN = "python -m arcaligner train --recipe"
 _FULL_TEXT = "python -m arcaligner.train.full_text --config train/recipes/smollm2_135m/full_text.yaml"
+_READER = {"checkpoint": "full_text_lora", "made_by": _FULL_TEXT}
 _OURS = {"checkpoint": "aligner", "has_rates": True}
 _PROJECTOR = {"checkpoint": "projector_only", "made_by": f"{_TRAIN} projector_only"}
 _OFF, _ADAPTIVE = {"gate_mode": "off"}, {"gate_mode": "adaptive"}
@@ -174,10 +179,9 @@ METHODS = {
     for method in (
         Method("naive", "Naive", no_texts),
         Method("standard_rag", "StandardRAG", whole_texts),
-        Method(
-            "full_text_lora", "StandardRAG, fine-tuned", whole_texts, checkpoint="full_text_lora", made_by=_FULL_TEXT
-        ),
+        Method("full_text_lora", "StandardRAG, fine-tuned", whole_texts, **_READER),
         Method("truncated", "truncated text", truncated, **_OURS),
+        Method("truncated_lora", "truncated text, fine-tuned", truncated, has_rates=True, **_READER),
         Method("llmlingua", "LLMLingua (the backbone scores)", compressed, has_rates=True),
         Method("xrag", "xRAG (our training)", slots=_OFF, checkpoint="xrag", made_by=f"{_TRAIN} xrag"),
         Method("projector_only", "projector only", slots=_OFF, has_rates=True, **_PROJECTOR),

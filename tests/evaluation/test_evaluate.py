@@ -17,7 +17,7 @@ from arcaligner.evaluation.runs import AnswerFile
 from arcaligner.evaluation.settings import read_settings
 
 OWN = ["naive", "standard_rag", "truncated", "arcaligner", "no_recursion", "max_loop", "no_lora", "empty_slot"]
-GIVEN = ["full_text_lora", "xrag", "projector_only"]
+GIVEN = ["full_text_lora", "truncated_lora", "xrag", "projector_only"]
 
 
 pytestmark = pytest.mark.usefixtures("few_tokens")
@@ -77,6 +77,9 @@ def test_every_question_gets_an_answer_and_its_scores_from_every_method(settings
     slots = answers(all_of_them, "squad", "arcaligner")
     assert sum(row["context_tokens"] for row in whole) > sum(row["context_tokens"] for row in cut)
     assert sorted(row["context_tokens"] for row in slots) == sorted(row["context_tokens"] for row in cut)
+    tuned = answers(all_of_them, "squad", "truncated_lora")
+    assert [row["prompt"] for row in tuned] == [row["prompt"] for row in cut]
+    assert [row["prediction"] for row in tuned] != [row["prediction"] for row in cut]
 
 
 @pytest.mark.parametrize("passages, number", [("given", 2), ("gold", 1)])

@@ -7,7 +7,7 @@ import pytest
 
 from arcaligner import ArcAlignerConfig
 from arcaligner.evaluation import methods
-from arcaligner.evaluation.methods import METHODS, backbone_fingerprint, find_method, fingerprint, sort_key
+from arcaligner.evaluation.methods import METHODS, Checkpoints, backbone_fingerprint, find_method, fingerprint, sort_key
 
 
 @pytest.fixture
@@ -71,6 +71,16 @@ def test_a_name_that_is_no_method_is_refused_with_those_that_are(name):
         find_method(name)
 
 
+def test_a_text_cut_to_the_slots_of_another_aligner_is_another_text(checkpoint_dir, copied):
+    def made_with(aligner):
+        return find_method("truncated_lora_x4").made_with(Checkpoints(str(aligner), full_text_lora=str(checkpoint_dir)))
+
+    assert made_with(copied) == made_with(checkpoint_dir)
+    change = json.loads((copied / "processor_config.json").read_text("utf-8")) | {"sentences_per_segment": 3}
+    (copied / "processor_config.json").write_text(json.dumps(change), encoding="utf-8")
+    assert made_with(copied) != made_with(checkpoint_dir)
+
+
 def test_rates_stand_after_their_method_from_fine_to_coarse():
     names = ["arcaligner_xsegment", "no_recursion", "arcaligner_x16", "naive", "arcaligner_x4", "arcaligner"]
     ordered = ["naive", "arcaligner", "arcaligner_x4", "arcaligner_x16", "arcaligner_xsegment", "no_recursion"]
@@ -78,7 +88,7 @@ def test_rates_stand_after_their_method_from_fine_to_coarse():
 
 
 def test_the_rate_is_part_of_what_answers_depend_on(checkpoint_dir):
-    checkpoints = methods.Checkpoints(str(checkpoint_dir))
+    checkpoints = Checkpoints(str(checkpoint_dir))
     plain, fine = (find_method(name).made_with(checkpoints) for name in ("arcaligner", "arcaligner_x4"))
     assert fine == plain | {"tokens_per_slot": 4}
     # Its slots decide how much text the baseline reads.
