@@ -26,9 +26,9 @@ from .tasks import TASKS
 
 README_SETS = ("SQuAD", "NaturalQA", "HotpotQA", "PopQA_longtail")
 README_METHODS = (
-    "naive",
     "no_lora_x4",
     "arcaligner_xsegment",
+    "truncated_lora_x4",
     "arcaligner_x4",
     "arcaligner",
     "standard_rag",

@@ -55,6 +55,10 @@ class FullTextArguments:
         return [self.train_file]
 
 
+SCRIPT = "arcaligner.train.full_text"
+KINDS = (FullTextArguments, SFTConfig)
+
+
 def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.Dataset:
     """The first of the shuffled rows that fit, as `input_ids` and `labels`.
 
@@ -125,4 +129,4 @@ def train(recipe: FullTextArguments, args: SFTConfig, settings: str) -> None:
 
 
 if __name__ == "__main__":
-    run_script("arcaligner.train.full_text", (FullTextArguments, SFTConfig), train)
+    run_script(SCRIPT, KINDS, train)

@@ -1,7 +1,6 @@
 """Quality against compression rate, from the answers of a run that holds several rates of a checkpoint.
 
-    python -m arcaligner evaluate --recipe smollm2_135m --methods naive,full_text_lora,arcaligner,truncated,llmlingua \\
-        --tokens-per-slot 4,8,16,segment
+    python -m arcaligner evaluate --recipe rates --data FOLDER
     python -m arcaligner.evaluation.analyses rates --run runs/evaluation
 
 A point is a method at a rate (`arcaligner_x4`): its F1 and retention, across the tokens of the passages that one

@@ -14,6 +14,7 @@ from trl import SFTTrainer
 
 from arcaligner.train import full_text as script
 from arcaligner.train.full_text import FullTextArguments, build_dataset, full_text, tokenize
+from arcaligner.train.recipe import parse_recipe
 from arcaligner.train.stages import RECIPES
 
 TEMPLATE = RECIPES / "smollm2_135m" / "chat_template.jinja"
@@ -44,7 +45,7 @@ def arguments(folder: Path, base_model_dir: Path, output_dir: Path, **changes) -
 
 
 def run(options: list[str]) -> None:
-    script.train(*script.parse(options))
+    script.train(*parse_recipe(script.SCRIPT, script.KINDS, options))
 
 
 def of_file(path: str, **limits) -> FullTextArguments:
@@ -134,10 +135,10 @@ def test_a_broken_run_ends_as_if_unbroken_and_then_rests(tmp_path, base_model_di
 
 def test_the_shipped_recipe_has_the_data_and_template_of_stage_two():
     path = RECIPES / "smollm2_135m" / "full_text.yaml"
-    recipe, args, _ = script.parse(["--config", str(path)])
+    recipe, args, _ = parse_recipe(script.SCRIPT, script.KINDS, ["--config", str(path)])
     stages = [yaml.safe_load(each.read_text("utf-8")) for each in sorted(path.parent.glob("[12]_*.yaml"))]
     assert recipe.train_file in stages[1]["train_files"]
     expected = stages[0]["model_name_or_path"], stages[0]["chat_template_path"]
     assert (recipe.model_name_or_path, args.chat_template_path) == expected
     with pytest.raises(ValueError, match="Unknown key `max_token` in the command line. Did you mean `max_tokens`"):
-        script.parse(["--config", str(path), "--max_token", "1"])
+        parse_recipe(script.SCRIPT, script.KINDS, ["--config", str(path), "--max_token", "1"])
