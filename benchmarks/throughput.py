@@ -55,6 +55,7 @@ class TrainingArm:
         parameters = [parameter for parameter in self.trainer.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0)
         self.trainer.model.train()
+        self.skip_logits = self.trainer.skip_logits and not self.keeps_logits  # arms may share a trainer
 
     def batches(self, rows: Examples) -> list[dict[str, Any]]:
         """The batches of a step. One turn per row makes more of them, whose gradients add up."""
@@ -65,7 +66,7 @@ class TrainingArm:
 
     def step(self, batches: list[dict[str, Any]]) -> None:
         """Forward, backward and the optimizer's step."""
-        self.trainer.skip_logits = not self.keeps_logits
+        self.trainer.skip_logits = self.skip_logits
         num_targets = torch.tensor(size_of(batches)["targets"], device=self.trainer.args.device)
         for batch in batches:
             self.trainer.training_step(self.trainer.model, dict(batch), num_targets)

@@ -57,9 +57,9 @@ def test_all_arms_have_the_same_gradients_and_leave_the_weights(writer, uncompil
     arms, rows = make_arms(*parsed(writer, dtype="float32")[:2])
     assert list(arms) == ["plain", "loss", "attention", "turns", "compiled"]
     found = []
-    for arm in arms.values():
+    for name, arm in arms.items():
         model = arm.trainer.model
-        before = {name: value.clone() for name, value in model.state_dict().items()}
+        before = {key: value.clone() for key, value in model.state_dict().items()}
         gradients = []
         arm.optimizer.register_step_pre_hook(
             lambda optimizer, *_, gradients=gradients: gradients.extend(
@@ -67,8 +67,9 @@ def test_all_arms_have_the_same_gradients_and_leave_the_weights(writer, uncompil
             )
         )
         arm.step(arm.batches(rows[0]))
+        assert arm.trainer.skip_logits == (name != "plain")
         found.append(torch.cat(gradients))
-        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
         assert all(parameter.grad is None for parameter in model.parameters())
     assert found[0].norm() > 0
     for gradient in found[1:]:
