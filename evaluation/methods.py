@@ -131,7 +131,7 @@ class Method:
         found = {"weights": weights, "checkpoint": path}
         if self.tokens_per_slot is None:
             return found
-        if self.checkpoint != "aligner":
+        if self.texts is not None and self.checkpoint != "aligner":
             found["slots_of"] = fingerprint(checkpoints.aligner)  # decides how many positions there are
         return found | {"tokens_per_slot": self.tokens_per_slot}
 

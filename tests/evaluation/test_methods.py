@@ -79,6 +79,8 @@ def test_a_text_cut_to_the_slots_of_another_aligner_is_another_text(checkpoint_d
     change = json.loads((copied / "processor_config.json").read_text("utf-8")) | {"sentences_per_segment": 3}
     (copied / "processor_config.json").write_text(json.dumps(change), encoding="utf-8")
     assert made_with(copied) != made_with(checkpoint_dir)
+    alone = Checkpoints(str(copied), projector_only=str(checkpoint_dir))  # reads slots of its own
+    assert "slots_of" not in find_method("projector_only_x4").made_with(alone)
 
 
 def test_rates_stand_after_their_method_from_fine_to_coarse():
