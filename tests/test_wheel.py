@@ -1,0 +1,75 @@
+"""What `pip install .` leaves behind is whole: the wheel is built, without a network, and unpacked."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Folders that are no part of the package, and what a working copy gathers.
+LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "runs", "docs", "*.egg-info", "*.lance")
+# What the code reads beside itself, as modules name it.
+PATHS = """
+import os
+from pathlib import Path
+from arcaligner import files, hub
+from arcaligner.evaluation import results, settings
+from arcaligner.evaluation.lm_eval_tasks import __file__ as lm_eval_tasks
+from arcaligner.server.app import PAGE
+from arcaligner.train.stages import ACCELERATE_CONFIGS, RECIPES
+
+named = [files.DEFAULT_CHECKPOINT, files.CASE_STUDIES, files.SQUAD_SAMPLE, hub.TEMPLATE, settings.RECIPES, PAGE,
+         ACCELERATE_CONFIGS, RECIPES, Path(lm_eval_tasks)]
+print(*(path.relative_to(os.environ["PYTHONPATH"]) for path in named), sep="\\n")
+assert all(path.exists() for path in named)
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """The folder that the wheel of this tree installs, `arcaligner`."""
+    folder = tmp_path_factory.mktemp("wheel")
+    tree = shutil.copytree(ROOT, folder / "tree", ignore=LEFT_OUT)
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(folder)], cwd=tree, check=True, capture_output=True)
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        wheel.extractall(folder / "site")
+    return folder / "site" / "arcaligner"
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    """Contents by path; links are followed."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "folder",
+    ["checkpoints/arcaligner-smollm2-135m", "train", "evaluation", "benchmarks", "corpus", "server", "engines"]
+    + ["tests/data"],
+)
+def test_a_wheel_holds_all_of_a_folder(installed, folder):
+    of_tree = {path: content for path, content in files_below(ROOT / folder).items() if "__pycache__" not in path}
+    assert files_below(installed / folder) == of_tree
+
+
+def test_a_wheel_holds_the_modules_of_the_root_and_no_folder_without_a_use(installed):
+    assert {path.name for path in installed.glob("*.py")} == {path.name for path in ROOT.glob("*.py")}
+    folders = {"checkpoints", "train", "evaluation", "benchmarks", "corpus", "server", "engines", "tests"}
+    assert {path.name for path in installed.iterdir() if path.is_dir()} == folders
+    assert {path.name for path in (installed / "tests").iterdir()} == {"data"}
+
+
+def test_a_wheel_holds_every_file_that_modules_name(installed, tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-c", PATHS],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(installed.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert all(path.startswith("arcaligner/") for path in run.stdout.split())
