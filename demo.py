@@ -20,7 +20,7 @@ from rich.table import Column, Table
 from .files import CASE_STUDIES, SQUAD_SAMPLE, printable, read_json_lines
 from .pipeline_arcaligner import ArcAlignerPipeline
 from .processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE
-from .train.metrics import contains_match
+from .rows import contains_match
 
 NUM_SQUAD = 3
 MAX_NEW_TOKENS = 32

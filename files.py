@@ -1,25 +1,23 @@
 """What training, evaluation and benchmarks share: whole writes, digests, JSON Lines, the machine, clear errors.
 
-It imports no other module of this package.
+It imports no other module of this package, and at its top the standard library only.
 """
 
 import contextlib
 import difflib
 import gzip
 import hashlib
+import importlib.util
 import json
 import os
 import platform
 import re
+import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
-
-import typer
-from rich.console import Console
-from rich.markup import escape
 
 ROOT = Path(__file__).parent
 DEFAULT_CHECKPOINT = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
@@ -142,18 +140,30 @@ def refuse_unknown(place: str, keys: Iterable[str], known: Iterable[str]) -> Non
             raise ValueError(f"Unknown key `{key}` in {place}. Did you mean `{nearest}`?")
 
 
+def require_extra(extra: str, *modules: str) -> None:
+    """Raises `ImportError` for modules of an extra of this package that are not installed, with the command that
+    installs them. `python -m` of a module in a package that calls this ends with that line alone."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        message = f"{', '.join(missing)} not found. Install what is needed here: pip install 'arcaligner[{extra}]'"
+        is_command = sys.argv[0] == "-m"  # while Python looks for the module that it was told to run
+        raise SystemExit(f"Error: {message}") if is_command else ImportError(message)
+
+
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
     """Inside, a user's mistake ends in one clear line on standard error and exit code 1."""
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
-        Console(stderr=True).print(f"[bold red]Error:[/] {escape(printable(str(error)))}", soft_wrap=True)
+        print(f"Error: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(1) from error
 
 
 def run_command(function: Callable) -> None:
     """Runs a function as the command `python -m` of its module."""
+    import typer  # of the extra `cli`
+
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(function)
     with exit_on_user_error():

@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 from ..encoder_arcaligner import pad_words
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..train.corpora import Row
+from ..rows import Row
 from ..train.data import passages_text
 
 BUDGET = 0.2

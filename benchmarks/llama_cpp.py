@@ -34,7 +34,7 @@ from ..evaluation.settings import split_rates
 from ..files import SQUAD_SAMPLE, describe_machine, markdown_table, run_command
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..train.corpora import Row, read_rows
+from ..rows import Row, read_rows
 from ..train.data import passages_text
 from .arms import both_prompts, encoded_slots, pick_rows, read
 from .measuring import peak_memory, time_interleaved

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..files import describe_machine, run_command
-from ..train.corpora import read_rows
+from ..rows import read_rows
 
 
 async def ask_all(url: str, key: str, questions: list[str], clients: int, body: dict[str, Any]) -> list[dict[str, Any]]:

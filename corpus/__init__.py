@@ -9,4 +9,7 @@ retrieve.py   a question -> passages with their stored slots
 
 import os
 
+from ..files import require_extra
+
 os.environ.setdefault("LANCEDB_LOG", "error")  # it warns of what it is asked to do
+require_extra("corpus", "lancedb", "datasets")

@@ -1,7 +1,7 @@
 """Documents of a corpus, and the passages that they are cut into.
 
 A source is a text file, a Markdown file, a JSON Lines or Parquet file, a folder of such files, or a data set of the
-Hub. Columns are named as in `train/corpora.py`:
+Hub. Columns are named as in `rows.py`:
 
     letters/                                          every file below, by its suffix
     paragraphs.jsonl.gz                               rows of {"title", "text"}, or of our schema with `passages`
@@ -19,8 +19,8 @@ import datasets
 import pyarrow.parquet
 
 from ..files import digest, read_json_lines
+from ..rows import parse_source
 from ..segmentation_arcaligner import segment_document
-from ..train.corpora import parse_source
 
 TEXTS = (".txt", ".md", ".markdown")
 JSON_LINES = (".jsonl", ".jsonl.gz")

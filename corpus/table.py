@@ -20,20 +20,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lancedb
 import pyarrow as pa
 import torch
 from filelock import FileLock, Timeout
+from lancedb.index import FTS, BTree, IvfSq
 
 from ..files import digest
 from ..segmentation_arcaligner import Segment, SegmentTokens
-
-try:
-    import lancedb
-    from lancedb.index import FTS, BTree, IvfSq
-except ImportError as error:
-    raise ImportError(
-        "A corpus is a LanceDB table, and lancedb is not installed: `pip install 'arcaligner[corpus]'`."
-    ) from error
 
 FORMAT = 1
 NAME = "passages"

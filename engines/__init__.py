@@ -5,3 +5,7 @@ from arcaligner.engines.llama_cpp import LlamaCppEngine
 engine = LlamaCppEngine("exported")  # a folder of `arcaligner export-gguf`
 print(engine.answer("Who wrote it?", ["It was written by Ada."]))
 """
+
+from ..files import require_extra
+
+require_extra("llama-cpp", "gguf")

@@ -18,7 +18,7 @@ from ..configuration_arcaligner import check_gates
 from ..files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, run_command, write_whole
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..train.corpora import Row, read_rows
+from ..rows import Row, read_rows
 
 NEW_TOKENS = 16
 

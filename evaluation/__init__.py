@@ -10,3 +10,7 @@ results, publish       means, intervals and differences; tables for readers
 analyses/              the paper's analyses, and quality against rate
 lm_eval_adapter        the aligner in lm-evaluation-harness
 """
+
+from ..files import require_extra
+
+require_extra("evaluation", "datasets", "matplotlib", "trl", "typer")

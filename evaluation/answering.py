@@ -20,7 +20,7 @@ from ..configuration_arcaligner import resolve_base_model
 from ..lora_arcaligner import ADAPTER_NAME, slot_lora_layers
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..train.corpora import Row
+from ..rows import Row
 from ..train.data import passages_text, text_prompt
 from ..train.metrics import MAX_NEW_TOKENS
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from transformers import DynamicCache
 
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..train.corpora import Row
+from ..rows import Row
 from ..train.data import passages_text
 from .answering import MissingMethodError, count_tokens
 

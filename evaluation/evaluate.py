@@ -17,7 +17,7 @@ from typing import Any
 from rich.progress import Progress
 
 from ..files import describe_machine, digest
-from ..train.corpora import Row
+from ..rows import Row
 from .answering import MAX_NEW_TOKENS, Answer, Answerer, MissingMethodError, dtype_on, in_batches, longest_first
 from .methods import Method, find_method
 from .metrics import METRICS, contains_match

@@ -29,7 +29,7 @@ from rich.progress import track
 from rich.table import Table
 
 from ..files import digest, run_command
-from ..train.corpora import Row
+from ..rows import Row
 from .metrics import percent_interval, shown_interval, usable_golds
 from .runs import AnswerFile, answer_files
 

@@ -19,7 +19,7 @@ from transformers.utils import CONFIG_NAME
 
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..files import digest_files
-from ..train.corpora import Row
+from ..rows import Row
 from ..train.data import passages_text
 from .answering import Answerer, MissingMethodError, SlotAnswerer, TextAnswerer, load_aligner, load_text_lora
 from .compression import compressed, truncated

@@ -1,6 +1,6 @@
 """Metrics of question answering and their bootstrap intervals.
 
-EM and F1 are those of training (`train/metrics.py`). `raw_contains_match` compares the strings as they are, as Self-RAG
+EM and F1 are in `rows.py`, for training as well. `raw_contains_match` compares the strings as they are, as Self-RAG
 does. The bootstrap is ours and not SciPy's: it takes a single score, and its seed belongs to the published intervals.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..train.metrics import contains_match, token_f1, usable_golds
+from ..rows import contains_match, token_f1, usable_golds
 
 
 def raw_contains_match(prediction: str, golds: Sequence[str]) -> float:

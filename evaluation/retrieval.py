@@ -22,7 +22,7 @@ from ..corpus.sources import Document
 from ..corpus.table import Corpus
 from ..files import DEFAULT_CHECKPOINT, run_command
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..train.corpora import Row, read_rows
+from ..rows import Row, read_rows
 from .metrics import percent_interval, shown_interval
 
 MIN_CANDIDATES = 20  # passages that are joined and re-ranked, as in the paper

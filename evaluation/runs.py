@@ -18,7 +18,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ..files import digest, write_whole
-from ..train.corpora import Row
+from ..rows import Row
 
 # What may be different when a run continues.
 FREE_SETTINGS = {"machine", "checkpoint", "corpus", "batch_size"}

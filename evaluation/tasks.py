@@ -10,7 +10,8 @@ from pathlib import Path
 
 import datasets
 
-from ..train.corpora import Row, hotpotqa_row, read_rows
+from ..rows import Row, read_rows
+from ..train.corpora import hotpotqa_row
 from .metrics import usable_golds
 
 logger = logging.getLogger(__name__)

@@ -10,3 +10,7 @@ What becomes of a row, file by file:
 `recipe.py` and `run.py` say what is trained and keep the folder of a run, `stages.py` runs all stages of a recipe,
 `full_text.py` trains the baseline that reads text.
 """
+
+from ..files import require_extra
+
+require_extra("train", "datasets", "trl", "typer")

@@ -1,15 +1,6 @@
 """Reads rows from a JSON Lines or Parquet file or a data set of the Hub, through memory-mapped Arrow files.
 
-A source is a path or a Hub id, with options after a question mark:
-
-    questions.jsonl.gz                                               rows in our schema
-    letters.parquet?text=body                                        one text per row
-    wikimedia/wikipedia?name=20231101.en&split=train&title=title     a text corpus of the Hub
-    hotpotqa/hotpot_qa?name=distractor&passages=supporting           HotpotQA, the gold paragraphs only
-
-Its columns say which of three kinds it is, and each kind becomes rows of our schema,
-
-    {"id": str, "question": str, "answers": [str], "passages": [{"title": str, "text": str}]}
+The columns of a source (`rows.py`) say which of three kinds it is, and each kind becomes rows of our schema:
 
 - `passages`: our schema, taken unchanged; further columns are left out;
 - `context` and `supporting_facts`: HotpotQA, with `passages=supporting` (the default: the paragraphs that the answer
@@ -20,8 +11,6 @@ Its columns say which of three kinds it is, and each kind becomes rows of our sc
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any
 
 import datasets
 from datasets import Features, List, Value
@@ -29,56 +18,15 @@ from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 
 from ..files import read_json_lines
+from ..rows import JSON_LINES, ROW_FIELDS, Row, id_or_number, own_row, parse_source
 
-ROW_FIELDS = ("id", "question", "answers", "passages")
 ROW_FEATURES = Features(
     id=Value("string"),
     question=Value("string"),
     answers=List(Value("string")),
     passages=List({"title": Value("string"), "text": Value("string")}),
 )
-JSON_LINES = (".jsonl", ".jsonl.gz")
 FILES = (*JSON_LINES, ".json", ".parquet")
-OPTIONS = {"name": None, "split": "train", "text": "text", "title": None, "passages": "supporting"}
-
-Row = dict[str, Any]
-
-
-def parse_source(source: str) -> tuple[str, dict[str, str | None]]:
-    """A path or Hub id and its options, the missing ones with their defaults.
-
-    Raises:
-        `ValueError`: an unknown option, or `passages` other than `supporting` and `distractor`.
-
-    >>> parse_source("org/corpus?text=body")
-    ('org/corpus', {'name': None, 'split': 'train', 'text': 'body', 'title': None, 'passages': 'supporting'})
-    """
-    path, _, query = source.partition("?")
-    given = dict(pair.partition("=")[::2] for pair in query.split("&") if pair)
-    unknown = sorted(set(given) - set(OPTIONS))
-    if unknown or "" in given.values():
-        raise ValueError(
-            f"The source {source!r} has {f'unknown options {unknown}' if unknown else 'an option without a value'}; "
-            f"expected path?key=value&key=value with keys of {sorted(OPTIONS)}."
-        )
-    options = OPTIONS | given
-    if options["passages"] not in ("supporting", "distractor"):
-        raise ValueError(f"The source {source!r} asks for {options['passages']!r}: `supporting` or `distractor`.")
-    return path, options
-
-
-def read_rows(path: str | Path) -> list[Row]:
-    """Rows of a JSON Lines file in our schema, gzipped or not, with all their fields.
-
-    Raises:
-        `ValueError`: a line that is not a JSON object with `id`, `question`, `answers` and `passages`, or not of texts.
-    """
-    rows = list(read_json_lines(path))
-    for number, row in enumerate(rows, start=1):
-        missing = [field for field in ROW_FIELDS if field not in row]
-        if missing:
-            raise ValueError(f"{path}, line {number} has no {', '.join(missing)}; a row needs {ROW_FIELDS}.")
-    return [row | _own_row(row, index, where=f"{path}, line {index + 1}") for index, row in enumerate(rows)]
 
 
 def open_corpus(
@@ -115,7 +63,7 @@ def open_corpus(
     if asks and "question" not in columns:
         raise ValueError(f"{source} has no questions. Stages II and III need rows of {ROW_FIELDS}, or HotpotQA's.")
     if "passages" in columns:
-        return _converted(dataset, functools.partial(_own_row, where=source), num_proc)
+        return _converted(dataset, functools.partial(own_row, where=source), num_proc)
     if {"context", "supporting_facts"} <= columns:
         convert = functools.partial(hotpotqa_row, all_paragraphs=options["passages"] == "distractor")
         return _converted(dataset, convert, num_proc)
@@ -159,16 +107,11 @@ def hotpotqa_row(row: dict, index: int, *, all_paragraphs: bool) -> Row:
     ]
     answers = [row["answer"]] if row["answer"] else []
     return {
-        "id": _id_or_number(row.get("id"), index),
+        "id": id_or_number(row.get("id"), index),
         "question": row["question"] or "",
         "answers": answers,
         "passages": passages,
     }
-
-
-def _id_or_number(row_id: Any, index: int) -> str:
-    """A row's id, or its number, from 0, if it has none."""
-    return str(index if row_id is None else row_id)
 
 
 def _converted(dataset: datasets.Dataset, convert: Callable, num_proc: int | None, **options) -> datasets.Dataset:
@@ -212,24 +155,7 @@ def _load_own(path: str) -> datasets.Dataset:
 def _rows_of_file(path: str, version: tuple) -> Iterator[Row]:
     """Rows of our schema; `version` makes a changed file another data set."""
     for index, row in enumerate(read_json_lines(path)):
-        yield _own_row(row, index, where=f"{path}, line {index + 1}")
-
-
-_SCHEMA = '{"id": str, "question": str, "answers": [str], "passages": [{"title": str, "text": str}]}'
-
-
-def _own_row(row: dict, index: int, *, where: str) -> Row:
-    """A row in our schema; what is missing or null is empty."""
-    try:
-        question, answers = row.get("question") or "", [answer or "" for answer in row.get("answers") or ()]
-        passages = [{key: each.get(key) or "" for key in ("title", "text")} for each in row.get("passages") or ()]
-        texts = [question, *answers, *(text for each in passages for text in each.values())]
-        if isinstance(row.get("answers"), str) or not all(isinstance(text, str) for text in texts):
-            raise TypeError("a text is not where it belongs")
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"{where}: {error}; expected {_SCHEMA}.") from error
-    answers = [answer.strip() for answer in answers if answer.strip()]
-    return {"id": _id_or_number(row.get("id"), index), "question": question, "answers": answers, "passages": passages}
+        yield own_row(row, index, where=f"{path}, line {index + 1}")
 
 
 def _rows_of_texts(batch: dict, indices: list[int], *, text: str, title: str | None, words: int) -> dict:
@@ -240,7 +166,7 @@ def _rows_of_texts(batch: dict, indices: list[int], *, text: str, title: str | N
     for index, row_id, row_title, row_text in zip(indices, ids, titles, batch[text], strict=True):
         split = (row_text or "").split() or [""]  # an empty text stays a row, to be counted
         for number, start in enumerate(range(0, len(split), words)):
-            rows["id"].append(f"{_id_or_number(row_id, index)}-{number}")
+            rows["id"].append(f"{id_or_number(row_id, index)}-{number}")
             rows["question"].append("")
             rows["answers"].append([])
             rows["passages"].append([{"title": row_title or "", "text": " ".join(split[start : start + words])}])

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from ..configuration_arcaligner import resolve_base_model, written_whole
-from .corpora import Row, open_corpus
+from ..rows import Row
+from .corpora import open_corpus
 from .data import full_text
 from .recipe import run_script
 from .run import claim_folder, last_checkpoint

@@ -1,17 +1,8 @@
-"""What a run logs besides its loss: EM and F1 of answers, words that a slot names, open gates, speed.
-
-The paper's EM is non-strict: a prediction is right when it contains a gold answer. Both sides are normalized by SQuAD's
-rule first (lower case, no punctuation, no articles, single spaces). A gold answer that normalizes to nothing would be
-contained in everything, so it is dropped.
-"""
+"""What a run logs besides its loss: EM and F1 of answers, words that a slot names, open gates, speed."""
 
 import dataclasses
 import math
-import re
-import string
 import time
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,59 +11,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, tqdm
 
+from ..rows import contains_match, token_f1
 from .data import ContextCollator
 
 MAX_NEW_TOKENS = 24
-
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
-def normalize_answer(text: str) -> str:
-    """SQuAD's normalization.
-
-    >>> normalize_answer("The  Beatles, live!")
-    'beatles live'
-    """
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
-
-
-def usable_golds(golds: Sequence[str]) -> list[str]:
-    """The gold answers that do not normalize to nothing.
-
-    >>> usable_golds(["The", "Paris"])
-    ['Paris']
-    """
-    return [gold for gold in golds if normalize_answer(gold)]
-
-
-def contains_match(prediction: str, golds: Sequence[str]) -> float:
-    """Non-strict EM: 1.0 when the normalized prediction contains a normalized gold answer.
-
-    >>> contains_match("The capital is PARIS.", ["Paris"])
-    1.0
-    """
-    normalized = normalize_answer(prediction)
-    return float(any(normalize_answer(gold) in normalized for gold in usable_golds(golds)))
-
-
-def token_f1(prediction: str, golds: Sequence[str]) -> float:
-    """SQuAD's F1 of the normalized tokens, the best over the gold answers.
-
-    >>> token_f1("the capital is Paris", ["Paris"])
-    0.5
-    """
-    predicted = Counter(normalize_answer(prediction).split())
-    return max((_f1(predicted, gold) for gold in usable_golds(golds)), default=0.0)
-
-
-def _f1(predicted: Counter, gold: str) -> float:
-    expected = Counter(normalize_answer(gold).split())
-    common = (predicted & expected).total()
-    if not common:
-        return 0.0
-    precision, recall = common / predicted.total(), common / expected.total()
-    return 2 * precision * recall / (precision + recall)
 
 
 def word_recall(logits: torch.Tensor, word_ids: torch.LongTensor, word_weights: torch.Tensor) -> torch.Tensor:

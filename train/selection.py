@@ -20,10 +20,11 @@ import numpy as np
 from datasets import Features, Value
 from datasets.fingerprint import Hasher
 
-from .. import encoder_arcaligner, processing_arcaligner, segmentation_arcaligner
+from .. import encoder_arcaligner, processing_arcaligner, rows, segmentation_arcaligner
 from ..files import printable
+from ..rows import Row
 from . import corpora, data
-from .corpora import Row, open_corpus
+from .corpora import open_corpus
 from .data import EXAMPLE_FEATURES, Example, ExampleBuilder
 from .recipe import RecipeArguments
 
@@ -37,7 +38,7 @@ DRAWS = 50
 
 _BLOCK_FEATURES = Features(EXAMPLE_FEATURES | {"problem": Value("string")})
 # The code that decides what an example is: another version of it, comments aside, makes other blocks.
-_MODULES = (corpora, data, encoder_arcaligner, processing_arcaligner, segmentation_arcaligner)
+_MODULES = (corpora, data, rows, encoder_arcaligner, processing_arcaligner, segmentation_arcaligner)
 _FILES = (__file__, *(module.__file__ for module in _MODULES))
 _CODE = Hasher.hash([ast.dump(ast.parse(Path(file).read_bytes())) for file in _FILES])
 

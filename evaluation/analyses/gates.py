@@ -16,7 +16,7 @@ from rich.progress import track
 
 from ...modeling_arcaligner import ArcAlignerForCausalLM
 from ...processing_arcaligner import ArcAlignerProcessor
-from ...train.corpora import Row
+from ...rows import Row
 from ..answering import in_batches, load_aligner, longest_first, slot_inputs
 from ..metrics import ratio_interval
 from ..settings import split_names

@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 from ...configuration_arcaligner import ArcAlignerConfig
 from ...modeling_arcaligner import ArcAlignerForCausalLM
 from ...processing_arcaligner import ArcAlignerProcessor
-from ...train.corpora import Row, read_rows
+from ...rows import Row, read_rows
 from ...train.data import ContextCollator, Example, ExampleBuilder, encode_slots
 from ..answering import in_batches, load_aligner
 from ..metrics import ratio_interval

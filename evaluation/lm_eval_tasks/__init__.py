@@ -8,7 +8,8 @@ from typing import Any
 
 from datasets import Dataset
 
-from ...train.corpora import ROW_FEATURES, ROW_FIELDS
+from ...rows import ROW_FIELDS
+from ...train.corpora import ROW_FEATURES
 from ..metrics import contains_match, token_f1
 from ..tasks import TASKS
 

@@ -10,8 +10,9 @@ import yaml
 from training_recipes import parse
 
 from arcaligner import ArcAlignerConfig
+from arcaligner.rows import parse_source
 from arcaligner.train import sft
-from arcaligner.train.corpora import FILES, parse_source
+from arcaligner.train.corpora import FILES
 from arcaligner.train.recipe import RecipeArguments, check_start, run_script
 from arcaligner.train.sft import load_processor
 from arcaligner.train.stages import SCRIPT

@@ -1,0 +1,145 @@
+"""Rows of questions and passages, where they come from, and the scores of an answer.
+
+    {"id": str, "question": str, "answers": [str], "passages": [{"title": str, "text": str}]}
+
+A source is a path or a Hub id, with options after a question mark:
+
+    questions.jsonl.gz                                               rows in our schema
+    letters.parquet?text=body                                        one text per row
+    wikimedia/wikipedia?name=20231101.en&split=train&title=title     a text corpus of the Hub
+    hotpotqa/hotpot_qa?name=distractor&passages=supporting           HotpotQA, the gold paragraphs only
+
+The paper's EM is non-strict: a prediction is right when it contains a gold answer. Both sides are normalized by SQuAD's
+rule first (lower case, no punctuation, no articles, single spaces). A gold answer that normalizes to nothing would be
+contained in everything, so it is dropped.
+
+Like `files.py`, which it imports, it needs the standard library only.
+"""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .files import read_json_lines
+
+ROW_FIELDS = ("id", "question", "answers", "passages")
+JSON_LINES = (".jsonl", ".jsonl.gz")
+OPTIONS = {"name": None, "split": "train", "text": "text", "title": None, "passages": "supporting"}
+
+Row = dict[str, Any]
+
+
+def parse_source(source: str) -> tuple[str, dict[str, str | None]]:
+    """A path or Hub id and its options, the missing ones with their defaults.
+
+    Raises:
+        `ValueError`: an unknown option, or `passages` other than `supporting` and `distractor`.
+
+    >>> parse_source("org/corpus?text=body")
+    ('org/corpus', {'name': None, 'split': 'train', 'text': 'body', 'title': None, 'passages': 'supporting'})
+    """
+    path, _, query = source.partition("?")
+    given = dict(pair.partition("=")[::2] for pair in query.split("&") if pair)
+    unknown = sorted(set(given) - set(OPTIONS))
+    if unknown or "" in given.values():
+        raise ValueError(
+            f"The source {source!r} has {f'unknown options {unknown}' if unknown else 'an option without a value'}; "
+            f"expected path?key=value&key=value with keys of {sorted(OPTIONS)}."
+        )
+    options = OPTIONS | given
+    if options["passages"] not in ("supporting", "distractor"):
+        raise ValueError(f"The source {source!r} asks for {options['passages']!r}: `supporting` or `distractor`.")
+    return path, options
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """Rows of a JSON Lines file in our schema, gzipped or not, with all their fields.
+
+    Raises:
+        `ValueError`: a line that is not a JSON object with `id`, `question`, `answers` and `passages`, or not of texts.
+    """
+    rows = list(read_json_lines(path))
+    for number, row in enumerate(rows, start=1):
+        missing = [field for field in ROW_FIELDS if field not in row]
+        if missing:
+            raise ValueError(f"{path}, line {number} has no {', '.join(missing)}; a row needs {ROW_FIELDS}.")
+    return [row | own_row(row, index, where=f"{path}, line {index + 1}") for index, row in enumerate(rows)]
+
+
+_SCHEMA = '{"id": str, "question": str, "answers": [str], "passages": [{"title": str, "text": str}]}'
+
+
+def own_row(row: dict, index: int, *, where: str) -> Row:
+    """A row in our schema; what is missing or null is empty."""
+    try:
+        question, answers = row.get("question") or "", [answer or "" for answer in row.get("answers") or ()]
+        passages = [{key: each.get(key) or "" for key in ("title", "text")} for each in row.get("passages") or ()]
+        texts = [question, *answers, *(text for each in passages for text in each.values())]
+        if isinstance(row.get("answers"), str) or not all(isinstance(text, str) for text in texts):
+            raise TypeError("a text is not where it belongs")
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{where}: {error}; expected {_SCHEMA}.") from error
+    answers = [answer.strip() for answer in answers if answer.strip()]
+    return {"id": id_or_number(row.get("id"), index), "question": question, "answers": answers, "passages": passages}
+
+
+def id_or_number(row_id: Any, index: int) -> str:
+    """A row's id, or its number, from 0, if it has none."""
+    return str(index if row_id is None else row_id)
+
+
+# Scores
+
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalize_answer(text: str) -> str:
+    """SQuAD's normalization.
+
+    >>> normalize_answer("The  Beatles, live!")
+    'beatles live'
+    """
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def usable_golds(golds: Sequence[str]) -> list[str]:
+    """The gold answers that do not normalize to nothing.
+
+    >>> usable_golds(["The", "Paris"])
+    ['Paris']
+    """
+    return [gold for gold in golds if normalize_answer(gold)]
+
+
+def contains_match(prediction: str, golds: Sequence[str]) -> float:
+    """Non-strict EM: 1.0 when the normalized prediction contains a normalized gold answer.
+
+    >>> contains_match("The capital is PARIS.", ["Paris"])
+    1.0
+    """
+    normalized = normalize_answer(prediction)
+    return float(any(normalize_answer(gold) in normalized for gold in usable_golds(golds)))
+
+
+def token_f1(prediction: str, golds: Sequence[str]) -> float:
+    """SQuAD's F1 of the normalized tokens, the best over the gold answers.
+
+    >>> token_f1("the capital is Paris", ["Paris"])
+    0.5
+    """
+    predicted = Counter(normalize_answer(prediction).split())
+    return max((_f1(predicted, gold) for gold in usable_golds(golds)), default=0.0)
+
+
+def _f1(predicted: Counter, gold: str) -> float:
+    expected = Counter(normalize_answer(gold).split())
+    common = (predicted & expected).total()
+    if not common:
+        return 0.0
+    precision, recall = common / predicted.total(), common / expected.total()
+    return 2 * precision * recall / (precision + recall)
