@@ -349,6 +349,7 @@ def ask_corpus(
     corpus: CorpusFolder,
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     top_k: Annotated[int, typer.Option(help="Number of passages read.", min=1)] = 5,
+    tokens_per_slot: TokensPerSlot = None,
     reranker: Reranker = None,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the answer.", min=1)] = 256,
 ) -> None:
@@ -356,7 +357,7 @@ def ask_corpus(
     from .server.engine import Request
 
     with busy("Loading the aligner and its base model"):
-        engine = load_engine(checkpoint, corpus, reranker)
+        engine = load_engine(checkpoint, corpus, reranker, tokens_per_slot=tokens_per_slot)
     request = Request([{"role": "user", "content": question}], top_k=top_k, max_new_tokens=max_new_tokens)
     found = engine.submit(request).result()
     show(found.text.strip())
@@ -372,6 +373,8 @@ def ask_corpus(
 def serve_answers(
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     corpus: Annotated[Path | None, typer.Option(help="Folder of a corpus, for requests without documents.")] = None,
+    top_k: Annotated[int, typer.Option(help="Passages of the corpus that are read.", min=0, max=100)] = 5,
+    tokens_per_slot: TokensPerSlot = None,
     reranker: Reranker = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
@@ -386,7 +389,8 @@ def serve_answers(
     from .server.app import ServerSettings, serve, serve_on_ray
 
     def make_engine():
-        return load_engine(checkpoint, corpus, reranker, max_batch=max_batch, prefix_bytes=prefix_megabytes * 2**20)
+        asked = {"top_k": top_k, "tokens_per_slot": tokens_per_slot, "max_batch": max_batch}
+        return load_engine(checkpoint, corpus, reranker, prefix_bytes=prefix_megabytes * 2**20, **asked)
 
     settings = ServerSettings(Path(checkpoint).resolve().name, host, port, api_key or None)
     show_address = f"{settings.model} answers at http://{host}:{port}/v1, a page is at http://{host}:{port}/"

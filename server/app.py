@@ -150,7 +150,8 @@ def describe_error(error: BaseException) -> tuple[int, dict[str, Any]]:
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if part != "body")
-        text = f"{place or 'The body'}: {first['msg']}"
+        told = first.get("ctx", {}).get("error")  # as it was raised by us
+        text = str(told) if isinstance(told, ValueError) else f"{place or 'The body'}: {first['msg']}"
     if status == 500:
         logger.error("An answer failed.", exc_info=error)
         text = type(error).__name__
@@ -209,14 +210,18 @@ class Routes:
         text = prometheus_client.generate_latest(self.metrics.registry)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
+    async def model(self, name: str) -> Any:
+        if name != self.settings.model:
+            text = f"There is no model {name!r}; expected {self.settings.model!r}."
+            return JSONResponse(error_body(text, code="model_not_found"), 404)
+        return {"id": name, "object": "model", "created": self.started, "owned_by": "arcaligner"}
+
     async def models(self) -> dict[str, Any]:
-        model = {"id": self.settings.model, "object": "model", "created": self.started, "owned_by": "arcaligner"}
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [await self.model(self.settings.model)]}
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         if body.model != self.settings.model:
-            text = f"There is no model {body.model!r}; expected {self.settings.model!r}."
-            return JSONResponse(error_body(text, code="model_not_found"), 404)
+            return await self.model(body.model)
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
 
         def put(piece: str | None) -> None:
@@ -243,17 +248,15 @@ class Routes:
     async def _events(
         self, body: ChatRequest, asked: EngineRequest, piece: str | None, pieces: asyncio.Queue
     ) -> AsyncIterator[str]:
-        completion = Completion(self.settings.model)
+        completion = Completion(self.settings.model, bool(body.stream_options and body.stream_options.include_usage))
         try:
-            yield completion.piece()
+            yield completion.begin()
             while piece is not None:
                 yield completion.piece(piece)
                 piece = await pieces.get()
             answer = asked.future.result()
             self.metrics.count(answer)
-            yield completion.piece(answer=answer)
-            if body.stream_options and body.stream_options.include_usage:
-                yield completion.usage_piece(answer)
+            yield completion.end(answer)
             yield "data: [DONE]\n\n"
         except Exception as error:
             yield event(describe_error(error)[1])
@@ -285,6 +288,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     keyed = [Depends(routes.check_key)]
     app.get("/metrics", dependencies=keyed)(routes.show_metrics)
     app.get("/v1/models", dependencies=keyed)(routes.models)
+    app.get("/v1/models/{name:path}", dependencies=keyed)(routes.model)
     app.post("/v1/chat/completions", dependencies=keyed)(routes.chat)
     return app
 

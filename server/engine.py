@@ -11,15 +11,24 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from ..configuration_arcaligner import check_length, longest_prompt
 from ..corpus.retrieve import Retriever, SlotPassages
+from ..encoder_arcaligner import EncodedDocuments
 from ..pipeline_arcaligner import ArcAlignerPipeline, format_trajectory
 
 # Given passages whose slots are kept; the prefixes have their own budget, in bytes.
@@ -49,8 +58,12 @@ class Request:
     Args:
         messages (`list[dict]`): With `role` and `content`.
         documents (`list`, *optional*): Passages; `None` takes those of the corpus, if there is one.
-        top_k (`int`): How many passages of the corpus are read; 0 reads none.
+        top_k (`int`, *optional*): How many passages of the corpus are read; 0 reads none. Default: the engine's.
+        tokens_per_slot (`int` or `"segment"`, *optional*): Default: the engine's, or the rate of the corpus, whose
+            slots are read as they are stored. At another rate its passages are encoded again.
         max_new_tokens, temperature, top_p: Of the answer; temperature 0 takes the likeliest token.
+        seed (`int`, *optional*): With a temperature, makes the draws of tokens the same each time.
+        stop (`list[str]`): Texts that end the answer; they are no part of it.
         return_slots (`bool`): Whether the passes of each slot are reported. Where gates are on, those of a kept prefix
             are not known, so it is read again.
         on_text (`Callable`): Is told each new piece of the answer, by the engine's thread.
@@ -58,10 +71,13 @@ class Request:
 
     messages: list[dict[str, str]]
     documents: list[Any] | None = None
-    top_k: int = 5
+    top_k: int | None = None
+    tokens_per_slot: int | str | None = None
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
+    seed: int | None = None
+    stop: list[str] = field(default_factory=list)
     return_slots: bool = False
     on_text: Callable[[str], Any] = lambda text: None
     future: "Future[Answer]" = field(default_factory=Future)
@@ -93,6 +109,7 @@ class Engine:
     Args:
         ask ([`ArcAlignerPipeline`]): Model and processor.
         retriever ([`Retriever`], *optional*): For requests without documents.
+        top_k (`int`), tokens_per_slot (`int` or `"segment"`, *optional*): Of requests that name none.
         max_batch (`int`): The most requests computed at a time.
         batch_seconds (`float`): How long the first request of a batch waits for others.
         prefix_bytes (`int`): Memory for slot prefixes kept between requests.
@@ -104,6 +121,8 @@ class Engine:
         ask: ArcAlignerPipeline,
         retriever: Retriever | None = None,
         *,
+        top_k: int = 5,
+        tokens_per_slot: int | str | None = None,
         max_batch: int = 8,
         batch_seconds: float = 0.01,
         prefix_bytes: int = 2**29,
@@ -112,6 +131,8 @@ class Engine:
         if max_batch < 1:
             raise ValueError(f"`max_batch` is {max_batch}; expected at least 1 request.")
         self.model, self.processor, self.retriever = ask.model, ask.processor, retriever
+        ask.processor.check_slot_settings(tokens_per_slot=tokens_per_slot)
+        self.top_k, self.tokens_per_slot = top_k, tokens_per_slot
         self.max_batch, self.batch_seconds, self.limits = max_batch, batch_seconds, limits or Limits()
         self.store = self.model.slot_prefix_store(self.processor, max_bytes=prefix_bytes)
         self._encode = functools.lru_cache(KEPT_DOCUMENTS)(self._encode_documents)
@@ -172,7 +193,7 @@ class Engine:
 
     def _kind(self, request: Request) -> tuple:
         """Requests of one kind can share a batch."""
-        return request.passages is None, self._records(request), request.temperature, request.top_p
+        return request.passages is None, self._records(request)
 
     def _records(self, request: Request) -> bool:
         """Whether the passes of its slots have to be counted while they are read. Without gates each is one."""
@@ -201,24 +222,31 @@ class Engine:
         return read
 
     def _passages(self, request: Request) -> SlotPassages | None:
-        began = time.perf_counter()
+        began, most = time.perf_counter(), self.limits.max_slots
+        rate = self.tokens_per_slot if request.tokens_per_slot is None else request.tokens_per_slot
+        top_k = self.top_k if request.top_k is None else request.top_k
         if request.documents is not None:
-            passages = self._encode(json.dumps(request.documents))
-            passages = replace(passages, seconds={"retrieval": 0.0, "slots": time.perf_counter() - began})
-        elif self.retriever is not None and request.top_k > 0:
-            questions = [each["content"] for each in request.messages if each["role"] == "user"]
-            passages = self.retriever(questions[-1] if questions else "", request.top_k)
-        else:
+            encoded = self._encode(json.dumps(request.documents), rate)
+            documents = [each if isinstance(each, dict) else {"title": "", "text": each} for each in request.documents]
+            return SlotPassages(documents, encoded, {"retrieval": 0.0, "slots": time.perf_counter() - began})
+        if self.retriever is None or top_k == 0:
             return None
-        if (num_slots := len(passages.encoded.context_embeds)) > (most := self.limits.max_slots):
+        questions = [each["content"] for each in request.messages if each["role"] == "user"]
+        passages = self.retriever(questions[-1] if questions else "", top_k)
+        if rate not in (None, self.retriever.corpus.settings["tokens_per_slot"]):
+            began = time.perf_counter()
+            texts = [{name: each[name] for name in ("title", "text")} for each in passages.documents]
+            passages.encoded = self._encode(json.dumps(texts), rate)
+            passages.seconds["slots"] += time.perf_counter() - began
+        if (num_slots := len(passages.encoded.context_embeds)) > most:
             raise ValueError(f"The passages have {num_slots} slots; expected at most {most}. Pass a lower `top_k`.")
         return passages
 
-    def _encode_documents(self, documents: str) -> SlotPassages:
-        documents = json.loads(documents)
-        (encoded,) = self.processor.encode_batch([documents], room=[self.limits.max_slots])
-        documents = [each if isinstance(each, dict) else {"title": "", "text": each} for each in documents]
-        return SlotPassages(documents, encoded, {})
+    def _encode_documents(self, documents: str, tokens_per_slot: int | str | None) -> EncodedDocuments:
+        (encoded,) = self.processor.encode_batch(
+            [json.loads(documents)], tokens_per_slot=tokens_per_slot, room=[self.limits.max_slots]
+        )
+        return encoded
 
     def _answer(self, group: list[Request]) -> None:
         began = time.monotonic()
@@ -275,16 +303,41 @@ class Engine:
         if self._records(group[0]):
             inputs["recorded_depths"] = depths
         rows = AnswerStream(group, inputs["attention_mask"].sum(dim=1).tolist(), self, began, depths)
-        sampling = {"do_sample": True, "temperature": group[0].temperature, "top_p": group[0].top_p}
         settings = GenerationConfig(
             max_new_tokens=max(rows.max_new_tokens),
             eos_token_id=self.model.generation_config.eos_token_id,
             pad_token_id=self.processor.tokenizer.pad_token_id or 0,
-            **(sampling if group[0].temperature else {"do_sample": False}),
+            do_sample=False,
         )
         self.model.generate(
-            **inputs, generation_config=settings, streamer=rows, stopping_criteria=StoppingCriteriaList([rows])
+            **inputs,
+            generation_config=settings,
+            streamer=rows,
+            stopping_criteria=StoppingCriteriaList([rows]),
+            logits_processor=LogitsProcessorList([RowSampler(group)]),
         )
+
+
+class RowSampler(LogitsProcessor):
+    """Draws each row's tokens by its own temperature, `top_p` and seed, so that requests of any kind share a batch: the
+    likeliest token after Gumbel noise is a draw from the softmax."""
+
+    def __init__(self, group: list[Request]):
+        self.group = group
+        self.generators = [torch.Generator() for _ in group]
+        for request, generator in zip(group, self.generators, strict=True):
+            generator.seed() if request.seed is None else generator.manual_seed(request.seed)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Scores (batch, vocab_size) whose largest is the next token."""
+        rows = list(scores.float().split(1))
+        for number, (request, generator) in enumerate(zip(self.group, self.generators, strict=True)):
+            if request.temperature:
+                row = TemperatureLogitsWarper(request.temperature)(input_ids, rows[number])
+                row = TopPLogitsWarper(request.top_p)(input_ids, row)
+                draws = torch.rand(row.shape, generator=generator, dtype=torch.float64)
+                rows[number] = row - torch.log(-torch.log(draws)).to(row)
+        return torch.cat(rows)
 
 
 class AnswerStream(BaseStreamer, StoppingCriteria):
@@ -325,14 +378,20 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
                 self.reasons[row] = "length"
             elif request.cancelled or time.monotonic() - request.arrived > self.engine.limits.seconds:
                 self.reasons[row] = "time"
-        self._say(row, is_last=self.reasons[row] is not None)
+        self._say(row)
         if self.reasons[row] is not None:
             self._finish(row)
 
-    def _say(self, row: int, is_last: bool) -> None:
+    def _say(self, row: int) -> None:
+        """Tells what is new, except for what may become half of a character or the beginning of a `stop`."""
         text = self.engine.processor.tokenizer.decode(self.ids[row], skip_special_tokens=True).lstrip()
-        if text.endswith("\ufffd") and not is_last:  # half of a character
-            return
+        stops = self.group[row].stop
+        if ends := [end for each in stops if (end := text.find(each)) >= 0]:
+            self.reasons[row], text = "stop", text[: min(ends)]
+        elif self.reasons[row] is None:
+            if text.endswith("\ufffd"):
+                return
+            text = text[: len(text) - max((_overlap(text, each) for each in stops), default=0)]
         new, self.said[row] = text[len(self.said[row]) :], text
         if new:
             self.group[row].on_text(new)
@@ -376,3 +435,12 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
                 trajectories=layers,
             )
         )
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of `text` are the beginning of `stop`.
+
+    >>> _overlap("yes\\n", "\\n\\n")
+    1
+    """
+    return next((size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,7 +1,7 @@
 """What a request may hold and what an answer looks like: OpenAI's chat completions, with passages.
 
-Beyond OpenAI's fields a request has `documents`, `top_k` and `return_slots`; an answer has `arcaligner`, with its
-sources, segments, statistics, seconds and, where asked for, the passes of each slot.
+Beyond OpenAI's fields a request has `documents`, `top_k`, `tokens_per_slot` and `return_slots`; an answer has
+`arcaligner`, with its sources, segments, statistics, seconds and, where asked for, the passes of each slot.
 """
 
 import json
@@ -9,13 +9,22 @@ import time
 import uuid
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ..corpus.sources import LONGEST_TITLE
+from ..files import refuse_unknown
 from .engine import Answer, Request
 
 # Of an answer, where a client names no number.
 MAX_TOKENS = 256
+# Fields of OpenAI that change no answer.
+WITHOUT_EFFECT = "user metadata safety_identifier prompt_cache_key prompt_cache_retention service_tier store prediction"
+WITHOUT_EFFECT = {*WITHOUT_EFFECT.split(), "parallel_tool_calls"}
+# Fields that would change it, and cannot be done here, with the value that asks for nothing.
+NOT_DONE = {"n": 1, "presence_penalty": 0, "frequency_penalty": 0, "logprobs": False, "top_logprobs": 0}
+NOT_DONE |= {"logit_bias": {}, "response_format": {"type": "text"}, "modalities": ["text"], "verbosity": "medium"}
+NOT_DONE |= {"tools": [], "tool_choice": "none", "functions": [], "function_call": "none", "reasoning_effort": "none"}
+NOT_DONE |= {"audio": None, "web_search_options": None}
 
 
 def check_unicode(text: str) -> str:
@@ -27,6 +36,11 @@ def check_unicode(text: str) -> str:
 def as_text(given: Any) -> Any:
     """A string is read as a text."""
     return {"text": given} if isinstance(given, str) else given
+
+
+def as_list(given: Any) -> Any:
+    """A string is read as a list of one."""
+    return [given] if isinstance(given, str) else given
 
 
 def as_parts(given: Any) -> Any:
@@ -51,16 +65,22 @@ class Text(Body):
 
 
 class Message(Body):
-    """A turn of the chat."""
+    """A turn of the chat. An answer of this server can be sent back as it is, with its fields that are null."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[list[Text], BeforeValidator(as_parts)]
     name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_nulls(cls, given: Any) -> Any:
+        return {name: each for name, each in given.items() if each is not None} if isinstance(given, dict) else given
 
     @property
     def turn(self) -> dict[str, str]:
         """As a chat template takes it."""
-        return {"role": self.role, "content": "".join(part.text for part in self.content)}
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": "".join(part.text for part in self.content)}
 
 
 class Document(Body):
@@ -77,21 +97,35 @@ class StreamOptions(BaseModel):
 
 
 class ChatRequest(Body):
-    """The body of `/v1/chat/completions`."""
+    """The body of `/v1/chat/completions`. What is null is as if it were left out."""
 
     model: str
     messages: list[Message] = Field(min_length=1)
     documents: list[Annotated[Document, BeforeValidator(as_text)]] | None = None
-    top_k: Annotated[int, Field(ge=0, le=100)] = 5
+    top_k: Annotated[int, Field(ge=0, le=100)] | None = None
+    tokens_per_slot: Annotated[int, Field(ge=1)] | Literal["segment"] | None = None
     return_slots: bool = False
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[list[Annotated[Unicode, Field(min_length=1)]], BeforeValidator(as_list), Field(max_length=16)] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: Literal[1] = 1
-    user: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_what_changes_nothing(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        refuse_unknown("the request", given, [*cls.model_fields, *WITHOUT_EFFECT, *NOT_DONE])
+        given = {name: each for name, each in given.items() if each is not None and name not in WITHOUT_EFFECT}
+        for name in NOT_DONE.keys() & given.keys():
+            choices = (NOT_DONE[name], "auto") if name in ("tool_choice", "function_call") else (NOT_DONE[name],)
+            if given.pop(name) not in choices:
+                raise ValueError(f"`{name}` is not supported; leave it out, or pass {json.dumps(NOT_DONE[name])}.")
+        return given
 
     def engine_request(self, **kwargs: Any) -> Request:
         """For the engine; `kwargs` are its own."""
@@ -99,9 +133,12 @@ class ChatRequest(Body):
             messages=[message.turn for message in self.messages],
             documents=None if self.documents is None else [each.model_dump() for each in self.documents],
             top_k=self.top_k,
+            tokens_per_slot=self.tokens_per_slot,
             max_new_tokens=self.max_completion_tokens or self.max_tokens or MAX_TOKENS,
             temperature=round(self.temperature, 4),  # logits divided by less than that may overflow
             top_p=self.top_p,
+            seed=self.seed,
+            stop=self.stop,
             return_slots=self.return_slots,
             **kwargs,
         )
@@ -133,10 +170,11 @@ def usage(answer: Answer) -> dict[str, int]:
 
 
 class Completion:
-    """The bodies of one answer: whole, or piece by piece."""
+    """The bodies of one answer: whole, or piece by piece; `has_usage` as in the request's `stream_options`."""
 
-    def __init__(self, model: str):
+    def __init__(self, model: str, has_usage: bool = False):
         self.head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self.has_usage = has_usage
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
@@ -145,16 +183,26 @@ class Completion:
         report = {"usage": usage(answer), "arcaligner": slots_report(answer)}
         return {**self.head, "object": "chat.completion", "choices": [choice], **report}
 
-    def piece(self, text: str | None = None, answer: Answer | None = None) -> str:
-        """An event of a stream: the role (neither `text` nor `answer`), a piece of the text, or the end."""
-        delta = {} if answer else {"content": text} if text is not None else {"role": "assistant", "content": ""}
-        choice = {"index": 0, "delta": delta, "finish_reason": answer.finish_reason if answer else None}
-        report = {"arcaligner": slots_report(answer)} if answer else {}
-        return event({**self.head, "object": "chat.completion.chunk", "choices": [choice], **report})
+    def begin(self) -> str:
+        """The first event of a stream."""
+        return self._event({"role": "assistant", "content": ""})
 
-    def usage_piece(self, answer: Answer) -> str:
-        """The event after the end, for clients that ask for it."""
-        return event({**self.head, "object": "chat.completion.chunk", "choices": [], "usage": usage(answer)})
+    def piece(self, text: str) -> str:
+        """An event with a piece of the text."""
+        return self._event({"content": text})
+
+    def end(self, answer: Answer) -> str:
+        """The last events; the very last has the report, and the usage where it is asked for."""
+        report: dict[str, Any] = {"arcaligner": slots_report(answer)}
+        if not self.has_usage:
+            return self._event({}, answer.finish_reason, **report)
+        report |= {"choices": [], "usage": usage(answer)}
+        return self._event({}, answer.finish_reason) + self._event({}, **report)
+
+    def _event(self, delta: dict[str, str], finish_reason: str | None = None, **report: Any) -> str:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+        body = {**self.head, "object": "chat.completion.chunk", "choices": [choice]}
+        return event(body | ({"usage": None} if self.has_usage else {}) | report)
 
 
 def event(body: dict[str, Any]) -> str:

@@ -66,7 +66,7 @@ def test_mistakes_end_in_one_clear_line(run_cli, letters, corpus, checkpoint_dir
 
 
 def test_the_code_of_the_document_answers_from_a_folder(capsys, letters, checkpoint_dir, monkeypatch):
-    (block,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
+    block, _ = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
     monkeypatch.chdir(letters.parent)
     exec(block.replace("checkpoints/arcaligner-smollm2-135m", str(checkpoint_dir)), {})  # noqa: S102
     assert "letters/letter.txt:0-" in capsys.readouterr().out

@@ -67,10 +67,52 @@ def test_a_stream_says_the_same_piece_by_piece(client):
     assert [piece.choices[0].delta.role for piece in pieces[:1]] == ["assistant"]
     texts = [piece.choices[0].delta.content or "" for piece in pieces if piece.choices]
     assert "".join(texts) == whole.choices[0].message.content
-    last, end = pieces[-2:]
-    assert last.choices[0].finish_reason == whole.choices[0].finish_reason and end.usage == whole.usage
+    end, last = pieces[-2:]
+    assert end.choices[0].finish_reason == whole.choices[0].finish_reason and last.usage == whole.usage
+    assert [piece.usage for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
     assert last.model_extra["arcaligner"]["statistics"] == whole.model_extra["arcaligner"]["statistics"]
     assert len({piece.id for piece in pieces}) == 1
+    *_, last = ask_server(client, stream=True, documents=DOCUMENTS)
+    assert last.choices[0].finish_reason == whole.choices[0].finish_reason and "arcaligner" in last.model_extra
+
+
+@pytest.mark.parametrize("rate", [3, "segment"])
+def test_a_request_chooses_its_rate_and_number_of_passages(client, ask, retriever, rate):
+    assert retriever.corpus.settings["tokens_per_slot"] == "segment"
+    for extra in ({"documents": DOCUMENTS}, {"top_k": 2}):
+        answer = ask_server(client, tokens_per_slot=rate, **extra)
+        report = answer.model_extra["arcaligner"]
+        row = {"question": QUESTION, "documents": report["sources"]}
+        expected = ask(row, return_slots=True, max_new_tokens=8, tokens_per_slot=rate)[0]
+        assert answer.choices[0].message.content == expected["generated_text"].lstrip()
+        assert report["statistics"] == expected["statistics"] and len(report["sources"]) == 2
+
+
+def test_a_stop_ends_the_answer_before_it_and_no_piece_shows_its_beginning(client):
+    whole = ask_server(client, documents=DOCUMENTS).choices[0].message.content
+    stop = whole[3:6]
+    expected = whole[: whole.find(stop)]
+    answer = ask_server(client, documents=DOCUMENTS, stop=["never said", stop])
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (expected, "stop")
+    pieces = list(ask_server(client, stream=True, documents=DOCUMENTS, stop=stop))
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == expected
+    tail = f"{whole[-2:]}?"  # what looked like its beginning is said at the end
+    assert ask_server(client, documents=DOCUMENTS, stop=tail).choices[0].message.content == whole
+
+
+def test_fields_that_ask_for_nothing_are_taken_and_an_answer_can_be_sent_back(client):
+    expected = ask_server(client, documents=DOCUMENTS)
+    neutral = {"n": 1, "presence_penalty": 0.0, "frequency_penalty": 0, "logprobs": False, "top_logprobs": 0}
+    neutral |= {"response_format": {"type": "text"}, "tools": [], "tool_choice": "auto", "logit_bias": {}, "seed": 3}
+    neutral |= {"user": "somebody", "store": True, "metadata": {"a": "b"}, "audio": None, "stop": None, "top_k": None}
+    found = ask_server(client, documents=DOCUMENTS, **neutral)
+    assert found.choices[0].message == expected.choices[0].message
+    turns = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
+    turns += [expected.choices[0].message.model_dump(), {"role": "user", "content": "Why?"}]
+    answer = client.chat.completions.create(model="tiny", messages=turns, max_tokens=2)
+    turns[0]["role"] = "system"
+    same = client.chat.completions.create(model="tiny", messages=turns, max_tokens=2)
+    assert answer.choices[0].message == same.choices[0].message
 
 
 @pytest.mark.parametrize("top_k", [0, 1])
@@ -102,7 +144,7 @@ def test_requests_that_arrive_together_share_a_batch_and_a_bad_one_fails_alone(c
     ("change", "message"),
     [
         ({"messages": []}, "messages: List should have at least 1 item"),
-        ({"messages": [{"role": "wizard", "content": "?"}]}, "messages.0.role: Input should be 'system', 'user'"),
+        ({"messages": [{"role": "wizard", "content": "?"}]}, "messages.0.role: Input should be 'system', 'developer'"),
         ({"messages": [{"role": "user", "content": " "}]}, "question"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -117,8 +159,14 @@ def test_requests_that_arrive_together_share_a_batch_and_a_bad_one_fails_alone(c
         ({"documents": [{"body": "a"}]}, "documents.0.text: Field required"),
         ({"documents": [{"title": "T" * 1001, "text": "a"}]}, "documents.0.title: String should have at most 1000"),
         ({"documents": "a"}, "documents: Input should be a valid list"),
-        ({"tools": []}, "tools: Extra inputs are not permitted"),
-        ({"n": 2}, "n: Input should be 1"),
+        ({"n": 2}, "`n` is not supported; leave it out, or pass 1."),
+        ({"presence_penalty": 0.5}, "`presence_penalty` is not supported"),
+        ({"response_format": {"type": "json_object"}}, '`response_format` is not supported; leave it out, or pass {"'),
+        ({"tools": [{"type": "function"}]}, "`tools` is not supported"),
+        ({"topk": 3}, "Unknown key `topk` in the request. Did you mean `top_k`?"),
+        ({"stop": [""]}, "stop.0: "),
+        ({"tokens_per_slot": "word"}, "tokens_per_slot"),
+        ({"seed": 2**63}, "seed: "),
     ],
 )
 def test_a_bad_request_is_refused_with_the_reason(url, change, message):
@@ -139,7 +187,7 @@ def test_what_is_no_request_at_all_is_refused(url, client):
     parts = (b"x" * 9_000 for _ in range(3))
     assert httpx.post(post, content=parts, headers=AUTHORIZED).status_code == 413
     for wrong in ({}, {"Authorization": b"Bearer \xff"}):
-        for path in ("/v1/models", "/metrics"):
+        for path in ("/v1/models", "/v1/models/tiny", "/metrics"):
             assert httpx.get(url + path, headers=wrong).status_code == 401
     with pytest.raises(openai.NotFoundError, match="There is no model 'gpt'; expected 'tiny'"):
         client.chat.completions.create(model="gpt", messages=[{"role": "user", "content": "?"}])
@@ -206,7 +254,10 @@ def test_a_client_that_leaves_stops_its_answer(client, engine, monkeypatch, stre
 
 
 def test_the_server_says_how_it_does(url, client):
-    assert [model.id for model in client.models.list()] == ["tiny"]
+    (model,) = client.models.list()
+    assert model.id == "tiny" and client.models.retrieve("tiny") == model
+    with pytest.raises(openai.NotFoundError, match="There is no model 'gpt/4'; expected 'tiny'"):
+        client.models.retrieve("gpt/4")
     assert httpx.get(f"{url}/health").json() == {"status": "ok", "model": "tiny", "corpus": True}
     page = httpx.get(url)
     assert page.headers["content-type"].startswith("text/html") and "://" not in page.text  # nothing from elsewhere

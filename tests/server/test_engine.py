@@ -5,12 +5,13 @@ import threading
 import time
 
 import pytest
+import torch
 
 from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.table import Corpus
 from arcaligner.server.app import describe_error
-from arcaligner.server.engine import BusyError, Engine, Limits, Request
+from arcaligner.server.engine import BusyError, Engine, Limits, Request, RowSampler
 
 CHAT = [{"role": "user", "content": "Who wrote it?"}]
 
@@ -102,6 +103,33 @@ def test_a_long_prompt_beside_it_cuts_no_answer_short(engine_of, ask):
     beside, long = engine.submit(Request(CHAT, max_new_tokens=64)).result(), long.result()
     assert beside.batch_size == 2 and beside.text == alone.text
     assert long.prompt_tokens + long.completion_tokens <= 512 < long.prompt_tokens + alone.completion_tokens
+
+
+def test_a_seed_gives_the_same_answer_whoever_shares_the_batch(engine_of):
+    def drawn(seed):
+        return Request(CHAT, documents=["Ada."], max_new_tokens=8, temperature=1.5, top_p=0.9, seed=seed)
+
+    engine = engine_of(batch_seconds=0.0)
+    first, second, unlike = (engine.submit(drawn(seed)).result().text for seed in (1, 1, 2))
+    assert first == second != unlike
+    engine = engine_of(batch_seconds=30.0, max_batch=3)
+    plain = Request(CHAT, documents=["Ada."], max_new_tokens=8)
+    answers = [engine.submit(each) for each in (drawn(2), plain, drawn(1))]
+    assert [each.result().text for each in answers[::2]] == [unlike, first] and answers[0].result().batch_size == 3
+    assert (
+        answers[1].result().text
+        == engine_of().submit(Request(CHAT, documents=["Ada."], max_new_tokens=8)).result().text
+    )
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely():
+    scores, rows = torch.tensor([[2.0, 1.0, 0.5, -3.0]]), 4000
+    group = [Request(CHAT, temperature=0.7, top_p=0.95, seed=seed) for seed in range(rows)]
+    drawn = RowSampler([*group, Request(CHAT)])(None, scores.repeat(rows + 1, 1))
+    expected = torch.tensor([*(scores[0, :3] / 0.7).softmax(0), 0.0])  # the last is beyond `top_p`
+    found = drawn[:-1].argmax(dim=1).bincount(minlength=4) / rows
+    torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
+    assert torch.equal(drawn[-1], scores[0])
 
 
 def test_a_corpus_that_vanishes_fails_its_questions_and_no_others(tmp_path, engine_of, processor):
