@@ -361,11 +361,16 @@ def ask_corpus(
     request = Request([{"role": "user", "content": question}], top_k=top_k, max_new_tokens=max_new_tokens)
     found = engine.submit(request).result()
     show(found.text.strip())
-    for each in found.passages.documents:
+    for each in found.sources:
         title = f" {each['title']}" if each["title"] else ""
+        if place := each["answer"]:
+            title += f", the answer at {each['start'] + place['start']}-{each['start'] + place['end']}"
         show(one_line(f"{each['document']}:{each['start']}-{each['end']}{title}"))
+    if not any(each["answer"] for each in found.sources):
+        messages.print("The answer stands in none of these passages word for word: check it.")
     milliseconds = ", ".join(f"{name} {1000 * found.seconds[name]:.0f}" for name in ("retrieval", "slots", "model"))
     times = f"First token after {1000 * found.seconds['first_token']:.0f} ms: {milliseconds}"
+    times += f"; {found.kept} of {len(found.sources)} passages kept from earlier questions"
     messages.print(f"[dim]{compression_summary(found.statistics)}\n{times}[/]")
 
 

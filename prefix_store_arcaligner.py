@@ -173,6 +173,14 @@ def split_slot_prefixes(cache: Cache, lengths: Sequence[int], config: PreTrained
     return prefixes
 
 
+class Prepared(dict):
+    """The inputs of `generate`. Attributes: for each question `num_passages`, what is kept apart (here one, as the
+    passages of a question are read jointly), and `num_kept`, how much of it did not have to be read."""
+
+    num_passages: list[int]
+    num_kept: list[int]
+
+
 class SlotPrefixStore:
     """
     Keeps slot prefixes of passages for further questions; the least recently used are dropped first.
@@ -223,9 +231,7 @@ class SlotPrefixStore:
         return len(self._prefixes)
 
     @torch.no_grad()
-    def prepare(
-        self, questions, documents=None, *, context_embeds=None, context_word_ids=None, **kwargs
-    ) -> dict[str, Any]:
+    def prepare(self, questions, documents=None, *, context_embeds=None, context_word_ids=None, **kwargs) -> Prepared:
         """The inputs of `generate` for questions about passages. Prefixes that are not kept yet are prefilled together,
         equal ones once.
 
@@ -239,7 +245,7 @@ class SlotPrefixStore:
                 own prefixes. The rest is for the chat template; `add_generation_prompt` is on.
 
         Returns:
-            `dict` with `input_ids`, `attention_mask` (batch, seq_len) and `past_key_values`. For beams or several
+            [`Prepared`], a `dict` with `input_ids`, `attention_mask` (batch, seq_len) and `past_key_values`. For beams or several
             answers to a question, call `past_key_values.batch_repeat_interleave(n)` first.
 
         Raises:
@@ -253,7 +259,7 @@ class SlotPrefixStore:
         passages = self.processor.read_passages(documents, context_embeds, context_word_ids, is_single, len(rows))
         settings, template_kwargs = _split_settings(self.processor, kwargs)
         heads, tails = zip(*(self.processor.prompt_ids(row, **template_kwargs) for row in rows), strict=True)
-        prefixes = self._fetch(heads, passages, settings)
+        prefixes, num_kept = self._fetch(heads, passages, settings)
         config, slot_id = self.model.config.text_config, self.processor.context_token_id
         ids = [
             head + [slot_id] * (prefix.get_seq_length() - len(head))
@@ -266,11 +272,13 @@ class SlotPrefixStore:
         cache, prefix_mask = join_slot_prefixes(prefixes, config)
         before, after = self._left_padded(ids), self._left_padded(tails)
         after_mask = self._left_padded([[1] * len(tail) for tail in tails], padding_value=0)
-        return {
-            "input_ids": torch.cat([before, after], dim=1),
-            "attention_mask": torch.cat([prefix_mask.to(after_mask.device), after_mask], dim=1),
-            "past_key_values": cache,
-        }
+        inputs = Prepared(
+            input_ids=torch.cat([before, after], dim=1),
+            attention_mask=torch.cat([prefix_mask.to(after_mask.device), after_mask], dim=1),
+            past_key_values=cache,
+        )
+        inputs.num_passages, inputs.num_kept = [1] * len(rows), num_kept
+        return inputs
 
     # Ids to a batch
 
@@ -299,8 +307,9 @@ class SlotPrefixStore:
 
     # Passages to prefixes
 
-    def _fetch(self, heads: list[list[int]], passages: list, settings: dict[str, Any]) -> list[Cache]:
-        """The prefix of each row, kept or prefilled now. The store owns them: copy before use."""
+    def _fetch(self, heads: list[list[int]], passages: list, settings: dict[str, Any]) -> tuple[list[Cache], list[int]]:
+        """The prefix of each row, kept or prefilled now, and whether it was kept. The store owns them: copy before
+        use."""
         found: dict[str, Cache] = {}
         missing: dict[str, int] = {}  # key to the first row that needs it
         with self._lock:
@@ -328,7 +337,7 @@ class SlotPrefixStore:
                             self.folder.mkdir(parents=True, exist_ok=True)
                             save_slot_prefix(self._path(key), found[key], prints[row])
                         self._keep(key, found[key])
-        return [found[key] for key in keys]
+        return [found[key] for key in keys], [int(key not in missing) for key in keys]
 
     def weights(self, passages: Sequence | tuple) -> dict[str, Any]:
         """Digests of the model and, unless `passages` are embeddings, of encoder and tokenizers."""

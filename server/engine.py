@@ -7,6 +7,7 @@ One thread reads passages and runs the model; any number of threads may submit.
 
 import functools
 import json
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -84,12 +85,13 @@ class Request:
     arrived: float = field(default_factory=time.monotonic)
     cancelled: bool = False
     passages: SlotPassages | None = None
+    kept: int = 0
 
 
 @dataclass
 class Answer:
     """The result of a request. `seconds` since it arrived: `waiting`, `retrieval`, `slots`, `model` add up to
-    `first_token`."""
+    `first_token`. `kept` of its passages had been read by the model for an earlier question."""
 
     text: str
     finish_reason: str
@@ -98,8 +100,31 @@ class Answer:
     batch_size: int
     seconds: dict[str, float]
     passages: SlotPassages | None
+    kept: int
     statistics: dict[str, Any]
     trajectories: list[list[str]] | None
+
+    @property
+    def sources(self) -> list[dict[str, Any]]:
+        """The passages, each with `answer`: the first characters of its text where the answer stands, or `None`."""
+        documents = [] if self.passages is None else self.passages.documents
+        return [each | {"answer": find_answer(self.text, each["text"])} for each in documents]
+
+
+def find_answer(answer: str, text: str) -> dict[str, int] | None:
+    """Where a text says an answer word for word; case, spaces and punctuation around it make no difference.
+
+    >>> find_answer("Ski  jumper.", "A Kazakh ski jumper since 2003.")
+    {'start': 9, 'end': 19}
+    """
+    if not (words := answer.strip(" \n\t.,;:!?\"'").split()):
+        return None
+    pattern = r"\s+".join(map(re.escape, words))
+    # Not inside a word or a number, in scripts that have spaces between words.
+    before, after = (each.isdigit() or each.lower() != each.upper() for each in (words[0][0], words[-1][-1]))
+    pattern = (r"(?<!\w)" if before else "") + pattern + (r"(?!\w)" if after else "")
+    found = re.search(pattern, text, re.IGNORECASE)
+    return None if found is None else {"start": found.start(), "end": found.end()}
 
 
 class Engine:
@@ -278,7 +303,10 @@ class Engine:
             rows = [request.passages.inputs for request in group]
             slots = {name: [row[name] for row in rows] for name in rows[0]}
         if slots and not self._records(group[0]):
-            return self.store.prepare(chats, **slots)
+            inputs = self.store.prepare(chats, **slots)
+            for request, kept, parts in zip(group, inputs.num_kept, inputs.num_passages, strict=True):
+                request.kept = len(request.passages.documents) * kept // parts
+            return inputs
         padding = {"padding": True, "padding_side": "left"}
         if has_template:
             inputs = self.processor.apply_chat_template(
@@ -431,6 +459,7 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
                 batch_size=len(self.group),
                 seconds={**parts, "first_token": first_token, "total": time.monotonic() - request.arrived},
                 passages=passages,
+                kept=request.kept,
                 statistics=statistics,
                 trajectories=layers,
             )

@@ -151,10 +151,10 @@ def error_body(message: str, kind: str = "invalid_request_error", code: str | No
 
 def slots_report(answer: Answer) -> dict[str, Any]:
     """Where the answer comes from, and what reading it has cost."""
-    passages = answer.passages
-    segments = [] if passages is None else passages.encoded.segments
+    segments = [] if answer.passages is None else answer.passages.encoded.segments
     return {
-        "sources": [] if passages is None else passages.documents,
+        "sources": answer.sources,
+        "kept": answer.kept,
         "segments": [{"document": each.document, "start": each.start, "end": each.end} for each in segments],
         "trajectories": answer.trajectories,
         "statistics": answer.statistics,

@@ -11,7 +11,9 @@ from arcaligner.files import printable
 DOCUMENT = Path(__file__).parents[2] / "docs" / "corpus.md"
 
 
-def test_from_a_folder_to_an_answer_with_its_sources(run_cli, letters, checkpoint_dir, tmp_path, model, processor):
+def test_from_a_folder_to_an_answer_with_its_sources(
+    run_cli, letters, checkpoint_dir, tmp_path, model, processor, monkeypatch
+):
     (letters / "binary.txt").write_bytes(b"\xff")
     folder, aligner = tmp_path / "corpus", ("--checkpoint", checkpoint_dir)
     options = ("--passage-words", 16, *aligner)
@@ -42,6 +44,12 @@ def test_from_a_folder_to_an_answer_with_its_sources(run_cli, letters, checkpoin
     assert [line.split(" ")[0] for line in out.splitlines()[-2:]] == places
     assert cli.compression_summary(record["statistics"]) in err
     assert "First token after" in err and all(part in err for part in ("retrieval ", "slots ", "model "))
+
+    assert "The answer stands in none of these passages word for word" in err
+    said = lambda answer, text: {"start": 3, "end": 5} if "Radik" in text else None  # noqa: E731
+    monkeypatch.setattr("arcaligner.server.engine.find_answer", said)
+    _, out, err = run_cli("ask", question, "--corpus", folder, "--top-k", 9, "--max-new-tokens", 5, *aligner)
+    assert "letter.txt:66-132, the answer at 69-71" in out and out.count("the answer at") == 1 and "none of" not in err
 
     code, _, _ = run_cli("corpus", "remove", letters / "new\nline.txt", "--corpus", folder)
     code, out, _ = run_cli("corpus", "info", "--corpus", folder)

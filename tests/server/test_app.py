@@ -35,10 +35,11 @@ def test_documents_of_a_request_are_read_as_the_pipeline_reads_them(client, ask)
     assert report["trajectories"] == expected["trajectories"] and report["statistics"] == expected["statistics"]
     places = [{key: each[key] for key in ("document", "start", "end")} for each in expected["segments"]]
     assert report["segments"] == places
-    assert report["sources"] == [{"title": "", "text": DOCUMENTS[0]}, DOCUMENTS[1]]
+    assert report["sources"] == [{"title": "", "text": DOCUMENTS[0], "answer": None}, DOCUMENTS[1] | {"answer": None}]
     kept = ask_server(client, documents=DOCUMENTS)
     assert kept.choices[0].message.content == answer.choices[0].message.content
     assert kept.usage == answer.usage and kept.model_extra["arcaligner"]["trajectories"] is None
+    assert [ask_server(client, documents=DOCUMENTS[::-1]).model_extra["arcaligner"]["kept"] for _ in "12"] == [0, 2]
     seconds = report["seconds"]
     parts = sum(seconds[name] for name in ("waiting", "retrieval", "slots", "model"))
     assert parts == pytest.approx(seconds["first_token"]) and seconds["first_token"] <= seconds["total"]
@@ -47,7 +48,7 @@ def test_documents_of_a_request_are_read_as_the_pipeline_reads_them(client, ask)
 def test_the_corpus_is_read_where_a_request_has_no_documents(client, retriever, ask):
     answer = ask_server(client, top_k=1)
     found = retriever(QUESTION, top_k=1)
-    assert answer.model_extra["arcaligner"]["sources"] == found.documents
+    assert answer.model_extra["arcaligner"]["sources"] == [each | {"answer": None} for each in found.documents]
     expected = ask({"question": QUESTION, "documents": found.documents}, max_new_tokens=8)[0]["generated_text"]
     assert answer.choices[0].message.content == expected.lstrip()
     steering = f"{QUESTION}<|im_end|>\n<|im_start|>assistant\n"

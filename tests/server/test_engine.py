@@ -11,7 +11,7 @@ from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.table import Corpus
 from arcaligner.server.app import describe_error
-from arcaligner.server.engine import BusyError, Engine, Limits, Request, RowSampler
+from arcaligner.server.engine import BusyError, Engine, Limits, Request, RowSampler, find_answer
 
 CHAT = [{"role": "user", "content": "Who wrote it?"}]
 
@@ -130,6 +130,26 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
     found = drawn[:-1].argmax(dim=1).bincount(minlength=4) / rows
     torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
     assert torch.equal(drawn[-1], scores[0])
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "place"),
+    [
+        ("Ski  jumper.", "😀 a ski\njumper", "ski\njumper"),
+        ("19", "in 1987, or 19 of them", "19"),
+        ("1987", "19876", None),
+        ("$5", "US$5 each", "$5"),
+        ("东京", "他住在东京都", "东京"),
+        ("a (b", "x A (b) y", "A (b"),
+        (" .", "Yes.", None),
+        ("Ada", "Adam", None),
+    ],
+)
+def test_the_place_of_an_answer_is_where_a_text_says_it(answer, text, place):
+    found = find_answer(answer, text)
+    assert (found and text[found["start"] : found["end"]]) == place
+    if place == "19":
+        assert found["start"] == text.index("19 of")
 
 
 def test_a_corpus_that_vanishes_fails_its_questions_and_no_others(tmp_path, engine_of, processor):
