@@ -245,8 +245,8 @@ class SlotPrefixStore:
                 own prefixes. The rest is for the chat template; `add_generation_prompt` is on.
 
         Returns:
-            [`Prepared`], a `dict` with `input_ids`, `attention_mask` (batch, seq_len) and `past_key_values`. For beams or several
-            answers to a question, call `past_key_values.batch_repeat_interleave(n)` first.
+            [`Prepared`], a `dict` with `input_ids`, `attention_mask` (batch, seq_len) and `past_key_values`. For beams
+            or several answers to a question, call `past_key_values.batch_repeat_interleave(n)` first.
 
         Raises:
             `ValueError`: as the processor; a file that cannot be used; prompts longer than the backbone's context; no
