@@ -24,6 +24,13 @@ DEFAULT_CHECKPOINT = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
 CASE_STUDIES = ROOT / "tests" / "data" / "case_studies.jsonl"
 SQUAD_SAMPLE = ROOT / "tests" / "data" / "squad_dev_sample.jsonl"
 
+
+def find_path(path: str | Path) -> Path:
+    """A path that a recipe names: as it is or, where nothing is there, in this package, wherever that is installed."""
+    packaged = ROOT / path
+    return packaged if packaged.exists() and not Path(path).exists() else Path(path)
+
+
 # Control characters except newline and tab, overrides of the writing direction, and halves of surrogate pairs.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 

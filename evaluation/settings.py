@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from ..files import refuse_unknown
+from ..files import find_path, refuse_unknown
 from ..segmentation_arcaligner import check_tokens_per_slot
 from .methods import METHODS, Checkpoints, find_method
 from .tasks import TASKS, find_task
@@ -116,7 +116,7 @@ def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str,
         "tasks": {name: TaskSettings(**each | over) for name, each in tasks.items()},
         "methods": at_rates(keys.get("methods", list(METHODS)), keys.get("tokens_per_slot", [])),
     }
-    return EvaluationSettings(checkpoints=Checkpoints(keys["checkpoint"], **others), **rest)
+    return EvaluationSettings(checkpoints=Checkpoints(str(find_path(keys["checkpoint"])), **others), **rest)
 
 
 def at_rates(methods: list[str], tokens_per_slot: list[int | str]) -> list[str]:

@@ -73,3 +73,26 @@ def test_a_wheel_holds_every_file_that_modules_name(installed, tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert all(path.startswith("arcaligner/") for path in run.stdout.split())
+
+
+def test_recipes_name_files_that_are_found_from_any_folder(installed, tmp_path):
+    code = """
+from pathlib import Path
+from arcaligner.files import find_path
+from arcaligner.evaluation.settings import read_settings
+from arcaligner.train.stages import RECIPES
+import yaml
+recipes = [yaml.safe_load(path.read_text()) for path in RECIPES.glob("*/*.yaml")]
+named = {recipe["chat_template_path"] for recipe in recipes if "chat_template_path" in recipe}
+named |= {"tests/data/" + name for recipe in recipes if recipe.get("data_dir") == "tests/data"
+          for name in recipe["train_files"]}
+found = [find_path(name) for name in named]
+found.append(Path(read_settings("smollm2_135m", {}, {}).checkpoints.aligner))
+assert len(found) >= 3 and all(path.is_absolute() and path.exists() for path in found), found
+Path("tests/data").mkdir(parents=True)
+Path("tests/data/squad_dev_sample.jsonl").write_text("")
+assert find_path("tests/data/squad_dev_sample.jsonl") == Path("tests/data/squad_dev_sample.jsonl")  # one's own first
+"""
+    env = os.environ | {"PYTHONPATH": str(installed.parent)}
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

@@ -17,7 +17,7 @@ from datasets import Features, List, Value
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 
-from ..files import read_json_lines
+from ..files import find_path, read_json_lines
 from ..rows import JSON_LINES, ROW_FIELDS, Row, id_or_number, own_row, parse_source
 
 ROW_FEATURES = Features(
@@ -87,7 +87,7 @@ def check_files(sources: Iterable[str], data_dir: str) -> None:
 
 
 def _find_file(path: str, data_dir: str) -> str:
-    found = os.path.join(data_dir, path)
+    found = str(find_path(os.path.join(data_dir, path)))
     if not os.path.exists(found):
         raise FileNotFoundError(
             f"There is no file {found}. Data files with a relative path are looked for in `data_dir`, which is "

@@ -14,7 +14,7 @@ from accelerate.utils import broadcast_object_list
 from trl import TrlParser
 
 from ..configuration_arcaligner import ArcAlignerConfig, cache_directory, resolve_base_model
-from ..files import exit_on_user_error, refuse_unknown
+from ..files import exit_on_user_error, find_path, refuse_unknown
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import check_tokens_per_slot
 from .corpora import check_files
@@ -186,6 +186,8 @@ def parse_recipe(script: str, kinds: tuple[type, type], arguments: list[str]) ->
     """The recipe named by `--config`, overridden by the command line, as two `kinds` of arguments, and the text of
     [`run_settings`] for `script`."""
     recipe, args = RecipeParser(kinds).parse_args_and_config(arguments)
+    if args.chat_template_path is not None:
+        args.chat_template_path = str(find_path(args.chat_template_path))
     return recipe, args, run_settings(script, arguments)
 
 
