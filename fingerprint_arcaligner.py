@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import json
 import uuid
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -12,7 +11,8 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.utils.hooks import RemovableHandle
 
-from .configuration_arcaligner import REFINEMENT_SETTINGS, check_gates, normalize_budget
+from .checkpoint_arcaligner import tensors_digest
+from .configuration_arcaligner import REFINEMENT_SETTINGS, check_gates, json_digest, normalize_budget, slot_settings
 
 # How slots may be chosen and refined for one call, other than as processor and model are configured.
 PREFIX_SETTINGS = {
@@ -24,17 +24,6 @@ PREFIX_SETTINGS = {
     "max_refinement_steps": int,
     "refinement_budget": float,
 }
-# Settings of the aligner that change no slot. A setting that is not listed counts as changing them.
-_IRRELEVANT_FIELDS = (
-    "text_config",  # has a field of its own
-    "context_token",
-    "initializer_range",
-    "lora_dropout",
-    "tie_word_embeddings",
-    "training_stage",
-)
-# Where two copies of a backbone's configuration may differ.
-_NOT_COMPUTED_WITH = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 
 
 def slot_prefix_fingerprint(
@@ -54,23 +43,19 @@ def slot_prefix_fingerprint(
         weights (`dict`): Digests of all that was read for it, of `SlotPrefixStore.weights`.
         settings (`dict`, *optional*): What was asked for instead of the configuration, of `canonical_settings`.
     """
-    config = {
-        name: getattr(model.config, name)
-        for name in type(model.config).__annotations__
-        if name not in _IRRELEVANT_FIELDS
-    }
-    backbone = model.config.text_config.to_dict()
+    config = slot_settings(model.config.to_dict())
+    backbone = config.pop("text_config")
     return {
         **config,
         **(settings or {}),
-        "backbone": _digest({name: value for name, value in backbone.items() if name not in _NOT_COMPUTED_WITH}),
+        "backbone": json_digest(backbone),
         **weights,
         "encoder": processor.encoder_name_or_path,
         "sentences_per_segment": processor.sentences_per_segment,
         "spacy_model": processor.spacy_model,
         "tokens_per_slot": (settings or {}).get("tokens_per_slot", processor.tokens_per_slot),
         "context_words": processor.context_words,
-        "prompt": _digest(list(prompt_ids)),
+        "prompt": json_digest(list(prompt_ids)),
         "passages": _passages_digest(passages),
     }
 
@@ -91,25 +76,11 @@ def canonical_settings(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def _digest(value: Any) -> str:
-    """SHA-256 of anything that JSON can hold. Other values raise an error later, when the processor reads them."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()
-
-
 def _passages_digest(passages: Sequence) -> str:
     if isinstance(passages, tuple):
         return tensors_digest({str(i): tensor for i, tensor in enumerate(passages) if tensor is not None})
     # Scores and ids of a retriever do not change how a passage is read.
-    return _digest([[d.get("title"), d.get("text")] if isinstance(d, dict) else [None, d] for d in passages])
-
-
-def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
-    """SHA-256 of names, types, shapes and values."""
-    found = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return found.hexdigest()
+    return json_digest([[d.get("title"), d.get("text")] if isinstance(d, dict) else [None, d] for d in passages])
 
 
 @functools.cache

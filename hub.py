@@ -28,7 +28,7 @@ from huggingface_hub.repocard_data import EvalResult, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 from transformers.utils import logging
 
-from .checkpoint_arcaligner import CODE_FILES, check_aligner_weights, tensor_shapes
+from .checkpoint_arcaligner import CODE_FILES, check_weights
 from .configuration_arcaligner import ArcAlignerConfig
 from .encoder_arcaligner import ENCODER_FOLDER
 from .files import write_whole
@@ -230,8 +230,7 @@ def check_checkpoint(folder: Path) -> ArcAlignerConfig:
     ArcAlignerProcessor.from_pretrained(folder)
     with torch.device("meta"):
         model = ArcAlignerForCausalLM(config)
-    shapes = tensor_shapes(sorted(map(str, folder.glob("model*.safetensors"))))
-    check_aligner_weights(model, shapes, str(folder), ignore_mismatched_sizes=False)
+    check_weights(model, sorted(map(str, folder.glob("model*.safetensors"))), str(folder))
     return config
 
 

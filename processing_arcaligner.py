@@ -19,14 +19,14 @@ from transformers import AutoConfig, AutoTokenizer, BatchFeature, PreTrainedConf
 from transformers.utils import to_py_obj
 from transformers.utils.chat_template_utils import encode_marked_chat
 
-from .configuration_arcaligner import (
-    DEFAULT_ENCODER,
-    SLOT_SETTINGS,
+from .checkpoint_arcaligner import (
     check_json_file,
-    longest_prompt,
-    resolve_base_model,
+    check_processor_files,
+    checkpoint_folder,
+    write_processor_digests,
     written_whole,
 )
+from .configuration_arcaligner import DEFAULT_ENCODER, SLOT_SETTINGS, longest_prompt, resolve_base_model
 from .encoder_arcaligner import ENCODER_FOLDER, DocumentEncoder, EncodedDocuments, SentenceEncoder, pad_words
 from .prefix_store_arcaligner import SlotPrefixStore
 from .segmentation_arcaligner import (
@@ -140,20 +140,37 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """As for any processor. The code of this class is used, so no remote code is run."""
+        """As for any processor. The code of this class is used, so no remote code is run.
+
+        Raises:
+            `ValueError`: files that are missing, broken or not those that the checkpoint was saved with.
+            `OSError`: a checkpoint that is neither on this machine nor can be downloaded.
+        """
         kwargs.setdefault("trust_remote_code", False)
         kwargs.setdefault("config", PreTrainedConfig())  # else the tokenizer reads the aligner's, and complains of it
-        processor = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        download = {
+            name: kwargs[name] for name in ("cache_dir", "local_files_only", "revision", "token") if name in kwargs
+        }
+        folder = checkpoint_folder(pretrained_model_name_or_path, **download)
+        check_processor_files(folder)
+        try:
+            processor = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except Exception as error:
+            if type(error) is not Exception:  # what the tokenizers library raises
+                raise
+            raise ValueError(f"{folder / 'tokenizer.json'} cannot be used: {error}. Download it again.") from error
         if processor.trained_encoder:
-            processor.load_trained_encoder(pretrained_model_name_or_path, kwargs.get("revision"))
+            processor.load_trained_encoder(folder)
         return processor
 
     def save_pretrained(self, save_directory, **kwargs):
-        """As for any processor; a trained encoder is written to the folder `encoder`."""
+        """As for any processor; a trained encoder is written to the folder `encoder`. An aligner in the folder is bound
+        to what was written, by the `digests` in its `config.json`."""
         with written_whole(save_directory, last="processor_config.json") as folder:
             if self.trained_encoder:
                 self.encoder.save(Path(folder, ENCODER_FOLDER))
             written = super().save_pretrained(folder, **kwargs)
+            write_processor_digests(Path(save_directory), folder)
         return [str(Path(save_directory, Path(each).relative_to(folder))) for each in written]
 
     @classmethod

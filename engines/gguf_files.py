@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..configuration_arcaligner import ArcAlignerConfig, written_whole
+from ..checkpoint_arcaligner import written_whole
+from ..configuration_arcaligner import ArcAlignerConfig
 from ..lora_arcaligner import ADAPTER_NAME, slot_lora_layers
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor

@@ -17,7 +17,8 @@ from peft.utils import CONFIG_NAME
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from ..configuration_arcaligner import resolve_base_model, written_whole
+from ..checkpoint_arcaligner import written_whole
+from ..configuration_arcaligner import resolve_base_model
 from ..rows import Row
 from .corpora import open_corpus
 from .data import full_text

@@ -9,6 +9,7 @@ import pytest
 import torch
 import typer
 import yaml
+from conftest import edit_json
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
@@ -47,6 +48,7 @@ def output(tmp_path) -> Path:
 def change_weights(folder: Path, weights: dict[str, torch.Tensor], added: float) -> None:
     weights = {name: tensor + added for name, tensor in weights.items()}
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    edit_json(folder / "config.json", digests=None)
 
 
 def run(*arguments) -> Result:

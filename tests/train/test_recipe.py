@@ -114,7 +114,7 @@ def start(tmp_path, checkpoint_dir):
         folder = tmp_path / "start"
         shutil.copytree(checkpoint_dir, folder)
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | changes))
+        (folder / "config.json").write_text(json.dumps(config | {"digests": None} | changes))
         return folder
 
     return write

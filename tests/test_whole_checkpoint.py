@@ -1,0 +1,369 @@
+"""A checkpoint is whole, or it is refused by an error that says which part of it was changed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ENCODER_WIDTH, edit_json, random_aligner
+from safetensors.torch import load_file, save_file
+
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
+
+CONFIG, PROCESSOR, WEIGHTS = "config.json", "processor_config.json", "model.safetensors"
+TEMPLATE = "chat_template.jinja"
+ADAPTER, ADAPTER_CONFIG = "encoder/adapter_model.safetensors", "encoder/adapter_config.json"
+
+
+def save_checkpoint(folder: Path, base_model_dir: Path, encoder_dir: Path, seed: int, **options) -> Path:
+    """An aligner that reads words, all of it random, with an encoder that was trained along."""
+    processor = ArcAlignerProcessor.from_base_model(
+        str(base_model_dir),
+        encoder_name_or_path=str(encoder_dir),
+        encoder_hidden_size=ENCODER_WIDTH,
+        context_words=True,
+    )
+    for number, weight in enumerate(processor.train_encoder(lora_r=2)):
+        torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(100 * seed + number))
+    model = random_aligner(base_model_dir, processor, seed, word_parts=2)
+    model.save_pretrained(folder, **options)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, base_model_dir, encoder_dir) -> dict[str, Path]:
+    """Three checkpoints: with the aligner only, with its base model too, and of another training."""
+    folder, models = tmp_path_factory.mktemp("saved"), (base_model_dir, encoder_dir)
+    return {
+        "aligner": save_checkpoint(folder / "aligner", *models, seed=2),
+        "full": save_checkpoint(folder / "full", *models, seed=2, save_base_model=True),
+        "other": save_checkpoint(folder / "other", *models, seed=3),
+    }
+
+
+@pytest.fixture
+def folder(saved, tmp_path) -> Path:
+    return shutil.copytree(saved["aligner"], tmp_path / "checkpoint")
+
+
+@pytest.fixture
+def full(saved, tmp_path) -> Path:
+    return shutil.copytree(saved["full"], tmp_path / "full")
+
+
+def load(folder: Path) -> tuple[ArcAlignerForCausalLM, ArcAlignerProcessor]:
+    """Model and processor, with the encoder, which is loaded on first use."""
+    processor = ArcAlignerProcessor.from_pretrained(folder)
+    processor.encoder.device = "cpu"
+    assert processor.encoder.model is not None
+    return ArcAlignerForCausalLM.from_pretrained(folder).eval(), processor
+
+
+def first_logits(folder: Path) -> torch.Tensor:
+    model, processor = load(folder)
+    with torch.no_grad():
+        return model(**processor(text="Who wrote it?", documents=["It was Ada. So be it."], return_tensors="pt")).logits
+
+
+def forget_digests(folder: Path) -> None:
+    """Makes a checkpoint as older versions saved them."""
+    edit_json(folder / CONFIG, digests=None, includes_base_model=None)
+
+
+def edit_tensors(path: Path, change) -> None:
+    tensors = load_file(path)
+    save_file(change(dict(tensors)) or tensors, path, metadata={"format": "pt"})
+
+
+def drop(path, *names):
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key not in names}))
+
+
+def keys_with(part: str, tensors: dict) -> list[str]:
+    return [name for name in tensors if part in name]
+
+
+def half(tensors):
+    return dict(sorted(tensors.items())[::2])
+
+
+def without_first(part):
+    return lambda tensors: {name: x for name, x in tensors.items() if name != keys_with(part, tensors)[0]}
+
+
+def with_value(part, value):
+    def change(tensors):
+        tensors[keys_with(part, tensors)[0]].view(-1)[1] = value
+        return tensors
+
+    return change
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def as_pickle(path: Path) -> None:
+    torch.save(load_file(path), path.with_suffix(".bin"))
+    path.unlink()
+
+
+def rope_theta(folder: Path) -> None:
+    config = json.loads((folder / CONFIG).read_text())
+    config["text_config"]["rope_parameters"]["rope_theta"] = 100.0
+    (folder / CONFIG).write_text(json.dumps(config))
+
+
+def swap_two_words(folder: Path) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def shrink_vocabulary(folder: Path) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = dict(list(tokenizer["model"]["vocab"].items())[:300])
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def renamed(tensors):
+    return {name.replace("layer", "leyer"): x for name, x in tensors.items()}
+
+
+def of_rank_three(tensors):
+    """LoRA A (2, in) and B (out, 2) with one more row or column."""
+    grown = {name: torch.cat([x, x], dim=int("lora_B" in name)) for name, x in tensors.items()}
+    return {name: (x[:, :3] if "lora_B" in name else x[:3]).contiguous() for name, x in grown.items()}
+
+
+def with_stranger(tensors):
+    return tensors | {"foo.weight": torch.ones(2)}
+
+
+def with_part_of_base(tensors):
+    return tensors | {"model.backbone.norm.weight": torch.ones(32)}
+
+
+def with_surplus_lora(tensors):
+    name = keys_with("lora_A", tensors)[0]
+    return tensors | {name.replace("layers.0", "layers.7"): tensors[name].clone()}
+
+
+# What was changed -> how, and what the error says. Those of `CHECKABLE` are refused without digests too.
+CHECKABLE = {
+    "encoder halved": (lambda f: edit_tensors(f / ADAPTER, half), "adapter_model.safetensors"),
+    "encoder renamed": (lambda f: edit_tensors(f / ADAPTER, renamed), "adapter_model.safetensors"),
+    "encoder of another rank": (lambda f: edit_tensors(f / ADAPTER, of_rank_three), "adapter_model.safetensors"),
+    "encoder cut": (lambda f: cut(f / ADAPTER), r"adapter_model.safetensors cannot be read.*download it again"),
+    "encoder a pickle": (lambda f: as_pickle(f / ADAPTER), "lacks encoder/adapter_model.safetensors"),
+    "encoder gone": (lambda f: shutil.rmtree(f / "encoder"), "lacks encoder/adapter_config.json"),
+    "encoder with NaN": (
+        lambda f: edit_tensors(f / ADAPTER, with_value("lora_A", float("nan"))),
+        "adapter_model.safetensors",
+    ),
+    "encoder's settings broken": (lambda f: (f / ADAPTER_CONFIG).write_text("{"), "adapter_config.json"),
+    "encoder's rank": (lambda f: edit_json(f / ADAPTER_CONFIG, r=3), "adapter_config.json"),
+    "lora_r 0": (lambda f: edit_json(f / CONFIG, lora_r=0), "`lora_r`"),
+    "lora_r 3": (lambda f: edit_json(f / CONFIG, lora_r=3), "(?s)lora_"),
+    "fewer linears": (lambda f: edit_json(f / CONFIG, lora_target_modules=["q_proj"]), "`lora_target_modules`"),
+    "no words": (lambda f: edit_json(f / CONFIG, word_parts=0), "`word_parts`"),
+    "fewer gates": (lambda f: edit_json(f / CONFIG, gate_layers=[0]), "`gate_layers`"),
+    "a stranger's weight": (lambda f: edit_tensors(f / WEIGHTS, with_stranger), "foo.weight"),
+    "a weight of the base": (lambda f: edit_tensors(f / WEIGHTS, with_part_of_base), "weights"),
+    "more LoRA than layers": (lambda f: edit_tensors(f / WEIGHTS, with_surplus_lora), "has 1 aligner weights"),
+    "LoRA renamed": (lambda f: edit_tensors(f / WEIGHTS, renamed), "aligner weights"),
+    "half of the aligner": (lambda f: edit_tensors(f / WEIGHTS, half), "lacks .* aligner weights"),
+    "aligner cut": (lambda f: cut(f / WEIGHTS), "model.safetensors cannot be read"),
+    "aligner with NaN": (
+        lambda f: edit_tensors(f / WEIGHTS, with_value("projector.up", float("nan"))),
+        "1 NaN or infinite values of .* in `model.projector.up",
+    ),
+    "aligner infinite": (
+        lambda f: edit_tensors(f / WEIGHTS, with_value("lora_B", float("inf"))),
+        "1 NaN or infinite values",
+    ),
+    "a wrong type": (lambda f: edit_json(f / CONFIG, lora_alpha="48"), "lora_alpha"),
+    "tokenizer without words": (shrink_vocabulary, "tokenizer.json"),
+    "tokenizer broken": (lambda f: (f / "tokenizer.json").write_text("[]"), "tokenizer.json"),
+}
+BOUND = {
+    "encoder zeroed": (
+        lambda f: edit_tensors(f / ADAPTER, lambda tensors: {name: 0 * x for name, x in tensors.items()}),
+        "adapter_model.safetensors is not the file that was saved with the aligner",
+    ),
+    "encoder rounded": (
+        lambda f: edit_tensors(f / ADAPTER, lambda tensors: {name: x.bfloat16() for name, x in tensors.items()}),
+        "adapter_model.safetensors is not the file that was saved with the aligner",
+    ),
+    "encoder's lora_alpha": (
+        lambda f: edit_json(f / ADAPTER_CONFIG, lora_alpha=99),
+        "adapter_config.json is not the file that was saved with the aligner",
+    ),
+    "encoder as untrained": (
+        lambda f: edit_json(f / PROCESSOR, trained_encoder=False),
+        "processor_config.json of .* is not as it was saved: `trained_encoder` is False",
+    ),
+    "another encoder": (
+        lambda f: edit_json(f / PROCESSOR, encoder_name_or_path="a/b"),
+        "`encoder_name_or_path` is 'a/b'",
+    ),
+    "words left out": (lambda f: edit_json(f / PROCESSOR, context_words=False), "`context_words` is False"),
+    "longer segments": (
+        lambda f: edit_json(f / PROCESSOR, sentences_per_segment=3),
+        "`sentences_per_segment` is 3",
+    ),
+    "other rates": (
+        lambda f: edit_json(f / PROCESSOR, trained_tokens_per_slot=[9]),
+        r"`trained_tokens_per_slot` is \[9\]",
+    ),
+    "two settings": (
+        lambda f: edit_json(f / PROCESSOR, spacy_model="de", context_token_id=999),
+        "`context_token_id` is 999, `spacy_model` is 'de'",
+    ),
+    "template gone": (lambda f: (f / TEMPLATE).unlink(), "lacks chat_template.jinja"),
+    "another template": (lambda f: (f / TEMPLATE).write_text("{{ messages }}"), "chat_template.jinja is not the file"),
+    "another tokenizer": (swap_two_words, "tokenizer.json is not the file"),
+    "lora_alpha": (
+        lambda f: edit_json(f / CONFIG, lora_alpha=480),
+        "config.json of .* is not as it was saved: `lora_alpha` is 480",
+    ),
+    "lora_alpha gone": (lambda f: drop(f / CONFIG, "lora_alpha"), "`lora_alpha` is missing"),
+    "gates on": (lambda f: edit_json(f / CONFIG, gate_mode="always"), "`gate_mode` is 'always'"),
+    "rotary base": (rope_theta, "`text_config` was changed"),
+    "aligner's value": (
+        lambda f: edit_tensors(f / WEIGHTS, with_value("lora_B", 0.125)),
+        "aligner's weights in .* are not those that it was saved with",
+    ),
+    "aligner rounded": (
+        lambda f: edit_tensors(f / WEIGHTS, lambda tensors: {name: x.bfloat16() for name, x in tensors.items()}),
+        "aligner's weights in .* are not those",
+    ),
+    "aligner zeroed": (
+        lambda f: edit_tensors(f / WEIGHTS, lambda tensors: {name: 0 * x for name, x in tensors.items()}),
+        "aligner's weights in .* are not those",
+    ),
+    "digests broken": (lambda f: edit_json(f / CONFIG, digests={"config.json": 5}), "`digests` of a checkpoint lack"),
+}
+
+
+@pytest.mark.parametrize("case", CHECKABLE | BOUND)
+def test_a_changed_part_is_refused_and_named(folder, case):
+    change, message = (CHECKABLE | BOUND)[case]
+    change(folder)
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize("case", CHECKABLE)
+def test_an_older_checkpoint_is_refused_for_what_can_be_checked(folder, case):
+    change, _ = CHECKABLE[case]
+    change(folder)
+    forget_digests(folder)
+    with pytest.raises(ValueError):
+        load(folder)
+
+
+@pytest.mark.parametrize("kind", ["aligner", "full"])
+def test_an_older_checkpoint_loads_as_it_did(saved, kind, tmp_path):
+    expected = first_logits(saved[kind])
+    older = shutil.copytree(saved[kind], tmp_path / "older")
+    drop(older / CONFIG, "digests", "includes_base_model")
+    assert torch.equal(first_logits(older), expected)
+
+
+@pytest.mark.parametrize("names", [[CONFIG], [WEIGHTS], [PROCESSOR, "encoder"], [ADAPTER]])
+def test_parts_of_two_trainings_are_refused(folder, saved, names):
+    for name in names:
+        source = saved["other"] / name
+        shutil.copytree(source, folder / name, dirs_exist_ok=True) if source.is_dir() else shutil.copy(
+            source, folder / name
+        )
+    with pytest.raises(ValueError, match="saved with"):
+        load(folder)
+
+
+@pytest.mark.parametrize("has_digests", [True, False])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_first("mlp.up_proj.base_layer"), "lacks 1 weights of its llama, first .*up_proj"),
+        (lambda tensors: half(tensors) | {n: x for n, x in tensors.items() if ".slot" in n or "proje" in n}, "lacks"),
+        (lambda tensors: {n: x for n, x in tensors.items() if "embed" not in n}, "lacks 1 weights.*embed"),
+        (with_stranger, "has 1 weights that its llama does not have, first `foo.weight`"),
+        (with_value("input_layernorm", float("nan")), "1 NaN or infinite values"),
+        (with_surplus_lora, "has 1 aligner weights"),
+    ],
+)
+def test_a_full_checkpoint_is_complete_or_refused(full, change, message, has_digests):
+    edit_tensors(full / WEIGHTS, change)
+    if not has_digests:
+        forget_digests(full)
+    with pytest.raises(ValueError, match=message):
+        load(full)
+
+
+def test_a_full_checkpoint_answers_without_its_base_model(full):
+    expected = first_logits(full)
+    edit_json(full / CONFIG, base_model_name_or_path="nobody/nothing")
+    assert torch.equal(first_logits(full), expected)
+
+
+def test_a_checkpoint_says_whether_it_holds_its_base_model(full, folder):
+    for wrong, value in ((full, False), (folder, True)):
+        edit_json(wrong / CONFIG, includes_base_model=value)
+        with pytest.raises(ValueError, match="saved without a base model|is to hold its base model"):
+            load(wrong)
+
+
+def test_what_changes_no_slot_may_be_changed_in_the_files(folder, base_model_dir, tmp_path):
+    expected = first_logits(folder)
+    moved = shutil.copytree(base_model_dir, tmp_path / "moved")
+    edit_json(folder / CONFIG, base_model_name_or_path=str(moved), training_stage=None)
+    edit_json(folder / PROCESSOR, context_token="[B]", tokens_per_slot="segment")
+    for name in (CONFIG, "tokenizer.json"):  # as Git does on Windows
+        (folder / name).write_bytes((folder / name).read_bytes().replace(b"\n", b"\r\n"))
+    assert torch.equal(first_logits(folder), expected)
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+def test_settings_changed_on_what_was_loaded_are_saved_with_it(folder, tmp_path, model_first):
+    model = ArcAlignerForCausalLM.from_pretrained(folder, lora_alpha=9)
+    processor = ArcAlignerProcessor.from_pretrained(folder, sentences_per_segment=2)
+    model.config.max_refinement_steps = 1
+    with torch.no_grad():
+        model.model.projector.up.bias.add_(1.0)
+        processor.encoder.lora_weights()[0].mul_(2.0)
+    saves = [model.save_pretrained, processor.save_pretrained]
+    for save in saves if model_first else saves[::-1]:
+        save(tmp_path / "saved")
+    again, processor_again = load(tmp_path / "saved")
+    assert (again.config.lora_alpha, again.config.max_refinement_steps) == (9, 1)
+    assert processor_again.sentences_per_segment == 2
+    assert torch.equal(again.model.projector.up.bias, model.model.projector.up.bias)
+    assert torch.equal(processor_again.encoder.lora_weights()[0], processor.encoder.lora_weights()[0])
+
+
+def test_each_of_model_and_processor_may_be_saved_again_alone(folder):
+    model, processor = load(folder)
+    processor.sentences_per_segment = 2
+    processor.save_pretrained(folder)
+    assert load(folder)[1].sentences_per_segment == 2
+    model.config.max_refinement_steps = 1
+    model.save_pretrained(folder)
+    assert load(folder)[0].config.max_refinement_steps == 1
+    with pytest.raises(ValueError, match="adapter_config.json is not the file"):
+        edit_json(folder / ADAPTER_CONFIG, lora_alpha=99)
+        load(folder)
+
+
+def test_a_configuration_saved_alone_binds_nothing(folder, tmp_path):
+    config = ArcAlignerForCausalLM.from_pretrained(folder).config
+    assert config.digests is None and config.includes_base_model is None
+    for each in (config, type(config).from_pretrained(folder)):
+        each.lora_alpha = 5
+        each.save_pretrained(tmp_path / "alone")
+        assert not {"digests", "includes_base_model"} & json.loads((tmp_path / "alone" / CONFIG).read_text()).keys()
+        assert type(config).from_pretrained(tmp_path / "alone").lora_alpha == 5
