@@ -1,11 +1,12 @@
 """Backbones: which ones can be refined, what a layer costs, what the head does."""
 
 import inspect
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -35,7 +36,7 @@ def check_backbone_config(config: PreTrainedConfig) -> None:
         _refuse(config, _UNSUPPORTED[config.model_type])
     if config.is_encoder_decoder:
         _refuse(config, "it is an encoder-decoder model, slots need a causal decoder")
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         _refuse(config, "transformers has no causal language model for it")
     other_types = set(getattr(config, "layer_types", None) or ()) - _SUPPORTED_LAYER_TYPES
     if other_types:
@@ -91,6 +92,29 @@ class LayerKeysValues:
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args, **kwargs):
         return self.layer.update(keys, values, *args, **kwargs)
+
+
+# What forwards record
+
+try:  # a variable that the hooks of `output_attentions=True` write to; transformers has no public name for it
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:  # then attentions are recorded for the passes of refinement as well
+    _active_collector = ContextVar("active_collector", default=None)
+
+
+def is_recording_outputs() -> bool:
+    """Whether this forward records attentions or router logits."""
+    return bool(_active_collector.get())
+
+
+class not_recording_outputs:  # noqa: N801 - a context manager, used like a function
+    """Inside, nothing is recorded: attentions and router logits are those of the mandatory pass."""
+
+    def __enter__(self):
+        self.token = _active_collector.set(None)
+
+    def __exit__(self, *exception):
+        _active_collector.reset(self.token)
 
 
 # What a layer costs

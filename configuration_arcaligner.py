@@ -17,7 +17,6 @@ from typing import Any, Literal
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.configuration_utils import SubConfigSpec
 
 DEFAULT_BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
@@ -154,7 +153,7 @@ class ArcAlignerConfig(PreTrainedConfig):
     """
 
     model_type = "arcaligner"
-    sub_configs_defaults = {"text_config": SubConfigSpec(config_class=AutoConfig, model_type="llama")}
+    sub_configs = {"text_config": AutoConfig}
 
     text_config: dict | PreTrainedConfig | None = None
     base_model_name_or_path: str | None = None
@@ -182,6 +181,8 @@ class ArcAlignerConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any):
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         kwargs.setdefault("custom_pipelines", CUSTOM_PIPELINES)
+        if not isinstance(self.text_config, PreTrainedConfig):
+            self.text_config = AutoConfig.for_model(**{"model_type": "llama", **(self.text_config or {})})
         super().__post_init__(**kwargs)
         if "vocab_size" not in self.text_config.to_dict():
             raise ValueError(

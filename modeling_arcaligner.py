@@ -17,9 +17,7 @@ from transformers import AutoModel, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
-from transformers.utils.output_capturing import _active_collector
 
 from .backbones_arcaligner import (
     LayerCost,
@@ -28,7 +26,9 @@ from .backbones_arcaligner import (
     count_layer_cost,
     find_decoder_layers,
     frozen_head_nll,
+    is_recording_outputs,
     make_lm_head,
+    not_recording_outputs,
     postprocess_logits,
 )
 from .checkpoint_arcaligner import AlignerCheckpointMixin
@@ -167,8 +167,7 @@ class SlotDecoderLayer(InPlaceMixin):
     def _run_compiled(self, hidden_states, slots, kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
         has_budget = slots is not None and slots.settings.budget is not None
         cache = kwargs.get("past_key_values")
-        is_recording = bool(_active_collector.get())  # hooks record attentions or router logits
-        if has_budget or is_recording or not LayerKeysValues.fits(cache, self.layer_idx):
+        if has_budget or is_recording_outputs() or not LayerKeysValues.fits(cache, self.layer_idx):
             return self._algorithm_1(hidden_states, slots, kwargs)
         if cache is not None:
             kwargs = {**kwargs, "past_key_values": LayerKeysValues(cache.layers[self.layer_idx])}
@@ -196,7 +195,7 @@ class SlotDecoderLayer(InPlaceMixin):
         step_kwargs = {**kwargs, **inputs.for_slots, "past_key_values": cache}
 
         def reapply(states: torch.Tensor) -> torch.Tensor:
-            with lora_on(ALL_ROWS), _not_recording_outputs():
+            with lora_on(ALL_ROWS), not_recording_outputs():
                 return super(SlotDecoderLayer, self).forward(states, **step_kwargs)
 
         return reapply
@@ -211,7 +210,7 @@ class SlotDecoderLayer(InPlaceMixin):
         fixed = take_rows(hidden_states, inputs.rows.fixed_positions)  # (batch, max_fixed, hidden)
         fixed_kwargs = {**kwargs, **inputs.for_fixed, "past_key_values": recorder}
         try:
-            with lora_on(inputs.rows.fixed_slots), _not_recording_outputs():
+            with lora_on(inputs.rows.fixed_slots), not_recording_outputs():
                 super().forward(fixed, **fixed_kwargs)
         except KeysValuesComplete:  # the only way to leave any backbone's layer once its keys and values are known
             pass
@@ -233,21 +232,11 @@ class SlotDecoderLayer(InPlaceMixin):
         def reapply(states: torch.Tensor) -> torch.Tensor:
             current = states.reshape(-1, hidden).index_select(0, rows.slot_cells)
             whole = prefix.reshape(-1, hidden).index_copy(0, prefix_rows, current).view(batch, length, hidden)
-            with lora_on(prefix_rows), _not_recording_outputs():
+            with lora_on(prefix_rows), not_recording_outputs():
                 whole = super(SlotDecoderLayer, self).forward(whole, **step_kwargs)
             return take_rows(whole, rows.slot_positions)
 
         return reapply
-
-
-class _not_recording_outputs:  # noqa: N801 - a context manager, used like a function
-    """Keeps transformers' recording of attentions and router logits to the mandatory pass."""
-
-    def __enter__(self):
-        self.token = _active_collector.set(None)
-
-    def __exit__(self, *exception):
-        _active_collector.reset(self.token)
 
 
 def add_slots_to_layer(layer: nn.Module, layer_idx: int, config: ArcAlignerConfig) -> None:
@@ -754,7 +743,8 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             return ArcAlignerCausalLMOutputWithPast(
                 loss=loss, hidden_states=outputs.hidden_states, recursion_depth=outputs.recursion_depth
             )
-        hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden_states = outputs.last_hidden_state[:, kept]
         # Flattened to (batch * kept, hidden): for a frozen head, a batched product would copy the weight.
         logits = self.lm_head(hidden_states.flatten(0, 1)).unflatten(0, hidden_states.shape[:2])
         logits = postprocess_logits(logits, self.config.text_config)
