@@ -52,6 +52,7 @@ CODE_FILES = (
     "backbones_arcaligner.py",
     "lora_arcaligner.py",
     "refinement_arcaligner.py",
+    "passages_arcaligner.py",
     "modeling_arcaligner.py",
     "fingerprint_arcaligner.py",
     "prefix_store_arcaligner.py",

@@ -27,6 +27,7 @@ _INSTALL = {
 }
 
 GATE_MODES = ("adaptive", "off", "always")
+PASSAGE_ATTENTIONS = ("joint", "separate")
 # How slots are refined: keyword arguments of `generate` and `forward`.
 REFINEMENT_SETTINGS = ("gate_mode", "gate_threshold", "max_refinement_steps", "refinement_budget")
 # How slots are chosen: keyword arguments of processor and pipeline.
@@ -141,6 +142,10 @@ class ArcAlignerConfig(PreTrainedConfig):
             Beyond the paper: the slot's own words are read beside its context embedding, from the backbone's frozen
             embedding table. A slot's tokens are cut into this many equal parts, in order, each averaged and passed
             through a linear map of its own, so that some of the word order survives. 0 reads no words.
+        passage_attention (`"joint"` or `"separate"`, defaults to `"joint"`):
+            Beyond the paper, whose context is one passage: whether a slot reads the slots of the passages before its
+            own. `"separate"`: it reads its own passage and the text before the slots, so that what was computed for a
+            passage serves every question that retrieves it. Training and use have to agree.
         training_stage (`"lexical"`, `"reconstruction"`, `"grounding"` or `"gating"`, *optional*):
             The last stage it was trained in, which the next one checks. Set by `set_stage`.
         digests (`dict`, *optional*), includes_base_model (`bool`, *optional*):
@@ -172,6 +177,7 @@ class ArcAlignerConfig(PreTrainedConfig):
     max_refinement_steps: int = 2
     gate_mode: Literal["adaptive", "off", "always"] = "adaptive"
     word_parts: int = 0
+    passage_attention: Literal["joint", "separate"] = "joint"
     training_stage: Literal["lexical", "reconstruction", "grounding", "gating"] | None = None
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
@@ -214,6 +220,18 @@ class ArcAlignerConfig(PreTrainedConfig):
         if self.gate_layers == "all":
             return tuple(range(self.text_config.num_hidden_layers))
         return tuple(sorted(set(self.gate_layers)))
+
+    def refines(
+        self,
+        gate_mode: str | None = None,
+        gate_threshold: float | None = None,
+        max_refinement_steps: int | None = None,
+        refinement_budget: float | None = None,
+    ) -> bool:
+        """Whether slots may take extra passes, with these settings of a call in place of the configuration's."""
+        gate_mode, _ = normalize_budget(gate_mode or self.gate_mode, refinement_budget)
+        steps = self.max_refinement_steps if max_refinement_steps is None else max_refinement_steps
+        return gate_mode != "off" and steps > 0 and bool(self.gated_layers)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
@@ -347,9 +365,12 @@ def longest_prompt(config: PreTrainedConfig) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-def check_length(length: int, what: str, config: PreTrainedConfig) -> None:
-    """Raises `ValueError` if `what`, such as "The prompt", has more positions than the backbone reads."""
+def check_length(length: int, what: str, config: PreTrainedConfig, position_ids=None) -> None:
+    """Raises `ValueError` if `what`, such as "The prompt", has more positions than the backbone reads: `length` or,
+    where several rows share a position, the highest of `position_ids`."""
     longest = longest_prompt(config)
+    if longest is not None and length > longest and position_ids is not None:
+        length = int(position_ids.max()) + 1
     if longest is not None and length > longest:
         raise ValueError(
             f"{what} has {length} positions but the backbone {config.model_type} reads {longest}. Pass fewer passages, "

@@ -304,6 +304,7 @@ class GivenSlots(NamedTuple):
 
     context_embeds: torch.FloatTensor  # (num_slots, encoder_hidden_size)
     context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 after a slot's tokens
+    context_passage_ids: torch.LongTensor | None = None  # (num_slots,); without them all slots are of one passage
 
 
 class EncodedDocuments(NamedTuple):
@@ -312,17 +313,9 @@ class EncodedDocuments(NamedTuple):
     segments: list[Segment]  # what each slot stands for; none where there is nothing but white space
     context_embeds: torch.FloatTensor  # (num_slots, encoder_hidden_size)
     context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 after a slot's tokens
+    context_passage_ids: torch.LongTensor  # (num_slots,), the number of each slot's document
     num_merged: int  # segments that share their slot with others
     dropped: list[Segment]  # what has no slot
-
-
-def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
-    """Stacks word ids of rows, each (num_slots, max_words), to (batch, max_slots, max_words), padded with -1."""
-    sizes = [max(row.shape[axis] for row in rows) for axis in (0, 1)]
-    padded = torch.full((len(rows), *sizes), -1, device=rows[0].device)
-    for number, row in enumerate(rows):
-        padded[number, : row.shape[0], : row.shape[1]] = row
-    return padded
 
 
 def _tensor_of(values, name: str) -> torch.FloatTensor:
@@ -375,7 +368,7 @@ class DocumentEncoder(DocumentSegmenter):
         return weights
 
     def read_passages(
-        self, documents, context_embeds, context_word_ids, is_single: bool, num_rows: int
+        self, documents, context_embeds, context_word_ids, context_passage_ids, is_single: bool, num_rows: int
     ) -> list[list] | list[GivenSlots]:
         """For each of `num_rows` questions, its documents or its precomputed slots.
 
@@ -388,10 +381,13 @@ class DocumentEncoder(DocumentSegmenter):
         if context_embeds is None:
             return _rows_of(documents_of, documents, "`documents`", is_single, num_rows)
         embeds = _rows_of(_tensor_of, context_embeds, "`context_embeds`", is_single, num_rows)
-        if context_word_ids is None:
-            return [GivenSlots(row, None) for row in embeds]
-        words = _rows_of(_tensor_of, context_word_ids, "`context_word_ids`", is_single, num_rows)
-        return [GivenSlots(row, ids.long()) for row, ids in zip(embeds, words, strict=True)]
+        words = passage_ids = [None] * num_rows
+        if context_word_ids is not None:
+            words = _rows_of(_tensor_of, context_word_ids, "`context_word_ids`", is_single, num_rows)
+        if context_passage_ids is not None:
+            passage_ids = _rows_of(_tensor_of, context_passage_ids, "`context_passage_ids`", is_single, num_rows)
+        given = zip(embeds, words, passage_ids, strict=True)
+        return [GivenSlots(row, *(None if ids is None else ids.long() for ids in both)) for row, *both in given]
 
     def encode_tokens(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> torch.FloatTensor:
         """Normalized embeddings of the slots of `tokens`, in order, float32 (num_slots, encoder_hidden_size): one for
@@ -452,19 +448,28 @@ class DocumentEncoder(DocumentSegmenter):
             if self.context_words:
                 runs = [torch.tensor(one.word_ids[a:b]) for one in row_tokens for a, b in one.runs(rate)][:max_slots]
                 words = pad_sequence(runs, batch_first=True, padding_value=-1).long()
-            rows.append(EncodedDocuments(pieces, embeds[:max_slots], words, row.num_merged, dropped))
+            numbers = torch.tensor([piece.document for piece in pieces] or [0])
+            rows.append(EncodedDocuments(pieces, embeds[:max_slots], words, numbers, row.num_merged, dropped))
         return rows
 
     def _first_slots(self, given: GivenSlots, row: int, max_slots: int | None) -> EncodedDocuments:
         """The first `max_slots` of a row's precomputed slots."""
-        embeds, words = given
+        embeds, words, numbers = given
         self._check_embeds(embeds, row)
         if words is not None and (words.dim() != 2 or len(words) != len(embeds)):
             raise ValueError(
                 f"The `context_word_ids` of row {row} have shape {tuple(words.shape)} but its `context_embeds` hold "
                 f"{len(embeds)} slots; expected ({len(embeds)}, max_words)."
             )
-        return EncodedDocuments([], embeds[:max_slots], None if words is None else words[:max_slots], 0, [])
+        if numbers is None:
+            numbers = torch.zeros(len(embeds), dtype=torch.long)
+        if numbers.shape != embeds.shape[:1]:
+            raise ValueError(
+                f"The `context_passage_ids` of row {row} have shape {tuple(numbers.shape)} but its `context_embeds` "
+                f"hold {len(embeds)} slots; expected ({len(embeds)},)."
+            )
+        words = None if words is None else words[:max_slots]
+        return EncodedDocuments([], embeds[:max_slots], words, numbers[:max_slots], 0, [])
 
     def _check_embeds(self, embeds: torch.FloatTensor, row: int) -> None:
         """Raises `ValueError` unless `embeds` is (num_slots, encoder_hidden_size), finite, with at least one slot."""

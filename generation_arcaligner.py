@@ -12,6 +12,7 @@ from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 from transformers.utils import logging
 
 from .configuration_arcaligner import REFINEMENT_SETTINGS, check_gates
+from .passages_arcaligner import passage_positions, place_passage_ids
 
 logger = logging.get_logger(__name__)
 
@@ -56,6 +57,7 @@ class SlotGenerationMixin(GenerationMixin):
         context_embeds: torch.FloatTensor,
         attention_mask: torch.Tensor | None = None,
         context_word_ids: torch.LongTensor | None = None,
+        context_passage_ids: torch.LongTensor | None = None,
         **kwargs,
     ) -> Cache:
         """Reads the slot prefix of a prompt once, for any number of questions.
@@ -70,6 +72,7 @@ class SlotGenerationMixin(GenerationMixin):
             context_embeds (`torch.FloatTensor` of shape `(batch, max_slots, encoder_hidden_size)`): The slots.
             attention_mask (`torch.Tensor` of shape `(batch, seq_len)`, *optional*): 0 on padding.
             context_word_ids (`torch.LongTensor` of shape `(batch, max_slots, max_words)`, *optional*): Their words.
+            context_passage_ids (`torch.LongTensor` of shape `(batch, max_slots)`, *optional*): Their passages.
             kwargs: Of [`ArcAlignerModel`], among them `gate_mode`, `gate_threshold`, `max_refinement_steps` and
                 `refinement_budget`.
 
@@ -90,19 +93,34 @@ class SlotGenerationMixin(GenerationMixin):
                 "the same position. Pass rows with slots, left-padded so that their slots end together, or one row at "
                 "a time."
             )
+        prefix = input_ids[:, :length]
         if attention_mask is not None:
             attention_mask = attention_mask[:, :length]
-            kwargs.setdefault("position_ids", (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0))
-        prefix = input_ids[:, :length]
+            kwargs.setdefault("position_ids", self.prompt_positions(prefix, attention_mask, context_passage_ids))
         outputs = self.model(
             input_ids=prefix,
             attention_mask=attention_mask,
             context_embeds=context_embeds,
             context_word_ids=context_word_ids,
+            context_passage_ids=context_passage_ids,
             use_cache=True,
             **kwargs,
         )
         return outputs.past_key_values
+
+    def prompt_positions(
+        self,
+        input_ids: torch.LongTensor,
+        attention_mask: torch.Tensor | None = None,
+        context_passage_ids: torch.LongTensor | None = None,
+    ) -> torch.LongTensor:
+        """The position of each token of a prompt (batch, seq_len): counted after the padding, and behind the longest
+        passage where passages are read apart, `context_passage_ids` (batch, max_slots)."""
+        is_real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if context_passage_ids is None or self.config.passage_attention == "joint":
+            return (is_real.long().cumsum(dim=1) - 1).clamp(min=0)
+        is_slot = input_ids == self.config.context_token_id
+        return passage_positions(place_passage_ids(is_slot, context_passage_ids), is_real)
 
     def slot_prefix_store(self, processor, max_bytes: int = 2**30, folder: str | None = None):
         """Keeps the slot prefixes of passages for further questions: a [`SlotPrefixStore`], with its arguments."""
@@ -116,6 +134,7 @@ class SlotGenerationMixin(GenerationMixin):
         inputs_embeds=None,
         context_embeds=None,
         context_word_ids=None,
+        context_passage_ids=None,
         is_first_iteration=False,
         gate_mode=None,
         gate_threshold=None,
@@ -125,6 +144,8 @@ class SlotGenerationMixin(GenerationMixin):
         context_mask=None,
         **kwargs,
     ):
+        if context_passage_ids is not None and inputs_embeds is None:
+            kwargs["position_ids"] = self.prompt_positions(input_ids, attention_mask, context_passage_ids)
         model_inputs = super().prepare_inputs_for_generation(
             input_ids,
             past_key_values=past_key_values,
@@ -145,6 +166,7 @@ class SlotGenerationMixin(GenerationMixin):
         if context_embeds is not None and (has_slots or not continues):
             model_inputs["context_embeds"] = context_embeds
             model_inputs["context_word_ids"] = context_word_ids
+            model_inputs["context_passage_ids"] = context_passage_ids
             if new_ids is None:
                 model_inputs["context_mask"] = context_mask
             wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)

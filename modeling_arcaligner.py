@@ -44,6 +44,13 @@ from .lora_arcaligner import (
     mix_in,
     slot_lora_layers,
 )
+from .passages_arcaligner import (
+    check_can_separate,
+    check_passage_ids,
+    passage_positions,
+    place_passage_ids,
+    separate_passages,
+)
 from .refinement_arcaligner import (
     ROW_KERNELS,
     AllSlotsSteps,
@@ -459,6 +466,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         context_embeds: torch.FloatTensor | None = None,
         context_word_ids: torch.LongTensor | None = None,
+        context_passage_ids: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         gate_mode: str | None = None,
         gate_threshold: float | None = None,
@@ -475,6 +483,9 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 The embeddings `E` of the slots, in the order of the context tokens of a row, padded at the end.
             context_word_ids (`torch.LongTensor` of shape `(batch, max_slots, max_words)`, *optional*):
                 With `config.word_parts`: the tokens that a slot stands for, in order, padded with -1.
+            context_passage_ids (`torch.LongTensor` of shape `(batch, max_slots)`, *optional*):
+                With `config.passage_attention` `"separate"`: the number of each slot's passage, never falling along a
+                row. Without it, all slots of a row are of one passage.
             gate_mode, gate_threshold, max_refinement_steps (*optional*): Override the configuration for this forward.
             refinement_budget (`float`, *optional*):
                 Maximum number of operations of a row's refinement, as a share of those of the prefill up to its last
@@ -505,7 +516,13 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 )
             self._check_context_embeds(slot_mask, context_embeds)
             self._check_word_ids(context_embeds, context_word_ids)
-            rows = self._find_slots(slot_mask, attention_mask, context_embeds, past_key_values)
+            rows = self._find_slots(slot_mask, attention_mask, context_embeds)
+            if self.config.passage_attention == "separate" and context_passage_ids is not None:
+                check_passage_ids(context_passage_ids, context_embeds, slot_mask)
+                attention_mask, position_ids = self._keep_passages_apart(
+                    slot_mask, context_passage_ids, attention_mask, position_ids, past_key_values
+                )
+            check_length(slot_mask.shape[1], "The prompt", self.config.text_config, position_ids)
             if torch.compiler.is_compiling():
                 rows = rows._replace(slot_span=None)  # code would be compiled for each place of the slots
             if inputs_embeds is None:
@@ -513,6 +530,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             inputs_embeds = self._embed(inputs_embeds, slot_mask, context_embeds, context_word_ids)
             input_ids = None
             settings = resolve_settings(self.config, self.layer_costs, rows, self.training, *wanted)
+            if past_key_values is not None and past_key_values.get_seq_length() > 0 and rows.slot_rows.shape[0]:
+                self._check_slots_after_cache(past_key_values, context_passage_ids, *wanted)
             kwargs["slots"] = slots = Slots(rows, settings, RecordedDepths(), SharedStepInputs())
         outputs = self.backbone(
             input_ids=input_ids,
@@ -594,21 +613,48 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 f"({context_embeds.shape[0]}, {context_embeds.shape[1]}, max_words), a row for each context embedding."
             )
 
+    def _check_slots_after_cache(self, past_key_values, context_passage_ids, *wanted) -> None:
+        """Refuses slots after cached text where that is not the same as reading both at once."""
+        if self.config.refines(*wanted):
+            reason = "refinement needs the deeper states of earlier tokens, which a cache does not hold"
+        elif self.config.passage_attention == "separate" and context_passage_ids is not None:
+            reason = "the slots of several passages need the positions of the whole prompt"
+        else:
+            return
+        raise ValueError(
+            f"Found context tokens after {past_key_values.get_seq_length()} cached tokens, but {reason}. Start with an "
+            "empty cache, or continue a cached slot prefix with plain text."
+        )
+
+    def _keep_passages_apart(
+        self, slot_mask, passage_ids, attention_mask, position_ids, past_key_values
+    ) -> tuple[torch.Tensor, torch.LongTensor]:
+        """The mask and the positions of a prompt whose passages do not read each other."""
+        check_can_separate(self.config.text_config)
+        placed = place_passage_ids(slot_mask, passage_ids)  # (batch, seq_len)
+        if position_ids is None:
+            is_2d = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
+            is_real = attention_mask[:, : slot_mask.shape[1]] if is_2d else torch.ones_like(slot_mask)
+            position_ids = passage_positions(placed, is_real)
+        is_static = past_key_values is not None and past_key_values.is_compileable
+        num_keys = past_key_values.get_max_cache_shape() if is_static else None
+        return separate_passages(attention_mask, placed, self.dtype, num_keys), position_ids
+
     @torch.compiler.disable  # runs on the CPU
-    def _find_slots(self, slot_mask, attention_mask, context_embeds, past_key_values) -> SlotRows:
+    def _find_slots(self, slot_mask, attention_mask, context_embeds) -> SlotRows:
         is_text = ~slot_mask  # without a 2-D mask padding counts as text; the layers' own masks hide it then
         if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
-            is_text = is_text & attention_mask[:, : slot_mask.shape[1]].bool()
+            is_text = is_text & attention_mask[:, -slot_mask.shape[1] :].bool()  # a cache has columns before
         is_slot, is_text, *found = to_numpy_in_one_sync(
             slot_mask,
             is_text,
             (context_embeds.abs() < LARGEST_VALUE).all(dim=2),  # (batch, max_slots), False for NaN
             context_embeds.ne(0).any(dim=2),  # (batch, max_slots)
         )
-        self._check_slots(is_slot, *found, past_key_values)
+        self._check_slots(is_slot, *found)
         return find_slot_rows(is_slot, is_text, context_embeds.shape[1], slot_mask.device)
 
-    def _check_slots(self, is_slot, is_finite, is_given, past_key_values) -> None:
+    def _check_slots(self, is_slot, is_finite, is_given) -> None:
         """`is_slot` (batch, seq_len); of the embeddings (batch, max_slots), which are finite and which are not zero."""
         counts, given = is_slot.sum(axis=1), is_given.shape[1]  # (batch,)
         most = counts.max(initial=0)
@@ -624,13 +670,6 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 f"`context_embeds` holds NaN or values beyond {LARGEST_VALUE:g} in {is_broken.sum()} of "
                 f"{counts.sum()} slots, first in slot {slot} of row {row}. Check the encoder's output."
             )
-        if most and past_key_values is not None and past_key_values.get_seq_length() > 0:
-            raise ValueError(
-                f"Found context tokens after {past_key_values.get_seq_length()} cached tokens. Slots stand in the "
-                "prompt, before any cache: refinement needs the deeper states of earlier tokens, which a cache does "
-                "not hold. Start with an empty cache, or continue a cached slot prefix with plain text."
-            )
-        check_length(is_slot.shape[1], "The prompt", self.config.text_config)
 
     def _embed(self, inputs_embeds, slot_mask, context_embeds, context_word_ids) -> torch.Tensor:
         """`H^(0,0)` (Eq. 2): projected embeddings on slots, frozen ones elsewhere, (batch, seq_len, hidden)."""
@@ -698,6 +737,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         inputs_embeds: torch.FloatTensor | None = None,
         context_embeds: torch.FloatTensor | None = None,
         context_word_ids: torch.LongTensor | None = None,
+        context_passage_ids: torch.LongTensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
@@ -707,7 +747,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
     ) -> ArcAlignerCausalLMOutputWithPast:
         r"""
         Args:
-            input_ids, context_embeds, context_word_ids: As for [`ArcAlignerModel`].
+            input_ids, context_embeds, context_word_ids, context_passage_ids: As for [`ArcAlignerModel`].
             labels (`torch.LongTensor` of shape `(batch, seq_len)`, *optional*):
                 Targets of the NLL (Eq. 10) of all three stages; -100 is ignored, and so is a context token.
             logits_to_keep (`int` or `torch.Tensor`, defaults to 0): Last positions to compute logits for, 0 for all.
@@ -735,6 +775,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             inputs_embeds=inputs_embeds,
             context_embeds=context_embeds,
             context_word_ids=context_word_ids,
+            context_passage_ids=context_passage_ids,
             use_cache=use_cache,
             **kwargs,
         )

@@ -18,7 +18,7 @@ from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
 from .configuration_arcaligner import SLOT_SETTINGS, longest_prompt
-from .encoder_arcaligner import pad_words
+from .passages_arcaligner import pad_passage_ids, pad_words
 from .processing_arcaligner import check_conversation
 
 # Options of a call that go to the processor.
@@ -198,6 +198,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         slots = {"context_embeds": embeds} if embeds.shape[1] else {}  # (batch, max_slots, encoder_hidden_size)
         if words.shape[1]:
             slots["context_word_ids"] = words  # (batch, max_slots, max_words)
+        passage_ids = pad_passage_ids([each.pop("context_passage_ids") for each in rows])
+        if passage_ids.shape[1]:
+            slots["context_passage_ids"] = passage_ids  # (batch, max_slots)
         depths = []
         if return_slots and slots:
             slots["recorded_depths"] = depths
@@ -224,13 +227,15 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         return [record | slots for record in records]
 
     def _describe_row(self, encoded: dict, is_question: bool, return_slots: bool) -> dict[str, Any]:
-        """A row's embeddings (num_slots, encoder_hidden_size) and words (num_slots, max_words), both without rows where
-        there are none, and what its slots stand for."""
+        """A row's embeddings (num_slots, encoder_hidden_size), words (num_slots, max_words) and passages (num_slots,),
+        without rows where there are none, and what its slots stand for."""
         no_embeds, no_words = torch.zeros(1, 0, self.model.config.encoder_hidden_size), torch.full((1, 0, 1), -1)
+        no_passages = torch.full((1, 0), -1)
         row = {
             "is_question": is_question,
             "context_embeds": encoded.get("context_embeds", no_embeds)[0],
             "context_word_ids": encoded.get("context_word_ids", no_words)[0],
+            "context_passage_ids": encoded.get("context_passage_ids", no_passages)[0],
         }
         if return_slots:
             row["segments"] = [asdict(each) for each in encoded.get("segments", [[]])[0]]

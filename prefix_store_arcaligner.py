@@ -1,18 +1,21 @@
-"""Slot prefixes that are kept, so that passages asked about again are not read again.
+"""Passages that have been read are kept, so that no question reads them again.
 
-    questions, passages -> fingerprints -> prefixes (in memory, in files, or prefilled) -> one batch -> `generate`
+    questions, passages -> fingerprints -> keys and values (in memory, in files, or read now) -> one batch -> `generate`
 
-Slots come before the question and do not depend on it, and after them every layer is that of the unmodified base
-model. So the keys and values of a prompt up to its last slot are all that a question about these passages needs, and a
-backbone that knows nothing of slots continues from them with the same logits. In any engine with a cache:
+Slots come before the question and do not depend on it, and after them every layer is that of the unmodified base model.
+What is kept is one passage, where passages are read apart, so it serves every question that retrieves it, beside any
+others; where they are read jointly, it is all passages of a question together. The text before the slots is kept once.
 
+A backbone that knows nothing of slots continues from the files (the text before the slots, then passages) with the same
+logits; where passages are read apart, `position_ids` go on behind the longest one:
+
+    parts = [load_file(path)["keys_values"] for path in paths]
     cache = DynamicCache(config=backbone.config)  # backbone = AutoModelForCausalLM.from_pretrained(base_model)
-    with safe_open(path, framework="pt") as file:
-        for layer in range(backbone.config.num_hidden_layers):
-            cache.update(file.get_tensor(f"layers.{layer}.keys"), file.get_tensor(f"layers.{layer}.values"), layer)
+    for layer, (keys, values) in enumerate(torch.cat(parts, dim=3)):
+        cache.update(keys[None], values[None], layer)
     logits = backbone(input_ids=ids_after_the_slots, past_key_values=cache).logits
 
-Shapes: keys and values (batch, key_value_heads, length, head_dim), rows of a batch left-padded.
+Shapes: keys and values (num_layers, 2, key_value_heads, num_slots, head_dim); rows of a batch left-padded.
 """
 
 import hashlib
@@ -23,18 +26,17 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.utils import logging
 
 from .configuration_arcaligner import REFINEMENT_SETTINGS, SLOT_SETTINGS, check_length, longest_prompt
-from .encoder_arcaligner import GivenSlots, pad_words
+from .encoder_arcaligner import GivenSlots
 from .fingerprint_arcaligner import (
     PREFIX_SETTINGS,
     WatchedWeights,
@@ -43,29 +45,24 @@ from .fingerprint_arcaligner import (
     spacy_version,
     tensors_digest,
 )
+from .passages_arcaligner import join_keys_values, keys_values_of, pad_passage_ids, read_passages, read_text
+from .segmentation_arcaligner import text_of
 
-FORMAT = "arcaligner-slot-prefix-2"
+logger = logging.get_logger(__name__)
+
+FORMAT = "arcaligner-passage-3"
+_NAME = "keys_values"
 
 
-def save_slot_prefix(path: str | Path, cache: Cache, fingerprint: dict[str, Any]) -> None:
-    """Writes a slot prefix as safetensors, whole or not at all.
+def save_keys_values(path: str | Path, keys_values: torch.Tensor, fingerprint: dict[str, Any]) -> None:
+    """Writes what was read of a passage as safetensors, whole or not at all.
 
     Args:
         path (`str` or `Path`): File to write; its folder exists.
-        cache ([`~transformers.Cache`]): Keys and values of one row, such as `prefill_context` returns.
+        keys_values (`torch.Tensor` of shape `(num_layers, 2, heads, num_slots, head_dim)`): From `read_passages`.
         fingerprint (`dict`): What `slot_prefix_fingerprint` returns.
-
-    Raises:
-        `ValueError`: a cache of several rows.
     """
-    if (num_rows := cache.layers[0].keys.shape[0]) != 1:
-        raise ValueError(f"The cache has {num_rows} rows; a file holds the prefix of one. Save each by itself.")
-    path, length = Path(path), cache.get_seq_length()
-    tensors = {}
-    for layer_idx, layer in enumerate(cache.layers):
-        # A sliding window has dropped the first positions; zeros, which it never reads, keep the rest in place.
-        tensors[f"layers.{layer_idx}.keys"] = _left_pad(layer.keys, length).contiguous()
-        tensors[f"layers.{layer_idx}.values"] = _left_pad(layer.values, length).contiguous()
+    path, tensors = Path(path), {_NAME: keys_values.contiguous()}
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         metadata = {"format": FORMAT, "fingerprint": json.dumps(fingerprint), "payload": tensors_digest(tensors)}
@@ -76,19 +73,19 @@ def save_slot_prefix(path: str | Path, cache: Cache, fingerprint: dict[str, Any]
         raise
 
 
-def load_slot_prefix(
+def load_keys_values(
     path: str | Path, fingerprint: dict[str, Any], config: PreTrainedConfig, device: str | torch.device = "cpu"
-) -> DynamicCache:
-    """Reads a slot prefix that `save_slot_prefix` wrote.
+) -> torch.Tensor:
+    """Reads what `save_keys_values` wrote.
 
     Args:
         path (`str` or `Path`): The file.
-        fingerprint (`dict`): `slot_prefix_fingerprint` of the model, passages and prompt it will be used with.
+        fingerprint (`dict`): `slot_prefix_fingerprint` of the model, passage and prompt it will be used with.
         config (`PreTrainedConfig`): The backbone's, `model.config.text_config`.
         device (`str` or `torch.device`, defaults to `"cpu"`): Where the model is.
 
     Raises:
-        `ValueError`: a file that is broken or no slot prefix, one with another fingerprint (the first field that
+        `ValueError`: a file that is broken or of another kind, one with another fingerprint (the first field that
             differs is named), or one that does not fit the backbone.
     """
     advice = "Use what it was made with, or delete the file to make a new one."
@@ -107,75 +104,43 @@ def load_slot_prefix(
     for field in [*fingerprint, *found]:
         if found.get(field) != fingerprint.get(field):
             raise ValueError(
-                f"The slot prefix {path} was made with `{field}` {found.get(field)!r}; expected "
+                f"The kept passage {path} was made with `{field}` {found.get(field)!r}; expected "
                 f"{fingerprint.get(field)!r}. {advice}"
             )
-    _check_shapes(path, tensors, config)
-    cache = DynamicCache(config=config)
-    for layer_idx in range(config.num_hidden_layers):
-        keys, values = (tensors[f"layers.{layer_idx}.{kind}"].to(device) for kind in ("keys", "values"))
-        cache.update(keys, values, layer_idx)
-    return cache
-
-
-def _check_shapes(path: str | Path, tensors: dict[str, torch.Tensor], config: PreTrainedConfig) -> None:
-    names = {f"layers.{i}.{kind}" for i in range(config.num_hidden_layers) for kind in ("keys", "values")}
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shapes = {tuple(tensor.shape) for tensor in tensors.values()}
-    length = max((shape[2] for shape in shapes if len(shape) == 4), default=0)
-    if tensors.keys() != names or shapes != {(1, config.num_key_value_heads, length, head_dim)}:
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    shape = shapes.get(_NAME, ())
+    expected = (config.num_hidden_layers, 2, config.num_key_value_heads, *shape[3:4], head_dim)
+    if len(shapes) != 1 or shape != expected:
         raise ValueError(
-            f"{path} holds {len(tensors)} tensors of shapes {sorted(shapes)}; the backbone {config.model_type} needs "
-            f"keys and values of {config.num_hidden_layers} layers, each of shape (1, {config.num_key_value_heads}, "
-            f"length, {head_dim}). Load it with the backbone it was made for."
+            f"{path} holds tensors of shapes {shapes}; the backbone {config.model_type} needs `{_NAME}` of shape "
+            f"({config.num_hidden_layers}, 2, {config.num_key_value_heads}, length, {head_dim}). Load it with the "
+            "backbone it was made for."
         )
-    check_length(length, f"The slot prefix {path}", config)
+    check_length(shape[3], f"The kept passage {path}", config)
+    return tensors[_NAME].to(device)
 
 
-def _left_pad(states: torch.Tensor, length: int) -> torch.Tensor:
-    return pad(states, (0, 0, length - states.shape[2], 0))
+class _Unit(NamedTuple):
+    """What is read at once: passages behind the text `head`, or that text alone."""
 
+    head: tuple[int, ...]
+    passages: list | GivenSlots | None = None
 
-def join_slot_prefixes(prefixes: Sequence[Cache], config: PreTrainedConfig) -> tuple[DynamicCache, torch.LongTensor]:
-    """Joins caches of one row to a left-padded cache, and returns it with its attention mask (batch, length).
+    @property
+    def is_passage(self) -> bool:
+        return self.passages is not None
 
-    The rows are copied: generating from the batch leaves the prefixes as they are. A row's positions are those it has
-    alone, so what follows needs `position_ids` counted over the mask, as `generate` does.
-
-    Raises:
-        `ValueError`: prefixes of several dtypes or on several devices.
-    """
-    kinds = {(prefix.layers[0].keys.dtype, prefix.layers[0].keys.device) for prefix in prefixes}
-    if len(kinds) != 1:
-        described = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-        raise ValueError(f"The slot prefixes are {described}; expected one dtype and device. Load them alike.")
-    lengths = torch.tensor([prefix.get_seq_length() for prefix in prefixes])
-    length = int(lengths.max())
-    joined = DynamicCache(config=config)
-    for layer_idx in range(config.num_hidden_layers):
-        layers = [prefix.layers[layer_idx] for prefix in prefixes]
-        keys = torch.cat([_left_pad(layer.keys, length) for layer in layers])
-        values = torch.cat([_left_pad(layer.values, length) for layer in layers])
-        joined.update(keys, values, layer_idx)
-    mask = (torch.arange(length) >= length - lengths[:, None]).long()
-    return joined, mask.to(prefixes[0].layers[0].keys.device)
-
-
-def split_slot_prefixes(cache: Cache, lengths: Sequence[int], config: PreTrainedConfig) -> list[DynamicCache]:
-    """Splits a left-padded cache into one cache per row, of `lengths` positions each, with memory of its own."""
-    prefixes = []
-    for row, length in enumerate(lengths):
-        prefix = DynamicCache(config=config)
-        for layer_idx, layer in enumerate(cache.layers):
-            keys, values = (_left_pad(kept[row : row + 1, :, -length:], length) for kept in (layer.keys, layer.values))
-            prefix.update(keys, values, layer_idx)
-        prefixes.append(prefix)
-    return prefixes
+    def fingerprint(self, store: "SlotPrefixStore", weights: dict[str, Any], settings: dict[str, Any]) -> dict:
+        passages = [] if self.passages is None else self.passages
+        return slot_prefix_fingerprint(store.model, store.processor, self.head, passages, weights, settings) | {
+            "has_slots": self.is_passage
+        }
 
 
 class Prepared(dict):
-    """The inputs of `generate`. Attributes: for each question `num_passages`, what is kept apart (here one, as the
-    passages of a question are read jointly), and `num_kept`, how much of it did not have to be read."""
+    """The inputs of `generate`. Attributes: for each question `num_passages`, the passages that are read apart (one
+    where they are read jointly), and `num_kept`, how many of them did not have to be read."""
 
     num_passages: list[int]
     num_kept: list[int]
@@ -183,25 +148,25 @@ class Prepared(dict):
 
 class SlotPrefixStore:
     """
-    Keeps slot prefixes of passages for further questions; the least recently used are dropped first.
+    Keeps the keys and values of passages for further questions; the least recently used are dropped first.
 
     Gates, number of slots, segmentation, and the weights of model and encoder may change between two calls, in any
-    way that `WatchedWeights` sees: a prefix is used only with what it was made with. A tokenizer or a spaCy
+    way that `WatchedWeights` sees: what is kept is used only with what it was made with. A tokenizer or a spaCy
     pipeline that is changed in place is not noticed: make a new store then. A copy of a store starts empty.
 
     Args:
         model ([`ArcAlignerForCausalLM`]): In evaluation mode.
         processor ([`ArcAlignerProcessor`]): The model's.
         max_bytes (`int`, defaults to 1 GiB): Memory for keys and values; 0 keeps none there.
-        folder (`str` or `Path`, *optional*): Where every prefix is written and looked for, also by other processes.
+        folder (`str` or `Path`, *optional*): Where everything is written and looked for, also by other processes.
 
-    Attributes: `hits`, `loads` and `misses` count prefixes found in memory, read from the folder and prefilled; `bytes`
-    are in use.
+    Attributes: `hits`, `loads` and `misses` count passages found in memory, read from the folder and read by the model;
+    `bytes` are in use.
 
     Example:
 
     ```python
-    >>> store = model.slot_prefix_store(processor, folder="prefixes")
+    >>> store = model.slot_prefix_store(processor, folder="passages")
     >>> inputs = store.prepare(["Who wrote it?", "When?"], documents=[passages, passages])
     >>> answers = model.generate(**inputs, max_new_tokens=16)
     >>> processor.batch_decode(answers[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -211,10 +176,15 @@ class SlotPrefixStore:
     def __init__(self, model, processor, max_bytes: int = 2**30, folder: str | Path | None = None):
         if max_bytes < 0:
             raise ValueError(f"`max_bytes` is {max_bytes}; expected 0 (keep nothing in memory) or more.")
+        if model.config.passage_attention != processor.passage_attention:
+            raise ValueError(
+                f"`passage_attention` is {model.config.passage_attention!r} of the model and "
+                f"{processor.passage_attention!r} of the processor. Load both from one checkpoint."
+            )
         self.model, self.processor, self.max_bytes = model, processor, max_bytes
         self.folder = None if folder is None else Path(folder)
         self.hits = self.loads = self.misses = self.bytes = 0
-        self._prefixes: OrderedDict[str, DynamicCache] = OrderedDict()  # least recently used first
+        self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()  # least recently used first
         part_of = {True: "aligner_weights", False: "backbone_weights"}
         self._watched = WatchedWeights(model, lambda name: part_of[model.is_aligner_key(name)])
         self._encoder: WatchedWeights | None = None
@@ -228,25 +198,36 @@ class SlotPrefixStore:
         self.__init__(**state)
 
     def __len__(self) -> int:
-        return len(self._prefixes)
+        return len(self._kept)
 
     @torch.no_grad()
-    def prepare(self, questions, documents=None, *, context_embeds=None, context_word_ids=None, **kwargs) -> Prepared:
-        """The inputs of `generate` for questions about passages. Prefixes that are not kept yet are prefilled together,
-        equal ones once.
+    def prepare(
+        self,
+        questions,
+        documents=None,
+        *,
+        context_embeds=None,
+        context_word_ids=None,
+        context_passage_ids=None,
+        **kwargs,
+    ) -> Prepared:
+        """The inputs of `generate` for questions about passages. What is not kept yet is read, equal passages once.
 
         Args:
             questions (`str`, chat, or a list of them): With slots before the first user message.
             documents (`list`, *optional*): Passages, as the processor takes them; a list for each of several questions.
             context_embeds (tensor or a list, *optional*): Instead, embeddings (num_slots, encoder_hidden_size).
             context_word_ids (tensor or a list, *optional*): Their words (num_slots, max_words), where they are read.
-            kwargs: How slots are chosen and refined, as for the processor and `generate`: `max_slots`, `slot_policy`,
-                `gate_mode`, `gate_threshold`, `max_refinement_steps`, `refinement_budget`; each combination has its
-                own prefixes. The rest is for the chat template; `add_generation_prompt` is on.
+            context_passage_ids (tensor or a list, *optional*): Their passages (num_slots,).
+            kwargs: How slots are chosen and refined, as for the processor and `generate`: `max_slots`,
+                `tokens_per_slot`, `gate_mode`, `gate_threshold`, `max_refinement_steps`, `refinement_budget`; each
+                combination but `max_slots` is kept by itself where passages are read apart. The rest is for the chat
+                template; `add_generation_prompt` is on.
 
         Returns:
-            [`Prepared`], a `dict` with `input_ids`, `attention_mask` (batch, seq_len) and `past_key_values`. For beams
-            or several answers to a question, call `past_key_values.batch_repeat_interleave(n)` first.
+            [`Prepared`], a `dict` with `input_ids`, `attention_mask` (batch, seq_len) and `past_key_values`, and
+            `context_passage_ids` (batch, max_slots) where passages are read apart. For beams or several answers to a
+            question, call `past_key_values.batch_repeat_interleave(n)` first.
 
         Raises:
             `ValueError`: as the processor; a file that cannot be used; prompts longer than the backbone's context; no
@@ -256,88 +237,127 @@ class SlotPrefixStore:
             raise ValueError(f"There is no question in {questions!r}. Pass one, or a list of some.")
         is_single = isinstance(questions, str) or isinstance(questions[0], dict)
         rows = [questions] if is_single else list(questions)
-        passages = self.processor.read_passages(documents, context_embeds, context_word_ids, is_single, len(rows))
+        passages = self.processor.read_passages(
+            documents, context_embeds, context_word_ids, context_passage_ids, is_single, len(rows)
+        )
         settings, template_kwargs = _split_settings(self.processor, kwargs)
         heads, tails = zip(*(self.processor.prompt_ids(row, **template_kwargs) for row in rows), strict=True)
-        prefixes, num_kept = self._fetch(heads, passages, settings)
-        config, slot_id = self.model.config.text_config, self.processor.context_token_id
-        ids = [
-            head + [slot_id] * (prefix.get_seq_length() - len(head))
-            for head, prefix in zip(heads, prefixes, strict=True)
+        is_separate = self.processor.passage_attention == "separate"
+        most = settings.pop("max_slots", None) if is_separate else None
+        units = [
+            [_Unit(tuple(head)), *(_Unit(tuple(head), each) for each in (_apart(row) if is_separate else [row]))]
+            for head, row in zip(heads, passages, strict=True)
         ]
-        longest = max(len(before) + len(after) for before, after in zip(ids, tails, strict=True))
-        check_length(longest, "The prompt", config)
-        if any(prefixes[0].is_sliding):
-            ids, tails, prefixes = self._align_tails(ids, tails, prefixes)
-        cache, prefix_mask = join_slot_prefixes(prefixes, config)
-        before, after = self._left_padded(ids), self._left_padded(tails)
-        after_mask = self._left_padded([[1] * len(tail) for tail in tails], padding_value=0)
-        inputs = Prepared(
-            input_ids=torch.cat([before, after], dim=1),
-            attention_mask=torch.cat([prefix_mask.to(after_mask.device), after_mask], dim=1),
-            past_key_values=cache,
-        )
-        inputs.num_passages, inputs.num_kept = [1] * len(rows), num_kept
+        parts, num_kept = self._fetch(units, settings)
+        parts = [_first_slots(row, most) for row in parts]
+        inputs = self._batch(heads, tails, parts, is_separate)
+        inputs.num_passages, inputs.num_kept = [len(row) - 1 for row in units], num_kept
         return inputs
 
-    # Ids to a batch
+    # Keys and values to a batch
 
-    def _left_padded(self, rows: list[list[int]], padding_value: int | None = None) -> torch.LongTensor:
+    def _batch(self, heads, tails, parts: list[list[torch.Tensor]], is_separate: bool) -> Prepared:
+        """Prompts (batch, seq_len), left-padded in both halves, with the cache of what stands before the questions."""
+        config, slot_id = self.model.config.text_config, self.processor.context_token_id
+        ids = [
+            [*head, *[slot_id] * sum(part.shape[3] for part in row[1:])] for head, row in zip(heads, parts, strict=True)
+        ]
+        for head, row, tail in zip(heads, parts, tails, strict=True):
+            sizes = [part.shape[3] for part in row[1:]]
+            check_length(len(head) + (max(sizes) if is_separate else sum(sizes)) + len(tail), "The prompt", config)
+        cache = join_keys_values(parts, config)
+        if any(cache.is_sliding):
+            ids, tails, cache = self._align_tails(ids, tails, parts)
+        before, after = self._left_padded(ids), self._left_padded(tails)
+        masks = [self._left_padded([[1] * len(row) for row in each], padding_value=0) for each in (ids, tails)]
+        inputs = Prepared(
+            input_ids=torch.cat([before, after], dim=1),
+            attention_mask=torch.cat(masks, dim=1),
+            past_key_values=cache,
+        )
+        if is_separate:
+            numbers = [
+                torch.cat([torch.full((part.shape[3],), number) for number, part in enumerate(row[1:])])
+                for row in parts
+            ]
+            inputs["context_passage_ids"] = pad_passage_ids(numbers).to(self.model.device)
+        return inputs
+
+    def _left_padded(self, rows: Sequence[Sequence[int]], padding_value: int | None = None) -> torch.LongTensor:
         if padding_value is None:
             padding_value = self.processor.tokenizer.pad_token_id or 0  # masked, so any id does
         rows = [torch.tensor(row) for row in rows]
         padded = pad_sequence(rows, batch_first=True, padding_value=padding_value, padding_side="left")
         return padded.to(self.model.device)
 
-    def _align_tails(self, ids, tails, prefixes) -> tuple[list[list[int]], list[list[int]], list[Cache]]:
-        """Makes tails equally long: the beginning of a longer one is read with its prefix.
+    def _align_tails(self, ids, tails, parts):
+        """Makes tails equally long: the beginning of a longer one is read with its slots.
 
-        Padding between a prefix and its question would push the prefix out of a sliding window, which counts columns.
+        Padding between slots and their question would push the slots out of a sliding window, which counts columns.
         """
-        shortest = min(len(tail) for tail in tails)
+        shortest, config = min(len(tail) for tail in tails), self.model.config.text_config
         extended = []
-        for tail, prefix in zip(tails, prefixes, strict=True):
+        for tail, row in zip(tails, parts, strict=True):
             if len(tail) > shortest:
-                prefix, _ = join_slot_prefixes([prefix], self.model.config.text_config)
+                cache = join_keys_values([row], config)
                 new = torch.tensor([tail[:-shortest]], device=self.model.device)
-                self.model.model(input_ids=new, past_key_values=prefix, use_cache=True)
-            extended.append(prefix)
+                self.model.model(input_ids=new, past_key_values=cache, use_cache=True)
+                row = [keys_values_of(cache, 0, 0, cache.get_seq_length())]
+            extended.append(row)
         ids = [before + tail[:-shortest] for before, tail in zip(ids, tails, strict=True)]
-        return ids, [tail[-shortest:] for tail in tails], extended
+        return ids, [tail[-shortest:] for tail in tails], join_keys_values(extended, config)
 
-    # Passages to prefixes
+    # Passages to keys and values
 
-    def _fetch(self, heads: list[list[int]], passages: list, settings: dict[str, Any]) -> tuple[list[Cache], list[int]]:
-        """The prefix of each row, kept or prefilled now, and whether it was kept. The store owns them: copy before
-        use."""
-        found: dict[str, Cache] = {}
-        missing: dict[str, int] = {}  # key to the first row that needs it
+    def _fetch(self, rows: list[list[_Unit]], settings: dict[str, Any]) -> tuple[list[list[torch.Tensor]], list[int]]:
+        """What was read of each row's units, kept or read now, and for each row how many passages were kept. The store
+        owns the tensors: copy before use."""
         with self._lock:
-            weights = self.weights(passages[0])
-            prints = [
-                slot_prefix_fingerprint(self.model, self.processor, head, row, weights, settings)
-                for head, row in zip(heads, passages, strict=True)
-            ]
-            keys = [hashlib.sha256(json.dumps(each).encode()).hexdigest() for each in prints]
-            for row, key in enumerate(keys):
-                if key in found or key in missing:
-                    self.hits += 1
-                elif (prefix := self._find(key, prints[row])) is not None:
-                    found[key] = prefix
-                else:
-                    missing[key] = row
+            weights = self.weights(rows[0][1].passages)
+            prints = [[unit.fingerprint(self, weights, settings) for unit in row] for row in rows]
+            keys = [[hashlib.sha256(json.dumps(each).encode()).hexdigest() for each in row] for row in prints]
+            found: dict[str, torch.Tensor] = {}
+            missing: dict[str, tuple[_Unit, dict]] = {}  # each with its fingerprint
+            for row in zip(rows, keys, prints, strict=True):
+                for unit, key, fingerprint in zip(*row, strict=True):
+                    if key in found or key in missing:
+                        self.hits += unit.is_passage
+                    elif (entry := self._find(unit, key, fingerprint)) is not None:
+                        found[key] = entry
+                    else:
+                        self.misses += unit.is_passage
+                        missing[key] = unit, fingerprint
             if missing:
-                self.misses += len(missing)
-                rows = missing.values()
-                made = self._prefill([heads[row] for row in rows], [passages[row] for row in rows], settings)
-                found |= zip(missing, made, strict=True)
-                if self.weights(passages[0]) == weights:  # nobody wrote to them meanwhile
-                    for key, row in missing.items():
-                        if self.folder is not None:
-                            self.folder.mkdir(parents=True, exist_ok=True)
-                            save_slot_prefix(self._path(key), found[key], prints[row])
+                heads = {row[0].head: found.get(row_keys[0]) for row, row_keys in zip(rows, keys, strict=True)}
+                found |= self._read({key: unit for key, (unit, _) in missing.items()}, heads, settings)
+                if self.weights(rows[0][1].passages) == weights:  # nobody wrote to them meanwhile
+                    for key, (_, fingerprint) in missing.items():
+                        self._write(key, found[key], fingerprint)
                         self._keep(key, found[key])
-        return [found[key] for key in keys], [int(key not in missing) for key in keys]
+        num_kept = [sum(key not in missing for key in row[1:]) for row in keys]
+        return [[found[key] for key in row] for row in keys], num_kept
+
+    def _read(
+        self, missing: dict[str, _Unit], heads: dict[tuple[int, ...], torch.Tensor | None], settings: dict[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """Reads units by their keys. `heads` are texts before the slots, with what is kept of each."""
+        if self.model.training:
+            raise ValueError("The model is in training mode, where dropout changes slots. Call `model.eval()` first.")
+        gates = {each: value for each, value in settings.items() if each in REFINEMENT_SETTINGS}
+        slot_settings = {each: value for each, value in settings.items() if each not in REFINEMENT_SETTINGS}
+        units = [unit for unit in missing.values() if unit.is_passage]
+        longest, encoded = longest_prompt(self.model.config.text_config), []
+        if units:
+            room = longest and [longest - len(unit.head) for unit in units]
+            encoded = self.processor.encode_batch([unit.passages for unit in units], **slot_settings, room=room)
+        read: dict[int, torch.Tensor] = {}  # by the unit's place
+        for head, kept in heads.items():
+            heads[head] = read_text(self.model, head) if kept is None else kept
+            places = [place for place, unit in enumerate(units) if unit.head == head]
+            some = [encoded[place] for place in places]
+            read |= zip(places, read_passages(self.model, head, heads[head], some, **gates), strict=True)
+        passages = iter([read[place] for place in range(len(units))])
+        return {key: next(passages) if unit.is_passage else heads[unit.head] for key, unit in missing.items()}
 
     def weights(self, passages: Sequence | tuple) -> dict[str, Any]:
         """Digests of the model and, unless `passages` are embeddings, of encoder and tokenizers."""
@@ -365,56 +385,62 @@ class SlotPrefixStore:
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.safetensors"
 
-    def _find(self, key: str, fingerprint: dict[str, Any]) -> Cache | None:
-        if key in self._prefixes:
-            self.hits += 1
-            self._prefixes.move_to_end(key)
-            return self._prefixes[key]
+    def _find(self, unit: _Unit, key: str, fingerprint: dict[str, Any]) -> torch.Tensor | None:
+        if key in self._kept:
+            self.hits += unit.is_passage
+            self._kept.move_to_end(key)
+            return self._kept[key]
         if self.folder is None or not self._path(key).exists():
             return None
-        prefix = load_slot_prefix(self._path(key), fingerprint, self.model.config.text_config, self.model.device)
-        self.loads += 1
-        self._keep(key, prefix)
-        return prefix
+        entry = load_keys_values(self._path(key), fingerprint, self.model.config.text_config, self.model.device)
+        self.loads += unit.is_passage
+        self._keep(key, entry)
+        return entry
 
-    def _prefill(self, heads: list[list[int]], passages: list, settings: dict[str, Any]) -> list[DynamicCache]:
-        if self.model.training:
-            raise ValueError("The model is in training mode, where dropout changes slots. Call `model.eval()` first.")
-        gates = {each: value for each, value in settings.items() if each in REFINEMENT_SETTINGS}
-        slot_settings = {each: value for each, value in settings.items() if each not in REFINEMENT_SETTINGS}
-        longest = longest_prompt(self.model.config.text_config)
-        room = longest and [longest - len(head) for head in heads]
-        rows = self.processor.encode_batch(passages, **slot_settings, room=room)
-        ids = [
-            head + [self.processor.context_token_id] * len(row.context_embeds)
-            for head, row in zip(heads, rows, strict=True)
-        ]
-        words = [row.context_word_ids for row in rows]
-        mask = self._left_padded([[1] * len(row) for row in ids], padding_value=0)
-        device = self.model.device
-        cache = self.model.prefill_context(
-            self._left_padded(ids),
-            pad_sequence([row.context_embeds for row in rows], batch_first=True).to(device),
-            mask,
-            None if words[0] is None else pad_words(words).to(device),
-            **gates,
-        )
-        return split_slot_prefixes(cache, [len(row) for row in ids], self.model.config.text_config)
-
-    def _keep(self, key: str, prefix: Cache) -> None:
-        """Keeps a prefix as the most recently used, unless it is larger than the budget."""
-        size = _num_bytes(prefix)
-        if size > self.max_bytes:
+    def _write(self, key: str, entry: torch.Tensor, fingerprint: dict[str, Any]) -> None:
+        """Keeps an entry in the folder. A disk that is full or read-only costs the next reading, not this answer."""
+        if self.folder is None:
             return
-        while self.bytes + size > self.max_bytes:
-            _, oldest = self._prefixes.popitem(last=False)
-            self.bytes -= _num_bytes(oldest)
-        self._prefixes[key] = prefix
-        self.bytes += size
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save_keys_values(self._path(key), entry, fingerprint)
+        except (OSError, SafetensorError) as error:
+            logger.warning_once(f"Passages cannot be kept in {self.folder} ({error}). They will be read again.")
+
+    def _keep(self, key: str, entry: torch.Tensor) -> None:
+        """Keeps an entry as the most recently used, unless it is larger than the budget."""
+        if entry.nbytes > self.max_bytes:
+            return
+        while self.bytes + entry.nbytes > self.max_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self.bytes -= oldest.nbytes
+        self._kept[key] = entry
+        self.bytes += entry.nbytes
 
 
-def _num_bytes(cache: Cache) -> int:
-    return sum(x.untyped_storage().nbytes() for layer in cache.layers for x in (layer.keys, layer.values))
+def _apart(passages: list | GivenSlots) -> list:
+    """Each passage of a question by itself; a question without passages has one that is empty."""
+    if not isinstance(passages, GivenSlots):
+        with_text = [each for number, each in enumerate(passages) if text_of(each, number).strip()]
+        return [[each] for each in with_text] or [[]]
+    if passages.context_passage_ids is None:
+        return [passages]
+    embeds, words, numbers = passages
+    sizes = numbers.unique_consecutive(return_counts=True)[1].tolist()
+    words = [None] * len(sizes) if words is None else words.split(sizes)
+    return [GivenSlots(*parts) for parts in zip(embeds.split(sizes), words, strict=True)]
+
+
+def _first_slots(parts: list[torch.Tensor], most: int | None) -> list[torch.Tensor]:
+    """The text before the slots and the first `most` slots: what follows a slot in its passage does not change it."""
+    kept, room = parts[:1], most
+    for part in parts[1:]:
+        if room is not None:
+            part = part[:, :, :, :room]
+            room -= part.shape[3]
+        if part.shape[3]:
+            kept.append(part)
+    return kept
 
 
 def _split_settings(processor, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

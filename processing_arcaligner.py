@@ -26,8 +26,15 @@ from .checkpoint_arcaligner import (
     write_processor_digests,
     written_whole,
 )
-from .configuration_arcaligner import DEFAULT_ENCODER, SLOT_SETTINGS, longest_prompt, resolve_base_model
-from .encoder_arcaligner import ENCODER_FOLDER, DocumentEncoder, EncodedDocuments, SentenceEncoder, pad_words
+from .configuration_arcaligner import (
+    DEFAULT_ENCODER,
+    PASSAGE_ATTENTIONS,
+    SLOT_SETTINGS,
+    longest_prompt,
+    resolve_base_model,
+)
+from .encoder_arcaligner import ENCODER_FOLDER, DocumentEncoder, EncodedDocuments, SentenceEncoder
+from .passages_arcaligner import pad_passage_ids, pad_words
 from .prefix_store_arcaligner import SlotPrefixStore
 from .segmentation_arcaligner import (
     check_sentences_per_segment,
@@ -37,7 +44,7 @@ from .segmentation_arcaligner import (
 )
 
 # Arguments of `__call__` that are not the chat template's.
-_SLOT_ARGUMENTS = (*SLOT_SETTINGS, "context_word_ids", "return_segments")
+_SLOT_ARGUMENTS = (*SLOT_SETTINGS, "context_word_ids", "context_passage_ids", "return_segments")
 
 BACKGROUND_LINE = "Refer to the background document: "
 QUESTION_LINE = "\nQuestion: "
@@ -88,6 +95,10 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
             Whether the slots' own tokens are handed to the model, as an aligner with `word_parts` needs them.
         max_prompt_length (`int`, *optional*):
             The positions that the backbone reads. Passages with more slots are refused before they are encoded.
+        passage_attention (`"joint"` or `"separate"`, defaults to `"joint"`):
+            As in [`ArcAlignerConfig`]; with `"separate"` the model is told which slot belongs to which passage.
+        no_answer (`str`, *optional*):
+            What the aligner has learned to answer where the passages do not say. `None`: it always names something.
         trained_encoder (`bool`, defaults to `False`):
             Whether the encoder was trained with the aligner: the checkpoint's folder `encoder` has its LoRA weights.
         chat_template (`str`, *optional*): Default: the tokenizer's.
@@ -109,6 +120,8 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         trained_tokens_per_slot: list[int | str] | None = None,
         context_words: bool = False,
         trained_encoder: bool = False,
+        passage_attention: str = "joint",
+        no_answer: str | None = None,
         max_prompt_length: int | None = None,
         chat_template: str | None = None,
         encoder_dtype: str = "float32",
@@ -133,6 +146,12 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         self.context_words = context_words
         self.max_prompt_length = max_prompt_length
         self.trained_encoder = trained_encoder
+        if passage_attention not in PASSAGE_ATTENTIONS:
+            raise ValueError(
+                f"`passage_attention` is {passage_attention!r}; expected one of {', '.join(PASSAGE_ATTENTIONS)}."
+            )
+        self.passage_attention = passage_attention
+        self.no_answer = no_answer
         self.encoder_dtype = encoder_dtype
         self.encoder = SentenceEncoder(encoder_name_or_path, dtype=encoder_dtype)
         self.auto_map = {"AutoProcessor": "processing_arcaligner.ArcAlignerProcessor"}
@@ -229,7 +248,8 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
     @property
     def model_input_names(self) -> list[str]:
         names = [*self.tokenizer.model_input_names, "context_embeds"]
-        return [*names, "context_word_ids"] if self.context_words else names
+        names += ["context_word_ids"] * self.context_words
+        return names + ["context_passage_ids"] * (self.passage_attention == "separate")
 
     def plain_prompt(self, question: str, sanitize_control_tokens: bool = True) -> tuple[str, str]:
         """The text before and after the slots of a question without a chat template; see `split_prompt`.
@@ -291,6 +311,9 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
                 Instead of documents: precomputed embeddings. Neither encoder nor segmenter is needed then.
             context_word_ids (tensor of shape `(num_slots, max_words)`, or a list of them, *optional*):
                 The tokens of the slots of `context_embeds`, -1 after them, where the aligner reads them.
+            context_passage_ids (tensor of shape `(num_slots,)`, or a list of them, *optional*):
+                The number of the passage of each slot of `context_embeds`, where passages are read apart. Default: all
+                are of one passage.
             return_segments (`bool`, *optional*):
                 Adds `segments` (a list of [`Segment`] per row) and `statistics` (per row: `tokens` of the passages,
                 `slots`, and the measured `compression_rate`; with `max_slots` also how many segments are `merged` and
@@ -310,7 +333,8 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
 
         Returns:
             [`BatchFeature`]: `input_ids` and `attention_mask` (batch, seq_len); with slots `context_embeds`
-            (batch, max_slots, encoder_hidden_size), rows padded with zeros at the end.
+            (batch, max_slots, encoder_hidden_size), rows padded with zeros at the end; where the aligner needs them,
+            `context_word_ids` (batch, max_slots, max_words) and `context_passage_ids` (batch, max_slots).
 
         Raises:
             `ValueError`: an empty question, documents or embeddings of the wrong kind, number or width, slots that
@@ -338,13 +362,16 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         documents,
         context_embeds,
         context_word_ids=None,
+        context_passage_ids=None,
         return_segments: bool | None = None,
         add_special_tokens: bool = False,
         **kwargs,
     ) -> BatchFeature:
         """Batch of prompts, each cut in two where its slots belong."""
         settings = {name: kwargs.pop(name, None) for name in SLOT_SETTINGS}
-        passages = self.read_passages(documents, context_embeds, context_word_ids, is_single, len(prompts))
+        passages = self.read_passages(
+            documents, context_embeds, context_word_ids, context_passage_ids, is_single, len(prompts)
+        )
         texts = [
             (self.tokenize_prompt(before, add_special_tokens), self.tokenize_prompt(after)) for before, after in prompts
         ]
@@ -398,6 +425,8 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
             **kwargs,
         )
         slots = {"context_embeds": pad_sequence([row.context_embeds for row in rows], batch_first=True)}
+        if self.passage_attention == "separate":
+            slots["context_passage_ids"] = pad_passage_ids([row.context_passage_ids for row in rows])
         if rows[0].context_word_ids is not None:
             slots["context_word_ids"] = pad_words([row.context_word_ids for row in rows])
         if return_tensors != "pt":

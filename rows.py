@@ -1,8 +1,9 @@
 """Rows of questions and passages, where they come from, and the scores of an answer.
 
-    {"id": str, "question": str, "answers": [str], "passages": [{"title": str, "text": str}]}
+    {"id": str, "question": str, "answers": [str], "passages": [{"title": str, "text": str}], "gold": [int]}
 
-A source is a path or a Hub id, with options after a question mark:
+`gold` are the numbers of the passages that the answer needs, in files `meta.gold`; none: all of them. A source is a
+path or a Hub id, with options after a question mark:
 
     questions.jsonl.gz                                               rows in our schema
     letters.parquet?text=body                                        one text per row
@@ -69,7 +70,10 @@ def read_rows(path: str | Path) -> list[Row]:
     return [row | own_row(row, index, where=f"{path}, line {index + 1}") for index, row in enumerate(rows)]
 
 
-_SCHEMA = '{"id": str, "question": str, "answers": [str], "passages": [{"title": str, "text": str}]}'
+_SCHEMA = (
+    '{"id": str, "question": str, "answers": [str], "passages": [{"title": str, "text": str}], '
+    '"meta"?: {"gold": [int]}}'
+)
 
 
 def own_row(row: dict, index: int, *, where: str) -> Row:
@@ -78,12 +82,21 @@ def own_row(row: dict, index: int, *, where: str) -> Row:
         question, answers = row.get("question") or "", [answer or "" for answer in row.get("answers") or ()]
         passages = [{key: each.get(key) or "" for key in ("title", "text")} for each in row.get("passages") or ()]
         texts = [question, *answers, *(text for each in passages for text in each.values())]
+        gold = list((row.get("meta") or {}).get("gold") or ())
+        if not all(number in range(len(passages)) for number in gold):
+            raise TypeError(f"`meta.gold` {gold} names passages that are not there")
         if isinstance(row.get("answers"), str) or not all(isinstance(text, str) for text in texts):
             raise TypeError("a text is not where it belongs")
     except (TypeError, AttributeError) as error:
         raise ValueError(f"{where}: {error}; expected {_SCHEMA}.") from error
     answers = [answer.strip() for answer in answers if answer.strip()]
-    return {"id": id_or_number(row.get("id"), index), "question": question, "answers": answers, "passages": passages}
+    return {
+        "id": id_or_number(row.get("id"), index),
+        "question": question,
+        "answers": answers,
+        "passages": passages,
+        "gold": gold,
+    }
 
 
 def id_or_number(row_id: Any, index: int) -> str:

@@ -48,8 +48,9 @@ class SlotPassages:
     @property
     def inputs(self) -> dict[str, Any]:
         """What processor, prefix store and `generate` take."""
-        words = self.encoded.context_word_ids
-        return {"context_embeds": self.encoded.context_embeds} | ({} if words is None else {"context_word_ids": words})
+        found = self.encoded
+        inputs = {"context_embeds": found.context_embeds, "context_passage_ids": found.context_passage_ids}
+        return inputs if found.context_word_ids is None else inputs | {"context_word_ids": found.context_word_ids}
 
 
 class Retriever:
@@ -143,4 +144,5 @@ def slot_passages(rows) -> SlotPassages:
     if "words" in rows.column_names:
         each = [torch.tensor(ids, dtype=torch.long) for row in rows["words"].to_pylist() for ids in row]
         words = pad_sequence(each, batch_first=True, padding_value=-1)
-    return SlotPassages(documents, EncodedDocuments(segments, embeds, words, num_merged=0, dropped=[]), {})
+    numbers = torch.tensor([segment.document for segment in segments])
+    return SlotPassages(documents, EncodedDocuments(segments, embeds, words, numbers, num_merged=0, dropped=[]), {})

@@ -1,7 +1,8 @@
 """The paper's Eq. 1-10 and Algorithm 1, written plainly, to compare the model with.
 
-Nothing of the model's code is used, only its weights: a stock `transformers` model runs the frozen layers on the whole
-sequence, every refinement step included; there is no cache, no padding (one row at a time) and no early stop.
+Nothing of the model's code computes here, only its weights are used: a stock `transformers` model runs the frozen
+layers on the whole sequence, every refinement step included; there is no cache, no padding (one row at a time) and no
+early stop.
 
     stock linear        y = W x + M_r * s * B A x                               Eq. 3, through patched `forward`s
     after each layer    a hook refines the slot rows T times                    Eq. 5-9, Algorithm 1 lines 3-15
@@ -18,6 +19,8 @@ from tiny_models import collate, for_generate, random_rows, text_slice, tiny_ali
 from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
+
+from arcaligner.passages_arcaligner import pad_passage_ids
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -58,9 +61,10 @@ class Reference:
             layer.register_forward_hook(self._hook(index), with_kwargs=True)
 
     def __call__(
-        self, input_ids: torch.Tensor, context_embeds: torch.Tensor, *, training: bool = False
+        self, input_ids: torch.Tensor, context_embeds: torch.Tensor, *, training: bool = False, passages=None
     ) -> ReferenceOutput:
-        """One row: ids `(length,)`, context embeddings `(num_slots, encoder_hidden_size)`."""
+        """One row: ids `(length,)`, context embeddings `(num_slots, encoder_hidden_size)`; with `passages`, a number
+        for each slot, these are read apart."""
         is_slot = input_ids == self.config.context_token_id
         assert is_slot.sum() == len(context_embeds)
         self.slot_mask = is_slot[:, None].double()
@@ -74,14 +78,16 @@ class Reference:
         )
         words = self.stock.get_input_embeddings()(input_ids.masked_fill(is_slot, 0))
         rows = [slot_embeds[is_slot[:i].sum()] if is_slot[i] else words[i] for i in range(len(input_ids))]  # Eq. 2
-        self.output.logits = self.stock(inputs_embeds=torch.stack(rows)[None], use_cache=False).logits[0]
+        apart = {} if passages is None else passages_apart(is_slot.tolist(), list(passages))
+        self.output.logits = self.stock(inputs_embeds=torch.stack(rows)[None], use_cache=False, **apart).logits[0]
         return self.output
 
-    def loss(self, rows: list, num_items: int | None = None) -> torch.Tensor:
+    def loss(self, rows: list, num_items: int | None = None, passages=None) -> torch.Tensor:
         """Eq. 10 in training mode: the NLL of all labeled tokens, divided by their number or by `num_items`."""
         total, count = 0.0, 0
-        for row in rows:
-            logits = self(row.input_ids, row.context_embeds, training=True).logits
+        for number, row in enumerate(rows):
+            of_row = None if passages is None else passages[number]
+            logits = self(row.input_ids, row.context_embeds, training=True, passages=of_row).logits
             for i in range(1, len(row.labels)):
                 if row.labels[i] >= 0:
                     total = total - logits[i - 1].log_softmax(-1)[row.labels[i]]
@@ -151,6 +157,27 @@ class Reference:
             linear.forward = forward
 
 
+def passages_apart(is_slot: list[bool], passages: list[int]) -> dict[str, torch.Tensor]:
+    """The mask and the positions of a row whose passages are read apart, by the words of `docs/method.md`: a slot reads
+    the text before the slots and its own passage up to itself; each passage counts on from the text before the slots,
+    the text after them from the longest passage."""
+    length, slots = len(is_slot), [i for i in range(len(is_slot)) if is_slot[i]]
+    passage_of = dict(zip(slots, passages, strict=True))
+    mask = torch.full((length, length), torch.finfo(torch.float64).min, dtype=torch.float64)
+    positions = []
+    for i in range(length):
+        for j in range(i + 1):
+            if not (is_slot[i] and is_slot[j]) or passage_of[i] == passage_of[j]:
+                mask[i, j] = 0.0
+        text_before = sum(not is_slot[j] for j in range(i))
+        if is_slot[i]:
+            positions.append(text_before + sum(passage_of[j] == passage_of[i] for j in slots if j < i))
+        else:
+            longest = max((passages.count(each) for each in set(passages)), default=0)
+            positions.append(text_before + (longest if slots and i > slots[0] else 0))
+    return {"attention_mask": mask[None, None], "position_ids": torch.tensor([positions])}
+
+
 def random_case(draw: random.Random) -> tuple[nn.Module, list, str]:
     """A random model, rows for it and a padding side."""
     seed = draw.randrange(10_000)
@@ -167,12 +194,18 @@ def random_case(draw: random.Random) -> tuple[nn.Module, list, str]:
 
 
 @torch.no_grad()
-def assert_matches_reference(model: nn.Module, rows: list, padding_side: str, training: bool = False, **kernel: str):
-    """Logits of every real position and decisions of every slot are those of Algorithm 1. Returns the output."""
+def assert_matches_reference(
+    model: nn.Module, rows: list, padding_side: str, training: bool = False, passages=None, **kernel: str
+):
+    """Logits of every real position and decisions of every slot are those of Algorithm 1. Returns the output.
+    `passages` has, for each row, the passage of each slot, where they are read apart."""
     batch = collate(rows, padding_side)
+    if passages is not None:
+        batch["context_passage_ids"] = pad_passage_ids([torch.tensor(each, dtype=torch.long) for each in passages])
     output, reference = model.train(training)(**for_generate(batch)), Reference(model, **kernel)
     for i, row in enumerate(rows):
-        expected = reference(row.input_ids, row.context_embeds, training=training)
+        of_row = None if passages is None else passages[i]
+        expected = reference(row.input_ids, row.context_embeds, training=training, passages=of_row)
         place = text_slice(row, batch["input_ids"].shape[1], padding_side)
         torch.testing.assert_close(output.logits[i, place], expected.logits, **EXACT)
         if "context_embeds" in batch:
@@ -182,11 +215,16 @@ def assert_matches_reference(model: nn.Module, rows: list, padding_side: str, tr
     return output
 
 
-def loss_gradients(model: nn.Module, rows: list, padding_side: str) -> tuple[dict, dict]:
+def loss_gradients(model: nn.Module, rows: list, padding_side: str, passages=None) -> tuple[dict, dict]:
     """Gradients of the mean NLL by the model and by the reference, by parameter name; the losses are the same."""
     model.train().zero_grad()
-    reference = Reference(model)
-    loss, expected = model(**collate(rows, padding_side)).loss, reference.loss(rows)
+    reference, batch = Reference(model), collate(rows, padding_side)
+    if passages is not None:
+        batch |= {
+            "position_ids": None,
+            "context_passage_ids": pad_passage_ids([torch.tensor(each, dtype=torch.long) for each in passages]),
+        }
+    loss, expected = model(**batch).loss, reference.loss(rows, passages=passages)
     torch.testing.assert_close(loss.detach(), expected.detach(), **EXACT)
     loss.backward()
     expected.backward()

@@ -27,7 +27,7 @@ from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProc
 from arcaligner.checkpoint_arcaligner import written_whole
 from arcaligner.evaluation import answering, evaluate, settings
 from arcaligner.files import write_whole
-from arcaligner.prefix_store_arcaligner import load_slot_prefix, save_slot_prefix
+from arcaligner.prefix_store_arcaligner import load_keys_values, save_keys_values
 from arcaligner.train import export
 
 # A killed child would keep the lock that tqdm shares between processes.
@@ -65,13 +65,13 @@ def test_killed_save_leaves_a_checkpoint_that_loads(model, processor, checkpoint
 
 def test_killed_write_leaves_no_half_of_a_slot_prefix(tmp_path):
     model = tiny_aligner()
-    prefix = model.prefill_context(torch.full((1, 90), model.config.context_token_id), torch.ones(1, 90, 10).double())
     config, path = model.config.text_config, tmp_path / "prefix.safetensors"
+    prefix = torch.randn(config.num_hidden_layers, 2, config.num_key_value_heads, 90, config.head_dim)
     for moment in MOMENTS:
-        kill_while(lambda: save_slot_prefix(path, prefix, {"passages": "abc"}), moment / 5)
+        kill_while(lambda: save_keys_values(path, prefix, {"passages": "abc"}), moment / 5)
         if path.exists():
-            found = load_slot_prefix(path, {"passages": "abc"}, config)
-            assert torch.equal(found.layers[0].keys, prefix.layers[0].keys)
+            found = load_keys_values(path, {"passages": "abc"}, config)
+            assert torch.equal(found, prefix)
             path.unlink()
     assert not list(tmp_path.glob("[!.]*"))
 

@@ -24,7 +24,8 @@ from tiny_models import BACKBONES, WINDOW, backbone_config, random_row, tiny_ali
 from transformers import DynamicCache
 
 from arcaligner import ArcAlignerProcessor, prefix_store_arcaligner
-from arcaligner.prefix_store_arcaligner import _num_bytes, join_slot_prefixes, load_slot_prefix, save_slot_prefix
+from arcaligner.passages_arcaligner import keys_values_of
+from arcaligner.prefix_store_arcaligner import load_keys_values, save_keys_values
 
 FIVE_TOKENS = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 FINGERPRINT = {"base_model": "ours", "gate_threshold": 0.5, "passages": "abc"}
@@ -65,6 +66,11 @@ def embeddings(num_slots, seed=0):
 def prefix_of(store, documents=None, **kwargs):
     """The prefix of one question's passages."""
     return store.prepare("?", documents, **kwargs)["past_key_values"]
+
+
+def assert_same_cache(cache, expected):
+    for layer, other in zip(cache.layers, expected.layers, strict=True):
+        assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values)
 
 
 def generate(model, inputs, **kwargs):
@@ -202,18 +208,19 @@ def test_continuing_a_prefix_leaves_the_kept_one(model, processor):
 
 
 def test_least_recently_used_prefix_leaves_first(model, processor):
-    size_of_one = model.slot_prefix_store(processor)
-    prefix_of(size_of_one, context_embeds=embeddings(3))
-    store = model.slot_prefix_store(processor, max_bytes=3 * size_of_one.bytes)
+    one = model.slot_prefix_store(processor)
+    prefix_of(one, context_embeds=embeddings(3))
+    head, slots = (each.nbytes for each in one._kept.values())  # the text before the slots is kept as well
+    store = model.slot_prefix_store(processor, max_bytes=head + 3 * slots)
 
     def get(seed):
         misses = store.misses
         prefix_of(store, context_embeds=embeddings(3, seed=seed))
-        assert store.bytes <= store.max_bytes and store.bytes == len(store) * size_of_one.bytes
+        assert store.bytes <= store.max_bytes and store.bytes == head + (len(store) - 1) * slots
         return "miss" if store.misses > misses else "hit"
 
     assert [get(seed) for seed in (0, 1, 2, 0)] == ["miss", "miss", "miss", "hit"]
-    assert len(store) == 3
+    assert len(store) == 4
     assert get(3) == "miss"  # 1 leaves
     assert [get(seed) for seed in (0, 2, 3)] == ["hit", "hit", "hit"]
     assert get(1) == "miss"  # 0 leaves
@@ -225,8 +232,7 @@ def test_bytes_are_those_of_keys_and_values_alone(model, processor):
     store = model.slot_prefix_store(processor)
     store.prepare(["Who?", "Who?"], context_embeds=[embeddings(1), embeddings(40)])
     config = model.config.text_config
-    short = prefix_of(store, context_embeds=embeddings(1)).get_seq_length()
-    positions = short + (short + 39)
+    positions = prefix_of(store, context_embeds=embeddings(1)).get_seq_length() + 40  # the text, 1 slot, 40 slots
     assert store.bytes == positions * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 8
 
 
@@ -235,7 +241,7 @@ def test_prefix_above_the_budget_is_used_and_not_kept(model, processor):
     small = prefix_of(store, context_embeds=embeddings(1))
     store.max_bytes = store.bytes
     assert prefix_of(store, context_embeds=embeddings(40)).get_seq_length() == small.get_seq_length() + 39
-    assert len(store) == 1
+    assert len(store) == 2  # the text before the slots, and the small one
     prefix_of(store, context_embeds=embeddings(1))
     assert store.hits == 1
 
@@ -293,7 +299,7 @@ def test_gates_for_slots_that_are_read_already_are_warned_of(model, processor, c
 def test_another_process_answers_from_the_folder(model, processor, tmp_path, monkeypatch):
     folder = tmp_path / "new" / "prefixes"
     first = generate(model, model.slot_prefix_store(processor, folder=folder).prepare(QUESTIONS[:2], [ADA, RADIK]))
-    assert len(list(folder.glob("*.safetensors"))) == 2 and len(list(folder.iterdir())) == 2
+    assert len(list(folder.glob("*.safetensors"))) == 3 and len(list(folder.iterdir())) == 3  # with the text before
     monkeypatch.setattr(ArcAlignerProcessor, "encode_batch", None)  # nothing is cut or encoded
     store = model.slot_prefix_store(processor, folder=folder)
     second = generate(model, store.prepare(QUESTIONS[:2], [ADA, RADIK]))
@@ -305,17 +311,17 @@ def test_another_process_answers_from_the_folder(model, processor, tmp_path, mon
 # Several at once
 
 
-def test_what_two_threads_ask_for_at_once_is_read_once(processor):
+def test_what_two_threads_ask_for_at_once_is_read_once(processor, monkeypatch):
     model = make_model(processor)
     store, together, read = model.slot_prefix_store(processor), threading.Barrier(2), []
 
-    def prefill(*args, former=model.prefill_context, **kwargs):
+    def encode(*args, former=ArcAlignerProcessor.encode_batch, **kwargs):
         read.append(1)
         with contextlib.suppress(threading.BrokenBarrierError):
             together.wait(timeout=0.3)  # for the other thread, which the lock keeps out
         return former(*args, **kwargs)
 
-    model.prefill_context = prefill
+    monkeypatch.setattr(ArcAlignerProcessor, "encode_batch", encode)
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(lambda _: prefix_of(store, context_embeds=embeddings(3)), range(2))
     assert len(read) == 1 and (store.hits, store.misses) == (1, 1)
@@ -332,7 +338,8 @@ def use(store, expected, seed):
 def test_threads_and_processes_share_a_folder_and_keep_the_budget(model, processor, tmp_path):
     one = model.slot_prefix_store(processor)
     expected = [prefix_of(one, context_embeds=embeddings(3, seed=number)) for number in range(5)]
-    budget = 2 * one.bytes // 5
+    head, slots = list(one._kept.values())[0].nbytes, list(one._kept.values())[1].nbytes
+    budget = head + 2 * slots
     workers = []
     for seed in range(3):
         if (worker := os.fork()) == 0:
@@ -346,8 +353,8 @@ def test_threads_and_processes_share_a_folder_and_keep_the_budget(model, process
     with ThreadPoolExecutor(10) as threads:
         list(threads.map(lambda seed: use(store, expected, seed), range(10)))
     assert [os.waitpid(worker, 0)[1] for worker in workers] == [0, 0, 0]
-    assert store.bytes == sum(_num_bytes(each) for each in store._prefixes.values()) <= budget
-    assert len(list(tmp_path.iterdir())) == 5
+    assert store.bytes == sum(each.nbytes for each in store._kept.values()) <= budget
+    assert len(list(tmp_path.iterdir())) == 6
 
 
 def test_a_copy_of_a_store_starts_empty_and_answers_the_same(model, processor):
@@ -403,19 +410,12 @@ def prefix_and_tail(model, num_slots=4, seed=0):
     row = random_row(model, num_slots, seed=seed, num_text=12, contiguous=True)
     length = int((row.input_ids == model.config.context_token_id).nonzero().max()) + 1
     cache = model.prefill_context(row.input_ids[None, :length], row.context_embeds[None])
-    return cache, row, row.input_ids[None, length:]
+    return keys_values_of(cache, 0, 0, length), row, row.input_ids[None, length:]
 
 
 def recipe() -> str:
     """The code of the module's docstring."""
-    return textwrap.dedent(re.search(r"\n\n(    cache = (?:.*\n    )+.*\n)", prefix_store_arcaligner.__doc__).group(1))
-
-
-def assert_same_cache(cache, expected):
-    assert cache.get_seq_length() == expected.get_seq_length()
-    for layer, other in zip(cache.layers, expected.layers, strict=True):
-        for kept, kept_before in ((layer.keys, other.keys), (layer.values, other.values)):
-            torch.testing.assert_close(kept, kept_before, rtol=0, atol=0)
+    return textwrap.dedent(re.search(r"\n\n(    parts = (?:.*\n    )+.*\n)", prefix_store_arcaligner.__doc__).group(1))
 
 
 @pytest.mark.usefixtures("float64_model_code")
@@ -425,13 +425,14 @@ def test_unmodified_backbone_continues_from_the_file(backbone, tmp_path):
     model = tiny_aligner(backbone)
     cache, row, tail = prefix_and_tail(model, num_slots=7)
     path = tmp_path / "prefix.safetensors"
-    save_slot_prefix(path, cache, FINGERPRINT)
+    save_keys_values(path, cache, FINGERPRINT)
     names = {
         "backbone": stock_model(model, torch.float64, model.config.text_config._attn_implementation),
-        "path": path,
+        "paths": [path],
         "ids_after_the_slots": tail,
-        "safe_open": safe_open,
+        "load_file": load_file,
         "DynamicCache": DynamicCache,
+        "torch": torch,
     }
     with torch.no_grad():
         exec(compile(recipe(), "docstring", "exec"), names)  # noqa: S102
@@ -444,21 +445,19 @@ def test_unmodified_backbone_continues_from_the_file(backbone, tmp_path):
 def test_file_gives_back_what_was_saved(backbone, dtype, tmp_path):
     """Also a prefix longer than a window, which has dropped its first positions."""
     model = tiny_aligner(backbone, dtype=dtype)
-    cache, _, _ = prefix_and_tail(model, num_slots=7)
-    assert cache.get_seq_length() > WINDOW
-    save_slot_prefix(tmp_path / "prefix.safetensors", cache, FINGERPRINT)
+    prefix, _, _ = prefix_and_tail(model, num_slots=7)
+    assert prefix.shape[3] > WINDOW
+    save_keys_values(tmp_path / "prefix.safetensors", prefix, FINGERPRINT)
     assert [path.name for path in tmp_path.iterdir()] == ["prefix.safetensors"]
-    loaded = load_slot_prefix(tmp_path / "prefix.safetensors", FINGERPRINT, model.config.text_config)
-    assert loaded.layers[0].keys.dtype == dtype
-    assert_same_cache(loaded, cache)
-    assert loaded.is_sliding == cache.is_sliding
+    loaded = load_keys_values(tmp_path / "prefix.safetensors", FINGERPRINT, model.config.text_config)
+    assert loaded.dtype == dtype and torch.equal(loaded, prefix)
 
 
 def test_interrupted_save_leaves_the_former_file(monkeypatch, tmp_path):
     model = tiny_aligner()
     cache, _, _ = prefix_and_tail(model)
     path = tmp_path / "prefix.safetensors"
-    save_slot_prefix(path, cache, FINGERPRINT)
+    save_keys_values(path, cache, FINGERPRINT)
     before = path.read_bytes()
 
     def broken_save(tensors, temporary, metadata):
@@ -467,7 +466,7 @@ def test_interrupted_save_leaves_the_former_file(monkeypatch, tmp_path):
 
     monkeypatch.setattr(prefix_store_arcaligner, "save_file", broken_save)
     with pytest.raises(OSError, match="disk full"):
-        save_slot_prefix(path, cache, FINGERPRINT)
+        save_keys_values(path, cache, FINGERPRINT)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
@@ -476,27 +475,28 @@ def test_interrupted_save_leaves_the_former_file(monkeypatch, tmp_path):
 
 def test_every_field_of_a_fingerprint_is_compared(model, processor, tmp_path):
     store = model.slot_prefix_store(processor, folder=tmp_path / "store")
-    cache = prefix_of(store, ADA)
-    (path,) = (tmp_path / "store").iterdir()
-    with safe_open(path, framework="pt") as file:
+    prefix_of(store, ADA)
+    kept = list(store._kept.values())[-1]
+    paths = sorted((tmp_path / "store").iterdir(), key=lambda path: path.stat().st_size)
+    with safe_open(paths[-1], framework="pt") as file:  # the slots; the other file is the text before them
         fingerprint = json.loads(file.metadata()["fingerprint"])
     assert len(fingerprint) > 20
-    save_slot_prefix(tmp_path / "p", cache, fingerprint)
-    assert_same_cache(load_slot_prefix(tmp_path / "p", fingerprint, model.config.text_config), cache)
+    save_keys_values(tmp_path / "p", kept, fingerprint)
+    assert torch.equal(load_keys_values(tmp_path / "p", fingerprint, model.config.text_config), kept)
     for field, value in fingerprint.items():
         expected = f"`{field}` {json.loads(json.dumps(value))!r}; expected 'other'. Use what it was made with"
         with pytest.raises(ValueError, match=re.escape(expected)):
-            load_slot_prefix(tmp_path / "p", {**fingerprint, field: "other"}, model.config.text_config)
+            load_keys_values(tmp_path / "p", {**fingerprint, field: "other"}, model.config.text_config)
         lacking = {name: each for name, each in fingerprint.items() if name != field}
         if value is not None:
             with pytest.raises(ValueError, match=f"`{field}`"):
-                load_slot_prefix(tmp_path / "p", lacking, model.config.text_config)
+                load_keys_values(tmp_path / "p", lacking, model.config.text_config)
 
 
 @pytest.fixture
 def saved(tmp_path):
     model = tiny_aligner()
-    save_slot_prefix(tmp_path / "prefix.safetensors", prefix_and_tail(model)[0], FINGERPRINT)
+    save_keys_values(tmp_path / "prefix.safetensors", prefix_and_tail(model)[0], FINGERPRINT)
     return tmp_path / "prefix.safetensors"
 
 
@@ -504,9 +504,9 @@ def saved(tmp_path):
 def test_truncated_file_is_refused(saved, keep):
     saved.write_bytes(saved.read_bytes()[:keep])
     with pytest.raises(ValueError, match="cannot be read.*Delete the file"):
-        load_slot_prefix(saved, FINGERPRINT, backbone_config())
+        load_keys_values(saved, FINGERPRINT, backbone_config())
     with pytest.raises(ValueError, match="cannot be read.*Delete the file"):
-        load_slot_prefix(saved.parent, FINGERPRINT, backbone_config())
+        load_keys_values(saved.parent, FINGERPRINT, backbone_config())
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -520,19 +520,19 @@ def test_file_with_a_changed_byte_is_refused(saved, data):
     changed[place] ^= other
     saved.write_bytes(changed)
     try:
-        found = load_slot_prefix(saved, FINGERPRINT, backbone_config())
+        found = load_keys_values(saved, FINGERPRINT, backbone_config())
     except ValueError:
         pass
     else:  # white space of the header
         saved.write_bytes(whole)
-        assert_same_cache(found, load_slot_prefix(saved, FINGERPRINT, backbone_config()))
+        assert torch.equal(found, load_keys_values(saved, FINGERPRINT, backbone_config()))
     saved.write_bytes(whole)
 
 
 @pytest.mark.parametrize(
     "metadata, message",
     [
-        *((each, "expected 'arcaligner-slot-prefix-2'") for each in (None, {"format": "pt"}, {"format": "x-0"})),
+        *((each, "expected 'arcaligner-passage-3'") for each in (None, {"format": "pt"}, {"format": "x-0"})),
         *(
             ({"fingerprint": each}, "prefix.safetensors")
             for each in (None, "", "[]", "5", "{", '{"passages": "other"}')
@@ -545,33 +545,15 @@ def test_file_with_other_metadata_is_refused(saved, metadata, message):
             metadata = {name: each for name, each in (file.metadata() | metadata).items() if each is not None}
     save_file(load_file(saved), saved, metadata=metadata)
     with pytest.raises(ValueError, match=message):
-        load_slot_prefix(saved, FINGERPRINT, backbone_config())
+        load_keys_values(saved, FINGERPRINT, backbone_config())
 
 
 @pytest.mark.parametrize("change", [{"num_hidden_layers": 2}, {"num_key_value_heads": 1}, {"head_dim": 16}])
 def test_file_of_another_backbone_is_refused(saved, change):
     with pytest.raises(ValueError, match="Load it with the backbone it was made for"):
-        load_slot_prefix(saved, FINGERPRINT, backbone_config(**change))
+        load_keys_values(saved, FINGERPRINT, backbone_config(**change))
 
 
 def test_prefix_longer_than_the_context_is_refused(saved):
     with pytest.raises(ValueError, match="has 8 positions but the backbone llama reads 7"):
-        load_slot_prefix(saved, FINGERPRINT, backbone_config(max_position_embeddings=7))
-
-
-def test_cache_of_several_rows_is_not_saved(tmp_path):
-    model = tiny_aligner()
-    cache, _, _ = prefix_and_tail(model)
-    cache.batch_repeat_interleave(2)
-    with pytest.raises(ValueError, match="has 2 rows"):
-        save_slot_prefix(tmp_path / "prefix.safetensors", cache, FINGERPRINT)
-    assert not list(tmp_path.iterdir())
-
-
-# Batches
-
-
-def test_prefixes_of_several_dtypes_do_not_make_a_batch():
-    caches = [prefix_and_tail(tiny_aligner(dtype=dtype))[0] for dtype in (torch.float32, torch.bfloat16)]
-    with pytest.raises(ValueError, match="torch.bfloat16 on cpu, torch.float32 on cpu; expected one"):
-        join_slot_prefixes(caches, backbone_config())
+        load_keys_values(saved, FINGERPRINT, backbone_config(max_position_embeddings=7))

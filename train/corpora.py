@@ -2,7 +2,7 @@
 
 The columns of a source (`rows.py`) say which of three kinds it is, and each kind becomes rows of our schema:
 
-- `passages`: our schema, taken unchanged; further columns are left out;
+- `passages`: our schema, with `meta.gold` for `gold`, taken unchanged; further columns are left out;
 - `context` and `supporting_facts`: HotpotQA, with `passages=supporting` (the default: the paragraphs that the answer
   needs) or `passages=distractor` (all ten);
 - a column of texts: cut into passages of `passage_words` words, each a row without a question.
@@ -25,6 +25,7 @@ ROW_FEATURES = Features(
     question=Value("string"),
     answers=List(Value("string")),
     passages=List({"title": Value("string"), "text": Value("string")}),
+    gold=List(Value("int32")),
 )
 FILES = (*JSON_LINES, ".json", ".parquet")
 
@@ -52,7 +53,7 @@ def open_corpus(
     """
     path, options = parse_source(source)
     if path.endswith(FILES):
-        path = _find_file(path, data_dir)
+        path = find_file(path, data_dir)
     try:
         if path.endswith(JSON_LINES) and _is_own(path):
             return _load_own(path)
@@ -83,10 +84,11 @@ def check_files(sources: Iterable[str], data_dir: str) -> None:
     """Raises `FileNotFoundError` for a source that is a file and is not there."""
     for path, _ in map(parse_source, sources):
         if path.endswith(FILES):
-            _find_file(path, data_dir)
+            find_file(path, data_dir)
 
 
-def _find_file(path: str, data_dir: str) -> str:
+def find_file(path: str, data_dir: str) -> str:
+    """The path of a data file; raises `FileNotFoundError` with where it was looked for."""
     found = str(find_path(os.path.join(data_dir, path)))
     if not os.path.exists(found):
         raise FileNotFoundError(
@@ -111,6 +113,7 @@ def hotpotqa_row(row: dict, index: int, *, all_paragraphs: bool) -> Row:
         "question": row["question"] or "",
         "answers": answers,
         "passages": passages,
+        "gold": [number for number, each in enumerate(passages) if each["title"] in gold],
     }
 
 
@@ -160,7 +163,7 @@ def _rows_of_file(path: str, version: tuple) -> Iterator[Row]:
 
 def _rows_of_texts(batch: dict, indices: list[int], *, text: str, title: str | None, words: int) -> dict:
     """A row without a question for each passage of the texts."""
-    rows = {field: [] for field in ROW_FIELDS}
+    rows = {field: [] for field in ROW_FEATURES}
     ids = batch.get("id", indices)
     titles = batch[title] if title else [""] * len(indices)
     for index, row_id, row_title, row_text in zip(indices, ids, titles, batch[text], strict=True):
@@ -170,4 +173,5 @@ def _rows_of_texts(batch: dict, indices: list[int], *, text: str, title: str | N
             rows["question"].append("")
             rows["answers"].append([])
             rows["passages"].append([{"title": row_title or "", "text": " ".join(split[start : start + words])}])
+            rows["gold"].append([])
     return rows

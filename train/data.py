@@ -21,8 +21,8 @@ import torch
 from datasets import Features, List, Value
 from torch.nn.utils.rnn import pad_sequence
 
-from ..encoder_arcaligner import pad_words
 from ..files import stable_number
+from ..passages_arcaligner import pad_words
 from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE, ArcAlignerProcessor
 from ..rows import Row
 from ..segmentation_arcaligner import EMPTY_SEGMENT, SegmentTokens, equal_runs, run_ends
@@ -49,6 +49,7 @@ EXAMPLE_FEATURES = Features(
     turns=List({"input_ids": List(Value("int32")), "labels": List(Value("int32"))}),
     segments=List(
         {
+            "document": Value("int32"),
             "encoder_text": Value("string"),
             "encoder_start": Value("int32"),
             "word_ids": List(Value("int32")),
@@ -200,6 +201,7 @@ class ExampleBuilder:
         """An example; without segments it has one slot, the encoding of the empty string."""
         segments = [
             {
+                "document": each.segment.document,
                 "encoder_text": each.encoder_text,
                 "encoder_start": each.encoder_start,
                 "word_ids": list(each.word_ids),
@@ -293,6 +295,7 @@ class ContextCollator:
       order; `encoder_ends` is `None` where each text is one slot;
     - `num_slots`: `list[int]`, of each row;
     - `context_word_ids`: `torch.LongTensor` (batch, max_slots, max_words), with `context_words`;
+    - `context_passage_ids`: `torch.LongTensor` (batch, max_slots), the number of each slot's passage, -1 in padding;
     - `row_ids`: `list[str]`, for error messages.
     """
 
@@ -325,6 +328,7 @@ class ContextCollator:
             "encoder_starts": [segment["encoder_start"] for segment in segments],
             "encoder_ends": None if rate == "segment" else ends,
             "num_slots": [len(row_slots) for row_slots in slots],
+            "context_passage_ids": _padded([_passages_of_slots(row, rate) for row in rows], -1),
             "row_ids": row_ids,
         }
         if self.context_words:
@@ -347,6 +351,11 @@ def _words_of_slots(row: dict[str, Any], rate: int | str) -> list[list[int]]:
         for segment in row["segments"]
         for start, end in equal_runs(len(segment["word_ids"]), rate)
     ]
+
+
+def _passages_of_slots(row: dict[str, Any], rate: int | str) -> list[int]:
+    """The number of the passage of each slot of a row."""
+    return [segment["document"] for segment in row["segments"] for _ in equal_runs(len(segment["word_ids"]), rate)]
 
 
 def _padded(rows: list[list[int]], value: int, side: str = "right") -> torch.LongTensor:

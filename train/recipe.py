@@ -16,8 +16,9 @@ from trl import TrlParser
 from ..configuration_arcaligner import ArcAlignerConfig, cache_directory, resolve_base_model
 from ..files import exit_on_user_error, find_path, refuse_unknown
 from ..processing_arcaligner import ArcAlignerProcessor
+from ..rows import normalize_answer, read_rows
 from ..segmentation_arcaligner import check_tokens_per_slot
-from .corpora import check_files
+from .corpora import check_files, find_file
 from .run import run_settings
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,10 @@ STARTS = {
 # Fields of `ArcAlignerConfig` that the processor decides.
 _FROM_PROCESSOR = {"encoder_name_or_path", "encoder_hidden_size", "context_token", "context_token_id"}
 # Settings of a processor that other keys of the recipe decide.
-_FROM_RECIPE = {"tokens_per_slot", "trained_tokens_per_slot", "context_words", "trained_encoder", "chat_template"}
+_FROM_RECIPE = {
+    *("tokens_per_slot", "trained_tokens_per_slot", "context_words", "trained_encoder", "chat_template"),
+    *("passage_attention", "no_answer"),
+}
 # Turns side by side need a custom mask, which other attention kernels do not take.
 _MASKED_ATTENTION = (None, "eager", "sdpa")
 
@@ -62,14 +66,21 @@ class RecipeArguments:
         max_tokens (`int`, *optional*): Longer examples are left out, as are those that the base model cannot read.
             Questions that share their passages become several examples rather than one that is too long.
         passage_words (`int`): Words of a passage that the texts of a corpus are cut into.
-        distractors (`float`): Share of question examples that get 1 to 4 passages of other rows, which do not hold the
-            answer, in random order with their own.
+        distractors (`float`): Share of question examples that get 1 to 4 of the passages nearest to their questions
+            (BM25) which do not hold the answer, in random order with their own.
+        unanswerable (`float`): Share of questions that are asked about passages which do not answer them, the nearest
+            ones.
+        no_answer (`str`): The answer to these.
+        validation_share (`float`), validation_seed (`int`): Share of articles (titles) that is not trained on, and
+            which: of a file that is in `eval_files` as well, they are what is evaluated.
+        test_files (`list[str]`): Files of rows whose questions may not be trained on; a training file of such questions
+            is refused.
         max_questions (`int`): Maximum number of questions about the same passages in one example. They share the slots,
             so a passage is computed once for all of them; each reads the slots and itself.
         reconstruction_files (`dict[str, float]`), reconstruction_share (`float`): Share of reconstruction examples in a
             later stage's training set, and where they come from.
-        tokens_per_slot (`list`): Rates of slots, whole numbers of tokens or `"segment"`; each batch draws one. They may
-            differ from those of the stage before.
+        tokens_per_slot (`list`): Rates of slots, whole numbers of tokens or `"segment"`; each batch draws one, and one
+            that is named twice twice as often. They may differ from those of the stage before.
         attn_implementation (`str`, *optional*): transformers' name of an attention kernel. On CPUs, `"eager"` is two to
             three times as fast backward as `"sdpa"` for rows of a few hundred tokens.
         compile_layers (`bool`): Whether the decoder layers are compiled, which takes a minute once and saves time in
@@ -97,6 +108,11 @@ class RecipeArguments:
     max_tokens: int | None = None
     passage_words: int = 100
     distractors: float = 0.0
+    unanswerable: float = 0.0
+    no_answer: str = "not in the text"
+    validation_share: float = 0.0
+    validation_seed: int = 0
+    test_files: list[str] = field(default_factory=list)
     max_questions: int = 1
     reconstruction_files: dict[str, float] = field(default_factory=dict)
     reconstruction_share: float = 0.0
@@ -118,8 +134,8 @@ class RecipeArguments:
             raise ValueError(f"`{key}` is in `aligner`, but follows from the processor: set it in `processor`.")
         for key in self.processor.keys() & _FROM_RECIPE:
             raise ValueError(
-                f"`{key}` is in `processor`, but follows from `tokens_per_slot`, `word_parts` of `aligner` or "
-                "`chat_template_path`: set that key of the recipe."
+                f"`{key}` is in `processor`, but follows from `tokens_per_slot`, `no_answer`, `chat_template_path`, or "
+                "`word_parts` and `passage_attention` of `aligner`: set that key of the recipe."
             )
         if self.has_turns and self.attn_implementation not in _MASKED_ATTENTION:
             raise ValueError(
@@ -130,8 +146,12 @@ class RecipeArguments:
             raise ValueError(f"`max_questions` is {self.max_questions}; an example needs at least 1.")
         if not 0.0 <= self.distractors <= 1.0:
             raise ValueError(f"`distractors` is {self.distractors}; expected a share of the examples, from 0 to 1.")
-        if self.distractors and not self.asks_questions:
-            raise ValueError(f"`distractors` are for questions, and stage `{self.stage}` asks none. Leave the key out.")
+        for key in ("unanswerable", "validation_share"):
+            if not 0.0 <= getattr(self, key) < 1.0:
+                raise ValueError(f"`{key}` is {getattr(self, key)}; expected a share of at least 0 and less than 1.")
+        for key in ("distractors", "unanswerable"):
+            if getattr(self, key) and not self.asks_questions:
+                raise ValueError(f"`{key}` is for questions, and stage `{self.stage}` asks none. Leave the key out.")
         if not 0.0 <= self.reconstruction_share < 1.0:
             raise ValueError(
                 f"`reconstruction_share` is {self.reconstruction_share}; expected at least 0 and less than 1."
@@ -145,7 +165,17 @@ class RecipeArguments:
     @property
     def sources(self) -> list[str]:
         """All data that the recipe names."""
-        return [*self.train_files, *self.eval_files, *self.reconstruction_files]
+        return [*self.training_sources, *self.eval_files, *self.test_files]
+
+    @property
+    def training_sources(self) -> list[str]:
+        """What the recipe trains on."""
+        return [*self.train_files, *self.reconstruction_files]
+
+    def test_questions(self) -> set[str]:
+        """The questions of `test_files`, normalized."""
+        paths = [find_file(path, self.data_dir) for path in self.test_files]
+        return {normalize_answer(row["question"]) for path in paths for row in read_rows(path)}
 
     @property
     def has_turns(self) -> bool:

@@ -12,17 +12,20 @@ import logging
 import random
 import re
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import bm25s
 import datasets
 import numpy as np
-from datasets import Features, Value
+from datasets import Features, List, Value
 from datasets.fingerprint import Hasher
+from tqdm.auto import tqdm
 
 from .. import encoder_arcaligner, processing_arcaligner, rows, segmentation_arcaligner
-from ..files import printable
-from ..rows import Row
+from ..files import printable, stable_number
+from ..rows import Row, normalize_answer
 from . import corpora, data
 from .corpora import open_corpus
 from .data import EXAMPLE_FEATURES, Example, ExampleBuilder
@@ -31,11 +34,14 @@ from .recipe import RecipeArguments
 logger = logging.getLogger(__name__)
 
 ROWS_PER_BLOCK = 2048
+# Share of a training file's questions that may be equal to one of a test file.
+MOST_TESTED = 0.01
 NAMED_ROWS = 5  # ids in a report
 MAX_DISTRACTORS = 4
-# Draws per distractor: with few passages, or an answer that most of them hold, there may be none.
-DRAWS = 50
+# Distractors are drawn from so many of the nearest passages, and these found among so many.
+DRAWN_FROM, CANDIDATES = 12, 60
 
+_GROUP_FEATURES = Features(numbers=List(Value("int64")), unanswered=List(Value("int64")))
 _BLOCK_FEATURES = Features(EXAMPLE_FEATURES | {"problem": Value("string")})
 # The code that decides what an example is: another version of it, comments aside, makes other blocks.
 _MODULES = (corpora, data, rows, encoder_arcaligner, processing_arcaligner, segmentation_arcaligner)
@@ -61,41 +67,100 @@ def contains_answer(passage: dict[str, str], answers: list[str]) -> bool:
     return any(re.search(rf"(?<!\w){answer}(?!\w)", text) for answer in words)
 
 
+def own_passages(row: Row) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """The passages that the answer needs, and the row's others; all are needed where the row does not say."""
+    gold = set(row["gold"]) or set(range(len(row["passages"])))
+    own, others = [], []
+    for number, passage in enumerate(row["passages"]):
+        (own if number in gold else others).append(passage)
+    return own, others
+
+
+def is_held_out(row: Row, share: float, seed: int) -> bool:
+    """Whether a row belongs to the validation part: one of its articles, by title or, without one, by text, does."""
+    articles = {passage["title"] or passage["text"] for passage in row["passages"]}
+    return any(stable_number(f"validation:{seed}:{each}", 10_000) < share * 10_000 for each in articles)
+
+
+def check_not_tested(questions: Iterable[str], source: str, tested: set[str]) -> None:
+    """Refuses training questions that are in `tested`, normalized questions of test files. A few may be there by
+    chance: short questions are asked by many."""
+    questions = [normalize_answer(question) for question in questions if question.strip()]
+    same = [question for question in questions if question in tested]
+    if len(same) > MOST_TESTED * len(questions):
+        raise ValueError(
+            f"{source} has {len(same)} of {len(questions)} questions that are in `test_files`, such as {same[0]!r}. "
+            "Training on them would make the results worthless: name other files."
+        )
+
+
+class NearestPassages:
+    """Finds, among the passages of rows, those nearest to a question that do not answer it (BM25).
+
+    Args:
+        rows (`Iterable[Row]`): Whose passages are searched.
+    """
+
+    def __init__(self, rows: Iterable[Row]):
+        unique = {(each["title"], each["text"]): each for row in rows for each in row["passages"] if each["text"]}
+        self.passages = list(unique.values())
+        texts = [f"{each['title']} {each['text']}" for each in self.passages]
+        self.index = bm25s.BM25()
+        self.index.index(bm25s.tokenize(texts, stopwords="en", show_progress=False), show_progress=False)
+
+    def without_answer(self, question: str, answers: list[str], others: Sequence[dict], number: int) -> list[dict]:
+        """The `number` nearest passages, nearest first, that hold none of `answers` and are none of `others`."""
+        words = bm25s.tokenize([question], stopwords="en", show_progress=False, return_ids=False)
+        depth = min(len(self.passages), CANDIDATES)
+        if not words[0] or not depth:
+            return []
+        found, _ = self.index.retrieve(words, k=depth, show_progress=False)
+        taken, texts = [], {each["text"] for each in others}
+        for place in found[0].tolist():
+            passage = self.passages[place]
+            if passage["text"] not in texts and not contains_answer(passage, answers):
+                taken.append(passage)
+            if len(taken) == number:
+                break
+        return taken
+
+
 @dataclass
 class Distractors:
     """
-    Adds 1 to `MAX_DISTRACTORS` passages of other questions, which do not hold the answer, to some rows.
+    Adds 1 to `MAX_DISTRACTORS` of the passages nearest to the questions, which do not hold the answer, to some rows.
 
     The draw depends on the seed and the row's id only, so a row has the same passages in each run and process.
 
     Args:
-        corpus (`datasets.Dataset`): Whose passages may be drawn.
+        nearest (`NearestPassages`): Where they come from.
         share (`float`): Share of rows that get some.
         seed (`int`): Another one draws others.
+        without_own (`float`): Share of these rows that lose their own passages, and with them the answer.
     """
 
-    corpus: datasets.Dataset
+    nearest: NearestPassages
     share: float
     seed: int
+    without_own: float = 0.0
 
-    def __call__(self, row: Row) -> Row:
-        """The row with its own passages and the drawn ones, in random order; fewer where the corpus has no more."""
-        draw = random.Random(f"distractors:{self.seed}:{row['id']}")
+    def __call__(self, rows: list[Row]) -> tuple[list[dict[str, str]], bool]:
+        """The passages for `rows`, which share theirs, in random order, and whether these still hold the answers.
+        None of the added ones holds an answer to any of the rows; fewer are added where there are no more."""
+        own, others = own_passages(rows[0])
+        draw = random.Random(f"distractors:{self.seed}:{rows[0]['id']}")
         if draw.random() >= self.share:
-            return row
+            return own, True
         number = draw.randint(1, MAX_DISTRACTORS)
-        drawn: dict[str, dict[str, str]] = {}  # by their texts
-        own = {passage["text"] for passage in row["passages"]}
-        for _ in range(DRAWS * number):
-            others = self.corpus[draw.randrange(len(self.corpus))]["passages"] or [{"title": "", "text": ""}]
-            passage = draw.choice(others)
-            if passage["text"].strip() and passage["text"] not in own and not contains_answer(passage, row["answers"]):
-                drawn[passage["text"]] = passage
-            if len(drawn) == number:
-                break
-        passages = [*row["passages"], *drawn.values()]
+        question = " ".join(row["question"] for row in rows)
+        answers = [answer for row in rows for answer in row["answers"]]
+        near = [each for each in others if not contains_answer(each, answers)]  # a retriever chose them already
+        near = near or self.nearest.without_answer(question, answers, own, DRAWN_FROM)
+        drawn = draw.sample(near, min(number, len(near)))
+        is_alone = bool(drawn) and draw.random() < self.without_own
+        passages = drawn if is_alone else [*own, *drawn]
         draw.shuffle(passages)
-        return row | {"passages": passages}
+        return passages, not is_alone
 
 
 @dataclass
@@ -118,6 +183,7 @@ class ExampleSelector:
 
     def training_examples(self) -> datasets.Dataset:
         """The stage's examples, a row per [`Example`], with reconstruction examples mixed in when the recipe says so.
+        None is about an article that is held out.
 
         Raises:
             `ValueError`: a weight that is not positive, a source without questions where they are needed, no examples
@@ -127,7 +193,7 @@ class ExampleSelector:
         examples = self.select(self.recipe.train_files, None if limit is None else round(limit * (1 - share)))
         if share:
             stage_one = dataclasses.replace(
-                self.recipe, stage="reconstruction", distractors=0.0, reconstruction_share=0.0
+                self.recipe, stage="reconstruction", distractors=0.0, unanswerable=0.0, reconstruction_share=0.0
             )
             selector = dataclasses.replace(self, recipe=stage_one)
             number = round(len(examples) * share / (1 - share))
@@ -136,12 +202,15 @@ class ExampleSelector:
         return examples
 
     def eval_examples(self) -> datasets.Dataset | None:
-        """The stage's held-out examples; none without `eval_files`."""
+        """The stage's held-out examples; none without `eval_files`. Of a file that is trained on as well, these are
+        the ones about held-out articles."""
         if not self.recipe.eval_files:
             return None
-        return self.select(self.recipe.eval_files, self.recipe.max_eval_samples)
+        return self.select(self.recipe.eval_files, self.recipe.max_eval_samples, held_out=True)
 
-    def select(self, sources: dict[str, float], max_examples: int | None = None) -> datasets.Dataset:
+    def select(
+        self, sources: dict[str, float], max_examples: int | None = None, held_out: bool = False
+    ) -> datasets.Dataset:
         """A mixture of several sources.
 
         Args:
@@ -149,6 +218,7 @@ class ExampleSelector:
                 weights.
             max_examples (`int`, *optional*): Size of the mixture. Nothing is repeated: when a source holds less than
                 its share, the mixture gets smaller and keeps its shares. Default: as many as that allows.
+            held_out (`bool`): Whether rows of the validation part are taken, rather than the others.
         """
         if not sources or any(weight <= 0 for weight in sources.values()):
             raise ValueError(f"Got files and weights {sources}; expected files with positive weights.")
@@ -156,7 +226,7 @@ class ExampleSelector:
         shares = {source: weight / total for source, weight in sources.items()}
         found = {}
         for source, share in shares.items():
-            found[source] = self._take(source, None if max_examples is None else round(max_examples * share))
+            found[source] = self._take(source, None if max_examples is None else round(max_examples * share), held_out)
         size = min(len(found[source]) / share for source, share in shares.items())
         if max_examples is not None and size < max_examples - len(sources):
             logger.warning("%s: found %d examples of the %d asked for.", list(sources), size, max_examples)
@@ -168,22 +238,24 @@ class ExampleSelector:
             )
         return datasets.concatenate_datasets([found[source].select(range(counts[source])) for source in sources])
 
-    def _take(self, source: str, quota: int | None) -> datasets.Dataset:
+    def _take(self, source: str, quota: int | None, held_out: bool) -> datasets.Dataset:
         """The first `quota` examples of a source that are not too long, its rows in random order."""
         recipe, asks = self.recipe, self.recipe.asks_questions
-        corpus = open_corpus(source, recipe.passage_words, self.num_proc, recipe.data_dir, asks)
+        corpus = self._part(source, held_out)
+        nearest = NearestPassages(corpus) if recipe.distractors or recipe.unanswerable else None
         make = functools.partial(
             _examples_of_rows,
             corpus=corpus,
-            mix=Distractors(corpus, recipe.distractors, self.seed) if recipe.distractors else None,
+            mix=nearest and Distractors(nearest, recipe.distractors, self.seed, recipe.unanswerable),
             builder=self.builder,
+            no_answer=recipe.no_answer,
             asks=asks,
         )
-        drawn = recipe.distractors and (recipe.distractors, self.seed)
+        drawn = nearest and (recipe.distractors, recipe.unanswerable, recipe.no_answer, self.seed)
         settings = Hasher.hash((_CODE, corpus._fingerprint, self.builder, asks, recipe.max_questions, drawn))
         left_out: dict[str, list[str]] = defaultdict(list)  # ids of rows, by what is wrong with them
         taken = [datasets.Dataset.from_dict({name: [] for name in EXAMPLE_FEATURES}, features=EXAMPLE_FEATURES)]
-        order = self._order(corpus)
+        order = self._order(corpus, nearest)
         for start in range(0, len(order), ROWS_PER_BLOCK):
             if quota is not None and sum(map(len, taken)) >= quota:
                 break
@@ -200,6 +272,28 @@ class ExampleSelector:
             self._report(source, problem, row_ids)
         return examples
 
+    def _part(self, source: str, held_out: bool) -> datasets.Dataset:
+        """The rows of a source that may be used: those of its validation part, or the others.
+
+        Raises:
+            `ValueError`: no row is left; a source of the questions of a test file.
+        """
+        recipe = self.recipe
+        corpus = open_corpus(source, recipe.passage_words, self.num_proc, recipe.data_dir, recipe.asks_questions)
+        share, seed = recipe.validation_share, recipe.validation_seed
+        if share and (source in recipe.training_sources or not held_out):
+            corpus = corpus.select(
+                [number for number, row in enumerate(corpus) if is_held_out(row, share, seed) == held_out]
+            )
+        if not len(corpus):
+            raise ValueError(
+                f"{source}: no row is left to {'validate with' if held_out else 'train on'} with `validation_share` "
+                f"{share}. Change it, or name other files."
+            )
+        if recipe.test_files and not held_out:
+            check_not_tested(corpus["question"], source, recipe.test_questions())
+        return corpus
+
     def _report(self, source: str, problem: str, row_ids: list[str]) -> None:
         reason = f"without {'an' if problem == 'answer' else 'a'} {problem}"
         if problem == "too long":
@@ -208,12 +302,13 @@ class ExampleSelector:
         first = printable(", ".join(row_ids[:NAMED_ROWS])) + (", ..." if len(row_ids) > NAMED_ROWS else "")
         logger.warning("%s: left out %d %s: %s", source, len(row_ids), reason, first)
 
-    def _order(self, corpus: datasets.Dataset) -> list[list[int]]:
-        """Numbers of the rows in random order, grouped by the example that they become."""
+    def _order(self, corpus: datasets.Dataset, nearest: NearestPassages | None) -> list[tuple[list[int], list[int]]]:
+        """Numbers of the rows in random order, grouped by the example that they become; with each group, rows whose
+        questions its passages do not answer."""
         draw = random.Random(self.seed)
         size = self.recipe.max_questions if self.recipe.asks_questions else 1
         if size == 1:
-            order = [[number] for number in range(len(corpus))]
+            order = [([number], []) for number in range(len(corpus))]
         else:
             groups = defaultdict(list)
             for number, row in enumerate(corpus):
@@ -223,21 +318,42 @@ class ExampleSelector:
             order = []
             for numbers in (groups[key] for key in keys):
                 draw.shuffle(numbers)
-                order += [numbers[i : i + size] for i in range(0, len(numbers), size)]
+                order += [(numbers[i : i + size], []) for i in range(0, len(numbers), size)]
+        if self.recipe.unanswerable:
+            self._add_unanswerable(order, corpus, nearest)
         draw.shuffle(order)
         return order
 
-    def _block(self, make, settings: str, numbers: list[list[int]]) -> datasets.Dataset:
+    def _add_unanswerable(self, order: list[tuple[list[int], list[int]]], corpus: datasets.Dataset, nearest) -> None:
+        """Adds questions to groups about a passage that is among the nearest to the question and does not answer it."""
+        share, groups_of = self.recipe.unanswerable, defaultdict(list)
+        for group in order:
+            for passage in own_passages(corpus[group[0][0]])[0]:
+                groups_of[passage["text"]].append(group)
+        number = min(len(corpus), round(len(corpus) * share / (1 - share)))
+        drawn = random.Random(f"unanswerable:{self.seed}").sample(range(len(corpus)), number)
+        for number in tqdm(drawn, desc="finding passages that do not answer", leave=False):
+            row = corpus[number]
+            if missing_part(row, needs_question=True):
+                continue
+            near = nearest.without_answer(row["question"], row["answers"], row["passages"], MAX_DISTRACTORS)
+            groups = next((groups_of[each["text"]] for each in near if each["text"] in groups_of), None)
+            if groups:  # the one with the fewest such questions
+                min(groups, key=lambda group: len(group[1]))[1].append(number)
+
+    def _block(self, make, settings: str, groups: list[tuple[list[int], list[int]]]) -> datasets.Dataset:
         """Examples of some rows, and a line for each row that lacks a part; from the cache if they were made before."""
-        fingerprint = Hasher.hash((settings, numbers))
+        fingerprint = Hasher.hash((settings, groups))
         folder = Path(self.recipe.examples_cache_dir).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
-        return datasets.Dataset.from_dict({"numbers": numbers}).map(
+        numbers, unanswered = zip(*groups, strict=True)
+        columns = {"numbers": numbers, "unanswered": unanswered}
+        return datasets.Dataset.from_dict(columns, features=_GROUP_FEATURES).map(
             make,
             batched=True,
             batch_size=64,
             num_proc=self.num_proc,
-            remove_columns="numbers",
+            remove_columns=["numbers", "unanswered"],
             features=_BLOCK_FEATURES,
             cache_file_name=str(folder / f"{fingerprint}.arrow"),
             new_fingerprint=fingerprint,
@@ -245,20 +361,24 @@ class ExampleSelector:
         )
 
 
-def _examples_of_rows(batch: dict, *, corpus, mix, builder, asks: bool) -> dict[str, list]:
+def _examples_of_rows(batch: dict, *, corpus, mix, builder, no_answer: str, asks: bool) -> dict[str, list]:
     """Columns of `_BLOCK_FEATURES`. A row that lacks a part gives an empty example with a `problem`."""
     columns = {name: [] for name in _BLOCK_FEATURES}
-    for numbers in batch["numbers"]:
+    for numbers, unanswered in zip(batch["numbers"], batch["unanswered"], strict=True):
         whole, found = [], []
         for row in (corpus[number] for number in numbers):
             if problem := missing_part(row, asks):
                 found.append((Example(row["id"], [], [], []), problem))
             else:
                 whole.append(row)
-        if whole and mix is not None:
-            # One draw for the questions that share their passages; no distractor may hold an answer to any of them.
-            drawn = mix(whole[0] | {"answers": [answer for row in whole for answer in row["answers"]]})
-            whole = [row | {"passages": drawn["passages"]} for row in whole]
+        if whole and asks:
+            others = [corpus[number] for number in unanswered]
+            passages, is_answered = own_passages(whole[0])[0], True
+            if mix is not None:  # one draw: no distractor may hold an answer to any of the questions
+                passages, is_answered = mix([*whole, *others])
+            whole = [row if is_answered else row | {"answers": [no_answer]} for row in whole]
+            whole += [row | {"answers": [no_answer]} for row in others]
+            whole = [row | {"passages": passages} for row in whole]
         if whole:
             made = builder.question_examples(whole) if asks else builder.reconstruction_examples(whole)
             limit = builder.max_tokens or float("inf")

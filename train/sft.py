@@ -57,7 +57,11 @@ def load_processor(recipe: RecipeArguments, chat_template_path: str | None) -> A
         words = bool(recipe.aligner.get("word_parts"))
         processor = ArcAlignerProcessor.from_base_model(name, context_words=words, **recipe.processor)
         check_start(recipe, processor, None)
-    processor.tokens_per_slot, processor.trained_tokens_per_slot = recipe.tokens_per_slot[0], recipe.tokens_per_slot
+    processor.tokens_per_slot = recipe.tokens_per_slot[0]
+    processor.trained_tokens_per_slot = list(dict.fromkeys(recipe.tokens_per_slot))
+    processor.passage_attention = recipe.aligner.get("passage_attention", processor.passage_attention)
+    if recipe.unanswerable:
+        processor.no_answer = recipe.no_answer
     if chat_template_path is not None:
         processor.chat_template = Path(chat_template_path).read_text(encoding="utf-8")
         processor.tokenizer.chat_template = processor.chat_template

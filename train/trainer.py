@@ -19,6 +19,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig, SFTTrainer
 
 from ..modeling_arcaligner import ArcAlignerForCausalLM, SlotDecoderLayer
+from ..passages_arcaligner import passage_positions, place_passage_ids
 from .data import encode_slots
 from .metrics import Clock, GateCounter, SwappedSlots, answer_questions, word_recall
 
@@ -97,11 +98,15 @@ class AlignerTrainingConfig(SFTConfig):
         super().__post_init__()
 
 
-def turn_mask(turn_ids: torch.LongTensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.LongTensor]:
+def turn_mask(
+    turn_ids: torch.LongTensor, passage_ids: torch.LongTensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.LongTensor]:
     """What each position of a batch may read, and its position: turns stand side by side after the slots.
 
     Args:
         turn_ids (`torch.LongTensor` of shape `(batch, seq_len)`): From [`ContextCollator`].
+        passage_ids (`torch.LongTensor` of shape `(batch, seq_len)`): The number of the passage that a slot's position
+            is counted in, -1 on text; one number for all slots of a row where they are read jointly.
         dtype (`torch.dtype`): The mask's dtype.
 
     Returns:
@@ -114,11 +119,12 @@ def turn_mask(turn_ids: torch.LongTensor, dtype: torch.dtype) -> tuple[torch.Ten
     reads = (index[None, :] <= index[:, None]) & ((key == 0) | (key == query))
     mask = torch.zeros(reads.shape, dtype=dtype, device=turn_ids.device)
     mask = mask.masked_fill(~reads, torch.finfo(dtype).min)[:, None]
-    # The positions of each turn continue from the last slot.
+    in_prompt = passage_positions(passage_ids, turn_ids == 0)
+    prompt_length = torch.where(turn_ids == 0, in_prompt + 1, 0).amax(dim=1, keepdim=True)  # (batch, 1)
+    # The positions of each turn continue from the longest passage.
     begins = torch.nn.functional.pad(turn_ids[:, 1:] != turn_ids[:, :-1], (1, 0))
     start_of_turn = torch.where(begins, index, 0).cummax(dim=1).values  # (batch, seq_len)
-    prefix_length = (turn_ids == 0).sum(dim=1, keepdim=True)
-    return mask, index - start_of_turn + torch.where(turn_ids == 0, 0, prefix_length)
+    return mask, torch.where(turn_ids == 0, in_prompt, index - start_of_turn + prompt_length)
 
 
 class AlignerTrainer(SFTTrainer):
@@ -251,7 +257,7 @@ class AlignerTrainer(SFTTrainer):
     def _answer_step(self, model, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None):
         """The NLL of a batch's targets (Eq. 10), and how many there are."""
         if inputs["max_turns"] > 1:
-            mask, position_ids = turn_mask(inputs["turn_ids"], self.model.dtype)
+            mask, position_ids = turn_mask(inputs["turn_ids"], self._placed_passages(inputs), self.model.dtype)
         else:  # a plain mask, which all attention kernels and sliding windows take
             mask, position_ids = (inputs["turn_ids"] >= 0).long(), None
         outputs = model(
@@ -293,7 +299,16 @@ class AlignerTrainer(SFTTrainer):
         slots = {"context_embeds": self._encode(inputs)}
         if self.model.config.word_parts:
             slots["context_word_ids"] = inputs["context_word_ids"]
+        if self.model.config.passage_attention == "separate":
+            slots["context_passage_ids"] = inputs["context_passage_ids"]
         return slots
+
+    def _placed_passages(self, inputs: dict[str, Any]) -> torch.LongTensor:
+        """The passage of each position of a batch (batch, seq_len), -1 on text; one for all slots of a row in
+        `joint` attention."""
+        is_slot = inputs["input_ids"] == self.model.config.context_token_id
+        is_separate = self.model.config.passage_attention == "separate"
+        return place_passage_ids(is_slot, inputs["context_passage_ids"] if is_separate else None)
 
     def _encode(self, inputs: dict[str, Any]) -> torch.FloatTensor:
         """Context embeddings of a batch, (batch, max_slots, encoder_hidden_size)."""

@@ -23,7 +23,8 @@ def test_passages_come_with_the_slots_that_encoding_them_gives(corpus, processor
     expected = processor.encode_documents(found.documents)
     assert found.encoded.segments == expected.segments and len(found.documents) == 3
     torch.testing.assert_close(found.encoded.context_embeds, expected.context_embeds, atol=1e-3, rtol=0)
-    assert found.encoded.context_word_ids is None and set(found.inputs) == {"context_embeds"}
+    assert found.encoded.context_word_ids is None and set(found.inputs) == {"context_embeds", "context_passage_ids"}
+    assert torch.equal(found.encoded.context_passage_ids, expected.context_passage_ids)
     given = processor("Who?", **found.inputs, return_tensors="pt")
     torch.testing.assert_close(given["context_embeds"][0], found.encoded.context_embeds)
     assert found.seconds.keys() == {"retrieval", "slots"} and min(found.seconds.values()) > 0

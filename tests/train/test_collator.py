@@ -18,6 +18,7 @@ def row(row_id, num_words, num_turns=1):
     """An example as 🤗 Datasets gives it: a segment of one-character words after a title of three characters."""
     turns = [{"input_ids": [20 + n, 30 + n], "labels": [-100, 30 + n]} for n in range(num_turns)]
     segment = {
+        "document": 0,
         "encoder_text": "T: " + "w" * num_words,
         "encoder_start": 3,
         "word_ids": list(range(num_words)),
@@ -37,6 +38,7 @@ def test_a_batch_is_padded_and_tells_turns_apart():
         "labels": torch.tensor([[-100, -100, -100, -100, 30, -100, 31], [-100, -100, -100, -100, 30, -100, -100]]),
         "turn_ids": torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 0, 0, 1, 1, -1, -1]]),
         "context_word_ids": torch.tensor([[[0, 1, -1, -1]], [[0, 1, 2, 3]]]),
+        "context_passage_ids": torch.tensor([[0], [0]]),
     }
     for key, tensor in expected.items():
         assert torch.equal(batch.pop(key), tensor), key
@@ -90,7 +92,8 @@ def examples_of(processor, count):
 
 
 def test_a_turn_reads_the_slots_and_itself_and_counts_on_from_the_slots():
-    mask, position_ids = turn_mask(torch.tensor([[0, 0, 1, 1, 2], [0, 1, 2, -1, -1]]), torch.float32)
+    turn_ids = torch.tensor([[0, 0, 1, 1, 2], [0, 1, 2, -1, -1]])
+    mask, position_ids = turn_mask(turn_ids, torch.tensor([[-1, 0, -1, -1, -1], [0, -1, -1, -1, -1]]), torch.float32)
     reads = [
         [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]],
         [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 1, 1]],
@@ -98,8 +101,15 @@ def test_a_turn_reads_the_slots_and_itself_and_counts_on_from_the_slots():
     expected = torch.where(torch.tensor(reads) == 1, 0.0, torch.finfo(torch.float32).min)
     assert mask.shape == (2, 1, 5, 5) and torch.equal(mask[:, 0], expected)
     assert position_ids[0].tolist() == [0, 1, 2, 3, 2] and position_ids[1, :3].tolist() == [0, 1, 1]
-    _, padded_left = turn_mask(torch.tensor([[-1, -1, 0, 0, 1, 2, 2]]), torch.float32)
+    left, passages = torch.tensor([[-1, -1, 0, 0, 1, 2, 2]]), torch.tensor([[-1, -1, -1, 0, -1, -1, -1]])
+    _, padded_left = turn_mask(left, passages, torch.float32)
     assert padded_left[0, 2:].tolist() == [0, 1, 2, 2, 3]
+
+
+def test_turns_count_on_from_the_longest_of_passages_that_are_read_apart():
+    turn_ids = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 2]])
+    _, position_ids = turn_mask(turn_ids, torch.tensor([[-1, 0, 0, 1, 2, -1, -1, -1]]), torch.float32)
+    assert position_ids.tolist() == [[0, 1, 2, 1, 1, 3, 4, 3]]
 
 
 def turns_apart(example):
@@ -120,7 +130,8 @@ def test_turns_side_by_side_give_the_logits_and_loss_of_each_alone(processor, mo
 
     def forward(rows, use_turn_mask):
         batch = collator(rows)
-        mask, position_ids = turn_mask(batch["turn_ids"], torch.float64)
+        is_slot = batch["input_ids"] == processor.context_token_id
+        mask, position_ids = turn_mask(batch["turn_ids"], torch.where(is_slot, 0, -1), torch.float64)
         if not use_turn_mask:
             mask, position_ids = (batch["turn_ids"] >= 0).long(), None
         embeds = encode_slots(processor, batch).double()
@@ -139,7 +150,7 @@ def test_turns_side_by_side_give_the_logits_and_loss_of_each_alone(processor, mo
 
 
 def test_rows_without_words_keep_their_slot(processor):
-    empty = {"encoder_text": "", "encoder_start": 0, "word_ids": [], "word_ends": []}
+    empty = {"document": 0, "encoder_text": "", "encoder_start": 0, "word_ids": [], "word_ends": []}
     batch = collate([row("x", 4), row("y", 0) | {"segments": [empty]}], rates=(2,), context_words=True)
     assert batch["num_slots"] == [2, 1] and batch["encoder_ends"] == [[5, 7], [0]]
     assert torch.equal(batch["context_word_ids"][1], torch.full((2, 2), -1))

@@ -32,7 +32,8 @@ WORDS = [f"word{number}" for number in range(23)]
 
 def schema_rows(count):
     """What `question_rows` hold, without what the schema does not name."""
-    return [{key: row[key] for key in ("id", "question", "answers", "passages")} for row in question_rows(count)]
+    keys = ("id", "question", "answers", "passages")
+    return [{key: row[key] for key in keys} | {"gold": []} for row in question_rows(count)]
 
 
 def write_lines(path, rows):
@@ -44,7 +45,7 @@ def write_lines(path, rows):
 def test_rows_are_read_plain_and_gzipped(tmp_path, name):
     rows = question_rows(2)
     path = write_rows(tmp_path / name, rows)
-    assert read_rows(path) == rows
+    assert read_rows(path) == [row | {"gold": []} for row in rows]
     corpus = open_corpus(path)
     assert list(corpus) == [corpus[0], corpus[1]] == schema_rows(2)
 
@@ -76,6 +77,14 @@ def test_a_row_of_other_types_is_named(tmp_path, row):
         open_corpus(write_lines(tmp_path / "rows.jsonl", rows))
 
 
+def test_the_passages_that_an_answer_needs_are_read_and_have_to_be_there(tmp_path):
+    rows = [question_rows(1)[0] | {"meta": {"gold": [0]}}]
+    assert open_corpus(write_lines(tmp_path / "rows.jsonl", rows))[0]["gold"] == [0]
+    rows[0]["meta"] = {"gold": [1]}
+    with pytest.raises(ValueError, match="line 1: `meta.gold` \\[1\\] names passages that are not there"):
+        open_corpus(write_lines(tmp_path / "bad.jsonl", rows))
+
+
 def test_what_a_row_lacks_is_empty(tmp_path):
     rows = [
         {"answers": ["  ", None, " Ada "], "note": 7},
@@ -83,14 +92,15 @@ def test_what_a_row_lacks_is_empty(tmp_path):
         {"id": "c", "passages": None, "note": "another type"},
     ]
     assert list(open_corpus(write_lines(tmp_path / "rows.jsonl", rows))) == [
-        {"id": "0", "question": "", "answers": ["Ada"], "passages": []},
+        {"id": "0", "question": "", "answers": ["Ada"], "passages": [], "gold": []},
         {
             "id": "b",
             "question": "",
             "answers": [],
             "passages": [{"title": "", "text": "Text."}, {"title": "T", "text": ""}],
+            "gold": [],
         },
-        {"id": "c", "question": "", "answers": [], "passages": []},
+        {"id": "c", "question": "", "answers": [], "passages": [], "gold": []},
     ]
 
 
@@ -183,10 +193,10 @@ def test_a_data_set_of_the_hub_is_read_by_configuration_and_split(hub):
 def test_hotpotqa_has_its_supporting_passages_or_all(hub):
     expected = {"id": "5a8b", "question": HOTPOTQA["question"], "answers": ["yes"]}
     supporting, explicit = open_corpus("hotpotqa/hotpot_qa"), open_corpus("hotpotqa/hotpot_qa?passages=supporting")
-    assert list(supporting) == list(explicit) == [expected | {"passages": SUPPORTING}]
+    assert list(supporting) == list(explicit) == [expected | {"passages": SUPPORTING, "gold": [0, 1]}]
     distractor = open_corpus("hotpotqa/hotpot_qa?passages=distractor")
     passages = [SUPPORTING[0], {"title": "Sinister", "text": "A film."}, SUPPORTING[1]]
-    assert list(distractor) == [expected | {"passages": passages}]
+    assert list(distractor) == [expected | {"passages": passages, "gold": [0, 2]}]
     assert supporting._fingerprint != distractor._fingerprint
 
 

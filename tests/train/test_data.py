@@ -113,7 +113,9 @@ def test_the_finest_rate_decides_how_long_an_example_is(processor):
 
 def test_a_question_without_passages_has_the_slot_of_the_empty_text(builder):
     (example,) = builder.question_examples([question_rows(1)[0] | {"passages": []}])
-    assert example.segments == [{"encoder_text": "", "encoder_start": 0, "word_ids": [], "word_ends": []}]
+    assert example.segments == [
+        {"document": 0, "encoder_text": "", "encoder_start": 0, "word_ids": [], "word_ends": []}
+    ]
 
 
 @pytest.mark.parametrize("answers", [[], [""], ["  "]])

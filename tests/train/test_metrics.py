@@ -102,7 +102,8 @@ def test_perplexity_and_gap_are_those_of_all_targets_whatever_the_batches(tmp_pa
 
 def test_swapped_slots_are_those_of_the_next_row_with_other_passages():
     def row(name, segments):
-        segments = [{"encoder_text": text, "encoder_start": 0, "word_ids": [], "word_ends": []} for text in segments]
+        empty = {"document": 0, "encoder_start": 0, "word_ids": [], "word_ends": []}
+        segments = [empty | {"encoder_text": text} for text in segments]
         return {"row_id": name, "head": [1], "turns": [{"input_ids": [2], "labels": [2]}], "segments": segments}
 
     rows = [row("x", "abc"), row("same as x", "abc"), row("y", "d"), row("z", "ef")]

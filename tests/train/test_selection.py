@@ -11,10 +11,9 @@ import pytest
 from training_rows import passage_rows, question_rows, write_rows
 
 from arcaligner.train import selection
-from arcaligner.train.corpora import open_corpus
 from arcaligner.train.data import Example, ExampleBuilder, Turn
 from arcaligner.train.recipe import RecipeArguments
-from arcaligner.train.selection import Distractors, ExampleSelector, contains_answer
+from arcaligner.train.selection import Distractors, ExampleSelector, NearestPassages, contains_answer, own_passages
 
 CITIES = ("Rome", "Oslo", "Lima", "Bonn", "Cairo", "Quito", "Dakar", "Hanoi")
 
@@ -184,7 +183,7 @@ def test_passages_that_differ_in_their_titles_are_not_the_same(select, tmp_path)
 
 def test_questions_that_share_a_row_share_distractors_that_answer_none_of_them(select, tmp_path):
     own = [{"title": "", "text": "A text of two questions."}]
-    rows = [row | {"passages": own} for row in rows_of(CITIES[:2])]
+    rows = [row | {"passages": own, "question": "Which second passage?"} for row in rows_of(CITIES[:2])]
     path = write_rows(tmp_path / "rows.jsonl", [*rows, *rows_of(CITIES[2:])])
     drawn = []
 
@@ -276,43 +275,148 @@ def test_several_processes_make_the_same_examples(select, tmp_path, processor):
 
 
 @pytest.fixture
-def corpus(tmp_path):
-    datasets.Dataset.from_list(rows_of(CITIES)).to_parquet(tmp_path / "cities.parquet")
-    return open_corpus(str(tmp_path / "cities.parquet"))
+def corpus():
+    return [row | {"gold": []} for row in rows_of(CITIES)]
 
 
-def texts(row):
-    return [passage["text"] for passage in row["passages"]]
+@pytest.fixture
+def nearest(corpus):
+    return NearestPassages(corpus)
 
 
-def test_a_row_keeps_its_passages_among_one_to_four_others_of_the_corpus(corpus):
-    known = {text for row in corpus for text in texts(row)}
+def texts(passages):
+    return [passage["text"] for passage in passages]
+
+
+def test_the_nearest_passages_come_first_and_hold_no_answer():
+    told = ["The tower of Oslo is tall.", "Oslo has a tower.", "A tower.", "Nothing."]
+    found = NearestPassages([{"passages": [{"title": "", "text": text} for text in told]}])
+    assert texts(found.without_answer("the tower of oslo", ["tall"], [], 2)) == told[1:3]
+    assert texts(found.without_answer("the tower of oslo", ["x"], [{"text": told[1]}], 1)) == told[:1]
+    assert found.without_answer("?", ["x"], [], 3) == []
+
+
+def test_a_row_keeps_its_passages_among_one_to_four_others_of_the_corpus(corpus, nearest):
+    known = {text for row in corpus for text in texts(row["passages"])}
     numbers, places = set(), set()
     for seed in range(12):
         for row in corpus:
-            mixed = texts(Distractors(corpus, 1.0, seed)(row))
-            assert len(mixed) == len(set(mixed)) and set(texts(row)) < set(mixed) <= known
+            passages, is_answered = Distractors(nearest, 1.0, seed)([row | {"question": "second passage city"}])
+            mixed = texts(passages)
+            assert is_answered and len(mixed) == len(set(mixed)) and set(texts(row["passages"])) < set(mixed) <= known
             numbers.add(len(mixed) - 2)
-            places.add(mixed.index(texts(row)[0]))
+            places.add(mixed.index(texts(row["passages"])[0]))
     assert numbers == {1, 2, 3, 4} and places == set(range(6))
 
 
 @pytest.mark.parametrize("share, expected", [(0.0, 0), (0.33, 133), (1.0, 400)])
-def test_a_share_of_the_rows_gets_distractors_and_the_others_stay_as_they_are(corpus, share, expected):
-    mix = Distractors(corpus, share, seed=0)
-    rows = [corpus[number % 8] | {"id": str(number)} for number in range(400)]
-    assert abs(sum(mix(row) != row for row in rows) - expected) < 30
+def test_a_share_of_the_rows_gets_distractors_and_the_others_stay_as_they_are(corpus, nearest, share, expected):
+    mix = Distractors(nearest, share, seed=0)
+    rows = [corpus[number % 8] | {"id": str(number), "question": "passage"} for number in range(400)]
+    assert abs(sum(mix([row])[0] != row["passages"] for row in rows) - expected) < 30
 
 
-def test_no_distractor_holds_the_answer_and_few_passages_give_fewer(tmp_path, corpus):
-    row = corpus[0]  # Rome: the first passage of every other row names it
+def test_no_distractor_holds_the_answer_and_few_passages_give_fewer(corpus, nearest):
+    row = corpus[0] | {"question": "second passage by the river"}  # Rome: all first passages name it
     for seed in range(20):
-        others = [p for p in Distractors(corpus, 1.0, seed)(row)["passages"] if p not in row["passages"]]
+        others = [each for each in Distractors(nearest, 1.0, seed)([row])[0] if each not in row["passages"]]
         assert others and all(passage["text"].startswith("A second passage") for passage in others)
-    datasets.Dataset.from_list(rows_of(CITIES[:2])).to_parquet(tmp_path / "two.parquet")
-    two = open_corpus(str(tmp_path / "two.parquet"))
+    two = NearestPassages(corpus[:2])
     for seed in range(8):
-        assert sorted(texts(Distractors(two, 1.0, seed)(two[0]))) == sorted([*texts(two[0]), texts(two[1])[1]])
+        expected = sorted([*texts(row["passages"]), texts(corpus[1]["passages"])[1]])
+        assert sorted(texts(Distractors(two, 1.0, seed)([row])[0])) == expected
+
+
+def test_the_draw_depends_on_seed_and_row_only(corpus, nearest):
+    draws = [Distractors(nearest, 0.5, seed=0)([row]) for row in corpus]
+    backwards = [Distractors(nearest, 0.5, seed=0)([row]) for row in reversed(corpus)]
+    assert draws == backwards[::-1]
+    assert draws != [Distractors(nearest, 0.5, seed=1)([row]) for row in corpus]
+
+
+def test_of_a_row_that_says_which_passages_it_needs_the_others_are_distractors(nearest):
+    passages = [{"title": "", "text": f"Text {number}."} for number in range(10)]
+    row = {"id": "x", "question": "Which?", "answers": ["Text 3"], "passages": passages, "gold": [3, 7]}
+    for seed in range(20):
+        mixed, _ = Distractors(nearest, 1.0, seed)([row])
+        assert {"Text 3.", "Text 7."} < set(texts(mixed)) <= set(texts(passages)) and len(mixed) <= 6
+    assert own_passages(row) == ([passages[3], passages[7]], [each for each in passages if each["text"][5] not in "37"])
+
+
+def test_a_share_of_rows_with_distractors_loses_the_passages_that_answer(corpus, nearest):
+    mix = Distractors(nearest, 1.0, seed=0, without_own=0.25)
+    rows = [corpus[number % 8] | {"id": str(number), "question": "passage"} for number in range(400)]
+    drawn = [(row, *mix([row])) for row in rows]
+    assert abs(sum(not is_answered for _, _, is_answered in drawn) - 100) < 30
+    for row, passages, is_answered in drawn:
+        assert is_answered == all(each in passages for each in row["passages"])
+        assert is_answered or not any(contains_answer(each, row["answers"]) for each in passages)
+
+
+# Questions that are not answered, and articles that are held out
+
+
+def article_rows(count, questions=4):
+    """Rows of articles on one subject each, so that the nearest other passage is that of another question."""
+    rows = []
+    for number in range(count):
+        text = f"The mill of town {number} ground corn until {1800 + number}, by the river."
+        for each in range(questions):
+            answer = str(1800 + number)
+            rows.append(
+                {
+                    "id": f"{number}-{each}",
+                    "question": f"Until when, question {each}, did the mill of town {number} grind?",
+                    "answers": [answer],
+                    "passages": [{"title": f"Town {number}", "text": text}],
+                }
+            )
+    return rows
+
+
+def test_a_share_of_the_questions_is_asked_about_passages_that_do_not_answer_them(select, tmp_path, processor):
+    path = write_rows(tmp_path / "rows.jsonl", article_rows(40))
+    examples = select(path, builder=ExampleBuilder(processor), max_questions=6, unanswerable=0.15)
+    answers = [answer for example in examples for answer in example["answers"]]
+    assert sum(answer != ["not in the text"] for answer in answers) == 160  # each question is also answered
+    assert 0.10 <= sum(answer == ["not in the text"] for answer in answers) / len(answers) <= 0.2
+    for example in examples:
+        text = " ".join(segment["encoder_text"] for segment in example["segments"])
+        for turn, answer in zip(example["turns"], example["answers"], strict=True):
+            said = processor.decode([label for label in turn["labels"] if label != -100])
+            assert answer[0] in said
+            number = re.search(r"town (\d+)", processor.decode(turn["input_ids"]))[1]
+            assert (answer == ["not in the text"]) == (f"Town {number}:" not in text)
+
+
+def titles(examples):
+    return {segment["encoder_text"].partition(":")[0] for example in examples for segment in example["segments"]}
+
+
+def test_held_out_articles_are_validated_with_and_never_trained_on(tmp_path, processor):
+    path = write_rows(tmp_path / "rows.jsonl", article_rows(60))
+    keys = {"stage": "grounding", "model_name_or_path": "base", "train_files": {path: 1.0}, "eval_files": {path: 1.0}}
+    keys |= {"data_dir": "", "distractors": 1.0, "unanswerable": 0.2, "examples_cache_dir": str(tmp_path / "cache")}
+
+    def parts(**changes):
+        recipe = RecipeArguments(**keys | {"validation_share": 0.2, **changes})
+        selector = ExampleSelector(recipe, ExampleBuilder(processor))
+        return titles(selector.training_examples()), titles(selector.eval_examples())
+
+    trained, validated = parts()
+    assert trained | validated == {f"Town {number}" for number in range(60)} and not trained & validated
+    assert 4 <= len(validated) <= 24
+    assert parts() == (trained, validated) != parts(validation_seed=1)
+    with pytest.raises(ValueError, match="no row is left to train on with `validation_share` 0.9999"):
+        parts(validation_share=0.9999)
+
+
+def test_a_training_file_of_test_questions_is_refused(select, tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", question_rows(20))
+    asked = [row | {"question": row["question"].upper()} for row in question_rows(3)]
+    tested = write_rows(tmp_path / "test.jsonl", asked)
+    with pytest.raises(ValueError, match="rows.jsonl has 3 of 20 questions that are in `test_files`"):
+        select(path, test_files=[tested])
 
 
 @pytest.mark.parametrize(
@@ -329,10 +433,3 @@ def test_no_distractor_holds_the_answer_and_few_passages_give_fewer(tmp_path, co
 def test_an_answer_is_found_as_whole_words(text, answers, found):
     assert contains_answer({"title": "", "text": text}, answers) is found
     assert contains_answer({"title": text, "text": ""}, answers) is found
-
-
-def test_the_draw_depends_on_seed_and_row_only(corpus):
-    draws = [Distractors(corpus, 0.5, seed=0)(row) for row in corpus]
-    backwards = [Distractors(corpus, 0.5, seed=0)(row) for row in reversed(list(corpus))]
-    assert draws == backwards[::-1]
-    assert draws != [Distractors(corpus, 0.5, seed=1)(row) for row in corpus]

@@ -1,0 +1,1 @@
+../../passages_arcaligner.py

@@ -1,0 +1,251 @@
+"""Passages apart, beyond the paper: a slot reads the text before the slots and the slots of its own passage.
+
+What is computed for a passage then depends on nothing else of the prompt, so it can be kept and joined with any other:
+
+    head          passage 0      passage 1          question
+    0 1 2 3 4     5 6 7 8        5 6 7 8 9 10       11 12 13 ...      positions
+
+The slots of all passages count from the same position, and the text after them goes on behind the longest passage, so
+no key has to be rotated when passages are joined. With one passage, the paper's case, all is as without.
+
+Shapes: batch, seq_len, max_slots (slots of the fullest row).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache
+
+# Attention kernels that take a mask of rows by columns.
+MASK_KERNELS = ("eager", "sdpa")
+
+
+def check_can_separate(config: PreTrainedConfig) -> None:
+    """Raises `ValueError` for a backbone or an attention kernel with which passages cannot be read apart."""
+    if (kernel := config._attn_implementation) not in MASK_KERNELS:
+        raise ValueError(
+            f"`passage_attention` is 'separate', but attention `{kernel}` takes no mask that keeps passages apart. "
+            f"Load the model with `attn_implementation` {' or '.join(MASK_KERNELS)}, or pass one passage."
+        )
+    if any(DynamicCache(config=config).is_sliding):
+        raise ValueError(
+            f"`passage_attention` is 'separate', but layers of the backbone {config.model_type} have a sliding window, "
+            "which counts the slots of all passages. Use 'joint', or pass one passage."
+        )
+
+
+def check_passage_ids(passage_ids, context_embeds: torch.Tensor, slot_mask: torch.Tensor) -> None:
+    """Raises `ValueError` unless `passage_ids` number the passages of a row's slots in order, and these stand together.
+
+    Args:
+        passage_ids: What was given, to be (batch, max_slots).
+        context_embeds (`torch.Tensor` of shape `(batch, max_slots, encoder_hidden_size)`): What it has to fit.
+        slot_mask (`torch.Tensor` of shape `(batch, seq_len)`): Where the slots are.
+    """
+    expected = tuple(context_embeds.shape[:2])
+    is_ids = isinstance(passage_ids, torch.Tensor) and passage_ids.dtype in (torch.int64, torch.int32)
+    if not is_ids or tuple(passage_ids.shape) != expected:
+        kind = f"{passage_ids.dtype} of shape {tuple(passage_ids.shape)}" if is_ids else type(passage_ids).__name__
+        raise ValueError(f"`context_passage_ids` is {kind}; expected whole numbers of shape {expected}.")
+    if torch.compiler.is_compiling() or passage_ids.device.type != "cpu":
+        return  # reading them would make the host wait for the device
+    if bool(((slot_mask[:, 1:] & ~slot_mask[:, :-1]).sum(dim=1) + slot_mask[:, 0] > 1).any()):
+        raise ValueError(
+            "There is text between the slots of a row, but passages that are read apart count their positions from one "
+            "place. Put all passages before the question, or load the model with `passage_attention='joint'`."
+        )
+    is_real = torch.arange(expected[1]) < slot_mask.sum(dim=1)[:, None]  # padding stands behind the slots
+    falls = (passage_ids[:, 1:] < passage_ids[:, :-1]) & is_real[:, 1:]
+    if bool(falls.any()) or bool(((passage_ids < 0) & is_real).any()):
+        raise ValueError(
+            f"`context_passage_ids` is {passage_ids.tolist()}; expected numbers of at least 0 that never fall along "
+            "the slots of a row, since the slots of a passage stand together."
+        )
+
+
+def place_passage_ids(slot_mask: torch.Tensor, passage_ids: torch.Tensor | None) -> torch.Tensor:
+    """The passage of each position (batch, seq_len), -1 on text; without `passage_ids` (batch, max_slots) all slots of
+    a row are of one passage. `slot_mask` is (batch, seq_len)."""
+    if passage_ids is None or passage_ids.shape[1] == 0:
+        return torch.where(slot_mask, 0, -1)
+    which_slot = (slot_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    placed = passage_ids.to(slot_mask.device).long().gather(1, which_slot.clamp(max=passage_ids.shape[1] - 1))
+    return torch.where(slot_mask, placed, -1)
+
+
+def passage_positions(passage_ids: torch.Tensor, is_real: torch.Tensor) -> torch.Tensor:
+    """Positions of a prompt whose passages count from the same place.
+
+    Args:
+        passage_ids (`torch.Tensor` of shape `(batch, seq_len)`): From [`place_passage_ids`].
+        is_real (`torch.Tensor` of shape `(batch, seq_len)`): `False` on padding, on either side.
+
+    Returns:
+        `torch.LongTensor` of shape `(batch, seq_len)`; 0 on padding before the text.
+
+    >>> passage_positions(torch.tensor([[-1, -1, 0, 0, 1, 1, 1, -1]]), torch.ones(1, 8, dtype=torch.bool))
+    tensor([[0, 1, 2, 3, 2, 3, 4, 5]])
+    """
+    index = torch.arange(passage_ids.shape[1], device=passage_ids.device)
+    begins = pad(passage_ids[:, 1:] != passage_ids[:, :-1], (1, 0), value=True)
+    in_passage = index - torch.where(begins, index, 0).cummax(dim=1).values  # of a slot: its place in its passage
+    is_slot = passage_ids >= 0
+    is_text = is_real.bool() & ~is_slot
+    longest = torch.where(is_slot, in_passage + 1, 0).amax(dim=1, keepdim=True)  # (batch, 1)
+    text_before = is_text.long().cumsum(dim=1)  # text up to a position, itself included
+    follows = is_slot.long().cumsum(dim=1) > 0
+    return torch.where(is_slot, text_before + in_passage, (text_before - 1).clamp(min=0) + longest * follows)
+
+
+def separate_passages(
+    attention_mask: torch.Tensor | None, passage_ids: torch.Tensor, dtype: torch.dtype, num_keys: int | None = None
+) -> torch.Tensor:
+    """The mask of a prompt in which no slot reads a slot of another passage.
+
+    Args:
+        attention_mask: (batch, seq_len), 0 on padding; or (batch, 1, seq_len, num_keys), boolean or additive, for a
+            prompt of which more is hidden; `None` hides nothing.
+        passage_ids (`torch.Tensor` of shape `(batch, seq_len)`): From [`place_passage_ids`].
+        dtype (`torch.dtype`): Of the hidden states.
+        num_keys (`int`, *optional*): Columns, more than `seq_len` where a static cache has room left.
+
+    Returns:
+        `torch.Tensor` of shape `(batch, 1, seq_len, num_keys)`, of the kind that was given; additive for a 2-D mask.
+    """
+    seq_len = passage_ids.shape[1]
+    query, key = passage_ids[:, :, None], passage_ids[:, None, :]
+    is_other = (query >= 0) & (key >= 0) & (query != key)  # (batch, seq_len, seq_len)
+    if attention_mask is None or attention_mask.dim() == 2:
+        is_hidden = is_other | torch.ones_like(is_other[0]).triu(1)
+        if attention_mask is not None:
+            is_hidden = is_hidden | ~attention_mask[:, None, :seq_len].bool()
+        is_hidden = pad(is_hidden, (0, (num_keys or seq_len) - seq_len), value=True)
+        mask = torch.zeros(is_hidden.shape, dtype=dtype, device=passage_ids.device)
+        return mask.masked_fill(is_hidden, torch.finfo(dtype).min)[:, None]
+    is_other = pad(is_other, (0, attention_mask.shape[-1] - seq_len))[:, None]
+    if attention_mask.dtype == torch.bool:
+        return attention_mask & ~is_other
+    return attention_mask.masked_fill(is_other, torch.finfo(attention_mask.dtype).min)
+
+
+def pad_passage_ids(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
+    """Stacks passage numbers of rows, each (num_slots,), to (batch, max_slots), padded with -1."""
+    return pad_sequence(rows, batch_first=True, padding_value=-1)
+
+
+def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
+    """Stacks word ids of rows, each (num_slots, max_words), to (batch, max_slots, max_words), padded with -1."""
+    sizes = [max(row.shape[axis] for row in rows) for axis in (0, 1)]
+    padded = torch.full((len(rows), *sizes), -1, device=rows[0].device)
+    for number, row in enumerate(rows):
+        padded[number, : row.shape[0], : row.shape[1]] = row
+    return padded
+
+
+# Keys and values of passages: read, kept, joined. One passage, or all that are read jointly, is a tensor
+# (num_layers, 2, key_value_heads, num_slots, head_dim).
+
+# Slots of a batch of passages, padding included: large enough for fast products, small enough to hold little padding.
+SLOTS_PER_BATCH = 1024
+
+
+def keys_values_of(cache: Cache, row: int, start: int, end: int) -> torch.Tensor:
+    """Keys and values of the positions `start` to `end` of a row of a cache, (num_layers, 2, heads, end - start,
+    head_dim), in memory of their own."""
+    length = cache.get_seq_length()
+    layers = []
+    for layer in cache.layers:
+        # A sliding window has dropped the first positions; zeros, which it never reads, keep the rest in place.
+        dropped = length - layer.keys.shape[2]
+        both = torch.stack([layer.keys[row], layer.values[row]])  # (2, heads, kept, head_dim)
+        layers.append(pad(both, (0, 0, dropped, 0))[:, :, start:end])
+    return torch.stack(layers)
+
+
+def join_keys_values(rows: Sequence[Sequence[torch.Tensor]], config: PreTrainedConfig) -> DynamicCache:
+    """Joins what was read, the text before the slots first, to a left-padded cache with a row for each of `rows`.
+
+    Everything is copied: generating from the cache leaves what is kept as it is.
+    """
+    lengths = [sum(part.shape[3] for part in parts) for parts in rows]
+    first, length = rows[0][0], max(lengths)
+    num_layers, _, heads, _, head_dim = first.shape
+    joined = first.new_zeros(num_layers, 2, len(rows), heads, length, head_dim)
+    for row, parts in enumerate(rows):
+        torch.cat([*parts], dim=3, out=joined[:, :, row, :, length - lengths[row] :])
+    cache = DynamicCache(config=config)
+    for layer_idx, (keys, values) in enumerate(joined):
+        cache.update(keys, values, layer_idx)
+    return cache
+
+
+@torch.no_grad()
+def read_text(model, ids: Sequence[int]) -> torch.Tensor:
+    """Keys and values of the text before the slots, which runs on the unchanged base model."""
+    if not ids:
+        config = model.config.text_config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (config.num_hidden_layers, 2, config.num_key_value_heads, 0, head_dim)
+        return torch.empty(shape, dtype=model.dtype, device=model.device)
+    outputs = model.model(input_ids=torch.tensor([list(ids)], device=model.device), use_cache=True)
+    return keys_values_of(outputs.past_key_values, 0, 0, len(ids))
+
+
+@torch.no_grad()
+def read_passages(model, head_ids: Sequence[int], head: torch.Tensor, passages: Sequence, **settings) -> list:
+    """Keys and values of passages that each stand alone behind the same text.
+
+    Passages of like length are rows of one batch, with no attention across. Where nothing is refined, the rows
+    continue from the text's own keys and values; a refinement step reads the text's deeper states, so there each row
+    begins with the text.
+
+    Args:
+        model ([`ArcAlignerForCausalLM`]): In evaluation mode.
+        head_ids (`Sequence[int]`), head (`torch.Tensor`): The text before the slots, and what `read_text` made of it.
+        passages (`Sequence[EncodedDocuments]`): Slots of each; one of several documents is read jointly.
+        settings: `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget`, as in `forward`.
+
+    Returns:
+        `list[torch.Tensor]`, each (num_layers, 2, heads, num_slots, head_dim), in the order of `passages`.
+    """
+    lengths = [len(each.context_embeds) for each in passages]
+    found: list[torch.Tensor | None] = [None] * len(passages)
+    batch: list[int] = []
+    for number in sorted(range(len(passages)), key=lengths.__getitem__, reverse=True):
+        if batch and (len(batch) + 1) * lengths[batch[0]] > SLOTS_PER_BATCH:
+            _read_batch(model, head_ids, head, passages, batch, found, settings)
+            batch = []
+        batch.append(number)
+    if batch:
+        _read_batch(model, head_ids, head, passages, batch, found, settings)
+    return found
+
+
+def _read_batch(model, head_ids, head, passages, batch: list[int], found: list, settings: dict) -> None:
+    """Reads the passages numbered in `batch`, the longest first, into `found`."""
+    rows, device = [passages[number] for number in batch], model.device
+    lengths, start = torch.tensor([len(row.context_embeds) for row in rows]), len(head_ids)
+    continues = not model.config.refines(**settings)
+    is_slot = torch.arange(int(lengths[0])) < lengths[:, None]  # (batch, max_slots); rows are padded at the end
+    ids = torch.where(is_slot, model.config.context_token_id, 0)
+    if not continues:
+        ids = torch.cat([torch.tensor([list(head_ids)]).expand(len(rows), -1).long(), ids], dim=1)
+    mask = torch.cat([torch.ones(len(rows), start, dtype=torch.long), is_slot.long()], dim=1)
+    words = None
+    if rows[0].context_word_ids is not None:
+        words = pad_words([row.context_word_ids for row in rows]).to(device)
+    outputs = model.model(
+        input_ids=ids.to(device),
+        attention_mask=mask.to(device),
+        position_ids=torch.arange(mask.shape[1] - ids.shape[1], mask.shape[1], device=device).expand(len(rows), -1),
+        past_key_values=join_keys_values([[head]] * len(rows), model.config.text_config) if continues else None,
+        context_embeds=pad_sequence([row.context_embeds for row in rows], batch_first=True).to(device),
+        context_word_ids=words,
+        use_cache=True,
+        **settings,
+    )
+    for row, (number, length) in enumerate(zip(batch, lengths.tolist(), strict=True)):
+        found[number] = keys_values_of(outputs.past_key_values, row, start, start + length)

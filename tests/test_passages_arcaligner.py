@@ -1,0 +1,265 @@
+"""Passages apart: each slot reads its own passage, so what was read of a passage serves any question."""
+
+import random
+
+import pytest
+import torch
+from conftest import ENCODER_WIDTH, chat_inputs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import EXACT, assert_matches_reference, loss_gradients
+from tiny_models import backbone_config, random_rows, tiny_aligner
+
+from arcaligner import ArcAlignerProcessor
+from arcaligner.passages_arcaligner import passage_positions, place_passage_ids, read_passages, read_text
+from arcaligner.pipeline_arcaligner import ArcAlignerPipeline
+
+pytestmark = pytest.mark.usefixtures("float64_model_code")
+FIVE_TOKENS = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+PASSAGES = [
+    "It was written by Ada. Nobody knew how to read it aloud.",
+    {"title": "Radik", "text": "He is a ski jumper. He has competed since 2003. He is tall, and his skis are longer."},
+    "Parkdale is in Canada.",
+]
+MODES = [{"gate_mode": "off"}, {"gate_mode": "always"}, {"gate_mode": "adaptive"}]
+
+
+@pytest.fixture(scope="module")
+def apart(processor):
+    """A processor that tells the model which slot belongs to which passage."""
+    return ArcAlignerProcessor(
+        processor.tokenizer,
+        encoder_name_or_path=processor.encoder_name_or_path,
+        encoder_hidden_size=ENCODER_WIDTH,
+        context_token_id=processor.context_token_id,
+        passage_attention="separate",
+    )
+
+
+@pytest.fixture(scope="module")
+def model(processor):
+    config = backbone_config("llama", vocab_size=len(processor.tokenizer), max_position_embeddings=300)
+    return tiny_aligner(
+        config,
+        encoder_hidden_size=ENCODER_WIDTH,
+        context_token_id=processor.context_token_id,
+        passage_attention="separate",
+    )
+
+
+def cut(draw: random.Random, num_slots: int) -> list[int]:
+    """Numbers of passages for the slots of a row: some passages of one slot, some of several."""
+    numbers, number = [], 0
+    for _ in range(num_slots):
+        number += draw.random() < 0.4
+        numbers.append(number)
+    return numbers
+
+
+# Algorithm 1
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(draw=st.randoms(use_true_random=False), training=st.booleans(), attention=st.sampled_from(["eager", "sdpa"]))
+def test_passages_apart_are_those_of_the_plain_algorithm(draw, training, attention):
+    settings = {"gate_mode": draw.choice(["off", "adaptive", "always"]), "max_refinement_steps": draw.choice([1, 2, 3])}
+    model = tiny_aligner("llama", seed=draw.randrange(999), passage_attention="separate", **settings)
+    model.set_attn_implementation(attention)
+    counts = [draw.randrange(13) for _ in range(3)]
+    rows = random_rows(model, counts, seed=draw.randrange(99), contiguous=True)
+    passages = [cut(draw, count) for count in counts]
+    side = draw.choice(["left", "right"])
+    assert_matches_reference(model, rows, side, training, passages, attn_implementation=attention)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_are_those_of_the_plain_algorithm(seed):
+    draw = random.Random(seed)
+    model = tiny_aligner("qwen3", seed=seed, passage_attention="separate")
+    rows = random_rows(model, [7, 0, 4], seed=seed, contiguous=True)
+    gradients, expected = loss_gradients(model, rows, "right", [cut(draw, 7), [], cut(draw, 4)])
+    assert any(each.abs().sum() > 0 for name, each in gradients.items() if "slot_gate" in name)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_joint_model_reads_the_passages_before_and_a_separate_one_does_not(apart, model):
+    def last_logits(documents):
+        return model(**chat_inputs(apart, "Who?", documents)).logits[0, -1]
+
+    assert torch.allclose(last_logits(PASSAGES), last_logits(PASSAGES[::-1]), rtol=0, atol=1e-9)
+    model.config.passage_attention = "joint"
+    try:
+        assert (last_logits(PASSAGES) - last_logits(PASSAGES[::-1])).abs().max() > 1e-3
+    finally:
+        model.config.passage_attention = "separate"
+
+
+def test_positions_of_padded_rows_count_on_from_the_longest_passage():
+    is_slot = torch.tensor([[0, 0, 1, 1, 1, 0, 0], [0, 1, 1, 1, 0, 0, 0]]).bool()
+    placed = place_passage_ids(is_slot, torch.tensor([[4, 4, 7], [0, 1, 2]]))
+    assert placed.tolist() == [[-1, -1, 4, 4, 7, -1, -1], [-1, 0, 1, 2, -1, -1, -1]]
+    is_real = torch.tensor([[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0]])
+    assert passage_positions(placed, is_real)[0].tolist() == [0, 0, 1, 2, 1, 3, 4]
+    assert passage_positions(placed, is_real)[1, :6].tolist() == [0, 1, 1, 1, 2, 3]
+
+
+# Read once, joined for any question
+
+
+@pytest.mark.parametrize("gates", MODES, ids=str)
+def test_kept_passages_answer_in_any_combination_as_when_read_together(apart, model, gates):
+    store = model.slot_prefix_store(apart)
+    store.prepare("?", PASSAGES, **gates)
+    assert (store.hits, store.misses) == (0, 3)
+    new = ["Something new stands here."]
+    combinations = [[2, 0], [1], [0, 1, 2], [2, 1]]
+    questions = ["Who wrote it?", "When, and why?", "Who is tall?", "Where?"]
+    documents = [[PASSAGES[number] for number in numbers] for numbers in combinations]
+    documents[3] = documents[3] + new
+    inputs = store.prepare(questions, documents, **gates)
+    assert (store.hits, store.misses) == (8, 4)
+    assert inputs.num_passages == [2, 1, 3, 3] and inputs.num_kept == [2, 1, 3, 2]
+    found = model.generate(**inputs, **FIVE_TOKENS, output_logits=True, return_dict_in_generate=True)
+    logits = torch.stack(found.logits, dim=1)
+    for row, (question, passages) in enumerate(zip(questions, documents, strict=True)):
+        alone = chat_inputs(apart, question, passages)
+        expected = model.generate(**alone, **FIVE_TOKENS, **gates, output_logits=True, return_dict_in_generate=True)
+        torch.testing.assert_close(logits[row], torch.stack(expected.logits, dim=1)[0], rtol=0, atol=1e-6)
+
+
+def test_generated_tokens_are_those_of_reading_the_whole_again(apart, model):
+    """Positions of new tokens count on from the longest passage, too."""
+    inputs = chat_inputs(apart, "Who wrote it?", PASSAGES)
+    ids = model.generate(**inputs, **FIVE_TOKENS)
+    whole = inputs | {"input_ids": ids[:, :-1], "attention_mask": torch.ones_like(ids[:, :-1])}
+    again = model(**whole, logits_to_keep=5).logits.argmax(dim=-1)
+    assert torch.equal(again, ids[:, -5:])
+
+
+def test_a_batch_of_chats_beams_and_the_pipeline_answer_as_one_by_one(apart, model):
+    ask = ArcAlignerPipeline(model=model, processor=apart, task="text-generation", device="cpu")
+    asked = [{"question": "Who?", "documents": PASSAGES[:number]} for number in (3, 0, 1, 2)]
+    for options in ({}, {"num_beams": 3}, {"max_slots": 5}, {"return_slots": True}, {"refinement_budget": 0.2}):
+        together = ask(asked, batch_size=4, **FIVE_TOKENS, **options)
+        assert together == [ask(each, **FIVE_TOKENS, **options) for each in asked], options
+    chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ada."}]
+    chat += [{"role": "user", "content": "When?"}]
+    (record,) = ask(chat, documents=PASSAGES, **FIVE_TOKENS)
+    store = model.slot_prefix_store(apart)
+    ids = model.generate(**store.prepare(chat, PASSAGES), **FIVE_TOKENS)
+    assert record["generated_text"][-1]["content"] == apart.decode(ids[0, -5:], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("most", [1, 6, 9, 99])
+def test_the_first_slots_of_kept_passages_are_those_of_a_budget_of_slots(apart, model, most):
+    store = model.slot_prefix_store(apart)
+    ids = model.generate(**store.prepare("Who?", PASSAGES, max_slots=most), **FIVE_TOKENS)
+    expected = model.generate(**chat_inputs(apart, "Who?", PASSAGES, max_slots=most), **FIVE_TOKENS)
+    assert torch.equal(ids[:, -5:], expected[:, -5:])
+    store.prepare("Who?", PASSAGES)
+    assert store.misses == 3  # whole passages are kept
+
+
+def test_passages_without_text_have_no_slots_beside_others(apart, model):
+    store = model.slot_prefix_store(apart)
+    for documents in ([], [" "], [" ", PASSAGES[0], {"title": "Nothing", "text": ""}]):
+        inputs, plain = store.prepare("Who?", documents), chat_inputs(apart, "Who?", documents)
+        assert torch.equal(inputs["input_ids"], plain["input_ids"])
+        assert torch.equal(inputs["context_passage_ids"] * 0, plain["context_passage_ids"] * 0)
+
+
+def test_precomputed_slots_are_kept_by_passage(apart, model):
+    embeds = torch.randn(5, ENCODER_WIDTH, generator=torch.Generator().manual_seed(0))
+    store, numbers = model.slot_prefix_store(apart), torch.tensor([3, 3, 4, 4, 4])
+    store.prepare("Who?", context_embeds=embeds, context_passage_ids=numbers)
+    turned = {"context_embeds": embeds.roll(3, dims=0), "context_passage_ids": torch.tensor([0, 0, 0, 1, 1])}
+    inputs = store.prepare("Who?", **turned)
+    assert store.misses == 2 and inputs["context_passage_ids"].tolist() == [[0, 0, 0, 1, 1]]
+    ids = model.generate(**store.prepare("Who?", context_embeds=embeds, context_passage_ids=numbers), **FIVE_TOKENS)
+    plain = chat_inputs(apart, "Who?", context_embeds=embeds, context_passage_ids=numbers)
+    assert torch.equal(ids, model.generate(**plain, **FIVE_TOKENS))
+
+
+def test_many_passages_are_read_in_batches_of_like_length(apart, model, monkeypatch):
+    documents = [" ".join(["It was written by Ada."] * (1 + number % 5)) for number in range(12)]
+    encoded = apart.encode_batch([[each] for each in documents])
+    head = apart.prompt_ids("Who?")[0]
+    read, forward = [], type(model.model).forward
+
+    def record(self, *args, **kwargs):
+        read.append(tuple(kwargs["input_ids"].shape))
+        return forward(self, *args, **kwargs)
+
+    found = read_passages(model, head, read_text(model, head), encoded, gate_mode="off")
+    monkeypatch.setattr(type(model.model), "forward", record)
+    monkeypatch.setattr("arcaligner.passages_arcaligner.SLOTS_PER_BATCH", 20)
+    again = read_passages(model, head, read_text(model, head), encoded, gate_mode="off")
+    for each, other in zip(found, again, strict=True):
+        torch.testing.assert_close(each, other, **EXACT)
+    sizes = [rows * width for rows, width in read[1:]]
+    assert len(sizes) > 2 and max(sizes) <= 20 and sum(rows for rows, _ in read[1:]) == 12
+
+
+# Refused
+
+
+def test_numbers_of_passages_that_do_not_fit_the_slots_are_refused(model):
+    (row,) = random_rows(model, [4], contiguous=True, num_text=6)
+    inputs = {"input_ids": row.input_ids[None], "context_embeds": torch.ones(1, 4, ENCODER_WIDTH).double()}
+    for numbers, message in [
+        ([[0, 1, 0, 1]], "never fall"),
+        ([[0, 0, -1, -1]], "of at least 0"),
+        ([[0, 0]], "of shape \\(1, 4\\)"),
+        ([[0.0, 0.0, 1.0, 1.0]], "expected whole numbers"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model(**inputs, context_passage_ids=torch.tensor(numbers))
+    with pytest.raises(ValueError, match="is list; expected whole numbers"):
+        model(**inputs, context_passage_ids=[0, 0, 1, 1])
+    (row,) = random_rows(model, [4], seed=3, num_text=6)
+    with pytest.raises(ValueError, match="There is text between the slots"):
+        model(**inputs | {"input_ids": row.input_ids[None]}, context_passage_ids=torch.tensor([[0, 0, 1, 1]]))
+
+
+@pytest.mark.parametrize("backbone", ["mistral_window", "gemma2"])
+def test_a_backbone_with_a_sliding_window_is_refused(backbone):
+    model = tiny_aligner(backbone, passage_attention="separate")
+    (row,) = random_rows(model, [4], contiguous=True)
+    inputs = {"input_ids": row.input_ids[None], "context_embeds": row.context_embeds[None]}
+    with pytest.raises(ValueError, match="have a sliding window.*Use 'joint'"):
+        model(**inputs, context_passage_ids=torch.tensor([[0, 0, 1, 1]]))
+    model(**inputs)  # one passage
+
+
+def test_a_kernel_without_masks_is_refused_by_name(model):
+    (row,) = random_rows(model, [4], contiguous=True)
+    inputs = {"input_ids": row.input_ids[None], "context_embeds": torch.ones(1, 4, ENCODER_WIDTH).double()}
+    kernel, model.config.text_config._attn_implementation = (
+        model.config.text_config._attn_implementation,
+        "flash_attention_2",
+    )
+    try:
+        with pytest.raises(ValueError, match="attention `flash_attention_2` takes no mask"):
+            model(**inputs, context_passage_ids=torch.tensor([[0, 0, 1, 1]]))
+    finally:
+        model.config.text_config._attn_implementation = kernel
+
+
+def test_a_store_of_a_model_and_a_processor_that_disagree_is_refused(processor, model):
+    with pytest.raises(ValueError, match="`passage_attention` is 'separate' of the model and 'joint' of the processor"):
+        model.slot_prefix_store(processor)
+
+
+def test_passages_together_may_be_longer_than_the_context_and_one_may_not(apart, model):
+    words = "He is tall. " * 50  # a slot each
+    inputs = chat_inputs(apart, "Who?", [words + str(number) for number in range(6)])
+    assert inputs["input_ids"].shape[1] > 300
+    store = model.slot_prefix_store(apart)
+    kept = store.prepare("Who?", [words + str(number) for number in range(6)])
+    ids = model.generate(**kept, **FIVE_TOKENS)
+    assert torch.equal(ids[:, -5:], model.generate(**inputs, **FIVE_TOKENS)[:, -5:])
+    with pytest.raises(ValueError, match="reads 300"):
+        model.generate(**chat_inputs(apart, "Who?", [words * 6]), **FIVE_TOKENS)
+    with pytest.raises(ValueError, match="there is room for"):
+        store.prepare("Who?", [words * 6])
