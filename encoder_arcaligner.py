@@ -5,6 +5,7 @@
 """
 
 import importlib
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -414,9 +415,11 @@ class DocumentEncoder(DocumentSegmenter):
         slot_policy: str | None = None,
         tokens_per_slot: int | str | None = None,
         room: Sequence[int] | None = None,
+        apart: bool = False,
     ) -> list[EncodedDocuments]:
         """Like `encode_documents`, for several questions at once, all with documents or all with precomputed slots.
-        `room` is the maximum number of slots of each; documents with more raise an error before any is encoded."""
+        `room` is the maximum number of slots of each or, `apart`, of each of its passages; more raise an error before
+        anything is encoded."""
         rate = self.check_slot_settings(max_slots, slot_policy, tokens_per_slot)
         if isinstance(passages[0], GivenSlots):
             if max_slots is not None and slot_policy == "merge":
@@ -431,13 +434,8 @@ class DocumentEncoder(DocumentSegmenter):
             for row, documents in zip(fitted, passages, strict=True)
         ]
         counts = [sum(len(each.runs(rate)) for each in row) for row in tokens]
-        for number, (count, most) in enumerate(zip(counts, room or counts, strict=True)):
-            if min(count, max_slots or count) > most:
-                raise ValueError(
-                    f"The passages of row {number} are {count} slots, but there is room for {max(0, most)} beside its "
-                    "text. Pass a shorter question, fewer passages or a lower `max_slots`, or make a slot stand for "
-                    "more text."
-                )
+        for number, row in enumerate(tokens):
+            _check_room(number, row, rate, max_slots, None if room is None else room[number], apart)
         encoded = self.encode_tokens([each for row in tokens for each in row], rate).split(counts)
         rows = []
         for row, row_tokens, embeds in zip(fitted, tokens, encoded, strict=True):
@@ -484,3 +482,19 @@ class DocumentEncoder(DocumentSegmenter):
                 f"The embeddings of row {row} hold {int((~torch.isfinite(embeds)).sum())} NaN or infinite values of "
                 f"{embeds.numel()}. Check the encoder's output."
             )
+
+
+def _check_room(
+    number: int, row: list[SegmentTokens], rate: int | str, max_slots: int | None, room: int | None, apart: bool
+) -> None:
+    """Refuses the passages of row `number` with more slots than there is room for."""
+    sizes: dict[int, int] = defaultdict(int)
+    for each in row:
+        sizes[each.segment.document if apart else 0] += len(each.runs(rate))
+    document = max(sizes, key=sizes.get)
+    if room is not None and min(sizes[document], max_slots or sizes[document]) > room:
+        whose, verb = (f"Passage {document}", "has") if len(sizes) > 1 else ("The passages", "are")
+        raise ValueError(
+            f"{whose} of row {number} {verb} {sizes[document]} slots, but there is room for {max(0, room)} beside its "
+            "text. Pass a shorter question, fewer passages or a lower `max_slots`, or make a slot stand for more text."
+        )

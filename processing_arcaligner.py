@@ -377,7 +377,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         ]
         longest = self.max_prompt_length
         room = longest and [longest - len(before) - len(after) for before, after in texts]
-        rows = self.encode_batch(passages, **settings, room=room)
+        rows = self.encode_batch(passages, **settings, room=room, apart=self.passage_attention == "separate")
         ids = [
             before + [self.context_token_id] * len(row.context_embeds) + after
             for (before, after), row in zip(texts, rows, strict=True)
