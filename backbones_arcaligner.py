@@ -174,6 +174,16 @@ def make_lm_head(config: PreTrainedConfig) -> nn.Linear:
     return nn.Linear(config.hidden_size, config.vocab_size, bias=own_head.bias is not None)
 
 
+def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """Positions of `hidden_states` (batch, seq_len, hidden) that logits are computed for: the last ones, 0 for all, or
+    those of a tensor, (positions,) for all rows or (batch, positions)."""
+    if isinstance(logits_to_keep, int):
+        return hidden_states[:, -logits_to_keep:]
+    if logits_to_keep.dim() == 2:
+        return hidden_states.take_along_dim(logits_to_keep[..., None], dim=1)
+    return hidden_states[:, logits_to_keep]
+
+
 def postprocess_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
     """What backbones do to logits after the head: Cohere scales, Granite divides, Gemma 2 and 3 cap softly.
 

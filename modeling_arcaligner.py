@@ -27,6 +27,7 @@ from .backbones_arcaligner import (
     find_decoder_layers,
     frozen_head_nll,
     is_recording_outputs,
+    keep_positions,
     make_lm_head,
     not_recording_outputs,
     postprocess_logits,
@@ -784,8 +785,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             return ArcAlignerCausalLMOutputWithPast(
                 loss=loss, hidden_states=outputs.hidden_states, recursion_depth=outputs.recursion_depth
             )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        hidden_states = outputs.last_hidden_state[:, kept]
+        hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep)
         # Flattened to (batch * kept, hidden): for a frozen head, a batched product would copy the weight.
         logits = self.lm_head(hidden_states.flatten(0, 1)).unflatten(0, hidden_states.shape[:2])
         logits = postprocess_logits(logits, self.config.text_config)

@@ -17,7 +17,6 @@ import jinja2
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer, BatchFeature, PreTrainedConfig, ProcessorMixin
 from transformers.utils import to_py_obj
-from transformers.utils.chat_template_utils import encode_marked_chat
 
 from .checkpoint_arcaligner import (
     check_json_file,
@@ -40,6 +39,7 @@ from .segmentation_arcaligner import (
     check_sentences_per_segment,
     check_text,
     check_tokens_per_slot,
+    encode_marked,
     text_of,
 )
 
@@ -268,7 +268,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         Raises:
             `ValueError`: a text that the tokenizer turns into the context token's id.
         """
-        ids = self.tokenizer(text)["input_ids"] if add_special_tokens else encode_marked_chat(self.tokenizer, text)
+        ids = self.tokenizer(text)["input_ids"] if add_special_tokens else encode_marked(self.tokenizer, text)
         if self.context_token_id in ids:
             raise ValueError(
                 f"The tokenizer reads {self.tokenizer.convert_ids_to_tokens(self.context_token_id)!r} as id "
@@ -346,11 +346,15 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         questions = [text] if is_single else text
         if documents is None and context_embeds is None:
             kwargs = {name: value for name, value in kwargs.items() if name not in _SLOT_ARGUMENTS}
-            if sanitize_control_tokens:  # `apply_chat_template` passes it on
-                kwargs["sanitize_control_tokens"] = True
             for each in questions:
                 if isinstance(each, str):
                     check_text(each, "The prompt")
+            if sanitize_control_tokens:  # in what a chat template made of marked messages
+                # The template writes its special tokens itself; pictures and sounds are `None`.
+                kwargs = {k: value for k, value in kwargs.items() if k != "add_special_tokens" and value is not None}
+                features = self._pad([encode_marked(self.tokenizer, each) for each in questions], **kwargs)
+                is_flat = is_single and kwargs.get("return_tensors") is None
+                return BatchFeature({name: rows[0] for name, rows in features.items()}) if is_flat else features
             return BatchFeature(dict(self.tokenizer(text, **kwargs)), skip_tensor_conversion=None)
         prompts = [self.plain_prompt(question, sanitize_control_tokens is not False) for question in questions]
         return self._with_slots(prompts, is_single, documents, context_embeds, **{"add_special_tokens": True, **kwargs})
@@ -406,9 +410,9 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
     def _count_tokens(self, texts: list[str]) -> int:
         return sum(len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else 0
 
-    def _pad(self, ids, rows, *, truncation=False, max_length=None, return_tensors=None, padding=None, **kwargs):
+    def _pad(self, ids, rows=(), *, truncation=False, max_length=None, return_tensors=None, padding=None, **kwargs):
         if truncation and max_length is not None:
-            for row, row_ids in enumerate(ids):
+            for row, row_ids in enumerate(ids if rows else ()):
                 last_slot = len(row_ids) - 1 - row_ids[::-1].index(self.context_token_id)
                 if last_slot >= max_length:
                     raise ValueError(
@@ -424,6 +428,8 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
             return_tensors=return_tensors,
             **kwargs,
         )
+        if not rows:
+            return BatchFeature(dict(features))
         slots = {"context_embeds": pad_sequence([row.context_embeds for row in rows], batch_first=True)}
         if self.passage_attention == "separate":
             slots["context_passage_ids"] = pad_passage_ids([row.context_passage_ids for row in rows])
@@ -468,8 +474,11 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         if sanitize_control_tokens is None:
             sanitize_control_tokens = tokenize and (documents is not None or context_embeds is not None)
         slots = {name: kwargs.pop(name) for name in _SLOT_ARGUMENTS if name in kwargs}
-        kwargs |= {"chat_template": chat_template, "sanitize_control_tokens": sanitize_control_tokens}
+        kwargs["chat_template"] = chat_template
         if documents is None and context_embeds is None:
+            if sanitize_control_tokens and tokenize:
+                conversation, kwargs["tools"] = self.mark_control_tokens([conversation, kwargs.get("tools")])
+                kwargs["processor_kwargs"] = {**(kwargs.get("processor_kwargs") or {}), "sanitize_control_tokens": True}
             try:
                 return super().apply_chat_template(
                     conversation, tokenize=tokenize, return_tensors=return_tensors, **kwargs
@@ -480,7 +489,8 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         slots |= {"return_tensors": return_tensors, **(kwargs.pop("processor_kwargs", None) or {})}
         is_single = isinstance(conversation[0], dict)
         prompts = [
-            self.split_prompt(messages, **kwargs) for messages in ([conversation] if is_single else conversation)
+            self.split_prompt(messages, sanitize_control_tokens, **kwargs)
+            for messages in ([conversation] if is_single else conversation)
         ]
         features = self._with_slots(prompts, is_single, documents, context_embeds, **slots)
         if not tokenize:

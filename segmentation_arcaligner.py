@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 from transformers.utils import logging
-from transformers.utils.chat_template_utils import _get_control_token_patterns, encode_marked_chat, mark_control_tokens
 
 logger = logging.get_logger(__name__)
 
@@ -137,6 +136,59 @@ def text_of(document, number: int) -> str:
         )
     check_text(text, f"Document {number}")
     return text
+
+
+# Control tokens in what people write. Characters for private use stand around each, so that a chat template passes them
+# on and they can still be told from those that the template writes.
+_START, _END = "\ue0c0", "\ue0c1"
+
+
+@functools.lru_cache
+def _token_patterns(tokens: tuple[str, ...]) -> tuple[re.Pattern, re.Pattern]:
+    """Finds any of `tokens`, the longest first, and finds them where they are marked, or a mark that is left alone."""
+    plain = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"  # (?!) never matches
+    return re.compile(plain), re.compile(f"{_START}({plain}){_END}|[{_START}{_END}]")
+
+
+def mark_tokens(value, tokens: tuple[str, ...]):
+    """Texts, also in dictionaries and lists, with the `tokens` in them marked. Marks that they hold already go."""
+    if isinstance(value, str):
+        unmarked = value.replace(_START, "").replace(_END, "")
+        return _token_patterns(tokens)[0].sub(f"{_START}\\g<0>{_END}", unmarked)
+    if isinstance(value, dict):
+        return {key: mark_tokens(each, tokens) for key, each in value.items()}
+    return [mark_tokens(each, tokens) for each in value] if isinstance(value, list | tuple) else value
+
+
+def encode_marked(tokenizer, text: str) -> list[int]:
+    """Ids of a text, with what `mark_tokens` marked as plain text. No special tokens are added.
+
+    Raises:
+        `ValueError`: a tokenizer that makes a token of its characters.
+    """
+    pieces = _token_patterns(tuple(tokenizer.added_tokens_encoder))[1].split(text)  # text, marked token, text, ...
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+    newline, ids = encode("\n"), encode(pieces[0])
+    for number, piece in enumerate(pieces[1:], start=1):
+        if not piece:  # `None` is a mark that was alone
+            continue
+        read = functools.partial(_encode_as_text, tokenizer) if number % 2 else encode
+        # After a newline, since some tokenizers add a space at the beginning of a text.
+        found = read("\n" + piece)
+        found = found[len(newline) :] if found[: len(newline)] == newline else read(piece)
+        if number % 2 and tokenizer.convert_tokens_to_ids(piece) in found:
+            raise ValueError(f"The tokenizer reads {piece!r} as a control token even in plain text. Leave it out.")
+        ids += found
+    return ids
+
+
+def _encode_as_text(tokenizer, text: str) -> list[int]:
+    """Ids of a text in which nothing is a control token. `split_special_tokens` would change the tokenizer meanwhile,
+    which other threads may be using."""
+    backend = tokenizer.backend_tokenizer
+    text = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
+    words = [(text, None)] if backend.pre_tokenizer is None else backend.pre_tokenizer.pre_tokenize_str(text)
+    return [token.id for word, _ in words for token in backend.model.tokenize(word)]
 
 
 # A word of 100 characters or 9 marks. spaCy's tokenizer takes quadratic time on some, such as "((((".
@@ -457,7 +509,7 @@ class DocumentSegmenter:
         if special.intersection(ids):  # a document's `<|im_end|>` is text
             tokens = [self.tokenizer.convert_ids_to_tokens(each) if each in special else None for each in ids]
             read_as_text = [
-                [each] if token is None else encode_marked_chat(self.tokenizer, self.mark_control_tokens(token))
+                [each] if token is None else encode_marked(self.tokenizer, self.mark_control_tokens(token))
                 for each, token in zip(ids, tokens, strict=True)
             ]
             ends = [end for end, each in zip(ends, read_as_text, strict=True) for _ in each]
@@ -465,7 +517,11 @@ class DocumentSegmenter:
         return np.array(ids, dtype=np.int64), np.array(ends, dtype=np.int64) - len(title)
 
     def mark_control_tokens(self, text):
-        """Texts or messages with the tokenizer's special tokens marked, so that `encode_marked_chat` reads them as
-        text. Marks of a turn that are not special tokens, such as Llama 2's `[INST]`, are left alone."""
-        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        return mark_control_tokens(text, _get_control_token_patterns(tuple(special))[0])
+        """Texts or messages with control tokens marked, so that `encode_marked` reads them as text: special tokens, and
+        added ones that the chat template writes. Marks of a turn that are no tokens, such as Llama 2's `[INST]`, are
+        left alone."""
+        template = str(self.tokenizer.chat_template or "")
+        added = self.tokenizer.added_tokens_decoder.values()
+        of_template = (each.content for each in added if each.content.strip() and each.content in template)
+        special = (each.content for each in added if each.special)
+        return mark_tokens(text, tuple(dict.fromkeys((*special, *of_template))))
