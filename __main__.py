@@ -1,15 +1,20 @@
 """`python -m arcaligner`, the same as the command `arcaligner`."""
 
+import gc
+
 from .files import exit_on_user_error, require_extra
 
 
 def main() -> None:
     """Runs the command line, or says how to install it."""
-    with exit_on_user_error():
-        require_extra("cli", "typer", "rich")
-        from .cli import main
+    try:
+        with exit_on_user_error():
+            require_extra("cli", "typer", "rich")
+            from .cli import main
 
-        main()
+            main()
+    finally:
+        gc.freeze()  # else Python looks through all that is left for seconds before it ends
 
 
 if __name__ == "__main__":

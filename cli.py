@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .files import DEFAULT_CHECKPOINT, exit_on_user_error, printable
+from .files import DEFAULT_CHECKPOINT, counted, exit_on_user_error, printable
 
 RECIPES = ", ".join(sorted(folder.name for folder in (Path(__file__).parent / "train" / "recipes").glob("*")))
 
@@ -60,8 +60,9 @@ TokensPerSlot = Annotated[
 ]
 
 
-def check_folder(checkpoint: str) -> None:
-    """Refuses an empty name, and a folder that is not there, which would be looked up on the Hub for minutes."""
+def check_there(checkpoint: str) -> None:
+    """Refuses an empty name, a folder that is not there, and a Hub id that is neither in the cache nor on a Hub that
+    answers: transformers would ask for each of its files six times, for minutes."""
     if not checkpoint:
         raise ValueError("`--checkpoint` is empty; expected a folder or a Hub id, or nothing for the shipped aligner.")
     path = Path(checkpoint).expanduser()
@@ -70,6 +71,19 @@ def check_folder(checkpoint: str) -> None:
         raise FileNotFoundError(
             f"There is no folder {checkpoint}. Name another with `--checkpoint`, or train one: see docs/training.md."
         )
+    if path.exists():
+        return
+    import huggingface_hub
+
+    try:
+        if not isinstance(huggingface_hub.try_to_load_from_cache(checkpoint, "config.json"), str):
+            huggingface_hub.model_info(checkpoint, timeout=5)
+    except Exception as error:  # of whichever HTTP library the Hub's client uses
+        raise OSError(
+            f"There is no aligner at {checkpoint}: neither a checkpoint folder on this machine nor "
+            f"a repository on the Hub that can be reached ({type(error).__name__}). Name another "
+            "with `--checkpoint`, or train one: see docs/training.md."
+        ) from error
 
 
 def silence_transformers() -> None:
@@ -87,7 +101,7 @@ def load_pipeline(checkpoint: str):
         `ValueError`: something else than an aligner checkpoint, or a broken one.
         `OSError`: a checkpoint, base model or encoder that is not there, with how to get it.
     """
-    check_folder(checkpoint)
+    check_there(checkpoint)
     # Here, so that `--help` and mistakes in the options do not wait for them.
     from .hub import read_aligner_config
     from .modeling_arcaligner import ArcAlignerForCausalLM
@@ -95,16 +109,7 @@ def load_pipeline(checkpoint: str):
     from .processing_arcaligner import ArcAlignerProcessor
 
     silence_transformers()
-    try:
-        read_aligner_config(checkpoint)
-    except OSError as error:
-        if Path(checkpoint, "config.json").exists():  # and the message names it
-            raise
-        raise OSError(
-            f"There is no aligner at {checkpoint}: neither a checkpoint folder on this machine nor "
-            f"a repository on the Hub that can be reached ({type(error).__name__}). Name another "
-            "with `--checkpoint`, or train one: see docs/training.md."
-        ) from error
+    read_aligner_config(checkpoint)
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
     model = ArcAlignerForCausalLM.from_pretrained(checkpoint).eval()
     return ArcAlignerPipeline(model=model, processor=processor, task="text-generation")
@@ -172,7 +177,8 @@ def slots_table(record: dict[str, Any]) -> Table:
     slots = zip(segments, zip(*record["trajectories"], strict=True), strict=True)
     for number, (segment, passes) in enumerate(slots):
         place = str(number), str(segment["document"]), f"{segment['start']}-{segment['end']}"
-        table.add_row(*place, escape(printable(segment["text"])), describe_passes([[each] for each in passes]))
+        text = escape(printable(segment["text"])) or ("[dim]title[/]" if record["segments"] else "")
+        table.add_row(*place, text, describe_passes([[each] for each in passes]))
     return table
 
 
@@ -214,7 +220,7 @@ def answer(
     if engine == "llama.cpp":
         if show_slots:
             raise ValueError("`--show-slots` needs the passes of each slot, which llama.cpp does not tell.")
-        check_folder(checkpoint)
+        check_there(checkpoint)
         from .engines.llama_cpp import LlamaCppEngine
 
         silence_transformers()
@@ -232,6 +238,7 @@ def answer(
     show(record["generated_text"].strip())
     if show_slots:
         output.print(slots_table(record))
+        messages.print("[dim]A slot passes once through each layer, and again where a gate adds a pass.[/]")
     messages.print(f"[dim]{compression_summary(record['statistics'])}[/]")
 
 
@@ -249,9 +256,9 @@ Workers = Annotated[
 
 def load_processor(checkpoint: str):
     """The processor of a checkpoint, without the model."""
+    check_there(checkpoint)
     from .processing_arcaligner import ArcAlignerProcessor
 
-    check_folder(checkpoint)
     silence_transformers()
     return ArcAlignerProcessor.from_pretrained(checkpoint)
 
@@ -274,7 +281,7 @@ def fill_corpus(
             processor,
             strict=strict,
             prune=prune,
-            on_batch=lambda report: messages.print(f"[dim]{report.passages} passages[/]"),
+            on_batch=lambda report: messages.print(f"[dim]{counted(report.passages, 'passage')}[/]"),
             write_batches=write_batches,
         )
     shown = report.skipped[: None if verbose else 3]
@@ -298,9 +305,9 @@ def build(
     ray: Workers = None,
 ) -> None:
     """Makes a corpus from texts, or updates one: new documents are added, changed ones replaced."""
+    processor = load_processor(checkpoint)
     from .corpus.table import Corpus
 
-    processor = load_processor(checkpoint)
     corpus = Corpus.create(folder, processor, passage_words, tokens_per_slot)
     fill_corpus(corpus, processor, sources, strict, verbose, ray, prune)
 
@@ -315,9 +322,10 @@ def add(
     ray: Workers = None,
 ) -> None:
     """Adds documents to a corpus, and replaces those that have changed."""
+    processor = load_processor(checkpoint)
     from .corpus.table import Corpus
 
-    processor, opened = load_processor(checkpoint), Corpus(corpus)
+    opened = Corpus(corpus)
     opened.check(processor)
     fill_corpus(opened, processor, sources, strict, verbose, ray)
 
@@ -331,7 +339,7 @@ def remove(
     from .corpus.table import Corpus
 
     Corpus(corpus).remove(documents)
-    messages.print(f"{len(documents)} document{'s' * (len(documents) > 1)} removed")
+    messages.print(f"{counted(len(documents), 'document')} removed")
 
 
 @corpus_app.command("info")
@@ -469,6 +477,9 @@ def evaluate(
     device: Annotated[str | None, typer.Option(help="Device of the models: cpu or cuda.")] = None,
 ) -> None:
     """Answers question sets with several methods and prints tables that compare them."""
+    for each in (checkpoint, xrag, projector_only):
+        if each is not None:
+            check_there(each)
     from .evaluation.evaluate import evaluate
     from .evaluation.results import results_page
     from .evaluation.settings import read_settings, split_names, split_rates
@@ -489,7 +500,7 @@ def export_gguf_adapter(
     folder: Annotated[Path, typer.Option("--output", help="Folder to write.")],
 ) -> None:
     """Exports an aligner for llama.cpp: the checkpoint, with its LoRA as a GGUF adapter."""
-    check_folder(checkpoint)
+    check_there(checkpoint)
     from .engines.gguf_files import export_gguf
 
     silence_transformers()

@@ -435,7 +435,8 @@ class DocumentEncoder(DocumentSegmenter):
         ]
         counts = [sum(len(each.runs(rate)) for each in row) for row in tokens]
         for number, row in enumerate(tokens):
-            _check_room(number, row, rate, max_slots, None if room is None else room[number], apart)
+            whose = f" of question {number}" if len(passages) > 1 else ""
+            _check_room(whose, row, rate, max_slots, None if room is None else room[number], apart)
         encoded = self.encode_tokens([each for row in tokens for each in row], rate).split(counts)
         rows = []
         for row, row_tokens, embeds in zip(fitted, tokens, encoded, strict=True):
@@ -485,16 +486,19 @@ class DocumentEncoder(DocumentSegmenter):
 
 
 def _check_room(
-    number: int, row: list[SegmentTokens], rate: int | str, max_slots: int | None, room: int | None, apart: bool
+    whose: str, row: list[SegmentTokens], rate: int | str, max_slots: int | None, room: int | None, apart: bool
 ) -> None:
-    """Refuses the passages of row `number` with more slots than there is room for."""
+    """Refuses the passages of a question (named `whose`) with more slots than there is room for; where they are read
+    `apart`, each has that room."""
     sizes: dict[int, int] = defaultdict(int)
     for each in row:
-        sizes[each.segment.document if apart else 0] += len(each.runs(rate))
+        sizes[each.segment.document] += len(each.runs(rate))
     document = max(sizes, key=sizes.get)
-    if room is not None and min(sizes[document], max_slots or sizes[document]) > room:
-        whose, verb = (f"Passage {document}", "has") if len(sizes) > 1 else ("The passages", "are")
+    count = sizes[document] if apart else sum(sizes.values())
+    if room is not None and min(count, max_slots or count) > room:
+        longest = f" (the longest, passage {document}, is {sizes[document]})" if len(sizes) > 1 else ""
         raise ValueError(
-            f"{whose} of row {number} {verb} {sizes[document]} slots, but there is room for {max(0, room)} beside its "
-            "text. Pass a shorter question, fewer passages or a lower `max_slots`, or make a slot stand for more text."
+            f"The passages{whose} are {sum(sizes.values())} slots{longest}, but there is room for {max(0, room)} "
+            f"{'each ' * apart}beside the question. Pass a shorter question, fewer or shorter passages, or make a slot "
+            "stand for more text (`tokens_per_slot`)."
         )

@@ -44,6 +44,15 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def counted(number: int, what: str) -> str:
+    """A number with its noun.
+
+    >>> counted(1, "passage"), counted(2, "passage")
+    ('1 passage', '2 passages')
+    """
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def markdown_table(columns: Iterable[Any], rows: Iterable[Iterable[Any]] = ()) -> list[str]:
     """The lines of a Markdown table.
 

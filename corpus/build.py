@@ -12,8 +12,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from ..files import counted
 from .sources import Document, cut_passages, read_documents
-from .table import Corpus, table_schema
+from .table import Corpus, passage_checksums, table_schema
 
 logger = logging.getLogger(__name__)
 
@@ -110,9 +111,9 @@ def remove_others(read: Collection[int], corpus: Corpus) -> int:
 def summary(report: BuildReport, info: dict[str, Any]) -> str:
     """What a build has done, and the size of the corpus."""
     return (
-        f"{report.added} documents added, {report.replaced} replaced, {report.removed} removed, "
-        f"{report.unchanged} unchanged, {len(report.skipped)} skipped.\n"
-        f"{info['passages']} passages of {info['documents']} documents, {info['slots']} slots: "
+        f"{counted(report.added, 'document')} added, {report.replaced} replaced, {report.removed} removed, "
+        f"{report.unchanged} unchanged, {len(report.skipped)} skipped.\n{counted(info['passages'], 'passage')} of "
+        f"{counted(info['documents'], 'document')}, {counted(info['slots'], 'slot')}: "
         f"{info['slot_bytes_per_passage']:.0f} bytes of embeddings per passage, {info['bytes_per_passage']:.0f} with "
         "text and indices."
     )
@@ -196,7 +197,12 @@ def passage_rows(documents: list[Document], processor, settings: dict[str, Any])
         columns["words"] = [
             [[word for word in words if word >= 0] for words in each.context_word_ids.tolist()] for each in encoded
         ]
-    return pa.table(columns, schema=schema)
+    if settings.get("checksums"):
+        columns["checksum"] = [0] * len(passages)
+    rows = pa.table(columns, schema=schema)
+    if settings.get("checksums"):
+        rows = rows.set_column(rows.column_names.index("checksum"), schema.field("checksum"), [passage_checksums(rows)])
+    return rows
 
 
 def _search_vectors(read: list[list[dict]], encoded: list, processor) -> torch.Tensor:

@@ -20,8 +20,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..configuration_arcaligner import missing_model_message, resolve_encoder
 from ..encoder_arcaligner import EncodedDocuments
-from ..segmentation_arcaligner import Segment, check_text
-from .table import Corpus
+from ..processing_arcaligner import check_question
+from ..segmentation_arcaligner import Segment
+from .table import Corpus, passage_checksums
 
 # Passages that a re-ranker reads for each one that is kept.
 CANDIDATES = 4
@@ -81,9 +82,8 @@ class Retriever:
                 self.reranker = CrossEncoder(resolve_encoder(reranker), device=processor.encoder.device)
             except OSError as error:
                 raise OSError(missing_model_message("re-ranker", reranker, error)) from error
-        self.columns = ["document", "title", "text", "start", "end", "segments", "slots"]
-        if processor.context_words:
-            self.columns.append("words")
+        read = ("document", "title", "text", "start", "end", "segments", "slots", "words", "checksum")
+        self.columns = [name for name in corpus.table.schema.names if name in read]
 
     def __call__(self, question: str, top_k: int = 5) -> SlotPassages:
         """The `top_k` passages for a question, the best first; fewer where the corpus has fewer.
@@ -92,9 +92,9 @@ class Retriever:
             `ValueError`: an empty question, or `top_k` below 1.
             `OSError`: a corpus that is not there any more.
         """
-        if not (isinstance(top_k, int) and top_k >= 1 and isinstance(question, str) and question.strip()):
-            raise ValueError(f"Got `top_k` {top_k} and the question {question!r}; expected at least 1, and a text.")
-        check_text(question, "The question")
+        check_question(question)
+        if not (isinstance(top_k, int) and top_k >= 1):
+            raise ValueError(f"`top_k` is {top_k!r}; expected at least 1 passage.")
         began = time.perf_counter()
         vector = self.processor.encoder.untrained.encode([question])[0].numpy()
         limit = top_k if self.reranker is None else top_k * CANDIDATES
@@ -111,9 +111,22 @@ class Retriever:
             best = np.argsort(-scores, kind="stable")[:top_k]
             rows = rows.take(best).select(self.columns).append_column("_relevance_score", [scores[best]])
         found = time.perf_counter()
-        passages = slot_passages(rows)
+        self._check(rows)
+        passages = slot_passages(rows, self.processor.context_words)
         passages.seconds = {"retrieval": found - began, "slots": time.perf_counter() - found}
         return passages
+
+    def _check(self, rows) -> None:
+        if "checksum" not in self.columns:  # a corpus of an older version
+            return
+        for row, checksum in zip(
+            rows.select(["document", "checksum"]).to_pylist(), passage_checksums(rows), strict=True
+        ):
+            if row["checksum"] != checksum:
+                raise OSError(
+                    f"The corpus {self.corpus.path} is damaged: a passage of {row['document']} is not what was "
+                    "written. Remove that document and add it again, or build the corpus anew."
+                )
 
     def _query(self, question: str, vector, limit: int):
         table, words = self.corpus.table, MultiMatchQuery(question, ["text", "title"])
@@ -125,8 +138,8 @@ class Retriever:
         return query.limit(limit).select(self.columns)
 
 
-def slot_passages(rows) -> SlotPassages:
-    """Rows of a corpus as passages with slots."""
+def slot_passages(rows, context_words: bool) -> SlotPassages:
+    """Rows of a corpus as passages with slots, with their words where those are read."""
     documents = rows.select(["document", "title", "text", "start", "end"]).to_pylist()
     for name, sign in (("_relevance_score", 1), ("_distance", -1)):  # hybrid search, vectors alone
         if name in rows.column_names:
@@ -141,7 +154,7 @@ def slot_passages(rows) -> SlotPassages:
     width = slots.type.list_size
     embeds = torch.tensor(slots.flatten().to_numpy(zero_copy_only=False)).view(-1, width).float()
     words = None
-    if "words" in rows.column_names:
+    if context_words:
         each = [torch.tensor(ids, dtype=torch.long) for row in rows["words"].to_pylist() for ids in row]
         words = pad_sequence(each, batch_first=True, padding_value=-1)
     numbers = torch.tensor([segment.document for segment in segments])

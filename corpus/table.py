@@ -6,6 +6,7 @@
     segments   characters of the passage that each slot stands for
     slots      embeddings, float16 (num_slots, encoder_hidden_size)
     words      ids of the words of each slot, where the aligner reads them
+    checksum   of text and slots; rows that have changed on the disk are not read
     vector     what is searched: the mean of the slots, or an embedding by the encoder before it was trained jointly
 
 The metadata of the schema say what the slots were made with; only a processor that makes the same slots may write or
@@ -14,6 +15,7 @@ read.
 
 import json
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import lancedb
+import numpy as np
 import pyarrow as pa
 import torch
 from filelock import FileLock, Timeout
@@ -50,7 +53,19 @@ def table_schema(settings: dict[str, Any]) -> pa.Schema:
     columns |= {"slots": pa.list_(vector), "vector": vector}
     if settings["context_words"]:
         columns["words"] = pa.list_(pa.list_(pa.int32()))
+    if settings.get("checksums"):  # older corpora have none
+        columns["checksum"] = pa.int64()
     return pa.schema(columns, metadata={METADATA: json.dumps(settings).encode()})
+
+
+def passage_checksums(rows: pa.Table) -> list[int]:
+    """The CRC-32 of text, slots and what they stand for, of each row."""
+    slots = rows["slots"].combine_chunks()
+    ends = np.cumsum(slots.value_lengths().to_numpy())
+    values = slots.flatten().flatten().to_numpy().reshape(-1, slots.type.value_type.list_size)
+    others = rows.select([name for name in ("title", "text", "segments", "words") if name in rows.column_names])
+    parts = zip(np.split(values, ends[:-1]), others.to_pylist(), strict=True)
+    return [zlib.crc32(json.dumps(other).encode(), zlib.crc32(own.tobytes())) for own, other in parts]
 
 
 def slot_settings(processor, tokens_per_slot: int | str | None = None) -> dict[str, Any]:
@@ -96,6 +111,10 @@ class Corpus:
             self.settings = json.loads(self.table.schema.metadata[METADATA])
             found = self.settings["format"]
         except (ValueError, LookupError, TypeError, OSError, RuntimeError) as error:
+            if self._is_written():
+                raise FileNotFoundError(
+                    f"The corpus {path} is being made. Open it when its first step is done."
+                ) from error
             raise ValueError(
                 f"{path} is not a corpus of ArcAligner, or a broken one: {error}. Name another folder, or remove the "
                 "broken corpus and build it anew."
@@ -117,8 +136,10 @@ class Corpus:
         path = Path(path)
         settings = slot_settings(processor, tokens_per_slot)
         if not path.exists() or not any(each for each in path.iterdir() if each.name != LOCK):
-            schema = table_schema({"format": FORMAT, **settings, "passage_words": passage_words})
-            lancedb.connect(path).create_table(NAME, schema=schema, exist_ok=True)
+            about = {"format": FORMAT, **settings, "passage_words": passage_words, "checksums": True}
+            path.mkdir(parents=True, exist_ok=True)
+            with FileLock(path / LOCK):  # which tells readers that it is being made
+                lancedb.connect(path).create_table(NAME, schema=table_schema(about), exist_ok=True)
         corpus = cls(path)
         corpus.check(processor, tokens_per_slot=settings["tokens_per_slot"], passage_words=passage_words)
         return corpus
@@ -151,6 +172,16 @@ class Corpus:
                     f"The corpus {self.path} was made with `{name}` {known[name]!r}; expected {value!r}. Build another "
                     "one with these settings, or use those it was made with."
                 )
+
+    def _is_written(self) -> bool:
+        """Whether another process writes at this moment."""
+        try:
+            if (self.path / LOCK).exists():
+                with FileLock(self.path / LOCK, timeout=0):
+                    pass
+        except Timeout:
+            return True
+        return False
 
     def __len__(self) -> int:
         return self.table.count_rows()

@@ -6,11 +6,12 @@
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ except ImportError as error:
 
 from .engine import Answer, BusyError, Engine
 from .engine import Request as EngineRequest
+from .limits import BodyLimit, TimedConnection
 from .protocol import ChatRequest, Completion, error_body, event
 
 logger = logging.getLogger(__name__)
@@ -74,41 +76,6 @@ class ServerSettings:
                 f"`--host` is {self.host!r} and there is no API key, so that anybody could ask. Set "
                 "`ARCALIGNER_API_KEY`, or bind to 127.0.0.1."
             )
-
-
-class BodyLimit:
-    """Refuses a request with a body that is too long, before it is read whole, or does not arrive within `seconds`, and
-    counts answers by status."""
-
-    def __init__(self, app: Callable, max_body_bytes: int, seconds: float, count: Callable[[int], Any]):
-        self.app, self.max_body_bytes, self.seconds, self.count = app, max_body_bytes, seconds, count
-
-    async def __call__(self, scope, receive, send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        seen, end = 0, asyncio.get_running_loop().time() + self.seconds
-
-        async def limited():
-            nonlocal seen, end
-            try:
-                async with asyncio.timeout_at(end):
-                    message = await receive()
-            except TimeoutError as error:
-                raise HTTPException(408, f"The body did not arrive within {self.seconds:g} seconds.") from error
-            if not message.get("more_body"):
-                end = None  # what is received then is that the client leaves
-            seen += len(message.get("body", b""))
-            if seen > self.max_body_bytes:
-                text = f"The body is longer than {self.max_body_bytes} bytes. Pass fewer or shorter documents."
-                raise HTTPException(413, text)
-            return message
-
-        async def counted(message):
-            if message["type"] == "http.response.start":
-                self.count(message["status"])
-            await send(message)
-
-        await self.app(scope, limited, counted)
 
 
 class Metrics:
@@ -268,7 +235,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     """The application of an engine, which is closed with it."""
     routes = Routes(engine, settings)
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         await asyncio.to_thread(engine.close)
@@ -277,10 +244,9 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
         routes.metrics.requests.labels(status).inc()
 
     app = FastAPI(title="ArcAligner", lifespan=lifespan, docs_url=None, redoc_url=None)
-    limits = {"max_body_bytes": settings.max_body_bytes, "seconds": engine.limits.seconds}
     if not settings.api_key:  # a name that was pointed here is a page that asks from somebody's browser
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=(*LOOPBACK, "[::1]"), www_redirect=False)
-    app.add_middleware(BodyLimit, **limits, count=count)
+    app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes, count=count)
     for kind in (RequestValidationError, HTTPException):
         app.add_exception_handler(kind, refuse)
     app.get("/")(routes.page)
@@ -293,10 +259,22 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     return app
 
 
+class Server(uvicorn.Server):
+    """Says that it stops."""
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        if not self.should_exit:
+            print("Stopping: answers that were begun are finished, another Ctrl-C ends at once.", file=sys.stderr)
+        super().handle_exit(sig, frame)
+
+
 def serve(engine: Engine, settings: ServerSettings) -> None:
     """Serves until it is asked to end; then what was begun is answered first."""
     app, timeout = create_app(engine, settings), int(engine.limits.seconds)
-    uvicorn.run(app, host=settings.host, port=settings.port, log_level="warning", timeout_graceful_shutdown=timeout)
+    limits = {"http": TimedConnection, "ws": "none", "timeout_graceful_shutdown": timeout}
+    server = Server(uvicorn.Config(app, host=settings.host, port=settings.port, log_level="warning", **limits))
+    with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises again when it has ended
+        server.run()
 
 
 def serve_on_ray(make_engine: Callable[[], Engine], settings: ServerSettings, replicas: int) -> None:

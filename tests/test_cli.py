@@ -25,6 +25,7 @@ def document(tmp_path):
     return path
 
 
+cli_load_pipeline = cli.load_pipeline
 load_pipeline = functools.cache(cli.load_pipeline)
 
 
@@ -46,6 +47,26 @@ def test_answer_prints_the_pipelines_answer_and_nothing_else(run_cli, checkpoint
     *steps, summary = err.splitlines()[-3:]
     assert steps == STEPS
     assert summary.startswith(f"{record['statistics']['tokens']} tokens of text read as 4 slots")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("corpus", "build", "x", "--output", "y"), ("evaluate",), ("answer", "--question", "Q", "--document", "x")],
+)
+def test_a_checkpoint_that_is_nowhere_is_asked_for_once(run_cli, monkeypatch, tmp_path, command):
+    asked = []
+
+    def model_info(name, **settings):
+        asked.append(name)
+        raise ConnectionError
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").write_text("Text.")
+    monkeypatch.setattr("huggingface_hub.model_info", model_info)
+    monkeypatch.setattr(cli, "load_pipeline", cli_load_pipeline)
+    code, _, err = run_cli(*command, "--checkpoint", "nowhere/x")
+    assert code == 1 and "There is no aligner at nowhere/x: neither a checkpoint folder" in err.replace("\n", " ")
+    assert asked == ["nowhere/x"]
 
 
 def test_show_slots_lists_each_sentence_with_its_place(run_cli, checkpoint_dir, document):

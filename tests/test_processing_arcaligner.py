@@ -113,9 +113,10 @@ def test_special_token_in_a_question_without_template_or_in_a_documents_words_is
 def test_more_slots_than_the_backbone_reads_are_refused_before_the_encoder_is_asked(processor, monkeypatch):
     monkeypatch.setattr(processor, "encode_tokens", None)
     text = len(processor.tokenizer(PROMPT.format(slots="", question=QUESTION))["input_ids"])
-    with pytest.raises(ValueError, match=f"row 0 are 600 slots, but there is room for {512 - text} beside its text"):
-        processor(text=QUESTION, documents=["One. " * 600])
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"row 0 are 9 slots"):
+    message = rf"question 1 are 603 slots \(the longest, passage 1, is 600\), but there is room for {512 - text} beside"
+    with pytest.raises(ValueError, match=message):
+        processor(text=[QUESTION] * 2, documents=[["One."], ["One. " * 3, "One. " * 600]])
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"passages are 9 slots"):
         patch.setattr(processor, "max_prompt_length", text + 8)
         processor(text=QUESTION, documents=["One. " * 9])
     monkeypatch.undo()

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ from arcaligner.corpus import build
 from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import slot_passages
 from arcaligner.corpus.sources import Document, cut_passages, read_documents
-from arcaligner.corpus.table import METADATA, Corpus
+from arcaligner.corpus.table import LOCK, METADATA, Corpus
 
 
 def rows_of(corpus):
@@ -63,7 +64,7 @@ def test_stored_slots_are_those_that_the_processor_makes(
     reads_words.tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=3)
     corpus.check(reads_words)  # how a call pads does not matter
     rows = rows_of(corpus)
-    found = slot_passages(rows)
+    found = slot_passages(rows, context_words=True)
     documents = {str(path): path.read_text() for path in (letters / "letter.txt", letters / "old" / "ski.md")}
     assert [each["text"] for each in found.documents] == [
         documents[each["document"]][each["start"] : each["end"]] for each in found.documents
@@ -74,7 +75,7 @@ def test_stored_slots_are_those_that_the_processor_makes(
     assert found.encoded.segments == expected.segments
     torch.testing.assert_close(found.encoded.context_embeds, expected.context_embeds.half().float(), atol=1e-3, rtol=0)
     torch.testing.assert_close(found.encoded.context_word_ids, expected.context_word_ids)
-    first = slot_passages(rows.slice(0, 1)).encoded.context_embeds.mean(dim=0)
+    first = slot_passages(rows.slice(0, 1), context_words=True).encoded.context_embeds.mean(dim=0)
     vector = torch.tensor(rows["vector"][0].as_py(), dtype=torch.float32)
     torch.testing.assert_close(vector, torch.nn.functional.normalize(first, dim=0), atol=2e-3, rtol=0)
 
@@ -301,6 +302,8 @@ def test_what_is_no_corpus_and_a_second_writer_are_refused(corpus, processor, le
     for folder in (letters, tmp_path, tmp_path / "half", tmp_path / "odd"):
         with pytest.raises(ValueError, match="is not a corpus of ArcAligner, or a broken one: .* remove the broken"):
             Corpus.create(folder, processor)
+    with FileLock(tmp_path / "half" / LOCK), pytest.raises(FileNotFoundError, match="half is being made"):
+        Corpus(tmp_path / "half")
     with corpus.writing(), pytest.raises(ValueError, match="Another process writes"):
         build_corpus([str(letters)], Corpus(corpus.path), processor)
     with pytest.raises(ValueError, match="`passage_words` is 0"):

@@ -28,7 +28,7 @@ def test_from_a_folder_to_an_answer_with_its_sources(
     for number in range(4):
         (letters / f"{number}.svg").write_text("<svg/>")
     code, out, err = run_cli("corpus", "add", letters, "--corpus", folder, *aligner)
-    assert code == 0 and "1 documents added, 0 replaced, 0 removed, 2 unchanged, 5 skipped." in out
+    assert code == 0 and "1 document added, 0 replaced, 0 removed, 2 unchanged, 5 skipped." in out
     assert err.count("Skipped: ") == 4 and "Skipped: 2 more, which --verbose names" in err
     _, _, err = run_cli("corpus", "add", letters, "--corpus", folder, "--verbose", *aligner)
     assert all(f"{number}.svg has none of the suffixes" in err for number in range(4)) and " more" not in err
@@ -65,7 +65,7 @@ def test_mistakes_end_in_one_clear_line(run_cli, letters, corpus, checkpoint_dir
         (("corpus", "build", letters, "--output", corpus.path, *aligner), "`passage_words` 16; expected 100"),
         (("corpus", "add", letters, "--corpus", corpus.path, "--strict", *aligner), "binary.txt is not UTF-8 text"),
         (("ask", "Who?", "--corpus", letters, *aligner), "is not a corpus of ArcAligner"),
-        (("ask", " ", "--corpus", corpus.path, *aligner), "expected at least 1, and a text"),
+        (("ask", " ", "--corpus", corpus.path, *aligner), "The question is empty"),
         (("ask", "Who?", "--corpus", corpus.path, "--reranker", "", *aligner), "The re-ranker is ''; expected"),
     ):
         code, out, err = run_cli(*arguments)

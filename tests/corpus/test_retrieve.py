@@ -9,6 +9,7 @@ from sentence_transformers import CrossEncoder
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
 from arcaligner import ArcAlignerProcessor
+from arcaligner.corpus import build, table
 from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.table import Corpus
@@ -72,10 +73,42 @@ def test_changes_are_seen_by_a_retriever_that_is_open(corpus, processor):
     assert retriever("Toronto", top_k=1).documents[0]["document"] != best["document"]
 
 
+def test_a_slot_that_has_changed_on_the_disk_is_not_read(corpus, processor):
+    retriever = Retriever(corpus, processor)
+    slots = retriever("Toronto", top_k=1).encoded.context_embeds[0].half().numpy().tobytes()
+    paths = [path for path in corpus.path.rglob("*.lance") if path.is_file() and slots in path.read_bytes()]
+    assert paths
+    for path in paths:
+        path.write_bytes(path.read_bytes().replace(slots, bytes(8) + slots[8:]))
+    with pytest.raises(OSError, match="is damaged: a passage of .*letter.txt is not what was written"):
+        Retriever(Corpus(corpus.path), processor)("Toronto", top_k=1)
+
+
+def test_a_corpus_of_a_version_without_checksums_is_read_and_added_to(
+    tmp_path, letters, processor, corpus, monkeypatch
+):
+    schema = table.table_schema
+    monkeypatch.setattr(table, "table_schema", lambda settings: schema(settings | {"checksums": False}))
+    monkeypatch.setattr(build, "table_schema", table.table_schema)
+    old = Corpus.create(tmp_path / "old", processor, passage_words=16)
+    monkeypatch.undo()
+    old.settings.pop("checksums")
+    build_corpus([str(letters)], old, processor)
+    assert "checksum" in corpus.table.schema.names and "checksum" not in old.table.schema.names
+    found, expected = (Retriever(each, processor)("Toronto", top_k=9) for each in (old, corpus))
+    assert found.documents == expected.documents
+    assert torch.equal(found.encoded.context_embeds, expected.encoded.context_embeds)
+
+
 def test_mistakes_are_clear(corpus, processor, tmp_path):
     retriever = Retriever(corpus, processor)
-    for question, top_k in (("", 1), (None, 1), ("Who?", 0), ("Who?", "2")):
-        with pytest.raises(ValueError, match="expected at least 1, and a text"):
+    for question, top_k, message in (
+        ("", 1, "The question is empty"),
+        (None, 1, "of type NoneType; expected a string"),
+        ("Who?", 0, "`top_k` is 0; expected at least 1 passage"),
+        ("Who?", "2", "`top_k` is '2'; expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
             retriever(question, top_k)
     with pytest.raises(ValueError, match="The question is not valid Unicode at character 4"):
         retriever("Who \udcff?")

@@ -20,6 +20,7 @@ from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.table import Corpus
 from arcaligner.server.app import ServerSettings, create_app
 from arcaligner.server.engine import Engine, Limits
+from arcaligner.server.limits import TimedConnection
 
 KEY = "a key"
 
@@ -49,7 +50,9 @@ def engine(ask, retriever):
 def url(engine):
     """Where the server listens."""
     settings = ServerSettings(model="tiny", api_key=KEY, max_body_bytes=20_000)
-    server = uvicorn.Server(uvicorn.Config(create_app(engine, settings), port=0, log_level="warning"))
+    server = uvicorn.Server(
+        uvicorn.Config(create_app(engine, settings), port=0, log_level="warning", http=TimedConnection)
+    )
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

@@ -1,6 +1,5 @@
 """The official client of OpenAI asks, with passages or without; mistakes are told, and are nobody else's."""
 
-import asyncio
 import json
 import threading
 import time
@@ -11,7 +10,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from arcaligner import cli
-from arcaligner.server.app import BodyLimit, ServerSettings, create_app, refuse
+from arcaligner.server.app import ServerSettings, create_app, refuse
+from arcaligner.server.limits import TimedConnection
 
 QUESTION = "What sport does he play?"
 DOCUMENTS = [
@@ -197,22 +197,6 @@ def test_what_is_no_request_at_all_is_refused(url, client):
         assert refused.status_code == status and refused.json()["error"]["message"]
 
 
-def test_a_body_that_does_not_arrive_is_not_waited_for(engine):
-    status = []
-
-    async def receive():
-        await asyncio.Event().wait()
-
-    async def send(message):
-        status.append(message.get("status"))
-
-    app = BodyLimit(create_app(engine, ServerSettings()), max_body_bytes=100, seconds=0.01, count=status.append)
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b""}
-    scope["headers"] = [(b"host", b"localhost")]
-    asyncio.run(app(scope, receive, send))
-    assert status[:2] == [408, 408]
-
-
 def test_an_error_that_is_not_expected_is_logged_and_its_text_is_not_told(caplog):
     response = refuse(None, RuntimeError("a secret"))
     error = json.loads(response.body)["error"]
@@ -270,7 +254,7 @@ def test_the_server_says_how_it_does(url, client):
 
 def test_the_command_serves_a_checkpoint_and_a_corpus(capsys, monkeypatch, checkpoint_dir, retriever):
     served = []
-    monkeypatch.setattr("uvicorn.run", lambda app, **settings: served.append((app, settings)))
+    monkeypatch.setattr("uvicorn.Server.run", lambda server: served.append(server.config))
     monkeypatch.setenv("ARCALIGNER_API_KEY", "")
     options = ["serve", "--checkpoint", str(checkpoint_dir), "--corpus", str(retriever.corpus.path), "--port", "8001"]
     with pytest.raises(SystemExit) as end:
@@ -279,9 +263,9 @@ def test_the_command_serves_a_checkpoint_and_a_corpus(capsys, monkeypatch, check
     with pytest.raises(SystemExit) as end:
         cli.main(options)
     assert end.value.code == 0 and "http://127.0.0.1:8001/v1" in capsys.readouterr().err
-    ((app, settings),) = served
-    assert (settings["host"], settings["port"]) == ("127.0.0.1", 8001)
-    with TestClient(app, base_url="http://127.0.0.1:8001") as client:
+    (config,) = served
+    assert (config.host, config.port, config.http) == ("127.0.0.1", 8001, TimedConnection)
+    with TestClient(config.app, base_url="http://127.0.0.1:8001") as client:
         body = {"model": checkpoint_dir.name, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 2}
         assert client.post("/v1/chat/completions", json=body).json()["arcaligner"]["sources"]
 
