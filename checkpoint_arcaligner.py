@@ -34,6 +34,7 @@ from transformers.utils import cached_file, logging
 
 from .configuration_arcaligner import (
     check_settings,
+    default_dtype,
     missing_model_message,
     resolve_base_model,
     settings_digests,
@@ -68,6 +69,7 @@ class AlignerCheckpointMixin:
     """`from_pretrained` and `save_pretrained` of a model whose base weights live elsewhere."""
 
     hf_quantizer = None  # set by transformers where the base model is quantized
+    _has_default_dtype = False
 
     @staticmethod
     def is_aligner_key(key: str) -> bool:
@@ -79,7 +81,8 @@ class AlignerCheckpointMixin:
         """As `PreTrainedModel.from_pretrained`, for an ArcAligner checkpoint or a plain base model.
 
         A base model gets a fresh aligner, shaped by configuration arguments such as `encoder_hidden_size=`, `lora_r=`.
-        The base model is frozen.
+        The base model is frozen. Without `dtype`, or with `"auto"`, it is float32 on a CPU, and elsewhere what
+        `config.json` says.
 
         Raises:
             `ValueError`: aligner weights that are missing, do not fit or were quantized.
@@ -94,12 +97,16 @@ class AlignerCheckpointMixin:
                 kwargs.setdefault("base_model_name_or_path", str(name))
             name = resolved
         kwargs.setdefault("use_safetensors", True)
+        if has_default_dtype := kwargs.get("dtype", kwargs.get("torch_dtype")) in (None, "auto"):
+            kwargs.pop("torch_dtype", None)
+            kwargs["dtype"] = default_dtype(kwargs.get("device_map"))
         token = _caller_reads_loading_info.set(kwargs.get("output_loading_info", False))
         try:
             model = super().from_pretrained(name, *args, **kwargs)
         finally:
             _caller_reads_loading_info.reset(token)
         loaded = model[0] if isinstance(model, tuple) else model
+        loaded._has_default_dtype = has_default_dtype
         if loaded.hf_quantizer is not None:
             _check_aligner_is_whole(loaded)
         loaded.freeze_base_model()
@@ -171,7 +178,10 @@ class AlignerCheckpointMixin:
                 super().save_pretrained(folder, *args, **kwargs)
                 if is_main:
                     self._copy_code(folder)
-                    _write_digests(Path(save_directory), folder, save_base_model)
+                    # On a CPU it was float32 whatever `config.json` says; elsewhere that holds still.
+                    is_kept = self._has_default_dtype and not save_base_model and self.dtype == torch.float32
+                    dtype = self.config.named_dtype if is_kept else None
+                    _write_digests(Path(save_directory), folder, save_base_model, dtype)
         finally:
             self._keys_to_ignore_on_save, self.__class__ = ignored_before, class_before
             self.hf_quantizer = quantizer
@@ -449,11 +459,13 @@ def _processor_digests(folder: Path) -> dict[str, Any]:
     return {name: digest(folder / name) for name, digest in _PROCESSOR_FILES.items() if (folder / name).is_file()}
 
 
-def _write_digests(former: Path, folder: Path, includes_base_model: bool) -> None:
+def _write_digests(former: Path, folder: Path, includes_base_model: bool, dtype: torch.dtype | None = None) -> None:
     """Adds to the `config.json` in `folder` the digests of that and the weights beside it, and of a processor that is
-    in the folder `former`, where all of it will be."""
+    in the folder `former`, where all of it will be; and the `dtype` to load the base model in."""
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
+    if dtype is not None:
+        config["dtype"] = config["text_config"]["dtype"] = str(dtype).removeprefix("torch.")
     weights = read_tensors(sorted(folder.glob("model*.safetensors")))
     aligner = {key: tensor for key, tensor in weights if AlignerCheckpointMixin.is_aligner_key(key)}
     own = {path.name: settings_digests(slot_settings(config)), _WEIGHTS: tensors_digest(aligner)}

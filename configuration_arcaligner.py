@@ -14,6 +14,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
@@ -213,6 +214,7 @@ class ArcAlignerConfig(PreTrainedConfig):
                 "Name only layers that exist."
             )
         check_gates(self.gate_mode, self.gate_threshold, self.max_refinement_steps)
+        self.named_dtype = self.dtype  # which stays where the loader sets `dtype` to another
 
     @property
     def gated_layers(self) -> tuple[int, ...]:
@@ -279,7 +281,8 @@ class ArcAlignerConfig(PreTrainedConfig):
     def to_dict(self) -> dict[str, Any]:
         """As for any configuration, without what only holds for a checkpoint as it was saved."""
         found = super().to_dict()
-        return {name: value for name, value in found.items() if name not in ("digests", "includes_base_model")}
+        left_out = ("digests", "includes_base_model", "named_dtype")
+        return {name: value for name, value in found.items() if name not in left_out}
 
 
 def json_digest(value: Any) -> str:
@@ -322,6 +325,18 @@ def _describe_setting(settings: dict[str, Any], name: str) -> str:
     if name not in settings:
         return "is missing"
     return "was changed" if isinstance(settings[name], dict) else f"is {settings[name]!r}"
+
+
+def default_dtype(device_map: Any = None) -> torch.dtype | str:
+    """What models are loaded in unless a dtype is named: float32 on a CPU, as results were measured; elsewhere
+    `"auto"`, that of their `config.json`. `device_map` is that of `from_pretrained`; without one, models are taken to
+    go to the accelerator, if there is one."""
+    places = device_map.values() if isinstance(device_map, dict) else [device_map]
+    if any(place is None or place in ("auto", "balanced", "balanced_low_0", "sequential") for place in places):
+        is_cpu = not torch.accelerator.is_available()
+    else:
+        is_cpu = all(str(place).partition(":")[0] in ("cpu", "disk") for place in places)
+    return torch.float32 if is_cpu else "auto"
 
 
 def cache_directory() -> Path:

@@ -82,7 +82,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         encoder_name_or_path (`str`, defaults to all-MiniLM-L6-v2): Sentence encoder, for sentence-transformers.
         encoder_hidden_size (`int`, defaults to 384): Its width `d_r`.
         encoder_dtype (`str`, defaults to `"float32"`):
-            What it computes in. `"bfloat16"` is twice as fast on CPUs with AMX; `"auto"` is bfloat16 on these only.
+            What it computes in. `"bfloat16"` is twice as fast on CPUs with AMX; `"auto"` measures which one is faster.
         context_token (`str`, defaults to `"<context>"`): How a slot is shown when ids are decoded.
         context_token_id (`int`, *optional*): Id of a slot, outside of the tokenizer's. Default: `len(tokenizer)`.
         sentences_per_segment (`int` or `float`, defaults to 1): 0.5, 1 or n sentences, the paper's 12x, 24x and 72x.

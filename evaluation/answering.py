@@ -16,7 +16,7 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from ..configuration_arcaligner import resolve_base_model
+from ..configuration_arcaligner import default_dtype, resolve_base_model
 from ..lora_arcaligner import ADAPTER_NAME, slot_lora_layers
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
@@ -156,16 +156,11 @@ def _generate(model, processor, inputs, rows: list[Row], context_tokens: list[in
 # Models
 
 
-def dtype_on(device: str) -> torch.dtype:
-    """The dtype of the models: float32 on a CPU, otherwise bfloat16."""
-    return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
-
-
 @functools.lru_cache(maxsize=1)  # the methods of one checkpoint follow each other
 def load_aligner(checkpoint: str, device: str) -> tuple[ArcAlignerForCausalLM, ArcAlignerProcessor]:
     """Model and processor of an aligner, ready to generate. An encoder's dtype of `"auto"` is float32 here, so that a
     run that goes on on another machine reads the same slots."""
-    model = ArcAlignerForCausalLM.from_pretrained(checkpoint, dtype=dtype_on(device)).eval().to(device)
+    model = ArcAlignerForCausalLM.from_pretrained(checkpoint, dtype=default_dtype(device)).eval().to(device)
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
     if processor.encoder.dtype == "auto":
         processor.encoder.dtype = "float32"
@@ -176,7 +171,7 @@ def load_text_lora(aligner: str, lora: str, device: str):
     """The aligner's backbone with a LoRA of `train/full_text.py` merged into it, and the processor."""
     config = ArcAlignerForCausalLM.config_class.from_pretrained(aligner)
     name, revision = resolve_base_model(config.base_model_name_or_path), config.base_model_revision
-    base = AutoModelForCausalLM.from_pretrained(name, revision=revision or "main", dtype=dtype_on(device))
+    base = AutoModelForCausalLM.from_pretrained(name, revision=revision or "main", dtype=default_dtype(device))
     model = PeftModel.from_pretrained(base, lora).merge_and_unload().eval().to(device)
     return model, ArcAlignerProcessor.from_pretrained(aligner)
 

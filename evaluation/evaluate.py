@@ -16,9 +16,10 @@ from typing import Any
 
 from rich.progress import Progress
 
+from ..configuration_arcaligner import default_dtype
 from ..files import describe_machine, digest
 from ..rows import Row
-from .answering import MAX_NEW_TOKENS, Answer, Answerer, MissingMethodError, dtype_on, in_batches, longest_first
+from .answering import MAX_NEW_TOKENS, Answer, Answerer, MissingMethodError, in_batches, longest_first
 from .methods import Method, find_method
 from .metrics import METRICS, contains_match
 from .results import write_results
@@ -84,7 +85,7 @@ def task_settings(task: str, settings: EvaluationSettings) -> dict[str, Any]:
         "passages": chosen.passages,
         "top_k": chosen.top_k,
         "max_new_tokens": MAX_NEW_TOKENS,
-        "dtype": str(dtype_on(settings.checkpoints.device)),
+        "dtype": str(default_dtype(settings.checkpoints.device)),
         "batch_size": settings.batch_size,
         "machine": device_line(settings.checkpoints.device),
     }

@@ -4,7 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from arcaligner import ArcAlignerProcessor
+from arcaligner import ArcAlignerProcessor, encoder_arcaligner
+from arcaligner.encoder_arcaligner import fastest_dtype
+from arcaligner.train.recipe import resolve_dtype
 
 TEXTS = ["It was written by Ada, and nobody else knew.", "", "Radik has competed since 2003."] * 4
 # Of the dtype: eight bits.
@@ -44,16 +46,19 @@ def test_bfloat16_rounds_the_embeddings_which_stay_normalized_and_float32(load, 
         torch.testing.assert_close(found.norm(dim=1), torch.ones(len(found)))
 
 
-@pytest.mark.parametrize(("capabilities", "dtype"), [({"amx_bf16": True}, torch.bfloat16), ({}, torch.float32)])
-def test_auto_is_bfloat16_where_the_processor_multiplies_matrices_of_it(
-    load, trained, monkeypatch, capabilities, dtype, tmp_path
-):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+@pytest.mark.parametrize(("speed", "dtype"), [(60.0, torch.bfloat16), (25.0, torch.float32)])
+def test_auto_is_bfloat16_where_the_machine_is_much_faster_in_it(load, trained, monkeypatch, speed, dtype, tmp_path):
+    fastest_dtype.cache_clear()
+    monkeypatch.setattr(encoder_arcaligner, "_products_per_second", {torch.bfloat16: speed, torch.float32: 20.0}.get)
     processor = load("auto", trained)
     processor.encoder.device = "cpu"
     assert processor.encoder.model.dtype == dtype == processor.encoder.untrained.model.dtype
+    assert resolve_dtype("auto", torch.device("cpu")) == dtype  # that of a recipe
     processor.save_pretrained(tmp_path / "saved")  # for other machines
     assert ArcAlignerProcessor.from_pretrained(tmp_path / "saved").encoder_dtype == "auto"
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: speed == 60.0)
+    assert fastest_dtype("cuda") == dtype
+    fastest_dtype.cache_clear()
 
 
 def test_an_encoder_in_bfloat16_is_saved_and_trained_on_unrounded(load, trained, tmp_path):

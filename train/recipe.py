@@ -4,7 +4,6 @@ import dataclasses
 import inspect
 import logging
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from accelerate.utils import broadcast_object_list
 from trl import TrlParser
 
 from ..configuration_arcaligner import ArcAlignerConfig, cache_directory, resolve_base_model
+from ..encoder_arcaligner import fastest_dtype
 from ..files import exit_on_user_error, find_path, refuse_unknown
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..rows import normalize_answer, read_rows
@@ -231,29 +231,6 @@ def run_script(script: str, kinds: tuple[type, type], main: Callable) -> None:
     main(recipe, args, settings)
 
 
-def fastest_dtype(device: torch.device) -> torch.dtype:
-    """float32 or bfloat16, whichever multiplies matrices of a small backbone faster; each is measured for a
-    quarter of a second.
-
-    On accelerators it is bfloat16 where that is supported.
-    """
-    if device.type != "cpu":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    speeds = {dtype: _products_per_second(dtype) for dtype in (torch.float32, torch.bfloat16)}
-    logger.info("dtype auto: %s", ", ".join(f"{dtype} {speed:.0f} products/s" for dtype, speed in speeds.items()))
-    return max(speeds, key=speeds.get)
-
-
-def _products_per_second(dtype: torch.dtype) -> float:
-    rows, weight = torch.ones(2048, 576, dtype=dtype), torch.ones(576, 1536, dtype=dtype)
-    rows @ weight  # the first one sets up the kernel
-    count, start = 0, time.perf_counter()
-    while time.perf_counter() - start < 0.25:
-        rows @ weight
-        count += 1
-    return count / (time.perf_counter() - start)
-
-
 def resolve_dtype(name: str, device: torch.device, checkpoint: str | None = None) -> torch.dtype:
     """The dtype of a recipe, the same in all processes and, for `"auto"`, that of the checkpoint to resume from.
 
@@ -263,7 +240,9 @@ def resolve_dtype(name: str, device: torch.device, checkpoint: str | None = None
     if name == "auto" and checkpoint is not None:
         return ArcAlignerConfig.from_pretrained(checkpoint).dtype
     if name == "auto":
-        return broadcast_object_list([fastest_dtype(device)])[0]
+        dtype = broadcast_object_list([fastest_dtype(device.type)])[0]
+        logger.info("dtype auto: %s", dtype)
+        return dtype
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"`dtype` is {name!r}; expected auto, float32, bfloat16 or another float dtype of torch.")

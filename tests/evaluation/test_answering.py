@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from training_rows import question_rows
 from transformers import AutoModelForCausalLM
 
-from arcaligner import ArcAlignerProcessor
+from arcaligner import ArcAlignerProcessor, encoder_arcaligner
 from arcaligner.evaluation.answering import (
     SlotAnswerer,
     TextAnswerer,
@@ -171,7 +171,7 @@ def test_slots_with_words_are_read_with_them(base_model_dir, processor):
 
 
 def test_slots_are_the_same_on_any_machine(checkpoint_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
+    monkeypatch.setattr(encoder_arcaligner, "fastest_dtype", lambda device_type: torch.bfloat16)
     copied = shutil.copytree(checkpoint_dir, tmp_path / "copied")
     ArcAlignerProcessor.from_pretrained(copied, encoder_dtype="auto").save_pretrained(copied)
     assert ArcAlignerProcessor.from_pretrained(copied).encoder.model.dtype == torch.bfloat16

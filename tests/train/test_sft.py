@@ -166,18 +166,6 @@ def test_a_run_that_broke_when_it_was_trained_is_only_saved(tmp_path, write_reci
 # The dtype of the backbone
 
 
-def test_auto_takes_the_faster_dtype_and_logs_both(monkeypatch, caplog):
-    speeds = {torch.float32: 20.0, torch.bfloat16: 50.0}
-    monkeypatch.setattr(recipe, "_products_per_second", lambda dtype: speeds[dtype])
-    with caplog.at_level("INFO"):
-        assert recipe.fastest_dtype(torch.device("cpu")) == torch.bfloat16
-    assert "float32 20 products/s" in caplog.text and "bfloat16 50 products/s" in caplog.text
-    speeds[torch.float32] = 60.0
-    assert recipe.resolve_dtype("auto", torch.device("cpu")) == torch.float32
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
-    assert recipe.fastest_dtype(torch.device("cuda")) == torch.float32
-
-
 @pytest.mark.parametrize("name", ["bfloat61", "int8", "nn"])
 def test_a_dtype_that_is_none_is_refused(name):
     with pytest.raises(ValueError, match=f"`dtype` is '{name}'; expected auto, float32, bfloat16"):
@@ -191,9 +179,9 @@ def test_a_dtype_that_the_device_cannot_compute_in_is_refused_before_anything_is
 
 def test_a_resumed_run_keeps_the_dtype_that_auto_chose(tmp_path, write_recipe, monkeypatch):
     arguments = write_recipe("grounding", tmp_path / "run", dtype="auto")
-    monkeypatch.setattr(recipe, "fastest_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(recipe, "fastest_dtype", lambda device_type: torch.bfloat16)
     run_until(3, arguments)
-    monkeypatch.setattr(recipe, "fastest_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(recipe, "fastest_dtype", lambda device_type: torch.float32)
     seen = []
     monkeypatch.setattr(sft, "load_model", lambda recipe, processor, dtype: seen.append(dtype) or stop())
 

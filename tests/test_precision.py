@@ -1,0 +1,90 @@
+"""Answers are computed in float32 on a CPU, however a checkpoint is loaded; in bfloat16 by name."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from conftest import edit_json
+
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, cli
+from arcaligner.configuration_arcaligner import default_dtype
+from arcaligner.evaluation.answering import load_aligner
+from arcaligner.files import DEFAULT_CHECKPOINT
+
+
+@pytest.fixture
+def folder(checkpoint_dir, tmp_path):
+    """A checkpoint whose `config.json` says bfloat16."""
+    folder = shutil.copytree(checkpoint_dir, tmp_path / "checkpoint")
+    edit_json(folder / "config.json", dtype="bfloat16")
+    return folder
+
+
+def served(folder):
+    engine = cli.load_engine(folder, None, None)
+    try:
+        return engine.model
+    finally:
+        engine.close()
+
+
+WAYS = {
+    "from_pretrained": ArcAlignerForCausalLM.from_pretrained,
+    "pipeline": lambda folder: transformers.pipeline(model=folder, trust_remote_code=True, device="cpu").model,
+    "command line": lambda folder: cli.load_pipeline(folder).model,
+    "server": served,
+    "evaluation": lambda folder: load_aligner(folder, "cpu")[0],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_to_load_a_checkpoint_computes_in_float32_on_a_cpu(folder, way):
+    model = WAYS[way](str(folder))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_bfloat16_is_asked_for_by_name(folder, name):
+    model = ArcAlignerForCausalLM.from_pretrained(folder, **{name: "bfloat16"})
+    assert model.dtype == torch.bfloat16 == model.get_input_embeddings().weight.dtype
+    assert ArcAlignerForCausalLM.from_pretrained(folder, **{name: "auto"}).dtype == torch.float32
+
+
+def test_an_accelerator_computes_in_what_the_checkpoint_says(folder, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert ArcAlignerForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+    assert ArcAlignerForCausalLM.from_pretrained(folder, device_map="cpu").dtype == torch.float32
+    for places in ("auto", "cuda:1", 0, torch.device("cuda"), {"model": "cpu", "lm_head": 0}):
+        assert default_dtype(places) == "auto"
+    for places in (torch.device("cpu"), {"model": "cpu", "lm_head": "disk"}):
+        assert default_dtype(places) == torch.float32
+
+
+def test_what_a_cpu_loads_and_saves_says_what_accelerators_compute_in(folder, tmp_path):
+    def saved_dtype(model):
+        model.save_pretrained(tmp_path / "saved")
+        return json.loads((tmp_path / "saved" / "config.json").read_text())["dtype"]
+
+    model = ArcAlignerForCausalLM.from_pretrained(folder)
+    assert saved_dtype(model) == "bfloat16"
+    assert saved_dtype(model.to(torch.float16)) == "float16"
+    assert saved_dtype(ArcAlignerForCausalLM.from_pretrained(folder, dtype="float32")) == "float32"
+
+
+@pytest.mark.default_backbone
+def test_the_number_of_threads_changes_logits_by_rounding_only():
+    processor = ArcAlignerProcessor.from_pretrained(DEFAULT_CHECKPOINT)
+    model = ArcAlignerForCausalLM.from_pretrained(DEFAULT_CHECKPOINT)
+    text = "It was written by Ada, and nobody else knew how to read it aloud. " * 4
+    inputs = processor(text="Who wrote it?", documents=[text], return_tensors="pt")
+    before, logits = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            with torch.no_grad():
+                logits.append(model(**inputs).logits[0, -1])
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-3)
