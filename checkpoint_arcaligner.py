@@ -59,6 +59,7 @@ CODE_FILES = (
     "prefix_store_arcaligner.py",
     "generation_arcaligner.py",
     "checkpoint_arcaligner.py",
+    "confidence_arcaligner.py",
     "pipeline_arcaligner.py",
 )
 # With `output_loading_info=True` missing and mismatched keys are reported to the caller, not refused.

@@ -8,6 +8,7 @@ configuration -> processing (passages to slots) -> modeling (slots to logits) ->
     ask([{"role": "user", "content": "Who wrote it?"}], documents=["It was written by Ada."])
 """
 
+import itertools
 from dataclasses import asdict
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import GenerationConfig, TextGenerationPipeline
 from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
+from .confidence_arcaligner import AnswerConfidence, check_min_confidence
 from .configuration_arcaligner import SLOT_SETTINGS, longest_prompt
 from .passages_arcaligner import pad_passage_ids, pad_words
 from .processing_arcaligner import check_conversation
@@ -91,6 +93,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             max_slots (`int`, *optional*), slot_policy (`str`, *optional*, defaults to `"drop"`):
                 Maximum number of slots per input, and what happens to further segments: `"drop"` or `"merge"`;
                 see [`ArcAlignerProcessor`].
+            min_confidence (`float`, *optional*):
+                An answer from passages with less confidence, from 0 to 1, becomes the processor's `no_answer`. Not with
+                beams.
             sanitize_control_tokens (`bool`, *optional*, defaults to `True`):
                 Whether special tokens of the tokenizer, such as `<|im_end|>`, are read as plain text.
             batch_size (`int`, *optional*, defaults to 1): Inputs computed at a time.
@@ -108,7 +113,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             - **trajectories** (`list[list[str]]`) -- With `return_slots`, for each layer and slot the passes taken, see
               `format_trajectory`.
             - **statistics** (`dict`) -- With `return_slots`, `tokens` of the passages, `slots` and
-              `compression_rate`, the measured tokens per slot; with `max_slots`, the segments `merged` and `dropped`.
+              `compression_rate`, the measured tokens per slot; with `max_slots`, the segments `merged` and `dropped`;
+              `confidence` in the answer, where the aligner can refuse one and there are no beams.
 
         Raises:
             `ValueError`: an input of another kind, an empty question, documents that are not text, an option that
@@ -118,12 +124,15 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             raise ValueError("The list of inputs is empty; expected a chat, a string or a question with its passages.")
         return super().__call__(text_inputs, **kwargs)
 
-    def _sanitize_parameters(self, return_slots: bool | None = None, **kwargs):
+    def _sanitize_parameters(self, return_slots: bool | None = None, min_confidence: float | None = None, **kwargs):
         given = {name: kwargs.pop(name, None) for name in _SLOT_OPTIONS} | {"return_slots": return_slots}
         preprocess, forward, postprocess = super()._sanitize_parameters(**kwargs)
         preprocess |= {name: value for name, value in given.items() if value is not None}
         if return_slots is not None:
             forward["return_slots"] = return_slots
+        if min_confidence is not None:
+            check_min_confidence(self.processor, min_confidence)
+            forward["min_confidence"] = postprocess["min_confidence"] = min_confidence
         return preprocess, forward, postprocess
 
     def preprocess(
@@ -190,7 +199,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             **slots,
         )
 
-    def _forward(self, model_inputs: dict, return_slots: bool = False, **generate_kwargs) -> dict:
+    def _forward(
+        self, model_inputs: dict, return_slots: bool = False, min_confidence: float | None = None, **generate_kwargs
+    ) -> dict:
         row = model_inputs.pop("row")
         rows = row if isinstance(row, list) else [row]  # a list when it comes from a batch
         embeds = pad_sequence([each.pop("context_embeds") for each in rows], batch_first=True)
@@ -204,17 +215,46 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         depths = []
         if return_slots and slots:
             slots["recorded_depths"] = depths
+        watch = None
+        if slots and self.processor.no_answer is not None and (return_slots or min_confidence is not None):
+            watch = self._watch_confidence(min_confidence, generate_kwargs)
+        prompt_length = model_inputs["input_ids"].shape[1]
         outputs = super()._forward(model_inputs, **slots, **generate_kwargs)
+        if watch is not None:
+            new_ids = outputs["generated_sequence"][..., prompt_length:]  # (batch, sequences, new_tokens)
+            sure = watch.of(new_ids.flatten(0, 1))
+            outputs["confidence"] = torch.tensor(sure).view(len(rows), -1)  # (batch, sequences)
         if depths:  # (batch * num_beams, num_layers, max_slots), the same for all beams of a row
             outputs["recursion_depth"] = depths[0][:: len(depths[0]) // len(rows)]
         return outputs | {"row": row}
 
-    def postprocess(self, model_outputs: dict, return_type: ReturnType | None = None, **kwargs) -> list[dict[str, Any]]:
+    def _watch_confidence(self, min_confidence: float | None, generate_kwargs: dict) -> AnswerConfidence | None:
+        """What watches `generate`, put among its arguments; `None` with beams, whose tokens come from several."""
+        config = generate_kwargs.get("generation_config") or self.model.generation_config
+        if (generate_kwargs.get("num_beams") or config.num_beams or 1) > 1:
+            if min_confidence is not None:
+                raise ValueError("`min_confidence` is set, but with beams an answer has no confidence. Leave one out.")
+            return None
+        watch = AnswerConfidence(self.processor)
+        generate_kwargs["logits_processor"] = [*(generate_kwargs.get("logits_processor") or []), watch]
+        return watch
+
+    def postprocess(
+        self,
+        model_outputs: dict,
+        return_type: ReturnType | None = None,
+        min_confidence: float | None = None,
+        **kwargs,
+    ) -> list[dict[str, Any]]:
         row = model_outputs.pop("row")
         depth = model_outputs.pop("recursion_depth", None)  # (1, num_layers, max_slots)
         if return_type is None:
             return_type = ReturnType.NEW_TEXT if row["is_question"] else ReturnType.FULL_TEXT
+        found = model_outputs.pop("confidence", torch.empty(1, 0))[0].tolist() if row["has_slots"] else []
         records = super().postprocess(model_outputs, return_type=return_type, **kwargs)
+        for record, sure in zip(records, found, strict=False):
+            if min_confidence is not None and sure < min_confidence:
+                _set_answer(record, self.processor.no_answer)
         if "statistics" not in row:
             return records
         num_slots = row["statistics"]["slots"]
@@ -224,7 +264,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             "trajectories": [[format_trajectory(each) for each in layer] for layer in layers],
             "statistics": row["statistics"],
         }
-        return [record | slots for record in records]
+        slots = [slots | {"statistics": row["statistics"] | {"confidence": sure}} for sure in found] or [slots]
+        return [record | of_record for record, of_record in zip(records, itertools.cycle(slots), strict=False)]
 
     def _describe_row(self, encoded: dict, is_question: bool, return_slots: bool) -> dict[str, Any]:
         """A row's embeddings (num_slots, encoder_hidden_size), words (num_slots, max_words) and passages (num_slots,),
@@ -233,6 +274,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         no_passages = torch.full((1, 0), -1)
         row = {
             "is_question": is_question,
+            "has_slots": "context_embeds" in encoded,
             "context_embeds": encoded.get("context_embeds", no_embeds)[0],
             "context_word_ids": encoded.get("context_word_ids", no_words)[0],
             "context_passage_ids": encoded.get("context_passage_ids", no_passages)[0],
@@ -247,6 +289,14 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         """Writes model, code and processor, for `pipeline(model=save_directory)` to load."""
         self.model.save_pretrained(save_directory, **kwargs)
         self.processor.save_pretrained(save_directory)
+
+
+def _set_answer(record: dict[str, Any], text: str) -> None:
+    """Puts a text in the place of an answer: of the last message of a chat, or of the whole text."""
+    if isinstance(record["generated_text"], str):
+        record["generated_text"] = text
+    else:
+        record["generated_text"][-1]["content"] = text
 
 
 def _user_turn(question: str) -> dict[str, str]:

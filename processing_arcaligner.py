@@ -99,6 +99,8 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
             As in [`ArcAlignerConfig`]; with `"separate"` the model is told which slot belongs to which passage.
         no_answer (`str`, *optional*):
             What the aligner has learned to answer where the passages do not say. `None`: it always names something.
+        confidence_weights (`list[float]`, *optional*):
+            Three numbers that calibrate an answer's confidence, see `confidence_arcaligner.py`.
         trained_encoder (`bool`, defaults to `False`):
             Whether the encoder was trained with the aligner: the checkpoint's folder `encoder` has its LoRA weights.
         chat_template (`str`, *optional*): Default: the tokenizer's.
@@ -122,6 +124,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         trained_encoder: bool = False,
         passage_attention: str = "joint",
         no_answer: str | None = None,
+        confidence_weights: list[float] | None = None,
         max_prompt_length: int | None = None,
         chat_template: str | None = None,
         encoder_dtype: str = "float32",
@@ -151,7 +154,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
                 f"`passage_attention` is {passage_attention!r}; expected one of {', '.join(PASSAGE_ATTENTIONS)}."
             )
         self.passage_attention = passage_attention
-        self.no_answer = no_answer
+        self.no_answer, self.confidence_weights = no_answer, confidence_weights
         self.encoder_dtype = encoder_dtype
         self.encoder = SentenceEncoder(encoder_name_or_path, dtype=encoder_dtype)
         self.auto_map = {"AutoProcessor": "processing_arcaligner.ArcAlignerProcessor"}

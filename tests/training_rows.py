@@ -42,3 +42,21 @@ def write_rows(path: Path, rows: list[dict]) -> str:
     data = text.encode("utf-8")
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
     return str(path)
+
+
+def article_rows(count, questions=4):
+    """Rows of articles on one subject each, so that the nearest other passage is that of another question."""
+    rows = []
+    for number in range(count):
+        text = f"The mill of town {number} ground corn until {1800 + number}, by the river."
+        for each in range(questions):
+            answer = str(1800 + number)
+            rows.append(
+                {
+                    "id": f"{number}-{each}",
+                    "question": f"Until when, question {each}, did the mill of town {number} grind?",
+                    "answers": [answer],
+                    "passages": [{"title": f"Town {number}", "text": text}],
+                }
+            )
+    return rows

@@ -12,7 +12,7 @@ import shlex
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -234,10 +234,8 @@ def _find_fault(checkpoint: Path) -> str | None:
 # The result
 
 
-def mean_of_checkpoints(output_dir: str | Path, number: int, processor: ArcAlignerProcessor) -> dict[str, torch.Tensor]:
-    """The mean of the aligner's weights in the last checkpoints of `output_dir`, `number` of them or all there are.
-
-    An encoder that was trained jointly becomes its mean in `processor`.
+def last_checkpoints(output_dir: str | Path, number: int) -> list[Path]:
+    """The last `number` whole checkpoints of a run, or all there are, the last one first.
 
     Raises:
         `ValueError`: no checkpoint there has the aligner's weights in one file.
@@ -246,10 +244,16 @@ def mean_of_checkpoints(output_dir: str | Path, number: int, processor: ArcAlign
     folders = [each for each in whole if (each / SAFE_WEIGHTS_NAME).exists()][:number]
     if not folders:
         raise ValueError(
-            f"`average_checkpoints` is {number}, but no checkpoint in {output_dir} has a {SAFE_WEIGHTS_NAME}. Save "
-            "some (`save_steps`), each with all of its weights in one file."
+            f"{number} checkpoints are to be averaged, but none in {output_dir} has a {SAFE_WEIGHTS_NAME}. Save some "
+            "(`save_steps`), each with all of its weights in one file."
         )
-    logger.info("the result is the mean of %s", ", ".join(each.name for each in folders))
+    return folders
+
+
+def mean_of_checkpoints(folders: Sequence[Path], processor: ArcAlignerProcessor) -> dict[str, torch.Tensor]:
+    """The mean of the aligner's weights in some checkpoints. An encoder that was trained jointly becomes its mean in
+    `processor`."""
+    logger.info("the result is the mean of %s", ", ".join(str(each) for each in folders))
     adapter = Path(ENCODER_FOLDER, SAFETENSORS_WEIGHTS_NAME)
     if (folders[0] / adapter).exists():
         with tempfile.TemporaryDirectory() as folder:
@@ -260,7 +264,7 @@ def mean_of_checkpoints(output_dir: str | Path, number: int, processor: ArcAlign
     return _mean_weights(folders, SAFE_WEIGHTS_NAME)
 
 
-def _mean_weights(folders: list[Path], name: str | Path) -> dict[str, torch.Tensor]:
+def _mean_weights(folders: Sequence[Path], name: str | Path) -> dict[str, torch.Tensor]:
     weights = [load_file(folder / name) for folder in folders]
     return {key: torch.stack([each[key] for each in weights]).mean(dim=0) for key in weights[0]}
 

@@ -241,7 +241,7 @@ class ExampleSelector:
     def _take(self, source: str, quota: int | None, held_out: bool) -> datasets.Dataset:
         """The first `quota` examples of a source that are not too long, its rows in random order."""
         recipe, asks = self.recipe, self.recipe.asks_questions
-        corpus = self._part(source, held_out)
+        corpus = self.part(source, held_out)
         nearest = NearestPassages(corpus) if recipe.distractors or recipe.unanswerable else None
         make = functools.partial(
             _examples_of_rows,
@@ -272,7 +272,7 @@ class ExampleSelector:
             self._report(source, problem, row_ids)
         return examples
 
-    def _part(self, source: str, held_out: bool) -> datasets.Dataset:
+    def part(self, source: str, held_out: bool) -> datasets.Dataset:
         """The rows of a source that may be used: those of its validation part, or the others.
 
         Raises:

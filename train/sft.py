@@ -25,7 +25,7 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM, slot_decoder_layers
 from ..processing_arcaligner import ArcAlignerProcessor
 from .data import ContextCollator, ExampleBuilder, word_rarity
 from .recipe import RecipeArguments, check_start, resolve_dtype, run_script
-from .run import claim_folder, last_checkpoint, mean_of_checkpoints, save_stage
+from .run import claim_folder, last_checkpoint, last_checkpoints, mean_of_checkpoints, save_stage
 from .selection import ExampleSelector
 from .stages import SCRIPT
 from .trainer import AlignerTrainer, AlignerTrainingConfig
@@ -184,7 +184,8 @@ def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -
         if trainer.is_world_process_zero():
             model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
             if args.average_checkpoints:
-                state_dict |= mean_of_checkpoints(args.output_dir, args.average_checkpoints, processor)
+                last = last_checkpoints(args.output_dir, args.average_checkpoints)
+                state_dict |= mean_of_checkpoints(last, processor)
             save_stage(args.output_dir, model, processor, settings, state_dict)
             logger.info("saved to %s", args.output_dir)
         trainer.accelerator.wait_for_everyone()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import datasets
 import pytest
-from training_rows import passage_rows, question_rows, write_rows
+from training_rows import article_rows, passage_rows, question_rows, write_rows
 
 from arcaligner.train import selection
 from arcaligner.train.data import Example, ExampleBuilder, Turn
@@ -354,24 +354,6 @@ def test_a_share_of_rows_with_distractors_loses_the_passages_that_answer(corpus,
 
 
 # Questions that are not answered, and articles that are held out
-
-
-def article_rows(count, questions=4):
-    """Rows of articles on one subject each, so that the nearest other passage is that of another question."""
-    rows = []
-    for number in range(count):
-        text = f"The mill of town {number} ground corn until {1800 + number}, by the river."
-        for each in range(questions):
-            answer = str(1800 + number)
-            rows.append(
-                {
-                    "id": f"{number}-{each}",
-                    "question": f"Until when, question {each}, did the mill of town {number} grind?",
-                    "answers": [answer],
-                    "passages": [{"title": f"Town {number}", "text": text}],
-                }
-            )
-    return rows
 
 
 def test_a_share_of_the_questions_is_asked_about_passages_that_do_not_answer_them(select, tmp_path, processor):

@@ -1,0 +1,263 @@
+"""Validates an aligner on the articles that a recipe holds out: losses, answers, refusals, confidence.
+
+    python -m arcaligner.train.validate --recipe train/recipes/smollm2_135m/2_grounding.yaml --runs runs/mine
+    python -m arcaligner.train.validate --recipe RECIPE --runs runs/a,runs/b --last 10 --answers 300 --output runs/mean
+
+All decisions (which checkpoints to average, rates, learning rates, when to stop) are taken on these numbers; the test
+sets are asked for a finished aligner only. The held-out rows are the same for each aligner: those of the recipe's
+`train_files` and `reconstruction_files` whose articles it does not train on. A fifth of the questions is asked about
+the nearest passage that does not answer them.
+
+With `--output`, the mean of the checkpoints is written there with a calibrated confidence.
+"""
+
+import dataclasses
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from tqdm.auto import tqdm
+
+from ..confidence_arcaligner import AnswerConfidence
+from ..files import markdown_table, run_command, stable_number, write_whole
+from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..processing_arcaligner import ArcAlignerProcessor
+from ..rows import Row, contains_match, token_f1
+from .data import ContextCollator, ExampleBuilder, encode_slots
+from .metrics import MAX_NEW_TOKENS
+from .recipe import RecipeArguments
+from .run import last_checkpoints, mean_of_checkpoints, read_keys, save_stage
+from .selection import ExampleSelector, NearestPassages, own_passages
+
+UNANSWERABLE = 0.2  # share of the validation questions
+BATCH = 16
+
+
+def kind_of(row: Row) -> str:
+    """The set of questions that a row comes from: what its id begins with."""
+    return row["id"].partition("_")[0]
+
+
+def validation_rows(selector: ExampleSelector, number: int) -> list[Row]:
+    """About `number` held-out questions with the passages that they are asked about, as many of each set as of the
+    others where there are enough. `is_answered` says whether the passages answer them."""
+    by_kind: dict[str, list[Row]] = defaultdict(list)
+    nearest = []
+    for source in selector.recipe.train_files:
+        part = list(selector.part(source, held_out=True))
+        nearest.append(NearestPassages(part))
+        for row in part:
+            if row["question"].strip() and row["answers"]:
+                by_kind[kind_of(row)].append(row | {"source": len(nearest) - 1})
+    for rows in by_kind.values():
+        rows.sort(key=lambda row: stable_number(f"validate:{row['id']}", 2**60))
+    chosen, left = [], number
+    for place, rows in enumerate(sorted(by_kind.values(), key=len)):
+        taken = rows[: max(1, left // (len(by_kind) - place))]
+        left -= len(taken)
+        chosen += [_as_asked(row, nearest[row["source"]], selector.recipe.no_answer) for row in taken]
+    return chosen
+
+
+def _as_asked(row: Row, nearest: NearestPassages, no_answer: str) -> Row:
+    if stable_number(f"unanswerable:{row['id']}", 100) < 100 * UNANSWERABLE:
+        near = nearest.without_answer(row["question"], row["answers"], row["passages"], 1)
+        if near:
+            return row | {"passages": near, "answers": [no_answer], "is_answered": False}
+    return row | {"passages": own_passages(row)[0], "is_answered": True}
+
+
+def held_out_texts(selector: ExampleSelector, number: int) -> list[Row]:
+    """Held-out passages to read back."""
+    rows = [row for source in selector.recipe.reconstruction_files for row in selector.part(source, held_out=True)]
+    return sorted(rows, key=lambda row: stable_number(f"validate:{row['id']}", 2**60))[:number]
+
+
+@torch.inference_mode()
+def mean_losses(
+    model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, examples: list[tuple[str, dict]], rate: int | str
+) -> dict[str, float]:
+    """The NLL of a target token (Eq. 10), by kind, from slots at a rate."""
+    collator = ContextCollator(
+        processor.context_token_id, processor.tokenizer.pad_token_id or 0, (rate,), bool(model.config.word_parts)
+    )
+    totals = defaultdict(lambda: torch.zeros(2, dtype=torch.float64))
+    examples = sorted(examples, key=lambda pair: pair[1]["length"])
+    for start in tqdm(range(0, len(examples), BATCH), desc=f"losses, rate {rate}", leave=False):
+        some = examples[start : start + BATCH]
+        batch = collator([example for _, example in some])
+        slots = {"context_embeds": encode_slots(processor, batch)}
+        if model.config.word_parts:
+            slots["context_word_ids"] = batch["context_word_ids"]
+        if model.config.passage_attention == "separate":
+            slots["context_passage_ids"] = batch["context_passage_ids"]
+        labels, mask = batch["labels"][:, 1:], (batch["turn_ids"] >= 0).long()
+        hidden = model.model(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False, **slots)
+        for row, (kind, _) in enumerate(some):
+            is_target = labels[row] != -100
+            logits = model.lm_head(hidden.last_hidden_state[row, :-1][is_target]).float()
+            nll = torch.nn.functional.cross_entropy(logits, labels[row][is_target], reduction="sum")
+            totals[kind] += torch.tensor([nll.item(), is_target.sum().item()])
+    return {kind: (total[0] / total[1]).item() for kind, total in sorted(totals.items())}
+
+
+@torch.inference_mode()
+def answers(
+    model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: list[Row], rate: int | str
+) -> list[dict[str, Any]]:
+    """Greedy answers to `rows`: F1, non-strict EM, whether it was refused, and the features of its confidence."""
+    found = []
+    rows = sorted(rows, key=lambda row: sum(len(each["text"]) for each in row["passages"]))
+    for start in tqdm(range(0, len(rows), BATCH), desc=f"answers, rate {rate}", leave=False):
+        some = rows[start : start + BATCH]
+        inputs = processor.apply_chat_template(
+            [[{"role": "user", "content": row["question"]}] for row in some],
+            documents=[row["passages"] for row in some],
+            tokens_per_slot=rate,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={"padding": True, "padding_side": "left"},
+        )
+        watch = AnswerConfidence(processor)
+        ids = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, logits_processor=[watch])
+        new_ids = ids[:, inputs["input_ids"].shape[1] :]
+        texts = processor.batch_decode(new_ids, skip_special_tokens=True)
+        for row, text, features in zip(some, texts, watch.features(new_ids), strict=True):
+            said = text.strip()
+            found.append(
+                {
+                    "kind": kind_of(row),
+                    "is_answered": row["is_answered"],
+                    "f1": token_f1(said, row["answers"]),
+                    "em": contains_match(said, row["answers"]),
+                    "is_refused": said == processor.no_answer,
+                    "features": features,
+                }
+            )
+    return found
+
+
+def refusal_scores(found: list[dict[str, Any]]) -> dict[str, float]:
+    """Shares of unanswerable questions refused and of answerable ones wrongly refused, in percent, and the area under
+    the curve of the first by the second, for any threshold of the log-odds against refusing."""
+    answered = [each for each in found if each["is_answered"]]
+    unanswered = [each for each in found if not each["is_answered"]]
+    odds = [torch.tensor([each["features"][0] for each in part]) for part in (answered, unanswered)]
+    above = (odds[0][:, None] > odds[1]).double() + 0.5 * (odds[0][:, None] == odds[1]).double()
+    return {
+        "refused": 100 * sum(each["is_refused"] for each in unanswered) / max(1, len(unanswered)),
+        "wrongly refused": 100 * sum(each["is_refused"] for each in answered) / max(1, len(answered)),
+        "AUROC": above.mean().item(),
+    }
+
+
+def fit_confidence(answers: list[tuple[float, float, float]]) -> list[float]:
+    """Bias and weights of a logistic regression: from the log-odds against refusing and the mean log-probability of a
+    token to whether the answer was right, 0 or 1."""
+    features = torch.tensor([[1.0, odds, mean] for odds, mean, _ in answers], dtype=torch.float64)
+    right = torch.tensor([each for *_, each in answers], dtype=torch.float64)
+    weights = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=100, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(features @ weights, right)
+        (loss + 1e-4 * weights.square().sum()).backward()
+        return loss
+
+    optimizer.step(closure)
+    return [round(weight, 4) for weight in weights.tolist()]
+
+
+def validate(model, processor, selector: ExampleSelector, rates: Iterable[int | str], number: int, num_answers: int):
+    """Everything, by rate; and the answers, to calibrate with."""
+    rows, texts = validation_rows(selector, number), held_out_texts(selector, number // 4)
+    builder = ExampleBuilder(processor, max_segments=8, tokens_per_slot=(2,))
+    examples = [
+        (kind_of(row) if row["is_answered"] else "unanswerable", asdict(example))
+        for row in rows
+        for example in builder.question_examples([row])
+    ]
+    examples += [("read back", asdict(example)) for example in builder.reconstruction_examples(texts)]
+    results, all_answers = {}, []
+    for rate in rates:
+        results[str(rate)] = {"loss": mean_losses(model, processor, examples, rate)}
+        if num_answers:
+            share = max(1, len(rows) // num_answers)
+            found = answers(model, processor, rows[::share], rate)
+            all_answers += found
+            by_kind = defaultdict(list)
+            for each in found:
+                if each["is_answered"]:
+                    by_kind[each["kind"]].append(100 * each["f1"])
+            f1 = {kind: sum(each) / len(each) for kind, each in sorted(by_kind.items())}
+            results[str(rate)] |= {"f1": f1, **refusal_scores(found)}
+    return results, all_answers
+
+
+def table(results: dict[str, dict]) -> str:
+    """The results as Markdown."""
+    lines = []
+    for measure, digits in (("loss", 3), ("f1", 1)):
+        kinds = sorted({kind for each in results.values() for kind in each.get(measure, ())})
+        cells = [
+            [rate, *(f"{each[measure].get(kind, math.nan):.{digits}f}" for kind in kinds)]
+            for rate, each in results.items()
+            if measure in each
+        ]
+        lines += [*markdown_table([measure, *kinds], cells), ""] if cells else []
+    names = ("refused", "wrongly refused", "AUROC")
+    cells = [[rate, *(f"{each[name]:.3g}" for name in names)] for rate, each in results.items() if names[0] in each]
+    return "\n".join(lines + (markdown_table(["rate", *names], cells) if cells else []))
+
+
+def load_mean(folders: list[Path], dtype: str) -> tuple[ArcAlignerForCausalLM, ArcAlignerProcessor]:
+    """The aligner with the mean of the weights of `folders`, and its processor."""
+    processor = ArcAlignerProcessor.from_pretrained(folders[0])
+    model = ArcAlignerForCausalLM.from_pretrained(folders[0], dtype=getattr(torch, dtype)).eval()
+    if len(folders) > 1:
+        model.load_state_dict(mean_of_checkpoints(folders, processor), strict=False)
+    return model, processor
+
+
+def main(
+    recipe: Annotated[Path, typer.Option(help="The recipe of the stage: its data, and what is held out.")],
+    runs: Annotated[str, typer.Option(help="Folders of runs or of aligners, separated by commas.")],
+    last: Annotated[int, typer.Option(help="Last checkpoints of each run to average; 0 for the folders' own.")] = 0,
+    rates: Annotated[str, typer.Option(help="Rates, separated by commas.")] = "2,4",
+    number: Annotated[int, typer.Option("-n", help="Questions; a quarter as many texts.")] = 1000,
+    num_answers: Annotated[int, typer.Option("--answers", help="Questions to answer as well; 0 for none.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="Folder for the mean, with a calibrated confidence.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
+    dtype: Annotated[str, typer.Option(help="The dtype of the backbone.")] = "float32",
+) -> None:
+    """Prints losses, answers and refusals on held-out articles."""
+    settings = recipe.read_text(encoding="utf-8")
+    names = {each.name for each in dataclasses.fields(RecipeArguments)}
+    keys = {name: value for name, value in read_keys(settings).items() if name in names}
+    data = RecipeArguments(**keys | ({} if data_dir is None else {"data_dir": data_dir}))
+    folders = [Path(each) for each in runs.split(",")]
+    if last:
+        folders = [checkpoint for folder in folders for checkpoint in last_checkpoints(folder, last)]
+    model, processor = load_mean(folders, dtype)
+    selector = ExampleSelector(data, ExampleBuilder(processor))
+    wanted = [int(rate) if rate.isdecimal() else rate for rate in rates.split(",")]
+    results, found = validate(model, processor, selector, wanted, number, num_answers)
+    print(table(results))
+    if output is not None:
+        if found:
+            processor.confidence_weights = fit_confidence([(*each["features"], each["em"]) for each in found])
+        save_stage(output, model, processor, settings)
+        write_whole(output / "validation.json", json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    run_command(main)
