@@ -259,7 +259,7 @@ def test_passages_together_may_be_longer_than_the_context_and_one_may_not(apart,
     kept = store.prepare("Who?", [words + str(number) for number in range(6)])
     ids = model.generate(**kept, **FIVE_TOKENS)
     assert torch.equal(ids[:, -5:], model.generate(**inputs, **FIVE_TOKENS)[:, -5:])
-    with pytest.raises(ValueError, match="reads 300"):
+    with pytest.raises(ValueError, match="room for 262"):
         model.generate(**chat_inputs(apart, "Who?", [words * 6]), **FIVE_TOKENS)
     with pytest.raises(ValueError, match="there is room for"):
         store.prepare("Who?", [words * 6])
