@@ -33,6 +33,7 @@ def apart(processor):
         encoder_hidden_size=ENCODER_WIDTH,
         context_token_id=processor.context_token_id,
         passage_attention="separate",
+        max_prompt_length=300,
     )
 
 
