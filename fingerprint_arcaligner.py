@@ -24,21 +24,12 @@ PREFIX_SETTINGS = {
 }
 
 
-def slot_prefix_fingerprint(
-    model,
-    processor,
-    prompt_ids: Sequence[int],
-    passages: Sequence,
-    weights: dict[str, str],
-    settings: dict | None = None,
-) -> dict[str, Any]:
-    """All that decides the keys and values of a slot prefix, as JSON.
+def shared_fingerprint(model, processor, weights: dict[str, str], settings: dict | None = None) -> dict[str, Any]:
+    """All that decides the keys and values of any passage, as JSON: everything but its words and the text before it.
 
     Args:
-        model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): What computes the prefix.
-        prompt_ids (`Sequence[int]`): The text before the slots.
-        passages (`Sequence`): Documents, each a string or `{"title", "text"}`, or [`GivenSlots`].
-        weights (`dict`): Digests of all that was read for it, of `SlotPrefixStore.weights`.
+        model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): What reads passages.
+        weights (`dict`): Digests of all that is read for it, of `SlotPrefixStore.weights`.
         settings (`dict`, *optional*): What was asked for instead of the configuration, of `canonical_settings`.
     """
     config = slot_settings(model.config.to_dict())
@@ -53,8 +44,21 @@ def slot_prefix_fingerprint(
         "spacy_model": processor.spacy_model,
         "tokens_per_slot": (settings or {}).get("tokens_per_slot", processor.tokens_per_slot),
         "context_words": processor.context_words,
+    }
+
+
+def passage_fingerprint(prompt_ids: Sequence[int], passages: Sequence | None) -> dict[str, Any]:
+    """The rest of what decides keys and values: the text before the slots, and the passages that are read together.
+
+    Args:
+        prompt_ids (`Sequence[int]`): The text before the slots.
+        passages (`Sequence`, *optional*):
+            Documents, each a string or `{"title", "text"}`, or [`GivenSlots`]. `None`: the text before the slots alone.
+    """
+    return {
         "prompt": json_digest(list(prompt_ids)),
-        "passages": _passages_digest(passages),
+        "passages": _passages_digest(passages or []),
+        "has_slots": passages is not None,
     }
 
 

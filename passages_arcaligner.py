@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 # Attention kernels that take a mask of rows by columns.
 MASK_KERNELS = ("eager", "sdpa")
@@ -165,20 +165,69 @@ def keys_values_of(cache: Cache, row: int, start: int, end: int) -> torch.Tensor
     return torch.stack(layers)
 
 
+# Positions that a joined cache has room for before it is copied: a question and a short answer.
+ROOM = 128
+
+
+class RoomyLayer(DynamicLayer):
+    """A cache layer that is written into room behind what it holds, so that no token copies all that came before it.
+
+    Args:
+        room (`torch.Tensor` of shape `(2, batch, heads, num_positions, head_dim)`): Keys and values; only it is theirs.
+        length (`int`): The positions that are filled.
+    """
+
+    def __init__(self, room: torch.Tensor, length: int):
+        super().__init__()
+        self.lazy_initialization(room, room)
+        self._fill(room, length)
+
+    def _fill(self, room: torch.Tensor, length: int) -> None:
+        self._room = room
+        self.keys, self.values = room[:, :, :, :length]
+        self._in_room = self.keys
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds keys and values (batch, heads, new_positions, head_dim), and returns all."""
+        start, room = self.get_seq_length(), self._room
+        end = start + key_states.shape[2]
+        if self.keys is not self._in_room or end > room.shape[3]:  # beams and selected rows have memory of their own
+            room = _empty(key_states, 2, *key_states.shape[:2], end + ROOM, key_states.shape[3])
+            if start:
+                room[0, :, :, :start], room[1, :, :, :start] = self.keys, self.values
+        room[0, :, :, start:end], room[1, :, :, start:end] = key_states, value_states
+        self.is_initialized = True
+        self._fill(room, end)
+        return self.keys, self.values
+
+
+def _empty(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """An ordinary tensor, that can be written to in and outside of inference mode."""
+    with torch.inference_mode(False):
+        return like.new_empty(shape)
+
+
 def join_keys_values(rows: Sequence[Sequence[torch.Tensor]], config: PreTrainedConfig) -> DynamicCache:
     """Joins what was read, the text before the slots first, to a left-padded cache with a row for each of `rows`.
 
-    Everything is copied: generating from the cache leaves what is kept as it is.
+    Everything is copied, once: generating from the cache leaves what is kept as it is.
     """
     lengths = [sum(part.shape[3] for part in parts) for parts in rows]
-    first, length = rows[0][0], max(lengths)
+    first, length, cache = rows[0][0], max(lengths), DynamicCache(config=config)
     num_layers, _, heads, _, head_dim = first.shape
-    joined = first.new_zeros(num_layers, 2, len(rows), heads, length, head_dim)
-    for row, parts in enumerate(rows):
-        torch.cat([*parts], dim=3, out=joined[:, :, row, :, length - lengths[row] :])
-    cache = DynamicCache(config=config)
-    for layer_idx, (keys, values) in enumerate(joined):
-        cache.update(keys, values, layer_idx)
+    for layer_idx in range(num_layers):
+        # Memory of a layer at a time: an allocator keeps pieces of this size, while larger ones are new each time.
+        joined = _empty(first, 2, len(rows), heads, length + ROOM, head_dim)
+        for row, parts in enumerate(rows):
+            padding = length - lengths[row]
+            joined[:, row, :, :padding] = 0.0  # which is masked, so that any number would do, but no NaN
+            torch.cat([part[layer_idx] for part in parts], dim=2, out=joined[:, row, :, padding:length])
+        if cache.layers[layer_idx].is_sliding:
+            cache.update(*joined[:, :, :, :length], layer_idx)
+        else:
+            cache.layers[layer_idx] = RoomyLayer(joined, length)
     return cache
 
 

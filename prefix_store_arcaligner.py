@@ -35,13 +35,14 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from .configuration_arcaligner import REFINEMENT_SETTINGS, SLOT_SETTINGS, check_length, longest_prompt
+from .configuration_arcaligner import REFINEMENT_SETTINGS, SLOT_SETTINGS, check_length, json_digest, longest_prompt
 from .encoder_arcaligner import GivenSlots
 from .fingerprint_arcaligner import (
     PREFIX_SETTINGS,
     WatchedWeights,
     canonical_settings,
-    slot_prefix_fingerprint,
+    passage_fingerprint,
+    shared_fingerprint,
     spacy_version,
     tensors_digest,
 )
@@ -60,7 +61,7 @@ def save_keys_values(path: str | Path, keys_values: torch.Tensor, fingerprint: d
     Args:
         path (`str` or `Path`): File to write; its folder exists.
         keys_values (`torch.Tensor` of shape `(num_layers, 2, heads, num_slots, head_dim)`): From `read_passages`.
-        fingerprint (`dict`): What `slot_prefix_fingerprint` returns.
+        fingerprint (`dict`): What `shared_fingerprint` and `passage_fingerprint` return.
     """
     path, tensors = Path(path), {_NAME: keys_values.contiguous()}
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -80,7 +81,7 @@ def load_keys_values(
 
     Args:
         path (`str` or `Path`): The file.
-        fingerprint (`dict`): `slot_prefix_fingerprint` of the model, passage and prompt it will be used with.
+        fingerprint (`dict`): That of the model, passage and prompt it will be used with.
         config (`PreTrainedConfig`): The backbone's, `model.config.text_config`.
         device (`str` or `torch.device`, defaults to `"cpu"`): Where the model is.
 
@@ -130,12 +131,6 @@ class _Unit(NamedTuple):
     @property
     def is_passage(self) -> bool:
         return self.passages is not None
-
-    def fingerprint(self, store: "SlotPrefixStore", weights: dict[str, Any], settings: dict[str, Any]) -> dict:
-        passages = [] if self.passages is None else self.passages
-        return slot_prefix_fingerprint(store.model, store.processor, self.head, passages, weights, settings) | {
-            "has_slots": self.is_passage
-        }
 
 
 class Prepared(dict):
@@ -315,19 +310,21 @@ class SlotPrefixStore:
         owns the tensors: copy before use."""
         with self._lock:
             weights = self.weights(rows[0][1].passages)
-            prints = [[unit.fingerprint(self, weights, settings) for unit in row] for row in rows]
-            keys = [[hashlib.sha256(json.dumps(each).encode()).hexdigest() for each in row] for row in prints]
+            shared = shared_fingerprint(self.model, self.processor, weights, settings)
+            digest = json_digest(shared)
+            prints = [[passage_fingerprint(*unit) for unit in row] for row in rows]
+            keys = [[json_digest([digest, own]) for own in row] for row in prints]
             found: dict[str, torch.Tensor] = {}
             missing: dict[str, tuple[_Unit, dict]] = {}  # each with its fingerprint
             for row in zip(rows, keys, prints, strict=True):
-                for unit, key, fingerprint in zip(*row, strict=True):
+                for unit, key, own in zip(*row, strict=True):
                     if key in found or key in missing:
                         self.hits += unit.is_passage
-                    elif (entry := self._find(unit, key, fingerprint)) is not None:
+                    elif (entry := self._find(unit, key, shared | own)) is not None:
                         found[key] = entry
                     else:
                         self.misses += unit.is_passage
-                        missing[key] = unit, fingerprint
+                        missing[key] = unit, shared | own
             if missing:
                 heads = {row[0].head: found.get(row_keys[0]) for row, row_keys in zip(rows, keys, strict=True)}
                 found |= self._read({key: unit for key, (unit, _) in missing.items()}, heads, settings)

@@ -11,7 +11,12 @@ from peft import LoraConfig, inject_adapter_in_model
 from tiny_models import tiny_aligner
 
 from arcaligner.encoder_arcaligner import GivenSlots
-from arcaligner.fingerprint_arcaligner import WatchedWeights, canonical_settings, slot_prefix_fingerprint
+from arcaligner.fingerprint_arcaligner import (
+    WatchedWeights,
+    canonical_settings,
+    passage_fingerprint,
+    shared_fingerprint,
+)
 from arcaligner.lora_arcaligner import slot_lora_layers
 
 
@@ -20,8 +25,8 @@ def fingerprint_of(model, processor):
     store = model.slot_prefix_store(processor)
 
     def get(prompt_ids=(1, 2, 3), passages=("Ada wrote it.",)):
-        weights = store.weights(list(passages))
-        return slot_prefix_fingerprint(model, processor, list(prompt_ids), list(passages), weights)
+        shared = shared_fingerprint(model, processor, store.weights(list(passages)))
+        return shared | passage_fingerprint(list(prompt_ids), list(passages))
 
     return get
 
@@ -72,16 +77,13 @@ def test_passages_are_told_apart_by_what_is_read_of_them(fingerprint_of):
     assert expected not in [fingerprint_of(passages=other)["passages"] for other in others]
 
 
-def test_embeddings_are_told_apart_by_values_and_shape(model, processor):
+def test_embeddings_are_told_apart_by_values_and_shape():
     embeds = torch.arange(2.0 * ENCODER_WIDTH).view(2, ENCODER_WIDTH)
     nudged = embeds.clone()
     nudged[1, -1] += 1e-3
-    prints = [
-        slot_prefix_fingerprint(model, processor, [1], GivenSlots(each, None), {})["passages"]
-        for each in (embeds, nudged, embeds.view(4, -1))
-    ]
-    assert len(set(prints)) == 3
-    assert slot_prefix_fingerprint(model, processor, [1], GivenSlots(embeds.clone(), None), {})["passages"] == prints[0]
+    given = [GivenSlots(each, None) for each in (embeds, nudged, embeds.view(4, -1), embeds.clone())]
+    prints = [passage_fingerprint([1], each)["passages"] for each in given]
+    assert len(set(prints)) == 3 and prints[3] == prints[0]
 
 
 @pytest.mark.parametrize(

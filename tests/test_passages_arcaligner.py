@@ -1,5 +1,6 @@
 """Passages apart: each slot reads its own passage, so what was read of a passage serves any question."""
 
+import copy
 import random
 
 import pytest
@@ -136,6 +137,23 @@ def test_generated_tokens_are_those_of_reading_the_whole_again(apart, model):
     whole = inputs | {"input_ids": ids[:, :-1], "attention_mask": torch.ones_like(ids[:, :-1])}
     again = model(**whole, logits_to_keep=5).logits.argmax(dim=-1)
     assert torch.equal(again, ids[:, -5:])
+
+
+@pytest.mark.parametrize("room", [0, 3, 99])
+def test_a_joined_cache_grows_beyond_its_room_and_a_copy_is_its_own(apart, model, room, monkeypatch):
+    monkeypatch.setattr("arcaligner.passages_arcaligner.ROOM", room)
+    store, questions, documents = model.slot_prefix_store(apart), ["Who wrote it?", "When?"], [PASSAGES, PASSAGES[:1]]
+    with torch.inference_mode():
+        inputs = store.prepare(questions, documents)
+    before = copy.deepcopy(inputs)
+    ids = model.generate(**inputs, **FIVE_TOKENS)
+    for layer, other in zip(inputs["past_key_values"].layers, before["past_key_values"].layers, strict=True):
+        assert layer.keys.shape[2] == ids.shape[1] - 1  # the last token was not read
+        assert torch.equal(layer.keys[:, :, : other.keys.shape[2]], other.keys)
+    assert torch.equal(model.generate(**before, **FIVE_TOKENS), ids)
+    for row, (question, passages) in enumerate(zip(questions, documents, strict=True)):
+        alone = model.generate(**chat_inputs(apart, question, passages), **FIVE_TOKENS)
+        assert torch.equal(ids[row, -5:], alone[0, -5:])
 
 
 def test_a_batch_of_chats_beams_and_the_pipeline_answer_as_one_by_one(apart, model):
