@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LogitsProcessorList
 
+from ..confidence_arcaligner import AnswerConfidence
 from ..configuration_arcaligner import default_dtype, resolve_base_model
 from ..lora_arcaligner import ADAPTER_NAME, slot_lora_layers
 from ..modeling_arcaligner import ArcAlignerForCausalLM
@@ -41,12 +42,14 @@ class Answer:
         prompt_ids (`list[int]`): The prompt, one context token per slot; empty if the method does not tell.
         context_tokens (`int`): Positions of the prompt that stand for the passages: tokens of text, or slots.
         passage_tokens (`int`): Tokens of the passages' whole text.
+        features (`tuple`, *optional*): What the answer's confidence is made of, where the aligner can refuse one.
     """
 
     text: str
     prompt_ids: list[int]
     context_tokens: int
     passage_tokens: int
+    features: tuple[float, float] | None = None
 
 
 # Prompts
@@ -144,12 +147,17 @@ Answerer = TextAnswerer | SlotAnswerer
 @torch.inference_mode()
 def _generate(model, processor, inputs, rows: list[Row], context_tokens: list[int], **refinement: Any) -> list[Answer]:
     """Greedy answers to left-padded prompts, `input_ids` (batch, seq_len)."""
-    output = model.generate(**inputs, **refinement, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
-    texts = processor.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    can_refuse = processor.no_answer is not None and "context_embeds" in inputs
+    watch = [AnswerConfidence(processor)] if can_refuse else []
+    options = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "logits_processor": LogitsProcessorList(watch)}
+    output = model.generate(**inputs, **refinement, **options)
+    new_ids = output[:, inputs["input_ids"].shape[1] :]
+    texts = processor.batch_decode(new_ids, skip_special_tokens=True)
+    features = watch[0].features(new_ids) if watch else [None] * len(rows)
     prompts = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
     prompt_ids = [ids[is_real].tolist() for ids, is_real in prompts]
     passage_tokens = count_tokens(processor.tokenizer, [passages_text(row) for row in rows])
-    columns = zip(texts, prompt_ids, context_tokens, passage_tokens, strict=True)
+    columns = zip(texts, prompt_ids, context_tokens, passage_tokens, features, strict=True)
     return [Answer(text.strip(), *rest) for text, *rest in columns]
 
 

@@ -35,6 +35,7 @@ class Task:
             where it is not part of the task.
         num_questions (`int`, *optional*): How many are asked, always the same random sample; `None` for all. The
             paper's six have the numbers of its table of data sets.
+        is_answered (`bool`): Whether the passages answer the questions; else the right answer is to refuse.
     """
 
     name: str
@@ -44,9 +45,11 @@ class Task:
     split: str
     to_row: Callable[[dict], Row | None]
     num_questions: int | None = None
+    is_answered: bool = True
 
     def load(self, data: Path | None = None, num_questions: int | None = None) -> list[Row]:
-        """Rows with a question and a gold that can be compared; others are counted and left out.
+        """Rows with a question and a gold that can be compared, or with none where the passages do not answer; others
+        are counted and left out.
 
         Args:
             data (`Path`, *optional*): Folder with a file `<name>.jsonl.gz` or `<name>.jsonl` that replaces the Hub.
@@ -59,7 +62,9 @@ class Task:
         num_questions = num_questions or self.num_questions
         path = self._local_file(data) if data else None
         rows = read_rows(path) if path else self._from_hub()
-        asked = [row for row in rows if row["question"].strip() and usable_golds(row["answers"])]
+        asked = [
+            row for row in rows if row["question"].strip() and bool(usable_golds(row["answers"])) == self.is_answered
+        ]
         if len(asked) < len(rows):
             num_lost = len(rows) - len(asked)
             logger.warning("%s: %d rows left out, without a question or a usable gold", self.title, num_lost)
@@ -156,6 +161,11 @@ def _squad(row: dict) -> Row:
     return _open_row(row, row["id"], list(dict.fromkeys(row["answers"]["text"]))) | {"passages": [passage]}
 
 
+def _unanswerable(row: dict) -> Row | None:
+    """A question that its paragraph does not answer."""
+    return None if row["answers"]["text"] else _squad(row)
+
+
 def _musique(row: dict) -> Row | None:
     """Answerable questions about two to four of twenty paragraphs."""
     if not row["answerable"]:
@@ -178,6 +188,17 @@ TASKS = {
         Task("webq", "WebQuestions", "stanfordnlp/web_questions", None, "test", _webq, 2032),
         # Not in the paper.
         Task("squad", "SQuAD", "rajpurkar/squad", None, "validation", _squad),
+        Task("squad_more", "SQuAD, more", "rajpurkar/squad", None, "validation", _squad),
+        Task(
+            "squad_unanswerable",
+            "SQuAD, unanswerable",
+            "rajpurkar/squad_v2",
+            None,
+            "validation",
+            _unanswerable,
+            num_questions=500,
+            is_answered=False,
+        ),
         Task("adversarialqa", "AdversarialQA", "UCLNLP/adversarial_qa", "adversarialQA", "validation", _squad),
         Task("musique", "MuSiQue", "dgslibisey/MuSiQue", None, "validation", _musique),
     )

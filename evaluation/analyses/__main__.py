@@ -12,6 +12,7 @@ from .four_way import four_way
 from .gates import gates
 from .rates import rates
 from .reconstruction import reconstruction
+from .refusals import refusals
 
 app = typer.Typer(
     help="The paper's analyses. A figure is written as PNG, SVG and JSON, with its caption.",
@@ -19,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (gates, reconstruction, four_way, rates):
+for command in (gates, reconstruction, four_way, rates, refusals):
     app.command()(command)
 
 

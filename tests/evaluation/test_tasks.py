@@ -74,7 +74,10 @@ HUB_ROWS = {
     ),
 }
 HUB_ROWS["2wikimultihopqa"] = HUB_ROWS["hotpotqa"]
-HUB_ROWS["adversarialqa"] = HUB_ROWS["squad"]
+HUB_ROWS["adversarialqa"] = HUB_ROWS["squad_more"] = HUB_ROWS["squad"]
+HUB_ROWS["squad_unanswerable"] = tuple(
+    row | {"answers": {"text": []} if row is HUB_ROWS["squad"][0] else []} for row in HUB_ROWS["squad"]
+)
 
 
 def row(number: int, answers=("Ada",), question="Who?") -> dict:

@@ -1,0 +1,121 @@
+"""Questions that the passages do not answer: how many are refused, at which price, and what confidence is worth.
+
+    python -m arcaligner evaluate --recipe smollm2_135m --tasks squad,squad_more,squad_unanswerable --data FOLDER
+    python -m arcaligner.evaluation.analyses refusals --run runs/evaluation --methods arcaligner_x2,arcaligner_x4
+
+From the answers of a run; no model runs. An answer is refused where it is the aligner's `no_answer`. The price is the
+F1 that answerable questions lose, against the same answers where each wrongly refused one counts as the mean of the
+others. The risk-coverage curve keeps the answers with the most confidence: the share that is kept to the right, the
+share of these that is wrong upwards, unanswerable questions among them.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from matplotlib.figure import Figure
+
+from ...confidence_arcaligner import confidence
+from ...files import markdown_table
+from ...processing_arcaligner import ArcAlignerProcessor
+from ..methods import find_method
+from ..metrics import ratio_interval
+from ..runs import AnswerFile
+from ..settings import split_names
+from ..tasks import find_task
+from .figures import FIGURES, Folder, new_figure, save_analysis
+
+CAPTION = (
+    "Answers sorted by confidence, the surest first: to the right, a larger share of all questions is answered; "
+    "upwards, the share of these answers that is wrong. Questions that the passages do not answer are among them, where any "
+    "answer but the refusal is wrong. The dot is the aligner's own choice."
+)
+
+
+def read_answers(run: Path, tasks: list[str], method: str) -> list[dict[str, Any]]:
+    """The answers of a method to tasks, with `is_answered` and, of each, `is_refused` and its `confidence`.
+
+    Raises:
+        `ValueError`: no answers, or those of an aligner that cannot refuse.
+    """
+    found = []
+    for task in map(find_task, tasks):
+        file = AnswerFile(run, task.name, method)
+        answers = file.read()
+        if not answers or "features" not in answers[0]:
+            raise ValueError(
+                f"{file.path} has no answers of an aligner that can refuse. Ask with `python -m arcaligner evaluate "
+                f"--tasks {','.join(tasks)} --methods {method} --output {run}`."
+            )
+        processor = ArcAlignerProcessor.from_pretrained(file.settings()["checkpoint"])
+        for answer in answers:
+            sure = confidence(*answer["features"], processor.confidence_weights)
+            is_refused = answer["prediction"] == processor.no_answer
+            found.append(answer | {"is_answered": task.is_answered, "is_refused": is_refused, "confidence": sure})
+    return found
+
+
+def summarize(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Refusals, prices and the curve of one method; shares in percent, with 95 % intervals."""
+    asked = {kind: [each for each in answers if each["is_answered"] == kind] for kind in (True, False)}
+    refused = {kind: np.array([each["is_refused"] for each in some], dtype=float) for kind, some in asked.items()}
+    shares = {kind: _share(each) for kind, each in refused.items()}
+    f1 = np.array([each["f1"] for each in asked[True]])
+    odds = {kind: np.array([each["features"][0] for each in some]) for kind, some in asked.items()}
+    above = np.sign(odds[True][:, None] - odds[False]).mean()
+    order = np.argsort([-each["confidence"] for each in answers], kind="stable")
+    wrong = np.array([each["em"] < 1 if each["is_answered"] else not each["is_refused"] for each in answers])[order]
+    said = np.array([not each["is_refused"] for each in answers])
+    kept = np.arange(1, len(answers) + 1)
+    return {
+        "refused": shares[False],
+        "wrongly_refused": shares[True],
+        "f1": 100 * f1.mean(),
+        "f1_lost": 100 * (f1[refused[True] == 0].mean() * refused[True].mean()),
+        "auroc": (1 + above) / 2,
+        "coverage": (100 * kept / len(answers)).tolist(),
+        "risk": (100 * wrong.cumsum() / kept).tolist(),
+        "own": [100 * said.mean(), 100 * (wrong[np.argsort(order)] & said).sum() / max(1, said.sum())],
+    }
+
+
+def _share(flags: np.ndarray) -> list[float]:
+    """The mean of 0 and 1 in percent, with its interval."""
+    return [100 * flags.mean(), *(100 * ratio_interval(flags, np.ones_like(flags))).tolist()]
+
+
+def draw(methods: dict[str, dict[str, Any]]) -> Figure:
+    """A risk-coverage curve for each method."""
+    figure, axes = new_figure()
+    for title, numbers in methods.items():
+        (line,) = axes.plot(numbers["coverage"], numbers["risk"], label=title)
+        axes.plot(*numbers["own"], marker="o", color=line.get_color())
+    axes.set_xlabel("questions answered, %")
+    axes.set_ylabel("answers that are wrong, %")
+    axes.legend()
+    return figure
+
+
+def refusals(
+    run: Annotated[Path, typer.Option(help="Folder of a run, with answers.")] = Path("runs/evaluation"),
+    methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "arcaligner_x2,arcaligner_x4",
+    tasks: Annotated[str, typer.Option(help="Tasks, separated by commas.")] = "squad,squad_more,squad_unanswerable",
+    folder: Folder = FIGURES,
+) -> None:
+    """How many unanswerable questions are refused, what that costs, and what confidence is worth."""
+    names = split_names(tasks)
+    found = {find_method(name).title: summarize(read_answers(run, names, name)) for name in split_names(methods)}
+    save_analysis(folder, "refusals", draw(found), {"tasks": names, "methods": found}, CAPTION)
+    lines = [
+        [
+            title,
+            *(f"{mean:.1f} [{low:.1f}, {high:.1f}]" for mean, low, high in (each["refused"], each["wrongly_refused"])),
+            f"{each['f1']:.1f}",
+            f"{each['f1_lost']:.1f}",
+            f"{each['auroc']:.3f}",
+        ]
+        for title, each in found.items()
+    ]
+    columns = ["", "refused, %", "wrongly refused, %", "F1", "F1 lost", "AUROC"]
+    typer.echo("\n".join([*markdown_table(columns, lines), "", CAPTION]))
