@@ -28,8 +28,8 @@ from .figures import FIGURES, Folder, new_figure, save_analysis
 
 CAPTION = (
     "Answers sorted by confidence, the surest first: to the right, a larger share of all questions is answered; "
-    "upwards, the share of these answers that is wrong. Questions that the passages do not answer are among them, where any "
-    "answer but the refusal is wrong. The dot is the aligner's own choice."
+    "upwards, the share of these answers that is wrong. Questions that the passages do not answer are among them: any "
+    "answer to these but the refusal is wrong. The dot is the aligner's own choice."
 )
 
 
