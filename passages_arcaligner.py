@@ -37,6 +37,11 @@ def check_can_separate(config: PreTrainedConfig) -> None:
         )
 
 
+def can_separate(config: PreTrainedConfig) -> bool:
+    """Whether passages can be read apart in one row."""
+    return config._attn_implementation in MASK_KERNELS and not any(DynamicCache(config=config).is_sliding)
+
+
 def check_passage_ids(passage_ids, context_embeds: torch.Tensor, slot_mask: torch.Tensor) -> None:
     """Raises `ValueError` unless `passage_ids` number the passages of a row's slots in order, and these stand together.
 
@@ -150,6 +155,8 @@ def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
 
 # Slots of a batch of passages, padding included: large enough for fast products, small enough to hold little padding.
 SLOTS_PER_BATCH = 1024
+# Slots of a row that several passages share: attention across passages is computed and thrown away.
+SLOTS_PER_ROW = 256
 
 
 def keys_values_of(cache: Cache, row: int, start: int, end: int) -> torch.Tensor:
@@ -247,9 +254,9 @@ def read_text(model, ids: Sequence[int]) -> torch.Tensor:
 def read_passages(model, head_ids: Sequence[int], head: torch.Tensor, passages: Sequence, **settings) -> list:
     """Keys and values of passages that each stand alone behind the same text.
 
-    Passages of like length are rows of one batch, with no attention across. Where nothing is refined, the rows
-    continue from the text's own keys and values; a refinement step reads the text's deeper states, so there each row
-    begins with the text.
+    Short passages share a row, with no attention across; rows are of about the same length, so that there is little
+    padding. Where nothing is refined, the rows continue from the text's own keys and values. A refinement step reads
+    the text's deeper states, so there each row begins with the text, and has one passage, as a budget is one for a row.
 
     Args:
         model ([`ArcAlignerForCausalLM`]): In evaluation mode.
@@ -261,40 +268,74 @@ def read_passages(model, head_ids: Sequence[int], head: torch.Tensor, passages: 
         `list[torch.Tensor]`, each (num_layers, 2, heads, num_slots, head_dim), in the order of `passages`.
     """
     lengths = [len(each.context_embeds) for each in passages]
+    shares = can_separate(model.config.text_config) and not model.config.refines(**settings)
     found: list[torch.Tensor | None] = [None] * len(passages)
-    batch: list[int] = []
-    for number in sorted(range(len(passages)), key=lengths.__getitem__, reverse=True):
-        if batch and (len(batch) + 1) * lengths[batch[0]] > SLOTS_PER_BATCH:
+    batch: list[list[int]] = []
+    for row in share_rows(lengths, -(-sum(lengths) // SLOTS_PER_ROW) if shares else len(lengths)):
+        width = sum(lengths[number] for number in (batch or [row])[0])
+        if (len(batch) + 1) * width > SLOTS_PER_BATCH and batch:
             _read_batch(model, head_ids, head, passages, batch, found, settings)
             batch = []
-        batch.append(number)
+        batch.append(row)
     if batch:
         _read_batch(model, head_ids, head, passages, batch, found, settings)
     return found
 
 
-def _read_batch(model, head_ids, head, passages, batch: list[int], found: list, settings: dict) -> None:
-    """Reads the passages numbered in `batch`, the longest first, into `found`."""
-    rows, device = [passages[number] for number in batch], model.device
-    lengths, start = torch.tensor([len(row.context_embeds) for row in rows]), len(head_ids)
+def share_rows(lengths: Sequence[int], num_rows: int) -> list[list[int]]:
+    """Which passages of these lengths share a row, by their numbers: all rows nearly as long, the longest first.
+
+    >>> share_rows([30, 10, 25, 20], num_rows=2)
+    [[0, 1], [2, 3]]
+    """
+    rows, sizes = [[] for _ in range(num_rows)], [0] * num_rows
+    for number in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        emptiest = sizes.index(min(sizes))
+        rows[emptiest].append(number)
+        sizes[emptiest] += lengths[number]
+    return [rows[row] for row in sorted(range(num_rows), key=sizes.__getitem__, reverse=True) if rows[row]]
+
+
+def _read_batch(model, head_ids, head, passages, batch: list[list[int]], found: list, settings: dict) -> None:
+    """Reads the rows of `batch`, each the numbers of its passages, into `found`."""
+    rows, device, start = [[passages[number] for number in row] for row in batch], model.device, len(head_ids)
     continues = not model.config.refines(**settings)
-    is_slot = torch.arange(int(lengths[0])) < lengths[:, None]  # (batch, max_slots); rows are padded at the end
+    numbers = pad_passage_ids(
+        [torch.cat([torch.full((len(each.context_embeds),), n) for n, each in enumerate(row)]) for row in rows]
+    )  # (batch, max_slots); rows are padded at the end
+    is_slot = numbers >= 0
     ids = torch.where(is_slot, model.config.context_token_id, 0)
+    mask, positions = torch.cat([torch.ones(len(rows), start).long(), is_slot.long()], dim=1), None
     if not continues:
         ids = torch.cat([torch.tensor([list(head_ids)]).expand(len(rows), -1).long(), ids], dim=1)
-    mask = torch.cat([torch.ones(len(rows), start, dtype=torch.long), is_slot.long()], dim=1)
-    words = None
-    if rows[0].context_word_ids is not None:
-        words = pad_words([row.context_word_ids for row in rows]).to(device)
+    elif max(map(len, rows)) > 1:
+        positions = (start + passage_positions(numbers, is_slot)).to(device)
+        # (batch, 1, max_slots, start + max_slots): the text before is read by all
+        mask = pad(separate_passages(is_slot, numbers, model.dtype), (start, 0))
+    if positions is None:
+        positions = torch.arange(mask.shape[1] - ids.shape[1], mask.shape[1], device=device).expand(len(rows), -1)
+    words = [[each.context_word_ids for each in row] for row in rows]
     outputs = model.model(
         input_ids=ids.to(device),
         attention_mask=mask.to(device),
-        position_ids=torch.arange(mask.shape[1] - ids.shape[1], mask.shape[1], device=device).expand(len(rows), -1),
+        position_ids=positions,
         past_key_values=join_keys_values([[head]] * len(rows), model.config.text_config) if continues else None,
-        context_embeds=pad_sequence([row.context_embeds for row in rows], batch_first=True).to(device),
-        context_word_ids=words,
+        context_embeds=pad_sequence(
+            [torch.cat([each.context_embeds for each in row]) for row in rows], batch_first=True
+        ).to(device),
+        context_word_ids=None if words[0][0] is None else pad_words(list(map(_join_words, words))).to(device),
         use_cache=True,
         **settings,
     )
-    for row, (number, length) in enumerate(zip(batch, lengths.tolist(), strict=True)):
-        found[number] = keys_values_of(outputs.past_key_values, row, start, start + length)
+    for row, members in enumerate(batch):
+        first = start
+        for number in members:
+            end = first + len(passages[number].context_embeds)
+            found[number] = keys_values_of(outputs.past_key_values, row, first, end)
+            first = end
+
+
+def _join_words(parts: Sequence[torch.LongTensor]) -> torch.LongTensor:
+    """Word ids of passages, each (num_slots, max_words), one below the other."""
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([pad(part, (0, width - part.shape[1]), value=-1) for part in parts])

@@ -200,24 +200,27 @@ def test_precomputed_slots_are_kept_by_passage(apart, model):
     assert torch.equal(ids, model.generate(**plain, **FIVE_TOKENS))
 
 
-def test_many_passages_are_read_in_batches_of_like_length(apart, model, monkeypatch):
+@pytest.mark.parametrize("gates", MODES, ids=str)
+def test_passages_share_rows_of_like_length_and_read_as_one_by_one(apart, model, gates, monkeypatch):
     documents = [" ".join(["It was written by Ada."] * (1 + number % 5)) for number in range(12)]
-    encoded = apart.encode_batch([[each] for each in documents])
+    encoded = apart.encode_batch([[each] for each in documents])  # 33 slots
     head = apart.prompt_ids("Who?")[0]
-    read, forward = [], type(model.model).forward
+    text, read, forward = read_text(model, head), [], type(model.model).forward
 
     def record(self, *args, **kwargs):
-        read.append(tuple(kwargs["input_ids"].shape))
+        read.append(tuple(kwargs["context_embeds"].shape[:2]))
         return forward(self, *args, **kwargs)
 
-    found = read_passages(model, head, read_text(model, head), encoded, gate_mode="off")
+    alone = [read_passages(model, head, text, [each], **gates)[0] for each in encoded]
     monkeypatch.setattr(type(model.model), "forward", record)
+    monkeypatch.setattr("arcaligner.passages_arcaligner.SLOTS_PER_ROW", 9)
     monkeypatch.setattr("arcaligner.passages_arcaligner.SLOTS_PER_BATCH", 20)
-    again = read_passages(model, head, read_text(model, head), encoded, gate_mode="off")
-    for each, other in zip(found, again, strict=True):
+    for each, other in zip(read_passages(model, head, text, encoded, **gates), alone, strict=True):
         torch.testing.assert_close(each, other, **EXACT)
-    sizes = [rows * width for rows, width in read[1:]]
-    assert len(sizes) > 2 and max(sizes) <= 20 and sum(rows for rows, _ in read[1:]) == 12
+    if gates["gate_mode"] == "off":
+        assert read == [(2, 9), (2, 8)]
+    else:  # each passage has its own row, and its own budget
+        assert sum(rows for rows, _ in read) == 12 and max(rows * width for rows, width in read) <= 20
 
 
 # Refused
