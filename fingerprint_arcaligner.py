@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from .checkpoint_arcaligner import tensors_digest
 from .configuration_arcaligner import REFINEMENT_SETTINGS, check_gates, json_digest, normalize_budget, slot_settings
+from .folders_arcaligner import tensors_digest
 
 # How slots may be chosen and refined for one call, other than as processor and model are configured.
 PREFIX_SETTINGS = {

@@ -44,8 +44,8 @@ from .fingerprint_arcaligner import (
     passage_fingerprint,
     shared_fingerprint,
     spacy_version,
-    tensors_digest,
 )
+from .folders_arcaligner import tensors_digest
 from .passages_arcaligner import join_keys_values, keys_values_of, pad_passage_ids, read_passages, read_text
 from .segmentation_arcaligner import text_of
 

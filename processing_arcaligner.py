@@ -18,21 +18,21 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer, BatchFeature, PreTrainedConfig, ProcessorMixin
 from transformers.utils import to_py_obj
 
-from .checkpoint_arcaligner import (
-    check_json_file,
-    check_processor_files,
-    checkpoint_folder,
-    write_processor_digests,
-    written_whole,
-)
 from .configuration_arcaligner import (
     DEFAULT_ENCODER,
     PASSAGE_ATTENTIONS,
     SLOT_SETTINGS,
     longest_prompt,
-    resolve_base_model,
 )
 from .encoder_arcaligner import ENCODER_FOLDER, DocumentEncoder, EncodedDocuments, SentenceEncoder
+from .folders_arcaligner import (
+    TEXT_FILES,
+    check_json_file,
+    check_processor_files,
+    find_model,
+    write_processor_digests,
+    written_whole,
+)
 from .passages_arcaligner import pad_passage_ids, pad_words
 from .prefix_store_arcaligner import SlotPrefixStore
 from .segmentation_arcaligner import (
@@ -170,13 +170,12 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         """
         kwargs.setdefault("trust_remote_code", False)
         kwargs.setdefault("config", PreTrainedConfig())  # else the tokenizer reads the aligner's, and complains of it
-        download = {
-            name: kwargs[name] for name in ("cache_dir", "local_files_only", "revision", "token") if name in kwargs
-        }
-        folder = checkpoint_folder(pretrained_model_name_or_path, **download)
+        download = {key: kwargs[key] for key in ("cache_dir", "local_files_only", "revision", "token") if key in kwargs}
+        files = (*TEXT_FILES, f"{ENCODER_FOLDER}/*")
+        folder = find_model("checkpoint", str(pretrained_model_name_or_path), files, **download)
         check_processor_files(folder)
         try:
-            processor = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+            processor = super().from_pretrained(folder, *args, **kwargs)
         except Exception as error:
             if type(error) is not Exception:  # what the tokenizers library raises
                 raise
@@ -225,9 +224,9 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
     @classmethod
     def from_base_model(cls, base_model: str, **settings: Any) -> "ArcAlignerProcessor":
         """A processor around the tokenizer of a base model, by name or path; `settings` as in `__init__`."""
-        name = resolve_base_model(base_model)
-        settings.setdefault("max_prompt_length", longest_prompt(AutoConfig.from_pretrained(name)))
-        return cls(AutoTokenizer.from_pretrained(name), **settings)
+        folder = find_model("base model", base_model, TEXT_FILES)
+        settings.setdefault("max_prompt_length", longest_prompt(AutoConfig.from_pretrained(folder)))
+        return cls(AutoTokenizer.from_pretrained(folder), **settings)
 
     def split_prompt(
         self, messages: list[dict], sanitize_control_tokens: bool = True, **kwargs: Any

@@ -24,7 +24,6 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM
 
-from ..configuration_arcaligner import resolve_base_model
 from ..encoder_arcaligner import EncodedDocuments
 from ..engines.gguf_files import write_base_model
 from ..engines.llama_cpp import LlamaCppEngine, Session, import_llama_cpp
@@ -32,6 +31,7 @@ from ..evaluation.answering import MAX_NEW_TOKENS, SlotAnswerer
 from ..evaluation.metrics import METRICS
 from ..evaluation.settings import split_rates
 from ..files import SQUAD_SAMPLE, describe_machine, markdown_table, run_command
+from ..folders_arcaligner import resolve_model
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..rows import Row, read_rows
@@ -195,7 +195,7 @@ def main(
     answers = {rate: pytorch_answers(aligner, processor, asked, rate) for rate in rates} if asked else {}
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "f32.gguf")
-        base = AutoModelForCausalLM.from_pretrained(resolve_base_model(aligner.config.base_model_name_or_path))
+        base = AutoModelForCausalLM.from_pretrained(resolve_model(aligner.config.base_model_name_or_path))
         tokens = processor.tokenizer.convert_ids_to_tokens(range(len(processor.tokenizer)))
         write_base_model(base.float(), tokens, source)
         del base

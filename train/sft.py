@@ -20,7 +20,8 @@ from sentence_transformers import SentenceTransformer
 from transformers import PreTrainedConfig, set_seed
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-from ..configuration_arcaligner import ArcAlignerConfig, resolve_base_model
+from ..configuration_arcaligner import ArcAlignerConfig
+from ..folders_arcaligner import resolve_model
 from ..modeling_arcaligner import ArcAlignerForCausalLM, slot_decoder_layers
 from ..processing_arcaligner import ArcAlignerProcessor
 from .data import ContextCollator, ExampleBuilder, word_rarity
@@ -39,7 +40,7 @@ RARITY_EXAMPLES = 50_000
 
 def is_aligner(model_name_or_path: str) -> bool:
     """Whether a name is that of an aligner checkpoint rather than a base model."""
-    config, _ = PreTrainedConfig.get_config_dict(resolve_base_model(model_name_or_path))
+    config, _ = PreTrainedConfig.get_config_dict(resolve_model(model_name_or_path))
     return config.get("model_type") == ArcAlignerConfig.model_type
 
 

@@ -1,0 +1,1 @@
+../../folders_arcaligner.py
