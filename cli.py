@@ -16,6 +16,8 @@ characters as visible escapes.
 
 import logging
 import signal
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -139,12 +141,11 @@ def read_document(path: Path) -> str:
     """The text of a file.
 
     Raises:
-        `ValueError`: a file that is not UTF-8 text, or has none.
+        `ValueError`: a file that cannot be read, or has no text.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}). Convert it to plain text first.") from error
+    from .reading import read_text
+
+    text, _ = read_text(path)
     if not text.strip():
         raise ValueError(f"{path} holds no text. Name a file that says something, or leave it out.")
     return text
@@ -244,7 +245,9 @@ def answer(
 
 Sources = Annotated[
     list[str],
-    typer.Argument(metavar="SOURCE...", help="Text, Markdown, JSON Lines, Parquet; folders; data sets of the Hub."),
+    typer.Argument(
+        metavar="SOURCE...", help="Text, Markdown, HTML, PDF, DOCX, JSON Lines, Parquet; folders; data sets."
+    ),
 ]
 CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder of the corpus.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at anything that cannot be read, instead of skipping it.")]
@@ -261,6 +264,22 @@ def load_processor(checkpoint: str):
 
     silence_transformers()
     return ArcAlignerProcessor.from_pretrained(checkpoint)
+
+
+def tell_time_left() -> Callable[[int, int], None]:
+    """Says how far a large document is, and how long the rest will take at the pace of the last part."""
+    before = (0, 0.0)
+
+    def tell(done: int, total: int) -> None:
+        nonlocal before
+        parts, (last, then), now = f"{done} of {total} passages", before, time.monotonic()
+        if done > last:
+            seconds = (total - done) * (now - then) / (done - last)
+            parts += f", about {counted(round(seconds / 60), 'minute') if seconds > 90 else f'{seconds:.0f} s'} left"
+        before = done, now
+        messages.print(f"[dim]{parts} of a large document[/]")
+
+    return tell
 
 
 def fill_corpus(
@@ -282,6 +301,7 @@ def fill_corpus(
             strict=strict,
             prune=prune,
             on_batch=lambda report: messages.print(f"[dim]{counted(report.passages, 'passage')}[/]"),
+            on_part=tell_time_left(),
             write_batches=write_batches,
         )
     shown = report.skipped[: None if verbose else 3]
@@ -371,6 +391,8 @@ def ask_corpus(
     show(found.text.strip())
     for each in found.sources:
         title = f" {each['title']}" if each["title"] else ""
+        if each.get("page"):
+            title += f", page {each['page']}"
         if place := each["answer"]:
             title += f", the answer at {each['start'] + place['start']}-{each['start'] + place['end']}"
         show(one_line(f"{each['document']}:{each['start']}-{each['end']}{title}"))

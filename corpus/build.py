@@ -1,26 +1,35 @@
 """Documents to rows of a corpus: cut into passages, encoded, written. Documents that have not changed are left alone.
 
-read_documents -> new_documents (batches of those that are new or changed) -> encode_documents -> Corpus.add
+read_documents -> new_documents (batches of those that are new or changed) -> passage_rows -> Corpus.add
+
+A batch of more than `PART_PASSAGES` is encoded part by part, into files beside the table, and written in one step: a
+build that is killed within a large document continues with the part that it had begun.
 """
 
 import logging
+import shutil
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from ..files import counted
-from .sources import Document, cut_passages, read_documents
-from .table import Corpus, passage_checksums, table_schema
+from ..files import counted, digest, write_whole
+from .sources import Document, Passage, read_documents
+from .table import Corpus, passage_checksums
 
 logger = logging.getLogger(__name__)
 
-# What is encoded and written at a time, some hundred passages; a document is never parted.
+# What is written at a time, some hundred passages; a document is never parted.
 BATCH_DOCUMENTS = 512
 BATCH_CHARACTERS = 300_000
+# What is encoded at a time.
+PART_PASSAGES = 256
+PARTS = ".parts"
 
 
 @dataclass
@@ -38,14 +47,15 @@ class BuildReport:
 @dataclass
 class Batch:
     """Documents to be written together, the ids of those of them that are `replaced`, and what was met on the way to
-    them: ids of documents that are `unchanged`, what was skipped, and how much of that may hold documents; `error` ends
-    the build."""
+    them: ids of documents that are `unchanged`, what was skipped, the ids of `unread` documents, and whether what was
+    skipped may hold other documents (`hides`); `error` ends the build."""
 
     documents: list[Document] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
     unchanged: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
-    unread: int = 0
+    unread: list[str] = field(default_factory=list)
+    hides: int = 0
     error: Exception | None = None
 
 
@@ -57,6 +67,7 @@ def build_corpus(
     strict: bool = False,
     prune: bool = False,
     on_batch: Callable[[BuildReport], Any] = lambda report: None,
+    on_part: Callable[[int, int], Any] = lambda done, total: None,
     write_batches: Callable[..., Iterator[tuple[Batch, int]]] | None = None,
 ) -> BuildReport:
     """
@@ -67,35 +78,39 @@ def build_corpus(
         corpus ([`Corpus`]): Where to.
         processor ([`ArcAlignerProcessor`]): Makes the slots; its settings are the corpus's.
         strict (`bool`): Stop at what cannot be read, instead of skipping it.
-        prune (`bool`): At the end, remove documents that are in none of the sources, if all of them can be read.
+        prune (`bool`): At the end, remove documents that are in none of the sources. A file that cannot be read keeps
+            its document; a data set that cannot be read to its end keeps all.
         on_batch (`Callable`): Is told what was done, after each batch.
+        on_part (`Callable`): Is told how many passages of a batch of several parts are encoded, and how many it has.
         write_batches (`Callable`, *optional*): Encodes and writes, and gives each batch with its number of passages;
             default: `write_here`.
 
     Raises:
         `ValueError`: with `strict`, what cannot be read; no document at all; another process writes.
     """
-    report, num_unread = BuildReport(), 0
+    report, num_hidden = BuildReport(), 0
     read: set[int] = set()  # ids, as hashes: there may be millions
+    write_batches = write_batches or partial(write_here, on_part=on_part)
     with corpus.writing():
-        for batch, num_passages in (write_batches or write_here)(sources, corpus, processor, strict):
+        for batch, num_passages in write_batches(sources, corpus, processor, strict):
             report.added += len(batch.documents) - len(batch.replaced)
             report.replaced += len(batch.replaced)
             report.unchanged += len(batch.unchanged)
             report.passages += num_passages
             report.skipped += batch.skipped
-            num_unread += batch.unread
+            num_hidden += batch.hides
             if prune:
                 read.update(hash(document.id) for document in batch.documents)
-                read.update(map(hash, batch.unchanged))
+                read.update(map(hash, batch.unchanged + batch.unread))
             on_batch(report)
         if not report.added + report.replaced + report.unchanged:
             why = f": {report.skipped[0]}" if report.skipped else "."
             raise ValueError(f"There is no document in {', '.join(sources)}{why}")
-        if prune and num_unread:  # which may hold some of them
-            logger.warning("no document was removed, since %d sources or rows could not be read", num_unread)
+        if prune and num_hidden:
+            logger.warning("no document was removed, since %d sources or rows could not be read", num_hidden)
         elif prune:
             report.removed = remove_others(read, corpus)
+        shutil.rmtree(corpus.path / PARTS, ignore_errors=True)  # of builds that did not come to their end
         corpus.optimize()
     return report
 
@@ -119,13 +134,47 @@ def summary(report: BuildReport, info: dict[str, Any]) -> str:
     )
 
 
-def write_here(sources: list[str], corpus: Corpus, processor, strict: bool) -> Iterator[tuple[Batch, int]]:
+def write_here(
+    sources: list[str], corpus: Corpus, processor, strict: bool, on_part: Callable[[int, int], Any]
+) -> Iterator[tuple[Batch, int]]:
     """Encodes and writes in this process; gives each batch with its number of passages."""
     for batch in new_documents(sources, corpus, strict):
-        rows = passage_rows(batch.documents, processor, corpus.settings) if batch.documents else []
-        if batch.documents:
-            corpus.add(rows, batch.replaced)
-        yield batch, len(rows)
+        passages = corpus.cut(batch.documents)
+        parts = [passages[first : first + PART_PASSAGES] for first in range(0, len(passages), PART_PASSAGES)]
+        if len(parts) > 1:
+            paths = []
+            for number, part in enumerate(parts):
+                on_part(number * PART_PASSAGES, len(passages))
+                paths.append(_encoded_part(part, processor, corpus))
+            batches = (batch for path in paths for batch in _read_part(path).to_batches())
+            corpus.add(pa.RecordBatchReader.from_batches(corpus.schema, batches), batch.replaced)
+            for path in paths:
+                path.unlink()
+        elif passages:
+            corpus.add(passage_rows(passages, processor, corpus), batch.replaced)
+        yield batch, len(passages)
+
+
+def _encoded_part(part: list[Passage], processor, corpus: Corpus) -> Path:
+    """The file of a part's rows, written now or by an earlier build that did not come to its end."""
+    name = digest([[each.document.id, each.document.digest, each.start, each.end, each.title] for each in part])
+    path = corpus.path / PARTS / f"{name}.arrow"
+    try:
+        _read_part(path)
+    except (OSError, pa.ArrowInvalid):
+        rows = passage_rows(part, processor, corpus)
+
+        def write(file: BinaryIO) -> None:
+            with pa.ipc.new_file(file, rows.schema) as writer:
+                writer.write(rows)
+
+        write_whole(path, write)
+    return path
+
+
+def _read_part(path: Path) -> pa.Table:
+    with pa.OSFile(str(path)) as file:
+        return pa.ipc.open_file(file).read_all()
 
 
 def new_documents(sources: list[str], corpus: Corpus, strict: bool) -> Iterator[Batch]:
@@ -136,11 +185,14 @@ def new_documents(sources: list[str], corpus: Corpus, strict: bool) -> Iterator[
     """
     batch, num_characters = Batch(), 0
 
-    def skip(what: str, may_hold_documents: bool = True) -> None:
+    def skip(what: str, may_hold_documents: bool = True, id: str | None = None) -> None:
         if strict:
             raise ValueError(f"{what}. Fix it or leave it out, or run without `--strict` to skip it.")
         batch.skipped.append(what)
-        batch.unread += may_hold_documents
+        if id is not None:
+            batch.unread.append(id)
+        else:
+            batch.hides += may_hold_documents
 
     def without_known(batch: Batch) -> Batch:
         known = corpus.digests(document.id for document in batch.documents)
@@ -152,6 +204,9 @@ def new_documents(sources: list[str], corpus: Corpus, strict: bool) -> Iterator[
     text_of: dict[int, int] = {}  # by id, both as hashes: there may be millions
     for document in read_documents(sources, skip):
         key, text = hash(document.id), hash((document.title, document.text))
+        if len(document.text) >= BATCH_CHARACTERS and batch.documents:
+            yield without_known(batch)
+            batch, num_characters = Batch(), 0
         if key not in text_of:
             text_of[key] = text
             batch.documents.append(document)
@@ -166,26 +221,17 @@ def new_documents(sources: list[str], corpus: Corpus, strict: bool) -> Iterator[
     yield without_known(batch)
 
 
-def passage_rows(documents: list[Document], processor, settings: dict[str, Any]) -> pa.Table:
-    """The passages of documents with their slots, as rows of a corpus."""
-    schema = table_schema(settings)
-    passages = [
-        (document, number, start, end)
-        for document in documents
-        for number, (start, end) in enumerate(
-            cut_passages(document.text, settings["passage_words"], settings["spacy_model"])
-        )
-    ]
-    read = [[{"title": document.title, "text": document.text[a:b]}] for document, _, a, b in passages]
+def passage_rows(passages: list[Passage], processor, corpus: Corpus) -> pa.Table:
+    """Passages with their slots, as rows of a corpus."""
+    settings = corpus.settings
+    read = [[{"title": each.title, "text": each.document.text[each.start : each.end]}] for each in passages]
     encoded = processor.encode_batch(read, tokens_per_slot=settings["tokens_per_slot"])
     columns = {
-        "id": [f"{document.id}#{number}" for document, number, _, _ in passages],
-        "document": [document.id for document, *_ in passages],
-        "digest": [document.digest for document, *_ in passages],
-        "title": [document.title for document, *_ in passages],
-        "text": [each[0]["text"] for each in read],
-        "start": [start for *_, start, _ in passages],
-        "end": [end for *_, end in passages],
+        "id": [f"{each.document.id}#{each.number}" for each in passages],
+        "document": [each.document.id for each in passages],
+        "digest": [each.document.digest for each in passages],
+        **{name: [getattr(each, name) for each in passages] for name in ("title", "start", "end", "page")},
+        "text": [each["text"] for (each,) in read],
         "segments": [[{"start": s.start, "end": s.end} for s in each.segments] for each in encoded],
         "slots": pa.ListArray.from_arrays(
             np.cumsum([0, *(len(each.context_embeds) for each in encoded)], dtype=np.int32),
@@ -197,12 +243,10 @@ def passage_rows(documents: list[Document], processor, settings: dict[str, Any])
         columns["words"] = [
             [[word for word in words if word >= 0] for words in each.context_word_ids.tolist()] for each in encoded
         ]
-    if settings.get("checksums"):
-        columns["checksum"] = [0] * len(passages)
-    rows = pa.table(columns, schema=schema)
-    if settings.get("checksums"):
-        rows = rows.set_column(rows.column_names.index("checksum"), schema.field("checksum"), [passage_checksums(rows)])
-    return rows
+    wanted = {field.name: field for field in corpus.schema}  # fewer in a corpus of an older version
+    checksum = wanted.pop("checksum", None)
+    rows = pa.table({name: columns[name] for name in wanted}, schema=pa.schema(wanted.values(), corpus.schema.metadata))
+    return rows if checksum is None else rows.append_column(checksum, [passage_checksums(rows)])
 
 
 def _search_vectors(read: list[list[dict]], encoded: list, processor) -> torch.Tensor:

@@ -79,7 +79,7 @@ class EncodingWorker:
         batch = pickle.loads(rows["batch"][0])
         fragments, encoded, num_passages = [], None, 0
         if batch.documents:
-            encoded = passage_rows(batch.documents, self.processor, self.corpus.settings)
+            encoded = passage_rows(self.corpus.cut(batch.documents), self.processor, self.corpus)
             num_passages = len(encoded)
             if not batch.replaced:
                 try:

@@ -37,7 +37,7 @@ class SlotPassages:
 
     Args:
         documents (`list[dict]`): With `title` and `text`; those from a corpus, best first, also with `document` (its
-            id), `start` and `end` (characters of the passage in it) and `score`.
+            id), `start` and `end` (characters of the passage in it), `page` (or `None`) and `score`.
         encoded ([`EncodedDocuments`]): Their slots.
         seconds (`dict`): How long `retrieval` and `slots` took.
     """
@@ -80,7 +80,7 @@ class Retriever:
                 raise ValueError(f"The re-ranker is {reranker!r}; expected a folder or a Hub id, or nothing.")
             folder = find_model("re-ranker", reranker, ENCODER_FILES)
             self.reranker = CrossEncoder(str(folder), device=processor.encoder.device)
-        read = ("document", "title", "text", "start", "end", "segments", "slots", "words", "checksum")
+        read = ("document", "title", "text", "start", "end", "page", "segments", "slots", "words", "checksum")
         self.columns = [name for name in corpus.table.schema.names if name in read]
 
     def __call__(self, question: str, top_k: int = 5) -> SlotPassages:
@@ -138,7 +138,8 @@ class Retriever:
 
 def slot_passages(rows, context_words: bool) -> SlotPassages:
     """Rows of a corpus as passages with slots, with their words where those are read."""
-    documents = rows.select(["document", "title", "text", "start", "end"]).to_pylist()
+    fields = ("document", "title", "text", "start", "end", "page")
+    documents = rows.select([name for name in fields if name in rows.column_names]).to_pylist()
     for name, sign in (("_relevance_score", 1), ("_distance", -1)):  # hybrid search, vectors alone
         if name in rows.column_names:
             for document, value in zip(documents, rows[name].to_pylist(), strict=True):

@@ -1,7 +1,7 @@
 """Documents of a corpus, and the passages that they are cut into.
 
-A source is a text file, a Markdown file, a JSON Lines or Parquet file, a folder of such files, or a data set of the
-Hub. Columns are named as in `rows.py`:
+A source is a file of text, Markdown, HTML, PDF or DOCX, a JSON Lines or Parquet file, a folder of such files, or a data
+set of the Hub. Columns are named as in `rows.py`:
 
     letters/                                          every file below, by its suffix
     paragraphs.jsonl.gz                               rows of {"title", "text"}, or of our schema with `passages`
@@ -11,7 +11,8 @@ Hub. Columns are named as in `rows.py`:
 
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,28 +20,26 @@ import datasets
 import pyarrow.parquet
 
 from ..files import digest, read_json_lines
+from ..reading import CONVERTED, LONGEST_TITLE, MARKDOWN, read_file
 from ..rows import parse_source
 from ..segmentation_arcaligner import segment_document
 
-TEXTS = (".txt", ".md", ".markdown")
+TEXTS = (".txt", *MARKDOWN, *CONVERTED)
 JSON_LINES = (".jsonl", ".jsonl.gz")
 FILES = (*TEXTS, *JSON_LINES, ".parquet")
 _NO_SOURCE = re.compile(r"^\.|\.lance$")  # what is hidden, and the table of a corpus that stands beside its texts
-# A title is read with each sentence: a long one would cost its length times that of the text.
-LONGEST_TITLE = 1000
-# At the top: further down it may be a line of code.
-_HEADING = re.compile(rf"\s*^# +(.{{1,{LONGEST_TITLE}}})$", re.MULTILINE)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # A word, or a part of one: text without spaces is cut as well.
 _WORD = re.compile(r"\S{1,16}")
 
 
 class Document(NamedTuple):
-    """A text to be cut into passages."""
+    """A text to be cut into passages; `sections` as those of `reading.py`."""
 
     id: str
     title: str
     text: str
+    sections: list[tuple[int, str | int]] = []
 
     @property
     def digest(self) -> str:
@@ -53,8 +52,9 @@ def read_documents(sources: Iterable[str], skip: Callable[..., None]) -> Iterato
 
     Args:
         sources (`Iterable[str]`): See the top of this file.
-        skip (`Callable`): Is told what cannot be read, and why: a file, a row; with `may_hold_documents=False` also
-            what is read and gives none: a document without a text, a file of another kind.
+        skip (`Callable`): Is told what cannot be read, and why: a file, a row, with the `id` of its one document, if
+            that is known; with `may_hold_documents=False` also what is read and gives none: a document without a text,
+            a file of another kind.
 
     Raises:
         `FileNotFoundError`: no such file or folder.
@@ -66,9 +66,11 @@ def read_documents(sources: Iterable[str], skip: Callable[..., None]) -> Iterato
                 what = f"{document.id} has a title of {length} characters; at most {LONGEST_TITLE} are read"
                 skip(what, may_hold_documents=False)
             elif document.text.strip():
-                yield Document(*(each.encode("utf-8", "replace").decode() for each in document))
+                texts = (each.encode("utf-8", "replace").decode() for each in document[:3])
+                yield Document(*texts, document.sections)
             else:
-                skip(f"{document.id} holds no text", may_hold_documents=False)
+                why = "; its pages may be pictures" if document.id.lower().endswith(".pdf") else ""
+                skip(f"{document.id} holds no text{why}", may_hold_documents=False)
 
 
 def _read_source(source: str, skip: Callable[..., None]) -> Iterator[Document]:
@@ -96,14 +98,13 @@ def _read_source(source: str, skip: Callable[..., None]) -> Iterator[Document]:
 
 def _read_file(path: Path, options: dict[str, Any], skip: Callable[..., None]) -> Iterator[Document]:
     try:
-        if path.name.endswith(TEXTS):
-            title, text = "", path.read_text(encoding="utf-8-sig")
-            if path.suffix != ".txt" and (heading := _HEADING.match(text)):
-                # The title is read with each passage. Spaces in its place keep the characters' numbers.
-                rest = text[: heading.start()] + " " * len(heading[0]) + text[heading.end() :]
-                if rest.strip():
-                    title, text = heading[1].strip(), rest
-            yield Document(str(path), title, text)
+        if path.suffix.lower() in TEXTS:
+            try:
+                found = read_file(path)
+            except (ValueError, OSError) as error:
+                skip(str(error), id=str(path))
+            else:
+                yield Document(str(path), *found)
         elif path.name.endswith(JSON_LINES):
             yield from _documents_of_rows(str(path), read_json_lines(path), options, skip)
         elif path.suffix == ".parquet":
@@ -113,8 +114,6 @@ def _read_file(path: Path, options: dict[str, Any], skip: Callable[..., None]) -
                 yield from _documents_of_rows(str(path), rows, options, skip)
         else:
             skip(f"{path} has none of the suffixes {', '.join(FILES)}", may_hold_documents=False)
-    except UnicodeDecodeError as error:
-        skip(f"{path} is not UTF-8 text (byte {error.start})")
     except (ValueError, OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
         skip(f"{path} cannot be read: {error}")
 
@@ -133,22 +132,33 @@ def _documents_of_rows(
                 title, text = each.get("title") or "", each["text"]
                 yield Document(digest([title, text]), title, text)
         else:
-            skip(f"{where} has neither a text in `{options['text']}` nor `passages` of title and text")
+            known = where if row.get("id") is None else str(row["id"])
+            what = f"{where} has neither a text in `{options['text']}` nor `passages` of title and text"
+            skip(what, id=None if "passages" in row else known)
 
 
 def _is_passage(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("text"), str) and isinstance(value.get("title"), str | None)
 
 
-def cut_passages(text: str, passage_words: int, spacy_model: str = "en") -> list[tuple[int, int]]:
-    """First and end character of passages of at most `passage_words` words, cut between sentences where one fits.
+def cut_passages(
+    text: str, passage_words: int, spacy_model: str = "en", sections: Sequence[tuple[int, Any]] = ()
+) -> list[tuple[int, int]]:
+    """First and end character of passages of at most `passage_words` words, cut between sentences where one fits, and
+    where a section begins if the passage before it is half full.
 
     >>> cut_passages("One two. Three. Four five six seven.", passage_words=3)
     [(0, 15), (16, 29), (30, 36)]
     """
     passages: list[tuple[int, int]] = []
-    room = 0
+    room, starts = 0, [start for start, _ in sections]
     for sentence in segment_document(text, spacy_model=spacy_model):
+        if (
+            passages
+            and room <= passage_words / 2
+            and _section(starts, sentence.start) != _section(starts, passages[-1][0])
+        ):
+            room = 0
         words = [found.span() for found in _WORD.finditer(sentence.text)]
         for first in range(0, len(words), passage_words):
             piece = words[first : first + passage_words]
@@ -159,4 +169,35 @@ def cut_passages(text: str, passage_words: int, spacy_model: str = "en") -> list
             else:
                 passages.append((start, end))
                 room = passage_words - len(piece)
+    return passages
+
+
+def _section(starts: Sequence[int], character: int) -> int:
+    """The number of the section that a character is in; -1 before the first."""
+    return bisect_right(starts, character) - 1
+
+
+class Passage(NamedTuple):
+    """A piece of a document: its number, its first and end character, the title that is read with it, its page."""
+
+    document: Document
+    number: int
+    start: int
+    end: int
+    title: str
+    page: int | None
+
+
+def passages_of(documents: Iterable[Document], passage_words: int, spacy_model: str) -> list[Passage]:
+    """The passages of documents. Headings that a passage stands under are part of its title."""
+    passages = []
+    for document in documents:
+        starts = [start for start, _ in document.sections]
+        cut = cut_passages(document.text, passage_words, spacy_model, document.sections)
+        for number, (start, end) in enumerate(cut):
+            place = _section(starts, start)
+            name = document.sections[place][1] if place >= 0 else ""
+            page = name if isinstance(name, int) else None
+            title = document.title if page else " › ".join(filter(None, (document.title, name)))[:LONGEST_TITLE]
+            passages.append(Passage(document, number, start, end, title, page))
     return passages

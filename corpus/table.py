@@ -6,6 +6,7 @@
     segments   characters of the passage that each slot stands for
     slots      embeddings, float16 (num_slots, encoder_hidden_size)
     words      ids of the words of each slot, where the aligner reads them
+    page       where the document has pages
     checksum   of text and slots; rows that have changed on the disk are not read
     vector     what is searched: the mean of the slots, or an embedding by the encoder before it was trained jointly
 
@@ -31,6 +32,7 @@ from lancedb.index import FTS, BTree, IvfSq
 
 from ..files import digest
 from ..segmentation_arcaligner import Segment, SegmentTokens
+from .sources import Document, Passage, passages_of
 
 FORMAT = 1
 NAME = "passages"
@@ -53,8 +55,7 @@ def table_schema(settings: dict[str, Any]) -> pa.Schema:
     columns |= {"slots": pa.list_(vector), "vector": vector}
     if settings["context_words"]:
         columns["words"] = pa.list_(pa.list_(pa.int32()))
-    if settings.get("checksums"):  # older corpora have none
-        columns["checksum"] = pa.int64()
+    columns |= {"page": pa.int32(), "checksum": pa.int64()}  # which older corpora lack
     return pa.schema(columns, metadata={METADATA: json.dumps(settings).encode()})
 
 
@@ -63,7 +64,7 @@ def passage_checksums(rows: pa.Table) -> list[int]:
     slots = rows["slots"].combine_chunks()
     ends = np.cumsum(slots.value_lengths().to_numpy())
     values = slots.flatten().flatten().to_numpy().reshape(-1, slots.type.value_type.list_size)
-    others = rows.select([name for name in ("title", "text", "segments", "words") if name in rows.column_names])
+    others = rows.select([name for name in ("title", "text", "page", "segments", "words") if name in rows.column_names])
     parts = zip(np.split(values, ends[:-1]), others.to_pylist(), strict=True)
     return [zlib.crc32(json.dumps(other).encode(), zlib.crc32(own.tobytes())) for own, other in parts]
 
@@ -136,7 +137,7 @@ class Corpus:
         path = Path(path)
         settings = slot_settings(processor, tokens_per_slot)
         if not path.exists() or not any(each for each in path.iterdir() if each.name != LOCK):
-            about = {"format": FORMAT, **settings, "passage_words": passage_words, "checksums": True}
+            about = {"format": FORMAT, **settings, "passage_words": passage_words}
             path.mkdir(parents=True, exist_ok=True)
             with FileLock(path / LOCK):  # which tells readers that it is being made
                 lancedb.connect(path).create_table(NAME, schema=table_schema(about), exist_ok=True)
@@ -172,6 +173,15 @@ class Corpus:
                     f"The corpus {self.path} was made with `{name}` {known[name]!r}; expected {value!r}. Build another "
                     "one with these settings, or use those it was made with."
                 )
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Columns of this corpus, which may be of an older version."""
+        return self.table.schema
+
+    def cut(self, documents: list[Document]) -> list[Passage]:
+        """The passages of documents, as long as those of this corpus."""
+        return passages_of(documents, self.settings["passage_words"], self.settings["spacy_model"])
 
     def _is_written(self) -> bool:
         """Whether another process writes at this moment."""
@@ -209,7 +219,7 @@ class Corpus:
         rows = self.table.search().where(_is_one_of(documents)).select(["document", "digest"]).to_arrow()
         return dict(zip(rows["document"].to_pylist(), rows["digest"].to_pylist(), strict=True))
 
-    def add(self, rows: pa.Table, replaced: list[str]) -> None:
+    def add(self, rows: pa.Table | pa.RecordBatchReader, replaced: list[str]) -> None:
         """Adds whole documents, in one step, in the place of those that are `replaced`."""
         if replaced:
             merge = self.table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()

@@ -105,11 +105,11 @@ def test_options_of_answer_reach_the_pipeline(run_cli, monkeypatch, document):
 
 def test_mistakes_end_in_one_clear_line(run_cli, checkpoint_dir, base_model_dir, document, tmp_path):
     binary = tmp_path / "binary.txt"
-    binary.write_bytes(b"text \xff")
+    binary.write_bytes(b"\0\1\2 \xff")
     empty = tmp_path / "empty.txt"
     empty.write_text(" \n")
     for question, path, checkpoint, message in (
-        (QUESTION, binary, checkpoint_dir, "binary.txt is not UTF-8 text (byte 5)"),
+        (QUESTION, binary, checkpoint_dir, "binary.txt is not UTF-8 text, nor in another encoding (byte 0)"),
         (QUESTION, empty, checkpoint_dir, "empty.txt holds no text"),
         (" ", document, checkpoint_dir, "The question is empty"),
         (QUESTION, document, tmp_path / "none", f"There is no folder {tmp_path / 'none'}"),

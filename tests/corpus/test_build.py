@@ -11,11 +11,12 @@ import torch
 from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pdf_files import line, pdf
 
 from arcaligner import ArcAlignerProcessor
 from arcaligner.corpus import build
 from arcaligner.corpus.build import build_corpus
-from arcaligner.corpus.retrieve import slot_passages
+from arcaligner.corpus.retrieve import Retriever, slot_passages
 from arcaligner.corpus.sources import Document, cut_passages, read_documents
 from arcaligner.corpus.table import LOCK, METADATA, Corpus
 
@@ -42,12 +43,12 @@ def test_sentences_stay_whole_where_they_fit_and_one_long_word_is_cut():
 def test_the_heading_of_a_markdown_file_is_its_title_and_not_read_again(tmp_path):
     (tmp_path / "a.md").write_text("\n# Ada \nShe wrote.")
     (tmp_path / "b.md").write_text("# Alone")
-    (tmp_path / "c.md").write_text("Run this:\n# install\nmake")
+    (tmp_path / "c.md").write_text("Run this:\n```\n# install\n```\nmake")
     (tmp_path / "d.md").write_text("# " + "long " * 201 + "\nEnd.")
     first, second, third, fourth = read_documents([str(tmp_path)], pytest.fail)
-    assert (first.title, first.text) == ("Ada", "       \nShe wrote.")
+    assert (first.title, first.text) == ("Ada", "\n      \nShe wrote.")
     assert (second.title, second.text) == ("", "# Alone")
-    assert (third.title, third.text) == ("", "Run this:\n# install\nmake")
+    assert (third.title, third.text) == ("", "Run this:\n```\n# install\n```\nmake") and not third.sections
     assert fourth.title == "" and fourth.text.startswith("# long")
 
 
@@ -106,6 +107,61 @@ def test_a_killed_build_goes_on_where_it_was(tmp_path, monkeypatch, processor):
     assert corpus.info()["documents"] == corpus.info()["passages"] == 7 and corpus.info()["slots"] == 14
 
 
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_build_that_is_killed_within_a_large_document_goes_on_there(tmp_path, monkeypatch, processor, is_changed):
+    monkeypatch.setattr(build, "PART_PASSAGES", 3)
+    source, corpus = tmp_path / "long.txt", Corpus.create(tmp_path / "corpus", processor, passage_words=6)
+    if is_changed:
+        source.write_text("Short.")
+        build_corpus([str(source)], corpus, processor)
+    before, version = rows_of(corpus), corpus.table.version
+    source.write_text(" ".join(f"Sentence {number} stands here." for number in range(11)))
+    encoded, told, encode = [], [], processor.encode_batch
+
+    def killed(rows, **settings):
+        if len(encoded) == 6:
+            raise KeyboardInterrupt
+        encoded.extend(rows)
+        return encode(rows, **settings)
+
+    monkeypatch.setattr(processor, "encode_batch", killed)
+    with pytest.raises(KeyboardInterrupt):
+        build_corpus([str(source)], corpus, processor)
+    assert rows_of(corpus).equals(before)
+    (part, _) = sorted((corpus.path / build.PARTS).iterdir())
+    part.write_bytes(part.read_bytes()[:-9])  # as if it had been torn
+    monkeypatch.setattr(processor, "encode_batch", lambda rows, **k: encoded.extend(rows) or encode(rows, **k))
+    corpus = Corpus(tmp_path / "corpus")
+    report = build_corpus([str(source)], corpus, processor, on_part=lambda *progress: told.append(progress))
+    assert (report.added + report.replaced, report.passages, len(encoded)) == (1, 11, 14)
+    assert told == [(0, 11), (3, 11), (6, 11), (9, 11)]
+    assert not (corpus.path / build.PARTS).exists() and corpus.table.version == version + 1 + 1
+    monkeypatch.setattr(build, "PART_PASSAGES", 99)
+    whole = Corpus.create(tmp_path / "whole", processor, passage_words=6)
+    build_corpus([str(source)], whole, processor)
+    assert rows_of(corpus).equals(rows_of(whole))
+
+
+def test_passages_have_the_page_or_heading_that_they_stand_under(tmp_path, processor):
+    (tmp_path / "a.md").write_text("# Ships\n\nOf oak and of pine.\n\n## Sails\n\nLinen sails here.\n\n## Oars\n\nOak.")
+    (tmp_path / "b.pdf").write_bytes(pdf(line(50, 700, "Anna brings the cake."), line(50, 700, "Bob came late.")))
+    corpus = Corpus.create(tmp_path / "corpus", processor, passage_words=5)
+    build_corpus([str(tmp_path / "a.md"), str(tmp_path / "b.pdf")], corpus, processor)
+    rows = [(row["title"], row["page"], row["text"]) for row in rows_of(corpus).to_pylist()]
+    assert rows == [
+        ("Ships", None, "Of oak and of pine."),
+        ("Ships › Sails", None, "## Sails\n\nLinen sails here."),
+        ("Ships › Oars", None, "## Oars\n\nOak."),
+        ("", 1, "Anna brings the cake."),
+        ("", 2, "Bob came late."),
+    ]
+    assert {each.get("page") for each in Retriever(corpus, processor)("Who brings the cake?", 5).documents} == {
+        None,
+        1,
+        2,
+    }
+
+
 def test_a_changed_document_is_replaced_in_one_step_and_others_are_left(corpus, letters, processor, tmp_path):
     before, version = rows_of(corpus).to_pylist(), corpus.table.version
     (letters / "letter.txt").write_text("Short now.", encoding="utf-8")
@@ -142,13 +198,18 @@ def test_prune_removes_what_is_in_no_source(corpus, letters, processor, prune, m
     assert corpus.documents() >= left
 
 
-def test_prune_removes_nothing_while_a_source_cannot_be_read(corpus, letters, processor, caplog):
-    before = corpus.documents()
-    (letters / "letter.txt").write_bytes(b"\xff\xfe\xff")
+def test_prune_keeps_what_may_be_in_a_source_that_cannot_be_read(corpus, letters, processor, caplog, tmp_path):
+    (letters / "letter.txt").write_bytes(b"\0\xff")
     (letters / "old" / "ski.md").unlink()
     (letters / "new.txt").write_text("Ada wrote it.")
-    assert build_corpus([str(letters)], corpus, processor, prune=True).removed == 0
-    assert corpus.documents() == before | {str(letters / "new.txt")}
+    assert build_corpus([str(letters)], corpus, processor, prune=True).removed == 1
+    known = {str(letters / "letter.txt"), str(letters / "new.txt")}
+    assert corpus.documents() == known and not caplog.text
+    (letters / "new.txt").unlink()
+    (tmp_path / "more.txt").write_text("More.")
+    (letters / "rows.jsonl").write_text("{")  # nobody knows the ids of its rows
+    assert build_corpus([str(letters), str(tmp_path / "more.txt")], corpus, processor, prune=True).removed == 0
+    assert corpus.documents() == known | {str(tmp_path / "more.txt")}
     assert "no document was removed, since 1 sources or rows could not be read" in caplog.text
 
 
@@ -210,7 +271,7 @@ def test_what_cannot_be_read_is_named_and_skipped_or_stops_a_strict_build(tmp_pa
     (folder / ".git").mkdir(parents=True)
     (folder / ".git" / "hidden.txt").write_text("Hidden.")
     (folder / "good.txt").write_text("Good.")
-    (folder / "binary.txt").write_bytes(b"text \xff")
+    (folder / "binary.txt").write_bytes(b"\0\1\2 \xff")
     (folder / "blank.md").write_text(" \n")
     (folder / "broken.parquet").write_bytes(b"PAR1")
     (folder / "broken.jsonl.gz").write_bytes(b"no gzip")
@@ -223,7 +284,7 @@ def test_what_cannot_be_read_is_named_and_skipped_or_stops_a_strict_build(tmp_pa
     corpus = Corpus.create(tmp_path / "corpus", processor)
     report = build_corpus([str(folder)], corpus, processor)
     said = [
-        "binary.txt is not UTF-8 text (byte 5)",
+        "binary.txt is not UTF-8 text, nor in another encoding (byte 0)",
         "blank.md holds no text",
         "broken.jsonl.gz cannot be read",
         "broken.parquet cannot be read",

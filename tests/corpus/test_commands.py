@@ -14,7 +14,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "corpus.md"
 def test_from_a_folder_to_an_answer_with_its_sources(
     run_cli, letters, checkpoint_dir, tmp_path, model, processor, monkeypatch
 ):
-    (letters / "binary.txt").write_bytes(b"\xff")
+    (letters / "binary.txt").write_bytes(b"\0\xff")
     folder, aligner = tmp_path / "corpus", ("--checkpoint", checkpoint_dir)
     options = ("--passage-words", 16, *aligner)
     code, out, err = run_cli("corpus", "build", letters, "--output", folder, *options)
@@ -57,7 +57,7 @@ def test_from_a_folder_to_an_answer_with_its_sources(
 
 
 def test_mistakes_end_in_one_clear_line(run_cli, letters, corpus, checkpoint_dir, tmp_path):
-    (letters / "binary.txt").write_bytes(b"\xff")
+    (letters / "binary.txt").write_bytes(b"\0\xff")
     aligner = ("--checkpoint", checkpoint_dir)
     for arguments, message in (
         (("corpus", "info", "--corpus", tmp_path / "none"), "There is no corpus"),

@@ -1,0 +1,263 @@
+"""Files that people have, to text: plain text in any encoding, Markdown, HTML, PDF and DOCX.
+
+    found = read_file("report.pdf")
+    found.title, found.text, found.sections    # "", "Our year\n...", [(0, 1), (5120, 2)]
+
+What files hold is not trusted. HTML, PDF and DOCX are converted by a process of their own, within limits of time and
+memory, and become Markdown: scripts are dropped, nothing is run or fetched.
+"""
+
+import codecs
+import io
+import json
+import re
+import statistics
+import subprocess
+import sys
+import zipfile
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MARKDOWN = (".md", ".markdown")
+CONVERTED = (".html", ".htm", ".pdf", ".docx")
+LARGEST_CONVERTED = 64 * 2**20  # bytes of a file
+LARGEST_UNPACKED = 256 * 2**20  # of what a DOCX says that it unpacks to
+SECONDS, MEMORY = 120, 2 * 2**30  # of a conversion
+LARGER = 1.25  # a line of a PDF that is so much higher than most is a heading
+# Of encodings that are about as likely, the first one.
+PREFERRED = ("cp1252", "cp1251")
+# A title is read with each sentence: a long one would cost its length times that of the text.
+LONGEST_TITLE = 1000
+_HEADING = re.compile(r"(#{1,6})[ \t]+")
+_FENCE = re.compile(r"\s*(```|~~~)")
+
+
+class FileText(NamedTuple):
+    """A file as text. `sections` are where its parts begin, each with its heading, or with the number of its page."""
+
+    title: str
+    text: str
+    sections: list[tuple[int, str | int]]
+
+
+def read_file(path: str | Path, data: bytes | None = None) -> FileText:
+    """As `read_text`, with title and sections."""
+    text, pages = read_text(path, data)
+    is_markdown = Path(path).suffix.lower() in (*MARKDOWN, *CONVERTED) and not pages
+    return read_markdown(text) if is_markdown else FileText("", text, pages)
+
+
+def read_text(path: str | Path, data: bytes | None = None) -> tuple[str, list[tuple[int, int]]]:
+    """
+    The text of a file, and for each page its first character and number.
+
+    Args:
+        path (`str` or `Path`): Its name, whose suffix says how it is read; text, if it is none of `CONVERTED`.
+        data (`bytes`, *optional*): What it holds, if it is not on this machine.
+
+    Raises:
+        `ValueError`: a file that is no text, or is broken, encrypted or too large, with the reason.
+        `ImportError`: a library is missing.
+    """
+    suffix, size = Path(path).suffix.lower(), Path(path).stat().st_size if data is None else len(data)
+    if suffix in CONVERTED and size > LARGEST_CONVERTED:
+        raise ValueError(f"{path} has {size / 2**20:.0f} MiB; at most {LARGEST_CONVERTED // 2**20} are read. Split it")
+    data = Path(path).read_bytes() if data is None else data
+    return convert(data, suffix, path) if suffix in CONVERTED else (decode(data, path), [])
+
+
+def decode(data: bytes, path: str | Path) -> str:
+    """Text in UTF-8, or in an encoding that it is likely to have.
+
+    Raises:
+        `ValueError`: what is no text.
+    """
+    is_binary = b"\0" in data and not data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    try:
+        if is_binary:
+            raise UnicodeDecodeError("utf-8", data, data.index(b"\0"), len(data), "a NUL")
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        try:
+            from charset_normalizer import from_bytes
+        except ImportError:
+            what = f"{path} is not UTF-8 text (byte {error.start})"
+            raise ValueError(f"{what}; `pip install 'arcaligner[files]'` reads other encodings") from error
+        likely = [] if is_binary else from_bytes(data)
+        best = likely.best() if likely else None
+        if best is None:
+            raise ValueError(f"{path} is not UTF-8 text, nor in another encoding (byte {error.start})") from error
+        for name in PREFERRED:
+            for each in likely:
+                is_as_likely = each.percent_chaos <= best.percent_chaos
+                is_as_likely &= each.percent_coherence >= best.percent_coherence - 5
+                if name in (each.encoding, *each.could_be_from_charset) and is_as_likely:
+                    return str(each)
+        return str(best).removeprefix("\ufeff")
+
+
+def read_markdown(text: str) -> FileText:
+    """Markdown with its headings as names: the first one at the top is the title, and is not read again (spaces in
+    its place keep the characters' numbers); further ones are the names of what follows, below those they belong to.
+
+    >>> read_markdown("# Ships\\n\\nOf wood.\\n\\n## Sails\\n\\nOf linen.")[::2]
+    ('Ships', [(19, 'Sails')])
+    """
+    title, sections, above, is_code, is_first, start = "", [], [], False, True, 0
+    for line in text.splitlines(keepends=True):
+        is_code ^= _FENCE.match(line) is not None
+        mark = None if is_code else _HEADING.match(line)
+        name = line[mark.end() :].strip().rstrip("#").rstrip() if mark else ""
+        end = start + len(line)
+        if not 0 < len(name) <= LONGEST_TITLE:
+            is_first &= not line.strip()
+        elif is_first and text[end:].strip():
+            title, is_first = name, False
+            mark_end = start + len(line.rstrip("\r\n"))
+            text = text[:start] + " " * (mark_end - start) + text[mark_end:]
+        else:
+            above = [each for each in above if each[0] < len(mark[1])] + [(len(mark[1]), name)]
+            sections.append((start, " › ".join(name for _, name in above)))
+        start = end
+    return FileText(title, text, sections)
+
+
+def convert(data: bytes, suffix: str, path: str | Path) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a file with its pages, converted by another process.
+
+    Raises:
+        `ValueError`: a file that cannot be converted within the limits.
+        `ImportError`: a library is missing.
+    """
+    command = [sys.executable, "-P", __file__, suffix]  # which imports nothing of ours
+    try:
+        done = subprocess.run(command, input=data, capture_output=True, timeout=SECONDS)
+        answer = json.loads(done.stdout)
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"{path} takes longer than {SECONDS} seconds to read") from error
+    except ValueError as error:  # it was killed
+        raise ValueError(f"{path} takes more than {MEMORY // 2**30} GiB to read, or is broken") from error
+    if "missing" in answer:
+        raise ImportError(f"{path} needs {answer['missing']}: `pip install 'arcaligner[files]'`.")
+    if "error" in answer:
+        raise ValueError(f"{path} cannot be read: {answer['error']}")
+    return answer["text"], [tuple(each) for each in answer["pages"]]
+
+
+# In the process of its own
+
+
+def _limit_memory() -> None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+
+
+def html_to_markdown(html: bytes | str) -> str:
+    """What a page says, with headings, lists and tables; no scripts, styles, pictures or links."""
+    from bs4 import BeautifulSoup
+    from markdownify import MarkdownConverter
+
+    soup = BeautifulSoup(html, "html.parser")
+    title = soup.title.get_text(" ", strip=True) if soup.title else ""
+    for each in soup(["script", "style", "noscript", "template", "svg", "head", "iframe", "object", "nav", "form"]):
+        each.decompose()
+    settings = {"heading_style": "ATX", "strip": ["a", "img"], "table_infer_header": True}
+    settings |= {"escape_asterisks": False, "escape_underscores": False}
+    text = re.sub(r"\n{3,}", "\n\n", MarkdownConverter(**settings).convert_soup(soup)).strip()
+    return f"# {title}\n\n{text}" if title and not text.startswith("# ") else text
+
+
+def docx_to_markdown(data: bytes) -> str:
+    """The text of a DOCX file, with headings, lists and tables."""
+    import mammoth
+
+    with zipfile.ZipFile(io.BytesIO(data)) as unpacked:
+        size = sum(each.file_size for each in unpacked.infolist())
+    if size > LARGEST_UNPACKED:
+        raise ValueError(f"it unpacks to {size / 2**20:.0f} MiB; at most {LARGEST_UNPACKED // 2**20} are read")
+    without_pictures = mammoth.images.img_element(lambda image: {})
+    options = {"convert_image": without_pictures, "style_map": "p[style-name='Title'] => h1:fresh"}
+    return html_to_markdown(mammoth.convert_to_html(io.BytesIO(data), **options).value)
+
+
+def pdf_pages(data: bytes) -> list[str]:
+    """The text of each page of a PDF file in reading order, tables as Markdown in their places."""
+    import pdfplumber
+    from pdfminer.pdfdocument import PDFPasswordIncorrect
+    from pdfplumber.utils.exceptions import PdfminerException
+
+    try:
+        with pdfplumber.open(io.BytesIO(data), laparams={}) as pdf:
+            pages = []
+            for page in pdf.pages:
+                pages.append(_page_text(page))
+                page.close()
+            return pages
+    except PdfminerException as error:
+        if error.args and isinstance(error.args[0], PDFPasswordIncorrect):
+            raise ValueError("it is protected by a password") from error
+        raise ValueError("it is broken, or no PDF") from error
+
+
+def _page_text(page: Any) -> str:
+    tables = {table.bbox: table.extract() for table in page.find_tables()}
+    lines = page.textlinehorizontals
+    usual = statistics.median(_height(line) for line in lines) if lines else 0.0
+    parts = []
+    for box in page.textboxhorizontals:
+        around = [each for each in tables if _is_inside(box, each)]
+        if not around:
+            place = (box["x0"] - 1, box["top"] - 1, box["x1"] + 1, box["bottom"] + 1)
+            own = [line for line in lines if _is_inside(line, place)]
+            for is_heading, group in groupby(own, lambda line: _height(line) > LARGER * usual):
+                text = "".join(line["text"] for line in group)
+                text = re.sub(r"(?<=\w)-\n(?=[a-z])", "", text)  # words that were parted at the end of a line
+                parts.append("## " * is_heading + " ".join(text.split()))
+        elif (table := tables[around[0]]) is not None:
+            cells = [[" ".join((cell or "").split()).replace("|", "\\|") for cell in row] for row in table]
+            rows = [f"| {' | '.join(row)} |" for row in cells]
+            parts.append("\n".join([rows[0], "|" + "---|" * len(cells[0]), *rows[1:]]))
+            tables[around[0]] = None  # it is written once
+    return "\n\n".join(part for part in parts if part.strip("# "))
+
+
+def _height(line: dict[str, Any]) -> float:
+    return line["bottom"] - line["top"]
+
+
+def _is_inside(what: dict[str, Any], place: tuple[float, float, float, float]) -> bool:
+    """Whether the middle of something lies in a place (left, top, right, bottom)."""
+    x, y = (what["x0"] + what["x1"]) / 2, (what["top"] + what["bottom"]) / 2
+    return place[0] <= x <= place[2] and place[1] <= y <= place[3]
+
+
+def main(suffix: str) -> None:
+    """Reads a file from standard input and writes what it says, as JSON."""
+    _limit_memory()
+    pages = []
+    try:
+        data = sys.stdin.buffer.read()
+        if suffix == ".pdf":
+            text = ""
+            for number, page in enumerate(pdf_pages(data), start=1):
+                pages.append((len(text), number))
+                text += page + "\n\n"
+        else:
+            text = docx_to_markdown(data) if suffix == ".docx" else html_to_markdown(data)
+        answer = {"text": text, "pages": pages}
+    except ImportError as error:
+        answer = {"missing": error.name}
+    except MemoryError:
+        answer = {"error": f"it takes more than {MEMORY // 2**30} GiB"}
+    except Exception as error:  # whatever the libraries meet in a broken file
+        answer = {"error": str(error) if type(error) is ValueError else f"it is broken ({type(error).__name__})"}
+    sys.stdout.write(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,145 @@
+"""Files that people have become text: with headings, tables and pages, in any encoding; what is hostile is named, never
+run, and bounded."""
+
+import io
+import zipfile
+
+import pytest
+from pdf_files import line, pdf
+
+from arcaligner import reading
+from arcaligner.reading import read_file, read_markdown, read_text
+
+pytest.importorskip("pdfplumber")
+pytest.importorskip("mammoth")
+pytest.importorskip("markdownify")
+
+WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+PACKAGE = "http://schemas.openxmlformats.org/package/2006"
+OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006/relationships/officeDocument"
+
+
+def docx(body: str) -> bytes:
+    """A DOCX file with this body."""
+    types = f'<Types xmlns="{PACKAGE}/content-types"><Default Extension="xml" ContentType="application/xml"/></Types>'
+    link = f'<Relationship Id="r" Type="{OFFICE}" Target="word/document.xml"/>'
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
+        packed.writestr("[Content_Types].xml", types)
+        packed.writestr("_rels/.rels", f'<Relationships xmlns="{PACKAGE}/relationships">{link}</Relationships>')
+        packed.writestr("word/document.xml", f'<w:document xmlns:w="{WORD}"><w:body>{body}</w:body></w:document>')
+    return file.getvalue()
+
+
+def paragraph(text: str, style: str = "Normal") -> str:
+    return f'<w:p><w:pPr><w:pStyle w:val="{style}"/></w:pPr><w:r><w:t>{text}</w:t></w:r></w:p>'
+
+
+GRID = "".join(f"{x} {y} 100 20 re S\n" for x in (50, 150) for y in (600, 580))
+PAGE = line(50, 700, "Annual report", 20) + line(50, 660, "The meeting is on Thurs-") + line(50, 648, "day.")
+PAGE += GRID + "".join(line(x, y, text) for x, y, text in [(55, 607, "City"), (155, 607, "People")])
+PAGE += line(55, 587, "Oslo") + line(155, 587, "700,000") + line(50, 540, "After the table.")
+
+
+def test_a_pdf_gives_its_pages_with_headings_and_tables_in_their_places():
+    found = read_file("report.PDF", pdf(PAGE, line(50, 700, "Anna brings the cake.")))
+    table = "| City | People |\n|---|---|\n| Oslo | 700,000 |"
+    first = f"## Annual report\n\nThe meeting is on Thursday.\n\n{table}\n\nAfter the table.\n\n"
+    assert found.text == f"{first}Anna brings the cake.\n\n"
+    assert found.sections == [(0, 1), (len(first), 2)] and found.title == ""
+
+
+def test_two_columns_are_read_one_after_the_other():
+    columns = [
+        line(x, 700 - 12 * row, f"{side} {row}.") for side, x in (("left", 50), ("right", 350)) for row in range(9)
+    ]
+    text = read_text("a.pdf", pdf("".join(columns)))[0]
+    assert text.split() == " ".join(f"{side} {row}." for side in ("left", "right") for row in range(9)).split()
+
+
+def test_a_docx_gives_headings_and_tables():
+    cells = "".join(f"<w:tc>{paragraph(text)}</w:tc>" for text in ("Mast", "30 m"))
+    body = paragraph("Ships", "Title") + paragraph("Sails", "Heading1") + paragraph("Of linen.")
+    found = read_file("a.docx", docx(body + f"<w:tbl><w:tr>{cells}</w:tr></w:tbl>"))
+    assert "Of linen.\n\n| Mast | 30 m |\n| --- | --- |" in found.text
+    assert [name for _, name in found.sections] == ["Sails"] and found.text.startswith("Ships\n\n# Sails")
+
+
+def test_html_gives_its_text_and_nothing_of_its_scripts():
+    html = "<title>Shop</title><body onload=evil()><script>evil()</script><h2>Terms</h2><p>Pay <a href='x'>now</a>. "
+    html += "&lt;b&gt;<style>p {}</style><table><tr><td>a</td><td>b</td></tr></table><img src=x onerror=evil()>"
+    found = read_file("a.html", html.encode())
+    assert found.title == "Shop" and [name for _, name in found.sections] == ["Terms"]
+    assert "Pay now. <b>" in found.text and "| a | b |" in found.text
+    assert not any(word in found.text for word in ("evil", "href", "{}"))
+
+
+def test_headings_are_the_names_of_what_follows_and_code_is_no_heading():
+    found = read_markdown("# Ships #\n\n## Sails\nLinen.\n### Main\n~~~\n# no\n~~~\n## Oars\nOak.")
+    assert found.title == "Ships" and [name for _, name in found.sections] == ["Sails", "Sails › Main", "Oars"]
+    assert all(found.text[start] == "#" for start, _ in found.sections)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text"),
+    [
+        ("utf-8-sig", "Straße"),
+        ("utf-16", "Straße 東京"),
+        ("latin-1", "Café"),
+        ("cp1252", "L’été dernier, à Paris, nous avons mangé des crêpes."),
+        ("cp1252", "Señor, ¿dónde está la biblioteca? El niño comió."),
+        ("cp1250", "Zażółć gęślą jaźń. Łódź jest miastem w Polsce."),
+        ("cp1251", "Москва является столицей России."),
+        ("shift_jis", "東京は日本の首都です。人口は多い。"),
+    ],
+)
+def test_text_is_read_in_the_encoding_that_it_has(encoding, text):
+    assert read_file("a.txt", text.encode(encoding)).text == text
+
+
+BOMB = docx("<w:p>" + " " * (reading.LARGEST_UNPACKED + 1) + "</w:p>")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("../../a.pdf", b"%PDF-1.4 broken", r"^\.\./\.\./a\.pdf cannot be read: it is broken, or no PDF"),
+        ("a.pdf", pdf(PAGE)[:-200], "a.pdf cannot be read: it is broken"),
+        ("a.docx", b"PK\3\4", "a.docx cannot be read: it is broken"),
+        ("a.docx", BOMB, "it unpacks to 25[67] MiB; at most 256 are read"),
+        ("a.html", b"<div>" * 100_000 + b"x", "a.html cannot be read: it is broken"),
+        ("a.txt", b"\0\1\2", "a.txt is not UTF-8 text, nor in another encoding"),
+        ("a.txt", b"\x89PNG\r\n\x1a\n\xff\0", "is not UTF-8 text, nor in another encoding"),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_the_reason(name, data, message):
+    with pytest.raises(ValueError, match=message):
+        read_file(name, data)
+
+
+def test_a_pdf_with_a_password_is_named():
+    empty = "<" + "00" * 32 + ">"
+    locked = pdf(PAGE, encrypted=f"/ID[{empty}{empty}]/Encrypt<</Filter/Standard/V 1/R 2/O{empty}/U{empty}/P -1>>")
+    with pytest.raises(ValueError, match=r"a\.pdf cannot be read: it is protected by a password"):
+        read_file("a.pdf", locked)
+
+
+def test_a_pdf_of_pictures_gives_no_text():
+    assert read_text("a.pdf", pdf("50 50 100 100 re f"))[0].strip() == ""
+
+
+def test_size_and_time_of_a_conversion_are_bounded(monkeypatch, tmp_path):
+    monkeypatch.setattr(reading, "SECONDS", 0.01)
+    with pytest.raises(ValueError, match=r"a\.html takes longer than 0\.01 seconds"):
+        read_file("a.html", b"<p>x")
+    with (tmp_path / "a.pdf").open("wb") as file:
+        file.truncate(100 * 2**20)
+    with pytest.raises(ValueError, match=r"a\.pdf has 100 MiB; at most 64 are read. Split it"):
+        read_file(tmp_path / "a.pdf")
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch, tmp_path):
+    (tmp_path / "pdfplumber.py").write_text("raise ImportError(name='pdfplumber')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ImportError, match=r"a\.pdf needs pdfplumber: `pip install 'arcaligner\[files\]'`"):
+        read_file("a.pdf", pdf(PAGE))
