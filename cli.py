@@ -60,6 +60,10 @@ TokensPerSlot = Annotated[
         help="Tokens of text per slot, or `segment` for one slot per sentence. Default: the checkpoint's.",
     ),
 ]
+MinConfidence = Annotated[
+    float | None,
+    typer.Option(help="An answer with less confidence becomes the aligner's refusal.", min=0, max=1),
+]
 
 
 def check_there(checkpoint: str) -> None:
@@ -199,6 +203,7 @@ def answer(
     show_slots: Annotated[bool, typer.Option("--show-slots", help="Show each slot's text and passes.")] = False,
     max_new_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens of the answer.", min=1)] = None,
     tokens_per_slot: TokensPerSlot = None,
+    min_confidence: MinConfidence = None,
     max_slots: Annotated[
         int | None, typer.Option(help="Maximum number of slots. Later text is ignored.", min=1)
     ] = None,
@@ -221,6 +226,8 @@ def answer(
     if engine == "llama.cpp":
         if show_slots:
             raise ValueError("`--show-slots` needs the passes of each slot, which llama.cpp does not tell.")
+        if min_confidence is not None:
+            raise ValueError("`--min-confidence` needs an answer's confidence, which llama.cpp does not tell.")
         check_there(checkpoint)
         from .engines.llama_cpp import LlamaCppEngine
 
@@ -234,6 +241,7 @@ def answer(
     with busy("Loading the aligner and its base model"):
         ask = load_pipeline(checkpoint)
     settings |= {} if gate_mode is None else {"gate_mode": gate_mode}
+    settings |= {} if min_confidence is None else {"min_confidence": min_confidence}
     with busy("Reading the documents"):
         record = ask({"question": question, "documents": documents}, return_slots=True, **settings)[0]
     show(record["generated_text"].strip())
@@ -380,13 +388,15 @@ def ask_corpus(
     tokens_per_slot: TokensPerSlot = None,
     reranker: Reranker = None,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the answer.", min=1)] = 256,
+    min_confidence: MinConfidence = None,
 ) -> None:
     """Answers a question from a corpus, and lists the passages that were read."""
     from .server.engine import Request
 
     with busy("Loading the aligner and its base model"):
         engine = load_engine(checkpoint, corpus, reranker, tokens_per_slot=tokens_per_slot)
-    request = Request([{"role": "user", "content": question}], top_k=top_k, max_new_tokens=max_new_tokens)
+    settings = {"top_k": top_k, "max_new_tokens": max_new_tokens, "min_confidence": min_confidence}
+    request = Request([{"role": "user", "content": question}], **settings)
     found = engine.submit(request).result()
     show(found.text.strip())
     for each in found.sources:
@@ -400,6 +410,8 @@ def ask_corpus(
         messages.print("The answer stands in none of these passages word for word: check it.")
     milliseconds = ", ".join(f"{name} {1000 * found.seconds[name]:.0f}" for name in ("retrieval", "slots", "model"))
     times = f"First token after {1000 * found.seconds['first_token']:.0f} ms: {milliseconds}"
+    if found.confidence is not None:
+        messages.print(f"Confidence {found.confidence:.2f}")
     times += f"; {found.kept} of {len(found.sources)} passages kept from earlier questions"
     messages.print(f"[dim]{compression_summary(found.statistics)}\n{times}[/]")
 
@@ -410,6 +422,7 @@ def serve_answers(
     corpus: Annotated[Path | None, typer.Option(help="Folder of a corpus, for requests without documents.")] = None,
     top_k: Annotated[int, typer.Option(help="Passages of the corpus that are read.", min=0, max=100)] = 5,
     tokens_per_slot: TokensPerSlot = None,
+    min_confidence: MinConfidence = None,
     reranker: Reranker = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
@@ -424,7 +437,8 @@ def serve_answers(
     from .server.app import ServerSettings, serve, serve_on_ray
 
     def make_engine():
-        asked = {"top_k": top_k, "tokens_per_slot": tokens_per_slot, "max_batch": max_batch}
+        asked = {"top_k": top_k, "tokens_per_slot": tokens_per_slot, "min_confidence": min_confidence}
+        asked |= {"max_batch": max_batch}
         return load_engine(checkpoint, corpus, reranker, prefix_bytes=prefix_megabytes * 2**20, **asked)
 
     settings = ServerSettings(Path(checkpoint).resolve().name, host, port, api_key or None)

@@ -57,14 +57,16 @@ class AnswerConfidence(LogitsProcessor):
         self.first_id = processor.tokenizer(processor.no_answer, add_special_tokens=False)["input_ids"][0]
         self.end_id = processor.tokenizer.eos_token_id
         self.refused: torch.Tensor | None = None  # (batch,), log-probability of beginning `no_answer`
+        self._calls = 0
         self._chosen: list[torch.Tensor] = []  # each (batch,), log-probability of a token
         self._last: torch.Tensor | None = None  # (batch, vocab_size)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         if self._last is None:
             self.refused = scores.float().log_softmax(dim=-1)[:, self.first_id]
-        else:
+        elif len(self._chosen) < self._calls:
             self._choose(input_ids[:, -1])
+        self._calls += 1
         self._last = scores.float().log_softmax(dim=-1)
         return scores
 
@@ -72,9 +74,9 @@ class AnswerConfidence(LogitsProcessor):
         self._chosen.append(self._last.gather(1, ids[:, None])[:, 0])
 
     def features(self, new_ids: torch.LongTensor) -> list[tuple[float, float]]:
-        """Of each answer, `new_ids` (batch, new_tokens): the log-odds that it is none, negated, and the mean
-        log-probability of its tokens, the end included."""
-        if len(self._chosen) < new_ids.shape[1]:
+        """Of each answer, `new_ids` (batch, new_tokens), all that were generated until now: the log-odds that it is
+        one, and the mean log-probability of its tokens, the end included."""
+        if len(self._chosen) < self._calls:
             self._choose(new_ids[:, -1])
         chosen = torch.stack(self._chosen, dim=1)  # (batch, new_tokens)
         is_end = new_ids == self.end_id

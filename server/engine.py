@@ -27,6 +27,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from ..confidence_arcaligner import AnswerConfidence, check_min_confidence
 from ..configuration_arcaligner import check_length, longest_prompt
 from ..corpus.retrieve import Retriever, SlotPassages
 from ..encoder_arcaligner import EncodedDocuments
@@ -65,6 +66,8 @@ class Request:
         max_new_tokens, temperature, top_p: Of the answer; temperature 0 takes the likeliest token.
         seed (`int`, *optional*): With a temperature, makes the draws of tokens the same each time.
         stop (`list[str]`): Texts that end the answer; they are no part of it.
+        min_confidence (`float`, *optional*): An answer from passages with less becomes the processor's `no_answer`; it
+            is told as one piece, when it is done. Default: the engine's.
         return_slots (`bool`): Whether the passes of each slot are reported. Where gates are on, those of a kept prefix
             are not known, so it is read again.
         on_text (`Callable`): Is told each new piece of the answer, by the engine's thread.
@@ -79,6 +82,7 @@ class Request:
     top_p: float = 1.0
     seed: int | None = None
     stop: list[str] = field(default_factory=list)
+    min_confidence: float | None = None
     return_slots: bool = False
     on_text: Callable[[str], Any] = lambda text: None
     future: "Future[Answer]" = field(default_factory=Future)
@@ -91,7 +95,8 @@ class Request:
 @dataclass
 class Answer:
     """The result of a request. `seconds` since it arrived: `waiting`, `retrieval`, `slots`, `model` add up to
-    `first_token`. `kept` of its passages had been read by the model for an earlier question."""
+    `first_token`. `kept` of its passages had been read by the model for an earlier question.
+    `confidence` is that of an answer from passages, where the aligner can refuse one."""
 
     text: str
     finish_reason: str
@@ -101,6 +106,7 @@ class Answer:
     seconds: dict[str, float]
     passages: SlotPassages | None
     kept: int
+    confidence: float | None
     statistics: dict[str, Any]
     trajectories: list[list[str]] | None
 
@@ -148,6 +154,7 @@ class Engine:
         *,
         top_k: int = 5,
         tokens_per_slot: int | str | None = None,
+        min_confidence: float | None = None,
         max_batch: int = 8,
         batch_seconds: float = 0.01,
         prefix_bytes: int = 2**29,
@@ -157,7 +164,9 @@ class Engine:
             raise ValueError(f"`max_batch` is {max_batch}; expected at least 1 request.")
         self.model, self.processor, self.retriever = ask.model, ask.processor, retriever
         ask.processor.check_slot_settings(tokens_per_slot=tokens_per_slot)
-        self.top_k, self.tokens_per_slot = top_k, tokens_per_slot
+        if min_confidence is not None:
+            check_min_confidence(ask.processor, min_confidence)
+        self.top_k, self.tokens_per_slot, self.min_confidence = top_k, tokens_per_slot, min_confidence
         self.max_batch, self.batch_seconds, self.limits = max_batch, batch_seconds, limits or Limits()
         self.store = self.model.slot_prefix_store(self.processor, max_bytes=prefix_bytes)
         self._encode = functools.lru_cache(KEPT_DOCUMENTS)(self._encode_documents)
@@ -183,6 +192,10 @@ class Engine:
             raise ValueError(f"Got {len(documents)} documents; expected at most {self.limits.max_documents}.")
         if not 1 <= request.max_new_tokens <= self.limits.max_new_tokens:
             raise ValueError(f"`max_tokens` is {request.max_new_tokens}; expected 1 to {self.limits.max_new_tokens}.")
+        if request.min_confidence is None:
+            request.min_confidence = self.min_confidence
+        else:
+            check_min_confidence(self.processor, request.min_confidence)
         with self._arrival:
             if self._closed or len(self._waiting) >= self.limits.waiting:
                 raise BusyError(
@@ -330,7 +343,9 @@ class Engine:
         inputs = {name: x.to(self.model.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
         if self._records(group[0]):
             inputs["recorded_depths"] = depths
-        rows = AnswerStream(group, inputs["attention_mask"].sum(dim=1).tolist(), self, began, depths)
+        can_refuse = self.processor.no_answer is not None and group[0].passages is not None
+        watch = AnswerConfidence(self.processor) if can_refuse else None
+        rows = AnswerStream(group, inputs["attention_mask"].sum(dim=1).tolist(), self, began, depths, watch)
         settings = GenerationConfig(
             max_new_tokens=max(rows.max_new_tokens),
             eos_token_id=self.model.generation_config.eos_token_id,
@@ -342,7 +357,7 @@ class Engine:
             generation_config=settings,
             streamer=rows,
             stopping_criteria=StoppingCriteriaList([rows]),
-            logits_processor=LogitsProcessorList([RowSampler(group)]),
+            logits_processor=LogitsProcessorList([*([watch] if watch else []), RowSampler(group)]),
         )
 
 
@@ -370,12 +385,21 @@ class RowSampler(LogitsProcessor):
 
 class AnswerStream(BaseStreamer, StoppingCriteria):
     """The answers of a batch while they are written: gives each its tokens, and says which rows are done. `depths` has
-    the passes of their slots, (batch, num_layers, max_slots), once the prompt is read, or nothing."""
+    the passes of their slots, (batch, num_layers, max_slots), once the prompt is read, or nothing; `watch` knows how
+    sure they are."""
 
     def __init__(
-        self, group: list[Request], prompt_tokens: list[int], engine: Engine, began: float, depths: list[torch.Tensor]
+        self,
+        group: list[Request],
+        prompt_tokens: list[int],
+        engine: Engine,
+        began: float,
+        depths: list[torch.Tensor],
+        watch: AnswerConfidence | None = None,
     ):
         self.group, self.prompt_tokens, self.engine, self.depths = group, prompt_tokens, engine, depths
+        self.watch = watch
+        self.tokens: list[torch.Tensor] = []  # each (batch,)
         self.eos = set(torch.tensor(engine.model.generation_config.eos_token_id).reshape(-1).tolist())
         self.ids: list[list[int]] = [[] for _ in group]
         self.said = [""] * len(group)
@@ -392,6 +416,7 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
         if value.dim() == 2:
             return
         self.first_token = self.first_token or time.monotonic()
+        self.tokens.append(value)
         for row, token in enumerate(value.tolist()):
             if self.reasons[row] is None:
                 self._put_token(row, token)
@@ -421,8 +446,12 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
                 return
             text = text[: len(text) - max((_overlap(text, each) for each in stops), default=0)]
         new, self.said[row] = text[len(self.said[row]) :], text
-        if new:
+        if new and not self._may_refuse(row):
             self.group[row].on_text(new)
+
+    def _may_refuse(self, row: int) -> bool:
+        """Whether the answer may yet be given up, so that none of it is told before it is done."""
+        return self.watch is not None and self.group[row].min_confidence is not None
 
     def end(self) -> None:
         """Nothing is left: each row is told its last piece when it is done."""
@@ -435,7 +464,13 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
         if self.reasons[row] == "time":
             error = TimeoutError(f"The answer was not done within {self.engine.limits.seconds:g} seconds.")
             return request.future.set_exception(error)
-        passages = request.passages
+        passages, sure = request.passages, None
+        if self.watch is not None:
+            sure = self.watch.of(torch.stack(self.tokens, dim=1))[row]
+        if self._may_refuse(row):
+            if sure < request.min_confidence:
+                self.said[row] = self.engine.processor.no_answer
+            request.on_text(self.said[row])
         if passages is None:
             parts = {"retrieval": 0.0, "slots": 0.0}
             statistics: dict[str, Any] = {"tokens": 0, "slots": 0, "compression_rate": None}
@@ -460,6 +495,7 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
                 seconds={**parts, "first_token": first_token, "total": time.monotonic() - request.arrived},
                 passages=passages,
                 kept=request.kept,
+                confidence=sure,
                 statistics=statistics,
                 trajectories=layers,
             )

@@ -1,7 +1,8 @@
 """What a request may hold and what an answer looks like: OpenAI's chat completions, with passages.
 
-Beyond OpenAI's fields a request has `documents`, `top_k`, `tokens_per_slot` and `return_slots`; an answer has
-`arcaligner`, with its sources, segments, statistics, seconds and, where asked for, the passes of each slot.
+Beyond OpenAI's fields a request has `documents`, `top_k`, `tokens_per_slot`, `min_confidence` and `return_slots`; an
+answer has `arcaligner`, with its sources, confidence, segments, statistics, seconds and, where asked for, the passes of
+each slot.
 """
 
 import json
@@ -104,6 +105,7 @@ class ChatRequest(Body):
     documents: list[Annotated[Document, BeforeValidator(as_text)]] | None = None
     top_k: Annotated[int, Field(ge=0, le=100)] | None = None
     tokens_per_slot: Annotated[int, Field(ge=1)] | Literal["segment"] | None = None
+    min_confidence: Annotated[float, Field(ge=0, le=1)] | None = None
     return_slots: bool = False
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -139,6 +141,7 @@ class ChatRequest(Body):
             top_p=self.top_p,
             seed=self.seed,
             stop=self.stop,
+            min_confidence=self.min_confidence,
             return_slots=self.return_slots,
             **kwargs,
         )
@@ -155,6 +158,7 @@ def slots_report(answer: Answer) -> dict[str, Any]:
     return {
         "sources": answer.sources,
         "kept": answer.kept,
+        "confidence": answer.confidence,
         "segments": [{"document": each.document, "start": each.start, "end": each.end} for each in segments],
         "trajectories": answer.trajectories,
         "statistics": answer.statistics,

@@ -30,6 +30,11 @@ def engine_of(ask):
         engine.close()
 
 
+def asked(question="Who wrote it?", **settings) -> Request:
+    chat = [{"role": "user", "content": question}]
+    return Request(chat, documents=["Ada wrote it."], **{"max_new_tokens": 12} | settings)
+
+
 def failure(engine, **settings) -> BaseException:
     return engine.submit(Request(CHAT, documents=["Ada."], **settings)).exception()
 
@@ -194,3 +199,34 @@ def test_a_clock_that_jumps_back_changes_no_answer(engine_of, monkeypatch):
     again = engine.submit(Request(CHAT, documents=["Ada."], max_new_tokens=4)).result()
     assert again.text == expected.text and engine.store.hits == 1
     assert min(again.seconds.values()) >= 0 and again.seconds["total"] < 60
+
+
+def test_an_answer_with_less_confidence_than_asked_for_is_the_refusal_told_at_once(engine_of, ask, monkeypatch):
+    monkeypatch.setattr(ask.processor, "no_answer", "not in the text")
+    engine, told = engine_of(), []
+
+    def answer(**settings):
+        request = asked(**settings)
+        request.on_text = told.append
+        told.clear()
+        return engine.submit(request).result()
+
+    plain = answer()
+    assert 0 < plain.confidence < 1 and "".join(told) == plain.text and len(told) > 1
+    kept = answer(min_confidence=plain.confidence - 1e-3)
+    assert kept.text == plain.text and told == [plain.text]
+    refused = answer(min_confidence=plain.confidence + 1e-3)
+    assert refused.text == "not in the text" and told == ["not in the text"]
+    together = [engine.submit(asked(question)) for question in ("Who wrote it?", "When was that, and why?")]
+    assert together[0].result().confidence == pytest.approx(plain.confidence, abs=1e-4)
+    with pytest.raises(ValueError, match="`min_confidence` is 2; expected a number from 0 to 1"):
+        answer(min_confidence=2)
+
+
+def test_an_aligner_that_cannot_refuse_answers_without_a_confidence(engine_of):
+    engine = engine_of()
+    assert engine.submit(asked("Who?")).result().confidence is None
+    with pytest.raises(ValueError, match="`min_confidence` needs an aligner that was trained with questions"):
+        engine.submit(asked("Who?", min_confidence=0.5))
+    with pytest.raises(ValueError, match="`min_confidence` needs an aligner that was trained with questions"):
+        engine_of(min_confidence=0.5)
