@@ -122,9 +122,10 @@ class SlotGenerationMixin(GenerationMixin):
         is_slot = input_ids == self.config.context_token_id
         return passage_positions(place_passage_ids(is_slot, context_passage_ids), is_real)
 
-    def slot_prefix_store(self, processor, max_bytes: int = 2**30, folder: str | None = None):
-        """Keeps the slot prefixes of passages for further questions: a [`SlotPrefixStore`], with its arguments."""
-        return processor.slot_prefix_store(self, max_bytes, folder)  # the processor's code: only it reads passages
+    def slot_prefix_store(self, processor, **options):
+        """Keeps what was read of passages for further questions: a [`SlotPrefixStore`], with its `max_bytes`, `folder`
+        and `read_only`."""
+        return processor.slot_prefix_store(self, **options)  # the processor's code: only it reads passages
 
     def prepare_inputs_for_generation(
         self,

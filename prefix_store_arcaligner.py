@@ -25,6 +25,7 @@ import threading
 import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,11 +103,11 @@ def load_keys_values(
             raise ValueError(f"its fingerprint is a {type(found).__name__}; expected an object")
     except (SafetensorError, ValueError, OSError) as error:
         raise ValueError(f"{path} cannot be read: {error}. Delete the file to make a new one.") from error
-    for field in [*fingerprint, *found]:
-        if found.get(field) != fingerprint.get(field):
+    for name in [*fingerprint, *found]:
+        if found.get(name) != fingerprint.get(name):
             raise ValueError(
-                f"The kept passage {path} was made with `{field}` {found.get(field)!r}; expected "
-                f"{fingerprint.get(field)!r}. {advice}"
+                f"The kept passage {path} was made with `{name}` {found.get(name)!r}; expected "
+                f"{fingerprint.get(name)!r}. {advice}"
             )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -122,15 +123,25 @@ def load_keys_values(
     return tensors[_NAME].to(device)
 
 
-class _Unit(NamedTuple):
-    """What is read at once: passages behind the text `head`, or that text alone."""
+@dataclass
+class _Unit:
+    """What is read at once: passages behind the text `head`, or that text alone; `key` is that of its entry."""
 
     head: tuple[int, ...]
     passages: list | GivenSlots | None = None
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    key: str = ""
 
     @property
     def is_passage(self) -> bool:
         return self.passages is not None
+
+
+class _Row(NamedTuple):
+    """A question: the text before its slots, as the first unit, its passages, and the text after its slots."""
+
+    units: list[_Unit]
+    tail: list[int]
 
 
 class Prepared(dict):
@@ -154,7 +165,9 @@ class SlotPrefixStore:
         model ([`ArcAlignerForCausalLM`]): In evaluation mode.
         processor ([`ArcAlignerProcessor`]): The model's.
         max_bytes (`int`, defaults to 1 GiB): Memory for keys and values; 0 keeps none there.
-        folder (`str` or `Path`, *optional*): Where everything is written and looked for, also by other processes.
+        folder (`str` or `Path`, *optional*): Where everything is written and looked for, also by other processes. Files
+            are mapped into memory, not copied.
+        read_only (`bool`, defaults to `False`): Whether nothing is written to the folder, such as that of a corpus.
 
     Attributes: `hits`, `loads` and `misses` count passages found in memory, read from the folder and read by the model;
     `bytes` are in use.
@@ -169,7 +182,9 @@ class SlotPrefixStore:
     ```
     """
 
-    def __init__(self, model, processor, max_bytes: int = 2**30, folder: str | Path | None = None):
+    def __init__(
+        self, model, processor, max_bytes: int = 2**30, folder: str | Path | None = None, read_only: bool = False
+    ):
         if max_bytes < 0:
             raise ValueError(f"`max_bytes` is {max_bytes}; expected 0 (keep nothing in memory) or more.")
         if model.config.passage_attention != processor.passage_attention:
@@ -178,7 +193,7 @@ class SlotPrefixStore:
                 f"{processor.passage_attention!r} of the processor. Load both from one checkpoint."
             )
         self.model, self.processor, self.max_bytes = model, processor, max_bytes
-        self.folder = None if folder is None else Path(folder)
+        self.folder, self.read_only = None if folder is None else Path(folder), read_only
         self.hits = self.loads = self.misses = self.bytes = 0
         self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()  # least recently used first
         part_of = {True: "aligner_weights", False: "backbone_weights"}
@@ -188,7 +203,7 @@ class SlotPrefixStore:
         self._lock = threading.Lock()
 
     def __getstate__(self):
-        return {name: self.__dict__[name] for name in ("model", "processor", "max_bytes", "folder")}
+        return {name: self.__dict__[name] for name in ("model", "processor", "max_bytes", "folder", "read_only")}
 
     def __setstate__(self, state):
         self.__init__(**state)
@@ -226,41 +241,68 @@ class SlotPrefixStore:
             question, call `past_key_values.batch_repeat_interleave(n)` first.
 
         Raises:
-            `ValueError`: as the processor; a file that cannot be used; prompts longer than the backbone's context; no
-                question.
+            `ValueError`: as the processor; prompts longer than the backbone's context; no question. A file that cannot
+                be used is warned of, and the passage read again.
         """
+        rows, settings = self._ask(
+            questions, documents, context_embeds, context_word_ids, context_passage_ids, **kwargs
+        )
+        most = settings.pop("max_slots", None) if self._is_separate else None
+        found, missing = self._fetch(rows, settings)
+        inputs = self._batch(rows, [_first_slots([found[unit.key] for unit in row.units], most) for row in rows])
+        inputs.num_passages = [len(row.units) - 1 for row in rows]
+        inputs.num_kept = [sum(unit.key not in missing for unit in row.units[1:]) for row in rows]
+        return inputs
+
+    @torch.no_grad()
+    def keep(self, questions, documents=None, **kwargs) -> list[Path]:
+        """Reads passages ahead, where they are not kept yet. What is kept serves any question with the same text before
+        its slots, such as the same system message.
+
+        Args:
+            questions, documents, kwargs: As for `prepare`.
+
+        Returns:
+            `list[Path]`: Where the folder has the passages, and the text before them.
+        """
+        rows, settings = self._ask(questions, documents, **kwargs)
+        found, _ = self._fetch(rows, settings)
+        return [] if self.folder is None else [self._path(key) for key in found]
+
+    def _ask(
+        self, questions, documents, context_embeds=None, context_word_ids=None, context_passage_ids=None, **kwargs
+    ) -> tuple[list[_Row], dict[str, Any]]:
+        """The rows of a batch, and settings of slots and gates."""
         if not isinstance(questions, str | list | tuple) or not questions:
             raise ValueError(f"There is no question in {questions!r}. Pass one, or a list of some.")
         is_single = isinstance(questions, str) or isinstance(questions[0], dict)
-        rows = [questions] if is_single else list(questions)
+        questions = [questions] if is_single else list(questions)
         passages = self.processor.read_passages(
-            documents, context_embeds, context_word_ids, context_passage_ids, is_single, len(rows)
+            documents, context_embeds, context_word_ids, context_passage_ids, is_single, len(questions)
         )
         settings, template_kwargs = _split_settings(self.processor, kwargs)
-        heads, tails = zip(*(self.processor.prompt_ids(row, **template_kwargs) for row in rows), strict=True)
-        is_separate = self.processor.passage_attention == "separate"
-        most = settings.pop("max_slots", None) if is_separate else None
-        units = [
-            [_Unit(tuple(head)), *(_Unit(tuple(head), each) for each in (_apart(row) if is_separate else [row]))]
-            for head, row in zip(heads, passages, strict=True)
-        ]
-        parts, num_kept = self._fetch(units, settings)
-        parts = [_first_slots(row, most) for row in parts]
-        inputs = self._batch(heads, tails, parts, is_separate)
-        inputs.num_passages, inputs.num_kept = [len(row) - 1 for row in units], num_kept
-        return inputs
+        rows = []
+        for question, given in zip(questions, passages, strict=True):
+            head, tail = self.processor.prompt_ids(question, **template_kwargs)
+            units = [_Unit(tuple(head), each) for each in (_apart(given) if self._is_separate else [given])]
+            rows.append(_Row([_Unit(tuple(head)), *units], tail))
+        return rows, settings
+
+    @property
+    def _is_separate(self) -> bool:
+        return self.processor.passage_attention == "separate"
 
     # Keys and values to a batch
 
-    def _batch(self, heads, tails, parts: list[list[torch.Tensor]], is_separate: bool) -> Prepared:
+    def _batch(self, rows: list[_Row], parts: list[list[torch.Tensor]]) -> Prepared:
         """Prompts (batch, seq_len), left-padded in both halves, with the cache of what stands before the questions."""
         config, slot_id = self.model.config.text_config, self.processor.context_token_id
-        ids = [
-            [*head, *[slot_id] * sum(part.shape[3] for part in row[1:])] for head, row in zip(heads, parts, strict=True)
-        ]
-        for head, row, tail in zip(heads, parts, tails, strict=True):
-            sizes = [part.shape[3] for part in row[1:]]
-            check_length(len(head) + (max(sizes) if is_separate else sum(sizes)) + len(tail), "The prompt", config)
+        sizes = [[part.shape[3] for part in row[1:]] for row in parts]
+        ids = [[*row.units[0].head, *[slot_id] * sum(own)] for row, own in zip(rows, sizes, strict=True)]
+        tails = [row.tail for row in rows]
+        for row, own in zip(rows, sizes, strict=True):
+            num_slots = max(own) if self._is_separate else sum(own)
+            check_length(len(row.units[0].head) + num_slots + len(row.tail), "The prompt", config)
         cache = join_keys_values(parts, config)
         if any(cache.is_sliding):
             ids, tails, cache = self._align_tails(ids, tails, parts)
@@ -271,11 +313,8 @@ class SlotPrefixStore:
             attention_mask=torch.cat(masks, dim=1),
             past_key_values=cache,
         )
-        if is_separate:
-            numbers = [
-                torch.cat([torch.full((part.shape[3],), number) for number, part in enumerate(row[1:])])
-                for row in parts
-            ]
+        if self._is_separate:
+            numbers = [torch.arange(len(own)).repeat_interleave(torch.tensor(own)) for own in sizes]
             inputs["context_passage_ids"] = pad_passage_ids(numbers).to(self.model.device)
         return inputs
 
@@ -305,38 +344,41 @@ class SlotPrefixStore:
 
     # Passages to keys and values
 
-    def _fetch(self, rows: list[list[_Unit]], settings: dict[str, Any]) -> tuple[list[list[torch.Tensor]], list[int]]:
-        """What was read of each row's units, kept or read now, and for each row how many passages were kept. The store
-        owns the tensors: copy before use."""
+    def _fetch(self, rows: list[_Row], settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
+        """What was read of each unit, kept or read now, by its key, and the units that were not kept. The store owns
+        the tensors: copy before use."""
         with self._lock:
-            weights = self.weights(rows[0][1].passages)
+            passages = rows[0].units[1].passages
+            weights = self.weights(passages)
             shared = shared_fingerprint(self.model, self.processor, weights, settings)
             digest = json_digest(shared)
-            prints = [[passage_fingerprint(*unit) for unit in row] for row in rows]
-            keys = [[json_digest([digest, own]) for own in row] for row in prints]
             found: dict[str, torch.Tensor] = {}
-            missing: dict[str, tuple[_Unit, dict]] = {}  # each with its fingerprint
-            for row in zip(rows, keys, prints, strict=True):
-                for unit, key, own in zip(*row, strict=True):
-                    if key in found or key in missing:
-                        self.hits += unit.is_passage
-                    elif (entry := self._find(unit, key, shared | own)) is not None:
-                        found[key] = entry
-                    else:
-                        self.misses += unit.is_passage
-                        missing[key] = unit, shared | own
+            missing: dict[str, _Unit] = {}
+            for unit in (unit for row in rows for unit in row.units):
+                own = passage_fingerprint(unit.head, unit.passages)
+                unit.key, unit.fingerprint = json_digest([digest, own]), shared | own
+                if unit.key in found or unit.key in missing:
+                    self.hits += unit.is_passage
+                elif (entry := self._find(unit)) is not None:
+                    found[unit.key] = entry
+                else:
+                    self.misses += unit.is_passage
+                    missing[unit.key] = unit
             if missing:
-                heads = {row[0].head: found.get(row_keys[0]) for row, row_keys in zip(rows, keys, strict=True)}
-                found |= self._read({key: unit for key, (unit, _) in missing.items()}, heads, settings)
-                if self.weights(rows[0][1].passages) == weights:  # nobody wrote to them meanwhile
-                    for key, (_, fingerprint) in missing.items():
-                        self._write(key, found[key], fingerprint)
-                        self._keep(key, found[key])
-        num_kept = [sum(key not in missing for key in row[1:]) for row in keys]
-        return [[found[key] for key in row] for row in keys], num_kept
+                heads = {row.units[0].head: found.get(row.units[0].key) for row in rows}
+                found |= self._read(missing, heads, settings, max(len(row.tail) for row in rows))
+                if self.weights(passages) == weights:  # nobody wrote to them meanwhile
+                    for unit in missing.values():
+                        self._write(unit, found[unit.key])
+                        self._keep(unit.key, found[unit.key])
+        return found, missing
 
     def _read(
-        self, missing: dict[str, _Unit], heads: dict[tuple[int, ...], torch.Tensor | None], settings: dict[str, Any]
+        self,
+        missing: dict[str, _Unit],
+        heads: dict[tuple[int, ...], torch.Tensor | None],
+        settings: dict[str, Any],
+        tail_length: int,
     ) -> dict[str, torch.Tensor]:
         """Reads units by their keys. `heads` are texts before the slots, with what is kept of each."""
         if self.model.training:
@@ -346,16 +388,15 @@ class SlotPrefixStore:
         units = [unit for unit in missing.values() if unit.is_passage]
         longest, encoded = longest_prompt(self.model.config.text_config), []
         if units:
-            room = longest and [longest - len(unit.head) for unit in units]
+            room = longest and [longest - len(unit.head) - tail_length for unit in units]
             encoded = self.processor.encode_batch([unit.passages for unit in units], **slot_settings, room=room)
-        read: dict[int, torch.Tensor] = {}  # by the unit's place
+        read: dict[str, torch.Tensor] = {}
         for head, kept in heads.items():
             heads[head] = read_text(self.model, head) if kept is None else kept
-            places = [place for place, unit in enumerate(units) if unit.head == head]
-            some = [encoded[place] for place in places]
-            read |= zip(places, read_passages(self.model, head, heads[head], some, **gates), strict=True)
-        passages = iter([read[place] for place in range(len(units))])
-        return {key: next(passages) if unit.is_passage else heads[unit.head] for key, unit in missing.items()}
+            own = [(unit.key, slots) for unit, slots in zip(units, encoded, strict=True) if unit.head == head]
+            some = read_passages(self.model, head, heads[head], [slots for _, slots in own], **gates)
+            read |= zip((key for key, _ in own), some, strict=True)
+        return {key: read[key] if unit.is_passage else heads[unit.head] for key, unit in missing.items()}
 
     def weights(self, passages: Sequence | tuple) -> dict[str, Any]:
         """Digests of the model and, unless `passages` are embeddings, of encoder and tokenizers."""
@@ -383,25 +424,29 @@ class SlotPrefixStore:
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.safetensors"
 
-    def _find(self, unit: _Unit, key: str, fingerprint: dict[str, Any]) -> torch.Tensor | None:
-        if key in self._kept:
+    def _find(self, unit: _Unit) -> torch.Tensor | None:
+        if unit.key in self._kept:
             self.hits += unit.is_passage
-            self._kept.move_to_end(key)
-            return self._kept[key]
-        if self.folder is None or not self._path(key).exists():
+            self._kept.move_to_end(unit.key)
+            return self._kept[unit.key]
+        if self.folder is None or not (path := self._path(unit.key)).exists():
             return None
-        entry = load_keys_values(self._path(key), fingerprint, self.model.config.text_config, self.model.device)
+        try:
+            entry = load_keys_values(path, unit.fingerprint, self.model.config.text_config, self.model.device)
+        except ValueError as error:
+            logger.warning(f"{error} The passage is read again.")
+            return None
         self.loads += unit.is_passage
-        self._keep(key, entry)
+        self._keep(unit.key, entry)
         return entry
 
-    def _write(self, key: str, entry: torch.Tensor, fingerprint: dict[str, Any]) -> None:
+    def _write(self, unit: _Unit, entry: torch.Tensor) -> None:
         """Keeps an entry in the folder. A disk that is full or read-only costs the next reading, not this answer."""
-        if self.folder is None:
+        if self.folder is None or self.read_only:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            save_keys_values(self._path(key), entry, fingerprint)
+            save_keys_values(self._path(unit.key), entry, unit.fingerprint)
         except (OSError, SafetensorError) as error:
             logger.warning_once(f"Passages cannot be kept in {self.folder} ({error}). They will be read again.")
 
@@ -425,7 +470,8 @@ def _apart(passages: list | GivenSlots) -> list:
         return [passages]
     embeds, words, numbers = passages
     sizes = numbers.unique_consecutive(return_counts=True)[1].tolist()
-    words = [None] * len(sizes) if words is None else words.split(sizes)
+    # As wide as each needs by itself, or it would be another passage beside one with longer slots.
+    words = [None] * len(sizes) if words is None else [own[:, (own >= 0).any(dim=0)] for own in words.split(sizes)]
     return [GivenSlots(*parts) for parts in zip(embeds.split(sizes), words, strict=True)]
 
 

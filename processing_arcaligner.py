@@ -290,9 +290,9 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
             before, after = self.plain_prompt(question)
         return self.tokenize_prompt(before, add_special_tokens=not has_template), self.tokenize_prompt(after)
 
-    def slot_prefix_store(self, model, max_bytes: int = 2**30, folder: str | Path | None = None) -> SlotPrefixStore:
-        """Keeps the slot prefixes of passages for further questions; arguments as for [`SlotPrefixStore`]."""
-        return SlotPrefixStore(model, self, max_bytes, folder)
+    def slot_prefix_store(self, model, **options) -> SlotPrefixStore:
+        """Keeps what was read of passages for further questions; `options` as for [`SlotPrefixStore`]."""
+        return SlotPrefixStore(model, self, **options)
 
     def __call__(
         self,

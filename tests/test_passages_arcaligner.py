@@ -9,6 +9,7 @@ from conftest import ENCODER_WIDTH, chat_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import EXACT, assert_matches_reference, loss_gradients
+from safetensors.torch import load_file, save_file
 from tiny_models import backbone_config, random_rows, tiny_aligner
 
 from arcaligner import ArcAlignerProcessor
@@ -28,25 +29,33 @@ MODES = [{"gate_mode": "off"}, {"gate_mode": "always"}, {"gate_mode": "adaptive"
 @pytest.fixture(scope="module")
 def apart(processor):
     """A processor that tells the model which slot belongs to which passage."""
+    return separate_processor(processor)
+
+
+def separate_processor(processor, **settings):
     return ArcAlignerProcessor(
         processor.tokenizer,
         encoder_name_or_path=processor.encoder_name_or_path,
         encoder_hidden_size=ENCODER_WIDTH,
         context_token_id=processor.context_token_id,
         passage_attention="separate",
-        max_prompt_length=300,
+        **settings,
+    )
+
+
+def separate_model(processor, **settings):
+    return tiny_aligner(
+        backbone_config("llama", vocab_size=len(processor.tokenizer), max_position_embeddings=300),
+        encoder_hidden_size=ENCODER_WIDTH,
+        context_token_id=processor.context_token_id,
+        passage_attention="separate",
+        **settings,
     )
 
 
 @pytest.fixture(scope="module")
 def model(processor):
-    config = backbone_config("llama", vocab_size=len(processor.tokenizer), max_position_embeddings=300)
-    return tiny_aligner(
-        config,
-        encoder_hidden_size=ENCODER_WIDTH,
-        context_token_id=processor.context_token_id,
-        passage_attention="separate",
-    )
+    return separate_model(processor)
 
 
 def cut(draw: random.Random, num_slots: int) -> list[int]:
@@ -198,6 +207,76 @@ def test_precomputed_slots_are_kept_by_passage(apart, model):
     ids = model.generate(**store.prepare("Who?", context_embeds=embeds, context_passage_ids=numbers), **FIVE_TOKENS)
     plain = chat_inputs(apart, "Who?", context_embeds=embeds, context_passage_ids=numbers)
     assert torch.equal(ids, model.generate(**plain, **FIVE_TOKENS))
+
+
+def test_words_of_a_kept_passage_are_the_same_beside_longer_ones(processor):
+    """A corpus hands over the words of all passages found, padded to the longest."""
+    reader = separate_processor(processor, context_words=True)
+    model = separate_model(processor, word_parts=2)
+    store, short, long = model.slot_prefix_store(reader), "Ada.", "Nobody knew how to read it aloud."
+
+    def given(*passages):
+        found = reader.encode_documents(passages)
+        return dict(zip(("context_embeds", "context_word_ids", "context_passage_ids"), found[1:4], strict=True))
+
+    store.prepare("Who?", **given(short))
+    inputs = store.prepare("Who?", **given(long, short))
+    assert (store.hits, store.misses) == (1, 2) and inputs.num_kept == [1]
+    expected = model.generate(**chat_inputs(reader, "Who?", **given(long, short)), **FIVE_TOKENS)
+    assert torch.equal(model.generate(**inputs, **FIVE_TOKENS), expected)
+
+
+# A folder of passages
+
+
+def test_passages_read_ahead_are_found_by_a_store_that_writes_nothing(apart, model, tmp_path):
+    ahead = model.slot_prefix_store(apart, max_bytes=0, folder=tmp_path)
+    paths = ahead.keep("?", PASSAGES)
+    assert len(paths) == 4 and set(paths) == set(tmp_path.iterdir())  # with the text before them
+    assert ahead.keep("Another?", PASSAGES[1:]) == [paths[0], *paths[2:]]
+    assert (ahead.misses, ahead.loads, ahead.bytes) == (3, 2, 0)
+    store = model.slot_prefix_store(apart, folder=tmp_path, read_only=True)
+    for question in ("Who?", "When?"):
+        inputs = store.prepare(question, [PASSAGES[2], "Something new stands here.", PASSAGES[0]])
+        plain = chat_inputs(apart, question, [PASSAGES[2], "Something new stands here.", PASSAGES[0]])
+        assert torch.equal(model.generate(**inputs, **FIVE_TOKENS), model.generate(**plain, **FIVE_TOKENS))
+    assert (store.loads, store.misses, store.hits) == (2, 1, 3) and inputs.num_kept == [3]
+    assert set(paths) == set(tmp_path.iterdir())
+    copied = copy.deepcopy(store)
+    assert copied.read_only and copied.folder == tmp_path
+
+
+def test_a_broken_file_is_warned_of_and_its_passage_read_again(apart, model, tmp_path, caplog):
+    paths = model.slot_prefix_store(apart, folder=tmp_path).keep("Who?", PASSAGES)
+    whole, kept = paths[2].read_bytes(), load_file(paths[2])["keys_values"].clone()
+    paths[2].write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    store = model.slot_prefix_store(apart, folder=tmp_path)
+    ids = model.generate(**store.prepare("Who?", PASSAGES), **FIVE_TOKENS)
+    assert torch.equal(ids, model.generate(**chat_inputs(apart, "Who?", PASSAGES), **FIVE_TOKENS))
+    (message,) = caplog.messages
+    assert paths[2].name in message and "not those that were saved" in message
+    assert (store.loads, store.misses) == (2, 1)
+    torch.testing.assert_close(load_file(paths[2])["keys_values"], kept)
+
+
+def test_a_disk_that_fills_up_costs_no_answer(apart, model, tmp_path, monkeypatch, caplog):
+    written = []
+
+    def save(tensors, path, metadata):
+        if len(written) == 2:
+            path.write_bytes(b"half")
+            raise OSError("No space left on device")
+        written.append(path)
+        save_file(tensors, path, metadata)
+
+    monkeypatch.setattr("arcaligner.prefix_store_arcaligner.save_file", save)
+    store = model.slot_prefix_store(apart, max_bytes=0, folder=tmp_path)
+    ids = model.generate(**store.prepare("Who?", PASSAGES), **FIVE_TOKENS)
+    assert torch.equal(ids, model.generate(**chat_inputs(apart, "Who?", PASSAGES), **FIVE_TOKENS))
+    assert "No space left on device" in caplog.text and "will be read again" in caplog.text
+    assert len(list(tmp_path.iterdir())) == 2
+    store.prepare("Who?", PASSAGES)
+    assert (store.loads, store.misses) == (1, 5)
 
 
 @pytest.mark.parametrize("gates", MODES, ids=str)

@@ -222,6 +222,30 @@ def test_pipeline_and_kept_prefixes_answer_as_the_model_does_at_each_rate(words_
     assert store.misses == 2
 
 
+def test_a_kept_passage_of_another_rate_of_other_weights_or_another_dtype_is_a_miss(
+    words_model, words_processor, tmp_path
+):
+    words_model, settings = copy.deepcopy(words_model), {"max_new_tokens": 6, "do_sample": False}
+
+    def misses(**changes):
+        store = words_model.slot_prefix_store(words_processor, folder=tmp_path)
+        kept = store.prepare(QUESTION, DOCUMENTS, **changes)
+        rate = {"tokens_per_slot": changes.pop("tokens_per_slot", None)}
+        inputs = chat_inputs(words_processor, QUESTION, DOCUMENTS, **rate)
+        expected = words_model.generate(**inputs, **settings, **changes)
+        assert torch.equal(words_model.generate(**kept, **settings), expected)
+        return store.misses
+
+    changes = [{}, {"tokens_per_slot": "segment"}, {"gate_mode": "off"}, {"gate_threshold": 0.9}]
+    assert [misses(**each) for each in changes] == [1, 1, 1, 1]
+    assert [misses(**each) for each in changes] == [0, 0, 0, 0]
+    with torch.no_grad():
+        words_model.model.projector.out.bias.add_(1.0)
+    assert misses() == 1
+    words_model.to(torch.float64)
+    assert misses() == 1 and misses() == 0
+
+
 def test_word_statistics_are_part_of_the_checkpoint(words_model, words_dir):
     again = ArcAlignerForCausalLM.from_pretrained(str(words_dir))
     for name in ("word_weights", "word_mean", "slot_norm", "slot_mean", "part_maps"):
