@@ -286,7 +286,7 @@ def share_rows(lengths: Sequence[int], num_rows: int) -> list[list[int]]:
     """Which passages of these lengths share a row, by their numbers: all rows nearly as long, the longest first.
 
     >>> share_rows([30, 10, 25, 20], num_rows=2)
-    [[0, 1], [2, 3]]
+    [[2, 3], [0, 1]]
     """
     rows, sizes = [[] for _ in range(num_rows)], [0] * num_rows
     for number in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
