@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, tqdm
+from accelerate.utils import gather_object, send_to_device, tqdm
 
 from ..rows import contains_match, token_f1
 from .data import ContextCollator
@@ -140,7 +140,7 @@ def answer_questions(trainer, questions: datasets.Dataset, batch_size: int) -> d
     for start in tqdm(range(0, num_batches * batch_size, batch_size), desc="answering", leave=False):
         indices = mine[start : start + batch_size]
         rows = [_first_prompt(questions[index]) for index in indices or [0]]
-        batch = trainer._prepare_inputs(collator(rows))
+        batch = send_to_device(collator(rows), accelerator.device)
         output = accelerator.unwrap_model(trainer.model_wrapped).generate(
             input_ids=batch["input_ids"],
             attention_mask=(batch["turn_ids"] >= 0).long(),

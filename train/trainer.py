@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, send_to_device
 from torch.utils.data import RandomSampler, Sampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig, SFTTrainer
@@ -196,6 +196,7 @@ class AlignerTrainer(SFTTrainer):
             )
         # A head that is spread over processes is gathered for its own call only.
         self.skip_logits = not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        self._num_tokens: float | None = None
         self._clock = Clock()
         self._gates = GateCounter()
         self._eval_loss = torch.zeros(2, dtype=torch.float64)  # summed over targets, number of targets
@@ -215,12 +216,16 @@ class AlignerTrainer(SFTTrainer):
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return EpochOrder(sampler, seed, epoch=lambda: int(self.state.epoch or 0))
 
-    def _init_training_state(self, *args, **kwargs) -> tuple[int, int]:
-        """As in the parent class; a resumed run continues its count of tokens."""
-        progress = super()._init_training_state(*args, **kwargs)
-        counts = [entry["num_tokens"] for entry in self.state.log_history if "num_tokens" in entry]
-        self._total_train_tokens = int(counts[-1]) if counts else 0
-        return progress
+    def train(self, *args, **kwargs):
+        self._num_tokens = None
+        return super().train(*args, **kwargs)
+
+    def _tokens_so_far(self) -> float:
+        """Tokens trained on, by earlier runs that this one continues as well."""
+        if self._num_tokens is None:
+            counts = [entry["num_tokens"] for entry in self.state.log_history if "num_tokens" in entry]
+            self._num_tokens = counts[-1] if counts else 0.0
+        return self._num_tokens
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         """As in the parent class, with separate learning rates for gates and encoder if they are set."""
@@ -241,7 +246,7 @@ class AlignerTrainer(SFTTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         row_ids = inputs["row_ids"]
-        self._clock.start(float(self._total_train_tokens), self.state.global_step)
+        self._clock.start(self._tokens_so_far(), self.state.global_step)
         try:
             if self.stage == "lexical":
                 outputs, num_targets = self._lexical_step(model, inputs)
@@ -350,8 +355,7 @@ class AlignerTrainer(SFTTrainer):
             return
         self._rows_of_step += inputs["row_ids"]
         num_tokens = self.accelerator.gather((inputs["turn_ids"] >= 0).sum().reshape(1)).sum().item()
-        self._total_train_tokens += num_tokens
-        self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+        self._num_tokens = self._tokens_so_far() + num_tokens
         if self.model.config.gate_mode != "off" and outputs.recursion_depth is not None:
             self._gates.add(outputs.recursion_depth)  # (batch, num_layers, max_slots)
 
@@ -361,7 +365,8 @@ class AlignerTrainer(SFTTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training and "loss" in logs:
-            logs |= self._clock.read(float(self._total_train_tokens), self.state.global_step, self.state.max_steps)
+            logs["num_tokens"] = self._tokens_so_far()
+            logs |= self._clock.read(logs["num_tokens"], self.state.global_step, self.state.max_steps)
             logs |= self._gates.pop(self.accelerator)
         super().log(logs, start_time)
 
@@ -392,7 +397,6 @@ class AlignerTrainer(SFTTrainer):
             self.evaluation_loop(self.get_eval_dataloader(dataset), "swapped slots", prediction_loss_only=True)
         finally:
             self.data_collator = own
-            self._metrics["eval"].clear()
 
     def _answers(self, dataset) -> dict[str, float]:
         asked = dataset.filter(bool, input_columns="answers")
@@ -407,7 +411,7 @@ class AlignerTrainer(SFTTrainer):
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """Only the loss: there are no logits."""
         with torch.no_grad():
-            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+            loss = self.compute_loss(model, send_to_device(inputs, self.args.device))
         return loss.detach(), None, None
 
     def _issue_warnings_after_load(self, load_result) -> None:

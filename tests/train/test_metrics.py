@@ -144,7 +144,9 @@ class Asker:
 
     def __init__(self, model, processor, index=0, count=1):
         self.model_wrapped, self.processing_class = model, processor
-        self.accelerator = SimpleNamespace(process_index=index, num_processes=count, unwrap_model=self.unwrap_model)
+        self.accelerator = SimpleNamespace(
+            process_index=index, num_processes=count, unwrap_model=self.unwrap_model, device="cpu"
+        )
         rates = ["segment", 2, 3]  # the first one answers
         self.data_collator = ContextCollator(processor.context_token_id, processor.tokenizer.pad_token_id, rates)
         self.batch_sizes = []
@@ -156,9 +158,6 @@ class Asker:
             return model.generate(**inputs)
 
         return SimpleNamespace(generate=generate)
-
-    def _prepare_inputs(self, batch):
-        return batch
 
     def slots_of(self, batch):
         return {"context_embeds": encode_slots(self.processing_class, batch)}
