@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer
 
@@ -47,10 +48,15 @@ def _read_tokenizer(name_or_path: str):
     Raises:
         `ValueError`, `OSError`: files of another layout, which sentence-transformers may know.
     """
-    settings = _sentence_transformers().sentence_transformer.modules.Transformer.load_config(name_or_path)
+    _sentence_transformers()
+    try:
+        modules = importlib.import_module("sentence_transformers.sentence_transformer.modules")
+    except ModuleNotFoundError:  # before 5.4
+        modules = importlib.import_module("sentence_transformers.models")
+    settings = modules.Transformer.load_config(name_or_path)
     if settings.get("do_lower_case"):
         raise ValueError("sentence-transformers changes the tokenizer")
-    options = dict(settings.get("processor_kwargs") or {})
+    options = dict(settings.get("processor_kwargs") or settings.get("tokenizer_args") or {})
     if settings.get("max_seq_length") is not None:
         options.setdefault("model_max_length", settings["max_seq_length"])
     tokenizer = AutoTokenizer.from_pretrained(name_or_path, **options)
@@ -86,13 +92,13 @@ def _load_lora(model, folder: Path) -> None:
     Raises:
         `ValueError`: weights that are cut, not finite, of another shape, missing or too many.
     """
-    path, transformer = folder / SAFETENSORS_WEIGHTS_NAME, model[0].model
+    path, transformer = folder / SAFETENSORS_WEIGHTS_NAME, model.transformers_model
     weights = dict(read_tensors([path]))
     try:
-        transformer.add_adapter(LoraConfig.from_pretrained(str(folder)))
+        inject_adapter_in_model(LoraConfig.from_pretrained(str(folder)), transformer)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder / 'adapter_config.json'} does not fit the encoder ({error}).") from error
-    expected = {f"base_model.model.{name}": each for name, each in get_peft_model_state_dict(transformer).items()}
+    expected = _lora_tensors(transformer)
     for name in sorted(weights.keys() | expected.keys()):
         found, wanted = (None if name not in each else list(each[name].shape) for each in (weights, expected))
         if found != wanted:
@@ -102,13 +108,23 @@ def _load_lora(model, folder: Path) -> None:
             )
         if not torch.isfinite(weights[name]).all():
             raise ValueError(f"{path} has NaN or infinite values in `{name}`. Take another checkpoint.")
-    set_peft_model_state_dict(transformer, weights)
+    set_peft_model_state_dict(transformer, {name.removeprefix(_PREFIX): each for name, each in weights.items()})
+
+
+# PEFT's files name the weights as those of a `PeftModel`.
+_PREFIX = "base_model.model."
+
+
+def _lora_tensors(transformer) -> dict[str, torch.Tensor]:
+    """The LoRA weights of an encoder by the names that PEFT gives them in files."""
+    tensors = get_peft_model_state_dict(transformer, save_embedding_layers=False)  # "auto" would ask the Hub
+    return {_PREFIX + name: each.contiguous() for name, each in tensors.items()}
 
 
 class SentenceEncoder:
     """The sentence encoder, loaded on first use. Shared, not copied, when a processor is copied or saved.
 
-    `folder`, a sentence-transformers folder of LoRA weights that were trained with the aligner, is added to the
+    `folder`, with PEFT's files of LoRA weights that were trained with the aligner, is added to the
     encoder `name_or_path`. `dtype` is one of `DTYPES`; `"auto"` is decided on loading.
     """
 
@@ -196,7 +212,7 @@ class SentenceEncoder:
             config = LoraConfig(
                 r=lora_r, lora_alpha=2 * lora_r, target_modules="all-linear", exclude_modules=".*pooler.*"
             )
-            self.model.add_adapter(config)
+            inject_adapter_in_model(config, self.model.transformers_model)
         for layer in self._lora_layers():
             if layer.merged:
                 layer.unmerge()
@@ -217,10 +233,12 @@ class SentenceEncoder:
             weight.data = values.to(weight.device, lora_dtype)
 
     def save(self, folder: Path) -> None:
-        """Writes the encoder's LoRA as a sentence-transformers folder, which needs the base encoder only."""
-        config = self.model[0].model.peft_config["default"]
+        """Writes the encoder's LoRA as PEFT does; it is added to the base encoder when it is read."""
+        transformer = self.model.transformers_model
+        config = transformer.peft_config["default"]
         config.base_model_name_or_path = self.name_or_path
-        self.model.save(str(folder), create_model_card=False)
+        config.save_pretrained(str(folder))
+        save_file(_lora_tensors(transformer), folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
 
     def num_reads(self, text: str) -> int:
         """Roughly how many pieces `text` must be cut into for the encoder to read all of it; 1 if it fits."""
@@ -274,9 +292,13 @@ class SentenceEncoder:
 
     def _text_embeds(self, texts: list[str]) -> torch.Tensor:
         """Embeddings (texts, encoder_hidden_size) of all of the encoder's modules."""
-        features = self.model.preprocess([self._prompt + text for text in texts])
-        features = {name: each.to(self.model.device) for name, each in features.items() if torch.is_tensor(each)}
-        return self.model(features)["sentence_embedding"]
+        return self.model({**self._tokenize(texts).to(self.model.device)})["sentence_embedding"]
+
+    def _tokenize(self, texts: list[str], **options):
+        """What the encoder reads of texts, cut where it ends."""
+        limit = self.model.max_seq_length
+        options |= {"truncation": limit is not None, "max_length": limit, "padding": True, "return_tensors": "pt"}
+        return self.model.tokenizer([self._prompt + text for text in texts], **options)
 
     def _run_means(self, texts: list[str], starts: list[int], ends: list[np.ndarray]) -> list[torch.Tensor]:
         """For each text the means (num_runs, encoder_hidden_size) of its runs' token states."""
@@ -290,16 +312,9 @@ class SentenceEncoder:
     def _token_states(self, texts: list[str]) -> tuple[torch.Tensor, list[np.ndarray]]:
         """States (texts, max_tokens, encoder_hidden_size), and of each text's tokens the characters they stand for,
         (tokens, 2), equal where a token stands for none."""
-        transformer, prompt, limit = self.model[0], self._prompt, self.model.max_seq_length
-        read = self.model.tokenizer(
-            [prompt + text for text in texts],
-            truncation=limit is not None,
-            max_length=limit,
-            padding=True,
-            return_offsets_mapping=True,
-            return_tensors="pt",
-        )
-        offsets, lengths = read.pop("offset_mapping").numpy() - len(prompt), read["attention_mask"].sum(dim=1).tolist()
+        transformer, read = self.model[0], self._tokenize(texts, return_offsets_mapping=True)
+        offsets = read.pop("offset_mapping").numpy() - len(self._prompt)
+        lengths = read["attention_mask"].sum(dim=1).tolist()
         device = next(transformer.parameters()).device
         states = transformer({name: tensor.to(device) for name, tensor in read.items()})["token_embeddings"]
         return states, [row[:length] for row, length in zip(offsets, lengths, strict=True)]

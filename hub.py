@@ -54,7 +54,7 @@ _CHECKPOINT_FILES = (
     *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
     *("processor_config.json", "tokenizer*", "special_tokens_map.json", "chat_template.jinja", "README.md"),
     *(RECIPE_FILE, RESULTS_FILE),
-    *(f"{ENCODER_FOLDER}/*", f"{ENCODER_FOLDER}/*/*.json"),
+    f"{ENCODER_FOLDER}/*",
 )
 # Files of an earlier push that a new one removes when it has no such file.
 _FORMER_FILE = re.compile(
