@@ -355,8 +355,20 @@ class EncodedDocuments(NamedTuple):
     dropped: list[Segment]  # what has no slot
 
 
-def _tensor_of(values, name: str) -> torch.FloatTensor:
-    """Embeddings or words as a float32 tensor."""
+def _embeds_of(values, name: str) -> torch.FloatTensor:
+    return _dense_tensor_of(values, name).float()
+
+
+def _ids_of(values, name: str) -> torch.LongTensor:
+    """Words or numbers of passages; a float might be another one by rounding."""
+    tensor = _dense_tensor_of(values, name)
+    ids = tensor.long()
+    if tensor.dtype == torch.bool or tensor.is_floating_point() or (ids < -1).any():
+        raise ValueError(f"{name} is {tensor.dtype}; expected whole numbers of -1 or more. Pass them as int64.")
+    return ids
+
+
+def _dense_tensor_of(values, name: str) -> torch.Tensor:
     try:
         tensor = torch.as_tensor(np.asarray(values) if isinstance(values, list | tuple) else values)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -365,7 +377,7 @@ def _tensor_of(values, name: str) -> torch.FloatTensor:
         ) from error
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex():
         raise ValueError(f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}; expected a dense tensor.")
-    return tensor.float()
+    return tensor
 
 
 def _rows_of(read: Callable, given, name: str, is_single: bool, num_rows: int) -> list:
@@ -417,14 +429,18 @@ class DocumentEncoder(DocumentSegmenter):
             raise ValueError(f"Got {found} `documents` and `context_embeds`; expected one of the two.")
         if context_embeds is None:
             return _rows_of(documents_of, documents, "`documents`", is_single, num_rows)
-        embeds = _rows_of(_tensor_of, context_embeds, "`context_embeds`", is_single, num_rows)
+        embeds = _rows_of(_embeds_of, context_embeds, "`context_embeds`", is_single, num_rows)
         words = passage_ids = [None] * num_rows
         if context_word_ids is not None:
-            words = _rows_of(_tensor_of, context_word_ids, "`context_word_ids`", is_single, num_rows)
+            words = _rows_of(_ids_of, context_word_ids, "`context_word_ids`", is_single, num_rows)
+        elif self.context_words:
+            raise ValueError(
+                "Got `context_embeds` without `context_word_ids`, which this aligner reads beside them: the tokens of "
+                "each slot, (num_slots, max_words), -1 after them."
+            )
         if context_passage_ids is not None:
-            passage_ids = _rows_of(_tensor_of, context_passage_ids, "`context_passage_ids`", is_single, num_rows)
-        given = zip(embeds, words, passage_ids, strict=True)
-        return [GivenSlots(row, *(None if ids is None else ids.long() for ids in both)) for row, *both in given]
+            passage_ids = _rows_of(_ids_of, context_passage_ids, "`context_passage_ids`", is_single, num_rows)
+        return [GivenSlots(*given) for given in zip(embeds, words, passage_ids, strict=True)]
 
     def encode_tokens(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> torch.FloatTensor:
         """Normalized embeddings of the slots of `tokens`, in order, float32 (num_slots, encoder_hidden_size): one for

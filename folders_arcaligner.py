@@ -67,15 +67,13 @@ def find_model(kind: str, name: str, files: Iterable[str], **download: Any) -> P
 
 def missing_model_message(kind: str, name: str, error: Exception) -> str:
     """Two lines: which model is missing, and how to get it."""
-    reason = next(iter(str(error).splitlines()), "")
     if isinstance(error, PermissionError):
         return (
-            f"The {kind} `{name}` cannot be written to the Hub's cache ({reason}).\n"
+            f"The {kind} `{name}` cannot be written to the Hub's cache ({error}).\n"
             "Set HF_HOME to a folder that you may write to."
         )
     return (
-        f"The {kind} `{name}` is not on this machine, and the Hub does not give it "
-        f"({type(error).__name__}: {reason}).\n"
+        f"The {kind} `{name}` is not on this machine, and the Hub does not give it ({type(error).__name__}).\n"
         f"Where there is a network: `hf download {name} --local-dir FOLDER/{name}`; here: ARCALIGNER_MODELS=FOLDER."
     )
 

@@ -11,20 +11,29 @@ from transformers.generation.candidate_generator import CandidateGenerator, Prom
 from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 from transformers.utils import logging
 
-from .configuration_arcaligner import REFINEMENT_SETTINGS, check_gates
+from .configuration_arcaligner import REFINEMENT_SETTINGS, check_gates, check_length
 from .passages_arcaligner import passage_positions, place_passage_ids
 
 logger = logging.get_logger(__name__)
 
 
-def check_ids(ids, name: str = "`input_ids`", vocab_size: int | None = None, others: tuple[int, ...] = ()) -> None:
-    """Raises `ValueError` unless `ids` are whole numbers (batch, seq_len) and, with `vocab_size`, below it or among
-    `others`. Values are not checked on an accelerator: reading them would make the host wait."""
-    if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dim() != 2:
-        shape = f" {ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else ""
-        raise ValueError(
-            f"{name} is a {type(ids).__name__}{shape}; expected a tensor of whole numbers (batch, seq_len)."
-        )
+def check_ids(
+    ids,
+    name: str = "`input_ids`",
+    vocab_size: int | None = None,
+    others: tuple[int, ...] = (),
+    shape: str = "(batch, seq_len)",
+) -> None:
+    """Raises `ValueError` unless `ids` are whole numbers of as many dimensions as `shape` and, with `vocab_size`, ids
+    below it or among `others`. Values are not checked on an accelerator: reading them would make the host wait."""
+    is_tensor = isinstance(ids, torch.Tensor) and ids.layout == torch.strided and not ids.is_meta
+    is_whole = is_tensor and not ids.is_floating_point() and not ids.is_complex()
+    if vocab_size is not None:  # of the types that a table can be read with
+        is_whole = is_whole and ids.dtype in (torch.int32, torch.int64)
+    if not is_whole or ids.dim() != shape.count(",") + 1:
+        found = f" {ids.dtype}, {ids.layout}, of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else ""
+        whole = "whole numbers" if vocab_size is None else "int64 or int32"
+        raise ValueError(f"{name} is a {type(ids).__name__}{found}; expected a dense tensor of {whole} {shape}.")
     if vocab_size is None or ids.device.type != "cpu" or torch.compiler.is_compiling():
         return
     is_unknown = (ids < 0) | (ids >= vocab_size)
@@ -199,6 +208,8 @@ class SlotGenerationMixin(GenerationMixin):
             check_ids(input_ids, vocab_size=self.config.text_config.vocab_size, others=(self.config.context_token_id,))
             if input_ids.numel() == 0 and kwargs.get("inputs_embeds") is None:
                 raise ValueError(f"`input_ids` has shape {tuple(input_ids.shape)}; expected a prompt in each row.")
+            if kwargs.get("context_embeds") is None and kwargs.get("past_key_values") is None:  # text alone
+                check_length(input_ids.shape[1], "The prompt", self.config.text_config)
         if mask is not None and not isinstance(mask, torch.Tensor | dict):
             raise ValueError(f"`attention_mask` is a {type(mask).__name__}; expected a tensor (batch, seq_len).")
         settings = {name: kwargs[name] for name in REFINEMENT_SETTINGS if kwargs.get(name) is not None}

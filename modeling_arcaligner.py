@@ -607,11 +607,12 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 f"`context_word_ids` is missing: with `config.word_parts` {self.config.word_parts} a slot's words are "
                 "read beside its embedding. Pass what the processor of this checkpoint returns."
             )
-        shape = tuple(context_word_ids.shape)
-        if context_word_ids.is_floating_point() or len(shape) != 3 or shape[:2] != tuple(context_embeds.shape[:2]):
+        expected = f"({context_embeds.shape[0]}, {context_embeds.shape[1]}, max_words)"
+        check_ids(context_word_ids, "`context_word_ids`", self.config.text_config.vocab_size, (-1,), expected)
+        if context_word_ids.shape[:2] != context_embeds.shape[:2]:
             raise ValueError(
-                f"`context_word_ids` is {context_word_ids.dtype} of shape {shape}; expected whole numbers of shape "
-                f"({context_embeds.shape[0]}, {context_embeds.shape[1]}, max_words), a row for each context embedding."
+                f"`context_word_ids` has shape {tuple(context_word_ids.shape)}; expected {expected}, a row for each "
+                "context embedding."
             )
 
     def _check_slots_after_cache(self, past_key_values, context_passage_ids, *wanted) -> None:

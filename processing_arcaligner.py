@@ -238,7 +238,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
             `ValueError`: a conversation without a question.
         """
         check_conversation(messages)
-        mark = uuid.uuid4().hex
+        messages, mark = _with_plain_texts(messages), uuid.uuid4().hex
         if sanitize_control_tokens:
             messages = self.mark_control_tokens(messages)
         text = self.apply_chat_template(_with_background_line(messages, mark), **kwargs)
@@ -474,6 +474,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
             `BatchFeature` (`tokenize` and `return_dict`), the `input_ids` alone (`tokenize`), or the text.
         """
         check_conversation(conversation)
+        conversation = _with_plain_texts(conversation)
         if sanitize_control_tokens is None:
             sanitize_control_tokens = tokenize and (documents is not None or context_embeds is not None)
         slots = {name: kwargs.pop(name) for name in _SLOT_ARGUMENTS if name in kwargs}
@@ -482,11 +483,19 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
             if sanitize_control_tokens and tokenize:
                 conversation, kwargs["tools"] = self.mark_control_tokens([conversation, kwargs.get("tools")])
                 kwargs["processor_kwargs"] = {**(kwargs.get("processor_kwargs") or {}), "sanitize_control_tokens": True}
+            if tokenize and _has_empty_message(conversation):  # which transformers would replace by an empty list
+                options = {"return_tensors": return_tensors, **(kwargs.pop("processor_kwargs", None) or {})}
+                return_dict = kwargs.pop("return_dict", False)
+                text = self.apply_chat_template(conversation, **kwargs)
+                if (text if isinstance(text, str) else text[0]).startswith(self.tokenizer.bos_token or "\0"):
+                    options.setdefault("add_special_tokens", False)
+                features = self(text, **options)
+                return features if return_dict else features["input_ids"]
             try:
                 return super().apply_chat_template(
                     conversation, tokenize=tokenize, return_tensors=return_tensors, **kwargs
                 )
-            except jinja2.TemplateError as error:
+            except (jinja2.TemplateError, TypeError) as error:
                 raise ValueError(f"The chat template (chat_template.jinja) cannot be used: {error}.") from error
         return_dict = kwargs.pop("return_dict", False)
         slots |= {"return_tensors": return_tensors, **(kwargs.pop("processor_kwargs", None) or {})}
@@ -524,22 +533,40 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         return [self.decode(row, **kwargs) for row in sequences]
 
 
+def _with_plain_texts(given: Sequence) -> list:
+    """The conversation, or each of several, with each message's parts joined to one text; `None` beside calls of tools
+    stays."""
+    if not isinstance(given[0], dict):
+        return [_with_plain_texts(getattr(each, "messages", each)) for each in given]
+    texts = []
+    for message in given:
+        content = message["content"]
+        if isinstance(content, list | tuple) and content:
+            parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+            is_text = all(isinstance(part, str) for part in parts) and all(part["type"] == "text" for part in content)
+            content = "".join(parts) if is_text else content
+        if isinstance(content, str):
+            check_text(content, f"A message of the {message['role']}")
+        elif content is not None or not message.get("tool_calls"):
+            raise ValueError(
+                f"A message of the {message['role']} is {content!r}; expected a text or "
+                '[{"type": "text", "text": str}].'
+            )
+        texts.append({**message, "content": content})
+    return texts
+
+
+def _has_empty_message(conversation: Sequence) -> bool:
+    return any(_has_empty_message(each) if isinstance(each, list) else each["content"] == "" for each in conversation)
+
+
 def _with_background_line(messages: list[dict], mark: str) -> list[dict]:
     """The conversation with the background line, `mark` for its slots, before its first user message."""
     for position, message in enumerate(messages):
         if message["role"] != "user":
             continue
-        content = message["content"]
-        if not isinstance(content, str):
-            parts = content if isinstance(content, list | tuple) else []
-            texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
-            if not texts or not all(isinstance(text, str) for text in texts):
-                raise ValueError(
-                    f'A user message is {content!r}; expected a text or [{{"type": "text", "text": str}}].'
-                )
-            content = "".join(texts)
-        check_question(content)
-        asked = {**message, "content": BACKGROUND_LINE + mark + QUESTION_LINE + content}
+        check_question(message["content"])
+        asked = {**message, "content": BACKGROUND_LINE + mark + QUESTION_LINE + message["content"]}
         return [*messages[:position], asked, *messages[position + 1 :]]
     raise ValueError("The conversation has no user message, so there is no question to put the documents before.")
 

@@ -114,7 +114,7 @@ def test_ids_and_labels_beyond_the_vocabulary(model, value):
     for skip_logits in (True, False):
         with pytest.raises(ValueError, match="`labels` " + expected):
             model(**batch, labels=ids, skip_logits=skip_logits)
-    with pytest.raises(ValueError, match=r"`labels` is a Tensor torch.float32 of shape"):
+    with pytest.raises(ValueError, match=r"`labels` is a Tensor torch.float32, torch.strided, of shape"):
         model(**batch, labels=ids.float())
 
 
@@ -136,6 +136,41 @@ def test_embeddings_of_words_need_a_mask_and_no_ids(model):
             call(inputs_embeds=words, context_embeds=batch["context_embeds"])
 
 
+@pytest.fixture(scope="module")
+def reader():
+    """An aligner that reads words."""
+    return tiny_aligner("llama", word_parts=2)
+
+
+WORDS = torch.tensor([[[1, 2, -1], [3, -1, -1], [4, 4, 4], [5, -1, -1]]])
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (WORDS + SLOT, f"hold {SLOT + 1}; expected 0 to {VOCAB_SIZE - 1}, or one of"),
+        (torch.full_like(WORDS, SLOT), f"hold {SLOT}; expected 0 to {VOCAB_SIZE - 1}"),
+        (WORDS - 1, "hold -2; expected 0"),
+        *((WORDS.to(kind), f"is a Tensor {kind}") for kind in (torch.int16, torch.uint8, torch.bool, torch.complex64)),
+        *((WORDS.to(kind), f"is a Tensor {kind}") for kind in (torch.float16, torch.float64)),
+        (WORDS.to_sparse(), r"torch.int64, torch.sparse_coo.*expected a dense tensor"),
+        (WORDS.to("meta"), "expected a dense tensor"),
+        (WORDS.tolist(), r"is a list; expected a dense tensor of int64 or int32 \(1, 4, max_words\)"),
+        (WORDS[0], r"shape \(4, 3\); expected .* \(1, 4, max_words\)"),
+        (WORDS[:, :2], r"shape \(1, 2, 3\); expected \(1, 4, max_words\)"),
+        (None, "is missing: with `config.word_parts` 2"),
+    ],
+)
+def test_words_of_slots_are_checked_as_ids_are(reader, words, message):
+    batch = inputs(reader, 4)
+    assert_refused(reader, "`context_word_ids` .*" + message, **batch, context_word_ids=words)
+    with pytest.raises(ValueError, match=message):
+        reader.prefill_context(**batch, context_word_ids=words)
+    with torch.no_grad():
+        found = [reader(**batch, context_word_ids=ids).logits for ids in (WORDS, WORDS.int())]
+    assert torch.equal(*found)
+
+
 # --- Prompts --------------------------------------------------------------------------------------
 
 
@@ -143,6 +178,9 @@ def test_prompt_longer_than_the_context_of_the_backbone(model):
     row = random_row(model, 4, num_text=125)
     message = r"(?s)prompt has 129 positions.*backbone llama reads 128.*(fewer passages|merge)"
     assert_refused(model, message, input_ids=row.input_ids[None], context_embeds=row.context_embeds[None])
+    text = torch.full((1, 129), 5)
+    with pytest.raises(ValueError, match=message):
+        model.generate(input_ids=text, max_new_tokens=2)  # before minutes are spent on it
     row = random_row(model, 4, num_text=124)
     model(input_ids=row.input_ids[None], context_embeds=row.context_embeds[None])
 

@@ -75,9 +75,7 @@ def test_a_missing_model_is_asked_for_once_and_two_lines_say_how_to_get_it(model
     with pytest.raises(OSError) as error:
         find_model("base model", "org/base", BASE_MODEL_FILES)
     first, second = str(error.value).splitlines()
-    assert first == (
-        "The base model `org/base` is not on this machine, and the Hub does not give it (ConnectionError: no route)."
-    )
+    assert first == "The base model `org/base` is not on this machine, and the Hub does not give it (ConnectionError)."
     assert "hf download org/base --local-dir FOLDER/org/base" in second and "ARCALIGNER_MODELS=FOLDER" in second
     assert asked == ["org/base"]
 

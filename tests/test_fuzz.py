@@ -86,11 +86,12 @@ def assert_finite(output):
     documents=anything | documents | st.lists(documents, max_size=2),
     options=options,
     embeds=tensors | junk | st.lists(tensors, max_size=2),
+    words=st.none() | tensors | junk,
     given=st.sampled_from(["documents", "embeds", "both", "none"]),
 )
-def test_processor(processor, text, documents, options, embeds, given):
+def test_processor(processor, text, documents, options, embeds, words, given):
     passages = {"documents": documents if given in ("documents", "both") else None}
-    passages |= {"context_embeds": embeds if given in ("embeds", "both") else None}
+    passages |= {"context_embeds": embeds if given in ("embeds", "both") else None, "context_word_ids": words}
     assert_works_or_says_why(lambda: processor(text=text, return_tensors="pt", **passages, **options))
 
 

@@ -233,6 +233,59 @@ def test_bad_input_is_refused_with_both_sides(processor, call, message):
         processor(**call)
 
 
+CONTENTS = [None, 5, [], ["a"], [{"type": "image", "url": "x"}], [{"type": "text", "text": 5}], {"text": "Who?"}]
+
+
+@pytest.mark.parametrize("documents", [None, [DOCUMENTS[0]]])
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+@pytest.mark.parametrize("content", CONTENTS)
+def test_a_message_that_is_no_text_is_refused_with_and_without_documents(processor, role, content, documents):
+    chat = [{"role": "user", "content": QUESTION}, {"role": role, "content": content}]
+    with pytest.raises(ValueError, match=f"A message of the {role} is .*; expected a text or"):
+        chat_inputs(processor, chat, documents)
+
+
+@pytest.mark.parametrize("options", [{}, {"sanitize_control_tokens": True}])
+def test_messages_of_no_or_several_texts_are_read_as_the_template_writes_them(processor, options):
+    parts = [{"type": "text", "text": "Who wrote"}, {"type": "text", "text": " it?"}]
+    chat = [{"role": "system", "content": ""}, {"role": "user", "content": parts}]
+    written = "<|im_start|>system\n<|im_end|>\n<|im_start|>user\nWho wrote it?<|im_end|>\n<|im_start|>assistant\n"
+    for given in (chat, [chat, chat]):
+        rows = chat_inputs(processor, given, **options)["input_ids"]
+        assert [processor.decode(row) for row in rows] == [written] * len(rows)
+    calls = [{"role": "assistant", "content": None, "tool_calls": [{"name": "find"}]}]
+    template = "{% for m in messages %}{{ m['content'] if m['content'] is defined else 'none' }};{% endfor %}"
+    assert processor.apply_chat_template([*chat, *calls], template).startswith(";Who wrote it?;")
+
+
+def test_a_template_that_reads_a_file_is_named(processor):
+    for documents in (None, [DOCUMENTS[0]]):
+        with pytest.raises(ValueError, match=r"chat template \(chat_template.jinja\) cannot be used: no loader"):
+            chat_inputs(processor, QUESTION, documents, chat_template='{% include "/etc/passwd" %}')
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (torch.tensor([[1.0, 2.0], [3.0, float("nan")]]), "of row 0 is torch.float32; expected whole numbers"),
+        (torch.tensor([[30001], [5]]).half(), "of row 0 is torch.float16; expected whole numbers"),
+        ([[True], [False]], "of row 0 is torch.bool; expected whole numbers"),
+        ([[-2], [1]], "of row 0 is torch.int64; expected whole numbers of -1 or more"),
+        ([[1], [2, 3]], "of row 0 is of type list; expected a tensor of numbers"),
+        (None, "Got `context_embeds` without `context_word_ids`"),
+    ],
+)
+def test_words_of_precomputed_slots_are_checked(processor, words, message):
+    reader = copy.copy(processor)
+    reader.context_words = True
+    embeds = torch.ones(2, ENCODER_WIDTH)
+    with pytest.raises(ValueError, match=message):
+        reader(text=QUESTION, context_embeds=embeds, context_word_ids=words)
+    for kind in (torch.int16, torch.int32):
+        found = reader(text=QUESTION, context_embeds=embeds, context_word_ids=torch.tensor([[1, -1], [2, 3]]).to(kind))
+        assert found["context_word_ids"] == [[[1, -1], [2, 3]]]
+
+
 def test_a_text_that_becomes_the_context_tokens_id_is_refused(processor, tokenizer):
     taken = ArcAlignerProcessor(tokenizer, context_token_id=tokenizer("?")["input_ids"][0], encoder_hidden_size=2)
     with pytest.raises(ValueError, match=rf"which is `context_token_id`.*Set it to {len(tokenizer)} or more"):
