@@ -10,8 +10,8 @@ from pathlib import Path
 
 import datasets
 
+from ..data_sets import HOTPOTQA, MUSIQUE, SQUAD, hotpotqa_row, musique_row, squad_row
 from ..rows import Row, read_rows
-from ..train.corpora import hotpotqa_row
 from .metrics import usable_golds
 
 logger = logging.getLogger(__name__)
@@ -130,13 +130,6 @@ def _open_row(row: dict, row_id: str, answers: list[str]) -> Row:
     return {"id": row_id, "question": row["question"], "answers": answers, "passages": []}
 
 
-def _hotpotqa(row: dict) -> Row:
-    """Questions about two of ten paragraphs; 2WikiMultiHopQA has the same form."""
-    supporting = set(row["supporting_facts"]["title"])
-    gold = [index for index, title in enumerate(row["context"]["title"]) if title in supporting]
-    return hotpotqa_row(row, 0, all_paragraphs=True) | {"meta": {"gold": gold}}
-
-
 def _nq(row: dict) -> Row:
     return _open_row(row, row["question"], row["answer"])
 
@@ -155,40 +148,24 @@ def _webq(row: dict) -> Row:
     return _open_row(row, row["question"], row["answers"])
 
 
-def _squad(row: dict) -> Row:
-    """A question about its paragraph."""
-    passage = {"title": row["title"].replace("_", " "), "text": row["context"]}
-    return _open_row(row, row["id"], list(dict.fromkeys(row["answers"]["text"]))) | {"passages": [passage]}
-
-
 def _unanswerable(row: dict) -> Row | None:
     """A question that its paragraph does not answer."""
-    return None if row["answers"]["text"] else _squad(row)
-
-
-def _musique(row: dict) -> Row | None:
-    """Answerable questions about two to four of twenty paragraphs."""
-    if not row["answerable"]:
-        return None
-    passages = [{"title": each["title"], "text": each["paragraph_text"]} for each in row["paragraphs"]]
-    gold = [index for index, each in enumerate(row["paragraphs"]) if each["is_supporting"]]
-    answers = [row["answer"], *row["answer_aliases"]]
-    return _open_row(row, row["id"], answers) | {"passages": passages, "meta": {"gold": gold}}
+    return None if row["answers"]["text"] else squad_row(row)
 
 
 TASKS = {
     task.name: task
     for task in (
-        Task("2wikimultihopqa", "2WikiMultiHopQA", "framolfese/2WikiMultihopQA", None, "validation", _hotpotqa, 500),
-        Task("hotpotqa", "HotpotQA", "hotpotqa/hotpot_qa", "distractor", "validation", _hotpotqa, 500),
+        Task("2wikimultihopqa", "2WikiMultiHopQA", "framolfese/2WikiMultihopQA", None, "validation", hotpotqa_row, 500),
+        Task("hotpotqa", "HotpotQA", HOTPOTQA, "distractor", "validation", hotpotqa_row, 500),
         Task("nq", "NaturalQA", "google-research-datasets/nq_open", None, "validation", _nq, 3610),
         Task("popqa_longtail", "PopQA_longtail", "akariasai/PopQA", None, "test", _popqa, 1399),
         # The asterisk is the paper's, for 500 random questions.
         Task("triviaqa", "TriviaQA*", "mandarjoshi/trivia_qa", "unfiltered.nocontext", "validation", _triviaqa, 500),
         Task("webq", "WebQuestions", "stanfordnlp/web_questions", None, "test", _webq, 2032),
         # Not in the paper.
-        Task("squad", "SQuAD", "rajpurkar/squad", None, "validation", _squad),
-        Task("squad_more", "SQuAD, more", "rajpurkar/squad", None, "validation", _squad),
+        Task("squad", "SQuAD", SQUAD, None, "validation", squad_row),
+        Task("squad_more", "SQuAD, more", SQUAD, None, "validation", squad_row),
         Task(
             "squad_unanswerable",
             "SQuAD, unanswerable",
@@ -199,8 +176,8 @@ TASKS = {
             num_questions=500,
             is_answered=False,
         ),
-        Task("adversarialqa", "AdversarialQA", "UCLNLP/adversarial_qa", "adversarialQA", "validation", _squad),
-        Task("musique", "MuSiQue", "dgslibisey/MuSiQue", None, "validation", _musique),
+        Task("adversarialqa", "AdversarialQA", "UCLNLP/adversarial_qa", "adversarialQA", "validation", squad_row),
+        Task("musique", "MuSiQue", MUSIQUE, None, "validation", musique_row),
     )
 }
 

@@ -17,6 +17,7 @@ from datasets import Features, List, Value
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 
+from ..data_sets import hotpotqa_row
 from ..files import find_path, read_json_lines
 from ..rows import JSON_LINES, ROW_FIELDS, Row, id_or_number, own_row, parse_source
 
@@ -66,7 +67,7 @@ def open_corpus(
     if "passages" in columns:
         return _converted(dataset, functools.partial(own_row, where=source), num_proc)
     if {"context", "supporting_facts"} <= columns:
-        convert = functools.partial(hotpotqa_row, all_paragraphs=options["passages"] == "distractor")
+        convert = functools.partial(_hotpotqa, all_paragraphs=options["passages"] == "distractor", where=source)
         return _converted(dataset, convert, num_proc)
     missing = [options[key] for key in ("text", "title") if options[key] and options[key] not in columns]
     if missing:
@@ -99,22 +100,13 @@ def find_file(path: str, data_dir: str) -> str:
     return found
 
 
-def hotpotqa_row(row: dict, index: int, *, all_paragraphs: bool) -> Row:
+def _hotpotqa(row: dict, index: int, *, all_paragraphs: bool, where: str) -> Row:
     """A row of HotpotQA with its supporting paragraphs, or all ten, in their order."""
-    context, gold = row["context"], set(row["supporting_facts"]["title"])
-    passages = [
-        {"title": title, "text": " ".join(sentence.strip() for sentence in sentences)}
-        for title, sentences in zip(context["title"], context["sentences"], strict=True)
-        if all_paragraphs or title in gold
-    ]
-    answers = [row["answer"]] if row["answer"] else []
-    return {
-        "id": id_or_number(row.get("id"), index),
-        "question": row["question"] or "",
-        "answers": answers,
-        "passages": passages,
-        "gold": [number for number, each in enumerate(passages) if each["title"] in gold],
-    }
+    found = own_row(hotpotqa_row(row), index, where=where)
+    if not all_paragraphs:
+        found["passages"] = [found["passages"][number] for number in found["gold"]]
+        found["gold"] = list(range(len(found["passages"])))
+    return found
 
 
 def _converted(dataset: datasets.Dataset, convert: Callable, num_proc: int | None, **options) -> datasets.Dataset:

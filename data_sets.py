@@ -1,0 +1,138 @@
+"""Public sets of questions and texts: their licences, and their rows as rows of our schema (`rows.py`).
+
+Training and evaluation read the same sets, so both take the rows from here. `train/prepare_data.py` makes the files of
+`TRAINING_FILES`, which the recipes name. Like `rows.py`, it needs the standard library only.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .files import stable_number
+from .rows import Row
+
+
+class Licence(NamedTuple):
+    """The name of a set and the licence of its data."""
+
+    title: str
+    licence: str
+
+
+SQUAD, HOTPOTQA, MUSIQUE = "rajpurkar/squad", "hotpotqa/hotpot_qa", "dgslibisey/MuSiQue"
+QED, QAMR, WIKIPEDIA = "google-research-datasets/QED", "uwnlp/qamr", "wikimedia/wikipedia"
+# By their place: a data set of the Hub or, for QED, QAMR and ARES, a repository of GitHub.
+LICENCES = {
+    SQUAD: Licence("SQuAD 1.1", "CC BY-SA 4.0"),
+    QED: Licence("NaturalQuestions, by way of QED", "CC BY-SA 3.0"),
+    HOTPOTQA: Licence("HotpotQA", "CC BY-SA 4.0"),
+    MUSIQUE: Licence("MuSiQue", "CC BY 4.0"),
+    QAMR: Licence("QAMR", "MIT"),
+    "stanford-futuredata/ARES": Licence("synthetic questions of ARES", "Apache-2.0"),
+    WIKIPEDIA: Licence("paragraphs of Wikipedia", "CC BY-SA 3.0 and GFDL"),
+}
+TRAINING_FILES = {
+    "train_qa.jsonl.gz": (SQUAD, QED, HOTPOTQA, MUSIQUE),
+    "train_extra.jsonl.gz": (QAMR,),
+    "recon_train.jsonl.gz": (WIKIPEDIA,),
+    "recon_heldout.jsonl.gz": (WIKIPEDIA,),
+}
+# Words of a paragraph of Wikipedia: neither a heading nor a table.
+_FEWEST_WORDS, _MOST_WORDS = 20, 220
+# Spaces that tokenization put around punctuation.
+_SPACE_BEFORE = re.compile(r" +([,.;:?!%)\]}]|'s\b|n't\b|'(?:re|ve|ll|d|m)\b)")
+_SPACE_AFTER = re.compile(r"([(\[{$]) +")
+_QUESTION_WIDTH = 50  # of a question in QAMR's readable files
+
+
+def squad_row(row: dict) -> Row:
+    """A question about its paragraph: SQuAD, and sets of the same form."""
+    return {
+        "id": row["id"],
+        "question": row["question"],
+        "answers": list(dict.fromkeys(row["answers"]["text"])),
+        "passages": [{"title": row["title"].replace("_", " "), "text": row["context"]}],
+    }
+
+
+def hotpotqa_row(row: dict) -> Row:
+    """A question about two of ten paragraphs; 2WikiMultiHopQA has the same form."""
+    context, supporting = row["context"], set(row["supporting_facts"]["title"])
+    return {
+        "id": row.get("id"),
+        "question": row["question"],
+        "answers": [row["answer"]] if row["answer"] else [],
+        "passages": [
+            {"title": title, "text": " ".join(sentence.strip() for sentence in sentences)}
+            for title, sentences in zip(context["title"], context["sentences"], strict=True)
+        ],
+        "meta": {"gold": [number for number, title in enumerate(context["title"]) if title in supporting]},
+    }
+
+
+def musique_row(row: dict) -> Row | None:
+    """An answerable question about two to four of twenty paragraphs."""
+    if not row["answerable"]:
+        return None
+    return {
+        "id": row["id"],
+        "question": row["question"],
+        "answers": [row["answer"], *row["answer_aliases"]],
+        "passages": [{"title": each["title"], "text": each["paragraph_text"]} for each in row["paragraphs"]],
+        "meta": {"gold": [number for number, each in enumerate(row["paragraphs"]) if each["is_supporting"]]},
+    }
+
+
+def qed_row(row: dict) -> Row | None:
+    """A question of NaturalQuestions about the paragraph with its answer, from a line of QED; `None` where QED's
+    annotators found that the paragraph does not answer it."""
+    row = json.loads(row["text"])
+    if row["annotation"]["explanation_type"] == "none":
+        return None
+    answers = [", ".join(untokenized(span["string"]) for span in spans) for spans in row["original_nq_answers"]]
+    return {
+        "id": str(row["example_id"]),
+        "question": row["question_text"],
+        "answers": list(dict.fromkeys(answers)),
+        "passages": [{"title": row["title_text"], "text": untokenized(row["paragraph_text"])}],
+    }
+
+
+def qamr_rows(row: dict) -> Iterator[Row]:
+    """The questions about a sentence, from a block of QAMR's readable files: an id, the sentence, and a line for each
+    question, which fills `_QUESTION_WIDTH` characters, with its answers between tabs."""
+    name, sentence, *lines = row["text"].splitlines()
+    for number, line in enumerate(lines):
+        answers = [answer.strip() for answer in line[_QUESTION_WIDTH:].split("\t")]
+        yield {
+            "id": f"{name.removeprefix('#')}_{number}",
+            "question": line[:_QUESTION_WIDTH].strip(),
+            "answers": list(dict.fromkeys(filter(None, answers))),
+            "passages": [{"title": "", "text": sentence}],
+        }
+
+
+def wikipedia_row(row: dict) -> Row | None:
+    """One paragraph of an article, without a question, always the same one; `None` if it has no fitting one."""
+    paragraphs = [" ".join(each.split()) for each in row["text"].split("\n\n")]
+    fitting = [each for each in paragraphs if _FEWEST_WORDS <= len(each.split()) <= _MOST_WORDS]
+    if not fitting:
+        return None
+    text = fitting[stable_number(f"paragraph:{row['id']}", len(fitting))]
+    return {
+        "id": row["id"],
+        "question": "",
+        "answers": [],
+        "passages": [{"title": row["title"], "text": text}],
+    }
+
+
+def untokenized(text: str) -> str:
+    """Text without the spaces and quotation marks of the Penn Treebank.
+
+    >>> untokenized("the `` Iron Lady '' ( born 1925 ) did n't say so .")
+    'the "Iron Lady" (born 1925) didn\\'t say so.'
+    """
+    text = text.replace("`` ", '"').replace(" ''", '"')
+    return _SPACE_AFTER.sub(r"\1", _SPACE_BEFORE.sub(r"\1", text))
