@@ -50,9 +50,8 @@ from ..files import counted, digest, markdown_table, read_json_lines, refuse_unk
 from ..rows import Row, own_row
 
 HELD_OUT = 2000  # paragraphs
-PARTS = ".parts"  # folder of what is not finished
+PARTS = ".parts"  # folder of what is not finished, and of notes
 ROWS_PER_NOTE = 2000  # rows of a set between two notes of how far it was read
-RECONSTRUCTION_FILES = ("recon_train.jsonl.gz", "recon_heldout.jsonl.gz")
 
 
 @dataclass(frozen=True)
@@ -87,29 +86,17 @@ class Source:
         return self.commit or huggingface_hub.HfApi().dataset_info(self.place).sha
 
     def open(self, copies: Path | None, revision: str | None) -> datasets.IterableDataset:
-        """A stream of the set's rows, in turn from each of its files; their order is always the same.
-
-        Raises:
-            `OSError`: a set that cannot be reached.
-        """
+        """A stream of the set's rows, whose order is always the same."""
         if self.files:
-            root = (
-                f"https://raw.githubusercontent.com/{self.place}/{revision}" if copies is None else copies / self.place
-            )
-            return datasets.load_dataset(
-                "text", data_files=[f"{root}/{file}" for file in self.files], split="train", streaming=True,
-                sample_by=self.sample_by,
-            )  # fmt: skip
+            root = copies / self.place if copies else f"https://raw.githubusercontent.com/{self.place}/{revision}"
+            files, how = [f"{root}/{file}" for file in self.files], {"sample_by": self.sample_by}
+            return datasets.load_dataset("text", data_files=files, split="train", streaming=True, **how)
         path = self.place if copies is None else str(copies / self.place)
-        stream = datasets.load_dataset(path, self.config, split="train", revision=revision, streaming=True)
-        parts = [stream.shard(stream.num_shards, index) for index in range(stream.num_shards)]
-        return datasets.interleave_datasets(parts, stopping_strategy="all_exhausted_without_replacement")
+        return datasets.load_dataset(path, self.config, split="train", revision=revision, streaming=True)
 
-    def rows(self, row: dict) -> Iterator[Row]:
-        """The rows that a row of the set becomes."""
-        found = self.to_rows(row)
-        for each in () if found is None else [found] if isinstance(found, dict) else found:
-            yield each | {"id": f"{self.name}_{each['id']}"}
+    def made_with(self, copies: Path | None) -> str:
+        """Changes with what decides the rows that are taken."""
+        return digest([self.place, self.config, self.limit, self.commit, self.files, copies and str(copies)])
 
 
 SOURCES = (
@@ -122,65 +109,56 @@ SOURCES = (
         QAMR,
         qamr_rows,
         commit="3c81e6a67dbe90187178346bdf64eb75b448677f",
-        sample_by="paragraph",
         files=("data/readable/dev.tsv", "data/readable/test.tsv"),
-    ),  # fmt: skip
+        sample_by="paragraph",
+    ),
     Source("wikipedia", WIKIPEDIA, wikipedia_row, 48_000, config="20231101.en"),
 )
 
 
-def fetch(source: Source, folder: Path, copies: Path | None) -> dict[str, Any]:
-    """Writes the rows of a set to `folder/NAME.jsonl`, or goes on with what is there.
-
-    Returns:
-        `dict`: `made_with`, `rows`, `revision`, `finished`, and what is needed to go on: `bytes` of the file, `state`
-        of the stream.
+def fetch(source: Source, folder: Path, copies: Path | None) -> None:
+    """Writes the rows of a set to `folder/NAME.jsonl`, or goes on with what is there. With a limit, each of the set's
+    files gives as many as the others; later ones give what earlier ones lack.
 
     Raises:
         `OSError`: a set that cannot be reached, or no longer; what was read stays.
         `ValueError`: a row of another form.
     """
-    part, note = part_of(source, folder), note_of(source, folder)
-    done = read_note(note)
-    if done.get("made_with") != made_with(source, copies) or not part.exists():
-        done = {"made_with": made_with(source, copies), "rows": 0, "bytes": 0, "state": None, "finished": False}
-    if done["finished"]:
-        return done
+    part, note = paths_of(source, folder)
+    made_with, done = source.made_with(copies), read_note(note)
+    if done.get("made_with") != made_with or not part.exists():
+        done = {"made_with": made_with, "rows": 0, "bytes": 0, "file": 0, "files": None, "state": None}
+    if done["file"] == done["files"]:
+        return
     part.parent.mkdir(parents=True, exist_ok=True)
     with _reaching(source, done):
         done["revision"] = done.get("revision") or source.revision(copies)
-        stream = source.open(copies, done["revision"])
-        if done["state"] is not None:
-            stream.load_state_dict(done["state"])
-    with part.open("ab") as file, tqdm(total=source.limit, initial=done["rows"], desc=source.name) as bar:
-        file.truncate(done["bytes"])  # without what was written after the last note
-        for number, rows in enumerate(_converted(source, stream, done), start=1):
-            for row in rows if source.limit is None else rows[: source.limit - done["rows"]]:
-                file.write((json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "replace"))
-                done["rows"] += 1
-            bar.update(done["rows"] - bar.n)
-            if done["rows"] == source.limit:
-                break
-            if number % ROWS_PER_NOTE == 0:
-                _write_note(note, done | {"state": stream.state_dict()}, file)
-        done |= {"finished": True, "state": None}
-        _write_note(note, done, file)
-    return done
+        whole = source.open(copies, done["revision"])
+    done["files"] = 1 if source.limit is None else whole.num_shards
+    with part.open("ab") as lines, tqdm(total=source.limit, initial=done["rows"], desc=source.name) as bar:
+        lines.truncate(done["bytes"])  # without what was written after the last note
+        while done["file"] < done["files"]:
+            stream = whole.shard(done["files"], done["file"])
+            if done["state"] is not None:
+                stream.load_state_dict(done["state"])
+            most = None if source.limit is None else source.limit * (done["file"] + 1) // done["files"]
+            for number, rows in enumerate(_converted(source, stream, done), start=1):
+                rows = rows if most is None else rows[: most - done["rows"]]
+                lines.writelines((json.dumps(row, ensure_ascii=False) + "\n").encode() for row in rows)
+                done["rows"] += len(rows)
+                bar.update(len(rows))
+                if done["rows"] == most:
+                    break
+                if number % ROWS_PER_NOTE == 0:
+                    done["state"] = stream.state_dict()
+                    _write_note(note, done, lines)
+            done |= {"file": done["file"] + 1, "state": None}
+            _write_note(note, done, lines)
 
 
-def made_with(source: Source, copies: Path | None) -> str:
-    """Changes with what decides the rows of a set."""
-    return digest([source.place, source.config, source.limit, source.commit, source.files, copies and str(copies)])
-
-
-def part_of(source: Source, folder: Path) -> Path:
-    """Where the rows of a set stand until its file is made."""
-    return folder / f"{source.name}.jsonl"
-
-
-def note_of(source: Source, folder: Path) -> Path:
-    """Where it stands how far a set was read."""
-    return folder / f"{source.name}.json"
+def paths_of(source: Source, folder: Path) -> tuple[Path, Path]:
+    """The rows of a set until its file is made, and a note of how far it was read."""
+    return folder / f"{source.name}.jsonl", folder / f"{source.name}.json"
 
 
 def read_note(path: Path) -> dict[str, Any]:
@@ -205,7 +183,9 @@ def _converted(source: Source, stream: datasets.IterableDataset, done: dict[str,
         if row is None:
             return
         try:
-            yield [own for each in source.rows(row) if (own := _checked(each, source.place))]
+            found = source.to_rows(row) or ()
+            found = (_own(each, source) for each in ([found] if isinstance(found, dict) else found))
+            yield [each for each in found if any(passage["text"].strip() for passage in each["passages"])]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{source.place} has a row of another form than the one known here ({type(error).__name__}: {error}), "
@@ -213,13 +193,11 @@ def _converted(source: Source, stream: datasets.IterableDataset, done: dict[str,
             ) from error
 
 
-def _checked(row: Row, place: str) -> Row | None:
-    """A row of our schema, with `meta.gold` only where the row says so; `None` if it has no passage to read."""
-    own = own_row(row, 0, where=place)
+def _own(row: Row, source: Source) -> Row:
+    """A row of our schema, as a file has it."""
+    own = own_row(row | {"id": f"{source.name}_{row['id']}"}, 0, where=source.place) | {"dataset": source.place}
     gold = own.pop("gold")
-    if not any(passage["text"].strip() for passage in own["passages"]):
-        return None
-    return own | {"dataset": place} | ({"meta": {"gold": gold}} if gold else {})
+    return own | {"meta": {"gold": gold}} if gold else own
 
 
 @contextlib.contextmanager
@@ -238,15 +216,14 @@ def _reaching(source: Source, done: dict[str, Any]) -> Iterator[None]:
 # Files
 
 
-def write_file(name: str, rows: Iterable[Row], folder: Path) -> None:
+def write_file(path: Path, rows: Iterable[Row]) -> None:
     """Writes rows to a gzipped file, whole or not at all; the same rows give the same bytes."""
 
     def write(file: BinaryIO) -> None:
         with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed:
-            for row in rows:
-                packed.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
+            packed.writelines((json.dumps(row, ensure_ascii=False) + "\n").encode() for row in rows)
 
-    write_whole(folder / name, write)
+    write_whole(path, write)
 
 
 def split_paragraphs(rows: Iterable[Row], known_titles: set[str]) -> tuple[list[Row], list[Row]]:
@@ -254,11 +231,10 @@ def split_paragraphs(rows: Iterable[Row], known_titles: set[str]) -> tuple[list[
     in `known_titles`."""
     unique = list({row["passages"][0]["text"]: row for row in rows}.values())
     random.Random(0).shuffle(unique)
-    number = min(HELD_OUT, len(unique) // 5)
-    others = [row for row in unique if row["passages"][0]["title"] not in known_titles]
-    held_out = others[:number]
-    ids = {row["id"] for row in held_out}
-    return [row for row in unique if row["id"] not in ids], held_out
+    others = [number for number, row in enumerate(unique) if row["passages"][0]["title"] not in known_titles]
+    held_out = set(others[: min(HELD_OUT, len(unique) // 5)])
+    trained = [row for number, row in enumerate(unique) if number not in held_out]
+    return trained, [unique[number] for number in sorted(held_out)]
 
 
 def prepare(output: Path, sources: Sequence[Source], copies: Path | None = None) -> None:
@@ -268,47 +244,51 @@ def prepare(output: Path, sources: Sequence[Source], copies: Path | None = None)
         `OSError`: a set that cannot be reached; what was read stays.
         `ValueError`: a file that is there and was made of something else.
     """
-    parts = output / PARTS
-    for names in (("train_qa.jsonl.gz",), ("train_extra.jsonl.gz",), RECONSTRUCTION_FILES):
-        own = [source for source in sources if source.place in TRAINING_FILES[names[0]]]
-        if all((output / name).exists() for name in names):
-            for source in own:
-                if read_note(note_of(source, parts)).get("made_with") != made_with(source, copies):
-                    raise ValueError(
-                        f"{output / names[0]} is there, and was not made of {source.place} with these settings. Delete "
-                        "it to make it again, or write to another folder with `--output`."
-                    )
-            continue
-        for source in own:
-            fetch(source, parts, copies)
-        rows = itertools.chain.from_iterable(read_json_lines(part_of(source, parts)) for source in own)
-        if names == RECONSTRUCTION_FILES:
-            known = {each["title"] for row in read_json_lines(output / "train_qa.jsonl.gz") for each in row["passages"]}
-            for name, chosen in zip(names, split_paragraphs(rows, known), strict=True):
-                write_file(name, chosen, output)
-        else:
-            write_file(names[0], rows, output)
-        for source in own:
-            part_of(source, parts).unlink()
-    write_whole(output / "README.md", describe(sources, parts))
+    for name in ("train_qa.jsonl.gz", "train_extra.jsonl.gz", "recon_train.jsonl.gz"):
+        own = {source.name: source for source in sources if source.place in TRAINING_FILES[name]}
+        others = [each for each in SOURCES if each.place in TRAINING_FILES[name] and each.name not in own]
+        if (output / name).exists():
+            notes = {each.name: read_note(paths_of(each, output / PARTS)[1]) for each in (*own.values(), *others)}
+            made = {each: note["made_with"] for each, note in notes.items() if note}
+            if made != {each: source.made_with(copies) for each, source in own.items()}:
+                raise ValueError(
+                    f"{output / name} is there, and was not made of these sets with these limits. Delete it to make it "
+                    "again, or write to another folder with `--output`."
+                )
+        elif own:
+            for path in (path for each in others for path in paths_of(each, output / PARTS)):
+                path.unlink(missing_ok=True)
+            _make(output, name, list(own.values()), copies)
+    write_whole(output / "README.md", describe(sources, output / PARTS))
+
+
+def _make(output: Path, name: str, sources: list[Source], copies: Path | None) -> None:
+    """Makes a file of its sets; with that for training on paragraphs, the one of held-out paragraphs."""
+    for source in sources:
+        fetch(source, output / PARTS, copies)
+    parts = [paths_of(source, output / PARTS)[0] for source in sources]
+    rows: Iterable[Row] = itertools.chain.from_iterable(map(read_json_lines, parts))
+    if name == "recon_train.jsonl.gz":
+        questions = output / "train_qa.jsonl.gz"
+        asked = read_json_lines(questions) if questions.exists() else ()
+        rows, held_out = split_paragraphs(rows, {each["title"] for row in asked for each in row["passages"]})
+        write_file(output / "recon_heldout.jsonl.gz", held_out)
+    write_file(output / name, rows)
+    for part in parts:
+        part.unlink()
 
 
 def describe(sources: Sequence[Source], parts: Path) -> str:
     """What the files hold, where it is from and under which licence."""
     table = []
     for source in sources:
-        note, files = (
-            read_note(note_of(source, parts)),
-            [name for name in TRAINING_FILES if source.place in TRAINING_FILES[name]],
-        )
-        title, licence = LICENCES[source.place]
-        version = (note.get("revision") or "a local copy")[:12]
-        table.append([title, f"{source.place}, {version}", note["rows"], licence, ", ".join(files)])
-    lines = markdown_table(["Set", "From", "Rows", "Licence", "In"], table)
+        note, (title, licence) = read_note(paths_of(source, parts)[1]), LICENCES[source.place]
+        files = ", ".join(name for name, places in TRAINING_FILES.items() if source.place in places)
+        table.append([title, f"{source.place}, {note['revision'] or 'a local copy'}", note["rows"], licence, files])
     return "\n".join([
-        "# Training data", "", *lines, "",
-        "Made by `python -m arcaligner.train.prepare_data`. Rows are in the schema of `docs/training.md`. Changed: selection "
-        "and field names; QED's text has no spaces before punctuation; of an article of Wikipedia one paragraph is taken. "
+        "# Training data", "", *markdown_table(["Set", "From", "Rows", "Licence", "In"], table), "",
+        "Made by `python -m arcaligner.train.prepare_data`, in the schema of `docs/training.md`. Changed: selection, "
+        "field names; QED's text has no spaces before punctuation; of an article of Wikipedia one paragraph is taken. "
         "Whoever shares these files, or a model trained on them, names the sets and keeps their licences.", "",
     ])  # fmt: skip
 

@@ -1,0 +1,242 @@
+"""Public sets become the training files that the recipes name, also after a run that broke off.
+
+A folder of copies stands for the Hub: each set has the columns and the layout of files that it has there.
+"""
+
+import json
+from dataclasses import replace
+
+import datasets
+import pytest
+import yaml
+
+from arcaligner.data_sets import TRAINING_FILES
+from arcaligner.files import ROOT
+from arcaligner.rows import read_rows
+from arcaligner.train import prepare_data
+from arcaligner.train.corpora import open_corpus
+from arcaligner.train.prepare_data import SOURCES, prepare, read_limits
+
+SQUAD = [
+    {
+        "id": f"s{number}",
+        "title": "Ada_Lovelace",
+        "context": "Ada wrote it in 1843.",
+        "question": f"Who wrote it, {number}?",
+        "answers": {"text": ["Ada", "Ada"], "answer_start": [0, 0]},
+    }
+    for number in range(7)
+]
+HOTPOTQA = {
+    "id": "h1",
+    "question": "Was Ada born before Ben?",
+    "answer": "yes",
+    "type": "comparison",
+    "level": "hard",
+    "supporting_facts": {"title": ["Ada", "Ben"], "sent_id": [0, 0]},
+    "context": {"title": ["Cy", "Ada", "Ben"], "sentences": [["No."], ["Ada was born", " in 1815."], ["Ben: 1816."]]},
+}
+MUSIQUE = {
+    "id": "2hop__1",
+    "paragraphs": [
+        {"idx": 0, "title": "x", "paragraph_text": "y", "is_supporting": False},
+        {"idx": 1, "title": "z", "paragraph_text": "w", "is_supporting": True},
+    ],
+    "question": "Who?",
+    "question_decomposition": [{"id": 1, "question": "a", "answer": "b", "paragraph_support_idx": 1}],
+    "answer": "Ada",
+    "answer_aliases": ["A."],
+    "answerable": True,
+}
+QED = {
+    "example_id": -32,
+    "title_text": "Fortnite",
+    "question_text": "who made it",
+    "paragraph_text": "`` Fortnite '' ( 2017 ) was n't made by Ada , but by Epic .",
+    "original_nq_answers": [[{"start": 0, "end": 4, "string": "Epic ."}], [{"string": "Epic"}, {"string": "Ada"}]],
+    "annotation": {"explanation_type": "multi_sentence", "answer": []},
+}
+QED_NONE = QED | {"example_id": 5, "annotation": {"explanation_type": "none", "answer": [{"bridge": "of"}]}}
+LONG_QUESTION = "What happened to boats when the larger ships came?"  # as long as a question may be
+QAMR = (
+    "#Wiki1k:1:2\nShips that grew replaced riverboats.\n"
+    f"{'What replaced riverboats?':50}Ships\tShips\n{LONG_QUESTION}replaced\tgrew\n\n"
+)
+
+
+def article(number: int) -> dict:
+    """An article of Wikipedia, with a heading, a line of a list and one paragraph of 20 words."""
+    text = f"Heading\n\n* A line\n\nArticle {number} has one paragraph of twenty words" + " and more" * 6
+    return {"id": str(number), "url": "u", "title": f"Article {number}", "text": text}
+
+
+def hub_layout(folder, configs: dict[str, str]) -> None:
+    """The card of a set, which says which files its configurations have."""
+    card = {
+        "configs": [
+            {"config_name": name, "data_files": [{"split": "train", "path": path}]} for name, path in configs.items()
+        ]
+    }
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
+
+
+@pytest.fixture
+def copies(tmp_path):
+    def files_of(name: str, **files):
+        folder = tmp_path / "copies" / name
+        for file, rows in files.items():
+            path = folder / file.replace("__", "/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(rows, str):
+                path.write_text(rows)
+            else:
+                datasets.Dataset.from_list(rows).to_parquet(f"{path}.parquet")
+        return folder
+
+    hub_layout(files_of("rajpurkar/squad", plain_text__train=SQUAD), {"plain_text": "plain_text/train*"})
+    hotpotqa = files_of("hotpotqa/hotpot_qa", distractor__train=[HOTPOTQA], fullwiki__train=[HOTPOTQA | {"id": "no"}])
+    hub_layout(hotpotqa, {"distractor": "distractor/train*", "fullwiki": "fullwiki/train*"})
+    lines = {"musique_ans_v1.0_train.jsonl": [MUSIQUE], "musique_ans_v1.0_dev.jsonl": [MUSIQUE | {"id": "no"}]}
+    files_of(
+        "dgslibisey/MuSiQue", **{name: "".join(json.dumps(row) + "\n" for row in rows) for name, rows in lines.items()}
+    )
+    qed = "".join(json.dumps(row) + "\n" for row in (QED, QED_NONE))
+    files_of("google-research-datasets/QED", **{"qed-train.jsonlines": qed})
+    files_of("uwnlp/qamr", **{"data__readable__dev.tsv": QAMR, "data__readable__test.tsv": QAMR.replace(":1:2", ":3")})
+    # Ten articles in two files; one has no paragraph, two have the same, one is in SQuAD.
+    articles = [article(number) for number in range(10)]
+    articles[2] |= {"text": "Nothing."}
+    articles[4] |= {"text": articles[3]["text"]}
+    articles[5] |= {"title": "Ada Lovelace"}
+    parts = {"20231101.en__train-0": articles[:4], "20231101.en__train-1": articles[4:]}
+    hub_layout(files_of("wikimedia/wikipedia", **parts), {"20231101.en": "20231101.en/train-*"})
+    return tmp_path / "copies"
+
+
+def ids(path) -> list[str]:
+    return [row["id"] for row in read_rows(path)]
+
+
+def test_each_set_becomes_rows_of_the_files_that_recipes_name(copies, tmp_path):
+    prepare(tmp_path / "data", SOURCES, copies)
+    rows = {row["id"]: row for name in TRAINING_FILES for row in read_rows(tmp_path / "data" / name)}
+    squad = {"title": "Ada Lovelace", "text": "Ada wrote it in 1843."}
+    assert [rows[f"squad_s{number}"]["question"] for number in range(7)] == [row["question"] for row in SQUAD]
+    assert (rows["squad_s0"]["answers"], rows["squad_s0"]["passages"]) == (["Ada"], [squad])
+    assert rows["hotpotqa_h1"] == {
+        "id": "hotpotqa_h1",
+        "question": "Was Ada born before Ben?",
+        "answers": ["yes"],
+        "passages": [
+            {"title": "Cy", "text": "No."},
+            {"title": "Ada", "text": "Ada was born in 1815."},
+            {"title": "Ben", "text": "Ben: 1816."},
+        ],
+        "dataset": "hotpotqa/hotpot_qa",
+        "meta": {"gold": [1, 2]},
+        "gold": [1, 2],
+    }
+    assert (rows["musique_2hop__1"]["answers"], rows["musique_2hop__1"]["gold"]) == (["Ada", "A."], [1])
+    text = '"Fortnite" (2017) wasn\'t made by Ada, but by Epic.'
+    assert rows["qed_-32"]["passages"] == [{"title": "Fortnite", "text": text}]
+    assert rows["qed_-32"]["answers"] == ["Epic.", "Epic, Ada"] and "qed_5" not in rows
+    sentence = {"title": "", "text": "Ships that grew replaced riverboats."}
+    found = [(row["question"], row["answers"]) for row in rows.values() if row["passages"] == [sentence]]
+    assert found == 2 * [
+        ("What replaced riverboats?", ["Ships"]),
+        (LONG_QUESTION, ["replaced", "grew"]),
+    ]
+    assert len(ids(tmp_path / "data" / "train_qa.jsonl.gz")) == 7 + 1 + 1 + 1
+
+
+def test_held_out_paragraphs_are_of_articles_that_are_not_trained_on(copies, tmp_path):
+    prepare(tmp_path / "data", SOURCES, copies)
+    trained, held_out = (read_rows(tmp_path / "data" / f"recon_{part}.jsonl.gz") for part in ("train", "heldout"))
+    assert len(trained) == 7 and len(held_out) == 1
+    assert {row["id"] for row in (*trained, *held_out)} - {"wikipedia_3", "wikipedia_4"} == {
+        f"wikipedia_{number}" for number in (0, 1, 5, 6, 7, 8, 9)
+    }
+    assert held_out[0]["passages"][0]["title"] != "Ada Lovelace"
+    for row in (*trained, *held_out):
+        assert row["question"] == "" and row["answers"] == [] and len(row["passages"][0]["text"].split()) == 20
+
+
+def test_a_limit_takes_as_many_rows_of_each_file_of_a_set(copies, tmp_path):
+    sources = [replace(source, limit=4) for source in SOURCES if source.name == "wikipedia"]
+    prepare(tmp_path / "data", sources, copies)
+    found = {name for part in ("train", "heldout") for name in ids(tmp_path / "data" / f"recon_{part}.jsonl.gz")}
+    assert found == {"wikipedia_0", "wikipedia_1", "wikipedia_4", "wikipedia_5"}
+
+
+def test_a_run_that_broke_off_goes_on_and_writes_what_a_whole_one_writes(copies, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_data, "ROWS_PER_NOTE", 2)
+    wikipedia = replace(SOURCES[-1], limit=8)
+    converted = []
+
+    def convert(row, breaks_at=None):
+        if row["id"] == breaks_at:
+            raise ConnectionError("lost")
+        converted.append(row["id"])
+        return wikipedia.to_rows(row)
+
+    prepare(tmp_path / "whole", [replace(wikipedia, to_rows=convert)], copies)
+    assert converted == list("012345678")
+    with pytest.raises(ConnectionError):
+        prepare(tmp_path / "data", [replace(wikipedia, to_rows=lambda row: convert(row, "7"))], copies)
+    assert not (tmp_path / "data" / "recon_train.jsonl.gz").exists()
+    converted.clear()
+    prepare(tmp_path / "data", [replace(wikipedia, to_rows=convert)], copies)
+    assert converted == list("678")  # of the second file, which begins with 4, two were noted
+    for name in ("recon_train.jsonl.gz", "recon_heldout.jsonl.gz"):
+        assert (tmp_path / "data" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_what_is_finished_is_left_alone_and_what_was_made_otherwise_is_refused(copies, tmp_path, monkeypatch):
+    data = tmp_path / "data"
+    prepare(data, SOURCES, copies)
+    before = {name: (data / name).stat().st_mtime_ns for name in TRAINING_FILES}
+    monkeypatch.setattr(prepare_data, "fetch", None)
+    prepare(data, SOURCES, copies)
+    assert {name: (data / name).stat().st_mtime_ns for name in TRAINING_FILES} == before
+    assert not list(data.glob(".parts/*.jsonl"))
+    one_less = [source for source in SOURCES if source.name != "hotpotqa"]
+    for others in ([replace(source, limit=1) for source in SOURCES], one_less):
+        with pytest.raises(ValueError, match=r"train_qa.jsonl.gz is there, and was not made of these sets"):
+            prepare(data, others, copies)
+
+
+def test_licences_stand_beside_the_files(copies, tmp_path, capsys):
+    prepare_data.main(tmp_path / "data", ["squad=3", "wikipedia=0"], copies)
+    page = (tmp_path / "data" / "README.md").read_text()
+    assert "| SQuAD 1.1 | rajpurkar/squad, a local copy | 3 | CC BY-SA 4.0 | train_qa.jsonl.gz |" in page
+    assert "| MuSiQue |" in page and "| CC BY 4.0 |" in page and "Wikipedia |" not in page
+    assert page in capsys.readouterr().out
+    assert not (tmp_path / "data" / "recon_train.jsonl.gz").exists()
+
+
+def test_a_set_that_is_not_there_and_a_row_of_another_form_are_said(copies, tmp_path):
+    (squad,) = [source for source in SOURCES if source.name == "squad"]
+    with pytest.raises(OSError, match=r"rajpurkar/squad cannot be reached.* 0 rows of it were written; .*--copies"):
+        prepare(tmp_path / "data", [squad], tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"rajpurkar/squad has a row of another form .*KeyError: 'paragraphs'"):
+        prepare(tmp_path / "data", [replace(squad, to_rows=lambda row: [row["paragraphs"]])], copies)
+
+
+@pytest.mark.parametrize(
+    "given, message", [("squat=3", "Did you mean `squad`"), ("squad=all", "expected a whole number of rows")]
+)
+def test_a_limit_that_cannot_be_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        read_limits([given])
+
+
+def test_every_file_that_a_recipe_trains_on_is_made(copies, tmp_path):
+    prepare(tmp_path / "data", SOURCES, copies)
+    for path in sorted((ROOT / "train" / "recipes").glob("*/*.yaml")):
+        recipe = yaml.safe_load(path.read_text())
+        if recipe.get("data_dir") != "data":
+            continue
+        named = {*recipe.get("train_files", ()), *recipe.get("eval_files", ()), *recipe.get("reconstruction_files", ())}
+        for name in named | {recipe[key] for key in ("train_file",) if key in recipe}:
+            asks = name.startswith("train_")
+            assert len(open_corpus(name, data_dir=str(tmp_path / "data"), asks=asks)), f"{path}: {name}"
