@@ -317,10 +317,9 @@ class AlignerTrainer(SFTTrainer):
 
     def _encode(self, inputs: dict[str, Any]) -> torch.FloatTensor:
         """Context embeddings of a batch, (batch, max_slots, encoder_hidden_size)."""
-        is_trained = self.model.training and len(self.model.encoder_weights) > 0
-        dtype, device = self.model.dtype, self.args.device
-        autocast = torch.autocast(device.type, dtype, enabled=is_trained and dtype != torch.float32)
-        with torch.set_grad_enabled(is_trained), autocast:
+        has_lora, dtype, device = len(self.model.encoder_weights) > 0, self.model.dtype, self.args.device
+        autocast = torch.autocast(device.type, dtype, enabled=has_lora and dtype != torch.float32)  # LoRA is float32
+        with torch.set_grad_enabled(self.model.training and has_lora), autocast:
             return encode_slots(self.processing_class, inputs).to(device)
 
     def _get_grad_norm(self, model, grad_norm=None):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
-from training_recipes import parameters, run, run_until
+from training_recipes import logs, parameters, run, run_until
 
 from arcaligner import ArcAlignerProcessor
 from arcaligner.train import export
@@ -31,6 +31,15 @@ def test_the_encoder_of_a_checkpoint_is_the_trained_one(trained, processor):
     encoder.load_adapter(str(trained / "encoder"))
     expected = encoder.encode(TEXTS, convert_to_tensor=True, normalize_embeddings=True)
     torch.testing.assert_close(embeds(trained), expected)
+
+
+def test_an_encoder_in_bfloat16_is_evaluated_as_it_is_trained(tmp_path, write_recipe):
+    held_out = {"eval_files": {write_recipe.files["grounding"]: 1.0}, "eval_strategy": "steps", "eval_steps": 2}
+    rate = RATES | {"tokens_per_slot": [4]}
+    for dtype in ("float32", "bfloat16"):
+        run(write_recipe("grounding", tmp_path / dtype, max_steps=2, dtype=dtype, **held_out, **rate))
+    wide, narrow = (logs(tmp_path / dtype, "eval_loss")[0]["eval_loss"] for dtype in ("float32", "bfloat16"))
+    assert wide == pytest.approx(narrow, rel=0.05) and wide != narrow
 
 
 def test_search_uses_the_untrained_encoder_on_the_device_that_is_asked_for(trained, processor):
