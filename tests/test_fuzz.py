@@ -241,4 +241,4 @@ def test_command_line(workplace, monkeypatch, capsys, data):
     except SystemExit as exit:
         output, errors = capsys.readouterr()
         assert exit.code in (0, 1, 2) and "Traceback" not in errors and "\x1b" not in output + errors
-        assert (exit.code == 1) == (errors.count("Error:") == 1), errors
+        assert (exit.code == 1) == (len(re.findall(r"^Error:", errors, re.M)) == 1), errors

@@ -76,7 +76,8 @@ def test_a_task_of_an_evaluation_reads_retrieved_passages(rows, corpus, checkpoi
     for top_k in (None, 3):
         settings = read_settings(None, keys, {"passages": "retrieved", "top_k": top_k})
         read = load_rows("nq", settings.tasks["nq"], settings)
-        assert read == retrieve(rows, corpus.path, str(checkpoint_dir), None, top_k or 1)
+        found = retrieve(rows, corpus.path, str(checkpoint_dir), None, top_k or 1)
+        assert [row | {"gold": []} for row in read] == [row | {"gold": []} for row in found]
 
 
 def test_recall_is_the_share_of_the_gold_documents_among_the_first(rows):
