@@ -358,6 +358,21 @@ def add(
     fill_corpus(opened, processor, sources, strict, verbose, ray)
 
 
+@corpus_app.command("read")
+def read(corpus: CorpusFolder, checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT)) -> None:
+    """Reads all passages of a corpus ahead, and keeps their keys and values, so that no question has to."""
+    from .corpus.kept import plan, read_corpus
+    from .corpus.table import Corpus
+
+    opened = Corpus(corpus)
+    with busy("Loading the aligner and its base model"):
+        ask = load_pipeline(checkpoint)
+    messages.print(plan(opened, ask.model, ask.processor))
+    with busy("Reading passages"):
+        report = read_corpus(opened, ask.model, ask.processor, lambda report: messages.print(f"[dim]{report}[/]"))
+    show(str(report))
+
+
 @corpus_app.command("remove")
 def remove(
     documents: Annotated[list[str], typer.Argument(metavar="DOCUMENT...", help="Ids of documents, see `ask`.")],
@@ -412,7 +427,7 @@ def ask_corpus(
     times = f"First token after {1000 * found.seconds['first_token']:.0f} ms: {milliseconds}"
     if found.confidence is not None:
         messages.print(f"Confidence {found.confidence:.2f}")
-    times += f"; {found.kept} of {len(found.sources)} passages kept from earlier questions"
+    times += f"; {found.kept} of {len(found.sources)} passages kept, not read again"
     messages.print(f"[dim]{compression_summary(found.statistics)}\n{times}[/]")
 
 

@@ -159,6 +159,12 @@ SLOTS_PER_BATCH = 1024
 SLOTS_PER_ROW = 256
 
 
+def entry_shape(config: PreTrainedConfig, num_slots: int) -> tuple[int, int, int, int, int]:
+    """The shape of keys and values that a backbone has of some slots."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers, 2, config.num_key_value_heads, num_slots, head_dim
+
+
 def keys_values_of(cache: Cache, row: int, start: int, end: int) -> torch.Tensor:
     """Keys and values of the positions `start` to `end` of a row of a cache, (num_layers, 2, heads, end - start,
     head_dim), in memory of their own."""
@@ -242,10 +248,7 @@ def join_keys_values(rows: Sequence[Sequence[torch.Tensor]], config: PreTrainedC
 def read_text(model, ids: Sequence[int]) -> torch.Tensor:
     """Keys and values of the text before the slots, which runs on the unchanged base model."""
     if not ids:
-        config = model.config.text_config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (config.num_hidden_layers, 2, config.num_key_value_heads, 0, head_dim)
-        return torch.empty(shape, dtype=model.dtype, device=model.device)
+        return torch.empty(entry_shape(model.config.text_config, 0), dtype=model.dtype, device=model.device)
     outputs = model.model(input_ids=torch.tensor([list(ids)], device=model.device), use_cache=True)
     return keys_values_of(outputs.past_key_values, 0, 0, len(ids))
 

@@ -47,7 +47,14 @@ from .fingerprint_arcaligner import (
     spacy_version,
 )
 from .folders_arcaligner import tensors_digest
-from .passages_arcaligner import join_keys_values, keys_values_of, pad_passage_ids, read_passages, read_text
+from .passages_arcaligner import (
+    entry_shape,
+    join_keys_values,
+    keys_values_of,
+    pad_passage_ids,
+    read_passages,
+    read_text,
+)
 from .segmentation_arcaligner import text_of
 
 logger = logging.get_logger(__name__)
@@ -109,15 +116,12 @@ def load_keys_values(
                 f"The kept passage {path} was made with `{name}` {found.get(name)!r}; expected "
                 f"{fingerprint.get(name)!r}. {advice}"
             )
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shape = shapes.get(_NAME, ())
-    expected = (config.num_hidden_layers, 2, config.num_key_value_heads, *shape[3:4], head_dim)
-    if len(shapes) != 1 or shape != expected:
+    if len(shapes) != 1 or len(shape) != 5 or shape != entry_shape(config, shape[3]):
         raise ValueError(
             f"{path} holds tensors of shapes {shapes}; the backbone {config.model_type} needs `{_NAME}` of shape "
-            f"({config.num_hidden_layers}, 2, {config.num_key_value_heads}, length, {head_dim}). Load it with the "
-            "backbone it was made for."
+            f"{entry_shape(config, 1)}, for a slot. Load it with the backbone it was made for."
         )
     check_length(shape[3], f"The kept passage {path}", config)
     return tensors[_NAME].to(device)

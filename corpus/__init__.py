@@ -5,6 +5,7 @@ table.py      the table on disk and what it was made with
 build.py      documents -> passages with their slots -> the table
 ray_build.py  the same on several workers of Ray Data
 retrieve.py   a question -> passages with their stored slots
+kept.py       passages read ahead: their keys and values beside the slots
 """
 
 import os

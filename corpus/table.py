@@ -37,6 +37,7 @@ from .sources import Document, Passage, passages_of
 FORMAT = 1
 NAME = "passages"
 LOCK = ".writer.lock"
+KEPT = "read"  # the folder of passages that were read ahead, see `kept.py`
 METADATA = b"arcaligner"
 # What an encoder makes of it tells it from another one of the same name.
 _TEXT = "It was written by Ada, and nobody else knew how to read it aloud."
@@ -275,7 +276,10 @@ class Corpus:
             num_slots = sum(len(batch["segments"].flatten()) for batch in batches)
         except RuntimeError as error:  # raised by Lance
             raise OSError(f"The corpus {self.path} cannot be read: {error}. Build it anew.") from error
-        num_bytes = sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+        sizes = [
+            (self.path / KEPT in file.parents, file.stat().st_size) for file in self.path.rglob("*") if file.is_file()
+        ]
+        num_bytes, kept_bytes = (sum(size for is_kept, size in sizes if is_kept == kind) for kind in (False, True))
         slot_bytes = 2 * self.settings["encoder_hidden_size"]
         passages = max(1, len(self))
         return {
@@ -284,6 +288,7 @@ class Corpus:
             "slots": num_slots,
             "slot_bytes_per_passage": num_slots * slot_bytes / passages,
             "bytes_per_passage": num_bytes / passages,
+            "kept_bytes_per_passage": kept_bytes / passages,
             **{name: value for name, value in self.settings.items() if name != "probe"},
         }
 

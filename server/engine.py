@@ -29,6 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..confidence_arcaligner import AnswerConfidence, check_min_confidence
 from ..configuration_arcaligner import check_length, longest_prompt
+from ..corpus.kept import kept_folder
 from ..corpus.retrieve import Retriever, SlotPassages
 from ..encoder_arcaligner import EncodedDocuments
 from ..pipeline_arcaligner import ArcAlignerPipeline, format_trajectory
@@ -95,7 +96,7 @@ class Request:
 @dataclass
 class Answer:
     """The result of a request. `seconds` since it arrived: `waiting`, `retrieval`, `slots`, `model` add up to
-    `first_token`. `kept` of its passages had been read by the model for an earlier question.
+    `first_token`. `kept` of its passages did not have to be read: they were, ahead or for an earlier question.
     `confidence` is that of an answer from passages, where the aligner can refuse one."""
 
     text: str
@@ -139,7 +140,8 @@ class Engine:
 
     Args:
         ask ([`ArcAlignerPipeline`]): Model and processor.
-        retriever ([`Retriever`], *optional*): For requests without documents.
+        retriever ([`Retriever`], *optional*):
+            For requests without documents. Passages of its corpus that were read ahead are not read again.
         top_k (`int`), tokens_per_slot (`int` or `"segment"`, *optional*): Of requests that name none.
         max_batch (`int`): The most requests computed at a time.
         batch_seconds (`float`): How long the first request of a batch waits for others.
@@ -168,7 +170,8 @@ class Engine:
             check_min_confidence(ask.processor, min_confidence)
         self.top_k, self.tokens_per_slot, self.min_confidence = top_k, tokens_per_slot, min_confidence
         self.max_batch, self.batch_seconds, self.limits = max_batch, batch_seconds, limits or Limits()
-        self.store = self.model.slot_prefix_store(self.processor, max_bytes=prefix_bytes)
+        folder = None if retriever is None else kept_folder(retriever.corpus)
+        self.store = self.model.slot_prefix_store(self.processor, max_bytes=prefix_bytes, folder=folder, read_only=True)
         self._encode = functools.lru_cache(KEPT_DOCUMENTS)(self._encode_documents)
         self._waiting: list[Request] = []
         self._arrival = threading.Condition()

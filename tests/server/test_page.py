@@ -97,6 +97,7 @@ def test_a_question_is_asked_by_keyboard_and_the_slots_are_shown(browser, url, c
     assert browser.text("#answer").strip() == expected.choices[0].message.content.strip()
     report = expected.model_extra["arcaligner"]
     assert browser.text("#slots").startswith(f"{report['statistics']['slots']} slots, ×")
+    assert browser.text("#slots").endswith("0 of 2 passages kept")
     marks = browser.evaluate("[...document.querySelectorAll('article mark')].map(each => each.textContent)")
     assert marks == [documents[each["document"]][each["start"] : each["end"]] for each in report["segments"]]
     colors = (

@@ -1,0 +1,117 @@
+"""Passages of a corpus read ahead: keys and values beside their slots, so that no question has to read them.
+
+    read_corpus(corpus, model, processor)                              # a file for each passage in `CORPUS/read`
+    model.slot_prefix_store(processor, folder=kept_folder(corpus), read_only=True)   # finds them
+
+The files are those of any `SlotPrefixStore`, under a digest of all that decides them: a passage whose text, slots or
+aligner has changed is read again, and the former file removed.
+"""
+
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from ..files import counted
+from ..passages_arcaligner import entry_shape
+from .retrieve import slot_passages
+from .table import KEPT, Corpus
+
+# Passages that are read together; their keys and values are in memory meanwhile.
+BATCH_PASSAGES = 32
+
+
+@dataclass
+class ReadReport:
+    """What a reading has done so far: passages `read`, those that were `kept` before, and files that were `removed`."""
+
+    read: int = 0
+    kept: int = 0
+    removed: int = 0
+
+    def __str__(self) -> str:
+        removed = f", {counted(self.removed, 'former file')} removed" if self.removed else ""
+        return f"{counted(self.read, 'passage')} read, {self.kept} kept before{removed}"
+
+
+def kept_folder(corpus: Corpus) -> Path | None:
+    """Where the passages of a corpus are kept, if they were read ahead."""
+    folder = corpus.path / KEPT
+    return folder if folder.is_dir() else None
+
+
+def plan(corpus: Corpus, model, processor) -> str:
+    """What reading a corpus ahead takes on disk.
+
+    Raises:
+        `ValueError`: a checkpoint that reads passages jointly, so that none stands alone; a corpus that was made with
+            other settings.
+    """
+    if processor.passage_attention != "separate":
+        raise ValueError(
+            "This checkpoint reads the passages of a question jointly (`passage_attention`), so none can be read "
+            "ahead. Name one that was trained to read them apart."
+        )
+    corpus.check(processor)
+    found, per_slot = corpus.info(), _bytes_per_slot(model)
+    return (
+        f"Keys and values of {counted(found['passages'], 'passage')} take {found['slots'] * per_slot / 1e6:,.1f} MB on "
+        f"disk: {counted(found['slots'], 'slot')} of {per_slot / 1e3:.1f} KB."
+    )
+
+
+def read_corpus(
+    corpus: Corpus, model, processor, on_batch: Callable[[ReadReport], Any] = lambda report: None
+) -> ReadReport:
+    """
+    Reads all passages of a corpus that are not kept yet, behind the text that a question without a system message has
+    before its slots. A killed reading continues where it stopped.
+
+    Args:
+        corpus ([`Corpus`]): Whose passages.
+        model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): What reads them.
+        on_batch (`Callable`): Is told what was done, after each batch.
+
+    Raises:
+        `ValueError`: as [`plan`]; another process writes to the corpus.
+        `OSError`: too little space; a disk that cannot be written to.
+    """
+    plan(corpus, model, processor)
+    report, used = ReadReport(), set()
+    with corpus.writing():
+        _check_space(corpus, model)
+        store = model.slot_prefix_store(processor, max_bytes=0, folder=corpus.path / KEPT)
+        columns = ["document", "title", "text", "start", "end", "segments", "slots"]
+        columns += ["words"] * processor.context_words
+        for batch in corpus.table.search().select(columns).to_batches():
+            for first in range(0, len(batch), BATCH_PASSAGES):
+                rows = pa.Table.from_batches([batch.slice(first, BATCH_PASSAGES)])
+                paths = store.keep("?", **slot_passages(rows, processor.context_words).inputs)
+                if lost := [path for path in paths if not path.exists()]:
+                    raise OSError(f"{lost[0]} could not be written. Make room, and run this again to continue.")
+                used.update(paths)
+                report.read, report.kept = store.misses, store.loads
+                on_batch(report)
+        for path in (corpus.path / KEPT).glob("*.safetensors"):
+            if path not in used:
+                path.unlink(missing_ok=True)
+                report.removed += 1
+    return report
+
+
+def _bytes_per_slot(model) -> int:
+    return math.prod(entry_shape(model.config.text_config, 1)) * model.dtype.itemsize
+
+
+def _check_space(corpus: Corpus, model) -> None:
+    there = sum(file.stat().st_size for file in (corpus.path / KEPT).glob("*.safetensors"))
+    needed, free = corpus.info()["slots"] * _bytes_per_slot(model) - there, shutil.disk_usage(corpus.path).free
+    if needed > free:
+        raise OSError(
+            f"The keys and values of {corpus.path} take {needed / 1e9:.1f} GB more, but its disk has {free / 1e9:.1f} "
+            "GB left. Make room, or build the corpus with more text per slot (`--tokens-per-slot`)."
+        )

@@ -1,0 +1,127 @@
+"""Passages of a corpus read ahead: no question reads them, whatever else it retrieves, and none is stale."""
+
+import re
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import random_aligner
+from safetensors import SafetensorError
+
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor
+from arcaligner.corpus import kept
+from arcaligner.corpus.build import build_corpus
+from arcaligner.corpus.kept import kept_folder, plan, read_corpus
+from arcaligner.corpus.retrieve import Retriever
+from arcaligner.server.engine import Engine, Request
+
+
+@pytest.fixture(scope="module")
+def apart_dir(tmp_path_factory, base_model_dir, processor):
+    """A checkpoint that reads passages apart."""
+    folder = tmp_path_factory.mktemp("apart")
+    random_aligner(base_model_dir, processor, seed=2, passage_attention="separate").save_pretrained(folder)
+    processor.save_pretrained(folder)
+    ArcAlignerProcessor.from_pretrained(folder, passage_attention="separate").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def apart(apart_dir):
+    reader = ArcAlignerProcessor.from_pretrained(apart_dir)
+    reader.encoder.device = "cpu"
+    return ArcAlignerForCausalLM.from_pretrained(str(apart_dir)).eval(), reader
+
+
+def files(corpus):
+    return {path.name: path.stat().st_ino for path in kept_folder(corpus).iterdir()}
+
+
+def test_a_question_reads_no_passage_of_a_corpus_that_was_read_ahead(corpus, apart, monkeypatch):
+    model, reader = apart
+    retriever, found = Retriever(corpus, reader), []
+    ask = ArcAlignerPipeline(model=model, processor=reader, task="text-generation", device="cpu")
+    for is_ahead in (False, True):
+        if is_ahead:
+            report = read_corpus(corpus, model, reader)
+            assert (report.read, report.kept, report.removed) == (4, 0, 0) and len(files(corpus)) == 5
+            monkeypatch.setattr("arcaligner.prefix_store_arcaligner.read_text", None)
+        engine = Engine(ask, retriever)
+        for question, top_k in (("Who wrote it?", 3), ("Since when?", 2)):
+            chat = [{"role": "user", "content": question}]
+            answer = engine.submit(Request(chat, top_k=top_k, max_new_tokens=9)).result()
+            found.append((answer.text, [each["text"] for each in answer.sources]))
+            assert answer.kept == len(answer.sources) or not is_ahead
+        if is_ahead:
+            assert engine.store.misses == 0
+            own = [{"role": "user", "content": "Who?"}]
+            engine.submit(Request(own, documents=["Nobody has read this."], max_new_tokens=2)).result()
+            assert engine.store.misses == 1 and len(files(corpus)) == 5
+        engine.close()
+    assert found[:2] == found[2:]
+
+
+def test_what_has_changed_is_read_again_and_what_has_gone_is_removed(corpus, letters, apart):
+    model, reader = apart
+    read_corpus(corpus, model, reader)
+    before = files(corpus)
+    (letters / "old" / "ski.md").write_text("# Zhaparov\n\nHe jumps no more.", encoding="utf-8")
+    build_corpus([str(letters)], corpus, reader)
+    report = read_corpus(corpus, model, reader)
+    assert (report.read, report.kept, report.removed) == (1, 3, 1)
+    assert len(before.items() & files(corpus).items()) == 4  # the text before the slots, and three passages
+    with torch.no_grad():
+        model.model.projector.out.bias.add_(1.0)
+    report = read_corpus(corpus, model, reader)
+    assert (report.read, report.kept, report.removed) == (4, 0, 5)
+    assert str(report) == "4 passages read, 0 kept before, 5 former files removed"
+
+
+def test_a_reading_that_is_killed_continues_where_it_stopped(corpus, apart, monkeypatch):
+    monkeypatch.setattr(kept, "BATCH_PASSAGES", 1)
+
+    def stop(report):
+        if report.read == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        read_corpus(corpus, *apart, stop)
+    before, told = files(corpus), []
+    report = read_corpus(corpus, *apart, lambda report: told.append((report.read, report.kept)))
+    assert (report.read, report.kept, report.removed) == (1, 3, 0) and told[-1] == (1, 3)
+    assert before.items() < files(corpus).items()
+
+
+def test_from_the_command_line(run_cli, corpus, apart_dir, apart):
+    aligner = ("--corpus", corpus.path, "--checkpoint", apart_dir)
+    code, out, err = run_cli("corpus", "read", *aligner)
+    num_slots = corpus.info()["slots"]
+    bytes_per_slot = 3 * 2 * 2 * 8 * 4  # layers, keys and values, heads, head_dim, float32
+    assert code == 0 and out == "4 passages read, 0 kept before\n"
+    assert plan(corpus, *apart) in err.replace("\n", " ")
+    assert f"{num_slots * bytes_per_slot / 1e6:.1f} MB on disk: {num_slots} slots of 0.4 KB" in plan(corpus, *apart)
+    per_passage = corpus.info()["kept_bytes_per_passage"]
+    assert num_slots * bytes_per_slot / 4 < per_passage < num_slots * bytes_per_slot / 4 + 6000  # and what it is of
+    code, out, err = run_cli("ask", "Who?", *aligner, "--top-k", 2, "--max-new-tokens", 2)
+    assert code == 0 and "2 of 2 passages kept, not read again" in re.sub(r"\s+", " ", err)
+
+
+def test_what_cannot_be_read_ahead_is_refused(run_cli, corpus, apart, checkpoint_dir, monkeypatch):
+    code, out, err = run_cli("corpus", "read", "--corpus", corpus.path, "--checkpoint", checkpoint_dir)
+    assert code == 1 and out == "" and "reads the passages of a question jointly" in err
+    with corpus.writing(), pytest.raises(ValueError, match="Another process writes"):
+        read_corpus(corpus, *apart)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+    with pytest.raises(OSError, match="but its disk has 0.0 GB left. Make room"):
+        read_corpus(corpus, *apart)
+    assert not kept_folder(corpus)
+
+
+def test_a_disk_that_fills_up_ends_the_reading(corpus, apart, monkeypatch):
+    def full(tensors, path, metadata):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("arcaligner.prefix_store_arcaligner.save_file", full)
+    with pytest.raises(OSError, match="could not be written. Make room, and run this again"):
+        read_corpus(corpus, *apart)
