@@ -222,6 +222,7 @@ def test_mistakes_in_train_end_in_one_clear_line(run_cli, monkeypatch):
 
 def test_demo_shows_every_question_answer_gold_and_rate(checkpoint_dir):
     ask = cli.load_pipeline(str(checkpoint_dir))
+    ask.model.config.text_config.max_position_embeddings = 2048  # the whole text of a passage is asked about as well
     console = Console(file=io.StringIO(), width=200)
     demo.run_demo(ask, console)
     shown = console.file.getvalue()
