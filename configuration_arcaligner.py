@@ -138,7 +138,7 @@ class ArcAlignerConfig(PreTrainedConfig):
             Beyond the paper, whose context is one passage: whether a slot reads the slots of the passages before its
             own. `"separate"`: it reads its own passage and the text before the slots, so that what was computed for a
             passage serves every question that retrieves it. Training and use have to agree.
-        training_stage (`"lexical"`, `"reconstruction"`, `"grounding"` or `"gating"`, *optional*):
+        training_stage (`"reconstruction"`, `"grounding"` or `"gating"`, *optional*):
             The last stage it was trained in, which the next one checks. Set by `set_stage`.
         digests (`dict`, *optional*), includes_base_model (`bool`, *optional*):
             Of a checkpoint as it was saved: digests of its parts, and whether it holds the base model's weights as
@@ -170,7 +170,7 @@ class ArcAlignerConfig(PreTrainedConfig):
     gate_mode: Literal["adaptive", "off", "always"] = "adaptive"
     word_parts: int = 0
     passage_attention: Literal["joint", "separate"] = "joint"
-    training_stage: Literal["lexical", "reconstruction", "grounding", "gating"] | None = None
+    training_stage: Literal["reconstruction", "grounding", "gating"] | None = None
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
     digests: dict | None = None

@@ -265,7 +265,7 @@ def slot_decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 # What a context embedding may hold at most. Its norm is 1; a much larger one would give logits that are not finite.
 LARGEST_VALUE = 1e6
-STAGES = ("lexical", "reconstruction", "grounding", "gating")
+STAGES = ("reconstruction", "grounding", "gating")
 # Below zero: the gates of a model that has not seen stage III are closed, so it computes what stage II taught it.
 FRESH_GATE_BIAS = -0.5
 
@@ -406,9 +406,8 @@ class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
         """Freezes and unfreezes parameters for a training stage, and sets `gate_mode` and `training_stage` of the
         configuration.
 
-        `"lexical"`, beyond the paper, trains the projector alone; `"reconstruction"` and `"grounding"` train projector
-        and LoRA with the gates off; `"gating"` trains the gates as well, adaptively. The backbone is frozen in all of
-        them.
+        `"reconstruction"` and `"grounding"` train projector and LoRA with the gates off; `"gating"` trains the gates as
+        well, adaptively. The backbone is frozen in all of them.
 
         Raises:
             `ValueError`: an unknown stage.
@@ -417,8 +416,7 @@ class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
             raise ValueError(f"Unknown stage {stage!r}; the stages are, in order: {', '.join(STAGES)}.")
         trains_gates = stage == "gating"
         for name, parameter in self.named_parameters():
-            is_trained = "projector." in name if stage == "lexical" else trains_gates or ".slot_gate." not in name
-            parameter.requires_grad_(self.is_aligner_key(name) and is_trained)
+            parameter.requires_grad_(self.is_aligner_key(name) and (trains_gates or ".slot_gate." not in name))
         self.config.gate_mode = "adaptive" if trains_gates else "off"
         self.config.training_stage = stage
 
@@ -744,7 +742,6 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         skip_logits: bool = False,
-        lexical_weights: torch.FloatTensor | None = None,
         **kwargs,
     ) -> ArcAlignerCausalLMOutputWithPast:
         r"""
@@ -756,16 +753,9 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             skip_logits (`bool`, defaults to `False`):
                 With `labels`, compute only the loss: the frozen head reads some labeled positions at a time, and no
                 logits are kept. For training.
-            lexical_weights (`torch.FloatTensor` of shape `(vocab_size,)`, *optional*):
-                Weights of words for the loss of stage 0, which is all that is computed then, from `context_embeds` and
-                `context_word_ids`: the head, applied to a slot directly, should predict the slot's own words. Logits,
-                (num_slots, vocab_size), are returned in evaluation only.
             kwargs: `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget` of
                 [`ArcAlignerModel`], and what the backbone takes.
         """
-        if lexical_weights is not None:
-            loss, logits = self._lexical_loss(context_embeds, context_word_ids, lexical_weights)
-            return ArcAlignerCausalLMOutputWithPast(loss=loss, logits=None if self.training else logits)
         if labels is not None:
             others = (-100, self.config.context_token_id)
             check_ids(labels, "`labels`", self.config.text_config.vocab_size, others)
@@ -812,20 +802,6 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         predicting = hidden_states[:, :-1].flatten(0, 1)[is_target]  # (num_targets, hidden)
         nll = frozen_head_nll(predicting, targets[is_target], self.lm_head, self.config.text_config)
         return nll / (is_target.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
-
-    def _lexical_loss(self, context_embeds, context_word_ids, lexical_weights) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cross-entropy of a slot's distinct words, by weight, under the head's reading of the slot itself, and the
-        logits of that, (num_slots, vocab_size), of slots that have words."""
-        slots = self.model.project(context_embeds, context_word_ids if self.config.word_parts else None)
-        has_words = (context_word_ids >= 0).any(dim=-1)  # (batch, max_slots)
-        slots, word_ids = slots[has_words], context_word_ids[has_words]  # (num_slots, hidden), (num_slots, max_words)
-        bag = slots.new_zeros(len(slots), self.config.text_config.vocab_size + 1)
-        bag.scatter_(1, word_ids.masked_fill(word_ids < 0, bag.shape[1] - 1), 1.0)  # distinct words, padding last
-        bag = bag[:, :-1] * lexical_weights
-        bag = bag / bag.sum(dim=1, keepdim=True)
-        logits = self.lm_head(self.model.backbone.norm(slots.to(self.lm_head.weight.dtype))).float()
-        logits = postprocess_logits(logits, self.config.text_config)
-        return -(bag * logits.log_softmax(dim=1)).sum(dim=1).mean(), logits
 
 
 ArcAlignerForCausalLM.register_for_auto_class("AutoModelForCausalLM")

@@ -33,7 +33,6 @@ def is_part(name: str, part: str) -> bool:
 @pytest.mark.parametrize(
     "stage, parts, gate_mode",
     [
-        ("lexical", {"projector"}, "off"),
         ("reconstruction", {"projector", "lora"}, "off"),
         ("grounding", {"projector", "lora"}, "off"),
         ("gating", {"projector", "lora", "gate"}, "adaptive"),
@@ -58,7 +57,7 @@ def test_a_step_moves_exactly_what_the_stage_trains(stage, parts, gate_mode):
 
 
 def test_unknown_stage_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="'pretraining'.*lexical, reconstruction, grounding, gating"):
+    with pytest.raises(ValueError, match="'pretraining'.*reconstruction, grounding, gating"):
         tiny_aligner("llama").set_stage("pretraining")
 
 

@@ -25,7 +25,7 @@ class RecipeWriter:
         self.encoder_dir = encoder_dir
         questions = write_rows(folder / "questions.jsonl", question_rows(12))
         passages = write_rows(folder / "passages.jsonl.gz", passage_rows(12))
-        self.files = {"lexical": passages, "reconstruction": passages, "grounding": questions, "gating": questions}
+        self.files = {"reconstruction": passages, "grounding": questions, "gating": questions}
 
     def __call__(self, stage: str, output_dir: Path, model: Path | None = None, **changes) -> list[str]:
         """Arguments for `train.sft`: `stage`, from `model` or the base model, with other keys `changes`."""

@@ -1,4 +1,4 @@
-"""What a run logs besides its loss: EM and F1 of answers, words that a slot names, open gates, speed."""
+"""What a run logs besides its loss: EM and F1 of answers, open gates, speed."""
 
 import dataclasses
 import math
@@ -15,28 +15,6 @@ from ..rows import contains_match, token_f1
 from .data import ContextCollator
 
 MAX_NEW_TOKENS = 24
-
-
-def word_recall(logits: torch.Tensor, word_ids: torch.LongTensor, word_weights: torch.Tensor) -> torch.Tensor:
-    """How many of a slot's content words are among the head's first k, k being the number of its distinct words.
-
-    Args:
-        logits (`torch.Tensor` of shape `(num_slots, vocab_size)`): What the head makes of the slots.
-        word_ids (`torch.LongTensor` of shape `(num_slots, max_words)`): Their words, -1 after them.
-        word_weights (`torch.Tensor` of shape `(vocab_size,)`): Rarity of words. Those above the median of a slot's
-            distinct words are its content words.
-
-    Returns:
-        `torch.Tensor`: The share of each slot that has content words, (num_slots_with_content,).
-    """
-    shares = []
-    for slot_logits, ids in zip(logits, word_ids, strict=True):
-        words = ids[ids >= 0].unique()
-        weights = word_weights[words]
-        content = words[weights > weights.quantile(0.5)] if len(words) else words
-        if len(content):
-            shares.append(torch.isin(content, slot_logits.topk(len(words)).indices).float().mean())
-    return torch.stack(shares) if shares else logits.new_zeros(0)
 
 
 class GateCounter:

@@ -38,8 +38,7 @@ def _cache_directory() -> Path:
 
 # What a stage may start from. It may also continue from itself, on other data.
 STARTS = {
-    "lexical": (BASE_MODEL, "lexical"),
-    "reconstruction": (BASE_MODEL, "lexical", "reconstruction"),
+    "reconstruction": (BASE_MODEL, "reconstruction"),
     "grounding": ("reconstruction", "grounding", BASE_MODEL),
     "gating": ("grounding", "gating"),
 }
@@ -61,7 +60,7 @@ class RecipeArguments:
     data files to `data_dir`.
 
     Args:
-        stage (`str`): `"lexical"`, `"reconstruction"`, `"grounding"` or `"gating"`: data, prompt and what is trained.
+        stage (`str`): `"reconstruction"`, `"grounding"` or `"gating"`: data, prompt and what is trained.
         model_name_or_path (`str`): A base model for the first stage, the previous stage's `output_dir` for the others.
         train_files (`dict[str, float]`): Sources and their weights in the mixture: JSON Lines or Parquet files, data
             sets of the Hub; see `corpora.py`.
@@ -104,7 +103,7 @@ class RecipeArguments:
             `aligner` or `processor`; an attention kernel that cannot read several turns side by side.
     """
 
-    stage: Literal["lexical", "reconstruction", "grounding", "gating"]
+    stage: Literal["reconstruction", "grounding", "gating"]
     model_name_or_path: str
     train_files: dict[str, float]
     data_dir: str = "data"

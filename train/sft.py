@@ -83,17 +83,13 @@ def load_model(recipe: RecipeArguments, processor: ArcAlignerProcessor, dtype: t
     )
 
 
-def init_word_weights(recipe: RecipeArguments, model: ArcAlignerForCausalLM, examples: Dataset) -> torch.Tensor | None:
-    """The rarity of words in `examples`, (vocab_size,), for the lexical stage and for a new aligner that reads words,
-    whose weights are set to it here; otherwise `None`."""
-    is_new = model.config.training_stage is None
-    if recipe.stage != "lexical" and not (is_new and model.config.word_parts):
-        return None
+def init_word_weights(model: ArcAlignerForCausalLM, examples: Dataset) -> None:
+    """Sets how much a word counts to its rarity in `examples`, in a new aligner that reads words."""
+    if model.config.training_stage is not None or not model.config.word_parts:
+        return
     some = examples.select(range(min(len(examples), RARITY_EXAMPLES)))
-    word_weights = torch.from_numpy(word_rarity(some, model.config.text_config.vocab_size)).float()
-    if is_new and model.config.word_parts:
-        model.model.projector.set_word_statistics(model.get_input_embeddings().weight, word_weights)
-    return word_weights
+    rarity = torch.from_numpy(word_rarity(some, model.config.text_config.vocab_size)).float()  # (vocab_size,)
+    model.model.projector.set_word_statistics(model.get_input_embeddings().weight, rarity)
 
 
 @contextlib.contextmanager
@@ -148,7 +144,7 @@ def make_trainer(
             speed_up_encoder(processor.encoder.model, recipe)
         processor.encoder.cast(dtype)
     model = load_model(recipe, processor, dtype)
-    word_weights = init_word_weights(recipe, model, train_dataset)
+    init_word_weights(model, train_dataset)
     if recipe.compile_layers:
         for layer in slot_decoder_layers(model):
             layer.compile(dynamic=True)
@@ -160,9 +156,8 @@ def make_trainer(
             processor.context_token_id,
             processor.tokenizer.pad_token_id or 0,
             recipe.tokens_per_slot,
-            context_words=bool(model.config.word_parts) or recipe.stage == "lexical",
+            context_words=bool(model.config.word_parts),
         ),
-        word_weights=None if word_weights is None else word_weights.to(args.device),
         encoder_weights=encoder_weights,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 RECIPES = Path(__file__).parent / "recipes"
 ACCELERATE_CONFIGS = Path(__file__).parent / "accelerate"
-STAGE_FILES = "[0-3]_*.yaml"
+STAGE_FILES = "[1-3]_*.yaml"
 SCRIPT = "arcaligner.train.sft"
 
 

@@ -21,10 +21,7 @@ from trl import SFTConfig, SFTTrainer
 from ..modeling_arcaligner import ArcAlignerForCausalLM, SlotDecoderLayer
 from ..passages_arcaligner import passage_positions, place_passage_ids
 from .data import encode_slots
-from .metrics import Clock, GateCounter, SwappedSlots, answer_questions, word_recall
-
-# Slots of a step of the lexical stage, whose logits all exist at a time.
-LEXICAL_SLOTS = 512
+from .metrics import Clock, GateCounter, SwappedSlots, answer_questions
 
 
 @dataclass
@@ -133,8 +130,7 @@ class AlignerTrainer(SFTTrainer):
 
     Args:
         model ([`ArcAlignerForCausalLM`]): Loaded; what it trains is set here, by the stage.
-        stage (`str`): `"lexical"`, `"reconstruction"`, `"grounding"` or `"gating"`.
-        word_weights (`torch.Tensor` of shape `(vocab_size,)`, *optional*): Rarity of words, for the lexical stage.
+        stage (`str`): `"reconstruction"`, `"grounding"` or `"gating"`.
         encoder_weights (`Sequence[nn.Parameter]`): The encoder's trained weights.
         **kwargs: Passed to [`~trl.SFTTrainer`]: the `args`, a [`ContextCollator`], data, the processor.
 
@@ -145,8 +141,7 @@ class AlignerTrainer(SFTTrainer):
       with a step) and `open_gates/layer_N`;
     - at evaluations `eval_perplexity` of the targets; with `eval_slot_gap`, how much the loss grows with the slots of
       other rows (a slot also teaches the style of the answers; the gap is what it says); with `eval_answers`, `eval_em`
-      and `eval_f1` of greedy answers;
-    - at evaluations of the lexical stage `eval_word_recall`, see [`~train.metrics.word_recall`].
+      and `eval_f1` of greedy answers.
 
     `metric_for_best_model: eval_f1` with `load_best_model_at_end: true` keeps the best checkpoint and ends with it.
 
@@ -162,7 +157,6 @@ class AlignerTrainer(SFTTrainer):
         model: ArcAlignerForCausalLM,
         *,
         stage: str,
-        word_weights: torch.Tensor | None = None,
         encoder_weights: Sequence[torch.nn.Parameter] = (),
         peft_config: Any = None,
         **kwargs: Any,
@@ -177,16 +171,10 @@ class AlignerTrainer(SFTTrainer):
                 "This process loaded a model without weights. Set `fsdp_cpu_ram_efficient_loading` to false, as in "
                 "train/accelerate/fsdp2.yaml: a new aligner is in no file that it could be read from."
             )
-        if stage == "lexical" and kwargs["args"].eval_slot_gap:
-            raise ValueError(
-                "`eval_slot_gap` needs targets after the slots, and in the lexical stage the slots' words are the "
-                "targets. Leave it out; `eval_word_recall` is logged."
-            )
         model.set_stage(stage)
         # Among the model's parameters they are optimized, clipped and averaged over processes like the others. They are
         # saved with the processor.
         model.encoder_weights = torch.nn.ParameterList(encoder_weights)
-        self.stage, self.word_weights = stage, word_weights
         super().__init__(model, **kwargs)
         if encoder_weights and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError(
@@ -200,7 +188,6 @@ class AlignerTrainer(SFTTrainer):
         self._clock = Clock()
         self._gates = GateCounter()
         self._eval_loss = torch.zeros(2, dtype=torch.float64)  # summed over targets, number of targets
-        self._eval_recall = torch.zeros(2, dtype=torch.float64)  # summed over slots, number of slots
         self._rows_of_step: list[str] = []
         if self.is_deepspeed_enabled:
             # ZeRO-3 fetches a layer's weights once, for all of its refinement steps.
@@ -248,10 +235,7 @@ class AlignerTrainer(SFTTrainer):
         row_ids = inputs["row_ids"]
         self._clock.start(self._tokens_so_far(), self.state.global_step)
         try:
-            if self.stage == "lexical":
-                outputs, num_targets = self._lexical_step(model, inputs)
-            else:
-                outputs, num_targets = self._answer_step(model, inputs, num_items_in_batch)
+            outputs, num_targets = self._answer_step(model, inputs, num_items_in_batch)
         except ValueError as error:
             error.add_note(f"At step {self.state.global_step}, in the batch of the rows {row_ids}.")
             raise
@@ -278,26 +262,6 @@ class AlignerTrainer(SFTTrainer):
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             outputs.loss = outputs.loss * self.accelerator.num_processes
         return outputs, (inputs["labels"][:, 1:] != -100).sum()
-
-    def _lexical_step(self, model, inputs: dict[str, Any]):
-        """The mean loss of at most `LEXICAL_SLOTS` of a batch's slots, evenly chosen, and how many they are."""
-        word_ids = inputs["context_word_ids"]
-        with_words = (word_ids >= 0).any(dim=-1).flatten().nonzero()[:, 0]
-        taken = with_words[:: -(-len(with_words) // LEXICAL_SLOTS) or 1]
-        slots = {
-            "context_embeds": self._encode(inputs).flatten(0, 1)[taken][None],  # (1, num_slots, encoder_hidden_size)
-            "context_word_ids": word_ids.flatten(0, 1)[taken][None],
-        }
-        outputs = model(**slots, lexical_weights=self.word_weights)
-        num_slots = torch.tensor(len(taken), device=self.args.device)
-        if self.model.training:
-            # All slots of all processes count alike, and all batches of a step; Trainer has no labels to count by.
-            share = num_slots / self.accelerator.gather(num_slots[None]).sum()
-            outputs.loss *= share * self.accelerator.num_processes / self.current_gradient_accumulation_steps
-        else:
-            shares = word_recall(outputs.logits, slots["context_word_ids"][0], self.word_weights)
-            self._eval_recall += self._summed(torch.stack([shares.sum(), torch.ones_like(shares).sum()]))
-        return outputs, num_slots
 
     def slots_of(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """What the model reads in the slots of a batch, as its keyword arguments."""
@@ -370,16 +334,12 @@ class AlignerTrainer(SFTTrainer):
         super().log(logs, start_time)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Held-out loss; perplexity over all targets, or word recall; if asked for, the gap, EM and F1."""
+        """Held-out loss; perplexity over all targets; if asked for, the gap, EM and F1."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         self._eval_loss.zero_()
-        self._eval_recall.zero_()
         metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         loss = _mean(self._eval_loss)
-        if self.stage == "lexical":
-            added = {"word_recall": _mean(self._eval_recall)}
-        else:
-            added = {"perplexity": math.exp(min(loss, 700.0))}
+        added = {"perplexity": math.exp(min(loss, 700.0))}
         if self.args.eval_slot_gap:
             self._evaluate_with_swapped_slots(dataset)
             added["slot_gap"] = _mean(self._eval_loss) - loss

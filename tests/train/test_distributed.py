@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 CONFIGS = Path(__file__).parents[2] / "train" / "accelerate"
-STAGES = ["lexical", "grounding"]  # all gates learn in tests/test_training_properties.py
+# Two turns side by side in each of six rows. All gates learn in tests/test_training_properties.py.
 # Plain gradient descent: what Adam makes of a gradient near zero is rounding.
 COMPARED = {
     "optim": "sgd",
@@ -30,6 +30,8 @@ COMPARED = {
     "train_sampling_strategy": "random",
     "logging_steps": 1,
     "max_steps": 4,
+    "max_questions": 2,
+    "tokens_per_slot": [4],
     "ddp_timeout": 60,
     "aligner": {"lora_r": 4, "gate_hidden_size": 8, "lora_dropout": 0.0},
 }
@@ -70,16 +72,13 @@ def launch(config: Path, runs: list[dict], folder: Path) -> list[list[dict]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, write_recipe) -> Runs:
-    """All runs: the stages in two processes and in one, one that breaks, and one with a NaN."""
+    """All runs: one in two processes and in one, one that breaks, and one with a NaN."""
     root = tmp_path_factory.mktemp("distributed")
     plan = {}
-    for stage in STAGES:
-        for processes in (2, 1):
-            keys = COMPARED | {"per_device_train_batch_size": 4 // processes}
-            if stage == "grounding":  # two turns side by side in each of six rows
-                keys |= {"per_device_train_batch_size": 2 // processes, "max_questions": 2, "tokens_per_slot": [4]}
-            arguments = write_recipe(stage, root / f"{stage}-{processes}", **keys)
-            plan[f"{stage}-{processes}"] = {"arguments": arguments}
+    for processes in (2, 1):
+        keys = COMPARED | {"per_device_train_batch_size": 2 // processes}
+        name = f"grounding-{processes}"
+        plan[name] = {"arguments": write_recipe("grounding", root / name, **keys)}
     broken = write_recipe("grounding", root / "broken", **LONG)
     plan["whole"] = {"arguments": write_recipe("grounding", root / "whole", **LONG)}
     plan["interrupted"] = {"arguments": broken, "interrupt_at": 5}
@@ -87,18 +86,16 @@ def runs(tmp_path_factory, write_recipe) -> Runs:
     plan["nan"] = {"arguments": write_recipe("grounding", root / "nan", **LONG), "nan_at": 3}
     in_two = {name: entry for name, entry in plan.items() if not name.endswith("-1")}
     reports = launch(CONFIGS / "ddp.yaml", list(in_two.values()), root)
-    for stage in STAGES:
-        run(plan[f"{stage}-1"]["arguments"])
+    run(plan["grounding-1"]["arguments"])
     return Runs(root, dict(zip(in_two, reports, strict=True)))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_two_processes_train_as_one_with_the_same_rows(runs, stage):
+def test_two_processes_train_as_one_with_the_same_rows(runs):
     for key in ("loss", "grad_norm"):
-        two, one = (torch.tensor(runs.logs(f"{stage}-{processes}", key)) for processes in (2, 1))
+        two, one = (torch.tensor(runs.logs(f"grounding-{processes}", key)) for processes in (2, 1))
         torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-6)
     assert (one.diff().abs() > 1e-3).all()
-    two, one = (parameters(runs.root / f"{stage}-{processes}") for processes in (2, 1))
+    two, one = (parameters(runs.root / f"grounding-{processes}") for processes in (2, 1))
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: name + text)
 
@@ -140,7 +137,7 @@ def test_only_the_first_process_writes(runs):
 
 
 def test_the_first_process_makes_the_examples_and_the_second_reads_them(runs, write_recipe):
-    first, second = (report["written"] for report in runs.reports["lexical-2"])
+    first, second = (report["written"] for report in runs.reports["grounding-2"])
     cache = str(write_recipe.folder / "cache")
     assert any(path.startswith(cache) for path in first) and not any(path.startswith(cache) for path in second)
 

@@ -1,4 +1,4 @@
-"""What a run logs of itself: words of slots, open gates, pace, perplexity and gap, answers, the best checkpoint."""
+"""What a run logs of itself: open gates, pace, perplexity and gap, answers, the best checkpoint."""
 
 import math
 from dataclasses import asdict
@@ -22,20 +22,8 @@ from arcaligner.train.metrics import (
     answer_questions,
     contains_match,
     token_f1,
-    word_recall,
 )
 from arcaligner.train.selection import ExampleSelector
-
-
-def test_recall_counts_rare_words_among_the_heads_first():
-    weights = torch.tensor([0.1, 0.2, 0.9, 0.8, 0.5, 0.5])
-    word_ids = torch.tensor([[0, 1, 2, 3, 0], [0, 1, 2, -1, -1], [4, 5, -1, -1, -1], [-1] * 5])
-    logits = torch.zeros(4, 6)
-    logits[0, [4, 2, 1, 5]] = torch.tensor([9.0, 8.0, 7.0, 6.0])  # of content words 2 and 3, 2 is among the first four
-    logits[1, [2, 4, 5]] = 9.0  # of three words only 2 is above the median, and it is there
-    # In the third slot no word is rarer than the other; the last one has no words. Neither counts.
-    torch.testing.assert_close(word_recall(logits, word_ids, weights), torch.tensor([0.5, 1.0]))
-    assert word_recall(logits[2:], word_ids[2:], weights).shape == (0,)
 
 
 def test_open_gates_are_counted_by_layer_and_padding_is_not():

@@ -19,8 +19,8 @@ from arcaligner.train.stages import SCRIPT
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "train/recipes/tiny/1_reconstruction.yaml"
-RECIPES = sorted((ROOT / "train/recipes").glob("*/[0-3]_*.yaml"))
-STAGES = ["lexical", "reconstruction", "grounding", "gating"]
+RECIPES = sorted((ROOT / "train/recipes").glob("*/[1-3]_*.yaml"))
+STAGES = ["reconstruction", "grounding", "gating"]
 PAPERS = ["mistral_7b", "llama_3_1_8b"]
 NUM_GPUS = 4  # in both of the paper's tables
 
@@ -69,7 +69,6 @@ def test_settings_that_lose_slots_are_refused(tmp_path, setting):
         ({"reconstruction_share": 0.5}, "`reconstruction_files` names none"),
         ({"distractors": -0.1}, "`distractors` is .*; expected a share"),
         ({"distractors": 1.5}, "`distractors` is .*; expected a share"),
-        ({"distractors": 0.5, "stage": "lexical"}, "stage `lexical` asks none"),
         ({"distractors": 0.5, "stage": "reconstruction"}, "stage `reconstruction` asks none"),
         ({"max_questions": 0}, "`max_questions` is 0"),
         ({"tokens_per_slot": [0]}, "`tokens_per_slot` is .*expected a whole number"),
@@ -121,8 +120,7 @@ def start(tmp_path, checkpoint_dir):
 
 
 STARTS = {
-    "lexical": {"lexical"},
-    "reconstruction": {"lexical", "reconstruction"},
+    "reconstruction": {"reconstruction"},
     "grounding": {"reconstruction", "grounding"},
     "gating": {"grounding", "gating"},
 }
@@ -146,7 +144,7 @@ def test_a_stage_has_rates_of_its_own(start):
 
 
 def test_a_base_model_is_no_start_for_gating(base_model_dir):
-    for stage in STAGES[:3]:
+    for stage in STAGES[:2]:
         assert load_processor(start_recipe(stage, base_model_dir), None)
     with pytest.raises(ValueError, match="which is a base model; expected one of grounding, gating"):
         load_processor(start_recipe("gating", base_model_dir), None)
@@ -187,7 +185,7 @@ def recipe_id(path):
 @pytest.mark.parametrize("path", RECIPES, ids=recipe_id)
 def test_a_shipped_recipe_parses(path):
     parsed, args, text = parse_shipped(path)
-    assert parsed.stage == path.stem.split("_")[1] == STAGES[int(path.stem[0])]
+    assert parsed.stage == path.stem.split("_")[1] == STAGES[int(path.stem[0]) - 1]
     assert Path(args.output_dir).parts == ("runs", path.parent.name, path.stem)
     assert yaml.safe_load(text) == yaml.safe_load(path.read_text("utf-8")) | {"use_cpu": True}
     for source in [*parsed.train_files, *parsed.reconstruction_files, *parsed.eval_files]:
@@ -196,7 +194,7 @@ def test_a_shipped_recipe_parses(path):
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in RECIPES}), ids=lambda folder: folder.name)
 def test_each_stage_starts_where_the_one_before_ended(folder):
-    stages = [yaml.safe_load(path.read_text("utf-8")) for path in sorted(folder.glob("[0-3]_*.yaml"))]
+    stages = [yaml.safe_load(path.read_text("utf-8")) for path in sorted(folder.glob("[1-3]_*.yaml"))]
     first = STAGES.index(stages[0]["stage"])
     assert [stage["stage"] for stage in stages] == STAGES[first : first + len(stages)] and len(stages) > 1
     assert [stage["model_name_or_path"] for stage in stages[1:]] == [stage["output_dir"] for stage in stages[:-1]]
@@ -239,13 +237,13 @@ def test_the_recipes_of_the_paper_have_its_values(name, stage):
 @pytest.mark.default_backbone
 def test_the_tiny_recipe_trains_all_stages(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    folders = [tmp_path / stage for stage in STAGES[1:]]
+    folders = [tmp_path / stage for stage in STAGES]
     quick = ["--max_steps", "1", "--per_device_train_batch_size", "1", "--eval_strategy", "no"]
     quick += ["--examples_cache_dir", str(tmp_path / "cache")]
     for number, path in enumerate(path for path in RECIPES if path.parent.name == "tiny"):
         start = ["--model_name_or_path", str(folders[number - 1])] if number else []
         sft.train(*parse_shipped(path, "--output_dir", str(folders[number]), *quick, *start))
-        assert ArcAlignerConfig.from_pretrained(folders[number]).training_stage == STAGES[number + 1]
+        assert ArcAlignerConfig.from_pretrained(folders[number]).training_stage == STAGES[number]
 
 
 def test_a_missing_data_file_is_said_in_one_line_before_anything_is_loaded(tmp_path, monkeypatch, capsys):

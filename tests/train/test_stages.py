@@ -173,14 +173,13 @@ def test_mistakes_in_a_recipe_are_named(recipe):
             read_stages(recipe)
 
 
-def test_recipes_are_found_by_name_or_folder_and_may_begin_with_a_lexical_stage(recipe):
+def test_recipes_are_found_by_name_or_folder(recipe):
     assert find_recipe("smollm2_135m") == RECIPES / "smollm2_135m"
     assert find_recipe("recipe") == recipe
     for folder in (recipe, RECIPES / "smollm2_135m"):  # both have a full_text.yaml, too
         assert [(stage.number, stage.name) for stage in read_stages(folder)] == list(enumerate(NAMES, start=1))
     found = read_stages(find_recipe("sentence"))
-    assert [stage.name for stage in found] == ["0_lexical", *NAMES[:2]]
-    assert [stage.start for stage in found] == [None, *found[:2]]
+    assert [stage.start for stage in found] == [None, found[0]]
 
 
 def test_the_script_keeps_what_the_stage_is_compared_with(base_model_dir, encoder_dir, tmp_path):
