@@ -10,58 +10,58 @@ weights, the tokenizer and the encoder that was trained along. `save_pretrained`
 """
 
 import contextlib
+import hashlib
 import json
+import os
 import re
 import shutil
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import Parameter
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import WeightRenaming
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file, logging
 
-from .configuration_arcaligner import default_dtype, settings_digests, slot_settings
-from .folders_arcaligner import (
-    BASE_MODEL_FILES,
+from .base_model_arcaligner import (
+    base_model_files,
+    base_model_renamings,
+    check_base_model_loaded,
     check_json_file,
-    find_model,
-    processor_digests,
+    default_dtype,
     read_tensors,
     resolve_model,
     tensor_shapes,
     tensors_digest,
-    weight_files,
-    write_config,
-    written_whole,
 )
+from .configuration_arcaligner import check_settings, settings_digests, slot_settings
 
 logger = logging.get_logger(__name__)
 
 _ALIGNER_KEY = re.compile(r"(^|\.)(projector|slot_gate|lora_A\.slot|lora_B\.slot)\.")
+
 # What a checkpoint carries to be loaded with `trust_remote_code=True`, in the order of the data flow.
 CODE_FILES = (
     "configuration_arcaligner.py",
-    "folders_arcaligner.py",
+    "base_model_arcaligner.py",
+    "checkpoint_arcaligner.py",
     "segmentation_arcaligner.py",
     "encoder_arcaligner.py",
     "processing_arcaligner.py",
-    "backbones_arcaligner.py",
-    "lora_arcaligner.py",
-    "refinement_arcaligner.py",
-    "passages_arcaligner.py",
+    "slot_rows_arcaligner.py",
+    "layers_arcaligner.py",
     "modeling_arcaligner.py",
-    "fingerprint_arcaligner.py",
-    "prefix_store_arcaligner.py",
     "generation_arcaligner.py",
-    "checkpoint_arcaligner.py",
-    "confidence_arcaligner.py",
+    "prefix_store_arcaligner.py",
     "pipeline_arcaligner.py",
 )
+
 WEIGHTS_DIGEST = "model.safetensors"  # the aligner's weights in the `digests`, in however many files they are
+
 # With `output_loading_info=True` missing and mismatched keys are reported to the caller, not refused.
 _caller_reads_loading_info = ContextVar("caller_reads_loading_info", default=False)
 
@@ -135,12 +135,12 @@ class AlignerCheckpointMixin:
             if is_refused:
                 check_weights(model, checkpoint_files, source, load_config.ignore_mismatched_sizes)
             if needs_base_model := not _includes_base_model(config, shapes):
-                checkpoint_files = checkpoint_files + _base_model_files(config, load_config.download_kwargs or {})
-        renamings = _base_model_renamings(model) if is_base_model or needs_base_model else []
+                checkpoint_files = checkpoint_files + base_model_files(config, load_config.download_kwargs or {})
+        renamings = base_model_renamings(model) if is_base_model or needs_base_model else []
         load_config = replace(load_config, weight_mapping=[*renamings, *(load_config.weight_mapping or [])])
         loaded = PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
         if is_refused:
-            _check_base_model_loaded(model, loaded[0], load_config, None if renamings else source)
+            check_base_model_loaded(model, loaded[0], load_config, None if renamings else source)
         config.digests = config.includes_base_model = None  # they hold for the files only
         # Kept, these renamings would be undone when the model is saved.
         model._weight_conversions = [c for c in model._weight_conversions if c not in renamings]
@@ -298,72 +298,6 @@ def _check_aligner_is_whole(model) -> None:
         )
 
 
-_BASE_MODEL_SIZES = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-)
-
-
-def _base_model_files(config, download: dict) -> list[str]:
-    """The files of the base model's weights, downloaded when they are not on this machine.
-
-    Raises:
-        `OSError`: a base model that is not there.
-        `ValueError`: one that the aligner was not trained around, by the sizes in its configuration.
-    """
-    name = config.base_model_name_or_path
-    if name is None:
-        raise ValueError("The checkpoint holds no base model and names none: pass `base_model_name_or_path`.")
-    download = {key: download[key] for key in ("cache_dir", "local_files_only", "token") if key in download}
-    folder = find_model("base model", name, BASE_MODEL_FILES, revision=config.base_model_revision, **download)
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"The base model's folder {folder} has no config.json. Name a complete copy of it.")
-    found, trained = AutoConfig.from_pretrained(folder).to_dict(), config.text_config.to_dict()
-    others = [field for field in _BASE_MODEL_SIZES if found.get(field) != trained.get(field)]
-    if others:
-        described = ", ".join(f"{field} {trained.get(field)} (found {found.get(field)})" for field in others)
-        raise ValueError(
-            f"The base model {name} is not the one this aligner was trained around: a {config.text_config.model_type} "
-            f"with {described}. Point `base_model_name_or_path` to the right one."
-        )
-    return weight_files(folder)
-
-
-def _check_base_model_loaded(model, info, load_config, checkpoint: str | None) -> None:
-    """Refuses a base model that lacks weights, has some of another shape or, as part of a `checkpoint`, others too."""
-    where, kind = f"base model {model.config.base_model_name_or_path}", model.config.text_config.model_type
-    if checkpoint is not None:
-        where = f"checkpoint {checkpoint}, which is to hold its base model,"
-    lacking = {key for key in info.missing_keys if not model.is_aligner_key(key)} - model.all_tied_weights_keys.keys()
-    # The bare model reads the file of one with a head.
-    surplus = {key for key in info.unexpected_keys if checkpoint is not None and not key.startswith("lm_head.")}
-    shapes = {} if load_config.ignore_mismatched_sizes else {key: each for key, *each in info.mismatched_keys}
-    faults = {"lacks {} weights of a": lacking, "has {} weights that are none of a": surplus}
-    for fault, keys in (faults | {"has {} weights of other sizes than a": shapes}).items():
-        if keys:
-            raise ValueError(
-                f"The {where} {fault.format(len(keys))} {kind}, first `{min(keys)}`. Download it again, or name a "
-                "complete copy."
-            )
-
-
-def _base_model_renamings(model) -> list[WeightRenaming]:
-    """From the names in a base model's checkpoint to ours: the decoder's prefix, and linears that carry LoRA."""
-    prefix = "model." if model.base_model_prefix in dict(model.named_children()) else ""
-    linears = (key.partition(".base_layer.")[0] for key in model.state_dict() if ".base_layer." in key)
-    leaves = {name.rsplit(".", 1)[-1] for name in linears}
-    renamings = [WeightRenaming(r"^(?:model|transformer|gpt_neox)\.(?!backbone\.|projector\.)", f"{prefix}backbone.")]
-    if leaves:
-        linears = "|".join(sorted(leaves))
-        renamings.append(WeightRenaming(rf"\.({linears})\.(?=weight$|bias$)", r".\1.base_layer."))
-    return renamings
-
-
 def _write_digests(former: Path, folder: Path, includes_base_model: bool, dtype: torch.dtype | None = None) -> None:
     """Adds to the `config.json` in `folder` the digests of that and the weights beside it, and of a processor that is
     in the folder `former`, where all of it will be; and the `dtype` to load the base model in."""
@@ -376,3 +310,130 @@ def _write_digests(former: Path, folder: Path, includes_base_model: bool, dtype:
     own = {path.name: settings_digests(slot_settings(config)), WEIGHTS_DIGEST: tensors_digest(aligner)}
     config |= {"digests": own | processor_digests(former), "includes_base_model": includes_base_model}
     write_config(path, config)
+
+
+# Files that are written
+
+
+@contextlib.contextmanager
+def written_whole(folder: str | Path, last: str = "config.json") -> Iterator[Path]:
+    """Yields a temporary folder to write to. At the end, files that changed are moved to `folder`; equal ones, which
+    may be links, stay. `last`, without which nothing loads, is moved away first and to its place last, so that a killed
+    process leaves no mixture of two models. Where a file cannot be moved, the former ones come back.
+
+    Raises:
+        `OSError`: a file that cannot be written or moved; says where the former files are if they cannot be put back.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder, ignore_cleanup_errors=True) as temporary:
+        yield Path(temporary)
+        files = [path.relative_to(temporary) for path in Path(temporary).rglob("*") if path.is_file()]
+        changed = [path for path in files if not _same_content(folder / path, Path(temporary, path))]
+        if changed and (ending := Path(last)) in files:
+            changed = [path for path in changed if path != ending] + [ending]
+        former = Path(tempfile.mkdtemp(prefix=".former-", dir=folder))
+        moves = [(folder / path, former / path) for path in reversed(changed) if (folder / path).is_file()]
+        _move_all(moves + [(Path(temporary, path), folder / path) for path in changed], folder, former)
+        shutil.rmtree(former, ignore_errors=True)
+
+
+def _same_content(path: Path, other: Path) -> bool:
+    return path.is_file() and path.read_bytes() == other.read_bytes()
+
+
+def _move_all(moves: list[tuple[Path, Path]], folder: Path, former: Path) -> None:
+    """Moves files, each from one path to another, or none."""
+    done: list[tuple[Path, Path]] = []
+    try:
+        for path, target in moves:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, target)
+            done.append((path, target))
+    except BaseException as error:
+        try:
+            for path, target in reversed(done):
+                os.replace(target, path)
+        except OSError:
+            raise OSError(
+                f"{folder} could not be written ({error}) and is not complete; its former files are in {former}."
+            ) from error
+        shutil.rmtree(former, ignore_errors=True)
+        raise
+
+
+# Digests
+
+# Settings of a processor that change no slot, or that each call may choose.
+_FREE_SETTINGS = (
+    "auto_map",
+    "context_token",
+    "encoder_dtype",
+    "max_prompt_length",
+    "processor_class",
+    "tokens_per_slot",
+)
+
+
+def _processor_settings(path: Path) -> dict[str, Any]:
+    check_json_file(path)
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return {name: value for name, value in content.items() if name not in _FREE_SETTINGS}
+
+
+def _text_digest(path: Path) -> str:
+    """The digest of a text file, whose lines may have been ended as another system does."""
+    return hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest()
+
+
+# What a processor writes of that which gives slots their meaning.
+_PROCESSOR_FILES = {
+    "processor_config.json": lambda path: settings_digests(_processor_settings(path)),
+    "tokenizer.json": _text_digest,
+    "chat_template.jinja": _text_digest,
+    "encoder/adapter_config.json": _text_digest,
+    "encoder/adapter_model.safetensors": lambda path: tensors_digest(dict(read_tensors([path]))),
+}
+
+
+def processor_digests(folder: Path) -> dict[str, Any]:
+    return {name: digest(folder / name) for name, digest in _PROCESSOR_FILES.items() if (folder / name).is_file()}
+
+
+def write_processor_digests(former: Path, folder: Path) -> None:
+    """Where the folder `former` has an aligner, writes its `config.json` to `folder`, with the digests of the
+    processor there, which will be put beside it."""
+    path = former / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if isinstance(config, dict) and isinstance(digests := config.get("digests"), dict):
+        own = {name: digest for name, digest in digests.items() if name not in _PROCESSOR_FILES}
+        write_config(folder / path.name, config | {"digests": own | processor_digests(folder)})
+
+
+def write_config(path: Path, config: dict[str, Any]) -> None:
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")  # as transformers does
+
+
+def check_processor_files(folder: Path) -> None:
+    """Refuses files of a processor in a checkpoint's folder that are not those that were saved with its aligner.
+
+    Raises:
+        `ValueError`: the file that was changed, and which of its settings.
+    """
+    path = folder / "config.json"
+    if not path.is_file():  # a processor alone
+        return
+    check_json_file(path)
+    digests = json.loads(path.read_text(encoding="utf-8")).get("digests") or {}
+    for name in _PROCESSOR_FILES:
+        if name not in digests:
+            continue
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} lacks {name}. Save the processor again, or download the checkpoint again.")
+        if name == "processor_config.json":
+            check_settings(f"{name} of {folder}", _processor_settings(folder / name), digests)
+        elif _PROCESSOR_FILES[name](folder / name) != digests[name]:
+            raise ValueError(
+                f"{folder / name} is not the file that was saved with the aligner. Download the checkpoint again, or "
+                "save the processor that the aligner was trained with."
+            )

@@ -10,18 +10,21 @@ import math
 from numbers import Integral, Real
 from typing import Any, Literal
 
-import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 DEFAULT_BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
 DEFAULT_ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
 
 GATE_MODES = ("adaptive", "off", "always")
+
 PASSAGE_ATTENTIONS = ("joint", "separate")
+
 # How slots are refined: keyword arguments of `generate` and `forward`.
 REFINEMENT_SETTINGS = ("gate_mode", "gate_threshold", "max_refinement_steps", "refinement_budget")
+
 # How slots are chosen: keyword arguments of processor and pipeline.
 SLOT_SETTINGS = ("max_slots", "slot_policy", "tokens_per_slot")
 
@@ -37,6 +40,7 @@ _IRRELEVANT_SETTINGS = (
     "tie_word_embeddings",
     "training_stage",
 )
+
 # Where two copies of a backbone's configuration may differ.
 _NOT_COMPUTED_WITH = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 
@@ -46,6 +50,7 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_arcaligner.ArcAlignerForCausalLM",
     "AutoProcessor": "processing_arcaligner.ArcAlignerProcessor",
 }
+
 CUSTOM_PIPELINES = {
     "text-generation": {
         "impl": "pipeline_arcaligner.ArcAlignerPipeline",
@@ -316,18 +321,6 @@ def _describe_setting(settings: dict[str, Any], name: str) -> str:
     if name not in settings:
         return "is missing"
     return "was changed" if isinstance(settings[name], dict) else f"is {settings[name]!r}"
-
-
-def default_dtype(device_map: Any = None) -> torch.dtype | str:
-    """What models are loaded in unless a dtype is named: float32 on a CPU, as results were measured; elsewhere
-    `"auto"`, that of their `config.json`. `device_map` is that of `from_pretrained`; without one, models are taken to
-    go to the accelerator, if there is one."""
-    places = device_map.values() if isinstance(device_map, dict) else [device_map]
-    if any(place is None or place in ("auto", "balanced", "balanced_low_0", "sequential") for place in places):
-        is_cpu = not torch.accelerator.is_available()
-    else:
-        is_cpu = all(str(place).partition(":")[0] in ("cpu", "disk") for place in places)
-    return torch.float32 if is_cpu else "auto"
 
 
 def longest_prompt(config: PreTrainedConfig) -> int | None:

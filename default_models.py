@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from .base_model_arcaligner import models_directory
 from .configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
 from .files import exit_on_user_error, require_extra
-from .folders_arcaligner import models_directory
 
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer
 
+from .base_model_arcaligner import ENCODER_FILES, find_model, read_tensors
 from .configuration_arcaligner import longest_prompt
-from .folders_arcaligner import ENCODER_FILES, find_model, read_tensors
 from .segmentation_arcaligner import EMPTY_SEGMENT, DocumentSegmenter, Segment, SegmentTokens, documents_of, run_ends
 
 # Texts per batch on the CPU and elsewhere. They are sorted by length: small batches hold hardly any padding.

@@ -1,18 +1,30 @@
 """Generation with slots: they are read with the prompt, reused by any question, and never written.
 
 `generate` is transformers' own. What is added here: slots reach the model with the prompt and no later, no logits
-processor or candidate lookup takes a slot for a token, and a slot prefix can be prefilled once (`prefill_context`).
+processor or candidate lookup takes a slot for a token, a slot prefix can be prefilled once (`prefill_context`), and
+passages that are read apart are read by themselves and joined (`read_passages`, `join_keys_values`).
 """
 
+from collections.abc import Sequence
+
 import torch
-from transformers import GenerationMixin, LogitsProcessorList
-from transformers.cache_utils import Cache
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationMixin, LogitsProcessorList, PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 from transformers.utils import logging
 
 from .configuration_arcaligner import REFINEMENT_SETTINGS, check_gates, check_length
-from .passages_arcaligner import passage_positions, place_passage_ids
+from .slot_rows_arcaligner import (
+    can_separate,
+    pad_passage_ids,
+    pad_words,
+    passage_positions,
+    place_passage_ids,
+    separate_passages,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -273,3 +285,198 @@ class _CandidatesBlindToSlots(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids, scores, num_matches) -> None:
         self.candidates.update_candidate_strategy(input_ids, scores, num_matches)
+
+
+# Keys and values of passages: read and joined. One passage, or all that are read jointly, is a tensor
+# (num_layers, 2, key_value_heads, num_slots, head_dim).
+
+# Slots of a batch of passages, padding included: large enough for fast products, small enough to hold little padding.
+SLOTS_PER_BATCH = 1024
+
+# Slots of a row that several passages share: attention across passages is computed and thrown away.
+SLOTS_PER_ROW = 256
+
+
+def entry_shape(config: PreTrainedConfig, num_slots: int) -> tuple[int, int, int, int, int]:
+    """The shape of keys and values that a backbone has of some slots."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers, 2, config.num_key_value_heads, num_slots, head_dim
+
+
+def keys_values_of(cache: Cache, row: int, start: int, end: int) -> torch.Tensor:
+    """Keys and values of the positions `start` to `end` of a row of a cache, (num_layers, 2, heads, end - start,
+    head_dim), in memory of their own."""
+    length = cache.get_seq_length()
+    layers = []
+    for layer in cache.layers:
+        # A sliding window has dropped the first positions; zeros, which it never reads, keep the rest in place.
+        dropped = length - layer.keys.shape[2]
+        both = torch.stack([layer.keys[row], layer.values[row]])  # (2, heads, kept, head_dim)
+        layers.append(pad(both, (0, 0, dropped, 0))[:, :, start:end])
+    return torch.stack(layers)
+
+
+# Positions that a joined cache has room for before it is copied: a question and a short answer.
+ROOM = 128
+
+
+class RoomyLayer(DynamicLayer):
+    """A cache layer that is written into room behind what it holds, so that no token copies all that came before it.
+
+    Args:
+        room (`torch.Tensor` of shape `(2, batch, heads, num_positions, head_dim)`): Keys and values; only it is theirs.
+        length (`int`): The positions that are filled.
+    """
+
+    def __init__(self, room: torch.Tensor, length: int):
+        super().__init__()
+        self.lazy_initialization(room, room)
+        self._fill(room, length)
+
+    def _fill(self, room: torch.Tensor, length: int) -> None:
+        self._room = room
+        self.keys, self.values = room[:, :, :, :length]
+        self._in_room = self.keys
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds keys and values (batch, heads, new_positions, head_dim), and returns all."""
+        start, room = self.get_seq_length(), self._room
+        end = start + key_states.shape[2]
+        if self.keys is not self._in_room or end > room.shape[3]:  # beams and selected rows have memory of their own
+            room = _empty(key_states, 2, *key_states.shape[:2], end + ROOM, key_states.shape[3])
+            if start:
+                room[0, :, :, :start], room[1, :, :, :start] = self.keys, self.values
+        room[0, :, :, start:end], room[1, :, :, start:end] = key_states, value_states
+        self.is_initialized = True
+        self._fill(room, end)
+        return self.keys, self.values
+
+
+def _empty(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """An ordinary tensor, that can be written to in and outside of inference mode."""
+    with torch.inference_mode(False):
+        return like.new_empty(shape)
+
+
+def join_keys_values(rows: Sequence[Sequence[torch.Tensor]], config: PreTrainedConfig) -> DynamicCache:
+    """Joins what was read, the text before the slots first, to a left-padded cache with a row for each of `rows`.
+
+    Everything is copied, once: generating from the cache leaves what is kept as it is.
+    """
+    lengths = [sum(part.shape[3] for part in parts) for parts in rows]
+    first, length, cache = rows[0][0], max(lengths), DynamicCache(config=config)
+    num_layers, _, heads, _, head_dim = first.shape
+    for layer_idx in range(num_layers):
+        # Memory of a layer at a time: an allocator keeps pieces of this size, while larger ones are new each time.
+        joined = _empty(first, 2, len(rows), heads, length + ROOM, head_dim)
+        for row, parts in enumerate(rows):
+            padding = length - lengths[row]
+            joined[:, row, :, :padding] = 0.0  # which is masked, so that any number would do, but no NaN
+            torch.cat([part[layer_idx] for part in parts], dim=2, out=joined[:, row, :, padding:length])
+        if cache.layers[layer_idx].is_sliding:
+            cache.update(*joined[:, :, :, :length], layer_idx)
+        else:
+            cache.layers[layer_idx] = RoomyLayer(joined, length)
+    return cache
+
+
+@torch.no_grad()
+def read_text(model, ids: Sequence[int]) -> torch.Tensor:
+    """Keys and values of the text before the slots, which runs on the unchanged base model."""
+    if not ids:
+        return torch.empty(entry_shape(model.config.text_config, 0), dtype=model.dtype, device=model.device)
+    outputs = model.model(input_ids=torch.tensor([list(ids)], device=model.device), use_cache=True)
+    return keys_values_of(outputs.past_key_values, 0, 0, len(ids))
+
+
+@torch.no_grad()
+def read_passages(model, head_ids: Sequence[int], head: torch.Tensor, passages: Sequence, **settings) -> list:
+    """Keys and values of passages that each stand alone behind the same text.
+
+    Short passages share a row, with no attention across; rows are of about the same length, so that there is little
+    padding. Where nothing is refined, the rows continue from the text's own keys and values. A refinement step reads
+    the text's deeper states, so there each row begins with the text, and has one passage, as a budget is one for a row.
+
+    Args:
+        model ([`ArcAlignerForCausalLM`]): In evaluation mode.
+        head_ids (`Sequence[int]`), head (`torch.Tensor`): The text before the slots, and what `read_text` made of it.
+        passages (`Sequence[EncodedDocuments]`): Slots of each; one of several documents is read jointly.
+        settings: `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget`, as in `forward`.
+
+    Returns:
+        `list[torch.Tensor]`, each (num_layers, 2, heads, num_slots, head_dim), in the order of `passages`.
+    """
+    lengths = [len(each.context_embeds) for each in passages]
+    shares = can_separate(model.config.text_config) and not model.config.refines(**settings)
+    found: list[torch.Tensor | None] = [None] * len(passages)
+    batch: list[list[int]] = []
+    for row in share_rows(lengths, -(-sum(lengths) // SLOTS_PER_ROW) if shares else len(lengths)):
+        width = sum(lengths[number] for number in (batch or [row])[0])
+        if (len(batch) + 1) * width > SLOTS_PER_BATCH and batch:
+            _read_batch(model, head_ids, head, passages, batch, found, settings)
+            batch = []
+        batch.append(row)
+    if batch:
+        _read_batch(model, head_ids, head, passages, batch, found, settings)
+    return found
+
+
+def share_rows(lengths: Sequence[int], num_rows: int) -> list[list[int]]:
+    """Which passages of these lengths share a row, by their numbers: all rows nearly as long, the longest first.
+
+    >>> share_rows([30, 10, 25, 20], num_rows=2)
+    [[2, 3], [0, 1]]
+    """
+    rows, sizes = [[] for _ in range(num_rows)], [0] * num_rows
+    for number in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        emptiest = sizes.index(min(sizes))
+        rows[emptiest].append(number)
+        sizes[emptiest] += lengths[number]
+    return [rows[row] for row in sorted(range(num_rows), key=sizes.__getitem__, reverse=True) if rows[row]]
+
+
+def _read_batch(model, head_ids, head, passages, batch: list[list[int]], found: list, settings: dict) -> None:
+    """Reads the rows of `batch`, each the numbers of its passages, into `found`."""
+    rows, device, start = [[passages[number] for number in row] for row in batch], model.device, len(head_ids)
+    continues = not model.config.refines(**settings)
+    numbers = pad_passage_ids(
+        [torch.cat([torch.full((len(each.context_embeds),), n) for n, each in enumerate(row)]) for row in rows]
+    )  # (batch, max_slots); rows are padded at the end
+    is_slot = numbers >= 0
+    ids = torch.where(is_slot, model.config.context_token_id, 0)
+    mask, positions = torch.cat([torch.ones(len(rows), start).long(), is_slot.long()], dim=1), None
+    if not continues:
+        ids = torch.cat([torch.tensor([list(head_ids)]).expand(len(rows), -1).long(), ids], dim=1)
+    elif max(map(len, rows)) > 1:
+        positions = (start + passage_positions(numbers, is_slot)).to(device)
+        # (batch, 1, max_slots, start + max_slots): the text before is read by all
+        mask = pad(separate_passages(is_slot, numbers, model.dtype), (start, 0))
+    if positions is None:
+        positions = torch.arange(mask.shape[1] - ids.shape[1], mask.shape[1], device=device).expand(len(rows), -1)
+    words = [[each.context_word_ids for each in row] for row in rows]
+    outputs = model.model(
+        input_ids=ids.to(device),
+        attention_mask=mask.to(device),
+        position_ids=positions,
+        past_key_values=join_keys_values([[head]] * len(rows), model.config.text_config) if continues else None,
+        context_embeds=pad_sequence(
+            [torch.cat([each.context_embeds for each in row]) for row in rows], batch_first=True
+        ).to(device),
+        context_word_ids=None if words[0][0] is None else pad_words(list(map(_join_words, words))).to(device),
+        use_cache=True,
+        **settings,
+    )
+    for row, members in enumerate(batch):
+        first = start
+        for number in members:
+            end = first + len(passages[number].context_embeds)
+            found[number] = keys_values_of(outputs.past_key_values, row, first, end)
+            first = end
+
+
+def _join_words(parts: Sequence[torch.LongTensor]) -> torch.LongTensor:
+    """Word ids of passages, each (num_slots, max_words), one below the other."""
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([pad(part, (0, width - part.shape[1]), value=-1) for part in parts])

@@ -6,9 +6,8 @@
 Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text rows before the last slot), hidden.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,253 +18,46 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from .backbones_arcaligner import (
-    LayerCost,
-    LayerKeysValues,
+from .base_model_arcaligner import (
     check_backbone_config,
-    count_layer_cost,
     find_decoder_layers,
     frozen_head_nll,
-    is_recording_outputs,
     keep_positions,
     make_lm_head,
-    not_recording_outputs,
     postprocess_logits,
 )
 from .checkpoint_arcaligner import AlignerCheckpointMixin
 from .configuration_arcaligner import ArcAlignerConfig, check_gates, check_length
 from .generation_arcaligner import SlotGenerationMixin, check_ids
-from .lora_arcaligner import (
+from .layers_arcaligner import (
     ADAPTER_NAME,
-    ALL_ROWS,
-    InPlaceMixin,
+    RecordedDepths,
+    SlotGate,
+    Slots,
+    add_slots_to_layer,
     check_adapters,
     inject_slot_lora,
-    lora_on,
-    mix_in,
     slot_lora_layers,
 )
-from .passages_arcaligner import (
-    check_can_separate,
-    check_passage_ids,
-    passage_positions,
-    place_passage_ids,
-    separate_passages,
-)
-from .refinement_arcaligner import (
-    ROW_KERNELS,
-    AllSlotsSteps,
-    KeysValuesComplete,
-    KeysValuesRecorder,
-    OpenSlotsSteps,
-    RecordedDepths,
-    RefinementKeysValues,
-    RefinementSettings,
+from .slot_rows_arcaligner import (
     SharedStepInputs,
     SlotRows,
-    Slots,
-    StepInputs,
-    StepRows,
+    check_can_separate,
+    check_passage_ids,
     find_slot_rows,
-    gated_update,
-    gather_rotary,
+    passage_positions,
+    place_passage_ids,
     resolve_settings,
-    step_inputs,
+    separate_passages,
     take_rows,
     to_numpy_in_one_sync,
 )
 
-
-class SlotGate(nn.Module):
-    """The gate of one layer (Eq. 5): slot states (..., hidden) to the probability (..., 1) of another pass."""
-
-    def __init__(self, hidden_size: int, gate_hidden_size: int):
-        super().__init__()
-        self.up = nn.Linear(hidden_size, gate_hidden_size)
-        self.act = nn.SiLU()
-        self.out = nn.Linear(gate_hidden_size, 1)
-
-    def forward(self, slots: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(slots.device.type, enabled=False):
-            return torch.sigmoid(self.out(self.act(self.up(slots.to(self.up.weight.dtype)))))
-
-
-class SlotDecoderLayer(InPlaceMixin):
-    """What ArcAligner adds to a decoder layer of the backbone; mixed in place before the layer's own class.
-
-    The layer keeps its class name, its state-dict keys and its place in checkpointing, sharding and output recording.
-    """
-
-    arcaligner_config: ArcAlignerConfig
-    layer_idx: int
-    is_last: bool
-    slot_cost: LayerCost
-    _compiled_algorithm: Callable | None = None
-
-    def forward(self, hidden_states: torch.Tensor, slots: Slots | None = None, **kwargs) -> torch.Tensor:
-        """Runs the backbone's layer and, with `slots`, its part of Algorithm 1; all (batch, seq_len, hidden)."""
-        if slots is None and self._compiled_algorithm is None:  # a generated token: the layer as it was
-            return super().forward(hidden_states, **kwargs)
-        run = self._algorithm_1 if self._compiled_algorithm is None else self._run_compiled
-        hidden_states, depth = run(hidden_states, slots, kwargs)
-        if depth is not None:
-            slots.depths.by_layer[self.layer_idx] = depth
-        return hidden_states
-
-    def _algorithm_1(
-        self, hidden_states: torch.Tensor, slots: Slots | None, kwargs: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The body of Algorithm 1's loop over layers.
-
-        Returns the layer's output (batch, seq_len, hidden) and, if it refined, the steps of its slots
-        (batch, max_slots).
-        """
-        if slots is None:
-            return super().forward(hidden_states, **kwargs), None
-        with lora_on(slots.rows.row_index()):
-            hidden_states = super().forward(hidden_states, **kwargs)  # Eq. 4: the mandatory pass, LoRA on slots (Eq. 3)
-        steps = self._plan_steps(hidden_states, slots)
-        if steps is None:  # no gate here, none is open, or no slot
-            return self._with_unused_gate(hidden_states, slots.settings), None
-        states = steps.first_states()  # (batch, width, hidden), the slots that the steps compute
-        reapply = self._slot_pass(hidden_states, slots, steps.rows, kwargs)
-        for step in range(slots.settings.max_refinement_steps):
-            gate = steps.open_gates(step, states)  # Eq. 5 and 7, (batch, width, 1)
-            if gate is None:  # all closed: they read what has not changed, and stay closed
-                break
-            candidate = reapply(states)  # Eq. 6
-            states = gated_update(states, candidate, gate)  # Eq. 8
-        return steps.write_back(states)  # Eq. 9: text rows stay; and the depths
-
-    def _plan_steps(self, hidden_states: torch.Tensor, slots: Slots) -> AllSlotsSteps | OpenSlotsSteps | None:
-        """The steps of this layer; `None` if it takes none."""
-        settings, rows = slots.settings, slots.rows
-        if self.slot_gate is None or settings.gate_mode == "off" or settings.max_refinement_steps == 0:
-            return None
-        # Nothing reads the slots of the last layer, except a prompt that ends in one; training takes all steps.
-        if rows.slot_rows.shape[0] == 0 or (self.is_last and not self.training and rows.ends_in_slot is None):
-            return None
-        if self.training or torch.compiler.is_compiling():
-            return AllSlotsSteps(self, hidden_states, slots)
-        return OpenSlotsSteps.plan(self, hidden_states, slots)
-
-    def _with_unused_gate(self, hidden_states: torch.Tensor, settings: RefinementSettings) -> torch.Tensor:
-        """In training, a gate without slots gets a zero gradient instead of none: other processes wait for it."""
-        if not self.training or self.slot_gate is None or settings.gate_mode != "adaptive":
-            return hidden_states
-        return hidden_states + self.slot_gate(hidden_states[:, :0]).sum().to(hidden_states.dtype)
-
-    def gate_prob(self, slot_states: torch.Tensor, settings: RefinementSettings) -> torch.Tensor:
-        """Eq. 5: slot states (..., hidden) to probabilities (..., 1); 1 in the mode `always`."""
-        if settings.gate_mode == "always":
-            return slot_states.new_ones(*slot_states.shape[:-1], 1)
-        return self.slot_gate(slot_states)
-
-    def compile(self, *args, **kwargs) -> None:
-        """As `nn.Module.compile`. The layer's index and its place in the cache stay outside, so that layers share
-        compiled code.
-
-        Compiled code does the same work for any decision of the gates and the host reads no value, so that it can be
-        captured in a CUDA graph: every slot is computed in each of `max_refinement_steps` steps. Not compiled are a
-        forward with a budget, one that records attentions, and one whose cache is offloaded or has no place for the
-        layer yet (a static cache before `early_initialization`, `DynamicCache` without a configuration).
-        """
-        self._compiled_algorithm = torch.compile(self._algorithm_1, *args, **kwargs)
-
-    def _run_compiled(self, hidden_states, slots, kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        has_budget = slots is not None and slots.settings.budget is not None
-        cache = kwargs.get("past_key_values")
-        if has_budget or is_recording_outputs() or not LayerKeysValues.fits(cache, self.layer_idx):
-            return self._algorithm_1(hidden_states, slots, kwargs)
-        if cache is not None:
-            kwargs = {**kwargs, "past_key_values": LayerKeysValues(cache.layers[self.layer_idx])}
-        if slots is not None:  # without the span: code would be compiled for each place of the slots
-            slots = slots._replace(rows=slots.rows._replace(slot_span=None))
-        return self._compiled_algorithm(hidden_states, slots, kwargs)
-
-    def __getstate__(self):
-        state = super().__getstate__()
-        state.pop("_compiled_algorithm", None)  # it holds this layer: a copy would run this layer's weights
-        return state
-
-    def _slot_pass(
-        self, hidden_states: torch.Tensor, slots: Slots, step_rows: StepRows | None, kwargs: dict[str, Any]
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The layer as a function of the states (batch, width, hidden) of all slots or those of `step_rows`; all other
-        rows stay fixed."""
-        if self.arcaligner_config.text_config._attn_implementation not in ROW_KERNELS:
-            return self._prefix_pass(hidden_states, slots.rows, kwargs)
-        if step_rows is None:
-            inputs = slots.shared_inputs.get(slots.rows, kwargs, hidden_states.dtype)
-        else:
-            inputs = step_inputs(step_rows, kwargs, hidden_states.dtype)
-        cache = RefinementKeysValues(*self._fixed_keys_values(hidden_states, inputs, kwargs))
-        step_kwargs = {**kwargs, **inputs.for_slots, "past_key_values": cache}
-
-        def reapply(states: torch.Tensor) -> torch.Tensor:
-            with lora_on(ALL_ROWS), not_recording_outputs():
-                return super(SlotDecoderLayer, self).forward(states, **step_kwargs)
-
-        return reapply
-
-    def _fixed_keys_values(
-        self, hidden_states: torch.Tensor, inputs: StepInputs, kwargs: dict
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Keys and values of the rows that stay in a step, each (batch, heads, max_fixed, head_dim)."""
-        if inputs.rows.fixed_positions.shape[1] == 0:
-            return None, None
-        recorder = KeysValuesRecorder()
-        fixed = take_rows(hidden_states, inputs.rows.fixed_positions)  # (batch, max_fixed, hidden)
-        fixed_kwargs = {**kwargs, **inputs.for_fixed, "past_key_values": recorder}
-        try:
-            with lora_on(inputs.rows.fixed_slots), not_recording_outputs():
-                super().forward(fixed, **fixed_kwargs)
-        except KeysValuesComplete:  # the only way to leave any backbone's layer once its keys and values are known
-            pass
-        assert recorder.keys is not None, "the layer's attention wrote no keys and values to the cache it was given"
-        return recorder.keys, recorder.values
-
-    def _prefix_pass(self, hidden_states: torch.Tensor, rows: SlotRows, kwargs: dict):
-        """Like `_slot_pass`, for attention kernels that take no custom mask: the layer runs on the whole prefix."""
-        compiling = torch.compiler.is_compiling()
-        length = hidden_states.shape[1] if compiling else int(rows.slot_positions.max()) + 1
-        prefix = hidden_states[:, :length]
-        batch, _, hidden = prefix.shape
-        prefix_rows = rows.slot_rows // hidden_states.shape[1] * length + rows.slot_rows % hidden_states.shape[1]
-        step_kwargs = {**kwargs, "use_cache": False, "past_key_values": None}
-        step_kwargs |= gather_rotary(kwargs, torch.arange(length, device=prefix.device).expand(batch, -1))
-        if (mask := kwargs["attention_mask"]) is not None:
-            step_kwargs["attention_mask"] = mask[:, :length] if mask.dim() == 2 else mask[..., :length, :length]
-
-        def reapply(states: torch.Tensor) -> torch.Tensor:
-            current = states.reshape(-1, hidden).index_select(0, rows.slot_cells)
-            whole = prefix.reshape(-1, hidden).index_copy(0, prefix_rows, current).view(batch, length, hidden)
-            with lora_on(prefix_rows), not_recording_outputs():
-                whole = super(SlotDecoderLayer, self).forward(whole, **step_kwargs)
-            return take_rows(whole, rows.slot_positions)
-
-        return reapply
-
-
-def add_slots_to_layer(layer: nn.Module, layer_idx: int, config: ArcAlignerConfig) -> None:
-    """Turns a decoder layer into a `SlotDecoderLayer`, in place, with a gate if the configuration has one there."""
-    mix_in(SlotDecoderLayer, layer)
-    layer.arcaligner_config = config
-    layer.layer_idx = layer_idx
-    layer.is_last = layer_idx == config.text_config.num_hidden_layers - 1
-    is_gated = layer_idx in config.gated_layers
-    layer.slot_gate = SlotGate(config.text_config.hidden_size, config.gate_hidden_size) if is_gated else None
-    layer.slot_cost = count_layer_cost(layer, config.text_config)
-
-
-def slot_decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The `SlotDecoderLayer`s of a model, in order."""
-    return [module for module in model.modules() if isinstance(module, SlotDecoderLayer)]
-
-
 # What a context embedding may hold at most. Its norm is 1; a much larger one would give logits that are not finite.
 LARGEST_VALUE = 1e6
+
 STAGES = ("reconstruction", "grounding", "gating")
+
 # Below zero: the gates of a model that has not seen stage III are closed, so it computes what stage II taught it.
 FRESH_GATE_BIAS = -0.5
 

@@ -18,6 +18,7 @@ logits; where passages are read apart, `position_ids` go on behind the longest o
 Shapes: keys and values (num_layers, 2, key_value_heads, num_slots, head_dim); rows of a batch left-padded.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,30 +38,26 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from .configuration_arcaligner import REFINEMENT_SETTINGS, SLOT_SETTINGS, check_length, json_digest, longest_prompt
+from .base_model_arcaligner import WatchedWeights, tensors_digest
+from .configuration_arcaligner import (
+    REFINEMENT_SETTINGS,
+    SLOT_SETTINGS,
+    check_gates,
+    check_length,
+    json_digest,
+    longest_prompt,
+    normalize_budget,
+    slot_settings,
+)
 from .encoder_arcaligner import GivenSlots
-from .fingerprint_arcaligner import (
-    PREFIX_SETTINGS,
-    WatchedWeights,
-    canonical_settings,
-    passage_fingerprint,
-    shared_fingerprint,
-    spacy_version,
-)
-from .folders_arcaligner import tensors_digest
-from .passages_arcaligner import (
-    entry_shape,
-    join_keys_values,
-    keys_values_of,
-    pad_passage_ids,
-    read_passages,
-    read_text,
-)
+from .generation_arcaligner import entry_shape, join_keys_values, keys_values_of, read_passages, read_text
 from .segmentation_arcaligner import text_of
+from .slot_rows_arcaligner import pad_passage_ids
 
 logger = logging.get_logger(__name__)
 
 FORMAT = "arcaligner-passage-3"
+
 _NAME = "keys_values"
 
 
@@ -498,3 +496,82 @@ def _split_settings(processor, kwargs: dict[str, Any]) -> tuple[dict[str, Any], 
     settings = {name: value for name, value in kwargs.items() if name in PREFIX_SETTINGS}
     rest = {name: value for name, value in kwargs.items() if name not in PREFIX_SETTINGS}
     return canonical_settings(settings), rest
+
+
+# How slots may be chosen and refined for one call, other than as processor and model are configured.
+PREFIX_SETTINGS = {
+    "max_slots": int,
+    "slot_policy": str,
+    "tokens_per_slot": lambda rate: rate if rate == "segment" else int(rate),
+    "gate_mode": str,
+    "gate_threshold": float,
+    "max_refinement_steps": int,
+    "refinement_budget": float,
+}
+
+
+def shared_fingerprint(model, processor, weights: dict[str, str], settings: dict | None = None) -> dict[str, Any]:
+    """All that decides the keys and values of any passage, as JSON: everything but its words and the text before it.
+
+    Args:
+        model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): What reads passages.
+        weights (`dict`): Digests of all that is read for it, of `SlotPrefixStore.weights`.
+        settings (`dict`, *optional*): What was asked for instead of the configuration, of `canonical_settings`.
+    """
+    config = slot_settings(model.config.to_dict())
+    backbone = config.pop("text_config")
+    return {
+        **config,
+        **(settings or {}),
+        "backbone": json_digest(backbone),
+        **weights,
+        "encoder": processor.encoder_name_or_path,
+        "sentences_per_segment": processor.sentences_per_segment,
+        "spacy_model": processor.spacy_model,
+        "tokens_per_slot": (settings or {}).get("tokens_per_slot", processor.tokens_per_slot),
+        "context_words": processor.context_words,
+    }
+
+
+def passage_fingerprint(prompt_ids: Sequence[int], passages: Sequence | None) -> dict[str, Any]:
+    """The rest of what decides keys and values: the text before the slots, and the passages that are read together.
+
+    Args:
+        prompt_ids (`Sequence[int]`): The text before the slots.
+        passages (`Sequence`, *optional*):
+            Documents, each a string or `{"title", "text"}`, or [`GivenSlots`]. `None`: the text before the slots alone.
+    """
+    return {
+        "prompt": json_digest(list(prompt_ids)),
+        "passages": _passages_digest(passages or []),
+        "has_slots": passages is not None,
+    }
+
+
+def canonical_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of `PREFIX_SETTINGS` for one call, spelled in one way and without those that change nothing.
+
+    >>> canonical_settings({"slot_policy": "merge", "gate_mode": None, "refinement_budget": 0})
+    {'gate_mode': 'off'}
+    """
+    settings = {name: value for name, value in settings.items() if value is not None}
+    check_gates(**{name: settings[name] for name in REFINEMENT_SETTINGS if name in settings})
+    settings = {name: PREFIX_SETTINGS[name](value) for name, value in settings.items()}  # as JSON has them
+    if "max_slots" not in settings or settings.get("slot_policy") == "drop":
+        settings.pop("slot_policy", None)
+    gate_mode, budget = normalize_budget(settings.get("gate_mode"), settings.get("refinement_budget"))
+    settings |= {"gate_mode": gate_mode, "refinement_budget": budget}
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _passages_digest(passages: Sequence) -> str:
+    if isinstance(passages, tuple):
+        return tensors_digest({str(i): tensor for i, tensor in enumerate(passages) if tensor is not None})
+    # Scores and ids of a retriever do not change how a passage is read.
+    return json_digest([[d.get("title"), d.get("text")] if isinstance(d, dict) else [None, d] for d in passages])
+
+
+@functools.cache
+def spacy_version() -> str:
+    """The version of spaCy, which splits passages."""
+    return version("spacy")

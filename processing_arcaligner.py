@@ -18,22 +18,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer, BatchFeature, PreTrainedConfig, ProcessorMixin
 from transformers.utils import to_py_obj
 
-from .configuration_arcaligner import (
-    DEFAULT_ENCODER,
-    PASSAGE_ATTENTIONS,
-    SLOT_SETTINGS,
-    longest_prompt,
-)
+from .base_model_arcaligner import TEXT_FILES, check_json_file, find_model
+from .checkpoint_arcaligner import check_processor_files, write_processor_digests, written_whole
+from .configuration_arcaligner import DEFAULT_ENCODER, PASSAGE_ATTENTIONS, SLOT_SETTINGS, longest_prompt
 from .encoder_arcaligner import ENCODER_FOLDER, DocumentEncoder, EncodedDocuments, SentenceEncoder
-from .folders_arcaligner import (
-    TEXT_FILES,
-    check_json_file,
-    check_processor_files,
-    find_model,
-    write_processor_digests,
-    written_whole,
-)
-from .passages_arcaligner import pad_passage_ids, pad_words
 from .prefix_store_arcaligner import SlotPrefixStore
 from .segmentation_arcaligner import (
     check_sentences_per_segment,
@@ -42,6 +30,7 @@ from .segmentation_arcaligner import (
     encode_marked,
     text_of,
 )
+from .slot_rows_arcaligner import pad_passage_ids, pad_words
 
 # Arguments of `__call__` that are not the chat template's.
 _SLOT_ARGUMENTS = (*SLOT_SETTINGS, "context_word_ids", "context_passage_ids", "return_segments")
@@ -100,7 +89,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         no_answer (`str`, *optional*):
             What the aligner has learned to answer where the passages do not say. `None`: it always names something.
         confidence_weights (`list[float]`, *optional*):
-            Three numbers that calibrate an answer's confidence, see `confidence_arcaligner.py`.
+            Three numbers that calibrate an answer's confidence, see `AnswerConfidence`.
         trained_encoder (`bool`, defaults to `False`):
             Whether the encoder was trained with the aligner: the checkpoint's folder `encoder` has its LoRA weights.
         chat_template (`str`, *optional*): Default: the tokenizer's.

@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..modeling_arcaligner import ArcAlignerForCausalLM
-from ..passages_arcaligner import pad_words
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..rows import Row
+from ..slot_rows_arcaligner import pad_words
 from ..train.data import passages_text
 
 BUDGET = 0.2

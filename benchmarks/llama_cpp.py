@@ -24,6 +24,7 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM
 
+from ..base_model_arcaligner import resolve_model
 from ..encoder_arcaligner import EncodedDocuments
 from ..engines.gguf_files import write_base_model
 from ..engines.llama_cpp import LlamaCppEngine, Session, import_llama_cpp
@@ -31,7 +32,6 @@ from ..evaluation.answering import MAX_NEW_TOKENS, SlotAnswerer
 from ..evaluation.metrics import METRICS
 from ..evaluation.settings import split_rates
 from ..files import SQUAD_SAMPLE, describe_machine, markdown_table, run_command
-from ..folders_arcaligner import resolve_model
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..rows import Row, read_rows

@@ -18,8 +18,8 @@ from lancedb.rerankers import RRFReranker
 from sentence_transformers import CrossEncoder
 from torch.nn.utils.rnn import pad_sequence
 
+from ..base_model_arcaligner import ENCODER_FILES, find_model
 from ..encoder_arcaligner import EncodedDocuments
-from ..folders_arcaligner import ENCODER_FILES, find_model
 from ..processing_arcaligner import check_question
 from ..segmentation_arcaligner import Segment
 from .table import Corpus, passage_checksums

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..checkpoint_arcaligner import written_whole
 from ..configuration_arcaligner import ArcAlignerConfig
-from ..folders_arcaligner import written_whole
-from ..lora_arcaligner import ADAPTER_NAME, slot_lora_layers
+from ..layers_arcaligner import ADAPTER_NAME, slot_lora_layers
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 

@@ -27,13 +27,7 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ..checkpoint_arcaligner import WEIGHTS_DIGEST, AlignerCheckpointMixin, check_values
-from ..configuration_arcaligner import (
-    DEFAULT_BASE_MODEL,
-    SLOT_SETTINGS,
-    ArcAlignerConfig,
-    check_gates,
-    longest_prompt,
-)
+from ..configuration_arcaligner import DEFAULT_BASE_MODEL, SLOT_SETTINGS, ArcAlignerConfig, check_gates, longest_prompt
 from ..default_models import GGUF_FILE, wheel_directory
 from ..encoder_arcaligner import EncodedDocuments
 from ..files import digest, refuse_unknown

@@ -16,11 +16,10 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, LogitsProcessorList
 
-from ..confidence_arcaligner import AnswerConfidence
-from ..configuration_arcaligner import default_dtype
-from ..folders_arcaligner import resolve_model
-from ..lora_arcaligner import ADAPTER_NAME, slot_lora_layers
+from ..base_model_arcaligner import default_dtype, resolve_model
+from ..layers_arcaligner import ADAPTER_NAME, slot_lora_layers
 from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..pipeline_arcaligner import AnswerConfidence
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..rows import Row
 from ..train.data import passages_text, text_prompt

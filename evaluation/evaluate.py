@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from ..configuration_arcaligner import default_dtype
+from ..base_model_arcaligner import default_dtype
 from ..files import describe_machine, digest
 from ..rows import Row
 from .answering import MAX_NEW_TOKENS, Answer, Answerer, MissingMethodError, in_batches, longest_first

@@ -27,12 +27,11 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from ..confidence_arcaligner import AnswerConfidence, check_min_confidence
 from ..configuration_arcaligner import check_length, longest_prompt
 from ..corpus.kept import kept_folder
 from ..corpus.retrieve import Retriever, SlotPassages
 from ..encoder_arcaligner import EncodedDocuments
-from ..pipeline_arcaligner import ArcAlignerPipeline, format_trajectory
+from ..pipeline_arcaligner import AnswerConfidence, ArcAlignerPipeline, check_min_confidence, format_trajectory
 
 # Given passages whose slots are kept; the prefixes have their own budget, in bytes.
 KEPT_DOCUMENTS = 64

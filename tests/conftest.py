@@ -30,8 +30,8 @@ from transformers import (
 )
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, cli
+from arcaligner.base_model_arcaligner import models_directory
 from arcaligner.configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
-from arcaligner.folders_arcaligner import models_directory
 
 ENCODER_WIDTH = 12
 CHATML = (

@@ -10,9 +10,9 @@ import torch
 from reference import EXACT, Reference, assert_matches_reference, loss_gradients, random_case
 from tiny_models import backbone_config, collate, for_generate, random_row, random_rows, tiny_aligner
 
-from arcaligner import refinement_arcaligner
-from arcaligner.modeling_arcaligner import SlotDecoderLayer
-from arcaligner.refinement_arcaligner import OpenSlotsSteps, refinement_mask
+from arcaligner import layers_arcaligner, slot_rows_arcaligner
+from arcaligner.layers_arcaligner import OpenSlotsSteps, SlotDecoderLayer
+from arcaligner.slot_rows_arcaligner import refinement_mask
 
 pytestmark = pytest.mark.usefixtures("float64_model_code")
 
@@ -221,7 +221,7 @@ def test_closed_slots_stay_whether_a_step_computes_them_or_not(monkeypatch, back
         return widths[-1][1]
 
     monkeypatch.setattr(OpenSlotsSteps, "_width", noted)
-    monkeypatch.setattr(refinement_arcaligner, "DENSE_STEP_SHARE", almost_all)
+    monkeypatch.setattr(layers_arcaligner, "DENSE_STEP_SHARE", almost_all)
     for seed in range(3):
         assert_matches_reference(model, random_rows(model, [8, 3, 6], seed=seed), "left")
     assert any(most < max_slots for most, _, max_slots in widths)
@@ -246,7 +246,7 @@ def test_layers_with_one_mask_share_the_inputs_of_a_step_of_all_slots(monkeypatc
         made.append(attention_mask)
         return refinement_mask(attention_mask, *args)
 
-    monkeypatch.setattr(refinement_arcaligner, "refinement_mask", noted)
+    monkeypatch.setattr(slot_rows_arcaligner, "refinement_mask", noted)
     for forwards in (1, 2):  # nothing is shared between forwards
         model(**for_generate(collate(rows)))
         assert len(made) == kinds * forwards
@@ -269,7 +269,7 @@ def test_attention_without_a_mask_of_rows_and_columns_refines_the_whole_prefix(m
     expected = model(**batch).logits
     calls = []
 
-    def prefix_pass(layer, hidden_states, slots, step_rows, kwargs):
+    def prefix_pass(layer, hidden_states, slots, kwargs, step_rows):
         calls.append(layer)
         return layer._prefix_pass(hidden_states, slots.rows, kwargs)
 

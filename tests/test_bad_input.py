@@ -12,7 +12,7 @@ from tiny_models import ENCODER_HIDDEN_SIZE, VOCAB_SIZE, backbone_config, collat
 from transformers import DynamicCache
 
 from arcaligner.configuration_arcaligner import ArcAlignerConfig
-from arcaligner.lora_arcaligner import ADAPTER_NAME, slot_lora_layers
+from arcaligner.layers_arcaligner import ADAPTER_NAME, slot_lora_layers
 from arcaligner.modeling_arcaligner import ArcAlignerForCausalLM
 
 SLOT = VOCAB_SIZE

@@ -7,8 +7,7 @@ import torch
 from conftest import ENCODER_WIDTH, chat_inputs
 
 from arcaligner import ArcAlignerProcessor
-from arcaligner.confidence_arcaligner import AnswerConfidence, confidence
-from arcaligner.pipeline_arcaligner import ArcAlignerPipeline
+from arcaligner.pipeline_arcaligner import AnswerConfidence, ArcAlignerPipeline, confidence
 
 DOCUMENTS = ["It was written by Ada. Nobody knew how to read it aloud."]
 TOKENS = {"max_new_tokens": 6, "do_sample": False}

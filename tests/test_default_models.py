@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, default_models
+from arcaligner.base_model_arcaligner import BASE_MODEL_FILES, find_model, missing_model_message, resolve_model
 from arcaligner.configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
-from arcaligner.folders_arcaligner import BASE_MODEL_FILES, find_model, missing_model_message, resolve_model
 
 
 @pytest.fixture

@@ -24,9 +24,9 @@ from tiny_models import tiny_aligner
 from training_rows import question_rows, write_rows
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor, hub
+from arcaligner.checkpoint_arcaligner import written_whole
 from arcaligner.evaluation import answering, evaluate, settings
 from arcaligner.files import write_whole
-from arcaligner.folders_arcaligner import written_whole
 from arcaligner.prefix_store_arcaligner import load_keys_values, save_keys_values
 from arcaligner.train import export
 

@@ -133,10 +133,10 @@ def test_a_trained_encoder_is_pushed_along_and_its_absence_is_refused(fake_hub, 
 
 def test_an_edited_card_is_pushed_as_it_is_and_code_that_a_folder_lacks_from_the_package(fake_hub, push, folder):
     (folder / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
-    (folder / "backbones_arcaligner.py").unlink()
+    (folder / "layers_arcaligner.py").unlink()
     assert push()[0] == 0
     assert fake_hub.files["README.md"] == b"---\nlicense: mit\n---\n# Mine\n"
-    assert fake_hub.files["backbones_arcaligner.py"] == (ROOT / "backbones_arcaligner.py").read_bytes()
+    assert fake_hub.files["layers_arcaligner.py"] == (ROOT / "layers_arcaligner.py").read_bytes()
 
 
 def test_the_next_push_removes_what_is_left_of_the_former_aligner(fake_hub, push, folder):

@@ -9,7 +9,7 @@ import transformers
 from conftest import edit_json
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, cli
-from arcaligner.configuration_arcaligner import default_dtype
+from arcaligner.base_model_arcaligner import default_dtype
 from arcaligner.evaluation.answering import load_aligner
 from arcaligner.files import DEFAULT_CHECKPOINT
 

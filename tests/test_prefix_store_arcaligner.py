@@ -24,7 +24,7 @@ from tiny_models import BACKBONES, WINDOW, backbone_config, random_row, tiny_ali
 from transformers import DynamicCache
 
 from arcaligner import ArcAlignerProcessor, prefix_store_arcaligner
-from arcaligner.passages_arcaligner import keys_values_of
+from arcaligner.generation_arcaligner import keys_values_of
 from arcaligner.prefix_store_arcaligner import load_keys_values, save_keys_values
 
 FIVE_TOKENS = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from arcaligner.refinement_arcaligner import find_slot_rows, to_numpy_in_one_sync
+from arcaligner.slot_rows_arcaligner import find_slot_rows, to_numpy_in_one_sync
 
 PADDING, TEXT, SLOT = range(3)
 kinds = arrays(np.int64, array_shapes(min_dims=2, max_dims=2, max_side=7), elements=st.sampled_from([0, 1, 2]))

@@ -22,10 +22,10 @@ from datasets import Features, List, Value
 from torch.nn.utils.rnn import pad_sequence
 
 from ..files import stable_number
-from ..passages_arcaligner import pad_words
 from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE, ArcAlignerProcessor
 from ..rows import Row
 from ..segmentation_arcaligner import EMPTY_SEGMENT, SegmentTokens, equal_runs, run_ends
+from ..slot_rows_arcaligner import pad_words
 
 # The paper's Table "Stage-I instruction templates", in its order. A template there reads "... [B] ... [T]": the slots
 # stand for [B], and [T] is what the assistant says. Here are the user's words before and after the slots; the full

@@ -17,7 +17,8 @@ from peft.utils import CONFIG_NAME
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from ..folders_arcaligner import resolve_model, written_whole
+from ..base_model_arcaligner import resolve_model
+from ..checkpoint_arcaligner import written_whole
 from ..rows import Row
 from .corpora import open_corpus
 from .data import full_text

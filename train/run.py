@@ -26,9 +26,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from ..checkpoint_arcaligner import written_whole
 from ..encoder_arcaligner import ENCODER_FOLDER
 from ..files import printable, write_whole
-from ..folders_arcaligner import written_whole
 from ..hub import RECIPE_FILE, write_model_card
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor

@@ -20,9 +20,10 @@ from sentence_transformers import SentenceTransformer
 from transformers import PreTrainedConfig, set_seed
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
+from ..base_model_arcaligner import resolve_model
 from ..configuration_arcaligner import ArcAlignerConfig
-from ..folders_arcaligner import resolve_model
-from ..modeling_arcaligner import ArcAlignerForCausalLM, slot_decoder_layers
+from ..layers_arcaligner import slot_decoder_layers
+from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from .data import ContextCollator, ExampleBuilder, word_rarity
 from .recipe import RecipeArguments, check_start, resolve_dtype, run_script

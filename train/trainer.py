@@ -18,8 +18,9 @@ from torch.utils.data import RandomSampler, Sampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig, SFTTrainer
 
-from ..modeling_arcaligner import ArcAlignerForCausalLM, SlotDecoderLayer
-from ..passages_arcaligner import passage_positions, place_passage_ids
+from ..layers_arcaligner import SlotDecoderLayer
+from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..slot_rows_arcaligner import passage_positions, place_passage_ids
 from .data import encode_slots
 from .metrics import Clock, GateCounter, SwappedSlots, answer_questions
 

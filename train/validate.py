@@ -24,9 +24,9 @@ import torch
 import typer
 from tqdm.auto import tqdm
 
-from ..confidence_arcaligner import AnswerConfidence
 from ..files import markdown_table, run_command, stable_number, write_whole
 from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..pipeline_arcaligner import AnswerConfidence
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..rows import Row, contains_match, token_f1
 from .data import ContextCollator, ExampleBuilder, encode_slots

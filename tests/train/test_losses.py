@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 from transformers import PreTrainedConfig
 
-from arcaligner import backbones_arcaligner
-from arcaligner.backbones_arcaligner import frozen_head_nll, postprocess_logits
-from arcaligner.modeling_arcaligner import slot_decoder_layers
+from arcaligner import base_model_arcaligner
+from arcaligner.base_model_arcaligner import frozen_head_nll, postprocess_logits
+from arcaligner.layers_arcaligner import slot_decoder_layers
 
 
 @pytest.mark.parametrize("rows_at_a_time", [3, 256])
@@ -28,7 +28,7 @@ from arcaligner.modeling_arcaligner import slot_decoder_layers
     ids=lambda settings: "+".join(settings) or "plain",
 )
 def test_the_frozen_head_gives_loss_and_gradient_of_cross_entropy(monkeypatch, settings, bias, rows_at_a_time):
-    monkeypatch.setattr(backbones_arcaligner, "HEAD_ROWS", rows_at_a_time)
+    monkeypatch.setattr(base_model_arcaligner, "HEAD_ROWS", rows_at_a_time)
     torch.manual_seed(0)
     head = nn.Linear(6, 11, bias=bias, dtype=torch.float64).requires_grad_(False)
     config = PreTrainedConfig(**settings)

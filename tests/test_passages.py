@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import backbone_config, random_rows, tiny_aligner
 
 from arcaligner import ArcAlignerProcessor
-from arcaligner.passages_arcaligner import passage_positions, place_passage_ids, read_passages, read_text
+from arcaligner.generation_arcaligner import read_passages, read_text
 from arcaligner.pipeline_arcaligner import ArcAlignerPipeline
+from arcaligner.slot_rows_arcaligner import passage_positions, place_passage_ids
 
 pytestmark = pytest.mark.usefixtures("float64_model_code")
 FIVE_TOKENS = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
@@ -150,7 +151,7 @@ def test_generated_tokens_are_those_of_reading_the_whole_again(apart, model):
 
 @pytest.mark.parametrize("room", [0, 3, 99])
 def test_a_joined_cache_grows_beyond_its_room_and_a_copy_is_its_own(apart, model, room, monkeypatch):
-    monkeypatch.setattr("arcaligner.passages_arcaligner.ROOM", room)
+    monkeypatch.setattr("arcaligner.generation_arcaligner.ROOM", room)
     store, questions, documents = model.slot_prefix_store(apart), ["Who wrote it?", "When?"], [PASSAGES, PASSAGES[:1]]
     with torch.inference_mode():
         inputs = store.prepare(questions, documents)
@@ -292,8 +293,8 @@ def test_passages_share_rows_of_like_length_and_read_as_one_by_one(apart, model,
 
     alone = [read_passages(model, head, text, [each], **gates)[0] for each in encoded]
     monkeypatch.setattr(type(model.model), "forward", record)
-    monkeypatch.setattr("arcaligner.passages_arcaligner.SLOTS_PER_ROW", 9)
-    monkeypatch.setattr("arcaligner.passages_arcaligner.SLOTS_PER_BATCH", 20)
+    monkeypatch.setattr("arcaligner.generation_arcaligner.SLOTS_PER_ROW", 9)
+    monkeypatch.setattr("arcaligner.generation_arcaligner.SLOTS_PER_BATCH", 20)
     for each, other in zip(read_passages(model, head, text, encoded, **gates), alone, strict=True):
         torch.testing.assert_close(each, other, **EXACT)
     if gates["gate_mode"] == "off":

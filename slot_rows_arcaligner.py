@@ -1,4 +1,4 @@
-"""Refinement: a decoder layer re-applied to its slot rows alone, and what that may cost.
+"""Rows of slots: where they are in a batch, what they may read, and what it costs to compute them again.
 
 A refinement step (Eq. 6) applies layer `l` to its own output. Only slots with an open gate change, so a step needs
 
@@ -6,27 +6,38 @@ A refinement step (Eq. 6) applies layer `l` to its own output. Only slots with a
     keys and values   of the text before the last slot and of the other slots, once from the layer's output, and of the
                       slots that change, afresh
 
-This file picks the rows, positions and part of the attention mask that belong to them, and gives the layer a stand-in
-for the cache: the layer writes the slots' keys and values to it and gets all of them back. The real cache holds the
-mandatory pass only and is never touched.
+The layer gets a stand-in for the cache: it writes the slots' keys and values to it and gets all of them back. The real
+cache holds the mandatory pass only and is never touched. With `refinement_budget=0.1` all of it takes at most 10 % of
+the operations of the slot prefix's prefill, spent layer by layer.
 
-With `refinement_budget=0.1` all of it takes at most 10 % of the operations of the slot prefix's prefill, spent layer by
-layer.
+Beyond the paper, passages may be read apart: a slot reads the text before the slots and the slots of its own passage.
+What is computed for a passage then depends on nothing else of the prompt, so it can be kept and joined with any other:
+
+    head          passage 0      passage 1          question
+    0 1 2 3 4     5 6 7 8        5 6 7 8 9 10       11 12 13 ...      positions
+
+The slots of all passages count from the same position, and the text after them goes on behind the longest passage, so
+no key has to be rotated when passages are joined. With one passage, the paper's case, all is as without.
+
+Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text rows before the last slot), hidden.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from .backbones_arcaligner import LayerCost
 from .configuration_arcaligner import ArcAlignerConfig, normalize_budget
 
 # Attention kernels that take a mask of rows by columns, so that some slots can be computed without the others.
 ROW_KERNELS = ("eager", "sdpa")
-# If at least this share of the slots is open, a step computes all of them.
-DENSE_STEP_SHARE = 7 / 8
 
 
 class SlotRows(NamedTuple):
@@ -236,6 +247,201 @@ class RefinementKeysValues:
         return torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
 
 
+class LayerKeysValues:
+    """Stands in for the cache in compiled code: the part of one layer, independent of its index."""
+
+    def __init__(self, layer: CacheLayerMixin):
+        self.layer = layer
+
+    @staticmethod
+    def fits(cache: Cache | None, layer_idx: int) -> bool:
+        """Whether the layer's part of `cache`, if there is one, can be written to by itself and by compiled code."""
+        if cache is None:
+            return True
+        if cache.offloading or len(cache) <= layer_idx:
+            return False
+        layer = cache.layers[layer_idx]
+        # A static layer that compiled code lays out would have no fixed address for CUDA graphs.
+        return layer.is_initialized or not layer.is_compileable
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args, **kwargs):
+        return self.layer.update(keys, values, *args, **kwargs)
+
+
+def check_can_separate(config: PreTrainedConfig) -> None:
+    """Raises `ValueError` for a backbone or an attention kernel with which passages cannot be read apart."""
+    if (kernel := config._attn_implementation) not in ROW_KERNELS:
+        raise ValueError(
+            f"`passage_attention` is 'separate', but attention `{kernel}` takes no mask that keeps passages apart. "
+            f"Load the model with `attn_implementation` {' or '.join(ROW_KERNELS)}, or pass one passage."
+        )
+    if any(DynamicCache(config=config).is_sliding):
+        raise ValueError(
+            f"`passage_attention` is 'separate', but layers of the backbone {config.model_type} have a sliding window, "
+            "which counts the slots of all passages. Use 'joint', or pass one passage."
+        )
+
+
+def can_separate(config: PreTrainedConfig) -> bool:
+    """Whether passages can be read apart in one row."""
+    return config._attn_implementation in ROW_KERNELS and not any(DynamicCache(config=config).is_sliding)
+
+
+def check_passage_ids(passage_ids, context_embeds: torch.Tensor, slot_mask: torch.Tensor) -> None:
+    """Raises `ValueError` unless `passage_ids` number the passages of a row's slots in order, and these stand together.
+
+    Args:
+        passage_ids: What was given, to be (batch, max_slots).
+        context_embeds (`torch.Tensor` of shape `(batch, max_slots, encoder_hidden_size)`): What it has to fit.
+        slot_mask (`torch.Tensor` of shape `(batch, seq_len)`): Where the slots are.
+    """
+    expected = tuple(context_embeds.shape[:2])
+    is_ids = isinstance(passage_ids, torch.Tensor) and passage_ids.dtype in (torch.int64, torch.int32)
+    if not is_ids or tuple(passage_ids.shape) != expected:
+        kind = f"{passage_ids.dtype} of shape {tuple(passage_ids.shape)}" if is_ids else type(passage_ids).__name__
+        raise ValueError(f"`context_passage_ids` is {kind}; expected whole numbers of shape {expected}.")
+    if torch.compiler.is_compiling() or passage_ids.device.type != "cpu":
+        return  # reading them would make the host wait for the device
+    if bool(((slot_mask[:, 1:] & ~slot_mask[:, :-1]).sum(dim=1) + slot_mask[:, 0] > 1).any()):
+        raise ValueError(
+            "There is text between the slots of a row, but passages that are read apart count their positions from one "
+            "place. Put all passages before the question, or load the model with `passage_attention='joint'`."
+        )
+    is_real = torch.arange(expected[1]) < slot_mask.sum(dim=1)[:, None]  # padding stands behind the slots
+    falls = (passage_ids[:, 1:] < passage_ids[:, :-1]) & is_real[:, 1:]
+    if bool(falls.any()) or bool(((passage_ids < 0) & is_real).any()):
+        raise ValueError(
+            f"`context_passage_ids` is {passage_ids.tolist()}; expected numbers of at least 0 that never fall along "
+            "the slots of a row, since the slots of a passage stand together."
+        )
+
+
+def place_passage_ids(slot_mask: torch.Tensor, passage_ids: torch.Tensor | None) -> torch.Tensor:
+    """The passage of each position (batch, seq_len), -1 on text; without `passage_ids` (batch, max_slots) all slots of
+    a row are of one passage. `slot_mask` is (batch, seq_len)."""
+    if passage_ids is None or passage_ids.shape[1] == 0:
+        return torch.where(slot_mask, 0, -1)
+    which_slot = (slot_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    placed = passage_ids.to(slot_mask.device).long().gather(1, which_slot.clamp(max=passage_ids.shape[1] - 1))
+    return torch.where(slot_mask, placed, -1)
+
+
+def passage_positions(passage_ids: torch.Tensor, is_real: torch.Tensor) -> torch.Tensor:
+    """Positions of a prompt whose passages count from the same place.
+
+    Args:
+        passage_ids (`torch.Tensor` of shape `(batch, seq_len)`): From [`place_passage_ids`].
+        is_real (`torch.Tensor` of shape `(batch, seq_len)`): `False` on padding, on either side.
+
+    Returns:
+        `torch.LongTensor` of shape `(batch, seq_len)`; 0 on padding before the text.
+
+    >>> passage_positions(torch.tensor([[-1, -1, 0, 0, 1, 1, 1, -1]]), torch.ones(1, 8, dtype=torch.bool))
+    tensor([[0, 1, 2, 3, 2, 3, 4, 5]])
+    """
+    index = torch.arange(passage_ids.shape[1], device=passage_ids.device)
+    begins = pad(passage_ids[:, 1:] != passage_ids[:, :-1], (1, 0), value=True)
+    in_passage = index - torch.where(begins, index, 0).cummax(dim=1).values  # of a slot: its place in its passage
+    is_slot = passage_ids >= 0
+    is_text = is_real.bool() & ~is_slot
+    longest = torch.where(is_slot, in_passage + 1, 0).amax(dim=1, keepdim=True)  # (batch, 1)
+    text_before = is_text.long().cumsum(dim=1)  # text up to a position, itself included
+    follows = is_slot.long().cumsum(dim=1) > 0
+    return torch.where(is_slot, text_before + in_passage, (text_before - 1).clamp(min=0) + longest * follows)
+
+
+def separate_passages(
+    attention_mask: torch.Tensor | None, passage_ids: torch.Tensor, dtype: torch.dtype, num_keys: int | None = None
+) -> torch.Tensor:
+    """The mask of a prompt in which no slot reads a slot of another passage.
+
+    Args:
+        attention_mask: (batch, seq_len), 0 on padding; or (batch, 1, seq_len, num_keys), boolean or additive, for a
+            prompt of which more is hidden; `None` hides nothing.
+        passage_ids (`torch.Tensor` of shape `(batch, seq_len)`): From [`place_passage_ids`].
+        dtype (`torch.dtype`): Of the hidden states.
+        num_keys (`int`, *optional*): Columns, more than `seq_len` where a static cache has room left.
+
+    Returns:
+        `torch.Tensor` of shape `(batch, 1, seq_len, num_keys)`, of the kind that was given; additive for a 2-D mask.
+    """
+    seq_len = passage_ids.shape[1]
+    query, key = passage_ids[:, :, None], passage_ids[:, None, :]
+    is_other = (query >= 0) & (key >= 0) & (query != key)  # (batch, seq_len, seq_len)
+    if attention_mask is None or attention_mask.dim() == 2:
+        is_hidden = is_other | torch.ones_like(is_other[0]).triu(1)
+        if attention_mask is not None:
+            is_hidden = is_hidden | ~attention_mask[:, None, :seq_len].bool()
+        is_hidden = pad(is_hidden, (0, (num_keys or seq_len) - seq_len), value=True)
+        mask = torch.zeros(is_hidden.shape, dtype=dtype, device=passage_ids.device)
+        return mask.masked_fill(is_hidden, torch.finfo(dtype).min)[:, None]
+    is_other = pad(is_other, (0, attention_mask.shape[-1] - seq_len))[:, None]
+    if attention_mask.dtype == torch.bool:
+        return attention_mask & ~is_other
+    return attention_mask.masked_fill(is_other, torch.finfo(attention_mask.dtype).min)
+
+
+def pad_passage_ids(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
+    """Stacks passage numbers of rows, each (num_slots,), to (batch, max_slots), padded with -1."""
+    return pad_sequence(rows, batch_first=True, padding_value=-1)
+
+
+def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
+    """Stacks word ids of rows, each (num_slots, max_words), to (batch, max_slots, max_words), padded with -1."""
+    sizes = [max(row.shape[axis] for row in rows) for axis in (0, 1)]
+    padded = torch.full((len(rows), *sizes), -1, device=rows[0].device)
+    for number, row in enumerate(rows):
+        padded[number, : row.shape[0], : row.shape[1]] = row
+    return padded
+
+
+# What a layer costs
+
+
+class LayerCost(NamedTuple):
+    """Operations of one decoder layer; the methods take counts or tensors of them."""
+
+    linears: int  # for one row, without LoRA
+    lora: int  # for one slot
+    keys_values: int  # for the keys and values of one row; an upper bound
+    keys_values_lora: int  # for one slot
+    key: int  # for the attention of one row to one key
+    gate: int  # for one slot
+
+    def of_prefill(self, num_text, num_slots):
+        """The cost of a slot prefix with the gates off: `num_text` rows of text and `num_slots` slots."""
+        length = num_text + num_slots
+        return self.linears * length + self.lora * num_slots + self.key * length * length // 2
+
+    def of_keys_values(self, num_text, num_slots):
+        """The cost of the keys and values of a slot prefix, paid once before a layer's first step."""
+        return self.keys_values * (num_text + num_slots) + self.keys_values_lora * num_slots
+
+    def of_slot_pass(self, num_text, num_slots):
+        """The cost of another pass of one slot through the layer. It attends to the prefix and to the other slots."""
+        return self.linears + self.lora + self.key * (num_text + 2 * num_slots)
+
+
+def count_layer_cost(layer: nn.Module, text_config: PreTrainedConfig) -> LayerCost:
+    """The cost of a decoder layer as `add_slots_to_layer` leaves it, from the sizes of its linears."""
+    counts = dict.fromkeys(LayerCost._fields, 0)
+    for name, module in layer.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        flops = 2 * module.in_features * module.out_features
+        if name.startswith("slot_gate."):
+            counts["gate"] += flops
+            continue
+        lora = ".lora_A." in name or ".lora_B." in name
+        counts["lora" if lora else "linears"] += flops
+        # These come after keys and values. Any other linear is counted as if it came before.
+        if "mlp" not in name and "o_proj" not in name:
+            counts["keys_values_lora" if lora else "keys_values"] += flops
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+    counts["key"] = 4 * text_config.num_attention_heads * head_dim
+    return LayerCost(**counts)
+
+
 # Settings, and a budget of operations
 
 
@@ -341,158 +547,3 @@ def resolve_settings(
         budget = RefinementBudget(refinement_budget, costs, rows, asks_gates=gate_mode != "always")
     steps = config.max_refinement_steps if max_refinement_steps is None else max_refinement_steps
     return RefinementSettings(gate_mode, gate_threshold or config.gate_threshold, steps, budget)
-
-
-# Steps of a layer
-
-
-class RecordedDepths:
-    """Refinement steps of slots. Layers return hidden states only, so they write their steps here. Not a dictionary
-    itself: hooks that move a layer's inputs to its device would copy it."""
-
-    def __init__(self):
-        self.by_layer: dict[int, torch.Tensor] = {}  # each (batch, max_slots)
-
-
-class Slots(NamedTuple):
-    """All that the layers of one forward know about its slots, as one keyword argument, which gradient checkpointing
-    passes again when it repeats a layer."""
-
-    rows: SlotRows
-    settings: RefinementSettings
-    depths: RecordedDepths
-    shared_inputs: SharedStepInputs
-
-
-def gated_update(states: torch.Tensor, candidate: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Eq. 8: slots (batch, width, hidden) take the `candidate` where their `gate` (batch, width, 1) is open: a truth
-    value or, in training, the number of [`straight_through_gate`]."""
-    if gate.dtype == torch.bool:
-        return torch.where(gate, candidate, states)
-    return states + gate.to(states.dtype) * (candidate - states)
-
-
-def straight_through_gate(gate_prob: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Eq. 7: the hard decision in the forward pass, the probability's gradient in the backward pass.
-
-    >>> straight_through_gate(torch.tensor([0.25, 0.5, 0.75]), threshold=0.5)
-    tensor([0., 1., 1.])
-    """
-    gate_hard = (gate_prob >= threshold).to(gate_prob.dtype)
-    return gate_prob + (gate_hard - gate_prob).detach()
-
-
-def _write_slots(hidden_states: torch.Tensor, states: torch.Tensor, rows: SlotRows) -> torch.Tensor:
-    """Eq. 9: `states` (batch, max_slots, hidden) on the slot rows of `hidden_states` (batch, seq_len, hidden)."""
-    flat = hidden_states.reshape(-1, hidden_states.shape[-1])  # (batch * seq_len, hidden)
-    slots = states.reshape(-1, states.shape[-1]).index_select(0, rows.slot_cells)  # (num_slots, hidden)
-    return flat.index_copy(0, rows.slot_rows, slots).view_as(hidden_states)
-
-
-class AllSlotsSteps:
-    """Steps of one layer that compute every slot: in training, where the gradient of a closed gate needs its candidate
-    (Eq. 7), and in compiled code, whose operations may not depend on what the gates decide."""
-
-    rows = None  # a step computes all slots
-
-    def __init__(self, layer, hidden_states: torch.Tensor, slots: Slots):
-        self.layer, self.hidden_states, self.slots = layer, hidden_states, slots
-        self.depth = torch.zeros_like(slots.rows.slot_positions)  # (batch, max_slots)
-
-    def first_states(self) -> torch.Tensor:
-        return take_rows(self.hidden_states, self.slots.rows.slot_positions)  # (batch, max_slots, hidden)
-
-    def open_gates(self, step: int, states: torch.Tensor) -> torch.Tensor:
-        """Eq. 5 and 7 for all slots, (batch, max_slots, 1)."""
-        settings = self.slots.settings
-        gate_prob = self.layer.gate_prob(states, settings)
-        is_open = gate_prob >= settings.gate_threshold
-        if not self.layer.training:
-            is_open = is_open & self.slots.rows.refinable(self.layer.is_last)[:, :, None]
-        self.depth = self.depth + (is_open[:, :, 0] & (self.slots.rows.slot_positions >= 0))
-        return straight_through_gate(gate_prob, settings.gate_threshold) if self.layer.training else is_open
-
-    def write_back(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Eq. 9, and the steps that each slot took (batch, max_slots)."""
-        return _write_slots(self.hidden_states, states, self.slots.rows), self.depth
-
-
-class OpenSlotsSteps:
-    """Steps of one layer at inference: of the slots whose gate is open after the mandatory pass. That is exact, since a
-    closed gate reads an unchanged slot and stays closed. Where nearly all are open, a step computes the others too."""
-
-    def __init__(self, layer, hidden_states: torch.Tensor, slots: Slots, gate_open: torch.Tensor):
-        self.layer, self.hidden_states, self.slots = layer, hidden_states, slots
-        width = self._width(gate_open)
-        self.cells, self.rows = None, None
-        if width < gate_open.shape[1]:  # as many as the fullest row has; others are filled up with closed slots
-            self.cells = (~gate_open).to(torch.int8).argsort(dim=1, stable=True)[:, :width]  # (batch, width)
-            gate_open = gate_open.gather(1, self.cells)
-            self.rows = open_slots_plan(slots.rows, self.cells, gate_open)
-        self.is_taken = self.is_open = gate_open  # (batch, width)
-        self.depth = torch.zeros_like(gate_open, dtype=torch.long)
-
-    @classmethod
-    def plan(cls, layer, hidden_states: torch.Tensor, slots: Slots) -> "OpenSlotsSteps | None":
-        """The steps of a layer, or `None` where no gate is open after the mandatory pass or nothing can be paid for."""
-        rows, settings, budget = slots.rows, slots.settings, slots.settings.budget
-        is_slot = rows.refinable(layer.is_last)  # (batch, max_slots)
-        if settings.takes_all:
-            return cls(layer, hidden_states, slots, is_slot)
-        if budget is not None and not budget.pay_gates(layer.slot_cost, is_slot.sum(dim=1)):
-            return None
-        flat = hidden_states.reshape(-1, hidden_states.shape[-1])  # (batch * seq_len, hidden)
-        prob = layer.gate_prob(flat.index_select(0, rows.slot_rows), settings)  # (num_slots, 1)
-        if not bool((prob >= settings.gate_threshold).any()):
-            return None  # the usual case, found without laying out a step
-        gate_prob = prob.new_zeros(is_slot.numel()).index_copy(0, rows.slot_cells, prob[:, 0]).view_as(is_slot)
-        gate_open = (gate_prob >= settings.gate_threshold) & is_slot
-        if budget is not None:
-            gate_open = budget.take_slots(gate_prob, gate_open, layer.slot_cost, rows)
-        if (budget is not None or layer.is_last) and not bool(gate_open.any()):
-            return None
-        return cls(layer, hidden_states, slots, gate_open)
-
-    def _width(self, gate_open: torch.Tensor) -> int:
-        """Slots of a row that a step computes: the open ones (batch, max_slots) of the fullest row, or all."""
-        max_slots, settings = gate_open.shape[1], self.slots.settings
-        has_choice = self.layer.arcaligner_config.text_config._attn_implementation in ROW_KERNELS
-        if settings.takes_all or not has_choice:
-            return max_slots
-        width = int(gate_open.sum(dim=1).max())
-        # Without a budget, a few closed slots are computed too: cheaper than to read each of them like text.
-        return max_slots if settings.budget is None and width >= DENSE_STEP_SHARE * max_slots else width
-
-    def first_states(self) -> torch.Tensor:
-        states = take_rows(self.hidden_states, self.slots.rows.slot_positions)  # (batch, max_slots, hidden)
-        return states if self.cells is None else take_rows(states, self.cells)  # (batch, width, hidden)
-
-    def open_gates(self, step: int, states: torch.Tensor) -> torch.Tensor | None:
-        """Eq. 5 and 7, (batch, width, 1); `None` where no gate is open any more."""
-        if step > 0 and not self._ask_again(states):
-            return None
-        self.depth = self.depth + self.is_open
-        return self.is_open[:, :, None]
-
-    def _ask_again(self, states: torch.Tensor) -> bool:
-        """Asks the gates of the slots that took the steps before; whether one is open."""
-        settings, budget, cost = self.slots.settings, self.slots.settings.budget, self.layer.slot_cost
-        if settings.takes_all:
-            self.is_open = self.is_taken
-            return True
-        asked = self.is_taken & self.is_open.any(dim=1, keepdim=True)  # a row that has closed is done
-        if budget is not None and not budget.pay_gates(cost, asked.sum(dim=1)):
-            return False
-        self.is_open = (self.layer.gate_prob(states, settings)[:, :, 0] >= settings.gate_threshold) & asked
-        if budget is not None:
-            self.is_open = budget.take_step(self.is_open, self.is_taken, cost, self.slots.rows)
-        return bool(self.is_open.any())
-
-    def write_back(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Eq. 9, and the steps that each slot took (batch, max_slots)."""
-        rows, depth = self.slots.rows, self.depth
-        if self.cells is not None:
-            all_states = take_rows(self.hidden_states, rows.slot_positions)  # (batch, max_slots, hidden)
-            states = all_states.scatter(1, self.cells[:, :, None].expand_as(states), states)
-            depth = torch.zeros_like(rows.slot_positions).scatter(1, self.cells, depth)
-        return _write_slots(self.hidden_states, states, rows), depth

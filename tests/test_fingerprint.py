@@ -10,14 +10,10 @@ from conftest import ENCODER_WIDTH
 from peft import LoraConfig, inject_adapter_in_model
 from tiny_models import tiny_aligner
 
+from arcaligner.base_model_arcaligner import WatchedWeights
 from arcaligner.encoder_arcaligner import GivenSlots
-from arcaligner.fingerprint_arcaligner import (
-    WatchedWeights,
-    canonical_settings,
-    passage_fingerprint,
-    shared_fingerprint,
-)
-from arcaligner.lora_arcaligner import slot_lora_layers
+from arcaligner.layers_arcaligner import slot_lora_layers
+from arcaligner.prefix_store_arcaligner import canonical_settings, passage_fingerprint, shared_fingerprint
 
 
 @pytest.fixture

@@ -1,0 +1,486 @@
+"""The frozen base model: which ones can be refined, what their head does, where their files are, and whether weights
+have changed since they were read.
+
+A model that a checkpoint names, its base model or sentence encoder, is looked for as a folder, in the folder
+`$ARCALIGNER_MODELS`, and on the Hub.
+"""
+
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.core_model_loading import WeightRenaming
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+# Kinds of attention with which a layer can be re-applied to its slot rows alone.
+_SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+# Refused for reasons that neither their configuration nor the signature of their layers shows.
+_UNSUPPORTED = {
+    "minicpm3": "a linear of its attention reads rows of the cache, where LoRA cannot be limited to slots",
+    "doge": "a linear of its attention reads rows of the cache, where LoRA cannot be limited to slots",
+    "modernbert-decoder": "its head is more than one linear",
+    "gemma3n_text": "its layers exchange more than hidden states",
+}
+
+
+def _refuse(config: PreTrainedConfig, reason: str):
+    raise ValueError(
+        f"Backbone `{config.model_type}` is not supported: {reason}. Choose a decoder-only backbone with rotary "
+        "attention and dense layers, such as Llama, Mistral, Qwen2, Qwen3, Gemma 2 or 3, Phi-3, OLMo-2, SmolLM3, "
+        "Granite or Cohere."
+    )
+
+
+def check_backbone_config(config: PreTrainedConfig) -> None:
+    """Refuses, before anything is built, a backbone whose configuration shows that it cannot be refined."""
+    if config.model_type in _UNSUPPORTED:
+        _refuse(config, _UNSUPPORTED[config.model_type])
+    if config.is_encoder_decoder:
+        _refuse(config, "it is an encoder-decoder model, slots need a causal decoder")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        _refuse(config, "transformers has no causal language model for it")
+    other_types = set(getattr(config, "layer_types", None) or ()) - _SUPPORTED_LAYER_TYPES
+    if other_types:
+        _refuse(
+            config, f"its layers use {', '.join(sorted(other_types))}, which keeps no keys and values to refine with"
+        )
+
+
+def find_decoder_layers(backbone: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers of `backbone`: its one list of `num_hidden_layers` checkpointable layers.
+
+    Raises:
+        `ValueError`: naming the backbone and what it lacks.
+    """
+    config = backbone.config
+    stacks = [
+        module
+        for module in backbone.modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) == config.num_hidden_layers
+        and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
+    ]
+    if len(stacks) != 1:
+        _refuse(config, f"found {len(stacks)} stacks of {config.num_hidden_layers} decoder layers, expected 1")
+    parameters = inspect.signature(type(stacks[0][0]).forward).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        _refuse(config, "its decoder layers take no further keyword arguments, so slot rows cannot reach them")
+    missing = {"attention_mask", "position_embeddings", "past_key_values"} - set(parameters)
+    if missing:
+        _refuse(config, f"its decoder layers take no {' and no '.join(f'`{name}`' for name in sorted(missing))}")
+    if any(parameter.dim() > 2 for parameter in stacks[0].parameters()):
+        _refuse(config, "its experts are fused into one parameter, where LoRA cannot be limited to slot rows")
+    return stacks[0]
+
+
+# What forwards record
+
+try:  # a variable that the hooks of `output_attentions=True` write to; transformers has no public name for it
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:  # then attentions are recorded for the passes of refinement as well
+    _active_collector = ContextVar("active_collector", default=None)
+
+
+def is_recording_outputs() -> bool:
+    """Whether this forward records attentions or router logits."""
+    return bool(_active_collector.get())
+
+
+class not_recording_outputs:  # noqa: N801 - a context manager, used like a function
+    """Inside, nothing is recorded: attentions and router logits are those of the mandatory pass."""
+
+    def __enter__(self):
+        self.token = _active_collector.set(None)
+
+    def __exit__(self, *exception):
+        _active_collector.reset(self.token)
+
+
+# What the head does
+
+
+def make_lm_head(config: PreTrainedConfig) -> nn.Linear:
+    """A head like the one of the backbone's own causal language model (some have a bias)."""
+    with torch.device("meta"):
+        own_head = AutoModelForCausalLM.from_config(config).get_output_embeddings()
+    return nn.Linear(config.hidden_size, config.vocab_size, bias=own_head.bias is not None)
+
+
+def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """Positions of `hidden_states` (batch, seq_len, hidden) that logits are computed for: the last ones, 0 for all, or
+    those of a tensor, (positions,) for all rows or (batch, positions)."""
+    if isinstance(logits_to_keep, int):
+        return hidden_states[:, -logits_to_keep:]
+    if logits_to_keep.dim() == 2:
+        return hidden_states.take_along_dim(logits_to_keep[..., None], dim=1)
+    return hidden_states[:, logits_to_keep]
+
+
+def postprocess_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
+    """What backbones do to logits after the head: Cohere scales, Granite divides, Gemma 2 and 3 cap softly.
+
+    The same configuration fields are read by TRL's fused loss, so both give the same numbers.
+    """
+    if (scale := getattr(config, "logit_scale", None)) is not None:
+        logits = logits * scale
+    if (scaling := getattr(config, "logits_scaling", None)) is not None:
+        logits = logits / scaling
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+# Rows of logits that exist at a time: 50 MB of them for a vocabulary of 49,152.
+HEAD_ROWS = 256
+
+
+class _FrozenHeadLoss(torch.autograd.Function):
+    """The summed cross-entropy through a frozen head. The gradient for the hidden states is made in the forward pass, a
+    few rows at a time, so that the logits of all rows never exist at once: on CPUs they and their softmax cost more
+    than all decoder layers of a small backbone, on GPUs they take most of the memory."""
+
+    @staticmethod
+    def forward(ctx, hidden_states, targets, weight, bias, text_config):
+        gradient = torch.empty_like(hidden_states)
+        total = hidden_states.new_zeros((), dtype=torch.promote_types(hidden_states.dtype, torch.float32))
+        for start in range(0, len(hidden_states), HEAD_ROWS):
+            rows = slice(start, start + HEAD_ROWS)
+            logits = nn.functional.linear(hidden_states[rows], weight, bias).to(total.dtype)  # (rows, vocab_size)
+            logits = postprocess_logits(logits, text_config)
+            cap = getattr(text_config, "final_logit_softcapping", None)
+            slope = None if cap is None else 1 - (logits / cap) ** 2
+            top, target = logits.amax(dim=1, keepdim=True), targets[rows, None]  # (rows, 1)
+            picked = logits.gather(1, target)
+            weights = logits.sub_(top).exp_()  # in place, as all of this: a copy would cost as much as the product
+            mass = weights.sum(dim=1, keepdim=True)
+            total += (mass.log() + top - picked).sum()
+            d_logits = weights.div_(mass).scatter_add_(1, target, weights.new_full(target.shape, -1.0))
+            if slope is not None:
+                d_logits *= slope
+            gradient[rows] = d_logits.to(weight.dtype) @ weight
+        scale = getattr(text_config, "logit_scale", None) or 1.0
+        scale /= getattr(text_config, "logits_scaling", None) or 1.0
+        ctx.save_for_backward(gradient.mul_(scale) if scale != 1.0 else gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx, d_total):
+        (gradient,) = ctx.saved_tensors
+        return gradient * d_total.to(gradient.dtype), None, None, None, None
+
+
+def frozen_head_nll(
+    hidden_states: torch.Tensor, targets: torch.LongTensor, head: nn.Linear, text_config: PreTrainedConfig
+) -> torch.Tensor:
+    """Sum of the negative log-likelihoods of `targets` (rows,) through a frozen head, from `hidden_states`
+    (rows, hidden).
+
+    The head gets no gradient, and the loss cannot be differentiated twice.
+    """
+    return _FrozenHeadLoss.apply(hidden_states, targets, head.weight, head.bias, text_config)
+
+
+def default_dtype(device_map: Any = None) -> torch.dtype | str:
+    """What models are loaded in unless a dtype is named: float32 on a CPU, as results were measured; elsewhere
+    `"auto"`, that of their `config.json`. `device_map` is that of `from_pretrained`; without one, models are taken to
+    go to the accelerator, if there is one."""
+    places = device_map.values() if isinstance(device_map, dict) else [device_map]
+    if any(place is None or place in ("auto", "balanced", "balanced_low_0", "sequential") for place in places):
+        is_cpu = not torch.accelerator.is_available()
+    else:
+        is_cpu = all(str(place).partition(":")[0] in ("cpu", "disk") for place in places)
+    return torch.float32 if is_cpu else "auto"
+
+
+# Where models are
+
+# Of a repository on the Hub: configuration and tokenizer, the weights of a base model, and all of a sentence encoder.
+TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+
+BASE_MODEL_FILES = (*TEXT_FILES, "model*.safetensors")
+
+ENCODER_FILES = (*TEXT_FILES, "*.safetensors")
+
+_OTHER_FORMATS = ("onnx/*", "openvino/*", "original/*")
+
+
+def models_directory() -> Path:
+    """Where copies of models are, under their Hub ids: `$ARCALIGNER_MODELS`, else `arcaligner/models` in the user's
+    cache folder."""
+    if own := os.environ.get("ARCALIGNER_MODELS"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "arcaligner" / "models"
+
+
+def resolve_model(name: str) -> str:
+    """The folder of a copy of a model, a folder or a Hub id, on this machine; else the name."""
+    copy = models_directory() / name
+    return str(copy) if not os.path.isdir(name) and copy.is_dir() else name
+
+
+def find_model(kind: str, name: str, files: Iterable[str], **download: Any) -> Path:
+    """The folder of a model, which is downloaded if it is not on this machine. The Hub is asked once.
+
+    Args:
+        kind (`str`): What it is, for an error.
+        name (`str`): A folder or a Hub id.
+        files (`Iterable[str]`): Patterns of the files that are wanted from the Hub.
+        download: Arguments of `snapshot_download`, such as `revision`.
+
+    Raises:
+        `OSError`: a model that is neither here nor can be downloaded, with how to get it.
+    """
+    if (folder := Path(resolve_model(name))).is_dir():
+        return folder
+    try:
+        found = snapshot_download(name, allow_patterns=[*files], ignore_patterns=[*_OTHER_FORMATS], **download)
+        return Path(found)
+    except (OSError, HFValidationError) as error:
+        raise OSError(missing_model_message(kind, name, error)) from error
+
+
+def missing_model_message(kind: str, name: str, error: Exception) -> str:
+    """Two lines: which model is missing, and how to get it."""
+    if isinstance(error, PermissionError):
+        return (
+            f"The {kind} `{name}` cannot be written to the Hub's cache ({error}).\n"
+            "Set HF_HOME to a folder that you may write to."
+        )
+    return (
+        f"The {kind} `{name}` is not on this machine, and the Hub does not give it ({type(error).__name__}).\n"
+        f"Where there is a network: `hf download {name} --local-dir FOLDER/{name}`; here: ARCALIGNER_MODELS=FOLDER."
+    )
+
+
+# Files that are read
+
+
+def read_tensors(files: Iterable[str | Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and values of the tensors in safetensors files, one after the other.
+
+    Raises:
+        `ValueError`: a file that is not safetensors, or only a part of it.
+    """
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():
+                    yield key, tensors.get_tensor(key)
+        except SafetensorError as error:
+            raise ValueError(f"{file} cannot be read ({error}). Save it again, or download it again.") from error
+
+
+def tensor_shapes(checkpoint_files: list[str]) -> dict[str, list[int]]:
+    """Names and shapes of the tensors in `checkpoint_files`, read from their headers.
+
+    Raises:
+        `ValueError`: a file that is not safetensors, or only a part of it.
+    """
+    shapes = {}
+    for file in checkpoint_files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                shapes |= {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}
+        except SafetensorError as error:
+            raise ValueError(f"{file} cannot be read ({error}). Save it again, or download it again.") from error
+    return shapes
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The safetensors files of a model in a folder, in one or in several parts.
+
+    Raises:
+        `FileNotFoundError`: a folder without them, or without some.
+    """
+    names, index = {"model.safetensors"}, folder / "model.safetensors.index.json"
+    if index.is_file() and not (folder / "model.safetensors").is_file():
+        check_json_file(index, "weight_map")
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    if missing := sorted(name for name in names if not (folder / name).is_file()):
+        raise FileNotFoundError(f"{folder} has no {missing[0]}. Name a complete copy of the model, in safetensors.")
+    return [str(folder / name) for name in sorted(names)]
+
+
+def check_json_file(path: Path, key: str | None = None) -> None:
+    """Raises `ValueError` for a file that is missing, or is not a JSON object with `key`."""
+    advice = "Save it again, or download it again."
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"{path} is not JSON ({error}). {advice}") from error
+    if not isinstance(content, dict) or (key is not None and key not in content):
+        raise ValueError(f"{path} is not an object{f' with `{key}`' if key else ''}. {advice}")
+
+
+_BASE_MODEL_SIZES = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+
+
+def base_model_files(config, download: dict) -> list[str]:
+    """The files of the base model's weights, downloaded when they are not on this machine.
+
+    Raises:
+        `OSError`: a base model that is not there.
+        `ValueError`: one that the aligner was not trained around, by the sizes in its configuration.
+    """
+    name = config.base_model_name_or_path
+    if name is None:
+        raise ValueError("The checkpoint holds no base model and names none: pass `base_model_name_or_path`.")
+    download = {key: download[key] for key in ("cache_dir", "local_files_only", "token") if key in download}
+    folder = find_model("base model", name, BASE_MODEL_FILES, revision=config.base_model_revision, **download)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"The base model's folder {folder} has no config.json. Name a complete copy of it.")
+    found, trained = AutoConfig.from_pretrained(folder).to_dict(), config.text_config.to_dict()
+    others = [field for field in _BASE_MODEL_SIZES if found.get(field) != trained.get(field)]
+    if others:
+        described = ", ".join(f"{field} {trained.get(field)} (found {found.get(field)})" for field in others)
+        raise ValueError(
+            f"The base model {name} is not the one this aligner was trained around: a {config.text_config.model_type} "
+            f"with {described}. Point `base_model_name_or_path` to the right one."
+        )
+    return weight_files(folder)
+
+
+def check_base_model_loaded(model, info, load_config, checkpoint: str | None) -> None:
+    """Refuses a base model that lacks weights, has some of another shape or, as part of a `checkpoint`, others too."""
+    where, kind = f"base model {model.config.base_model_name_or_path}", model.config.text_config.model_type
+    if checkpoint is not None:
+        where = f"checkpoint {checkpoint}, which is to hold its base model,"
+    lacking = {key for key in info.missing_keys if not model.is_aligner_key(key)} - model.all_tied_weights_keys.keys()
+    # The bare model reads the file of one with a head.
+    surplus = {key for key in info.unexpected_keys if checkpoint is not None and not key.startswith("lm_head.")}
+    shapes = {} if load_config.ignore_mismatched_sizes else {key: each for key, *each in info.mismatched_keys}
+    faults = {"lacks {} weights of a": lacking, "has {} weights that are none of a": surplus}
+    for fault, keys in (faults | {"has {} weights of other sizes than a": shapes}).items():
+        if keys:
+            raise ValueError(
+                f"The {where} {fault.format(len(keys))} {kind}, first `{min(keys)}`. Download it again, or name a "
+                "complete copy."
+            )
+
+
+def base_model_renamings(model) -> list[WeightRenaming]:
+    """From the names in a base model's checkpoint to ours: the decoder's prefix, and linears that carry LoRA."""
+    prefix = "model." if model.base_model_prefix in dict(model.named_children()) else ""
+    linears = (key.partition(".base_layer.")[0] for key in model.state_dict() if ".base_layer." in key)
+    leaves = {name.rsplit(".", 1)[-1] for name in linears}
+    renamings = [WeightRenaming(r"^(?:model|transformer|gpt_neox)\.(?!backbone\.|projector\.)", f"{prefix}backbone.")]
+    if leaves:
+        linears = "|".join(sorted(leaves))
+        renamings.append(WeightRenaming(rf"\.({linears})\.(?=weight$|bias$)", r".\1.base_layer."))
+    return renamings
+
+
+def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
+    """SHA-256 of names, types, shapes and values."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+class _Read(NamedTuple):
+    """A weight as it was read."""
+
+    owner: torch.nn.Module
+    attribute: str
+    weight: torch.Tensor
+    alias: torch.Tensor  # keeps the memory, so that no other weight gets its address
+    version: int
+    digest: bytes
+
+    def is_current(self) -> bool:
+        weight = getattr(self.owner, self.attribute)
+        is_there = weight is self.weight and weight.data_ptr() == self.alias.data_ptr()
+        return is_there and _version(weight) == self.version
+
+
+def _version(weight: torch.Tensor) -> int:
+    """Grows with each write that PyTorch counts; those to weights of inference mode are not counted."""
+    return 0 if weight.is_inference() else weight._version
+
+
+class WatchedWeights:
+    """Digests of a module's weights. A weight is read again when it has moved, been replaced, or been written to by
+    PyTorch: by an optimizer, an operation in place, `load_state_dict`, `to`.
+
+    Nobody tells of writes through `.data`, a NumPy array or a pointer, nor of modules and hooks that are added or
+    replaced. Which of PEFT's adapters are on, and how they are scaled, is looked up.
+
+    Args:
+        module (`nn.Module`): Whose weights.
+        part_of (`Callable`): The part that a weight belongs to, by its name; each part has a digest.
+    """
+
+    def __init__(self, module: torch.nn.Module, part_of: Callable[[str], str]):
+        self.module, self._part_of = module, part_of
+        self._layers = [each for each in module.modules() if isinstance(each, BaseTunerLayer)]
+        self._read: dict[str, _Read] = {}
+        self._adapters, self._digests = [], {}
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each part's names, types, shapes and values.
+
+        Raises:
+            `ValueError`: a weight that cannot be watched, by its name.
+        """
+        adapters = [
+            (m.active_adapter, m.disable_adapters, *m.merged_adapters, *m.scaling.items()) for m in self._layers
+        ]
+        if self._digests and adapters == self._adapters and all(each.is_current() for each in self._read.values()):
+            return self._digests
+        self._adapters, modules, parts = adapters, [], {}
+        found: dict[int, tuple] = {}  # tied weights once
+        for prefix, module in self.module.named_modules():
+            modules.append((prefix, type(module).__qualname__))
+            for name, weight in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                found.setdefault(id(weight), (f"{prefix}.{name}".lstrip("."), module, name, weight))
+        first = hashlib.sha256(repr((adapters, modules)).encode())
+        for whole_name, owner, name, weight in found.values():
+            read = self._read.get(whole_name)
+            if read is None or read.weight is not weight or not read.is_current():
+                self._read[whole_name] = read = _read(whole_name, owner, name, weight)
+            part = parts.setdefault(self._part_of(whole_name), first.copy())
+            part.update(f"{whole_name} {weight.dtype} {tuple(weight.shape)}".encode() + read.digest)
+        self._digests = {part: digest.hexdigest() for part, digest in parts.items()}
+        return self._digests
+
+
+def _read(whole_name: str, owner: torch.nn.Module, name: str, weight: torch.Tensor) -> _Read:
+    if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.is_meta or weight.layout != torch.strided:
+        raise ValueError(
+            f"The weight `{whole_name}` is of type {type(weight).__name__} on {weight.device}; nobody can tell when "
+            "such a weight changes, so prefixes computed with it are not kept. Load the model whole and without "
+            "quantization, or call `generate` without a store."
+        )
+    values = weight.detach().cpu().contiguous().flatten().view(torch.uint8)
+    digest = hashlib.sha256(values.numpy()).digest()
+    return _Read(owner, name, weight, weight.detach(), _version(weight), digest)

@@ -1,1 +1,0 @@
-../../backbones_arcaligner.py

@@ -1,0 +1,1 @@
+../../base_model_arcaligner.py

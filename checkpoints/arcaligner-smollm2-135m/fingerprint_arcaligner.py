@@ -1,1 +1,0 @@
-../../fingerprint_arcaligner.py

@@ -1,1 +1,0 @@
-../../folders_arcaligner.py

@@ -1,0 +1,1 @@
+../../layers_arcaligner.py

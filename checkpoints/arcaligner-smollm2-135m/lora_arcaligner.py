@@ -1,1 +1,0 @@
-../../lora_arcaligner.py

@@ -1,1 +1,0 @@
-../../passages_arcaligner.py

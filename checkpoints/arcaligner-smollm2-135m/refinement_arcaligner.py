@@ -1,1 +1,0 @@
-../../refinement_arcaligner.py

@@ -1,0 +1,533 @@
+"""What ArcAligner adds to a decoder layer of the backbone: LoRA on slot rows, and Algorithm 1 (Eq. 3 to 9).
+
+    y = W x + M_r * s * B A x            Eq. 3, in each linear, row by row: M_r = 1 on slots and 0 on text
+    layer, gate, layer, gate, ...        Eq. 4 to 9: slots whose gate is open pass through the layer again
+
+The layer opens `lora_on` around its own forward, and every LoRA layer inside reads from it which rows are slots.
+Outside of it (decoding, text) the LoRA is off and a linear is exactly the frozen one.
+
+Which rows a step computes is decided here by two classes, for training and for inference; what these rows are and what
+they may read stands in `slot_rows_arcaligner.py`.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable
+from types import EllipsisType
+from typing import Any, NamedTuple
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import LoraVariant
+from torch import nn
+
+from .base_model_arcaligner import (
+    is_recording_outputs,
+    not_recording_outputs,
+)
+from .configuration_arcaligner import ArcAlignerConfig
+from .slot_rows_arcaligner import (
+    ROW_KERNELS,
+    KeysValuesComplete,
+    KeysValuesRecorder,
+    LayerCost,
+    LayerKeysValues,
+    RefinementKeysValues,
+    RefinementSettings,
+    SharedStepInputs,
+    SlotRows,
+    StepInputs,
+    StepRows,
+    count_layer_cost,
+    gather_rotary,
+    open_slots_plan,
+    step_inputs,
+    take_rows,
+)
+
+
+@functools.cache
+def _subclass(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def _empty_module(mixin: type, cls: type[nn.Module]) -> nn.Module:
+    """Makes the empty module that `pickle` and `copy` fill: pickle cannot find two classes under one name."""
+    subclass = _subclass(mixin, cls)
+    return subclass.__new__(subclass)
+
+
+class InPlaceMixin:
+    """Base of the mixins for `mix_in`; they come before the module's own class."""
+
+    def __reduce_ex__(self, protocol):
+        return _empty_module, type(self).__bases__, self.__getstate__()
+
+
+def mix_in(mixin: type[InPlaceMixin], module: nn.Module) -> None:
+    """Puts `mixin` before the class of `module`, in place."""
+    module.__class__ = _subclass(mixin, type(module))
+
+
+ADAPTER_NAME = "slot"
+
+ALL_ROWS = ...
+
+# Of flat rows (batch * seq_len, features): indices (num_slots,), where slots stand together a slice, or all rows.
+RowIndex = torch.Tensor | slice | EllipsisType
+
+
+class _SlotScope(threading.local):
+    def __init__(self):  # runs in each thread; defaults of the class would be another thing to compiled code
+        self.rows: RowIndex | None = None  # None: LoRA off. ALL_ROWS: each row is a slot.
+
+
+_scope = _SlotScope()
+
+
+@contextlib.contextmanager
+def lora_on(rows: RowIndex | None):
+    """Inside, LoRA is applied to `rows`: PEFT's layers are called by the backbone's attention and MLP, which pass no
+    such argument on."""
+    before, _scope.rows = _scope.rows, rows
+    try:
+        yield
+    finally:
+        _scope.rows = before
+
+
+class SlotLoraVariant(LoraVariant):
+    """PEFT's hook for another LoRA formula in its own layers: here the usual one, on slot rows only."""
+
+    def supports_lora_conversion(self) -> bool:
+        return False
+
+    @staticmethod
+    def init(module: LoraLayer, adapter_name: str, **kwargs) -> None:
+        pass
+
+    @staticmethod
+    def _refuse_merge(module, active_adapter, orig_weight):
+        raise ValueError(
+            f"LoRA adapter `{active_adapter}` cannot be merged: it applies to context slots only, a merged weight "
+            "would apply it to text as well. Keep it unmerged; text rows already run on the frozen weights alone."
+        )
+
+    merge_safe = merge_unsafe = unmerge = _refuse_merge
+
+    @staticmethod
+    def forward(module, active_adapter, x, result, **kwargs):
+        """Eq. 3: adds the residual to the slot rows of the frozen `result` (batch, seq_len, out_features)."""
+        rows = _scope.rows
+        if rows is None:
+            return result
+        down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
+        x = x.reshape(-1, x.shape[-1])  # (batch * seq_len, in_features)
+        slots = x.index_select(0, rows) if isinstance(rows, torch.Tensor) else x[rows]  # (num_slots, in_features)
+        slots = down(module.lora_dropout[active_adapter](slots.to(down.weight.dtype)))  # (num_slots, r)
+        residual = up(slots * module.scaling[active_adapter]).to(result.dtype)  # (num_slots, out_features)
+        flat = result.reshape(-1, result.shape[-1])  # (batch * seq_len, out_features)
+        if torch.is_grad_enabled():  # autograd and hooks may hold the frozen result
+            if isinstance(rows, torch.Tensor):
+                flat = flat.index_add(0, rows, residual)
+            elif rows is ALL_ROWS:
+                flat = flat + residual
+            else:
+                flat = flat.slice_scatter(flat[rows] + residual, 0, rows.start, rows.stop)
+        elif isinstance(rows, torch.Tensor):  # a copy of all text rows in each linear would cost a tenth of a prefill
+            flat.index_add_(0, rows, residual)
+        else:
+            flat[rows] += residual
+        return flat.view_as(result)
+
+
+class SlotLoraLayer(InPlaceMixin):
+    """A PEFT layer that is its frozen linear where there are no slots, as when decoding: PEFT's bookkeeping takes
+    longer there than the linears of a small backbone."""
+
+    def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        is_alone = self.active_adapter == [ADAPTER_NAME] and not self.merged_adapters
+        if _scope.rows is None and is_alone and not (args or kwargs):
+            return self.base_layer(x)
+        return super().forward(x, *args, **kwargs)
+
+
+def slot_lora_layers(module: nn.Module):
+    """The PEFT layers below `module` that carry the slot LoRA."""
+    return (m for m in module.modules() if isinstance(m, LoraLayer) and ADAPTER_NAME in m.lora_A)
+
+
+def check_adapters(backbone: nn.Module) -> None:
+    """Raises `ValueError` where an adapter other than the slots' LoRA is active or merged."""
+    layer = next(slot_lora_layers(backbone), None)  # none with `lora_r=0`
+    adapters = [ADAPTER_NAME] if layer is None else [*layer.active_adapters, *layer.merged_adapters]
+    if adapters != [ADAPTER_NAME]:
+        raise ValueError(
+            f"PEFT adapter {adapters} is active or merged, which switches the slots' own LoRA `{ADAPTER_NAME}` off. "
+            "ArcAligner brings its LoRA: train it with `set_stage` and without a `peft_config`."
+        )
+
+
+def inject_slot_lora(backbone: nn.Module, layers: nn.ModuleList, config) -> None:
+    """Puts PEFT's LoRA layers (adapter `slot`) into `backbone`, in place; none with `lora_r=0`."""
+    if config.lora_r == 0:
+        return
+    targets = config.lora_target_modules
+    if targets == "all-linear":  # those of the decoder layers
+        linears = {module for module in layers.modules() if isinstance(module, nn.Linear)}
+        targets = [name for name, module in backbone.named_modules() if module in linears]
+    lora_config = LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        bias="none",
+        target_modules=targets,
+    )
+    inject_adapter_in_model(lora_config, backbone, ADAPTER_NAME)
+    for layer in list(slot_lora_layers(backbone)):
+        mix_in(SlotLoraLayer, layer)
+        layer.lora_variant[ADAPTER_NAME] = SlotLoraVariant()
+        layer.cast_input_dtype_enabled = False  # the variant casts the slot rows, PEFT would cast all rows
+
+
+class SlotGate(nn.Module):
+    """The gate of one layer (Eq. 5): slot states (..., hidden) to the probability (..., 1) of another pass."""
+
+    def __init__(self, hidden_size: int, gate_hidden_size: int):
+        super().__init__()
+        self.up = nn.Linear(hidden_size, gate_hidden_size)
+        self.act = nn.SiLU()
+        self.out = nn.Linear(gate_hidden_size, 1)
+
+    def forward(self, slots: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(slots.device.type, enabled=False):
+            return torch.sigmoid(self.out(self.act(self.up(slots.to(self.up.weight.dtype)))))
+
+
+def straight_through_gate(prob: torch.Tensor, is_open: torch.Tensor) -> torch.Tensor:
+    """Eq. 7: the hard decision in the forward pass, the probability's gradient in the backward pass.
+
+    >>> prob = torch.tensor([0.25, 0.5, 0.75])
+    >>> straight_through_gate(prob, prob >= 0.5)
+    tensor([0., 1., 1.])
+    """
+    return prob + (is_open.to(prob.dtype) - prob).detach()
+
+
+def gated_update(states: torch.Tensor, candidate: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Eq. 8: slots (batch, width, hidden) take the `candidate` where their `gate` (batch, width, 1) is open: a truth
+    value or, in training, a number of [`straight_through_gate`]."""
+    if gate.dtype == torch.bool:
+        return torch.where(gate, candidate, states)
+    return states + gate.to(states.dtype) * (candidate - states)
+
+
+# Steps of a layer
+
+
+class RecordedDepths:
+    """Refinement steps of slots. Layers return hidden states only, so they write their steps here. Not a dictionary
+    itself: hooks that move a layer's inputs to its device would copy it."""
+
+    def __init__(self):
+        self.by_layer: dict[int, torch.Tensor] = {}  # each (batch, max_slots)
+
+
+class Slots(NamedTuple):
+    """All that the layers of one forward know about its slots, as one keyword argument, which gradient checkpointing
+    passes again when it repeats a layer."""
+
+    rows: SlotRows
+    settings: RefinementSettings
+    depths: RecordedDepths
+    shared_inputs: SharedStepInputs
+
+
+# If at least this share of the slots is open, a step computes all of them.
+DENSE_STEP_SHARE = 7 / 8
+
+
+def _write_slots(hidden_states: torch.Tensor, states: torch.Tensor, rows: SlotRows) -> torch.Tensor:
+    """Eq. 9: `states` (batch, max_slots, hidden) on the slot rows of `hidden_states` (batch, seq_len, hidden)."""
+    flat = hidden_states.reshape(-1, hidden_states.shape[-1])  # (batch * seq_len, hidden)
+    slots = states.reshape(-1, states.shape[-1]).index_select(0, rows.slot_cells)  # (num_slots, hidden)
+    return flat.index_copy(0, rows.slot_rows, slots).view_as(hidden_states)
+
+
+# The layer for the rows of a step (`None`: all slots), as a function of their states (batch, width, hidden).
+SlotPass = Callable[[StepRows | None], Callable[[torch.Tensor], torch.Tensor]]
+
+
+class AllSlotsSteps:
+    """Steps of one layer that compute every slot: in training, where the gradient of a closed gate needs its candidate
+    (Eq. 7), and in compiled code, whose operations may not depend on what the gates decide."""
+
+    def __init__(self, layer, hidden_states: torch.Tensor, slots: Slots, slot_pass: SlotPass):
+        self.layer, self.hidden_states, self.slots = layer, hidden_states, slots
+        self.reapply = slot_pass(None)
+        self.depth = torch.zeros_like(slots.rows.slot_positions)  # (batch, max_slots)
+
+    def can_ask(self) -> bool:
+        """Whether gates may be asked: always, no budget goes with this."""
+        return True
+
+    def narrow(self, states: torch.Tensor, gate: torch.Tensor, prob: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All slots are computed; counts those that are open."""
+        rows, is_open = self.slots.rows, prob >= self.slots.settings.gate_threshold  # (batch, max_slots, 1)
+        if not self.layer.training:
+            gate = is_open = is_open & rows.refinable(self.layer.is_last)[:, :, None]
+        self.depth = self.depth + (is_open[:, :, 0] & (rows.slot_positions >= 0))
+        return states, gate
+
+    def write_back(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Eq. 9, and the steps that each slot took (batch, max_slots)."""
+        return _write_slots(self.hidden_states, states, self.slots.rows), self.depth
+
+
+class OpenSlotsSteps:
+    """Steps of one layer at inference: of the slots whose gate is open after the mandatory pass. That is exact, since a
+    closed gate reads an unchanged slot and stays closed. Where nearly all are open, a step computes the others too."""
+
+    def __init__(self, layer, hidden_states: torch.Tensor, slots: Slots, slot_pass: SlotPass):
+        self.layer, self.hidden_states, self.slots, self._slot_pass = layer, hidden_states, slots, slot_pass
+        self.is_taken = self.is_open = slots.rows.refinable(layer.is_last)  # (batch, width), all slots at first
+        self.cells: torch.Tensor | None = None  # (batch, width), which slots are computed; None for all
+        self.depth: torch.Tensor | None = None  # (batch, width), once a slot is open
+
+    def _asked(self) -> torch.Tensor:
+        """Slots (batch, width) whose gates are asked: a row in which all have closed is done."""
+        return self.is_taken & self.is_open.any(dim=1, keepdim=True)
+
+    def can_ask(self) -> bool:
+        """Whether a row can pay for its gates; without a budget it can."""
+        budget = self.slots.settings.budget
+        return budget is None or budget.pay_gates(self.layer.slot_cost, self._asked().sum(dim=1))
+
+    def narrow(
+        self, states: torch.Tensor, gate: torch.Tensor, prob: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """States and gates of the slots that are computed, (batch, width, ...); no gates where none is open."""
+        settings, rows, cost = self.slots.settings, self.slots.rows, self.layer.slot_cost
+        budget, is_first = settings.budget, self.depth is None
+        self.is_open = gate[:, :, 0] & self._asked()
+        if budget is not None and is_first:
+            self.is_open = budget.take_slots(prob[:, :, 0], self.is_open, cost, rows)
+        elif budget is not None:
+            self.is_open = budget.take_step(self.is_open, self.is_taken, cost, rows)
+        # Where each slot takes each step the host knows, and does not wait for the device.
+        if not settings.takes_all and not bool(self.is_open.any()):
+            return states, None
+        if is_first:
+            states = self._lay_out(states)
+        self.depth = self.depth + self.is_open
+        return states, self.is_open[:, :, None]
+
+    def _lay_out(self, states: torch.Tensor) -> torch.Tensor:
+        """Decides which slots the steps compute, and gives their states (batch, width, hidden)."""
+        step_rows, width = None, self._width(self.is_open)
+        if width < self.is_open.shape[1]:  # as many as the fullest row has; others are filled up with closed slots
+            self.cells = (~self.is_open).to(torch.int8).argsort(dim=1, stable=True)[:, :width]  # (batch, width)
+            self.is_open = self.is_open.gather(1, self.cells)
+            step_rows = open_slots_plan(self.slots.rows, self.cells, self.is_open)
+            states = take_rows(states, self.cells)
+        self.is_taken, self.depth = self.is_open, torch.zeros_like(self.is_open, dtype=torch.long)
+        self.reapply = self._slot_pass(step_rows)
+        return states
+
+    def _width(self, gate_open: torch.Tensor) -> int:
+        """Slots of a row that a step computes: the open ones (batch, max_slots) of the fullest row, or all."""
+        max_slots, settings = gate_open.shape[1], self.slots.settings
+        has_choice = self.layer.arcaligner_config.text_config._attn_implementation in ROW_KERNELS
+        if settings.takes_all or not has_choice:
+            return max_slots
+        width = int(gate_open.sum(dim=1).max())
+        # Without a budget, a few closed slots are computed too: cheaper than to read each of them like text.
+        return max_slots if settings.budget is None and width >= DENSE_STEP_SHARE * max_slots else width
+
+    def write_back(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Eq. 9, and the steps that each slot took (batch, max_slots), if any took one."""
+        rows, depth = self.slots.rows, self.depth
+        if depth is None:
+            return self.hidden_states, None
+        if self.cells is not None:
+            all_states = take_rows(self.hidden_states, rows.slot_positions)  # (batch, max_slots, hidden)
+            states = all_states.scatter(1, self.cells[:, :, None].expand_as(states), states)
+            depth = torch.zeros_like(rows.slot_positions).scatter(1, self.cells, depth)
+        return _write_slots(self.hidden_states, states, rows), depth
+
+
+class SlotDecoderLayer(InPlaceMixin):
+    """What ArcAligner adds to a decoder layer of the backbone; mixed in place before the layer's own class.
+
+    The layer keeps its class name, its state-dict keys and its place in checkpointing, sharding and output recording.
+    """
+
+    arcaligner_config: ArcAlignerConfig
+    layer_idx: int
+    is_last: bool
+    slot_cost: LayerCost
+    _compiled_algorithm: Callable | None = None
+
+    def forward(self, hidden_states: torch.Tensor, slots: Slots | None = None, **kwargs) -> torch.Tensor:
+        """Runs the backbone's layer and, with `slots`, its part of Algorithm 1; all (batch, seq_len, hidden)."""
+        if slots is None and self._compiled_algorithm is None:  # a generated token: the layer as it was
+            return super().forward(hidden_states, **kwargs)
+        run = self._algorithm_1 if self._compiled_algorithm is None else self._run_compiled
+        hidden_states, depth = run(hidden_states, slots, kwargs)
+        if depth is not None:
+            slots.depths.by_layer[self.layer_idx] = depth
+        return hidden_states
+
+    def _algorithm_1(
+        self, hidden_states: torch.Tensor, slots: Slots | None, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The body of Algorithm 1's loop over layers.
+
+        Returns the layer's output (batch, seq_len, hidden) and, if it refined, the steps of its slots
+        (batch, max_slots).
+        """
+        if slots is None:
+            return super().forward(hidden_states, **kwargs), None
+        with lora_on(slots.rows.row_index()):
+            hidden_states = super().forward(hidden_states, **kwargs)  # Eq. 4: the mandatory pass, LoRA on slots (Eq. 3)
+        if not self._may_refine(slots):
+            return self._with_unused_gate(hidden_states, slots.settings), None
+        takes_all_slots = self.training or torch.compiler.is_compiling()
+        slot_pass = functools.partial(self._slot_pass, hidden_states, slots, kwargs)
+        steps = (AllSlotsSteps if takes_all_slots else OpenSlotsSteps)(self, hidden_states, slots, slot_pass)
+        states = take_rows(hidden_states, slots.rows.slot_positions)  # (batch, max_slots, hidden)
+        for _ in range(slots.settings.max_refinement_steps):
+            if not steps.can_ask():  # a budget is spent
+                break
+            prob = self.gate_prob(states, slots.settings)  # Eq. 5, (batch, width, 1)
+            is_open = prob >= slots.settings.gate_threshold
+            gate = straight_through_gate(prob, is_open) if self.training else is_open  # Eq. 7
+            states, gate = steps.narrow(states, gate, prob)  # (batch, width, ...): only slots that a step computes
+            if gate is None:  # all closed: they read what has not changed, and stay closed
+                break
+            candidate = steps.reapply(states)  # Eq. 6
+            states = gated_update(states, candidate, gate)  # Eq. 8
+        return steps.write_back(states)  # Eq. 9: text rows stay; and the depths
+
+    def _may_refine(self, slots: Slots) -> bool:
+        """Whether this layer takes steps at all."""
+        settings, rows = slots.settings, slots.rows
+        if self.slot_gate is None or settings.gate_mode == "off" or settings.max_refinement_steps == 0:
+            return False
+        # Nothing reads the slots of the last layer, except a prompt that ends in one; training takes all steps.
+        return rows.slot_rows.shape[0] > 0 and (self.training or not self.is_last or rows.ends_in_slot is not None)
+
+    def _with_unused_gate(self, hidden_states: torch.Tensor, settings: RefinementSettings) -> torch.Tensor:
+        """In training, a gate without slots gets a zero gradient instead of none: other processes wait for it."""
+        if not self.training or self.slot_gate is None or settings.gate_mode != "adaptive":
+            return hidden_states
+        return hidden_states + self.slot_gate(hidden_states[:, :0]).sum().to(hidden_states.dtype)
+
+    def gate_prob(self, slot_states: torch.Tensor, settings: RefinementSettings) -> torch.Tensor:
+        """Eq. 5: slot states (..., hidden) to probabilities (..., 1); 1 in the mode `always`."""
+        if settings.gate_mode == "always":
+            return slot_states.new_ones(*slot_states.shape[:-1], 1)
+        return self.slot_gate(slot_states)
+
+    def compile(self, *args, **kwargs) -> None:
+        """As `nn.Module.compile`. The layer's index and its place in the cache stay outside, so that layers share
+        compiled code.
+
+        Compiled code does the same work for any decision of the gates and the host reads no value, so that it can be
+        captured in a CUDA graph: every slot is computed in each of `max_refinement_steps` steps. Not compiled are a
+        forward with a budget, one that records attentions, and one whose cache is offloaded or has no place for the
+        layer yet (a static cache before `early_initialization`, `DynamicCache` without a configuration).
+        """
+        self._compiled_algorithm = torch.compile(self._algorithm_1, *args, **kwargs)
+
+    def _run_compiled(self, hidden_states, slots, kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        has_budget = slots is not None and slots.settings.budget is not None
+        cache = kwargs.get("past_key_values")
+        if has_budget or is_recording_outputs() or not LayerKeysValues.fits(cache, self.layer_idx):
+            return self._algorithm_1(hidden_states, slots, kwargs)
+        if cache is not None:
+            kwargs = {**kwargs, "past_key_values": LayerKeysValues(cache.layers[self.layer_idx])}
+        if slots is not None:  # without the span: code would be compiled for each place of the slots
+            slots = slots._replace(rows=slots.rows._replace(slot_span=None))
+        return self._compiled_algorithm(hidden_states, slots, kwargs)
+
+    def __getstate__(self):
+        state = super().__getstate__()
+        state.pop("_compiled_algorithm", None)  # it holds this layer: a copy would run this layer's weights
+        return state
+
+    def _slot_pass(
+        self, hidden_states: torch.Tensor, slots: Slots, kwargs: dict[str, Any], step_rows: StepRows | None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The layer as a function of the states (batch, width, hidden) of all slots or those of `step_rows`; all other
+        rows stay fixed."""
+        if self.arcaligner_config.text_config._attn_implementation not in ROW_KERNELS:
+            return self._prefix_pass(hidden_states, slots.rows, kwargs)
+        if step_rows is None:
+            inputs = slots.shared_inputs.get(slots.rows, kwargs, hidden_states.dtype)
+        else:
+            inputs = step_inputs(step_rows, kwargs, hidden_states.dtype)
+        cache = RefinementKeysValues(*self._fixed_keys_values(hidden_states, inputs, kwargs))
+        step_kwargs = {**kwargs, **inputs.for_slots, "past_key_values": cache}
+
+        def reapply(states: torch.Tensor) -> torch.Tensor:
+            with lora_on(ALL_ROWS), not_recording_outputs():
+                return super(SlotDecoderLayer, self).forward(states, **step_kwargs)
+
+        return reapply
+
+    def _fixed_keys_values(
+        self, hidden_states: torch.Tensor, inputs: StepInputs, kwargs: dict
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Keys and values of the rows that stay in a step, each (batch, heads, max_fixed, head_dim)."""
+        if inputs.rows.fixed_positions.shape[1] == 0:
+            return None, None
+        recorder = KeysValuesRecorder()
+        fixed = take_rows(hidden_states, inputs.rows.fixed_positions)  # (batch, max_fixed, hidden)
+        fixed_kwargs = {**kwargs, **inputs.for_fixed, "past_key_values": recorder}
+        try:
+            with lora_on(inputs.rows.fixed_slots), not_recording_outputs():
+                super().forward(fixed, **fixed_kwargs)
+        except KeysValuesComplete:  # the only way to leave any backbone's layer once its keys and values are known
+            pass
+        assert recorder.keys is not None, "the layer's attention wrote no keys and values to the cache it was given"
+        return recorder.keys, recorder.values
+
+    def _prefix_pass(self, hidden_states: torch.Tensor, rows: SlotRows, kwargs: dict):
+        """Like `_slot_pass`, for attention kernels that take no custom mask: the layer runs on the whole prefix."""
+        compiling = torch.compiler.is_compiling()
+        length = hidden_states.shape[1] if compiling else int(rows.slot_positions.max()) + 1
+        prefix = hidden_states[:, :length]
+        batch, _, hidden = prefix.shape
+        prefix_rows = rows.slot_rows // hidden_states.shape[1] * length + rows.slot_rows % hidden_states.shape[1]
+        step_kwargs = {**kwargs, "use_cache": False, "past_key_values": None}
+        step_kwargs |= gather_rotary(kwargs, torch.arange(length, device=prefix.device).expand(batch, -1))
+        if (mask := kwargs["attention_mask"]) is not None:
+            step_kwargs["attention_mask"] = mask[:, :length] if mask.dim() == 2 else mask[..., :length, :length]
+
+        def reapply(states: torch.Tensor) -> torch.Tensor:
+            current = states.reshape(-1, hidden).index_select(0, rows.slot_cells)
+            whole = prefix.reshape(-1, hidden).index_copy(0, prefix_rows, current).view(batch, length, hidden)
+            with lora_on(prefix_rows), not_recording_outputs():
+                whole = super(SlotDecoderLayer, self).forward(whole, **step_kwargs)
+            return take_rows(whole, rows.slot_positions)
+
+        return reapply
+
+
+def add_slots_to_layer(layer: nn.Module, layer_idx: int, config: ArcAlignerConfig) -> None:
+    """Turns a decoder layer into a `SlotDecoderLayer`, in place, with a gate if the configuration has one there."""
+    mix_in(SlotDecoderLayer, layer)
+    layer.arcaligner_config = config
+    layer.layer_idx = layer_idx
+    layer.is_last = layer_idx == config.text_config.num_hidden_layers - 1
+    is_gated = layer_idx in config.gated_layers
+    layer.slot_gate = SlotGate(config.text_config.hidden_size, config.gate_hidden_size) if is_gated else None
+    layer.slot_cost = count_layer_cost(layer, config.text_config)
+
+
+def slot_decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The `SlotDecoderLayer`s of a model, in order."""
+    return [module for module in model.modules() if isinstance(module, SlotDecoderLayer)]
