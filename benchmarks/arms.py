@@ -22,10 +22,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from ..common.rows import Row
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..passages_arcaligner import pad_words
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..rows import Row
 from ..train.data import passages_text
 
 BUDGET = 0.2

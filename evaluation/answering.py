@@ -16,13 +16,13 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, LogitsProcessorList
 
+from ..common.rows import Row
 from ..confidence_arcaligner import AnswerConfidence
 from ..configuration_arcaligner import default_dtype
 from ..folders_arcaligner import resolve_model
 from ..lora_arcaligner import ADAPTER_NAME, slot_lora_layers
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..rows import Row
 from ..train.data import passages_text, text_prompt
 from ..train.metrics import MAX_NEW_TOKENS
 

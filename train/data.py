@@ -21,10 +21,10 @@ import torch
 from datasets import Features, List, Value
 from torch.nn.utils.rnn import pad_sequence
 
-from ..files import stable_number
+from ..common.files import stable_number
+from ..common.rows import Row
 from ..passages_arcaligner import pad_words
 from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE, ArcAlignerProcessor
-from ..rows import Row
 from ..segmentation_arcaligner import EMPTY_SEGMENT, SegmentTokens, equal_runs, run_ends
 
 # The paper's Table "Stage-I instruction templates", in its order. A template there reads "... [B] ... [T]": the slots

@@ -17,8 +17,8 @@ from peft.utils import CONFIG_NAME
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
+from ..common.rows import Row
 from ..folders_arcaligner import resolve_model, written_whole
-from ..rows import Row
 from .corpora import open_corpus
 from .data import full_text
 from .recipe import run_script

@@ -24,9 +24,10 @@ from ..configuration_arcaligner import ArcAlignerConfig
 from ..folders_arcaligner import resolve_model
 from ..modeling_arcaligner import ArcAlignerForCausalLM, slot_decoder_layers
 from ..processing_arcaligner import ArcAlignerProcessor
+from ..share.export import save_stage
 from .data import ContextCollator, ExampleBuilder, word_rarity
 from .recipe import RecipeArguments, check_start, resolve_dtype, run_script
-from .run import claim_folder, last_checkpoint, last_checkpoints, mean_of_checkpoints, save_stage
+from .run import claim_folder, last_checkpoint, last_checkpoints, mean_of_checkpoints
 from .selection import ExampleSelector
 from .stages import SCRIPT
 from .trainer import AlignerTrainer, AlignerTrainingConfig

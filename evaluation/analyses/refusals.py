@@ -16,8 +16,8 @@ import numpy as np
 import typer
 from matplotlib.figure import Figure
 
+from ...common.files import markdown_table
 from ...confidence_arcaligner import confidence
-from ...files import markdown_table
 from ...processing_arcaligner import ArcAlignerProcessor
 from ..methods import find_method
 from ..metrics import ratio_interval

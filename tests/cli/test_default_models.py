@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, default_models
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
+from arcaligner.cli import default_models
 from arcaligner.configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
 from arcaligner.folders_arcaligner import BASE_MODEL_FILES, find_model, missing_model_message, resolve_model
 
