@@ -2,7 +2,7 @@
 
 import gc
 
-from .files import exit_on_user_error, require_extra
+from .common.files import exit_on_user_error, require_extra
 
 
 def main() -> None:
@@ -10,7 +10,7 @@ def main() -> None:
     try:
         with exit_on_user_error():
             require_extra("cli", "typer", "rich")
-            from .cli import main
+            from .cli.app import main
 
             main()
     finally:

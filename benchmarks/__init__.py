@@ -1,5 +1,5 @@
 """Reports on a trained aligner and timings, each with the machine it ran on."""
 
-from ..files import require_extra
+from ..common.files import require_extra
 
 require_extra("evaluation", "datasets", "matplotlib", "trl", "typer")

@@ -22,9 +22,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from ..common.rows import Row
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..rows import Row
 from ..slot_rows_arcaligner import pad_words
 from ..train.data import passages_text
 

@@ -24,11 +24,11 @@ import torch
 import typer
 from transformers import PreTrainedModel
 
+from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, describe_machine, run_command
+from ..common.rows import Row, read_rows
 from ..evaluation.settings import split_rates
-from ..files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, describe_machine, run_command
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..rows import Row, read_rows
 from .arms import Decoding, Prompts, both_prompts, cache_bytes, encoded_slots, load_models, make_arms, pick_rows
 from .measuring import flop_counter, peak_memory, quartiles, ratio, time_interleaved
 from .report import machine_line, save_figure, size_lines

@@ -25,16 +25,16 @@ import typer
 from transformers import AutoModelForCausalLM
 
 from ..base_model_arcaligner import resolve_model
+from ..common.files import SQUAD_SAMPLE, describe_machine, markdown_table, run_command
+from ..common.rows import Row, read_rows
 from ..encoder_arcaligner import EncodedDocuments
 from ..engines.gguf_files import write_base_model
 from ..engines.llama_cpp import LlamaCppEngine, Session, import_llama_cpp
 from ..evaluation.answering import MAX_NEW_TOKENS, SlotAnswerer
 from ..evaluation.metrics import METRICS
 from ..evaluation.settings import split_rates
-from ..files import SQUAD_SAMPLE, describe_machine, markdown_table, run_command
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..rows import Row, read_rows
 from ..train.data import passages_text
 from .arms import both_prompts, encoded_slots, pick_rows, read
 from .measuring import peak_memory, time_interleaved

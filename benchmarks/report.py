@@ -14,12 +14,12 @@ import typer
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, ScalarFormatter
 
+from ..common.files import DEFAULT_CHECKPOINT, ROOT, markdown_table, run_command, write_whole
 from ..evaluation.analyses.figures import draw_curve, new_figure, save_analysis, use_powers_of_two
 from ..evaluation.methods import find_method
 from ..evaluation.publish import SPEED_FIGURES, copy_figures, with_block
 from ..evaluation.results import MAIN, MAIN_TITLE
-from ..files import DEFAULT_CHECKPOINT, ROOT, markdown_table, run_command, write_whole
-from ..hub import RESULTS_FILE
+from ..share.hub import RESULTS_FILE
 from .arms import BUDGET
 
 MARKS = "<!-- speed: benchmarks/report.py -->", "<!-- end of speed -->"

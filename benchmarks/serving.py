@@ -17,8 +17,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..files import describe_machine, run_command
-from ..rows import read_rows
+from ..common.files import describe_machine, run_command
+from ..common.rows import read_rows
 
 
 async def ask_all(url: str, key: str, questions: list[str], clients: int, body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ..files import describe_machine
+from ..common.files import describe_machine
 from ..train.recipe import RecipeArguments, resolve_dtype, run_script
 from ..train.sft import KINDS, load_processor, make_examples, make_trainer
 from ..train.stages import SCRIPT

@@ -10,7 +10,7 @@ kept.py       passages read ahead: their keys and values beside the slots
 
 import os
 
-from ..files import require_extra
+from ..common.files import require_extra
 
 os.environ.setdefault("LANCEDB_LOG", "error")  # it warns of what it is asked to do
 require_extra("corpus", "lancedb", "datasets")

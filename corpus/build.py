@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ..files import counted, digest, write_whole
+from ..common.files import counted, digest, write_whole
 from .sources import Document, Passage, read_documents
 from .table import Corpus, passage_checksums
 

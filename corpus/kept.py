@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ..files import counted
+from ..common.files import counted
 from ..generation_arcaligner import entry_shape
 from .retrieve import slot_passages
 from .table import KEPT, Corpus

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import datasets
 import pyarrow.parquet
 
-from ..files import digest, read_json_lines
-from ..reading import CONVERTED, LONGEST_TITLE, MARKDOWN, read_file
-from ..rows import parse_source
+from ..common.files import digest, read_json_lines
+from ..common.reading import CONVERTED, LONGEST_TITLE, MARKDOWN, read_file
+from ..common.rows import parse_source
 from ..segmentation_arcaligner import segment_document
 
 TEXTS = (".txt", *MARKDOWN, *CONVERTED)

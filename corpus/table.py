@@ -30,7 +30,7 @@ import torch
 from filelock import FileLock, Timeout
 from lancedb.index import FTS, BTree, IvfSq
 
-from ..files import digest
+from ..common.files import digest
 from ..segmentation_arcaligner import Segment, SegmentTokens
 from .sources import Document, Passage, passages_of
 

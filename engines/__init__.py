@@ -6,6 +6,6 @@ engine = LlamaCppEngine("exported")  # a folder of `arcaligner export-gguf`
 print(engine.answer("Who wrote it?", ["It was written by Ada."]))
 """
 
-from ..files import require_extra
+from ..common.files import require_extra
 
 require_extra("llama-cpp", "gguf")

@@ -27,10 +27,9 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ..checkpoint_arcaligner import WEIGHTS_DIGEST, AlignerCheckpointMixin, check_values
+from ..common.files import GGUF_FILE, digest, refuse_unknown, wheel_directory
 from ..configuration_arcaligner import DEFAULT_BASE_MODEL, SLOT_SETTINGS, ArcAlignerConfig, check_gates, longest_prompt
-from ..default_models import GGUF_FILE, wheel_directory
 from ..encoder_arcaligner import EncodedDocuments
-from ..files import digest, refuse_unknown
 from ..modeling_arcaligner import ArcAlignerForCausalLM, ContextProjector
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import documents_of

@@ -14,11 +14,11 @@ import safetensors.torch
 import torch
 import typer
 
+from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, run_command, write_whole
+from ..common.rows import Row, read_rows
 from ..configuration_arcaligner import check_gates
-from ..files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, run_command, write_whole
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..rows import Row, read_rows
 
 NEW_TOKENS = 16
 

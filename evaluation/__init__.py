@@ -11,6 +11,6 @@ analyses/              the paper's analyses, and quality against rate
 lm_eval_adapter        the aligner in lm-evaluation-harness
 """
 
-from ..files import require_extra
+from ..common.files import require_extra
 
 require_extra("evaluation", "datasets", "matplotlib", "trl", "typer")

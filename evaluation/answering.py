@@ -17,11 +17,11 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, LogitsProcessorList
 
 from ..base_model_arcaligner import default_dtype, resolve_model
+from ..common.rows import Row
 from ..layers_arcaligner import ADAPTER_NAME, slot_lora_layers
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..pipeline_arcaligner import AnswerConfidence
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..rows import Row
 from ..train.data import passages_text, text_prompt
 from ..train.metrics import MAX_NEW_TOKENS
 

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 from transformers import DynamicCache
 
+from ..common.rows import Row
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..rows import Row
 from ..train.data import passages_text
 from .answering import MissingMethodError, count_tokens
 

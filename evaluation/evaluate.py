@@ -17,8 +17,8 @@ from typing import Any
 from rich.progress import Progress
 
 from ..base_model_arcaligner import default_dtype
-from ..files import describe_machine, digest
-from ..rows import Row
+from ..common.files import describe_machine, digest
+from ..common.rows import Row
 from .answering import MAX_NEW_TOKENS, Answer, Answerer, MissingMethodError, in_batches, longest_first
 from .methods import Method, find_method
 from .metrics import METRICS, contains_match

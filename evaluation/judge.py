@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ..files import digest, run_command
-from ..rows import Row
+from ..common.files import digest, run_command
+from ..common.rows import Row
 from .metrics import percent_interval, shown_interval, usable_golds
 from .runs import AnswerFile, answer_files
 

@@ -18,7 +18,7 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from rich.progress import track
 
-from ..rows import Row
+from ..common.rows import Row
 from .answering import MAX_NEW_TOKENS, SlotAnswerer, in_batches, load_aligner, longest_first
 
 TASKS_DIRECTORY = Path(__file__).parent / "lm_eval_tasks"

@@ -17,9 +17,9 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from transformers.utils import CONFIG_NAME
 
+from ..common.files import digest_files
+from ..common.rows import Row
 from ..configuration_arcaligner import ArcAlignerConfig
-from ..files import digest_files
-from ..rows import Row
 from ..train.data import passages_text
 from .answering import Answerer, MissingMethodError, SlotAnswerer, TextAnswerer, load_aligner, load_text_lora
 from .compression import compressed, truncated

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..rows import contains_match, token_f1, usable_golds
+from ..common.rows import contains_match, token_f1, usable_golds
 
 
 def raw_contains_match(prediction: str, golds: Sequence[str]) -> float:

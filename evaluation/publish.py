@@ -16,9 +16,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ..common.files import DEFAULT_CHECKPOINT, ROOT, markdown_table, printable, run_command, write_whole
 from ..configuration_arcaligner import ArcAlignerConfig
-from ..files import DEFAULT_CHECKPOINT, ROOT, markdown_table, printable, run_command, write_whole
-from ..hub import RESULTS_FILE, write_model_card
+from ..share.hub import RESULTS_FILE, write_model_card
 from .methods import find_method, fingerprint
 from .results import EARLIER_HELP, add_earlier, results_page, write_results
 from .runs import answer_files

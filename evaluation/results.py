@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..files import markdown_table, write_whole
-from ..hub import METRIC_TITLES, RESULTS_FILE
+from ..common.files import markdown_table, write_whole
+from ..share.hub import METRIC_TITLES, RESULTS_FILE
 from .judge import judged_scores, judges_of
 from .methods import METHODS, find_method, sort_key, title_order
 from .metrics import METRICS, percent_interval, ratio_interval, shown_interval

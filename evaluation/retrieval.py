@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from ..common.files import DEFAULT_CHECKPOINT, run_command
+from ..common.rows import Row, read_rows
 from ..corpus.retrieve import CANDIDATES, Retriever
 from ..corpus.sources import Document
 from ..corpus.table import Corpus
-from ..files import DEFAULT_CHECKPOINT, run_command
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..rows import Row, read_rows
 from .metrics import percent_interval, shown_interval
 
 MIN_CANDIDATES = 20  # passages that are joined and re-ranked, as in the paper

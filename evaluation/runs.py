@@ -17,8 +17,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ..files import digest, write_whole
-from ..rows import Row
+from ..common.files import digest, write_whole
+from ..common.rows import Row
 
 # What may be different when a run continues.
 FREE_SETTINGS = {"machine", "checkpoint", "corpus", "batch_size"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from ..files import find_path, refuse_unknown
+from ..common.files import find_path, refuse_unknown
 from ..segmentation_arcaligner import check_tokens_per_slot
 from .methods import METHODS, Checkpoints, find_method
 from .tasks import TASKS, find_task

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import datasets
 
-from ..data_sets import HOTPOTQA, MUSIQUE, SQUAD, hotpotqa_row, musique_row, squad_row
-from ..rows import Row, read_rows
+from ..common.data_sets import HOTPOTQA, MUSIQUE, SQUAD, hotpotqa_row, musique_row, squad_row
+from ..common.rows import Row, read_rows
 from .metrics import usable_golds
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from ..common.files import refuse_unknown
 from ..corpus.sources import LONGEST_TITLE
-from ..files import refuse_unknown
 from .engine import Answer, Request
 
 # Of an answer, where a client names no number.

@@ -29,8 +29,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, cli
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.base_model_arcaligner import models_directory
+from arcaligner.cli import app as cli
 from arcaligner.configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
 
 ENCODER_WIDTH = 12
@@ -53,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests of the real default models where these are not on the machine."""
     if all((models_directory() / name).is_dir() for name in (DEFAULT_BASE_MODEL, DEFAULT_ENCODER)):
         return
-    skip = pytest.mark.skip(reason="the default models are not there: `python -m arcaligner.default_models`")
+    skip = pytest.mark.skip(reason="the default models are not there: `python -m arcaligner.cli.default_models`")
     for item in items:
         if item.get_closest_marker("default_backbone"):
             item.add_marker(skip)

@@ -7,8 +7,8 @@
 It needs `uv`, which decides by its own settings where wheels come from: for torch without CUDA, `UV_TORCH_BACKEND=cpu`
 or `UV_FIND_LINKS`. What a combination does not name is the newest that goes with it. In each environment the shipped
 checkpoint is loaded as remote code, without this package, answers a question in three ways and is saved; then the
-package trains for one step. Nothing is downloaded but wheels: `python -m arcaligner.default_models` has to have put the
-default models where they are found.
+package trains for one step. Nothing is downloaded but wheels: `python -m arcaligner.cli.default_models` has to have put
+the default models where they are found.
 """
 
 import argparse

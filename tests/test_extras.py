@@ -56,7 +56,7 @@ def test_the_command_line_itself_is_an_extra(run_without):
 
 @pytest.mark.parametrize(
     ("extra", "module"),
-    [("train", "train.export"), ("evaluation", "evaluation.publish"), ("evaluation", "benchmarks.latency")],
+    [("train", "train.validate"), ("evaluation", "evaluation.publish"), ("evaluation", "benchmarks.latency")],
 )
 def test_a_module_without_its_extra_says_in_one_line_what_to_install(run_without, extra, module):
     run = run_without(OF_EXTRAS, "-m", f"arcaligner.{module}")

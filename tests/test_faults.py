@@ -23,12 +23,12 @@ from safetensors.torch import load_file
 from tiny_models import tiny_aligner
 from training_rows import question_rows, write_rows
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor, hub
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor
 from arcaligner.checkpoint_arcaligner import written_whole
+from arcaligner.common.files import write_whole
 from arcaligner.evaluation import answering, evaluate, settings
-from arcaligner.files import write_whole
 from arcaligner.prefix_store_arcaligner import load_keys_values, save_keys_values
-from arcaligner.train import export
+from arcaligner.share import export, hub
 
 # A killed child would keep the lock that tqdm shares between processes.
 tqdm.tqdm.set_lock(threading.RLock())

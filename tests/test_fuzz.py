@@ -14,7 +14,9 @@ from conftest import ENCODER_WIDTH
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from arcaligner import ArcAlignerPipeline, cli, demo
+from arcaligner import ArcAlignerPipeline
+from arcaligner.cli import app as cli
+from arcaligner.cli import demo
 from arcaligner.corpus import build, table
 from arcaligner.modeling_arcaligner import ArcAlignerForCausalLM
 from arcaligner.server import app

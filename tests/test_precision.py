@@ -8,10 +8,11 @@ import torch
 import transformers
 from conftest import edit_json
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, cli
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.base_model_arcaligner import default_dtype
+from arcaligner.cli import app as cli
+from arcaligner.common.files import DEFAULT_CHECKPOINT
 from arcaligner.evaluation.answering import load_aligner
-from arcaligner.files import DEFAULT_CHECKPOINT
 
 
 @pytest.fixture

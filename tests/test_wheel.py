@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+FOLDERS = ("common", "share", "train", "corpus", "server", "engines", "evaluation", "benchmarks", "cli")
 # Folders that are no part of the package, and what a working copy gathers.
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "runs", "docs", "*.egg-info", "*.lance")
 # What the code reads beside itself, as modules name it.
 PATHS = """
 import os
 from pathlib import Path
-from arcaligner import files, hub
+from arcaligner.common import files
+from arcaligner.share import hub
 from arcaligner.evaluation import results, settings
 from arcaligner.evaluation.lm_eval_tasks import __file__ as lm_eval_tasks
 from arcaligner.server.app import PAGE
@@ -46,11 +48,7 @@ def files_below(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(
-    "folder",
-    ["checkpoints/arcaligner-smollm2-135m", "train", "evaluation", "benchmarks", "corpus", "server", "engines"]
-    + ["tests/data"],
-)
+@pytest.mark.parametrize("folder", [*FOLDERS, "checkpoints/arcaligner-smollm2-135m", "tests/data"])
 def test_a_wheel_holds_all_of_a_folder(installed, folder):
     of_tree = {path: content for path, content in files_below(ROOT / folder).items() if "__pycache__" not in path}
     assert files_below(installed / folder) == of_tree
@@ -58,8 +56,7 @@ def test_a_wheel_holds_all_of_a_folder(installed, folder):
 
 def test_a_wheel_holds_the_modules_of_the_root_and_no_folder_without_a_use(installed):
     assert {path.name for path in installed.glob("*.py")} == {path.name for path in ROOT.glob("*.py")}
-    folders = {"checkpoints", "train", "evaluation", "benchmarks", "corpus", "server", "engines", "tests"}
-    assert {path.name for path in installed.iterdir() if path.is_dir()} == folders
+    assert {path.name for path in installed.iterdir() if path.is_dir()} == {*FOLDERS, "checkpoints", "tests"}
     assert {path.name for path in (installed / "tests").iterdir()} == {"data"}
 
 
@@ -78,7 +75,7 @@ def test_a_wheel_holds_every_file_that_modules_name(installed, tmp_path):
 def test_recipes_name_files_that_are_found_from_any_folder(installed, tmp_path):
     code = """
 from pathlib import Path
-from arcaligner.files import find_path
+from arcaligner.common.files import find_path
 from arcaligner.evaluation.settings import read_settings
 from arcaligner.train.stages import RECIPES
 import yaml

@@ -11,6 +11,6 @@ What becomes of a row, file by file:
 `full_text.py` trains the baseline that reads text.
 """
 
-from ..files import require_extra
+from ..common.files import require_extra
 
 require_extra("train", "datasets", "trl", "typer")

@@ -17,9 +17,9 @@ from datasets import Features, List, Value
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 
-from ..data_sets import hotpotqa_row
-from ..files import find_path, read_json_lines
-from ..rows import JSON_LINES, ROW_FIELDS, Row, id_or_number, own_row, parse_source
+from ..common.data_sets import hotpotqa_row
+from ..common.files import find_path, read_json_lines
+from ..common.rows import JSON_LINES, ROW_FIELDS, Row, id_or_number, own_row, parse_source
 
 ROW_FEATURES = Features(
     id=Value("string"),

@@ -21,9 +21,9 @@ import torch
 from datasets import Features, List, Value
 from torch.nn.utils.rnn import pad_sequence
 
-from ..files import stable_number
+from ..common.files import stable_number
+from ..common.rows import Row
 from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE, ArcAlignerProcessor
-from ..rows import Row
 from ..segmentation_arcaligner import EMPTY_SEGMENT, SegmentTokens, equal_runs, run_ends
 from ..slot_rows_arcaligner import pad_words
 

@@ -19,7 +19,7 @@ from trl import SFTConfig, SFTTrainer
 
 from ..base_model_arcaligner import resolve_model
 from ..checkpoint_arcaligner import written_whole
-from ..rows import Row
+from ..common.rows import Row
 from .corpora import open_corpus
 from .data import full_text
 from .recipe import run_script

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device, tqdm
 
-from ..rows import contains_match, token_f1
+from ..common.rows import contains_match, token_f1
 from .data import ContextCollator
 
 MAX_NEW_TOKENS = 24

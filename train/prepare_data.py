@@ -30,7 +30,7 @@ import huggingface_hub
 import typer
 from tqdm.auto import tqdm
 
-from ..data_sets import (
+from ..common.data_sets import (
     HOTPOTQA,
     LICENCES,
     MUSIQUE,
@@ -46,8 +46,8 @@ from ..data_sets import (
     squad_row,
     wikipedia_row,
 )
-from ..files import counted, digest, markdown_table, read_json_lines, refuse_unknown, run_command, write_whole
-from ..rows import Row, own_row
+from ..common.files import counted, digest, markdown_table, read_json_lines, refuse_unknown, run_command, write_whole
+from ..common.rows import Row, own_row
 
 HELD_OUT = 2000  # paragraphs
 PARTS = ".parts"  # folder of what is not finished, and of notes

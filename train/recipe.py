@@ -15,11 +15,11 @@ from accelerate.utils import broadcast_object_list
 from trl import TrlParser
 
 from ..base_model_arcaligner import resolve_model
+from ..common.files import exit_on_user_error, find_path, refuse_unknown
+from ..common.rows import normalize_answer, read_rows
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..encoder_arcaligner import fastest_dtype
-from ..files import exit_on_user_error, find_path, refuse_unknown
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..rows import normalize_answer, read_rows
 from ..segmentation_arcaligner import check_tokens_per_slot
 from .corpora import check_files, find_file
 from .run import run_settings

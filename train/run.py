@@ -26,12 +26,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from ..checkpoint_arcaligner import written_whole
+from ..common.files import printable, write_whole
 from ..encoder_arcaligner import ENCODER_FOLDER
-from ..files import printable, write_whole
-from ..hub import RECIPE_FILE, write_model_card
-from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
+from ..share.hub import RECIPE_FILE
 from .corpora import FILES
 
 logger = logging.getLogger(__name__)
@@ -267,28 +265,3 @@ def mean_of_checkpoints(folders: Sequence[Path], processor: ArcAlignerProcessor)
 def _mean_weights(folders: Sequence[Path], name: str | Path) -> dict[str, torch.Tensor]:
     weights = [load_file(folder / name) for folder in folders]
     return {key: torch.stack([each[key] for each in weights]).mean(dim=0) for key in weights[0]}
-
-
-def save_stage(
-    output_dir: str | Path,
-    model: ArcAlignerForCausalLM,
-    processor: ArcAlignerProcessor,
-    recipe: str,
-    state_dict: dict[str, torch.Tensor] | None = None,
-) -> None:
-    """Writes aligner, processor and recipe to `output_dir`, a folder that the next stage can load.
-
-    Args:
-        output_dir (`str` or `Path`): The stage's folder; checkpoints in it stay, and a model card that was edited.
-        model ([`ArcAlignerForCausalLM`]): Trained; its backbone is not written.
-        processor ([`ArcAlignerProcessor`]): With the chat template the stage was trained with.
-        recipe (`str`): Text of the recipe, saved as `recipe.yaml`.
-        state_dict (`dict`, *optional*): The weights of a model that is spread over several processes.
-    """
-    with written_whole(output_dir) as folder:
-        if Path(output_dir, "README.md").exists():  # the new card keeps what was written in the old one
-            shutil.copyfile(Path(output_dir, "README.md"), folder / "README.md")
-        model.save_pretrained(folder, state_dict=state_dict)
-        processor.save_pretrained(folder)
-        (folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
-        write_model_card(model.config, folder, name=Path(output_dir).as_posix())

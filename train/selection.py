@@ -23,9 +23,10 @@ from datasets import Features, List, Value
 from datasets.fingerprint import Hasher
 from tqdm.auto import tqdm
 
-from .. import encoder_arcaligner, processing_arcaligner, rows, segmentation_arcaligner
-from ..files import printable, stable_number
-from ..rows import Row, normalize_answer
+from .. import encoder_arcaligner, processing_arcaligner, segmentation_arcaligner
+from ..common import rows
+from ..common.files import printable, stable_number
+from ..common.rows import Row, normalize_answer
 from . import corpora, data
 from .corpora import open_corpus
 from .data import EXAMPLE_FEATURES, Example, ExampleBuilder

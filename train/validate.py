@@ -24,15 +24,16 @@ import torch
 import typer
 from tqdm.auto import tqdm
 
-from ..files import markdown_table, run_command, stable_number, write_whole
+from ..common.files import markdown_table, run_command, stable_number, write_whole
+from ..common.rows import Row, contains_match, token_f1
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..pipeline_arcaligner import AnswerConfidence
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..rows import Row, contains_match, token_f1
+from ..share.export import save_stage
 from .data import ContextCollator, ExampleBuilder, encode_slots
 from .metrics import MAX_NEW_TOKENS
 from .recipe import RecipeArguments
-from .run import last_checkpoints, mean_of_checkpoints, read_keys, save_stage
+from .run import last_checkpoints, mean_of_checkpoints, read_keys
 from .selection import ExampleSelector, NearestPassages, own_passages
 
 UNANSWERABLE = 0.2  # share of the validation questions

@@ -7,7 +7,7 @@ import logging
 
 import typer
 
-from ...files import exit_on_user_error
+from ...common.files import exit_on_user_error
 from .four_way import four_way
 from .gates import gates
 from .rates import rates

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
-from ...files import write_whole
+from ...common.files import write_whole
 
 FIGURES = Path("runs/figures")
 Folder = Annotated[Path, typer.Option("--output", help="Folder for the figure and its data.")]

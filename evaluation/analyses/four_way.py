@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ...files import markdown_table
+from ...common.files import markdown_table
 from ..judge import judged_scores
 from ..methods import base_name, find_method, sort_key
 from ..metrics import percent_interval, shown_interval

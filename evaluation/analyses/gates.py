@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.progress import track
 
+from ...common.rows import Row
 from ...modeling_arcaligner import ArcAlignerForCausalLM
 from ...processing_arcaligner import ArcAlignerProcessor
-from ...rows import Row
 from ..answering import in_batches, load_aligner, longest_first, slot_inputs
 from ..metrics import ratio_interval
 from ..settings import split_names

@@ -22,10 +22,10 @@ from matplotlib.figure import Figure
 from rich.progress import track
 from torch.nn.functional import cross_entropy
 
+from ...common.rows import Row, read_rows
 from ...configuration_arcaligner import ArcAlignerConfig
 from ...modeling_arcaligner import ArcAlignerForCausalLM
 from ...processing_arcaligner import ArcAlignerProcessor
-from ...rows import Row, read_rows
 from ...train.data import ContextCollator, Example, ExampleBuilder, encode_slots
 from ..answering import in_batches, load_aligner
 from ..metrics import ratio_interval

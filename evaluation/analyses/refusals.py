@@ -16,7 +16,7 @@ import numpy as np
 import typer
 from matplotlib.figure import Figure
 
-from ...files import markdown_table
+from ...common.files import markdown_table
 from ...pipeline_arcaligner import confidence
 from ...processing_arcaligner import ArcAlignerProcessor
 from ..methods import find_method

@@ -8,7 +8,7 @@ from typing import Any
 
 from datasets import Dataset, Features
 
-from ...rows import ROW_FIELDS
+from ...common.rows import ROW_FIELDS
 from ...train.corpora import ROW_FEATURES
 from ..metrics import contains_match, token_f1
 from ..tasks import TASKS

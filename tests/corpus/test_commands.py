@@ -3,10 +3,11 @@
 import re
 from pathlib import Path
 
-from arcaligner import ArcAlignerPipeline, cli
+from arcaligner import ArcAlignerPipeline
+from arcaligner.cli import app as cli
+from arcaligner.common.files import printable
 from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.table import Corpus
-from arcaligner.files import printable
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "corpus.md"
 

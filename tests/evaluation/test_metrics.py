@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from arcaligner.common.rows import contains_match, normalize_answer, token_f1, usable_golds
 from arcaligner.evaluation.metrics import bootstrap_interval, raw_contains_match
-from arcaligner.rows import contains_match, normalize_answer, token_f1, usable_golds
 
 CASES = [json.loads(line) for line in Path(__file__).with_name("metric_cases.jsonl").read_text("utf-8").splitlines()]
 USABLE = [case for case in CASES if usable_golds(case["golds"]) == case["golds"]]

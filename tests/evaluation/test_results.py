@@ -5,6 +5,7 @@ import json
 import pytest
 from answer_rows import write_answers
 
+from arcaligner.common.files import digest
 from arcaligner.evaluation.judge import judge_prompt, verdict_file
 from arcaligner.evaluation.metrics import bootstrap_interval
 from arcaligner.evaluation.results import (
@@ -18,8 +19,7 @@ from arcaligner.evaluation.results import (
     write_results,
 )
 from arcaligner.evaluation.runs import AnswerFile
-from arcaligner.files import digest
-from arcaligner.hub import write_model_card
+from arcaligner.share.hub import write_model_card
 
 
 def write(run, method: str, f1s: list[float], task: str = "hotpotqa", context: int = 2) -> None:

@@ -9,7 +9,7 @@ import openai
 import pytest
 from fastapi.testclient import TestClient
 
-from arcaligner import cli
+from arcaligner.cli import app as cli
 from arcaligner.server.app import ServerSettings, create_app, refuse
 from arcaligner.server.limits import TimedConnection
 

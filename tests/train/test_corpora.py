@@ -9,7 +9,7 @@ import datasets
 import pytest
 from training_rows import question_rows, write_rows
 
-from arcaligner.rows import parse_source, read_rows
+from arcaligner.common.rows import parse_source, read_rows
 from arcaligner.train.corpora import open_corpus
 
 HOTPOTQA = {

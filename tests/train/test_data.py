@@ -7,7 +7,7 @@ import pytest
 from conftest import chat_inputs
 from training_rows import passage_rows, question_rows
 
-from arcaligner.files import stable_number
+from arcaligner.common.files import stable_number
 from arcaligner.segmentation_arcaligner import Segment
 from arcaligner.train.data import (
     CONTINUATION,

@@ -10,9 +10,9 @@ import datasets
 import pytest
 import yaml
 
-from arcaligner.data_sets import TRAINING_FILES
-from arcaligner.files import ROOT
-from arcaligner.rows import read_rows
+from arcaligner.common.data_sets import TRAINING_FILES
+from arcaligner.common.files import ROOT
+from arcaligner.common.rows import read_rows
 from arcaligner.train import prepare_data
 from arcaligner.train.corpora import open_corpus
 from arcaligner.train.prepare_data import SOURCES, prepare, read_limits

@@ -10,7 +10,7 @@ import yaml
 from training_recipes import parse
 
 from arcaligner import ArcAlignerConfig
-from arcaligner.rows import parse_source
+from arcaligner.common.rows import parse_source
 from arcaligner.train import sft
 from arcaligner.train.corpora import FILES
 from arcaligner.train.recipe import RecipeArguments, check_start, run_script

@@ -8,7 +8,8 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from arcaligner.train.run import check_settings, claim_folder, last_checkpoint, read_keys, run_settings, save_stage
+from arcaligner.share.export import save_stage
+from arcaligner.train.run import check_settings, claim_folder, last_checkpoint, read_keys, run_settings
 
 SCRIPT = "arcaligner.train.sft"
 RECIPE = "# why\nstage: grounding\nseed: 1  # paper: 2\noutput_dir: runs/2\nmodel_name_or_path: runs/1\nbf16: true"

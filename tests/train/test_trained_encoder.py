@@ -7,7 +7,7 @@ from sentence_transformers import SentenceTransformer
 from training_recipes import logs, parameters, run, run_until
 
 from arcaligner import ArcAlignerProcessor
-from arcaligner.train import export
+from arcaligner.share import export
 
 TEXTS = ["Radik Zhaparov is a Kazakh ski jumper.", "It was written by Ada."]
 RATES = {"tokens_per_slot": [4, "segment"], "encoder_lora_r": 2, "encoder_learning_rate": 0.05}

@@ -7,8 +7,8 @@ import zipfile
 import pytest
 from pdf_files import line, pdf
 
-from arcaligner import reading
-from arcaligner.reading import read_file, read_markdown, read_text
+from arcaligner.common import reading
+from arcaligner.common.reading import read_file, read_markdown, read_text
 
 pytest.importorskip("pdfplumber")
 pytest.importorskip("mammoth")

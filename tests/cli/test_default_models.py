@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, default_models
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.base_model_arcaligner import BASE_MODEL_FILES, find_model, missing_model_message, resolve_model
+from arcaligner.cli import default_models
 from arcaligner.configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
 
 

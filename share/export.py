@@ -1,6 +1,6 @@
 """Writes a trained aligner for others: bfloat16 weights, processor, code, model card and the recipes of its stages.
 
-    python -m arcaligner.train.export --stages runs/smollm2_135m --output checkpoints/arcaligner-smollm2-135m
+    python -m arcaligner.share.export --stages runs/smollm2_135m --output checkpoints/arcaligner-smollm2-135m
 
 Training keeps the aligner in float32, since small updates would be lost in bfloat16. A finished one does not need it,
 and loads as float32 again. The last stage in the folder is taken. The model card is rewritten each time, unless
@@ -15,11 +15,36 @@ from typing import Annotated
 import torch
 import typer
 
-from ..files import digest_files, run_command
-from ..hub import RECIPE_FILE, RESULTS_FILE, write_model_card
+from ..checkpoint_arcaligner import written_whole
+from ..common.files import digest_files, run_command
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from .run import save_stage
+from .hub import RECIPE_FILE, RESULTS_FILE, write_model_card
+
+
+def save_stage(
+    output_dir: str | Path,
+    model: ArcAlignerForCausalLM,
+    processor: ArcAlignerProcessor,
+    recipe: str,
+    state_dict: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Writes aligner, processor and recipe to `output_dir`, a folder that the next stage can load.
+
+    Args:
+        output_dir (`str` or `Path`): The stage's folder; checkpoints in it stay, and a model card that was edited.
+        model ([`ArcAlignerForCausalLM`]): Trained; its backbone is not written.
+        processor ([`ArcAlignerProcessor`]): With the chat template the stage was trained with.
+        recipe (`str`): Text of the recipe, saved as `recipe.yaml`.
+        state_dict (`dict`, *optional*): The weights of a model that is spread over several processes.
+    """
+    with written_whole(output_dir) as folder:
+        if Path(output_dir, "README.md").exists():  # the new card keeps what was written in the old one
+            shutil.copyfile(Path(output_dir, "README.md"), folder / "README.md")
+        model.save_pretrained(folder, state_dict=state_dict)
+        processor.save_pretrained(folder)
+        (folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
+        write_model_card(model.config, folder, name=Path(output_dir).as_posix())
 
 
 def has_weights(folder: Path, model: ArcAlignerForCausalLM) -> bool:

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
-from arcaligner.hub import check_checkpoint
-from arcaligner.train import export
+from arcaligner.share import export
+from arcaligner.share.hub import check_checkpoint
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -130,7 +130,7 @@ def test_results_are_gone_before_other_weights_are_there(stages, output, monkeyp
 
 def test_command_of_the_readme_exports_what_a_push_takes(stages, output):
     lines = README.read_text(encoding="utf-8").splitlines()
-    (line,) = [line for line in lines if line.startswith("python -m arcaligner.train.export ")]
+    (line,) = [line for line in lines if line.startswith("python -m arcaligner.share.export ")]
     ours = {"runs/mine": stages, "checkpoints/mine": output}
     result = run(*(ours.get(argument, argument) for argument in line.partition("#")[0].split()[3:]))
     assert result.exit_code == 0, result.output

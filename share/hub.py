@@ -28,12 +28,12 @@ from huggingface_hub.repocard_data import EvalResult, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 from transformers.utils import logging
 
-from .checkpoint_arcaligner import CODE_FILES, check_weights
-from .configuration_arcaligner import ArcAlignerConfig
-from .encoder_arcaligner import ENCODER_FOLDER
-from .files import write_whole
-from .modeling_arcaligner import ArcAlignerForCausalLM
-from .processing_arcaligner import ArcAlignerProcessor
+from ..checkpoint_arcaligner import CODE_FILES, check_weights
+from ..common.files import ROOT, write_whole
+from ..configuration_arcaligner import ArcAlignerConfig
+from ..encoder_arcaligner import ENCODER_FOLDER
+from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..processing_arcaligner import ArcAlignerProcessor
 
 logger = logging.get_logger(__name__)
 
@@ -265,7 +265,7 @@ def push_checkpoint(repo_id: str, checkpoint: str | Path, *, private: bool = Fal
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
         for name in CODE_FILES:
-            shutil.copyfile(Path(__file__).with_name(name), staged / name)
+            shutil.copyfile(ROOT / name, staged / name)
         write_model_card(config, staged, name=repo_id)
         if get_token() is None:
             raise PermissionError(

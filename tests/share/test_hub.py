@@ -13,10 +13,11 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from safetensors.torch import load_file, save_file
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, hub
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.checkpoint_arcaligner import CODE_FILES
+from arcaligner.share import hub
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 REPO = "someone/aligner"
 CHECKPOINT = set(CODE_FILES) | {
     *("config.json", "generation_config.json", "model.safetensors", "README.md", "recipe.yaml", "results.json"),

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from arcaligner.configuration_arcaligner import ArcAlignerConfig
-from arcaligner.hub import is_hub_id, write_model_card
+from arcaligner.share.hub import is_hub_id, write_model_card
 
 # As `evaluation/results.py` writes them: F1 and EM, and more that is not for the card.
 RESULTS = {

@@ -1,0 +1,1 @@
+"""The command line, its demo, and the installation of the default models. Nothing imports it."""
