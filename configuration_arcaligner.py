@@ -10,6 +10,8 @@ import math
 from numbers import Integral, Real
 from typing import Any, Literal
 
+import numpy as np
+import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
@@ -26,7 +28,7 @@ PASSAGE_ATTENTIONS = ("joint", "separate")
 REFINEMENT_SETTINGS = ("gate_mode", "gate_threshold", "max_refinement_steps", "refinement_budget")
 
 # How slots are chosen: keyword arguments of processor and pipeline.
-SLOT_SETTINGS = ("max_slots", "slot_policy", "tokens_per_slot")
+SLOT_SETTINGS = ("max_slots", "tokens_per_slot")
 
 # Settings of the aligner that change no slot, or say only where weights are. Others count as changing them.
 _IRRELEVANT_SETTINGS = (
@@ -338,6 +340,100 @@ def check_length(length: int, what: str, config: PreTrainedConfig, position_ids=
         raise ValueError(
             f"{what} has {length} positions but the backbone {config.model_type} reads {longest}. Pass fewer passages, "
             "merge more sentences into a slot, or shorten the question."
+        )
+
+
+# Inputs of the model
+
+
+def check_ids(
+    ids,
+    name: str = "`input_ids`",
+    vocab_size: int | None = None,
+    others: tuple[int, ...] = (),
+    shape: str = "(batch, seq_len)",
+) -> None:
+    """Raises `ValueError` unless `ids` are whole numbers of as many dimensions as `shape` and, with `vocab_size`, ids
+    below it or among `others`. Values are not checked on an accelerator: reading them would make the host wait."""
+    is_tensor = isinstance(ids, torch.Tensor) and ids.layout == torch.strided and not ids.is_meta
+    is_whole = is_tensor and not ids.is_floating_point() and not ids.is_complex()
+    if vocab_size is not None:  # of the types that a table can be read with
+        is_whole = is_whole and ids.dtype in (torch.int32, torch.int64)
+    if not is_whole or ids.dim() != shape.count(",") + 1:
+        found = f" {ids.dtype}, {ids.layout}, of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else ""
+        whole = "whole numbers" if vocab_size is None else "int64 or int32"
+        raise ValueError(f"{name} is a {type(ids).__name__}{found}; expected a dense tensor of {whole} {shape}.")
+    if vocab_size is None or ids.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    is_unknown = (ids < 0) | (ids >= vocab_size)
+    for other in others:
+        is_unknown &= ids != other
+    if is_unknown.any():
+        raise ValueError(f"{name} hold {ids[is_unknown][0]}; expected 0 to {vocab_size - 1}, or one of {others}.")
+
+
+def check_context_embeds(config, slot_mask: torch.Tensor, context_embeds) -> None:
+    """Raises `ValueError` unless `context_embeds` is (batch, max_slots, encoder_hidden_size), for the rows of
+    `slot_mask` (batch, seq_len)."""
+    width = config.encoder_hidden_size
+    kind = context_embeds.dtype if isinstance(context_embeds, torch.Tensor) else type(context_embeds).__name__
+    if kind not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"`context_embeds` is of type {kind}; expected a tensor of floats of 16 bits or more.")
+    if context_embeds.dim() != 3 or context_embeds.shape[0] != slot_mask.shape[0]:
+        raise ValueError(
+            f"`context_embeds` has shape {tuple(context_embeds.shape)}; expected ({slot_mask.shape[0]}, max_slots, "
+            f"{width}), one row for each row of `input_ids`."
+        )
+    if context_embeds.shape[2] != width:
+        raise ValueError(
+            f"`context_embeds` is {context_embeds.shape[2]} wide but the projector takes `encoder_hidden_size` "
+            f"{width}. Use the encoder the aligner was trained with: {config.encoder_name_or_path}."
+        )
+
+
+def check_word_ids(config, context_embeds: torch.Tensor, context_word_ids) -> None:
+    """Raises `ValueError` unless `context_word_ids` is (batch, max_slots, max_words), where the aligner reads words."""
+    if not config.word_parts:
+        if context_word_ids is not None:
+            raise ValueError(
+                "Got `context_word_ids`, but `config.word_parts` is 0: this aligner reads no words. Leave them "
+                "out, or use the processor of its checkpoint."
+            )
+        return
+    if context_word_ids is None:
+        raise ValueError(
+            f"`context_word_ids` is missing: with `config.word_parts` {config.word_parts} a slot's words are "
+            "read beside its embedding. Pass what the processor of this checkpoint returns."
+        )
+    expected = f"({context_embeds.shape[0]}, {context_embeds.shape[1]}, max_words)"
+    check_ids(context_word_ids, "`context_word_ids`", config.text_config.vocab_size, (-1,), expected)
+    if context_word_ids.shape[:2] != context_embeds.shape[:2]:
+        raise ValueError(
+            f"`context_word_ids` has shape {tuple(context_word_ids.shape)}; expected {expected}, a row for each "
+            "context embedding."
+        )
+
+
+# What a context embedding may hold at most. Its norm is 1; a much larger one would give logits that are not finite.
+LARGEST_VALUE = 1e6
+
+
+def check_slots(is_slot: np.ndarray, is_finite: np.ndarray, is_given: np.ndarray) -> None:
+    """Raises `ValueError` unless each slot, `is_slot` (batch, seq_len), has an embedding; of the embeddings (batch,
+    max_slots), which are finite and which are not zero."""
+    counts, given = is_slot.sum(axis=1), is_given.shape[1]  # (batch,)
+    most = counts.max(initial=0)
+    if most > given or is_given[:, most:].any():
+        raise ValueError(
+            f"Found {counts.tolist()} context tokens in the rows of `input_ids` but `context_embeds` holds {given} "
+            "embeddings per row. Each context token needs one embedding; rows with fewer are padded at the end."
+        )
+    is_broken = ~is_finite & (np.arange(given) < counts[:, None])
+    if is_broken.any():
+        row, slot = np.argwhere(is_broken)[0]
+        raise ValueError(
+            f"`context_embeds` holds NaN or values beyond {LARGEST_VALUE:g} in {is_broken.sum()} of "
+            f"{counts.sum()} slots, first in slot {slot} of row {row}. Check the encoder's output."
         )
 
 

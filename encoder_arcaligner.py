@@ -351,7 +351,6 @@ class EncodedDocuments(NamedTuple):
     context_embeds: torch.FloatTensor  # (num_slots, encoder_hidden_size)
     context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 after a slot's tokens
     context_passage_ids: torch.LongTensor  # (num_slots,), the number of each slot's document
-    num_merged: int  # segments that share their slot with others
     dropped: list[Segment]  # what has no slot
 
 
@@ -455,8 +454,8 @@ class DocumentEncoder(DocumentSegmenter):
         return embeds
 
     def encode_documents(self, documents: Sequence[str | dict], **settings: Any) -> EncodedDocuments:
-        """Encodes the passages of one question to slots. `settings` are `max_slots`, `slot_policy` and
-        `tokens_per_slot`, with errors as in [`~ArcAlignerProcessor.__call__`]."""
+        """Encodes the passages of one question to slots. `settings` are `max_slots` and `tokens_per_slot`,
+        with errors as in [`~ArcAlignerProcessor.__call__`]."""
         return self.encode_batch([documents], **settings)[0]
 
     def encode_batch(
@@ -464,7 +463,6 @@ class DocumentEncoder(DocumentSegmenter):
         passages: Sequence[Sequence[str | dict]] | Sequence[GivenSlots],
         *,
         max_slots: int | None = None,
-        slot_policy: str | None = None,
         tokens_per_slot: int | str | None = None,
         room: Sequence[int] | None = None,
         apart: bool = False,
@@ -472,18 +470,14 @@ class DocumentEncoder(DocumentSegmenter):
         """Like `encode_documents`, for several questions at once, all with documents or all with precomputed slots.
         `room` is the maximum number of slots of each or, `apart`, of each of its passages; more raise an error before
         anything is encoded."""
-        rate = self.check_slot_settings(max_slots, slot_policy, tokens_per_slot)
+        rate = self.check_slot_settings(max_slots, tokens_per_slot)
         if isinstance(passages[0], GivenSlots):
-            if max_slots is not None and slot_policy == "merge":
-                raise ValueError(
-                    '`slot_policy` is "merge", but precomputed `context_embeds` cannot be merged. Pass `documents`, or '
-                    '`slot_policy="drop"`.'
-                )
             return [self._first_slots(row, number, max_slots) for number, row in enumerate(passages)]
-        fitted = [self.fit_documents(row, max_slots if rate == "segment" else None, slot_policy) for row in passages]
+        segments = [self.segment_documents(row) for row in passages]
+        most = max_slots if rate == "segment" else None  # what gets no slot is not encoded
         tokens = [
-            self.segment_tokens(row.segments, documents, rate) or [EMPTY_SEGMENT]
-            for row, documents in zip(fitted, passages, strict=True)
+            self.segment_tokens(row[:most], documents, rate) or [EMPTY_SEGMENT]
+            for row, documents in zip(segments, passages, strict=True)
         ]
         counts = [sum(len(each.runs(rate)) for each in row) for row in tokens]
         for number, row in enumerate(tokens):
@@ -491,16 +485,16 @@ class DocumentEncoder(DocumentSegmenter):
             _check_room(whose, row, rate, max_slots, None if room is None else room[number], apart)
         encoded = self.encode_tokens([each for row in tokens for each in row], rate).split(counts)
         rows = []
-        for row, row_tokens, embeds in zip(fitted, tokens, encoded, strict=True):
-            pieces, dropped, words = row.segments, row.dropped, None
+        for pieces, row_tokens, embeds in zip(segments, tokens, encoded, strict=True):
+            words = None
             if rate != "segment" and pieces:
                 pieces = [piece for each in row_tokens for piece in each.pieces(rate)]
-                pieces, dropped = pieces[:max_slots], pieces[max_slots or len(pieces) :]
+            pieces, dropped = pieces[:max_slots], pieces[max_slots or len(pieces) :]
             if self.context_words:
                 runs = [torch.tensor(one.word_ids[a:b]) for one in row_tokens for a, b in one.runs(rate)][:max_slots]
                 words = pad_sequence(runs, batch_first=True, padding_value=-1).long()
             numbers = torch.tensor([piece.document for piece in pieces] or [0])
-            rows.append(EncodedDocuments(pieces, embeds[:max_slots], words, numbers, row.num_merged, dropped))
+            rows.append(EncodedDocuments(pieces, embeds[:max_slots], words, numbers, dropped))
         return rows
 
     def _first_slots(self, given: GivenSlots, row: int, max_slots: int | None) -> EncodedDocuments:
@@ -520,7 +514,7 @@ class DocumentEncoder(DocumentSegmenter):
                 f"hold {len(embeds)} slots; expected ({len(embeds)},)."
             )
         words = None if words is None else words[:max_slots]
-        return EncodedDocuments([], embeds[:max_slots], words, numbers[:max_slots], 0, [])
+        return EncodedDocuments([], embeds[:max_slots], words, numbers[:max_slots], [])
 
     def _check_embeds(self, embeds: torch.FloatTensor, row: int) -> None:
         """Raises `ValueError` unless `embeds` is (num_slots, encoder_hidden_size), finite, with at least one slot."""

@@ -5,9 +5,16 @@ processor or candidate lookup takes a slot for a token, a slot prefix can be pre
 passages that are read apart are read by themselves and joined (`read_passages`, `join_keys_values`).
 """
 
+import json
+import os
+import uuid
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationMixin, LogitsProcessorList, PreTrainedConfig
@@ -16,7 +23,8 @@ from transformers.generation.candidate_generator import CandidateGenerator, Prom
 from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 from transformers.utils import logging
 
-from .configuration_arcaligner import REFINEMENT_SETTINGS, check_gates, check_length
+from .base_model_arcaligner import tensors_digest
+from .configuration_arcaligner import REFINEMENT_SETTINGS, check_gates, check_ids, check_length
 from .slot_rows_arcaligner import (
     can_separate,
     pad_passage_ids,
@@ -27,32 +35,6 @@ from .slot_rows_arcaligner import (
 )
 
 logger = logging.get_logger(__name__)
-
-
-def check_ids(
-    ids,
-    name: str = "`input_ids`",
-    vocab_size: int | None = None,
-    others: tuple[int, ...] = (),
-    shape: str = "(batch, seq_len)",
-) -> None:
-    """Raises `ValueError` unless `ids` are whole numbers of as many dimensions as `shape` and, with `vocab_size`, ids
-    below it or among `others`. Values are not checked on an accelerator: reading them would make the host wait."""
-    is_tensor = isinstance(ids, torch.Tensor) and ids.layout == torch.strided and not ids.is_meta
-    is_whole = is_tensor and not ids.is_floating_point() and not ids.is_complex()
-    if vocab_size is not None:  # of the types that a table can be read with
-        is_whole = is_whole and ids.dtype in (torch.int32, torch.int64)
-    if not is_whole or ids.dim() != shape.count(",") + 1:
-        found = f" {ids.dtype}, {ids.layout}, of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else ""
-        whole = "whole numbers" if vocab_size is None else "int64 or int32"
-        raise ValueError(f"{name} is a {type(ids).__name__}{found}; expected a dense tensor of {whole} {shape}.")
-    if vocab_size is None or ids.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    is_unknown = (ids < 0) | (ids >= vocab_size)
-    for other in others:
-        is_unknown &= ids != other
-    if is_unknown.any():
-        raise ValueError(f"{name} hold {ids[is_unknown][0]}; expected 0 to {vocab_size - 1}, or one of {others}.")
 
 
 def text_for_slots(input_ids: torch.LongTensor, context_token_id: int) -> torch.LongTensor:
@@ -480,3 +462,74 @@ def _join_words(parts: Sequence[torch.LongTensor]) -> torch.LongTensor:
     """Word ids of passages, each (num_slots, max_words), one below the other."""
     width = max(part.shape[1] for part in parts)
     return torch.cat([pad(part, (0, width - part.shape[1]), value=-1) for part in parts])
+
+
+# Files of what was read
+
+FORMAT = "arcaligner-passage-3"
+
+_NAME = "keys_values"
+
+
+def save_keys_values(path: str | Path, keys_values: torch.Tensor, fingerprint: dict[str, Any]) -> None:
+    """Writes what was read of a passage as safetensors, whole or not at all.
+
+    Args:
+        path (`str` or `Path`): File to write; its folder exists.
+        keys_values (`torch.Tensor` of shape `(num_layers, 2, heads, num_slots, head_dim)`): From `read_passages`.
+        fingerprint (`dict`): What `shared_fingerprint` and `passage_fingerprint` return.
+    """
+    path, tensors = Path(path), {_NAME: keys_values.contiguous()}
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        metadata = {"format": FORMAT, "fingerprint": json.dumps(fingerprint), "payload": tensors_digest(tensors)}
+        save_file(tensors, temporary, metadata=metadata)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def load_keys_values(
+    path: str | Path, fingerprint: dict[str, Any], config: PreTrainedConfig, device: str | torch.device = "cpu"
+) -> torch.Tensor:
+    """Reads what `save_keys_values` wrote.
+
+    Args:
+        path (`str` or `Path`): The file.
+        fingerprint (`dict`): That of the model, passage and prompt it will be used with.
+        config (`PreTrainedConfig`): The backbone's, `model.config.text_config`.
+        device (`str` or `torch.device`, defaults to `"cpu"`): Where the model is.
+
+    Raises:
+        `ValueError`: a file that is broken or of another kind, one with another fingerprint (the first field that
+            differs is named), or one that does not fit the backbone.
+    """
+    advice = "Use what it was made with, or delete the file to make a new one."
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"its format is {metadata.get('format')!r}; expected {FORMAT!r}")
+        if metadata.get("payload") != tensors_digest(tensors):
+            raise ValueError("its keys and values are not those that were saved")
+        if not isinstance(found := json.loads(metadata.get("fingerprint", "")), dict):
+            raise ValueError(f"its fingerprint is a {type(found).__name__}; expected an object")
+    except (SafetensorError, ValueError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}. Delete the file to make a new one.") from error
+    for name in [*fingerprint, *found]:
+        if found.get(name) != fingerprint.get(name):
+            raise ValueError(
+                f"The kept passage {path} was made with `{name}` {found.get(name)!r}; expected "
+                f"{fingerprint.get(name)!r}. {advice}"
+            )
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    shape = shapes.get(_NAME, ())
+    if len(shapes) != 1 or len(shape) != 5 or shape != entry_shape(config, shape[3]):
+        raise ValueError(
+            f"{path} holds tensors of shapes {shapes}; the backbone {config.model_type} needs `{_NAME}` of shape "
+            f"{entry_shape(config, 1)}, for a slot. Load it with the backbone it was made for."
+        )
+    check_length(shape[3], f"The kept passage {path}", config)
+    return tensors[_NAME].to(device)

@@ -9,7 +9,6 @@ Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text row
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedModel
@@ -27,8 +26,17 @@ from .base_model_arcaligner import (
     postprocess_logits,
 )
 from .checkpoint_arcaligner import AlignerCheckpointMixin
-from .configuration_arcaligner import ArcAlignerConfig, check_gates, check_length
-from .generation_arcaligner import SlotGenerationMixin, check_ids
+from .configuration_arcaligner import (
+    LARGEST_VALUE,
+    ArcAlignerConfig,
+    check_context_embeds,
+    check_gates,
+    check_ids,
+    check_length,
+    check_slots,
+    check_word_ids,
+)
+from .generation_arcaligner import SlotGenerationMixin
 from .layers_arcaligner import (
     ADAPTER_NAME,
     RecordedDepths,
@@ -52,9 +60,6 @@ from .slot_rows_arcaligner import (
     take_rows,
     to_numpy_in_one_sync,
 )
-
-# What a context embedding may hold at most. Its norm is 1; a much larger one would give logits that are not finite.
-LARGEST_VALUE = 1e6
 
 STAGES = ("reconstruction", "grounding", "gating")
 
@@ -305,8 +310,9 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                     "Got `inputs_embeds` with `input_ids`, or of other rows and positions than `context_mask`. Pass "
                     "`input_ids` alone, or `inputs_embeds` (batch, seq_len, hidden) with a mask (batch, seq_len)."
                 )
-            self._check_context_embeds(slot_mask, context_embeds)
-            self._check_word_ids(context_embeds, context_word_ids)
+            check_adapters(self.backbone)
+            check_context_embeds(self.config, slot_mask, context_embeds)
+            check_word_ids(self.config, context_embeds, context_word_ids)
             rows = self._find_slots(slot_mask, attention_mask, context_embeds)
             if self.config.passage_attention == "separate" and context_passage_ids is not None:
                 check_passage_ids(context_passage_ids, context_embeds, slot_mask)
@@ -367,44 +373,6 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             return None
         return slot_mask
 
-    def _check_context_embeds(self, slot_mask, context_embeds) -> None:
-        check_adapters(self.backbone)
-        width = self.config.encoder_hidden_size
-        kind = context_embeds.dtype if isinstance(context_embeds, torch.Tensor) else type(context_embeds).__name__
-        if kind not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            raise ValueError(f"`context_embeds` is of type {kind}; expected a tensor of floats of 16 bits or more.")
-        if context_embeds.dim() != 3 or context_embeds.shape[0] != slot_mask.shape[0]:
-            raise ValueError(
-                f"`context_embeds` has shape {tuple(context_embeds.shape)}; expected ({slot_mask.shape[0]}, max_slots, "
-                f"{width}), one row for each row of `input_ids`."
-            )
-        if context_embeds.shape[2] != width:
-            raise ValueError(
-                f"`context_embeds` is {context_embeds.shape[2]} wide but the projector takes `encoder_hidden_size` "
-                f"{width}. Use the encoder the aligner was trained with: {self.config.encoder_name_or_path}."
-            )
-
-    def _check_word_ids(self, context_embeds, context_word_ids) -> None:
-        if not self.config.word_parts:
-            if context_word_ids is not None:
-                raise ValueError(
-                    "Got `context_word_ids`, but `config.word_parts` is 0: this aligner reads no words. Leave them "
-                    "out, or use the processor of its checkpoint."
-                )
-            return
-        if context_word_ids is None:
-            raise ValueError(
-                f"`context_word_ids` is missing: with `config.word_parts` {self.config.word_parts} a slot's words are "
-                "read beside its embedding. Pass what the processor of this checkpoint returns."
-            )
-        expected = f"({context_embeds.shape[0]}, {context_embeds.shape[1]}, max_words)"
-        check_ids(context_word_ids, "`context_word_ids`", self.config.text_config.vocab_size, (-1,), expected)
-        if context_word_ids.shape[:2] != context_embeds.shape[:2]:
-            raise ValueError(
-                f"`context_word_ids` has shape {tuple(context_word_ids.shape)}; expected {expected}, a row for each "
-                "context embedding."
-            )
-
     def _check_slots_after_cache(self, past_key_values, context_passage_ids, *wanted) -> None:
         """Refuses slots after cached text where that is not the same as reading both at once."""
         if self.config.refines(*wanted):
@@ -443,25 +411,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             (context_embeds.abs() < LARGEST_VALUE).all(dim=2),  # (batch, max_slots), False for NaN
             context_embeds.ne(0).any(dim=2),  # (batch, max_slots)
         )
-        self._check_slots(is_slot, *found)
+        check_slots(is_slot, *found)
         return find_slot_rows(is_slot, is_text, context_embeds.shape[1], slot_mask.device)
-
-    def _check_slots(self, is_slot, is_finite, is_given) -> None:
-        """`is_slot` (batch, seq_len); of the embeddings (batch, max_slots), which are finite and which are not zero."""
-        counts, given = is_slot.sum(axis=1), is_given.shape[1]  # (batch,)
-        most = counts.max(initial=0)
-        if most > given or is_given[:, most:].any():
-            raise ValueError(
-                f"Found {counts.tolist()} context tokens in the rows of `input_ids` but `context_embeds` holds {given} "
-                "embeddings per row. Each context token needs one embedding; rows with fewer are padded at the end."
-            )
-        is_broken = ~is_finite & (np.arange(given) < counts[:, None])
-        if is_broken.any():
-            row, slot = np.argwhere(is_broken)[0]
-            raise ValueError(
-                f"`context_embeds` holds NaN or values beyond {LARGEST_VALUE:g} in {is_broken.sum()} of "
-                f"{counts.sum()} slots, first in slot {slot} of row {row}. Check the encoder's output."
-            )
 
     def _embed(self, inputs_embeds, slot_mask, context_embeds, context_word_ids) -> torch.Tensor:
         """`H^(0,0)` (Eq. 2): projected embeddings on slots, frozen ones elsewhere, (batch, seq_len, hidden)."""

@@ -179,9 +179,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             return_slots (`bool`, *optional*, defaults to `False`): Adds what the passages became.
             tokens_per_slot (`int` or `"segment"`, *optional*): How much text a slot stands for, in tokens. Default: the
                 processor's.
-            max_slots (`int`, *optional*), slot_policy (`str`, *optional*, defaults to `"drop"`):
-                Maximum number of slots per input, and what happens to further segments: `"drop"` or `"merge"`;
-                see [`ArcAlignerProcessor`].
+            max_slots (`int`, *optional*): Maximum number of slots per input, the first ones.
             min_confidence (`float`, *optional*):
                 An answer from passages with less confidence, from 0 to 1, becomes the processor's `no_answer`. Not with
                 beams.
@@ -202,7 +200,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             - **trajectories** (`list[list[str]]`) -- With `return_slots`, for each layer and slot the passes taken, see
               `format_trajectory`.
             - **statistics** (`dict`) -- With `return_slots`, `tokens` of the passages, `slots` and
-              `compression_rate`, the measured tokens per slot; with `max_slots`, the segments `merged` and `dropped`;
+              `compression_rate`, the measured tokens per slot; with `max_slots`, how many segments are `dropped`;
               `confidence` in the answer, where the aligner can refuse one and there are no beams.
 
         Raises:

@@ -20,10 +20,7 @@ Shapes: keys and values (num_layers, 2, key_value_heads, num_slots, head_dim); r
 
 import functools
 import hashlib
-import json
-import os
 import threading
-import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,10 +29,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from .base_model_arcaligner import WatchedWeights, tensors_digest
@@ -50,79 +45,18 @@ from .configuration_arcaligner import (
     slot_settings,
 )
 from .encoder_arcaligner import GivenSlots
-from .generation_arcaligner import entry_shape, join_keys_values, keys_values_of, read_passages, read_text
+from .generation_arcaligner import (
+    join_keys_values,
+    keys_values_of,
+    load_keys_values,
+    read_passages,
+    read_text,
+    save_keys_values,
+)
 from .segmentation_arcaligner import text_of
 from .slot_rows_arcaligner import pad_passage_ids
 
 logger = logging.get_logger(__name__)
-
-FORMAT = "arcaligner-passage-3"
-
-_NAME = "keys_values"
-
-
-def save_keys_values(path: str | Path, keys_values: torch.Tensor, fingerprint: dict[str, Any]) -> None:
-    """Writes what was read of a passage as safetensors, whole or not at all.
-
-    Args:
-        path (`str` or `Path`): File to write; its folder exists.
-        keys_values (`torch.Tensor` of shape `(num_layers, 2, heads, num_slots, head_dim)`): From `read_passages`.
-        fingerprint (`dict`): What `shared_fingerprint` and `passage_fingerprint` return.
-    """
-    path, tensors = Path(path), {_NAME: keys_values.contiguous()}
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        metadata = {"format": FORMAT, "fingerprint": json.dumps(fingerprint), "payload": tensors_digest(tensors)}
-        save_file(tensors, temporary, metadata=metadata)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def load_keys_values(
-    path: str | Path, fingerprint: dict[str, Any], config: PreTrainedConfig, device: str | torch.device = "cpu"
-) -> torch.Tensor:
-    """Reads what `save_keys_values` wrote.
-
-    Args:
-        path (`str` or `Path`): The file.
-        fingerprint (`dict`): That of the model, passage and prompt it will be used with.
-        config (`PreTrainedConfig`): The backbone's, `model.config.text_config`.
-        device (`str` or `torch.device`, defaults to `"cpu"`): Where the model is.
-
-    Raises:
-        `ValueError`: a file that is broken or of another kind, one with another fingerprint (the first field that
-            differs is named), or one that does not fit the backbone.
-    """
-    advice = "Use what it was made with, or delete the file to make a new one."
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-        if metadata.get("format") != FORMAT:
-            raise ValueError(f"its format is {metadata.get('format')!r}; expected {FORMAT!r}")
-        if metadata.get("payload") != tensors_digest(tensors):
-            raise ValueError("its keys and values are not those that were saved")
-        if not isinstance(found := json.loads(metadata.get("fingerprint", "")), dict):
-            raise ValueError(f"its fingerprint is a {type(found).__name__}; expected an object")
-    except (SafetensorError, ValueError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {error}. Delete the file to make a new one.") from error
-    for name in [*fingerprint, *found]:
-        if found.get(name) != fingerprint.get(name):
-            raise ValueError(
-                f"The kept passage {path} was made with `{name}` {found.get(name)!r}; expected "
-                f"{fingerprint.get(name)!r}. {advice}"
-            )
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    shape = shapes.get(_NAME, ())
-    if len(shapes) != 1 or len(shape) != 5 or shape != entry_shape(config, shape[3]):
-        raise ValueError(
-            f"{path} holds tensors of shapes {shapes}; the backbone {config.model_type} needs `{_NAME}` of shape "
-            f"{entry_shape(config, 1)}, for a slot. Load it with the backbone it was made for."
-        )
-    check_length(shape[3], f"The kept passage {path}", config)
-    return tensors[_NAME].to(device)
 
 
 @dataclass
@@ -501,7 +435,6 @@ def _split_settings(processor, kwargs: dict[str, Any]) -> tuple[dict[str, Any], 
 # How slots may be chosen and refined for one call, other than as processor and model are configured.
 PREFIX_SETTINGS = {
     "max_slots": int,
-    "slot_policy": str,
     "tokens_per_slot": lambda rate: rate if rate == "segment" else int(rate),
     "gate_mode": str,
     "gate_threshold": float,
@@ -551,14 +484,12 @@ def passage_fingerprint(prompt_ids: Sequence[int], passages: Sequence | None) ->
 def canonical_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings of `PREFIX_SETTINGS` for one call, spelled in one way and without those that change nothing.
 
-    >>> canonical_settings({"slot_policy": "merge", "gate_mode": None, "refinement_budget": 0})
+    >>> canonical_settings({"max_slots": None, "gate_mode": None, "refinement_budget": 0})
     {'gate_mode': 'off'}
     """
     settings = {name: value for name, value in settings.items() if value is not None}
     check_gates(**{name: settings[name] for name in REFINEMENT_SETTINGS if name in settings})
     settings = {name: PREFIX_SETTINGS[name](value) for name, value in settings.items()}  # as JSON has them
-    if "max_slots" not in settings or settings.get("slot_policy") == "drop":
-        settings.pop("slot_policy", None)
     gate_mode, budget = normalize_budget(settings.get("gate_mode"), settings.get("refinement_budget"))
     settings |= {"gate_mode": gate_mode, "refinement_budget": budget}
     return {name: value for name, value in settings.items() if value is not None}

@@ -307,14 +307,11 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
                 are of one passage.
             return_segments (`bool`, *optional*):
                 Adds `segments` (a list of [`Segment`] per row) and `statistics` (per row: `tokens` of the passages,
-                `slots`, and the measured `compression_rate`; with `max_slots` also how many segments are `merged` and
-                `dropped`). Remove both before passing the rest to the model. None for precomputed embeddings.
-            max_slots (`int`, *optional*): Maximum number of slots of a question. Default: as many as the backbone
-                reads; a question about 1,000 passages (5,990 slots) takes 3.5 GB.
-            slot_policy (`str`, defaults to `"drop"`):
-                What happens to further segments. `"drop"` keeps the first ones, so put the best documents first.
-                `"merge"` lets neighbors in a document share a slot, evenly, none longer than the encoder reads; if
-                that is not enough, the last are dropped. Precomputed embeddings can be dropped, not merged.
+                `slots`, and the measured `compression_rate`; with `max_slots` also how many segments are `dropped`).
+                Remove both before passing the rest to the model. None for precomputed embeddings.
+            max_slots (`int`, *optional*): Maximum number of slots of a question. The first ones are kept, so put the
+                best documents first. Default: as many as the backbone reads; a question about 1,000 passages (5,990
+                slots) takes 3.5 GB.
             tokens_per_slot (`int` or `"segment"`, *optional*): As in `__init__`.
             sanitize_control_tokens (`bool`, *optional*, defaults to `True` with documents or embeddings):
                 Whether special tokens of the tokenizer, such as `<|im_end|>`, are read as plain text in a question, as
@@ -389,7 +386,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
 
     def statistics(self, documents: Sequence[str | dict], row: EncodedDocuments, has_budget: bool) -> dict[str, float]:
         """The number of `tokens` and `slots` and the `compression_rate`; with `has_budget` also how many segments are
-        `merged` and `dropped`."""
+        `dropped`."""
         texts = [text_of(document, number) for number, document in enumerate(documents)]
         tokens = kept = self._count_tokens(texts)
         if row.dropped:
@@ -397,7 +394,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
             kept = self._count_tokens([*texts[: last.document], texts[last.document][: last.end]])
         num_slots = len(row.context_embeds)
         found = {"tokens": tokens, "slots": num_slots, "compression_rate": kept / num_slots}
-        return found | ({"merged": row.num_merged, "dropped": len(row.dropped)} if has_budget else {})
+        return found | ({"dropped": len(row.dropped)} if has_budget else {})
 
     def _count_tokens(self, texts: list[str]) -> int:
         return sum(len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else 0
@@ -454,7 +451,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
                 As in [`~ArcAlignerProcessor.__call__`], documents and embeddings with one entry a conversation. Control
                 tokens in messages are text by default where there are documents or embeddings.
             kwargs:
-                `context_word_ids`, `return_segments`, `max_slots`, `slot_policy` and `tokens_per_slot` as in
+                `context_word_ids`, `return_segments`, `max_slots` and `tokens_per_slot` as in
                 [`~ArcAlignerProcessor.__call__`]. `return_dict`, `return_tensors`, and `processor_kwargs` for the
                 tokenizer: `padding`, `padding_side`, `truncation`, `max_length`. The rest is for the template, such as
                 `add_generation_prompt=True`.

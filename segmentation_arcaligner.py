@@ -1,18 +1,16 @@
-"""Passages to segments and their tokens. A segment is a sentence, half of one, or several merged, and becomes one slot;
+"""Passages to segments and their tokens. A segment is a sentence, half of one, or several, and becomes one slot;
 with `tokens_per_slot`, a slot is a run of a segment's tokens.
 
 spaCy finds the sentences. Offsets always count characters of the document's text, so an answer can be traced back to
 it.
 """
 
-import bisect
 import functools
 import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from numbers import Integral
-from typing import NamedTuple
 
 import numpy as np
 from transformers.utils import logging
@@ -327,119 +325,28 @@ def segment_document(
     return [Segment(document, start, end, text[start:end]) for start, end in pieces]
 
 
-SLOT_POLICIES = ("drop", "merge")
-
-
-class FittedSegments(NamedTuple):
-    """Segments within a budget of slots, and what became of the others."""
-
-    segments: list[Segment]
-    num_merged: int  # share their slot with others
-    dropped: list[Segment]  # have no slot
-
-
-def check_slot_budget(max_slots: int | None, slot_policy: str) -> None:
-    """Raises `ValueError` for a budget that holds no slot, or an unknown policy."""
+def check_max_slots(max_slots: int | None) -> None:
+    """Raises `ValueError` for a maximum that holds no slot."""
     is_whole = isinstance(max_slots, Integral) and not isinstance(max_slots, bool)
     if max_slots is not None and not (is_whole and max_slots >= 1):
         raise ValueError(
             f"`max_slots` is {max_slots!r}; expected a whole number of at least 1, the maximum number of slots, or "
-            "None for one slot per segment."
+            "None for all."
         )
-    if not isinstance(slot_policy, str) or slot_policy not in SLOT_POLICIES:
-        raise ValueError(f"`slot_policy` is {slot_policy!r}; expected one of {', '.join(SLOT_POLICIES)}.")
-
-
-def fit_segments(
-    segments: Sequence[Segment],
-    texts: Sequence[str],
-    max_slots: int | None,
-    slot_policy: str = "drop",
-    num_reads: Callable[[str], int] = lambda text: 1,
-) -> FittedSegments:
-    """Drops or merges segments until there are at most `max_slots`, which `check_slot_budget` lets pass.
-
-    Args:
-        segments (`Sequence[Segment]`): The segments of one question's documents, in order.
-        texts (`Sequence[str]`): The texts of these documents.
-        max_slots (`int`, *optional*): `None` keeps all.
-        slot_policy (`str`, defaults to `"drop"`): Keeps the first ones; `"merge"` joins neighbors of a document.
-        num_reads (`Callable`): As for `segment_document`.
-
-    >>> segments = [Segment(0, 0, 2, "A."), Segment(0, 3, 5, "B."), Segment(1, 0, 2, "C.")]
-    >>> [s.text for s in fit_segments(segments, ["A. B.", "C."], 2, "merge").segments]
-    ['A. B.', 'C.']
-    """
-    if max_slots is None or len(segments) <= max_slots:
-        return FittedSegments(list(segments), 0, [])
-    if slot_policy == "drop":
-        return FittedSegments(list(segments[:max_slots]), 0, list(segments[max_slots:]))
-    groups = _shortest_groups(segments, texts, max_slots, num_reads)
-    kept, dropped = groups[:max_slots], groups[max_slots:]
-    return FittedSegments(
-        segments=[_merged(group, texts) for group in kept],
-        num_merged=sum(len(group) for group in kept if len(group) > 1),
-        dropped=[segment for group in dropped for segment in group],
-    )
-
-
-def _shortest_groups(segments, texts, max_slots, num_reads) -> list[list[Segment]]:
-    """Groups of neighbors, as short as `max_slots` groups allow; more groups where none may grow further."""
-    reads_within = functools.cache(lambda document, start, end: num_reads(texts[document][start:end]))
-
-    def groups_of(longest: int) -> list[list[Segment]]:
-        groups, first = [], 0
-        while first < len(segments):
-            document, start, _, _ = astuple(segments[first])
-
-            def is_outside(number: int, document=document, start=start) -> bool:
-                other = segments[number]
-                within = other.document == document and other.end - start <= longest
-                return not within or reads_within(document, start, other.end) > 1
-
-            size = 1  # doubled, so that no text is read that is much longer than the group
-            while first + size < len(segments) and not is_outside(first + size):
-                size *= 2
-            others = range(first + size // 2 + 1, min(first + size, len(segments)))
-            end = first + size // 2 + 1 + bisect.bisect_left(others, True, key=is_outside)
-            groups.append(list(segments[first:end]))
-            first = end
-        return groups
-
-    shortest, longest = 1, max(len(text) for text in texts)
-    while shortest < longest:
-        middle = (shortest + longest) // 2
-        if len(groups_of(middle)) <= max_slots:
-            longest = middle
-        else:
-            shortest = middle + 1
-    return groups_of(longest)
-
-
-def _merged(group: list[Segment], texts: Sequence[str]) -> Segment:
-    document, start, end = group[0].document, group[0].start, group[-1].end
-    return Segment(document, start, end, texts[document][start:end])
 
 
 class DocumentSegmenter:
     """Documents to segments and their tokens, for the processor: needs its `tokenizer`, `encoder` and settings."""
 
-    def check_slot_settings(
-        self, max_slots: int | None = None, slot_policy: str | None = None, tokens_per_slot: int | str | None = None
-    ) -> int | str:
+    def check_slot_settings(self, max_slots: int | None = None, tokens_per_slot: int | str | None = None) -> int | str:
         """Checks the settings of a call and returns its `tokens_per_slot`.
 
         Raises:
-            `ValueError`: settings that are invalid, or that exclude each other.
+            `ValueError`: settings that are invalid.
         """
-        check_slot_budget(max_slots, "drop" if slot_policy is None else slot_policy)
+        check_max_slots(max_slots)
         rate = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
         check_tokens_per_slot(rate)
-        if rate != "segment" and max_slots is not None and slot_policy == "merge":
-            raise ValueError(
-                f'`slot_policy` is "merge", but with `tokens_per_slot` {rate} slots are runs of tokens. Raise '
-                '`tokens_per_slot` for fewer slots, or pass `slot_policy="drop"`.'
-            )
         if (known := self.trained_tokens_per_slot) and rate not in known:
             logger.warning_once(
                 f"`tokens_per_slot` is {rate!r}, but this aligner has learned {', '.join(map(str, known))}. Expect "
@@ -463,12 +370,6 @@ class DocumentSegmenter:
                 num_reads=self.encoder.num_reads,
             )
         return segments
-
-    def fit_documents(self, documents, max_slots: int | None, slot_policy: str | None) -> FittedSegments:
-        """The segments of one question's documents within a budget of slots."""
-        segments = self.segment_documents(documents)
-        texts = [text_of(document, number) for number, document in enumerate(documents)]
-        return fit_segments(segments, texts, max_slots, slot_policy or "drop", self.encoder.num_reads)
 
     def encoder_texts(self, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[str]:
         """What the encoder reads for each segment: the title, if any, which keeps the subject, and the text."""

@@ -157,4 +157,4 @@ def slot_passages(rows, context_words: bool) -> SlotPassages:
         each = [torch.tensor(ids, dtype=torch.long) for row in rows["words"].to_pylist() for ids in row]
         words = pad_sequence(each, batch_first=True, padding_value=-1)
     numbers = torch.tensor([segment.document for segment in segments])
-    return SlotPassages(documents, EncodedDocuments(segments, embeds, words, numbers, num_merged=0, dropped=[]), {})
+    return SlotPassages(documents, EncodedDocuments(segments, embeds, words, numbers, dropped=[]), {})

@@ -280,7 +280,7 @@ class LlamaCppEngine:
             question (`str` or chat): What to ask.
             documents (`str`, `dict` or a list): The passages, as the processor takes them.
             max_new_tokens (`int`): Maximum number of tokens of the answer.
-            slots: `max_slots`, `slot_policy` and `tokens_per_slot`, as the processor takes them.
+            slots: `max_slots` and `tokens_per_slot`, as the processor takes them.
 
         Raises:
             `ValueError`: as the processor; a prompt that the context does not hold.

@@ -27,7 +27,7 @@ from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProc
 from arcaligner.checkpoint_arcaligner import written_whole
 from arcaligner.common.files import write_whole
 from arcaligner.evaluation import answering, evaluate, settings
-from arcaligner.prefix_store_arcaligner import load_keys_values, save_keys_values
+from arcaligner.generation_arcaligner import load_keys_values, save_keys_values
 from arcaligner.share import export, hub
 
 # A killed child would keep the lock that tqdm shares between processes.

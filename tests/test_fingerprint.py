@@ -86,12 +86,12 @@ def test_embeddings_are_told_apart_by_values_and_shape():
     "settings, expected",
     [
         (
-            {"max_slots": np.int64(2), "slot_policy": "drop", "gate_threshold": 1},
+            {"max_slots": np.int64(2), "gate_threshold": 1},
             {"max_slots": 2, "gate_threshold": 1.0},
         ),
-        ({"slot_policy": "merge", "refinement_budget": float("inf"), "gate_mode": None}, {}),
+        ({"max_slots": None, "refinement_budget": float("inf"), "gate_mode": None}, {}),
         ({"refinement_budget": np.float32(0), "gate_mode": "always"}, {"gate_mode": "off"}),
-        ({"max_slots": 3, "slot_policy": "merge", "refinement_budget": 0.5}, None),
+        ({"max_slots": 3, "refinement_budget": 0.5}, None),
     ],
     ids=str,
 )

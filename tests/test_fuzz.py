@@ -51,7 +51,6 @@ options = st.fixed_dictionaries(
     {},
     optional={
         "max_slots": st.integers(-1, 3) | junk,
-        "slot_policy": st.sampled_from(["drop", "merge", "x"]) | junk,
         "tokens_per_slot": st.sampled_from([1, 4, "segment", 0, "x"]) | junk,
     },
 )

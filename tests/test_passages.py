@@ -270,7 +270,7 @@ def test_a_disk_that_fills_up_costs_no_answer(apart, model, tmp_path, monkeypatc
         written.append(path)
         save_file(tensors, path, metadata)
 
-    monkeypatch.setattr("arcaligner.prefix_store_arcaligner.save_file", save)
+    monkeypatch.setattr("arcaligner.generation_arcaligner.save_file", save)
     store = model.slot_prefix_store(apart, max_bytes=0, folder=tmp_path)
     ids = model.generate(**store.prepare("Who?", PASSAGES), **FIVE_TOKENS)
     assert torch.equal(ids, model.generate(**chat_inputs(apart, "Who?", PASSAGES), **FIVE_TOKENS))

@@ -185,11 +185,9 @@ def test_bad_input_is_refused_with_what_was_given(ask, given, options, message):
         ask(given, **options)
 
 
-@pytest.mark.parametrize("slot_policy", ["drop", "merge"])
-def test_budget_of_slots_reaches_the_processor(ask, processor, slot_policy):
-    record = ask(ROWS[0], max_slots=2, slot_policy=slot_policy, return_slots=True)[0]
-    policy = {"max_slots": 2, "slot_policy": slot_policy}
-    expected = processor(text=QUESTION, documents=DOCUMENTS, return_segments=True, **policy)
+def test_budget_of_slots_reaches_the_processor(ask, processor):
+    record = ask(ROWS[0], max_slots=2, return_slots=True)[0]
+    expected = processor(text=QUESTION, documents=DOCUMENTS, return_segments=True, max_slots=2)
     assert record["segments"] == [vars(segment) for segment in expected["segments"][0]]
     assert record["statistics"] == expected["statistics"][0]
     assert [len(layer) for layer in record["trajectories"]] == [2, 2, 2]

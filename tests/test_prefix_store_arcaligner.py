@@ -23,9 +23,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import BACKBONES, WINDOW, backbone_config, random_row, tiny_aligner
 from transformers import DynamicCache
 
-from arcaligner import ArcAlignerProcessor, prefix_store_arcaligner
-from arcaligner.generation_arcaligner import keys_values_of
-from arcaligner.prefix_store_arcaligner import load_keys_values, save_keys_values
+from arcaligner import ArcAlignerProcessor, generation_arcaligner, prefix_store_arcaligner
+from arcaligner.generation_arcaligner import keys_values_of, load_keys_values, save_keys_values
 
 FIVE_TOKENS = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 FINGERPRINT = {"base_model": "ours", "gate_threshold": 0.5, "passages": "abc"}
@@ -252,7 +251,7 @@ GATES = [
     {"gate_threshold": 0.9},
     {"refinement_budget": 0.3},
 ]
-SLOTS = [{"max_slots": 2}, {"max_slots": 1, "slot_policy": "merge"}]
+SLOTS = [{"max_slots": 2}, {"max_slots": 1}]
 
 
 @pytest.mark.usefixtures("float64_model_code")
@@ -464,7 +463,7 @@ def test_interrupted_save_leaves_the_former_file(monkeypatch, tmp_path):
         temporary.write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(prefix_store_arcaligner, "save_file", broken_save)
+    monkeypatch.setattr(generation_arcaligner, "save_file", broken_save)
     with pytest.raises(OSError, match="disk full"):
         save_keys_values(path, cache, FINGERPRINT)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]

@@ -357,29 +357,8 @@ def test_slots_beyond_the_budget_are_dropped_and_the_statistics_say_so(processor
     assert inputs["segments"][0] == whole["segments"][0][:2]
     kept = len(processor.tokenizer(DOCUMENTS[0])["input_ids"])
     tokens = whole["statistics"][0]["tokens"]
-    expected = {"tokens": tokens, "slots": 2, "compression_rate": kept / 2, "merged": 0, "dropped": 1}
+    expected = {"tokens": tokens, "slots": 2, "compression_rate": kept / 2, "dropped": 1}
     assert inputs["statistics"] == [expected]
-
-
-def test_merged_slots_are_encoded_as_one_text(processor):
-    documents = ["One. Two.", {"title": "Ada", "text": "It was written. Nobody knew."}]
-    inputs = processor(text=QUESTION, documents=documents, max_slots=2, slot_policy="merge", return_segments=True)
-    assert [s.text for s in inputs["segments"][0]] == ["One. Two.", "It was written. Nobody knew."]
-    expected = processor.encoder.encode(["One. Two.", "Ada: It was written. Nobody knew."])
-    torch.testing.assert_close(torch.as_tensor(inputs["context_embeds"][0]), expected, atol=1e-5, rtol=0)
-    statistics = inputs["statistics"][0]
-    assert (statistics["slots"], statistics["merged"], statistics["dropped"]) == (2, 4, 0)
-    assert statistics["compression_rate"] == statistics["tokens"] / 2
-
-
-def test_merged_slots_are_read_whole_by_the_encoder(processor):
-    sentence = "word " * 4 + "end. "
-    inputs = processor(text=QUESTION, documents=[sentence * 8], max_slots=2, slot_policy="merge", return_segments=True)
-    tokenizer = processor.encoder.tokenizer
-    assert len(inputs["segments"][0]) == 2
-    assert all(len(tokenizer(s.text)["input_ids"]) <= tokenizer.model_max_length for s in inputs["segments"][0])
-    statistics = inputs["statistics"][0]
-    assert statistics["merged"] + statistics["dropped"] == 8 and statistics["merged"] > 2 and statistics["dropped"] > 0
 
 
 def test_each_row_has_the_budget_for_itself(processor):
@@ -388,9 +367,7 @@ def test_each_row_has_the_budget_for_itself(processor):
     assert [slots_in(processor, ids) for ids in inputs["input_ids"]] == [2, 1]
 
 
-def test_precomputed_embeddings_are_dropped_but_not_merged(processor):
+def test_precomputed_embeddings_are_dropped(processor):
     embeds = torch.randn(3, ENCODER_WIDTH)
     inputs = processor(text=QUESTION, context_embeds=embeds, max_slots=2, return_tensors="pt")
     assert torch.equal(inputs["context_embeds"][0], embeds[:2])
-    with pytest.raises(ValueError, match='`slot_policy` is "merge", but precomputed `context_embeds`'):
-        processor(text=QUESTION, context_embeds=embeds, max_slots=2, slot_policy="merge")

@@ -119,11 +119,6 @@ def test_a_rate_that_cannot_be_is_refused(words_processor, rate):
         words_processor(text=QUESTION, documents=DOCUMENTS, tokens_per_slot=rate)
 
 
-def test_runs_of_tokens_cannot_be_merged(words_processor):
-    with pytest.raises(ValueError, match="Raise `tokens_per_slot`"):
-        words_processor(text=QUESTION, documents=DOCUMENTS, max_slots=2, slot_policy="merge")
-
-
 # Words in the model
 
 

@@ -122,6 +122,6 @@ def test_a_disk_that_fills_up_ends_the_reading(corpus, apart, monkeypatch):
     def full(tensors, path, metadata):
         raise SafetensorError("No space left on device")
 
-    monkeypatch.setattr("arcaligner.prefix_store_arcaligner.save_file", full)
+    monkeypatch.setattr("arcaligner.generation_arcaligner.save_file", full)
     with pytest.raises(OSError, match="could not be written. Make room, and run this again"):
         read_corpus(corpus, *apart)
