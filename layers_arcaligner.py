@@ -139,19 +139,22 @@ class SlotLoraVariant(LoraVariant):
         elif isinstance(rows, torch.Tensor):  # a copy of all text rows in each linear would cost a tenth of a prefill
             flat.index_add_(0, rows, residual)
         else:
-            flat[rows] += residual
+            flat[rows].add_(residual)
         return flat.view_as(result)
 
 
 class SlotLoraLayer(InPlaceMixin):
-    """A PEFT layer that is its frozen linear where there are no slots, as when decoding: PEFT's bookkeeping takes
-    longer there than the linears of a small backbone."""
+    """A PEFT layer without PEFT's bookkeeping where its one adapter is the slots': the bookkeeping takes longer than the
+    linears of a small backbone. Without slots, as when decoding, it is its frozen linear."""
 
     def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        is_alone = self.active_adapter == [ADAPTER_NAME] and not self.merged_adapters
-        if _scope.rows is None and is_alone and not (args or kwargs):
+        if args or kwargs or self.active_adapter != [ADAPTER_NAME] or self.merged_adapters:
+            return super().forward(x, *args, **kwargs)
+        if _scope.rows is None:
             return self.base_layer(x)
-        return super().forward(x, *args, **kwargs)
+        if self.disable_adapters:
+            return super().forward(x)
+        return SlotLoraVariant.forward(self, ADAPTER_NAME, x, self.base_layer(x))
 
 
 def slot_lora_layers(module: nn.Module):
