@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .pipeline_arcaligner import ArcAlignerPipeline
     from .processing_arcaligner import ArcAlignerProcessor
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["ArcAlignerConfig", "ArcAlignerForCausalLM", "ArcAlignerPipeline", "ArcAlignerProcessor"]
 
 _HOME = {

@@ -23,12 +23,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..common.rows import Row
+from ..evaluation.analyses.speed import BUDGET
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..slot_rows_arcaligner import pad_words
 from ..train.data import passages_text
 
-BUDGET = 0.2
 TOKENS_PER_PASSAGE = 150
 
 

@@ -26,12 +26,12 @@ from transformers import PreTrainedModel
 
 from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, describe_machine, run_command
 from ..common.rows import Row, read_rows
+from ..evaluation.analyses.speed import machine_line, save_figure, size_lines
 from ..evaluation.settings import split_rates
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from .arms import Decoding, Prompts, both_prompts, cache_bytes, encoded_slots, load_models, make_arms, pick_rows
 from .measuring import flop_counter, peak_memory, quartiles, ratio, time_interleaved
-from .report import machine_line, save_figure, size_lines
 
 NEW_TOKENS = 16
 MIN_ROUNDS = 3

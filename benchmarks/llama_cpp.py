@@ -30,6 +30,7 @@ from ..common.rows import Row, read_rows
 from ..encoder_arcaligner import EncodedDocuments
 from ..engines.gguf_files import write_base_model
 from ..engines.llama_cpp import LlamaCppEngine, Session, import_llama_cpp
+from ..evaluation.analyses.speed import machine_line
 from ..evaluation.answering import MAX_NEW_TOKENS, SlotAnswerer
 from ..evaluation.metrics import METRICS
 from ..evaluation.settings import split_rates
@@ -38,7 +39,6 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.data import passages_text
 from .arms import both_prompts, encoded_slots, pick_rows, read
 from .measuring import peak_memory, time_interleaved
-from .report import machine_line
 
 SLOT_ARMS = ("slots", "slots, encoded too", "slots, kept", "slots, PyTorch")
 COLUMNS = ("Passages", "Tokens", "Rate", "Slots", "text", "text, kept", *SLOT_ARMS)

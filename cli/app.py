@@ -16,18 +16,28 @@ characters as visible escapes.
 
 import logging
 import signal
-import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..common.files import DEFAULT_CHECKPOINT, ROOT, counted, exit_on_user_error, printable
+from ..common.files import DEFAULT_CHECKPOINT, ROOT, exit_on_user_error, printable
+from . import shared
+from .corpus import corpus_app
+from .shared import (
+    Checkpoint,
+    CorpusFolder,
+    MinConfidence,
+    Reranker,
+    TokensPerSlot,
+    busy,
+    messages,
+    one_line,
+    output,
+    show,
+)
 
 RECIPES = ", ".join(sorted(folder.name for folder in (ROOT / "train" / "recipes").glob("*")))
 
@@ -37,108 +47,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-corpus_app = typer.Typer(help="Builds, changes and describes a corpus: passages encoded once.", no_args_is_help=True)
 app.add_typer(corpus_app, name="corpus")
-output = Console()
-messages = Console(stderr=True)
 
 Document = typer.Option(help="A text file; can be repeated.", exists=True, dir_okay=False)
-Checkpoint = Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.")]
-Reranker = Annotated[str | None, typer.Option(help="CrossEncoder that reorders the passages found.")]
-
-
-def parse_tokens_per_slot(value: str) -> int | str:
-    """A rate from the command line: a whole number, or `"segment"`."""
-    return value if value == "segment" else int(value)
-
-
-TokensPerSlot = Annotated[
-    Any,  # `int | str | None`, which typer cannot read
-    typer.Option(
-        parser=parse_tokens_per_slot,
-        metavar="INTEGER|segment",
-        help="Tokens of text per slot, or `segment` for one slot per sentence. Default: the checkpoint's.",
-    ),
-]
-MinConfidence = Annotated[
-    float | None,
-    typer.Option(help="An answer with less confidence becomes the aligner's refusal.", min=0, max=1),
-]
-
-
-def check_there(checkpoint: str) -> None:
-    """Refuses an empty name, a folder that is not there, and a Hub id that is neither in the cache nor on a Hub that
-    answers: transformers would ask for each of its files six times, for minutes."""
-    if not checkpoint:
-        raise ValueError("`--checkpoint` is empty; expected a folder or a Hub id, or nothing for the shipped aligner.")
-    path = Path(checkpoint).expanduser()
-    is_folder = path.is_absolute() or len(path.parts) > 2 or checkpoint.startswith(".") or Path(path.parts[0]).is_dir()
-    if is_folder and not path.exists():
-        raise FileNotFoundError(
-            f"There is no folder {checkpoint}. Name another with `--checkpoint`, or train one: see docs/training.md."
-        )
-    if path.exists():
-        return
-    import huggingface_hub
-
-    try:
-        if not isinstance(huggingface_hub.try_to_load_from_cache(checkpoint, "config.json"), str):
-            huggingface_hub.model_info(checkpoint, timeout=5)
-    except Exception as error:  # of whichever HTTP library the Hub's client uses
-        raise OSError(
-            f"There is no aligner at {checkpoint}: neither a checkpoint folder on this machine nor "
-            f"a repository on the Hub that can be reached ({type(error).__name__}). Name another "
-            "with `--checkpoint`, or train one: see docs/training.md."
-        ) from error
-
-
-def silence_transformers() -> None:
-    """Keeps progress bars and notes of transformers out of what a command says."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-
-
-def load_pipeline(checkpoint: str):
-    """The pipeline of a checkpoint, from this package's own code.
-
-    Raises:
-        `ValueError`: something else than an aligner checkpoint, or a broken one.
-        `OSError`: a checkpoint, base model or encoder that is not there, with how to get it.
-    """
-    check_there(checkpoint)
-    # Here, so that `--help` and mistakes in the options do not wait for them.
-    from ..modeling_arcaligner import ArcAlignerForCausalLM
-    from ..pipeline_arcaligner import ArcAlignerPipeline
-    from ..processing_arcaligner import ArcAlignerProcessor
-    from ..share.hub import read_aligner_config
-
-    silence_transformers()
-    read_aligner_config(checkpoint)
-    processor = ArcAlignerProcessor.from_pretrained(checkpoint)
-    model = ArcAlignerForCausalLM.from_pretrained(checkpoint).eval()
-    return ArcAlignerPipeline(model=model, processor=processor, task="text-generation")
-
-
-def load_engine(checkpoint: str, corpus: Path | None, reranker: str | None, **settings):
-    """An engine that has answered a request, so that nobody waits for what is loaded on first use.
-
-    The model is loaded by a thread that ends. PyTorch keeps a team of threads for each thread that has computed, and
-    with two teams on the same cores the engine is up to a quarter slower.
-    """
-    from concurrent.futures import ThreadPoolExecutor
-
-    from ..corpus.retrieve import Retriever
-    from ..corpus.table import Corpus
-    from ..server.engine import Engine
-
-    opened = None if corpus is None else Corpus(corpus)
-    with ThreadPoolExecutor(1) as loading:
-        ask = loading.submit(load_pipeline, checkpoint).result()
-    engine = Engine(ask, None if opened is None else Retriever(opened, ask.processor, reranker), **settings)
-    engine.warm_up()
-    return engine
 
 
 def read_document(path: Path) -> str:
@@ -153,24 +64,6 @@ def read_document(path: Path) -> str:
     if not text.strip():
         raise ValueError(f"{path} holds no text. Name a file that says something, or leave it out.")
     return text
-
-
-def show(text: str) -> None:
-    """Prints text as it is, long lines whole, except for control characters."""
-    output.print(printable(text), markup=False, highlight=False, soft_wrap=True)
-
-
-def one_line(text: str) -> str:
-    """`text` without line breaks: an id of a document cannot look like the next line."""
-    return printable(text).replace("\n", "\\n")
-
-
-def busy(what: str) -> AbstractContextManager:
-    """Says what is being done, with a spinner on a terminal and in one line elsewhere."""
-    if messages.is_terminal:
-        return messages.status(what)
-    messages.print(what, soft_wrap=True)
-    return nullcontext()
 
 
 def slots_table(record: dict[str, Any]) -> Table:
@@ -228,10 +121,10 @@ def answer(
             raise ValueError("`--show-slots` needs the passes of each slot, which llama.cpp does not tell.")
         if min_confidence is not None:
             raise ValueError("`--min-confidence` needs an answer's confidence, which llama.cpp does not tell.")
-        check_there(checkpoint)
+        shared.check_there(checkpoint)
         from ..engines.llama_cpp import LlamaCppEngine
 
-        silence_transformers()
+        shared.silence_transformers()
         with busy("Loading the aligner and its base model"):
             loaded = LlamaCppEngine(checkpoint, base_model, gate_mode=gate_mode)
         show(loaded.answer(question, documents, **settings).strip())
@@ -239,7 +132,7 @@ def answer(
     if base_model is not None:
         raise ValueError("`--base-model` is for `--engine llama.cpp`; PyTorch takes the one that the checkpoint names.")
     with busy("Loading the aligner and its base model"):
-        ask = load_pipeline(checkpoint)
+        ask = shared.load_pipeline(checkpoint)
     settings |= {} if gate_mode is None else {"gate_mode": gate_mode}
     settings |= {} if min_confidence is None else {"min_confidence": min_confidence}
     with busy("Reading the documents"):
@@ -249,149 +142,6 @@ def answer(
         output.print(slots_table(record))
         messages.print("[dim]A slot passes once through each layer, and again where a gate adds a pass.[/]")
     messages.print(f"[dim]{compression_summary(record['statistics'])}[/]")
-
-
-Sources = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="SOURCE...", help="Text, Markdown, HTML, PDF, DOCX, JSON Lines, Parquet; folders; data sets."
-    ),
-]
-CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder of the corpus.")]
-Strict = Annotated[bool, typer.Option("--strict", help="Stop at anything that cannot be read, instead of skipping it.")]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Name everything that is skipped, not only the first three.")]
-Workers = Annotated[
-    int | None, typer.Option("--ray", metavar="WORKERS", help="Number of Ray workers that encode.", min=1)
-]
-
-
-def load_processor(checkpoint: str):
-    """The processor of a checkpoint, without the model."""
-    check_there(checkpoint)
-    from ..processing_arcaligner import ArcAlignerProcessor
-
-    silence_transformers()
-    return ArcAlignerProcessor.from_pretrained(checkpoint)
-
-
-def tell_time_left() -> Callable[[int, int], None]:
-    """Says how far a large document is, and how long the rest will take at the pace of the last part."""
-    before = (0, 0.0)
-
-    def tell(done: int, total: int) -> None:
-        nonlocal before
-        parts, (last, then), now = f"{done} of {total} passages", before, time.monotonic()
-        if done > last:
-            seconds = (total - done) * (now - then) / (done - last)
-            parts += f", about {counted(round(seconds / 60), 'minute') if seconds > 90 else f'{seconds:.0f} s'} left"
-        before = done, now
-        messages.print(f"[dim]{parts} of a large document[/]")
-
-    return tell
-
-
-def fill_corpus(
-    corpus, processor, sources: list[str], strict: bool, verbose: bool, workers: int | None, prune: bool = False
-) -> None:
-    """Adds sources to a corpus and says what was done."""
-    from ..corpus.build import build_corpus, summary
-
-    write_batches = None
-    if workers is not None:
-        from ..corpus.ray_build import RayWriter
-
-        write_batches = RayWriter(workers)
-    with busy("Encoding passages"):
-        report = build_corpus(
-            sources,
-            corpus,
-            processor,
-            strict=strict,
-            prune=prune,
-            on_batch=lambda report: messages.print(f"[dim]{counted(report.passages, 'passage')}[/]"),
-            on_part=tell_time_left(),
-            write_batches=write_batches,
-        )
-    shown = report.skipped[: None if verbose else 3]
-    for each in shown:
-        messages.print(one_line(f"Skipped: {each}"), markup=False, soft_wrap=True)
-    if left := len(report.skipped) - len(shown):
-        messages.print(f"Skipped: {left} more, which --verbose names", soft_wrap=True)
-    show(summary(report, corpus.info()))
-
-
-@corpus_app.command("build")
-def build(
-    sources: Sources,
-    folder: Annotated[Path, typer.Option("--output", help="Folder of the corpus. An existing one is updated.")],
-    checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
-    passage_words: Annotated[int, typer.Option(help="Maximum number of words per passage.", min=1)] = 100,
-    tokens_per_slot: TokensPerSlot = None,
-    strict: Strict = False,
-    prune: Annotated[bool, typer.Option("--prune", help="Remove documents that are in none of the sources.")] = False,
-    verbose: Verbose = False,
-    ray: Workers = None,
-) -> None:
-    """Makes a corpus from texts, or updates one: new documents are added, changed ones replaced."""
-    processor = load_processor(checkpoint)
-    from ..corpus.table import Corpus
-
-    corpus = Corpus.create(folder, processor, passage_words, tokens_per_slot)
-    fill_corpus(corpus, processor, sources, strict, verbose, ray, prune)
-
-
-@corpus_app.command("add")
-def add(
-    sources: Sources,
-    corpus: CorpusFolder,
-    checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
-    strict: Strict = False,
-    verbose: Verbose = False,
-    ray: Workers = None,
-) -> None:
-    """Adds documents to a corpus, and replaces those that have changed."""
-    processor = load_processor(checkpoint)
-    from ..corpus.table import Corpus
-
-    opened = Corpus(corpus)
-    opened.check(processor)
-    fill_corpus(opened, processor, sources, strict, verbose, ray)
-
-
-@corpus_app.command("read")
-def read(corpus: CorpusFolder, checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT)) -> None:
-    """Reads all passages of a corpus ahead, and keeps their keys and values, so that no question has to."""
-    from ..corpus.kept import plan, read_corpus
-    from ..corpus.table import Corpus
-
-    opened = Corpus(corpus)
-    with busy("Loading the aligner and its base model"):
-        ask = load_pipeline(checkpoint)
-    messages.print(plan(opened, ask.model, ask.processor))
-    with busy("Reading passages"):
-        report = read_corpus(opened, ask.model, ask.processor, lambda report: messages.print(f"[dim]{report}[/]"))
-    show(str(report))
-
-
-@corpus_app.command("remove")
-def remove(
-    documents: Annotated[list[str], typer.Argument(metavar="DOCUMENT...", help="Ids of documents, see `ask`.")],
-    corpus: CorpusFolder,
-) -> None:
-    """Removes documents from a corpus."""
-    from ..corpus.table import Corpus
-
-    Corpus(corpus).remove(documents)
-    messages.print(f"{counted(len(documents), 'document')} removed")
-
-
-@corpus_app.command("info")
-def info(corpus: CorpusFolder) -> None:
-    """Shows what is in a corpus, what it was made with and how large it is."""
-    from ..corpus.table import Corpus
-
-    for name, value in Corpus(corpus).info().items():
-        show(f"{name}: {value:.0f}" if isinstance(value, float) else f"{name}: {value}")
 
 
 @app.command("ask")
@@ -409,7 +159,7 @@ def ask_corpus(
     from ..server.engine import Request
 
     with busy("Loading the aligner and its base model"):
-        engine = load_engine(checkpoint, corpus, reranker, tokens_per_slot=tokens_per_slot)
+        engine = shared.load_engine(checkpoint, corpus, reranker, tokens_per_slot=tokens_per_slot)
     settings = {"top_k": top_k, "max_new_tokens": max_new_tokens, "min_confidence": min_confidence}
     request = Request([{"role": "user", "content": question}], **settings)
     found = engine.submit(request).result()
@@ -454,7 +204,7 @@ def serve_answers(
     def make_engine():
         asked = {"top_k": top_k, "tokens_per_slot": tokens_per_slot, "min_confidence": min_confidence}
         asked |= {"max_batch": max_batch}
-        return load_engine(checkpoint, corpus, reranker, prefix_bytes=prefix_megabytes * 2**20, **asked)
+        return shared.load_engine(checkpoint, corpus, reranker, prefix_bytes=prefix_megabytes * 2**20, **asked)
 
     settings = ServerSettings(Path(checkpoint).resolve().name, host, port, api_key or None)
     show_address = f"{settings.model} answers at http://{host}:{port}/v1, a page is at http://{host}:{port}/"
@@ -474,7 +224,7 @@ def demo(checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), tokens_per_slot: Toke
     from .demo import run_demo
 
     with busy("Loading the aligner and its base model"):
-        ask = load_pipeline(checkpoint)
+        ask = shared.load_pipeline(checkpoint)
     run_demo(ask, output, tokens_per_slot)
 
 
@@ -530,7 +280,7 @@ def evaluate(
     """Answers question sets with several methods and prints tables that compare them."""
     for each in (checkpoint, xrag, projector_only):
         if each is not None:
-            check_there(each)
+            shared.check_there(each)
     from ..evaluation.evaluate import evaluate
     from ..evaluation.results import results_page
     from ..evaluation.settings import read_settings, split_names, split_rates
@@ -551,10 +301,10 @@ def export_gguf_adapter(
     folder: Annotated[Path, typer.Option("--output", help="Folder to write.")],
 ) -> None:
     """Exports an aligner for llama.cpp: the checkpoint, with its LoRA as a GGUF adapter."""
-    check_there(checkpoint)
+    shared.check_there(checkpoint)
     from ..engines.gguf_files import export_gguf
 
-    silence_transformers()
+    shared.silence_transformers()
     export_gguf(checkpoint, folder)
     show(str(folder))
 

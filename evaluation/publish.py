@@ -1,11 +1,11 @@
-"""Publishes a run: results and card of the checkpoint, `docs/results.md`, and the README's table.
+"""Publishes what was measured: results and card of the checkpoint, the pages of results, answers and speed, and the
+README's table and figure.
 
     python -m arcaligner.evaluation.publish --run runs/evaluation --figures runs/figures
-    python -m arcaligner.evaluation.publish --run runs/evaluation --earlier results.json
+    python -m arcaligner.evaluation.publish     # the same pages again, from what is published
 
-No number in these is typed by hand; each comes from the run's answers, from the data beside a figure, or from the
-results of an earlier run, for methods that do not depend on the aligner. The speed is published by
-`python -m arcaligner.benchmarks.report`.
+No number in these is typed by hand: each comes from the run's answers, the checkpoint's `results.json`, or the data
+beside a figure (`latency.json` is the report of `python -m arcaligner.benchmarks.latency`).
 """
 
 import json
@@ -19,21 +19,25 @@ import typer
 from ..common.files import DEFAULT_CHECKPOINT, ROOT, markdown_table, printable, run_command, write_whole
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..share.hub import RESULTS_FILE, write_model_card
+from .analyses.speed import BUDGET, find_size, first_token_ms, first_token_table, rate_title, save_tradeoff, size_lines
 from .methods import find_method, fingerprint
-from .results import EARLIER_HELP, add_earlier, results_page, write_results
+from .results import results_page, write_results
 from .runs import answer_files
 from .tasks import TASKS
 
+DOCS = ROOT / "docs"
 README_SETS = ("SQuAD", "NaturalQA", "HotpotQA", "PopQA_longtail")
-README_METHODS = (
-    "no_lora_x4",
-    "arcaligner_xsegment",
-    "truncated_lora_x4",
-    "arcaligner_x4",
-    "arcaligner",
-    "standard_rag",
-    "full_text_lora",
+# Of the README's table, by rate: what is read, tokens per position, the method, and the rate that was timed.
+README_ROWS = (
+    ("whole text", "1", "full_text_lora", "text"),
+    ("text cut to its first half", "2", "truncated_lora_x2", None),
+    ("**slots** (as shipped)", "2", "arcaligner", 2),
+    ("**slots**", "4", "arcaligner_x4", 4),
+    ("**slots**", "8", "arcaligner_x8", 8),
+    ("**slots**", "a sentence", "arcaligner_xsegment", "segment"),
 )
+README_PASSAGES = 5, 20
+CUT_SHORTER = {"a quarter": "truncated_lora_x4", "an eighth": "truncated_lora_x8"}
 ANSWERS_PER_SET = 13
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|&])")  # what could become structure of a page
 MARKS = "<!-- results: evaluation/publish.py -->", "<!-- end of results -->"
@@ -48,31 +52,67 @@ LoRA that learned to read the text from 4,000 questions; xRAG and the projector 
 aligner far more. `evaluation/recipes/smollm2_135m.yaml` says which passages are read. [answers.md](answers.md) has
 answers to read.
 """
+SPEED_INTRODUCTION = """\
+# Speed
+
+How soon an answer begins when passages are read as slots, and when they are read as text.
+
+- **Several questions about the same passages**: keep the slots, with `model.slot_prefix_store(processor)`. The server
+  does so by itself. This is the column *slots, cached*.
+- **Passages known before the question**: encode them once, in a [corpus](corpus.md). In the other columns of slots, the
+  first number in parentheses is with passages encoded before, the second with segmenting and encoding.
+- **A faster first token**: more text per slot, `tokens_per_slot=4` or `"segment"`. The answers get worse: see the
+  second figure. With a single short passage there is little to gain.
+
+[speed_results.md](speed_results.md) has all sizes and arms. How it is measured again:
+
+```bash
+python -m arcaligner.benchmarks.latency --output runs/figures       # --help: passages, rates, dtype, device
+python -m arcaligner.evaluation.publish --figures runs/figures      # writes these pages
+```
+
+## Time to the first token
+"""
+SPEED_DETAILS = f"""\
+# Speed: all numbers
+
+The results behind [speed.md](speed.md), written by `python -m arcaligner.evaluation.publish`.
+
+All columns of a row read the same questions and passages, in one process and in turns, so that their ratios hold. Times
+are medians.
+
+- *text* is the bare base model reading the passages; *cached*: the keys and values of all before the question are kept.
+- *within {BUDGET:.0%}* is *adaptive* with `refinement_budget={BUDGET}`. Refinement takes at most this share of the
+  operations of the slot prefix's prefill, the most confident slots first.
+- *GFLOP*: operations of the products of the prefill, counted while it runs.
+"""
 
 
 def publish(
-    run: Annotated[Path, typer.Option(help="Folder of an evaluation.")] = Path("runs/evaluation"),
+    run: Annotated[Path | None, typer.Option(help="Folder of an evaluation. Default: what is published.")] = None,
     checkpoint: Annotated[Path, typer.Option(help="The aligner that was measured.")] = DEFAULT_CHECKPOINT,
-    figures: Annotated[Path | None, typer.Option(help="Folder of the analyses.")] = None,
-    earlier: Annotated[Path | None, typer.Option(help=EARLIER_HELP)] = None,
+    figures: Annotated[Path, typer.Option(help="Folder of the analyses and latency.json.")] = DOCS / "figures",
 ) -> None:
-    """Writes results, card, docs/results.md, docs/answers.md and the README's table from a run."""
-    check_weights(run, checkpoint)
-    results = write_results(run)
-    if earlier is not None:
-        add_earlier(results, earlier)
-    shown = copy_figures(figures) if figures else {}
+    """Writes the pages and the README's table from a run, its figures and the timings."""
+    if run is not None:
+        check_weights(run, checkpoint)
+        answers = answers_page(run)
+        write_whole(checkpoint / RESULTS_FILE, json.dumps(write_results(run), indent=1, ensure_ascii=False) + "\n")
+        is_ours = checkpoint.resolve().is_relative_to(ROOT.resolve())
+        name = checkpoint.resolve().relative_to(ROOT.resolve()).as_posix() if is_ours else None
+        write_model_card(ArcAlignerConfig.from_pretrained(checkpoint), checkpoint, name=name)
+        write_whole(DOCS / "answers.md", answers)
+    results = json.loads((checkpoint / RESULTS_FILE).read_text(encoding="utf-8"))
+    latency = json.loads((figures / "latency.json").read_text(encoding="utf-8"))
+    save_tradeoff(figures, latency, results["sets"])
+    shown = copy_figures(figures)
     lines = [line for name, each in shown.items() if name not in SPEED_FIGURES for line in each]
     page = "\n".join([INTRODUCTION, results_page(results), *(["## Figures", "", *lines] if lines else [])])
-    answers = answers_page(run)
-    readme = with_block((ROOT / "README.md").read_text(encoding="utf-8"), readme_table(results), MARKS)
-    write_whole(checkpoint / RESULTS_FILE, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    is_ours = checkpoint.resolve().is_relative_to(ROOT.resolve())
-    name = checkpoint.resolve().relative_to(ROOT.resolve()).as_posix() if is_ours else None
-    write_model_card(ArcAlignerConfig.from_pretrained(checkpoint), checkpoint, name=name)
-    write_whole(ROOT / "docs" / "results.md", page.rstrip() + "\n")
-    write_whole(ROOT / "docs" / "answers.md", answers)
-    write_whole(ROOT / "README.md", readme)
+    write_whole(DOCS / "results.md", page.rstrip() + "\n")
+    write_whole(DOCS / "speed.md", speed_page(latency, [line for name in SPEED_FIGURES for line in shown[name]]))
+    write_whole(DOCS / "speed_results.md", speed_results_page(latency))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    write_whole(ROOT / "README.md", with_block(readme, readme_table(results, latency), MARKS))
 
 
 def check_weights(run: Path, checkpoint: Path) -> None:
@@ -109,22 +149,58 @@ def answers_page(run: Path) -> str:
     return "\n".join(lines)
 
 
-def readme_table(results: dict[str, Any]) -> str:
-    """F1 and EM of the README's sets and methods in one table."""
-    sets = {name: results["sets"][name] for name in README_SETS if name in results["sets"]}
+def readme_table(results: dict[str, Any], latency: dict[str, Any]) -> str:
+    """F1 of the README's sets, and the time to the first token, in one table with a row for each of `README_ROWS`."""
+    sets = {name: results["sets"][name] for name in README_SETS}
+
+    def f1(method: str) -> list[str]:
+        return [f"{each['methods'][find_method(method).title]['f1'][0]:.1f}" for each in sets.values()]
+
     rows = []
-    for title in (find_method(name).title for name in README_METHODS):
-        found = [each["methods"].get(title) for each in sets.values()]
-        if any(found):
-            rows.append([title, *(f"{each['f1'][0]:.1f} / {each['em'][0]:.1f}" if each else "-" for each in found)])
-    rates = ", ".join(f"{name} x{each['compression_rate']:.0f}" for name, each in sets.items())
-    counts = sorted({each["questions"] for each in sets.values()})
-    lines = markdown_table(["F1 / EM", *sets], rows)
-    lines += [
-        "",
-        f"Percent, {' to '.join(map(str, counts))} questions per set; EM is non-strict. Tokens per slot: {rates}.",
-    ]
-    return "\n".join(lines)
+    for read, tokens, method, timed in README_ROWS:
+        cells = ["-", "-", "-"]
+        if timed is not None:
+            arms = ("standard_rag", "standard_rag_cached") if timed == "text" else ("off", "slots_cached")
+            rate = latency["own_tokens_per_slot"] if timed == "text" else timed
+            sizes = [find_size(latency, k, rate) for k in README_PASSAGES]
+            cells = [" / ".join(f"{first_token_ms(size, arm):,.0f}" for size in sizes) for arm in arms]
+            cells.append(" / ".join(f"{size['arms'][arms[1]]['cache_bytes'] / 2**20:.0f}" for size in sizes))
+        rows.append([read, tokens, *f1(method), *cells])
+    columns = ["The model reads", "Rate", *sets, "First token, ms", "Kept, ms", "Kept, MiB"]
+    counts = " to ".join(map(str, sorted({each["questions"] for each in sets.values()})))
+    shorter = "; ".join(f"to {part}, {', '.join(f1(method))}" for part, method in CUT_SHORTER.items())
+    passages = " / ".join(map(str, README_PASSAGES))
+    own = [find_size(latency, k, latency["own_tokens_per_slot"]) for k in README_PASSAGES]
+    lengths = [each["methods"][find_method("full_text_lora").title]["context_tokens"] for each in sets.values()]
+    return "\n".join(
+        [
+            *markdown_table(columns, rows),
+            "",
+            f"F1 in percent, {counts} questions per set, each about passages of {min(lengths):.0f} to "
+            f"{max(lengths):.0f} tokens (means).",
+            "Rate: tokens of the text for each position of the prompt.",
+            f"Cut shorter, the text gets: {shorter}.",
+            f"Times and memory: {passages} passages, {' / '.join(format(size['text_tokens'], ',.0f') for size in own)} "
+            f"tokens, on {latency['machine']['cores']} CPU cores.",
+        ]
+    )
+
+
+def speed_page(latency: dict[str, Any], figures: list[str]) -> str:
+    """`docs/speed.md`: what is gained where, the time to the first token, and the lines of `figures`."""
+    return "\n".join([SPEED_INTRODUCTION, *first_token_table(latency), "", *figures]).rstrip() + "\n"
+
+
+def speed_results_page(latency: dict[str, Any]) -> str:
+    """`docs/speed_results.md`: the time to the first token of every size, and folded, all numbers of each."""
+    folded: dict[str, list[str]] = {}
+    for size in latency["sizes"]:
+        title = f"{rate_title(size)}, {size['dtype']}, questions at a time: {size['batch_size']}"
+        folded.setdefault(title, []).extend(size_lines(size))
+    lines = [SPEED_DETAILS, *first_token_table(latency, every_size=True), ""]
+    for title, tables in folded.items():
+        lines += [f"<details><summary>{title}</summary>", "", *tables, "</details>", ""]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def with_block(text: str, block: str, marks: tuple[str, str]) -> str:

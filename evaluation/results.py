@@ -21,7 +21,6 @@ MAIN_TITLE = METHODS[MAIN].title
 FLOOR, CEILING = "naive", "full_text_lora"
 # Methods that read all of the text, or nothing of it.
 NOT_COMPRESSED = ("standard_rag", "full_text_lora", "empty_slot")
-EARLIER_HELP = "results.json of an earlier run, for methods that do not depend on the aligner."
 PAPER = json.loads((Path(__file__).parent / "paper_results.json").read_text(encoding="utf-8"))
 
 Answers = dict[str, dict[str, Any]]  # by question id
@@ -160,34 +159,6 @@ def retention(found: Answers, of_task: dict[str, Answers]) -> list[float] | None
         return None
     ends = ratio_interval(gained, possible)
     return [100 * float(each) for each in (gained.sum() / possible.sum(), *ends)]
-
-
-def add_earlier(results: dict[str, Any], earlier: Path) -> None:
-    """Adds what an earlier run found with the same questions for methods that do not depend on the aligner.
-
-    Args:
-        results (`dict`): From [`summarize`].
-        earlier (`Path`): `results.json` of that run.
-
-    Raises:
-        `ValueError`: a set had another number of questions, or other passages.
-    """
-    titles = {method.title for method in METHODS.values() if method.checkpoint != "aligner"}
-    known = json.loads(earlier.read_text(encoding="utf-8"))
-    for name, entry in results["sets"].items():
-        before = known["sets"].get(name)
-        if before is None:
-            continue
-        if before["questions"] != entry["questions"]:
-            raise ValueError(f"{name} has {entry['questions']} questions, and had {before['questions']} earlier.")
-        if abs(before["recall"][0] - entry["recall"][0]) > 1e-9:  # of the passages, whichever method reads them
-            raise ValueError(
-                f"{name}: {before['recall'][0]} % of the earlier run's passages held a gold answer, now "
-                f"{entry['recall'][0]} %: the two runs read different passages."
-            )
-        kept = {title: each for title, each in before["methods"].items() if title in titles}
-        entry["methods"] = kept | entry["methods"]
-    results["machine"] = "; ".join(dict.fromkeys((results["machine"], known["machine"])))
 
 
 def _rate(rows) -> float:

@@ -37,17 +37,25 @@ def test_examples_of_functions_are_so(path):
     assert runner.failures == 0
 
 
-def test_readme_lists_the_flat_files_there_are():
-    listed = set(re.findall(r"^\s*(\w+_arcaligner\.py)", README, flags=re.MULTILINE))
+def test_the_map_lists_the_flat_files_there_are():
+    contributing = (ROOT / ".github" / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\s*(\w+_arcaligner\.py)", contributing, flags=re.MULTILINE))
     assert listed == {path.name for path in ROOT.glob("*_arcaligner.py")}
 
 
 def test_paths_and_links_of_the_documents_exist():
-    paths = re.findall(r"\]\((?!http)([^)#]+)\)", README)
-    paths += re.findall(r"(?:train|docs|benchmarks|checkpoints|tests)/[\w./-]+\w", README)
+    paths = re.findall(r"(?:train|docs|benchmarks|checkpoints|tests|examples)/[\w./-]+\w", README)
     written = re.findall(r"--output (\S+)", README)  # by the reader's own commands
     missing = [path for path in paths if path not in written and not (ROOT / path).exists()]
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / ".github").glob("*.md")):
+        links = re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text(encoding="utf-8"))
+        missing += [f"{page.name}: {link}" for link in links if not (page.parent / link).exists()]
     assert not missing
+
+
+def test_the_readme_is_read_in_two_minutes():
+    lines = README.splitlines()
+    assert len(lines) <= 110 and max(map(len, lines)) <= 120
 
 
 def test_make_targets_of_the_readme_exist():

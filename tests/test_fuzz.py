@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from arcaligner import ArcAlignerPipeline
 from arcaligner.cli import app as cli
-from arcaligner.cli import demo
+from arcaligner.cli import demo, shared
 from arcaligner.corpus import build, table
 from arcaligner.modeling_arcaligner import ArcAlignerForCausalLM
 from arcaligner.server import app
@@ -221,14 +221,14 @@ def workplace(tmp_path_factory, checkpoint_dir, processor):
     return folder
 
 
-load = functools.cache(cli.load_pipeline)
+load = functools.cache(shared.load_pipeline)
 
 
 @settings(BOUNDED, max_examples=25)
 @given(data=st.data())
 def test_command_line(workplace, monkeypatch, capsys, data):
     monkeypatch.chdir(workplace)
-    monkeypatch.setattr(cli, "load_pipeline", load)
+    monkeypatch.setattr(shared, "load_pipeline", load)
     monkeypatch.setattr(demo, "run_demo", lambda *args: None)
     monkeypatch.setattr(app, "serve", lambda engine, settings: engine.close())
     monkeypatch.setattr(stages, "run_stages", lambda *args: None)

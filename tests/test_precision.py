@@ -10,7 +10,7 @@ from conftest import edit_json
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.base_model_arcaligner import default_dtype
-from arcaligner.cli import app as cli
+from arcaligner.cli import shared
 from arcaligner.common.files import DEFAULT_CHECKPOINT
 from arcaligner.evaluation.answering import load_aligner
 
@@ -24,7 +24,7 @@ def folder(checkpoint_dir, tmp_path):
 
 
 def served(folder):
-    engine = cli.load_engine(folder, None, None)
+    engine = shared.load_engine(folder, None, None)
     try:
         return engine.model
     finally:
@@ -34,7 +34,7 @@ def served(folder):
 WAYS = {
     "from_pretrained": ArcAlignerForCausalLM.from_pretrained,
     "pipeline": lambda folder: transformers.pipeline(model=folder, trust_remote_code=True, device="cpu").model,
-    "command line": lambda folder: cli.load_pipeline(folder).model,
+    "command line": lambda folder: shared.load_pipeline(folder).model,
     "server": served,
     "evaluation": lambda folder: load_aligner(folder, "cpu")[0],
 }

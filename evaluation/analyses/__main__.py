@@ -15,7 +15,7 @@ from .reconstruction import reconstruction
 from .refusals import refusals
 
 app = typer.Typer(
-    help="The paper's analyses. A figure is written as PNG, SVG and JSON, with its caption.",
+    help="The paper's analyses. A figure is written as SVG and JSON, with its caption.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

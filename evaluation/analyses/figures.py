@@ -47,12 +47,11 @@ def new_figure(width: float = 7.0, height: float = 3.5, **subplots: Any):
 
 
 def save_analysis(folder: Path, name: str, figure: Figure, data: dict[str, Any], caption: str) -> None:
-    """Writes `<name>.png` and `<name>.svg`, and `<name>.json` with the numbers and, as `reading`, the caption."""
+    """Writes `<name>.svg`, and `<name>.json` with the numbers and, as `reading`, the caption."""
+    picture = io.BytesIO()
     with plt.rc_context(STYLE):
-        for suffix, options in ((".png", {"dpi": 150}), (".svg", {"metadata": {"Date": None}})):
-            picture = io.BytesIO()
-            figure.savefig(picture, format=suffix[1:], **options)
-            write_whole(folder / f"{name}{suffix}", picture.getvalue())
+        figure.savefig(picture, format="svg", metadata={"Date": None})
+    write_whole(folder / f"{name}.svg", picture.getvalue())
     plt.close(figure)
     write_whole(folder / f"{name}.json", json.dumps({"reading": caption, **data}, indent=1, ensure_ascii=False) + "\n")
 

@@ -14,7 +14,7 @@ import typer
 from matplotlib.figure import Figure
 
 from ..methods import METHODS, base_name, find_method, sort_key
-from ..results import EARLIER_HELP, MAIN, add_earlier, summarize
+from ..results import MAIN, summarize
 from ..runs import answer_files
 from ..settings import split_names
 from ..tasks import TASKS, find_task
@@ -31,14 +31,13 @@ CAPTION = (
 )
 
 
-def analyze(run: Path, tasks: list[str] | None = None, earlier: Path | None = None) -> dict[str, Any]:
+def analyze(run: Path, tasks: list[str] | None = None) -> dict[str, Any]:
     """
     The points of each method that was asked at several rates.
 
     Args:
         run (`Path`): Folder with answers.
         tasks (`list[str]`, *optional*): Names; all that the run has.
-        earlier (`Path`, *optional*): `results.json` of another run, for the bounds.
 
     Returns:
         `dict`: `{"sets": {title: {"curves": {title: [point, ...]}, "bounds": {title: [mean, low, high]}}}}`, a point
@@ -51,8 +50,6 @@ def analyze(run: Path, tasks: list[str] | None = None, earlier: Path | None = No
     wanted = {find_task(name).title for name in tasks or TASKS}
     methods = [find_method(name) for name in sorted({file.method for file in answer_files(run)}, key=sort_key)]
     results, sets = summarize(run), {}
-    if earlier is not None:
-        add_earlier(results, earlier)
     for title, entry in results["sets"].items():
         curves: dict[str, list[dict[str, Any]]] = {}
         for method in methods:
@@ -109,10 +106,9 @@ def draw(sets: dict[str, dict[str, Any]]) -> Figure:
 def rates(
     run: Annotated[Path, typer.Option(help="Folder of a run, with answers.")] = Path("runs/evaluation"),
     tasks: Annotated[str | None, typer.Option(help="Tasks, separated by commas. Default: all of the run.")] = None,
-    earlier: Annotated[Path | None, typer.Option(help=EARLIER_HELP)] = None,
     folder: Folder = FIGURES,
 ) -> None:
     """F1 and retention against the measured compression rate."""
-    numbers = analyze(run, split_names(tasks), earlier)
+    numbers = analyze(run, split_names(tasks))
     save_analysis(folder, "rates", draw(numbers["sets"]), numbers, CAPTION)
     typer.echo(CAPTION)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from arcaligner import ArcAlignerPipeline
 from arcaligner.cli import app as cli
-from arcaligner.cli import demo
+from arcaligner.cli import demo, shared
 from arcaligner.common.files import printable, read_json_lines
 from arcaligner.train import stages
 
@@ -27,15 +27,15 @@ def document(tmp_path):
     return path
 
 
-cli_load_pipeline = cli.load_pipeline
-load_pipeline = functools.cache(cli.load_pipeline)
+cli_load_pipeline = shared.load_pipeline
+load_pipeline = functools.cache(shared.load_pipeline)
 
 
 @pytest.fixture(autouse=True)
 def wide_terminal_and_models_loaded_once(monkeypatch):
-    monkeypatch.setattr(cli, "load_pipeline", load_pipeline)
+    monkeypatch.setattr(shared, "load_pipeline", load_pipeline)
     monkeypatch.setenv("COLUMNS", "160")
-    for console in (cli.output, cli.messages):  # made when the module was imported
+    for console in (shared.output, shared.messages):  # made when the module was imported
         monkeypatch.setattr(console, "width", 160)
 
 
@@ -65,7 +65,7 @@ def test_a_checkpoint_that_is_nowhere_is_asked_for_once(run_cli, monkeypatch, tm
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x").write_text("Text.")
     monkeypatch.setattr("huggingface_hub.model_info", model_info)
-    monkeypatch.setattr(cli, "load_pipeline", cli_load_pipeline)
+    monkeypatch.setattr(shared, "load_pipeline", cli_load_pipeline)
     code, _, err = run_cli(*command, "--checkpoint", "nowhere/x")
     assert code == 1 and "There is no aligner at nowhere/x: neither a checkpoint folder" in err.replace("\n", " ")
     assert asked == ["nowhere/x"]
@@ -91,7 +91,7 @@ def test_options_of_answer_reach_the_pipeline(run_cli, monkeypatch, document):
         asked.append((row, settings))
         return [record]
 
-    monkeypatch.setattr(cli, "load_pipeline", {"here": ask}.get)
+    monkeypatch.setattr(shared, "load_pipeline", {"here": ask}.get)
     given = ("answer", "--question", QUESTION, "--document", document, "--checkpoint", "here", "--max-new-tokens", 3)
     options = ("--max-slots", 1, "--gate-mode", "always", "--tokens-per-slot")
     for rate in ("segment", 3):
@@ -173,7 +173,7 @@ def test_a_terminal_is_not_steered_by_documents_answers_and_mistakes(
 ):
     document.write_text(f"It was {STEERING} written.", encoding="utf-8")
     options = ("--document", document, "--checkpoint", checkpoint_dir)
-    ask = cli.load_pipeline(str(checkpoint_dir))
+    ask = shared.load_pipeline(str(checkpoint_dir))
     records = ask({"question": QUESTION, "documents": [TEXT]}, return_slots=True)
     monkeypatch.setattr(type(ask), "__call__", lambda *arguments, **kwargs: [records[0] | {"generated_text": STEERING}])
     code, out, _ = run_cli("answer", "--question", QUESTION, *options)
@@ -223,7 +223,7 @@ def test_mistakes_in_train_end_in_one_clear_line(run_cli, monkeypatch):
 
 
 def test_demo_shows_every_question_answer_gold_and_rate(checkpoint_dir):
-    ask = cli.load_pipeline(str(checkpoint_dir))
+    ask = shared.load_pipeline(str(checkpoint_dir))
     ask.model.config.text_config.max_position_embeddings = 2048  # the whole text of a passage is asked about as well
     console = Console(file=io.StringIO(), width=200)
     demo.run_demo(ask, console)

@@ -6,17 +6,26 @@ from pathlib import Path
 import pytest
 from answer_rows import write_answers
 
-from arcaligner.benchmarks import report as speed
-from arcaligner.evaluation.publish import INTRODUCTION, MARKS, answers_page, readme_table, with_block
+from arcaligner.evaluation.analyses.speed import find_size, tradeoff
+from arcaligner.evaluation.publish import (
+    INTRODUCTION,
+    MARKS,
+    answers_page,
+    readme_table,
+    speed_page,
+    speed_results_page,
+    with_block,
+)
 from arcaligner.evaluation.results import results_page
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = json.loads((ROOT / "checkpoints/arcaligner-smollm2-135m/results.json").read_text("utf-8"))
+LATENCY = json.loads((ROOT / "docs/figures/latency.json").read_text("utf-8"))
 
 
-def test_the_readmes_tables_are_those_of_the_shipped_results():
+def test_the_readmes_table_is_that_of_the_shipped_results_and_of_the_latency_report():
     readme = (ROOT / "README.md").read_text("utf-8")
-    assert with_block(readme, readme_table(SHIPPED), MARKS) == readme
+    assert with_block(readme, readme_table(SHIPPED, LATENCY), MARKS) == readme
 
 
 def test_the_results_page_is_that_of_the_shipped_results():
@@ -32,41 +41,38 @@ def test_figures_are_shown_on_one_of_the_pages_with_their_reading_help():
         assert data.with_suffix(".svg").exists()
 
 
-def test_the_readme_and_the_page_of_speed_are_those_of_the_latency_report():
-    report = json.loads((ROOT / "docs/figures/latency.json").read_text("utf-8"))
-    readme = (ROOT / "README.md").read_text("utf-8")
-    assert with_block(readme, "\n".join(speed.first_token_table(report)), speed.MARKS) == readme
+def test_the_pages_of_speed_are_those_of_the_latency_report():
     page = (ROOT / "docs/speed.md").read_text("utf-8")
-    figures = page[page.index("![") : page.index("## All numbers")].splitlines()
-    assert page == speed.speed_page(report, figures)
+    assert page == speed_page(LATENCY, page[page.index("![") :].splitlines())
+    assert (ROOT / "docs/speed_results.md").read_text("utf-8") == speed_results_page(LATENCY)
 
 
-def test_f1_stands_over_the_speed_of_the_same_rate():
-    def size(rate, first, **other):
-        arms = {
-            name: {"first_token": {"median": seconds}, "speed_up": {"median": 1.0 / seconds}}
-            for name, seconds in (("standard_rag", 1.0), ("off", first), ("slots_cached", first / 2))
-        }
-        encoder = {"segmenting": {"median": 0.05}, "encoding": {"median": 0.2}}
-        return {
-            **{"k": 5, "batch_size": 1, "dtype": "float32", "tokens_per_slot": rate},
-            **{"arms": arms, "encoder": encoder, **other},
-        }
+def test_f1_stands_over_the_time_at_the_same_rate():
+    def size(rate, first, k=20, batch_size=1):
+        seconds = {"standard_rag": 1.0, "standard_rag_cached": 0.1, "off": first, "slots_cached": first / 8}
+        arms = {name: {"first_token": {"median": each}} for name, each in seconds.items()}
+        return {"k": k, "batch_size": batch_size, "dtype": "float32", "tokens_per_slot": rate, "arms": arms}
 
-    sizes = [size(4, 0.5), size(8, 0.25), size(8, 9.0, k=1), size(8, 9.0, batch_size=8)]
-    methods = {"ArcAligner": 40.0, "ArcAligner, 8 tokens per slot": 20.0, "StandardRAG": 10.0}
+    sizes = [size(4, 0.5), size(8, 9.0, k=1), size(8, 9.0, batch_size=8), size(8, 0.25), size(2, 0.7)]
+    methods = {"ArcAligner": 40.0, "ArcAligner, 8 tokens per slot": 20.0, "StandardRAG, fine-tuned": 60.0}
     sets = {
         name: {"methods": {method: {"f1": [f1 + add]} for method, f1 in methods.items()}}
         for name, add in (("A", 0.0), ("B", 2.0))
     }
-    curves = speed.tradeoff({"sizes": [*sizes, size(2, 0.7)], "own_tokens_per_slot": 4}, sets)
-    assert curves["slots, encoded before"] == [
-        {"rate": 4, "speed_up": 2.0, "f1": 41.0},
-        {"rate": 8, "speed_up": 4.0, "f1": 21.0},
-    ]
-    assert [point["speed_up"] for point in curves["slots, encoded first"]] == [1 / 0.75, 2.0]
-    assert [point["speed_up"] for point in curves["slots, cached"]] == [4.0, 8.0]
-    assert curves["text"] == [{"rate": "text", "speed_up": 1.0, "f1": 11.0}] and "text, fine-tuned" not in curves
+    report = {"sizes": sizes, "own_tokens_per_slot": 4}
+    assert tradeoff(report, sets) == {  # nothing at the rate that has no F1
+        "slots, encoded before": [{"rate": 4, "ms": 500.0, "f1": 41.0}, {"rate": 8, "ms": 250.0, "f1": 21.0}],
+        "slots, kept": [{"rate": 4, "ms": 62.5, "f1": 41.0}, {"rate": 8, "ms": 31.25, "f1": 21.0}],
+        "text, fine-tuned": [{"rate": "text", "ms": 1000.0, "f1": 61.0}],
+        "text, fine-tuned, kept": [{"rate": "text", "ms": 100.0, "f1": 61.0}],
+    }
+    with pytest.raises(ValueError, match="has no 20 passages with one question at the rate 16"):
+        find_size(report, 20, 16)
+
+
+def test_the_figure_of_f1_is_that_of_the_shipped_results():
+    curves = json.loads((ROOT / "docs/figures/f1_of_speed.json").read_text("utf-8"))["curves"]
+    assert curves == tradeoff(LATENCY, SHIPPED["sets"])
 
 
 def test_a_block_is_replaced_between_its_marks_alone():

@@ -54,7 +54,7 @@ def test_the_command_writes_a_table_and_a_figure_for_an_aligner_that_can_refuse(
     result = CliRunner().invoke(app, ["refusals", *options, "--output", str(tmp_path)], catch_exceptions=False)
     assert "| ArcAligner, 4 tokens per slot | 0.0 [0.0, 0.0] | 0.0 [0.0, 0.0] | 100.0 | 0.0 | 1.000 |" in result.output
     written = json.loads((tmp_path / "refusals.json").read_text())["methods"]["ArcAligner, 4 tokens per slot"]
-    assert written["auroc"] == 1.0 and (tmp_path / "refusals.png").stat().st_size > 1000
+    assert written["auroc"] == 1.0 and (tmp_path / "refusals.svg").stat().st_size > 1000
 
 
 def test_answers_without_a_confidence_are_refused_with_the_command_that_makes_them(checkpoint_dir, tmp_path):

@@ -9,7 +9,6 @@ from arcaligner.common.files import digest
 from arcaligner.evaluation.judge import judge_prompt, verdict_file
 from arcaligner.evaluation.metrics import bootstrap_interval
 from arcaligner.evaluation.results import (
-    add_earlier,
     compare,
     interval_table,
     method_titles,
@@ -162,22 +161,3 @@ def test_rates_of_a_method_have_rows_of_their_own_after_it(run):
     assert method_titles(sets) == ["Naive", "StandardRAG", "ArcAligner", *rates]
     assert sets["HotpotQA"]["methods"][rates[0]]["f1"][0] == pytest.approx(60.0)
     assert sets["HotpotQA"]["differences"][rates[0]]["f1"][0] == pytest.approx(-10.0)
-
-
-def test_an_earlier_run_adds_methods_that_do_not_depend_on_the_aligner_and_replaces_none(tmp_path):
-    def results(questions, *methods, value):
-        sets = {"SQuAD": {"questions": questions, "recall": [50.0], "methods": dict.fromkeys(methods, value)}}
-        return {"machine": value, "sets": sets}
-
-    earlier = tmp_path / "results.json"
-    methods = "ArcAligner", "Naive", "StandardRAG", "w/o Recursion", "truncated text"
-    earlier.write_text(json.dumps(results(2, *methods, value="old")))
-    now = results(2, "ArcAligner", "Naive", value="new")
-    add_earlier(now, earlier)
-    assert now["sets"]["SQuAD"]["methods"] == {"ArcAligner": "new", "Naive": "new", "StandardRAG": "old"}
-    assert now["machine"] == "new; old"
-    now["sets"]["SQuAD"]["recall"] = [49.0]
-    with pytest.raises(ValueError, match="SQuAD: 50.0 % of the earlier run's passages held a gold answer, now"):
-        add_earlier(now, earlier)
-    with pytest.raises(ValueError, match="SQuAD has 3 questions, and had 2"):
-        add_earlier(results(3, value="new"), earlier)

@@ -40,7 +40,7 @@ def read_command(pid: int) -> bytes:
 
 def test_a_replica_that_dies_takes_no_more_than_its_own_requests(checkpoint_dir, cluster):
     def make_engine():
-        from arcaligner.cli.app import load_pipeline
+        from arcaligner.cli.shared import load_pipeline
         from arcaligner.server.engine import Engine
 
         return Engine(load_pipeline(str(checkpoint_dir)))

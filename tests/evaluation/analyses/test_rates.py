@@ -79,7 +79,7 @@ def test_the_command_writes_figure_data_and_caption(run, tmp_path, capsys):
     assert data["sets"] == {"SQuAD": analyze(run)["sets"]["SQuAD"]}
     assert data["reading"] in capsys.readouterr().out.replace("\n", " ")
     files = {path.name for path in (tmp_path / "figures").iterdir()}
-    assert files == {"rates.json", "rates.png", "rates.svg"}
+    assert files == {"rates.json", "rates.svg"}
 
 
 def test_a_run_at_one_rate_is_refused_with_the_command_that_adds_others(run):

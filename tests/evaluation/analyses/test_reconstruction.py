@@ -96,7 +96,7 @@ def test_the_command_draws_base_and_checkpoints(checkpoint_dir, tmp_path):
     assert found == [("Base", "text", 0, 3), ("ours xsegment", "slots", 6, 3)]
     assert "1 segment at a time" in data["reading"] and "1 is certainty" in data["reading"]
     files = {path.name for path in (tmp_path / "figures").iterdir()}
-    assert files == {f"reconstruction_1.{suffix}" for suffix in ("json", "png", "svg")}
+    assert files == {f"reconstruction_1.{suffix}" for suffix in ("json", "svg")}
 
 
 @pytest.mark.parametrize("pair", ["runs/mine", "=runs/mine", "ours="])

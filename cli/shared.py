@@ -1,0 +1,138 @@
+"""What commands share: options, the checkpoint that they name, and how they print."""
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..common.files import printable
+
+output = Console()
+messages = Console(stderr=True)
+
+Checkpoint = Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.")]
+Reranker = Annotated[str | None, typer.Option(help="CrossEncoder that reorders the passages found.")]
+
+
+def parse_tokens_per_slot(value: str) -> int | str:
+    """A rate from the command line: a whole number, or `"segment"`."""
+    return value if value == "segment" else int(value)
+
+
+TokensPerSlot = Annotated[
+    Any,  # `int | str | None`, which typer cannot read
+    typer.Option(
+        parser=parse_tokens_per_slot,
+        metavar="INTEGER|segment",
+        help="Tokens of text per slot, or `segment` for one slot per sentence. Default: the checkpoint's.",
+    ),
+]
+MinConfidence = Annotated[
+    float | None,
+    typer.Option(help="An answer with less confidence becomes the aligner's refusal.", min=0, max=1),
+]
+CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder of the corpus.")]
+
+
+def check_there(checkpoint: str) -> None:
+    """Refuses an empty name, a folder that is not there, and a Hub id that is neither in the cache nor on a Hub that
+    answers: transformers would ask for each of its files six times, for minutes."""
+    if not checkpoint:
+        raise ValueError("`--checkpoint` is empty; expected a folder or a Hub id, or nothing for the shipped aligner.")
+    path = Path(checkpoint).expanduser()
+    is_folder = path.is_absolute() or len(path.parts) > 2 or checkpoint.startswith(".") or Path(path.parts[0]).is_dir()
+    if is_folder and not path.exists():
+        raise FileNotFoundError(
+            f"There is no folder {checkpoint}. Name another with `--checkpoint`, or train one: see docs/training.md."
+        )
+    if path.exists():
+        return
+    import huggingface_hub
+
+    try:
+        if not isinstance(huggingface_hub.try_to_load_from_cache(checkpoint, "config.json"), str):
+            huggingface_hub.model_info(checkpoint, timeout=5)
+    except Exception as error:  # of whichever HTTP library the Hub's client uses
+        raise OSError(
+            f"There is no aligner at {checkpoint}: neither a checkpoint folder on this machine nor "
+            f"a repository on the Hub that can be reached ({type(error).__name__}). Name another "
+            "with `--checkpoint`, or train one: see docs/training.md."
+        ) from error
+
+
+def silence_transformers() -> None:
+    """Keeps progress bars and notes of transformers out of what a command says."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def load_pipeline(checkpoint: str):
+    """The pipeline of a checkpoint, from this package's own code.
+
+    Raises:
+        `ValueError`: something else than an aligner checkpoint, or a broken one.
+        `OSError`: a checkpoint, base model or encoder that is not there, with how to get it.
+    """
+    check_there(checkpoint)
+    # Here, so that `--help` and mistakes in the options do not wait for them.
+    from ..modeling_arcaligner import ArcAlignerForCausalLM
+    from ..pipeline_arcaligner import ArcAlignerPipeline
+    from ..processing_arcaligner import ArcAlignerProcessor
+    from ..share.hub import read_aligner_config
+
+    silence_transformers()
+    read_aligner_config(checkpoint)
+    processor = ArcAlignerProcessor.from_pretrained(checkpoint)
+    model = ArcAlignerForCausalLM.from_pretrained(checkpoint).eval()
+    return ArcAlignerPipeline(model=model, processor=processor, task="text-generation")
+
+
+def load_engine(checkpoint: str, corpus: Path | None, reranker: str | None, **settings):
+    """An engine that has answered a request, so that nobody waits for what is loaded on first use.
+
+    The model is loaded by a thread that ends. PyTorch keeps a team of threads for each thread that has computed, and
+    with two teams on the same cores the engine is up to a quarter slower.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    from ..corpus.retrieve import Retriever
+    from ..corpus.table import Corpus
+    from ..server.engine import Engine
+
+    opened = None if corpus is None else Corpus(corpus)
+    with ThreadPoolExecutor(1) as loading:
+        ask = loading.submit(load_pipeline, checkpoint).result()
+    engine = Engine(ask, None if opened is None else Retriever(opened, ask.processor, reranker), **settings)
+    engine.warm_up()
+    return engine
+
+
+def load_processor(checkpoint: str):
+    """The processor of a checkpoint, without the model."""
+    check_there(checkpoint)
+    from ..processing_arcaligner import ArcAlignerProcessor
+
+    silence_transformers()
+    return ArcAlignerProcessor.from_pretrained(checkpoint)
+
+
+def show(text: str) -> None:
+    """Prints text as it is, long lines whole, except for control characters."""
+    output.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def one_line(text: str) -> str:
+    """`text` without line breaks: an id of a document cannot look like the next line."""
+    return printable(text).replace("\n", "\\n")
+
+
+def busy(what: str) -> AbstractContextManager:
+    """Says what is being done, with a spinner on a terminal and in one line elsewhere."""
+    if messages.is_terminal:
+        return messages.status(what)
+    messages.print(what, soft_wrap=True)
+    return nullcontext()

@@ -1,0 +1,239 @@
+"""Tables and figures of a report of `benchmarks/latency.py`: how soon an answer begins, and what F1 it has then."""
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator, ScalarFormatter
+
+from ...common.files import markdown_table
+from ..methods import find_method
+from ..results import MAIN, MAIN_TITLE
+from .figures import draw_curve, new_figure, save_analysis
+
+BUDGET = 0.2  # of refinement, where it has one
+ARM_TITLES = {
+    "standard_rag": "text",
+    "standard_rag_cached": "text, cached",
+    "off": "slots, no refinement",
+    "adaptive": "slots, **adaptive**",
+    "budgeted": f"slots, adaptive within {BUDGET:.0%}",
+    "always": "slots, all refined",
+    "slots_cached": "**slots, cached**",
+}
+COLUMNS = (
+    "Arm",
+    "First token, ms",
+    "x text",
+    "x text, with encoding",
+    "ms/token",
+    "questions/s",
+    "peak",
+    "cache",
+    "GFLOP",
+)
+
+SHORT_PASSAGES = 5, 20
+
+# Tables
+
+
+def size_title(size: dict[str, Any]) -> str:
+    """How many passages and questions there are, and how long they are as text and as slots."""
+    title = f"{size['k']} passages x {size['batch_size']} questions, {rate_title(size)}, {size['dtype']}: "
+    return title + f"{size['text_tokens']:.0f} tokens of text or {size['slots']:.0f} slots per question"
+
+
+def rate_title(size: dict[str, Any]) -> str:
+    rate = size["tokens_per_slot"]
+    return f"one slot per {rate}" if rate == "segment" else f"{rate} tokens per slot"
+
+
+def encoded_speed_up(size: dict[str, Any], name: str) -> float | None:
+    """How many times sooner than from text the first token of an arm comes where its slots are made first, of medians;
+    `None` where none are made."""
+    if name in ("standard_rag", "standard_rag_cached", "slots_cached"):
+        return None
+    first = {arm: found["first_token"]["median"] for arm, found in size["arms"].items()}
+    return first["standard_rag"] / (first[name] + sum(part["median"] for part in size["encoder"].values()))
+
+
+def arm_cells(size: dict[str, Any], name: str) -> list[str]:
+    """An arm's numbers under `COLUMNS`."""
+    arm, encoded = size["arms"][name], encoded_speed_up(size, name)
+    first, peak = arm["first_token"], arm["peak_bytes"]
+    return [
+        ARM_TITLES[name],
+        f"{1000 * first['median']:.0f} ({1000 * first['lower']:.0f} to {1000 * first['upper']:.0f})",
+        f"{arm['speed_up']['median']:.1f}",
+        "-" if encoded is None else f"{encoded:.1f}",
+        f"{1000 * arm['per_token']['median']:.1f}",
+        f"{arm['questions_per_second']['median']:.2f}",
+        "-" if peak is None else f"{peak / 2**20:.1f} MiB",
+        f"{arm['cache_bytes'] / 2**20:.1f} MiB",
+        f"{arm['flops_counted'] / 1e9:.1f}",
+    ]
+
+
+def size_caption(size: dict[str, Any]) -> str:
+    """What holds for all arms of a size."""
+    parts = [
+        f"{size['rounds']} rounds",
+        f"{size['open_share']:.1%} of gates open, in {size['open_layers']:.0%} of layers",
+        f"cached text takes {size['prefix_bytes_ratio']:.1f} x the bytes of cached slots and "
+        f"{size['cached_speed_up']['median']:.1f} x their time",
+        f"a token after slots takes {size['decoding_ratio']['median']:.3f} x the bare base model's time",
+        *(f"{name} {1000 * seconds['median']:.0f} ms" for name, seconds in size["encoder"].items()),
+    ]
+    return "; ".join(parts)
+
+
+def size_lines(size: dict[str, Any]) -> list[str]:
+    """Markdown lines of a size, one arm per row, under a heading."""
+    table = markdown_table(COLUMNS, (arm_cells(size, name) for name in ARM_TITLES))
+    return [f"### {size_title(size)}", "", *table, "", f"{size_caption(size)}.", ""]
+
+
+def first_token_table(report: dict[str, Any], every_size: bool = False) -> list[str]:
+    """Markdown lines: milliseconds to the first token of one question, and times faster than text without and with
+    encoding, a row for each k of `SHORT_PASSAGES` at the first, second and last rate, or for every size."""
+    dtype = report["sizes"][0]["dtype"]
+    sizes = [size for size in report["sizes"] if (size["batch_size"], size["dtype"]) == (1, dtype)]
+    if not every_size:
+        sizes = [size for size in sizes if size["k"] in SHORT_PASSAGES]
+        rates = list(dict.fromkeys(size["tokens_per_slot"] for size in sizes))
+        sizes = [size for size in sizes if size["tokens_per_slot"] in (*rates[:2], rates[-1])]
+    arms = [arm for arm in ARM_TITLES if arm not in ("budgeted", "always")]
+    rows = []
+    for size in sizes:
+        cells = [size["k"], f"{size['text_tokens']:.0f}", size["tokens_per_slot"], f"{size['slots']:.0f}"]
+        for name in arms:
+            arm, encoded = size["arms"][name], encoded_speed_up(size, name)
+            times = f" (x{arm['speed_up']['median']:.1f}{'' if encoded is None else f'; x{encoded:.1f}'})"
+            cells.append(f"{1000 * arm['first_token']['median']:.0f}{'' if name == arms[0] else times}")
+        rows.append(cells)
+    lines = markdown_table(["Passages", "Tokens", "Rate", "Slots", *(ARM_TITLES[arm] for arm in arms)], rows)
+    notes = f"Milliseconds (times faster than text; the same with encoding, in {report['encoder_dtype']})"
+    return [*lines, "", f"{notes}; {report['model']}, one question; {machine_line(report)}."]
+
+
+def machine_line(report: dict[str, Any]) -> str:
+    """The machine and the versions."""
+    made_on = report["machine"]
+    line = f"{made_on['device']}, {made_on['cpu']}, {made_on['threads']} threads, load {made_on['load']:.1f}; "
+    return line + f"torch {made_on['torch']}, transformers {made_on['transformers']}"
+
+
+# The figure
+
+CAPTION = (
+    "Median time to the first token, both scales logarithmic; bars are the middle half of the rounds. Slots were made "
+    "before: the encoder's time is not included."
+)
+
+
+def draw_figure(report: dict[str, Any]) -> Figure:
+    """A panel for each rate and dtype, of the sizes with the smallest batch."""
+    smallest = min(size["batch_size"] for size in report["sizes"])
+    sizes = sorted((size for size in report["sizes"] if size["batch_size"] == smallest), key=lambda size: size["k"])
+    titles = list(dict.fromkeys(f"{rate_title(size)}, {size['dtype']}" for size in sizes))
+    figure, panels = new_figure(3.6 * len(titles) + 1.2, 4.0, ncols=len(titles), sharey=True, squeeze=False)
+    for axes, title in zip(panels[0], titles, strict=True):
+        own = [size for size in sizes if f"{rate_title(size)}, {size['dtype']}" == title]
+        passages = [size["k"] for size in own]
+        for arm in ARM_TITLES:
+            first = [(size["k"], size["arms"][arm]["first_token"]) for size in own]
+            points = [{"k": k, "ms": [1000 * each[key] for key in ("median", "lower", "upper")]} for k, each in first]
+            draw_curve(axes, points, "k", "ms", label=arm)
+        axes.set(xscale="log", yscale="log", xlabel="passages", title=title, xticks=passages)
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_minor_locator(NullLocator())
+    panels[0][0].set_ylabel("time to the first token, ms")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False)
+    return figure
+
+
+def save_figure(folder: Path, report: dict[str, Any]) -> None:
+    """Writes the picture and the report: `latency.svg`, `latency.json`."""
+    save_analysis(folder, "latency", draw_figure(report), report, CAPTION)
+
+
+# What a wait buys
+
+TRADEOFF = "f1_of_speed"
+TRADEOFF_PASSAGES = 20
+TRADEOFF_CAPTION = (
+    "F1, mean over the sets of the results, against the time to the first token of an answer from {k} passages that "
+    "are known beforehand: encoded before the question, or kept, slots or text, from an earlier one. Each point of a "
+    "line is a rate, tokens per slot, from one checkpoint. The fine-tuned reader is timed as the model that it is made "
+    "from. F1 is of the sets' own passages, which are fewer."
+)
+
+
+def find_size(report: dict[str, Any], k: int, rate: int | str) -> dict[str, Any]:
+    """The part of a report on one question about `k` passages at a rate, in the first dtype.
+
+    Raises:
+        `ValueError`: it was not measured.
+    """
+    wanted = {"k": k, "batch_size": 1, "dtype": report["sizes"][0]["dtype"], "tokens_per_slot": rate}
+    for size in report["sizes"]:
+        if wanted.items() <= size.items():
+            return size
+    raise ValueError(
+        f"The report on latency has no {k} passages with one question at the rate {rate}. Measure again: "
+        f"`python -m arcaligner.benchmarks.latency --sizes {k}x1 --tokens-per-slot {rate}`, with its other sizes."
+    )
+
+
+def first_token_ms(size: dict[str, Any], arm: str) -> float:
+    """Median milliseconds to the first token of an arm."""
+    return 1000 * size["arms"][arm]["first_token"]["median"]
+
+
+def tradeoff(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Points of each way to read `TRADEOFF_PASSAGES` passages: `rate`, `ms` to the first token, and `f1`.
+
+    Args:
+        report (`dict`): The report of the latency benchmark at several rates.
+        sets (`dict`): The results of an evaluation at these rates.
+    """
+    own = report["own_tokens_per_slot"]
+    curves: dict[str, list[dict[str, Any]]] = {}
+
+    def add(curve: str, title: str, rate: int | str, ms: float) -> None:
+        f1 = [each["methods"][title]["f1"][0] for each in sets.values() if title in each["methods"]]
+        if len(f1) == len(sets):
+            curves.setdefault(curve, []).append({"rate": rate, "ms": ms, "f1": sum(f1) / len(f1)})
+
+    for rate in dict.fromkeys(size["tokens_per_slot"] for size in report["sizes"]):
+        size = find_size(report, TRADEOFF_PASSAGES, rate)
+        title = MAIN_TITLE if rate == own else find_method(f"{MAIN}_x{rate}").title
+        add("slots, encoded before", title, rate, first_token_ms(size, "off"))
+        add("slots, kept", title, rate, first_token_ms(size, "slots_cached"))
+    size, title = find_size(report, TRADEOFF_PASSAGES, own), find_method("full_text_lora").title
+    add("text, fine-tuned", title, "text", first_token_ms(size, "standard_rag"))
+    add("text, fine-tuned, kept", title, "text", first_token_ms(size, "standard_rag_cached"))
+    return curves
+
+
+def draw_tradeoff(curves: dict[str, list[dict[str, Any]]]) -> Figure:
+    """F1 across milliseconds."""
+    figure, axes = new_figure(6.4, 3.8)
+    for name, points in curves.items():
+        axes.plot([point["ms"] for point in points], [point["f1"] for point in points], marker="o", label=name)
+        for point in points:
+            place = {"textcoords": "offset points", "xytext": (5, 4), "fontsize": 8}
+            axes.annotate(str(point["rate"]), (point["ms"], point["f1"]), **place)
+    axes.set(xlabel="time to the first token, ms", ylabel="F1, %", xscale="log", ylim=(0, None))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    return figure
+
+
+def save_tradeoff(folder: Path, report: dict[str, Any], sets: dict[str, Any]) -> None:
+    """Writes `f1_of_speed.svg` and `.json`."""
+    curves = tradeoff(report, sets)
+    caption = TRADEOFF_CAPTION.format(k=TRADEOFF_PASSAGES)
+    save_analysis(folder, TRADEOFF, draw_tradeoff(curves), {"curves": curves}, caption)
