@@ -13,7 +13,13 @@ from typing import Any, Literal
 import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils.versions import require_version
+
+# Remote code comes without `pyproject.toml`. Before the other imports, which an older version may not know.
+for _needed in ("transformers>=5.10", "peft>=0.18.1", "sentence-transformers>=5.2"):
+    require_version(_needed, f'Install what this aligner needs: pip install "{_needed}"')
+
+from transformers import AutoConfig, PreTrainedConfig  # noqa: E402
 
 DEFAULT_BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
