@@ -67,9 +67,7 @@ def publish(
     answers = answers_page(run)
     readme = with_block((ROOT / "README.md").read_text(encoding="utf-8"), readme_table(results), MARKS)
     write_whole(checkpoint / RESULTS_FILE, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    is_ours = checkpoint.resolve().is_relative_to(ROOT.resolve())
-    name = checkpoint.resolve().relative_to(ROOT.resolve()).as_posix() if is_ours else None
-    write_model_card(ArcAlignerConfig.from_pretrained(checkpoint), checkpoint, name=name)
+    write_model_card(ArcAlignerConfig.from_pretrained(checkpoint), checkpoint)
     write_whole(ROOT / "docs" / "results.md", page.rstrip() + "\n")
     write_whole(ROOT / "docs" / "answers.md", answers)
     write_whole(ROOT / "README.md", readme)

@@ -54,7 +54,7 @@ def main(
     for leftover in output.glob(".saving-*"):  # left by a killed process
         shutil.rmtree(leftover)
     save_stage(output, model, processor, "\n---\n".join(recipes) + "\n")
-    if not write_model_card(model.config, output, name=output.as_posix(), datasets=tuple(dataset or ())):
+    if not write_model_card(model.config, output, datasets=tuple(dataset or ())):
         typer.echo(f"left {output / 'README.md'} as it is: it was edited. Delete it to have one written.")
     typer.echo(f"wrote {folders[-1]} to {output}")
 

@@ -292,4 +292,4 @@ def save_stage(
         model.save_pretrained(folder, state_dict=state_dict)
         processor.save_pretrained(folder)
         (folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
-        write_model_card(model.config, folder, name=Path(output_dir).as_posix())
+        write_model_card(model.config, folder)
