@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import __version__ as transformers_version
 from transformers.utils import cached_file, logging
 
 from .base_model_arcaligner import (
@@ -70,6 +71,7 @@ class AlignerCheckpointMixin:
     """`from_pretrained` and `save_pretrained` of a model whose base weights live elsewhere."""
 
     hf_quantizer = None  # set by transformers where the base model is quantized
+    _is_checked = False
     _has_default_dtype = False
 
     @staticmethod
@@ -88,6 +90,7 @@ class AlignerCheckpointMixin:
         Raises:
             `ValueError`: aligner weights that are missing, do not fit or were quantized.
             `OSError`: a base model that is not on this machine and cannot be downloaded, with how to get it.
+            `RuntimeError`: a version of transformers that loads weights in another way.
         """
         name = pretrained_model_name_or_path
         if name is not None:
@@ -109,6 +112,11 @@ class AlignerCheckpointMixin:
         finally:
             _caller_reads_loading_info.reset(token)
         loaded = model[0] if isinstance(model, tuple) else model
+        if not loaded._is_checked:  # the base model's weights would be random
+            raise RuntimeError(
+                f"transformers {transformers_version} loads weights in another way than ArcAligner knows of: its base "
+                "model was not loaded. Take a version that docs/versions.md lists, or a newer ArcAligner."
+            )
         loaded._has_default_dtype = has_default_dtype
         if loaded.hf_quantizer is not None:
             _check_aligner_is_whole(loaded)
@@ -119,13 +127,15 @@ class AlignerCheckpointMixin:
                 loaded.generation_config.__dict__.pop(name, None)
         return model
 
+    # The one private method of transformers' loader that stands here: nothing public lets a model have files of two
+    # places, read in parts, with device map, quantization and checks before anything is in memory. Where a version of
+    # transformers does not call it, `from_pretrained` refuses.
     @staticmethod
-    def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys=None):
+    def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *others):
         config = model.config
+        model._is_checked = True
         if state_dict is not None or not checkpoint_files:
-            return PreTrainedModel._load_pretrained_model(
-                model, state_dict, checkpoint_files, load_config, expected_keys
-            )
+            return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *others)
         source = str(load_config.pretrained_model_name_or_path)
         is_base_model, is_refused = source == resolve_model(str(config.base_model_name_or_path)), True
         needs_base_model = False
@@ -138,7 +148,7 @@ class AlignerCheckpointMixin:
                 checkpoint_files = checkpoint_files + base_model_files(config, load_config.download_kwargs or {})
         renamings = base_model_renamings(model) if is_base_model or needs_base_model else []
         load_config = replace(load_config, weight_mapping=[*renamings, *(load_config.weight_mapping or [])])
-        loaded = PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
+        loaded = PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *others)
         if is_refused:
             check_base_model_loaded(model, loaded[0], load_config, None if renamings else source)
         config.digests = config.includes_base_model = None  # they hold for the files only

@@ -144,8 +144,8 @@ class SlotLoraVariant(LoraVariant):
 
 
 class SlotLoraLayer(InPlaceMixin):
-    """A PEFT layer without PEFT's bookkeeping where its one adapter is the slots': the bookkeeping takes longer than the
-    linears of a small backbone. Without slots, as when decoding, it is its frozen linear."""
+    """A PEFT layer without PEFT's bookkeeping where its one adapter is the slots'. The bookkeeping takes longer than
+    the linears of a small backbone. Without slots, as when decoding, the layer is its frozen linear."""
 
     def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if args or kwargs or self.active_adapter != [ADAPTER_NAME] or self.merged_adapters:

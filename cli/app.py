@@ -7,6 +7,7 @@
     python -m arcaligner demo
     python -m arcaligner train --recipe smollm2_135m
     python -m arcaligner evaluate --recipe smollm2_135m
+    python -m arcaligner compare --questions mine.jsonl --documents letters/
     python -m arcaligner export-gguf checkpoints/mine --output exported
     python -m arcaligner push --repo-id user/name
 
@@ -293,6 +294,39 @@ def evaluate(
     given |= {"tokens_per_slot": split_rates(tokens_per_slot)}
     of_tasks = {"num_questions": num_questions, "passages": passages, "top_k": top_k}
     show(results_page(evaluate(read_settings(recipe, given, of_tasks))))
+
+
+@app.command()
+def compare(
+    questions: Annotated[
+        Path,
+        typer.Option(help="JSON Lines of questions, with answers where they are known.", exists=True, dir_okay=False),
+    ],
+    documents: Annotated[
+        list[str] | None, typer.Option(help="Files, folders or data sets to find passages in; can be repeated.")
+    ] = None,
+    folder: Annotated[Path, typer.Option("--output", help="Folder for the table and the answers.")] = Path(
+        "comparison"
+    ),
+    checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
+    tokens_per_slot: Annotated[
+        str | None,
+        typer.Option(help="Tokens per slot to compare, such as 4,segment. Default: all it was trained with."),
+    ] = None,
+    full_text_lora: Annotated[str | None, typer.Option(help="A reader of text too, of train/full_text.py.")] = None,
+    top_k: Annotated[int, typer.Option(help="Number of passages read.", min=1)] = 5,
+    num_questions: Annotated[int | None, typer.Option("-n", help="Maximum number of questions.", min=1)] = None,
+    device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
+) -> None:
+    """Answers your own questions from the text of your passages and from slots, and compares."""
+    shared.check_there(checkpoint)
+    from ..benchmarks.compare import run_compare
+    from ..evaluation.settings import split_rates
+
+    shared.silence_transformers()
+    options = {"full_text_lora": full_text_lora, "top_k": top_k, "num_questions": num_questions, "device": device}
+    options |= {"rates": split_rates(tokens_per_slot), "tell": lambda text: messages.print(f"[dim]{text}[/]")}
+    show("\n".join(run_compare(questions, documents or [], folder, checkpoint, **options)))
 
 
 @app.command("export-gguf")

@@ -22,7 +22,8 @@ class Licence(NamedTuple):
 
 SQUAD, HOTPOTQA, MUSIQUE = "rajpurkar/squad", "hotpotqa/hotpot_qa", "dgslibisey/MuSiQue"
 QED, QAMR, WIKIPEDIA = "google-research-datasets/QED", "uwnlp/qamr", "wikimedia/wikipedia"
-# By their place: a data set of the Hub or, for QED, QAMR and ARES, a repository of GitHub.
+ON_GITHUB = (QED, QAMR, "stanford-futuredata/ARES")
+# By their place: a data set of the Hub or a repository of GitHub.
 LICENCES = {
     SQUAD: Licence("SQuAD 1.1", "CC BY-SA 4.0"),
     QED: Licence("NaturalQuestions, by way of QED", "CC BY-SA 3.0"),

@@ -98,9 +98,7 @@ def publish(
         check_weights(run, checkpoint)
         answers = answers_page(run)
         write_whole(checkpoint / RESULTS_FILE, json.dumps(write_results(run), indent=1, ensure_ascii=False) + "\n")
-        is_ours = checkpoint.resolve().is_relative_to(ROOT.resolve())
-        name = checkpoint.resolve().relative_to(ROOT.resolve()).as_posix() if is_ours else None
-        write_model_card(ArcAlignerConfig.from_pretrained(checkpoint), checkpoint, name=name)
+        write_model_card(ArcAlignerConfig.from_pretrained(checkpoint), checkpoint)
         write_whole(DOCS / "answers.md", answers)
     results = json.loads((checkpoint / RESULTS_FILE).read_text(encoding="utf-8"))
     latency = json.loads((figures / "latency.json").read_text(encoding="utf-8"))

@@ -46,10 +46,10 @@ def summarize(run: Path) -> dict[str, Any]:
     What a run found, in percent.
 
     Returns:
-        `dict`: `{"machine", "questions", "sets": {title: {"questions", "recall", "compression_rate", "methods",
-        "differences"}}}`. `methods` has, by title, `[mean, low, high]` of each metric with 95 % bootstrap intervals
-        over questions, `acc` by judge, `retention` (see [`retention`]) and the costs. `differences` has the same of
-        ArcAligner less a method, paired by question.
+        `dict`: `{"machine", "questions", "sets": {title: {"passages", "questions", "recall", "compression_rate",
+        "methods", "differences"}}}`. `methods` has, by title, `[mean, low, high]` of each metric with 95 % bootstrap
+        intervals over questions, `acc` by judge, `retention` (see [`retention`]) and the costs. `differences` has the
+        same of ArcAligner less a method, paired by question.
     """
     files = {(file.task, file.method): file for file in answer_files(run)}
     if not files:
@@ -61,7 +61,8 @@ def summarize(run: Path) -> dict[str, Any]:
         of_task = {name: answers for name, answers in of_task.items() if answers}
         if of_task:
             _check_pairs(run, task, of_task)
-            sets[TASKS[task].title] = _summarize_task(task, of_task)
+            read = files[task, names[0]].settings().get("passages", "given")
+            sets[TASKS[task].title] = {"passages": read} | _summarize_task(task, of_task)
     machines = sorted({file.settings()["machine"] for file in files.values()})
     return {
         "machine": "; ".join(machines),

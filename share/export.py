@@ -44,7 +44,7 @@ def save_stage(
         model.save_pretrained(folder, state_dict=state_dict)
         processor.save_pretrained(folder)
         (folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
-        write_model_card(model.config, folder, name=Path(output_dir).as_posix())
+        write_model_card(model.config, folder)
 
 
 def has_weights(folder: Path, model: ArcAlignerForCausalLM) -> bool:
@@ -79,7 +79,7 @@ def main(
     for leftover in output.glob(".saving-*"):  # left by a killed process
         shutil.rmtree(leftover)
     save_stage(output, model, processor, "\n---\n".join(recipes) + "\n")
-    if not write_model_card(model.config, output, name=output.as_posix(), datasets=tuple(dataset or ())):
+    if not write_model_card(model.config, output, datasets=tuple(dataset or ())):
         typer.echo(f"left {output / 'README.md'} as it is: it was edited. Delete it to have one written.")
     typer.echo(f"wrote {folders[-1]} to {output}")
 

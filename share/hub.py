@@ -3,8 +3,8 @@
 The card (`model_card.md.jinja`) says what the configuration, `recipe.yaml` and `results.json` beside it say. Results
 are those of an evaluation, in percent with 95 % intervals:
 
-    {"questions": 500, "sets": {"SQuAD": {"questions": 500, "compression_rate": 33.6, "methods": {"ArcAligner":
-    {"f1": [9.7, 6.5, 13.2]}}}}}
+    {"questions": 500, "sets": {"SQuAD": {"questions": 500, "passages": "gold", "recall": [100.0, 100.0, 100.0],
+    "methods": {"ArcAligner": {"compression_rate": 2.0, "f1": [9.7, 6.5, 13.2], "em": [5.0, 2.0, 8.5]}}}}}
 
 An upload is one commit, which is there whole or not at all. `HfApi.upload_folder` commits in several steps where hf_xet
 is installed, which could leave new code beside old weights.
@@ -15,6 +15,7 @@ import json
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,9 @@ from huggingface_hub.utils import validate_repo_id
 from transformers.utils import logging
 
 from ..checkpoint_arcaligner import CODE_FILES, check_weights
+from ..common.data_sets import LICENCES, ON_GITHUB, TRAINING_FILES, Licence
 from ..common.files import ROOT, write_whole
-from ..configuration_arcaligner import ArcAlignerConfig
+from ..configuration_arcaligner import REQUIREMENTS, ArcAlignerConfig
 from ..encoder_arcaligner import ENCODER_FOLDER
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
@@ -47,6 +49,16 @@ GENERATED = (
 )
 
 _MAIN_METHOD = "ArcAligner"
+# Rows of the card's table by the beginning of a method's title, with what a reader of the card calls it. Of all rates
+# of the second only the finest is shown, which reads as many positions as the finest aligner.
+_FULL_TEXT, _CUT_TEXT, _NOTHING = "StandardRAG, fine-tuned", "truncated text, fine-tuned", "Naive"
+_CARD_TITLES = {
+    _FULL_TEXT: "the whole text, by the base model fine-tuned to read it",
+    _CUT_TEXT: "the first tokens of the text, by the same",
+    _MAIN_METHOD: "**slots**",
+    _NOTHING: "no passages, by the base model",
+}
+_PASSAGES = {"given": "those of its file", "gold": "gold", "retrieved": "found in a corpus"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".gz", ".csv")
 # Uploaded; other files of a training folder, such as optimizer states, are not.
@@ -74,7 +86,7 @@ def write_model_card(
     Args:
         config ([`ArcAlignerConfig`]): The checkpoint's configuration.
         folder (`Path`): The checkpoint's, with its recipe and results where it has them.
-        name (`str`, *optional*): What the quick start loads, a Hub id or a folder. Default: `folder`.
+        name (`str`, *optional*): The Hub id that the quick start loads. Default: `user/name`, to be replaced.
         datasets (`tuple[str, ...]`): Hub ids of the data sets that the training files were made from. Those that the
             card already names stay.
 
@@ -92,7 +104,8 @@ def write_model_card(
     stages, results, base = _read_recipes(folder), _read_results(folder), config.base_model_name_or_path
     processor_file = folder / "processor_config.json"
     processor = json.loads(processor_file.read_text(encoding="utf-8")) if processor_file.exists() else {}
-    trained_on = {source for stage in stages for source in stage["sources"] if is_hub_id(source)}
+    places = {place for stage in stages for place in stage["places"]}
+    trained_on = {place for place in places if is_hub_id(place) and place not in ON_GITHUB}
     metadata = ModelCardData(
         license="apache-2.0",
         language=_language(processor.get("spacy_model", "")),
@@ -105,8 +118,9 @@ def write_model_card(
         model_name="ArcAligner",
         eval_results=results and results["listed"],
     )
-    given = {"config": config, "rates": processor.get("trained_tokens_per_slot"), "stages": stages, "results": results}
-    given |= {"name": name or folder.as_posix(), "generated": GENERATED, "recipe_file": RECIPE_FILE}
+    given = {"config": config, "rates": processor.get("trained_tokens_per_slot"), "results": results}
+    given |= {"stages": Counter(stage["stage"] for stage in stages), "data": _describe_data(stages)}
+    given |= {"name": name or "user/name", "generated": GENERATED, "recipe_file": RECIPE_FILE, "needs": REQUIREMENTS}
     write_whole(card, f"{ModelCard.from_template(metadata, str(TEMPLATE), **given)}\n")
     return True
 
@@ -124,7 +138,7 @@ def _language(spacy_model: str) -> str | None:
 
 
 def _read_recipes(folder: Path) -> list[dict[str, Any]]:
-    """Name, sources and number of examples of each stage that the checkpoint went through, in order."""
+    """Name and data sets of each stage that the checkpoint went through, in order."""
     path = folder / RECIPE_FILE
     if not path.exists():
         return []
@@ -138,14 +152,25 @@ def _read_recipes(folder: Path) -> list[dict[str, Any]]:
                 f"{path}: recipe {number} of {len(recipes)} has no `stage`. Expected the keys that a stage was trained "
                 "with, `stage: grounding` among them, a line of `---` between stages. Add it, or remove the file."
             )
-    return [
-        {
-            "stage": recipe["stage"],
-            "sources": [_source_name(source) for source in recipe.get("train_files", {})],
-            "examples": f"{most:,}" if (most := recipe.get("max_train_samples")) else "all",
-        }
-        for recipe in recipes
-    ]
+    stages = []
+    for recipe in recipes:
+        sources = [_source_name(source) for source in recipe.get("train_files", {})]
+        places = [place for source in sources for place in TRAINING_FILES.get(source, [source])]
+        stages.append({"stage": recipe["stage"], "places": places})
+    return stages
+
+
+def _describe_data(stages: list[dict[str, Any]]) -> list[list[str]]:
+    """Title, place, licence and stages of each data set that a checkpoint was trained on."""
+    read: dict[str, dict[str, None]] = {}
+    for stage in stages:
+        for place in stage["places"]:
+            read.setdefault(place, {})[stage["stage"]] = None
+    rows = []
+    for place, names in read.items():
+        title, licence = LICENCES.get(place, Licence(place, "see there" if is_hub_id(place) else "not known"))
+        rows.append([title, place, licence, ", ".join(names)])
+    return rows
 
 
 def _source_name(source: str) -> str:
@@ -155,43 +180,68 @@ def _source_name(source: str) -> str:
 
 
 def _read_results(folder: Path) -> dict[str, Any] | None:
-    """What the card says of the results: questions, rates, a table for each metric, and the numbers for the Hub."""
+    """What the card says of the results: questions and passages of each set, a table, and the numbers for the Hub."""
     path = folder / RESULTS_FILE
     if not path.exists():
         return None
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
-        sets = results["sets"]
-        counts = {title: each.get("questions", results["questions"]) for title, each in sets.items()}
-        if len(set(counts.values())) > 1:
-            questions = ", ".join(f"{title} {count:,}" for title, count in counts.items()) + " questions"
-        else:
-            questions = f"{results['questions']:,} questions of each set"
-        rates = [
-            f"{title} x{each['compression_rate']:.1f}" for title, each in sets.items() if "compression_rate" in each
+        sets, questions = results["sets"], results["questions"]
+        described = [
+            [title, f"{each.get('questions', questions):,}", *_describe_passages(each)] for title, each in sets.items()
         ]
-        tables = {title: _table(sets, metric) for metric, title in METRIC_TITLES.items()}
         listed = [
-            EvalResult("question-answering", title, title, metric, each["methods"][_MAIN_METHOD][metric][0])
+            EvalResult("question-answering", title, title, metric, round(each["methods"][_MAIN_METHOD][metric][0], 1))
             for title, each in sets.items()
             for metric in METRIC_TITLES
             if metric in each["methods"].get(_MAIN_METHOD, {})
         ]
-        return {"questions": questions, "rates": rates, "sets": list(sets), "tables": tables, "listed": listed or None}
+        found = {"sets": list(sets), "described": described, "rows": _result_rows(sets), "listed": listed or None}
+        return found | {"machine": results.get("machine")}
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} does not hold results of an evaluation. Expected "
-            '{"questions": number, "sets": {set: {"compression_rate": number, "methods": {method: {"f1": [value, low, '
-            "high]}}}}}. Write them again, or remove the file."
+            '{"questions": number, "sets": {set: {"methods": {method: {"f1": [value, low, high], "em": [...], '
+            '"compression_rate": number}}}}}. Write them again, or remove the file.'
         ) from error
 
 
-def _table(sets: dict[str, Any], metric: str) -> dict[str, list[str]]:
-    """The cells of each method that has the metric, one for each set."""
-    methods = dict.fromkeys(m for each in sets.values() for m, values in each["methods"].items() if metric in values)
-    rows = {method: [each["methods"].get(method, {}).get(metric) for each in sets.values()] for method in methods}
-    shown = "{:.1f} [{:.1f}, {:.1f}]"
-    return {method: ["-" if row is None else shown.format(*row) for row in cells] for method, cells in rows.items()}
+def _describe_passages(each: dict[str, Any]) -> list[str]:
+    """Which passages of a set are read, and how many questions they hold an expected answer of."""
+    passages = each.get("passages", "given")
+    return [_PASSAGES.get(passages, passages), f"{each['recall'][0]:.0f} %" if "recall" in each else "-"]
+
+
+def _result_rows(sets: dict[str, Any]) -> list[list[str]]:
+    """What is read, tokens of text per position, and F1 with its interval and EM of each set: text first, then slots
+    from the finest rate to the coarsest."""
+    rates: dict[str, list[float]] = {}
+    for each in sets.values():
+        for method, numbers in each["methods"].items():
+            rates.setdefault(method, [])
+            rates[method] += [numbers["compression_rate"]] if "compression_rate" in numbers else []
+    finest = {method: min(found, default=0.0) for method, found in rates.items()}
+
+    def of(beginning: str) -> list[str]:
+        found = (method for method in rates if method == beginning or method.startswith(f"{beginning}, "))
+        return sorted(found, key=finest.get)
+
+    shown = {_FULL_TEXT: of(_FULL_TEXT), _CUT_TEXT: of(_CUT_TEXT)[:1], _MAIN_METHOD: of(_MAIN_METHOD)}
+    shown[_NOTHING] = of(_NOTHING)
+    rows = []
+    for beginning, methods in shown.items():
+        for method in methods:
+            ends = [f"x{rate:.1f}" for rate in (min(rates[method]), max(rates[method]))] if rates[method] else ["-"]
+            cells = [_shown_scores(each["methods"].get(method, {})) for each in sets.values()]
+            rate = "x1" if beginning == _FULL_TEXT else " to ".join(dict.fromkeys(ends))
+            rows.append([_CARD_TITLES[beginning], rate, *cells])
+    return rows
+
+
+def _shown_scores(numbers: dict[str, Any]) -> str:
+    """F1 with its interval, and non-strict EM."""
+    f1 = "{:.1f} [{:.1f}, {:.1f}]".format(*numbers["f1"]) if "f1" in numbers else "-"
+    return f"{f1} / {numbers['em'][0]:.1f}" if "em" in numbers else f1
 
 
 # The upload

@@ -1,6 +1,9 @@
 """Bad input to the model: each is refused by an error that names both sides and the remedy, and changes nothing."""
 
+import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from test_training_properties import SETTINGS, save_base_model
 from tiny_models import ENCODER_HIDDEN_SIZE, VOCAB_SIZE, backbone_config, collate, random_row, random_rows, tiny_aligner
 from transformers import DynamicCache
 
+from arcaligner.checkpoint_arcaligner import AlignerCheckpointMixin
 from arcaligner.configuration_arcaligner import ArcAlignerConfig
 from arcaligner.layers_arcaligner import ADAPTER_NAME, slot_lora_layers
 from arcaligner.modeling_arcaligner import ArcAlignerForCausalLM
@@ -372,3 +376,23 @@ def test_another_peft_adapter_merged_below_is_refused():
         layer.set_adapter([ADAPTER_NAME])
     with pytest.raises(ValueError, match=r"PEFT adapter \['slot', 'other'\] is active or merged"):
         model(**inputs(model, 4))
+
+
+def test_a_transformers_that_loads_weights_in_another_way_is_refused(checkpoint, monkeypatch):
+    monkeypatch.delattr(AlignerCheckpointMixin, "_load_pretrained_model")
+    with pytest.raises(RuntimeError, match=r"transformers [\d.]+ loads weights in another way .* Take a version that"):
+        ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner")
+
+
+@pytest.mark.parametrize("library", ["transformers", "peft", "sentence-transformers"])
+def test_a_library_that_is_too_old_is_named_with_what_is_needed(library):
+    code = f"""
+import importlib.metadata, transformers
+found = importlib.metadata.version
+importlib.metadata.version = lambda name: "0.9.0" if name == {library!r} else found(name)
+import arcaligner.modeling_arcaligner
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    *_, error, remedy = run.stderr.splitlines()
+    assert re.match(rf"ImportError: {library}>=[\d.]+ is required .*, but found {library}==0.9.0.", error)
+    assert re.match(rf'Install what this aligner needs: pip install "{library}>=[\d.]+"', remedy)

@@ -192,7 +192,8 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
     """The last whole checkpoint in `output_dir`, if there is one. Broken ones stay where they are, and are logged.
 
     A full disk or a killed process leaves a checkpoint with files that are missing or cut. `trainer_state.json` is
-    written last, when the files of all processes are there.
+    written last, when the weights of all processes are there. Their generators' states may not be: a process that lacks
+    its own draws other dropout than it would have, and `Trainer` says so.
     """
     for checkpoint in _checkpoints(output_dir):
         fault = _find_fault(checkpoint)

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object, send_to_device
-from torch.utils.data import RandomSampler, Sampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig, SFTTrainer
 
@@ -177,6 +178,8 @@ class AlignerTrainer(SFTTrainer):
         # saved with the processor.
         model.encoder_weights = torch.nn.ParameterList(encoder_weights)
         super().__init__(model, **kwargs)
+        model.register_load_state_dict_post_hook(_expect_aligner_alone)
+        self.add_callback(GradientCheck(self))
         if encoder_weights and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError(
                 "The encoder can be trained jointly on one device or with DDP; FSDP and DeepSpeed would spread its "
@@ -195,14 +198,31 @@ class AlignerTrainer(SFTTrainer):
             layer = next(module for module in model.modules() if isinstance(module, SlotDecoderLayer))
             self.accelerator.state.deepspeed_plugin.transformer_moe_cls_names = type(layer).__name__
 
-    def _get_train_sampler(self, train_dataset=None) -> Sampler:
-        sampler = super()._get_train_sampler(train_dataset)
-        if not isinstance(sampler, LengthGroupedSampler | RandomSampler):  # what else there is draws nothing
-            return sampler
-        if isinstance(sampler, LengthGroupedSampler):
-            sampler.lengths = list(sampler.lengths)  # each look into a column of a concatenated data set takes 1 ms
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return EpochOrder(sampler, seed, epoch=lambda: int(self.state.epoch or 0))
+    def get_train_dataloader(self) -> DataLoader:
+        """As in the parent class, but in an order that only the seed and the epoch decide: see [`EpochOrder`]."""
+        args, dataset = self.args, self.train_dataset
+        if args.train_sampling_strategy == "group_by_length":  # a list: a look into a column takes up to 1 ms
+            sampler = LengthGroupedSampler(
+                args.train_batch_size * args.gradient_accumulation_steps,
+                lengths=list(dataset[args.length_column_name]),
+            )
+        elif args.train_sampling_strategy == "random":
+            sampler = RandomSampler(dataset)
+        else:  # draws nothing
+            return super().get_train_dataloader()
+        seed = args.seed if args.data_seed is None else args.data_seed
+        batches = DataLoader(
+            dataset,
+            batch_size=args.train_batch_size,
+            sampler=EpochOrder(sampler, seed, state=lambda: self.state),
+            collate_fn=self.data_collator,  # draws nothing, so its workers need no seed
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            drop_last=args.dataloader_drop_last,
+        )
+        return self.accelerator.prepare(batches)
 
     def train(self, *args, **kwargs):
         self._num_tokens = None
@@ -228,10 +248,6 @@ class AlignerTrainer(SFTTrainer):
                     optimizer.add_param_group(group | {"params": own, "lr": rate})
         return optimizer
 
-    def _run_epoch(self, *args, **kwargs) -> None:
-        if self.state.global_step < self.state.max_steps:  # resumed at its end, Trainer would take one more step
-            super()._run_epoch(*args, **kwargs)
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         row_ids = inputs["row_ids"]
         self._clock.start(self._tokens_so_far(), self.state.global_step)
@@ -240,7 +256,7 @@ class AlignerTrainer(SFTTrainer):
         except ValueError as error:
             error.add_note(f"At step {self.state.global_step}, in the batch of the rows {row_ids}.")
             raise
-        self._check_finite("loss", outputs.loss.detach(), row_ids)
+        self.check_finite("loss", outputs.loss.detach(), row_ids)
         self._keep_metrics(inputs, outputs, num_targets)
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
@@ -287,16 +303,16 @@ class AlignerTrainer(SFTTrainer):
         with torch.set_grad_enabled(self.model.training and has_lora), autocast:
             return encode_slots(self.processing_class, inputs).to(device)
 
-    def _get_grad_norm(self, model, grad_norm=None):
-        """Before the optimizer's step, so that no checkpoint has weights that a gradient made NaN."""
-        grad_norm = super()._get_grad_norm(model, grad_norm)
-        if grad_norm is not None and not self.args.fp16:  # the loss scaling of fp16 leaves such steps out
-            norm = torch.tensor(float(grad_norm), device=self.args.device)
-            self._check_finite("gradient norm", norm, self._rows_of_step)
+    def check_gradients(self) -> None:
+        """Before the optimizer's step, so that no checkpoint has weights that a gradient made NaN. DeepSpeed keeps its
+        gradients to itself: there the next loss tells."""
+        gradients = [each.grad for each in self.model_wrapped.parameters() if each.grad is not None]
+        if not self.args.fp16:  # the loss scaling of fp16 leaves such steps out
+            norm = torch.tensor(float(torch.nn.utils.get_total_norm(gradients)), device=self.args.device)
+            self.check_finite("gradient norm", norm, self._rows_of_step)
         self._rows_of_step = []
-        return grad_norm
 
-    def _check_finite(self, name: str, value: torch.Tensor, row_ids: list[str]) -> None:
+    def check_finite(self, name: str, value: torch.Tensor, row_ids: list[str]) -> None:
         """Stops all processes when `value` of one is not finite; the others would wait for it otherwise."""
         if self.accelerator.gather(torch.isfinite(value).int().reshape(1)).all():
             return
@@ -306,11 +322,6 @@ class AlignerTrainer(SFTTrainer):
             f"The {name} is {' and '.join(gather_object(failed))}. Check their segments' embeddings, or lower "
             f"`learning_rate`; checkpoints are in {self.args.output_dir}."
         )
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        # `trainer_state.json`, written next, says that the checkpoint is whole: see `run.last_checkpoint`.
-        self.accelerator.wait_for_everyone()
 
     @torch.no_grad()
     def _keep_metrics(self, inputs: dict[str, Any], outputs, num_targets: torch.Tensor) -> None:
@@ -374,10 +385,20 @@ class AlignerTrainer(SFTTrainer):
             loss = self.compute_loss(model, send_to_device(inputs, self.args.device))
         return loss.detach(), None, None
 
-    def _issue_warnings_after_load(self, load_result) -> None:
-        # A checkpoint holds the aligner; the base model's weights are not missing from it.
-        missing = [key for key in load_result.missing_keys if self.model.is_aligner_key(key)]
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
+class GradientCheck(TrainerCallback):
+    """Has a trainer check its gradients before each step of the optimizer."""
+
+    def __init__(self, trainer: AlignerTrainer):
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
+        self.trainer.check_gradients()
+
+
+def _expect_aligner_alone(model: ArcAlignerForCausalLM, keys) -> None:
+    """A checkpoint holds the aligner; the base model's weights are not missing from it."""
+    keys.missing_keys[:] = [key for key in keys.missing_keys if model.is_aligner_key(key)]
 
 
 class EpochOrder(Sampler[int]):
@@ -391,19 +412,23 @@ class EpochOrder(Sampler[int]):
     Args:
         sampler (`Sampler`): With a `generator` attribute that it draws from, as torch's and transformers' have.
         seed (`int`): The run's seed.
-        epoch (`Callable`): Gives the number of the epoch that begins.
+        state (`Callable`): Gives the trainer's state. Where it is at its last step, nothing is drawn: resumed there,
+            `Trainer` would take one more.
     """
 
-    def __init__(self, sampler: Sampler[int], seed: int, epoch: Callable[[], int]):
+    def __init__(self, sampler: Sampler[int], seed: int, state: Callable[[], TrainerState]):
         self.sampler = sampler
         self.seed = seed
-        self.epoch = epoch
+        self.state = state
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[int]:
-        self.sampler.generator = torch.Generator().manual_seed(self.seed + self.epoch())
+        state = self.state()
+        if state.global_step >= state.max_steps > 0:
+            return iter(())
+        self.sampler.generator = torch.Generator().manual_seed(self.seed + int(state.epoch or 0))
         return iter(self.sampler)
 
 

@@ -110,7 +110,7 @@ def test_a_push_is_one_commit_of_the_whole_checkpoint_and_nothing_else(fake_hub,
         assert fake_hub.files[name] == (folder / name).read_bytes(), name
     card = fake_hub.files["README.md"].decode()
     assert f'model="{REPO}", trust_remote_code=True' in card
-    assert "| ArcAligner | 9.7 [6.5, 13.2] |" in card and "- hotpotqa/hotpot_qa\n" in card
+    assert "| **slots** | - | 9.7 [6.5, 13.2] |" in card and "- hotpotqa/hotpot_qa\n" in card
     (tmp_path / "pulled").mkdir()
     for name, content in fake_hub.files.items():
         (tmp_path / "pulled" / name).write_bytes(content)

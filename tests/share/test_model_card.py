@@ -1,12 +1,15 @@
 """The model card tells what the files beside it do: data, rates, numbers with intervals, limits, license."""
 
 import json
+import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 
-from arcaligner.configuration_arcaligner import ArcAlignerConfig
+from arcaligner.common.data_sets import HOTPOTQA, LICENCES, MUSIQUE, QAMR, QED, SQUAD, TRAINING_FILES, WIKIPEDIA
+from arcaligner.configuration_arcaligner import REQUIREMENTS, ArcAlignerConfig
 from arcaligner.share.hub import is_hub_id, write_model_card
 
 # As `evaluation/results.py` writes them: F1 and EM, and more that is not for the card.
@@ -15,17 +18,25 @@ RESULTS = {
     "machine": "2 CPU cores",
     "sets": {
         "SQuAD": {
+            "passages": "gold",
+            "recall": [99.6, 99.0, 100.0],
             "compression_rate": 33.57,
-            "slots_per_question": 4.8,
-            "refinement_steps": 0.1,
             "methods": {
-                "closed book": {"em": [3.0, 1.0, 5.5], "f1": [4.1, 3.1, 5.3], "seconds": 33.0},
-                "ArcAligner": {"em": [5.0, 2.0, 8.5], "f1": [9.7, 6.5, 13.2], "seconds": 35.0},
+                "Naive": {"em": [3.0, 1.0, 5.5], "f1": [4.1, 3.1, 5.3], "seconds": 33.0},
+                "StandardRAG": {"f1": [11.0, 11.0, 11.0]},
+                "ArcAligner, one slot per segment": {"f1": [6.0, 5.0, 7.0], "compression_rate": 30.04},
+                "ArcAligner": {"em": [5.0, 2.0, 8.5], "f1": [9.6512, 6.5, 13.2], "compression_rate": 2.0},
+                "ArcAligner, 4 tokens per slot": {"f1": [7.0, 6.0, 8.0], "compression_rate": 3.96},
+                "truncated text, fine-tuned, 4 tokens per slot": {"f1": [1.0, 1.0, 1.0], "compression_rate": 3.9},
+                "truncated text, fine-tuned, 2 tokens per slot": {"f1": [8.0, 7.0, 9.0], "compression_rate": 1.97},
+                "StandardRAG, fine-tuned": {"em": [20.0, 19.0, 21.0], "f1": [30.0, 29.0, 31.0]},
             },
         },
         "NQ": {
-            "compression_rate": 30.04,
-            "methods": {"ArcAligner": {"f1": [8.0, 6.0, 10.0], "em_raw": [1.0, 0.0, 2.0], "seconds": 9.0}},
+            "methods": {
+                "ArcAligner": {"f1": [8.0, 6.0, 10.0], "em_raw": [1.0, 0.0, 2.0], "compression_rate": 2.04},
+                "ArcAligner, one slot per segment": {"f1": [5.0, 4.0, 6.0], "compression_rate": 8.4},
+            }
         },
     },
 }
@@ -38,32 +49,34 @@ max_train_samples: 2400
 stage: grounding
 train_files:
   hotpotqa/hotpot_qa: 0.5
-  ../data/train_qa.parquet?text=body: 0.5
+  ../data/train_qa.parquet?text=body: 0.3
+  someone/questions: 0.2
 """
 RESULT_TABLES = """\
-500 questions of each set, in percent with 95 % bootstrap intervals.
-
-Measured compression rate (tokens of text per slot): SQuAD x33.6, NQ x30.0.
-
-| EM (non-strict) | SQuAD | NQ |
-| --- | --- | --- |
-| closed book | 3.0 [1.0, 5.5] | - |
-| ArcAligner | 5.0 [2.0, 8.5] | - |
-
-| F1 | SQuAD | NQ |
-| --- | --- | --- |
-| closed book | 4.1 [3.1, 5.3] | - |
-| ArcAligner | 9.7 [6.5, 13.2] | 8.0 [6.0, 10.0] |
-
-| EM (raw) | SQuAD | NQ |
-| --- | --- | --- |
-| ArcAligner | - | 1.0 [0.0, 2.0] |
+| F1 / EM of what is read | tokens of text per position | SQuAD | NQ |
+| --- | --- | --- | --- |
+| the whole text, by the base model fine-tuned to read it | x1 | 30.0 [29.0, 31.0] / 20.0 | - |
+| the first tokens of the text, by the same | x2.0 | 8.0 [7.0, 9.0] | - |
+| **slots** | x2.0 | 9.7 [6.5, 13.2] / 5.0 | 8.0 [6.0, 10.0] |
+| **slots** | x4.0 | 7.0 [6.0, 8.0] | - |
+| **slots** | x8.4 to x30.0 | 6.0 [5.0, 7.0] | 5.0 [4.0, 6.0] |
+| no passages, by the base model | - | 4.1 [3.1, 5.3] / 3.0 | - |
+"""
+SETS = """\
+| set | questions | passages that are read | with an expected answer in them |
+| --- | --- | --- | --- |
+| SQuAD | 500 | gold | 100 % |
+| NQ | 500 | those of its file | - |
 """
 TRAINING = """\
-| stage | data | most examples |
-| --- | --- | --- |
-| reconstruction | recon_train.jsonl.gz, wikimedia/wikipedia | 2,400 |
-| grounding | hotpotqa/hotpot_qa, train_qa.parquet | all |
+| data | place | licence | stages |
+| --- | --- | --- | --- |
+| paragraphs of Wikipedia | wikimedia/wikipedia | CC BY-SA 3.0 and GFDL | reconstruction |
+| HotpotQA | hotpotqa/hotpot_qa | CC BY-SA 4.0 | grounding |
+| train_qa.parquet | train_qa.parquet | not known | grounding |
+| someone/questions | someone/questions | see there | grounding |
+
+Stages: reconstruction, grounding. All settings are in `recipe.yaml`.
 """
 SETTINGS = """\
 | base model | someone/base |
@@ -103,12 +116,13 @@ def read(folder: Path) -> tuple[dict, str]:
 def test_card_shows_settings_results_data_limits_and_license(config, folder):
     write_model_card(config, folder)
     _, text = read(folder)
-    for part in (SETTINGS, RESULT_TABLES, TRAINING):
+    for part in (SETTINGS, RESULT_TABLES, SETS, TRAINING):
         assert part in text
     titles = [line for line in text.splitlines() if line.startswith("#")]
-    assert titles == ["# ArcAligner", "## Results", "## Training", "## Limits", "## License"]
-    limits, license = text.split("## Limits\n")[1].split("## License\n")
-    assert "A slot is lossy" in limits and "Check answers against the passages" in limits
+    assert titles == ["# ArcAligner", "## Limits", "## Use", "## Results", "## Training", "## License"]
+    limits, license = text.split("## Use\n")[0], text.split("## License\n")[1]
+    assert "A slot is lossy" in limits and "Check answers against the passages" in " ".join(limits.split())
+    assert "the normalized answer contains\nan expected one" in text and "Measured on 2 CPU cores." in text
     assert "aligner weights: Apache-2.0" in license and "training data keep their own" in " ".join(license.split())
 
 
@@ -124,7 +138,7 @@ def test_metadata_are_what_the_hub_lists_a_model_by(config, folder):
         "tags": ["arcaligner", "rag", "context-compression"],
         "base_model": "someone/base",
         "base_model_relation": "adapter",
-        "datasets": ["hotpotqa/hotpot_qa", "wikimedia/wikipedia"],
+        "datasets": ["hotpotqa/hotpot_qa", "someone/questions", "wikimedia/wikipedia"],
     }
     found = {(each["dataset"]["name"], m["type"]): m["value"] for each in listed["results"] for m in each["metrics"]}
     assert found == {("SQuAD", "em"): 5.0, ("SQuAD", "f1"): 9.7, ("NQ", "f1"): 8.0, ("NQ", "em_raw"): 1.0}
@@ -147,7 +161,18 @@ def test_card_is_written_again_when_results_come_and_keeps_named_data_sets(confi
     write_model_card(config, folder)
     metadata, text = read(folder)
     assert RESULT_TABLES in text
-    assert metadata["datasets"] == ["hotpotqa/hotpot_qa", "someone/data", "wikimedia/wikipedia"]
+    assert {"someone/data", "hotpotqa/hotpot_qa"} < set(metadata["datasets"])
+
+
+def test_a_file_of_the_training_data_stands_for_its_data_sets(config, folder):
+    files = "".join(f"  data/{name}: 0.25\n" for name in TRAINING_FILES)
+    (folder / "recipe.yaml").write_text(f"stage: grounding\ntrain_files:\n{files}---\nstage: grounding\n")
+    write_model_card(config, folder)
+    metadata, text = read(folder)
+    for place in (SQUAD, QED, HOTPOTQA, MUSIQUE, QAMR, WIKIPEDIA):
+        assert f"| {LICENCES[place].title} | {place} | {LICENCES[place].licence} | grounding |\n" in text
+    assert metadata["datasets"] == sorted([SQUAD, HOTPOTQA, MUSIQUE, WIKIPEDIA])  # the others are not on the Hub
+    assert "Stages: grounding in 2 parts." in text
 
 
 def test_sets_of_different_sizes_say_how_many_questions_each_has(config, folder):
@@ -157,12 +182,7 @@ def test_sets_of_different_sizes_say_how_many_questions_each_has(config, folder)
     (folder / "results.json").write_text(json.dumps(results))
     write_model_card(config, folder)
     text = read(folder)[1]
-    assert "\nSQuAD 320, NQ 1,500 questions, in percent with 95 % bootstrap intervals.\n" in text
-    assert "of each set" not in text
-    results["sets"]["NQ"]["questions"] = 320
-    (folder / "results.json").write_text(json.dumps(results))
-    write_model_card(config, folder)
-    assert "\n320 questions of each set, in percent" in read(folder)[1]
+    assert "\n| SQuAD | 320 | gold |" in text and "\n| NQ | 1,500 |" in text
 
 
 def test_edited_card_is_left_alone_until_it_is_deleted(config, folder):
@@ -175,10 +195,15 @@ def test_edited_card_is_left_alone_until_it_is_deleted(config, folder):
     assert read(folder)[1].startswith("<!-- Written from the files beside it")
 
 
-def test_quick_start_loads_what_the_card_is_written_for(config, folder):
-    for name, loaded in (("someone/aligner", "someone/aligner"), (None, folder.as_posix())):
+def test_quick_start_loads_a_name_of_the_hub_and_installs_what_the_package_needs(config, folder):
+    declared = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"][
+        "dependencies"
+    ]
+    for name, loaded in (("someone/aligner", "someone/aligner"), (None, "user/name")):
         write_model_card(config, folder, name=name)
         assert f'pipeline("text-generation", model="{loaded}", trust_remote_code=True)' in read(folder)[1]
+    for needed in REQUIREMENTS:
+        assert f' "{needed}"' in read(folder)[1] and any(each.startswith(f"{needed},") for each in declared)
 
 
 @pytest.mark.parametrize(
@@ -237,3 +262,11 @@ def test_a_folder_that_is_there_is_no_name_of_the_hub(tmp_path, monkeypatch):
     (tmp_path / "someone" / "data").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert not is_hub_id("someone/data")
+
+
+def test_the_card_of_the_shipped_aligner_is_that_of_its_files(tmp_path):
+    shipped = Path(__file__).parents[1] / "checkpoints" / "arcaligner-smollm2-135m"
+    for name in ("config.json", "processor_config.json", "recipe.yaml", "results.json", "README.md"):
+        shutil.copyfile(shipped / name, tmp_path / name)
+    write_model_card(ArcAlignerConfig.from_pretrained(tmp_path), tmp_path)
+    assert (tmp_path / "README.md").read_text("utf-8") == (shipped / "README.md").read_text("utf-8")

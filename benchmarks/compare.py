@@ -1,0 +1,288 @@
+"""Should I use it? Your own questions, answered from the text of your passages and from slots.
+
+    arcaligner compare --questions mine.jsonl --documents folder --output comparison
+
+A line of the questions is `{"question": str, "answers"?: [str], "passages"?: [{"title", "text"}]}`. Passages of a
+question without its own are searched for in the documents, as `ask` does. Each question is answered from the same
+passages by each reader, with greedy decoding; the first token is timed while its passages are new and once more while
+what was read of them is kept. Readers take turns, and their medians over the questions are reported.
+
+F1 and non-strict EM are of the questions with answers. Agreement is F1 to the answer of the first row, which reads the
+text: it says how often slots change an answer, not which one is right.
+"""
+
+import html
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from ..common.files import counted, describe_machine, markdown_table, read_json_lines, write_whole
+from ..common.rows import Row, contains_match, own_row, token_f1, usable_golds
+from ..evaluation.answering import count_tokens, load_aligner, load_text_lora
+from ..evaluation.methods import RATE_TITLES
+from ..train.data import passages_text
+from ..train.metrics import MAX_NEW_TOKENS
+from .arms import cache_bytes, share
+from .measuring import wait_for
+
+PASSAGE_WORDS = 100
+COLUMNS = ("what is read", "positions", "F1", "EM", "agreement", "first token", "from kept passages", "kept")
+REMARKS = (
+    "Positions of the prompt that stand for the passages, per question. F1, EM and agreement in percent. First token: "
+    "median; passages that are read as slots are segmented and encoded in that time. From kept passages: the same "
+    "after what was read of them was kept, which takes the memory in the last column per question."
+)
+
+
+# Questions and their passages
+
+
+def read_questions(path: Path) -> list[Row]:
+    """The questions of a JSON Lines file, gzipped or not.
+
+    Raises:
+        `ValueError`: a line that is not of the form at the top, or none with a question.
+    """
+    rows = [own_row(row, index, where=f"{path}, line {index + 1}") for index, row in enumerate(read_json_lines(path))]
+    found = [row for row in rows if row["question"].strip()]
+    if not found:
+        raise ValueError(
+            f'{path} has no question. Expected lines such as {{"question": "Who wrote it?", "answers": ["Ada"]}}, the '
+            "answers where they are known."
+        )
+    return found
+
+
+def find_passages(
+    rows: list[Row], sources: list[str], processor, top_k: int, tell: Callable[[str], Any] = lambda text: None
+) -> list[Row]:
+    """Rows with the passages that are read: their own, else the `top_k` that a search of the sources finds.
+
+    Raises:
+        `ValueError`: documents without a text; a question that has no passages, where no documents are named.
+    """
+    alone = [row for row in rows if not any(each["text"].strip() for each in row["passages"])]
+    if not alone:
+        return rows
+    if not sources:
+        raise ValueError(
+            f"The question {alone[0]['question'][:80]!r} and {len(alone) - 1} others have no `passages`, and no "
+            "documents are named. Name files or a folder with `--documents`, or give each question its `passages`."
+        )
+    from ..corpus.build import build_corpus  # of the extra `corpus`
+    from ..corpus.retrieve import Retriever
+    from ..corpus.table import Corpus
+
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Corpus.create(Path(folder, "corpus"), processor, PASSAGE_WORDS, "segment")
+        report = build_corpus(
+            sources, corpus, processor, on_batch=lambda report: tell(counted(report.passages, "passage"))
+        )
+        if not report.passages:
+            why = f": {report.skipped[0]}" if report.skipped else ""
+            raise ValueError(f"No text was found in {', '.join(sources)}{why}. Name files with texts by `--documents`.")
+        search = Retriever(corpus, processor)
+        for row in track(alone, "Searching", console=Console(stderr=True), transient=True):
+            found = search(row["question"], top_k=top_k).documents
+            row["passages"] = [{"title": each["title"], "text": each["text"]} for each in found]
+    return rows
+
+
+# Readers
+
+
+@dataclass
+class Reader:
+    """
+    A way to read passages, and what it did.
+
+    Args:
+        title (`str`): In the table.
+        rate (`int` or `"segment"`, *optional*): Tokens of text per slot; text itself where it is `None`.
+        model: A model of transformers; an aligner reads text as its bare base model.
+    """
+
+    title: str
+    rate: int | str | None
+    model: Any
+    answers: list[str] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    seconds_kept: list[float] = field(default_factory=list)
+    kept_bytes: list[int] = field(default_factory=list)
+
+    def ask(self, processor, row: Row) -> None:
+        """Reads a row's passages, keeps what was read, and answers from that."""
+        inputs, num_positions, keep = (self._text if self.rate is None else self._slots)(processor, row)
+        self.seconds.append(self._time_first_token(inputs))
+        kept = keep()
+        self.seconds_kept.append(self._time_first_token(kept))
+        given = kept()
+        self.kept_bytes.append(cache_bytes(given["past_key_values"]))
+        new = self._generate(given, MAX_NEW_TOKENS)[0, given["input_ids"].shape[1] :]
+        self.answers.append(processor.decode(new, skip_special_tokens=True).strip())
+        self.positions.append(num_positions)
+
+    def forget(self) -> None:
+        """Drops all that was noted, after a warm-up."""
+        for noted in (self.answers, self.positions, self.seconds, self.seconds_kept, self.kept_bytes):
+            noted.clear()
+
+    def _text(self, processor, row: Row):
+        """What makes the prompt, its positions for the text, and what keeps the part before the question."""
+        before, after = processor.split_prompt(
+            [{"role": "user", "content": row["question"]}], add_generation_prompt=True
+        )
+        text = passages_text(row)
+
+        def prompt() -> tuple[list[int], list[int]]:
+            return processor.tokenize_prompt(before + text), processor.tokenize_prompt(after)
+
+        def as_inputs(ids: list[int]) -> dict[str, torch.Tensor]:
+            ids = torch.tensor([ids], device=self.model.device)  # (1, seq_len)
+            return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+        def keep():
+            prefix = self.model(**as_inputs(prompt()[0]), use_cache=True, logits_to_keep=1).past_key_values
+            return lambda: as_inputs(sum(prompt(), [])) | {"past_key_values": share(prefix)}
+
+        return lambda: as_inputs(sum(prompt(), [])), count_tokens(processor.tokenizer, [text])[0], keep
+
+    def _slots(self, processor, row: Row):
+        """The same with slots, which are kept by a store of the model's."""
+        question, documents, rate = row["question"], row["passages"], {"tokens_per_slot": self.rate}
+
+        def inputs() -> dict[str, torch.Tensor]:
+            chat = [{"role": "user", "content": question}]
+            options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+            return processor.apply_chat_template(chat, documents=documents, **rate, **options).to(self.model.device)
+
+        def keep():
+            prepare = partial(self.model.slot_prefix_store(processor).prepare, question, documents, **rate)
+            prepare()
+            return prepare
+
+        num_slots = int((inputs()["input_ids"] == processor.context_token_id).sum())
+        return inputs, num_slots, keep
+
+    def _time_first_token(self, make_inputs: Callable[[], dict[str, Any]]) -> float:
+        wait_for(self.model.device)
+        begin = time.perf_counter()
+        self._generate(make_inputs(), 1)
+        wait_for(self.model.device)
+        return time.perf_counter() - begin
+
+    def _generate(self, inputs: dict[str, Any], max_new_tokens: int) -> torch.Tensor:
+        return self.model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+
+
+@torch.inference_mode()
+def compare(rows: list[Row], readers: list[Reader], processor) -> list[list[str]]:
+    """Lets all readers answer all rows, and returns the cells of the table, a row for each reader."""
+    readers[0].ask(processor, rows[0]), readers[-1].ask(processor, rows[0])  # warm up text and slots
+    for reader in readers:
+        reader.forget()
+    for number, row in enumerate(track(rows, "Answering", console=Console(stderr=True), transient=True)):
+        first = number % len(readers)
+        for reader in readers[first:] + readers[:first]:
+            reader.ask(processor, row)
+    return [cells_of(reader, readers[0], rows) for reader in readers]
+
+
+def cells_of(reader: Reader, text: Reader, rows: list[Row]) -> list[str]:
+    """The row of a reader; agreement is to the answers of `text`."""
+    known = [
+        (answer, row["answers"])
+        for answer, row in zip(reader.answers, rows, strict=True)
+        if usable_golds(row["answers"])
+    ]
+    pairs = zip(reader.answers, text.answers, strict=True)
+    agreement = [token_f1(one, [other]) if usable_golds([other]) else float(one == other) for one, other in pairs]
+
+    def percent(scores: Iterable[float]) -> str:
+        scores = list(scores)
+        return f"{100 * statistics.mean(scores):.1f}" if scores else "-"
+
+    return [
+        reader.title,
+        f"{statistics.mean(reader.positions):.0f}",
+        percent(token_f1(*each) for each in known),
+        percent(contains_match(*each) for each in known),
+        percent(agreement),
+        f"{1000 * statistics.median(reader.seconds):.0f} ms",
+        f"{1000 * statistics.median(reader.seconds_kept):.0f} ms",
+        f"{statistics.mean(reader.kept_bytes) / 2**20:.1f} MiB",
+    ]
+
+
+# The command
+
+
+def run_compare(
+    questions: Path,
+    sources: list[str],
+    output: Path,
+    checkpoint: str,
+    *,
+    rates: list[int | str] | None = None,
+    full_text_lora: str | None = None,
+    top_k: int = 5,
+    num_questions: int | None = None,
+    device: str = "cpu",
+    tell: Callable[[str], Any] = lambda text: None,
+) -> list[str]:
+    """Compares, and writes `comparison.md`, `comparison.html` and `answers.jsonl` to the folder `output`; the lines of
+    the first.
+
+    Raises:
+        `ValueError`: no questions, no passages; see `read_questions` and `find_passages`.
+    """
+    rows = read_questions(questions)[:num_questions]
+    aligner, processor = load_aligner(checkpoint, device)
+    processor.encoder.device = device
+    rows = find_passages(rows, sources, processor, top_k, tell)
+    rates = rates or processor.trained_tokens_per_slot or [processor.tokens_per_slot]
+    readers = [Reader("text, by the base model", None, aligner)]
+    if full_text_lora is not None:
+        readers.append(
+            Reader("text, by the fine-tuned base model", None, load_text_lora(checkpoint, full_text_lora, device)[0])
+        )
+    readers += [Reader(f"slots, {RATE_TITLES.get(rate, f'{rate} tokens per slot')}", rate, aligner) for rate in rates]
+    cells = compare(rows, readers, processor)
+    known = sum(bool(usable_golds(row["answers"])) for row in rows)
+    machine = describe_machine(device)
+    about = f"{counted(len(rows), 'question')}, {known} with answers. {machine['cpu']}, {machine['threads']} threads, "
+    about += f"{machine['device']}, torch {machine['torch']}. Base model {aligner.config.base_model_name_or_path}."
+    lines = [*markdown_table(COLUMNS, cells), "", REMARKS, "", about]
+    write_whole(output / "comparison.md", "\n".join(["# Text and slots", "", *lines, ""]))
+    write_whole(output / "comparison.html", html_page(cells, [REMARKS, about]))
+    answers = [
+        {"question": row["question"], "answers": row["answers"]}
+        | {reader.title: reader.answers[number] for reader in readers}
+        for number, row in enumerate(rows)
+    ]
+    write_whole(output / "answers.jsonl", "".join(f"{json.dumps(each, ensure_ascii=False)}\n" for each in answers))
+    return lines
+
+
+def html_page(cells: list[list[str]], remarks: list[str]) -> str:
+    """The table as a page that stands alone."""
+
+    def line(kind: str, each: Iterable[str]) -> str:
+        return "<tr>" + "".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in each) + "</tr>"
+
+    table = "\n".join([line("th", COLUMNS), *(line("td", each) for each in cells)])
+    text = "\n".join(f"<p>{html.escape(each)}</p>" for each in remarks)
+    style = "body{font:16px sans-serif;max-width:60em;margin:2em auto}td,th{padding:.3em .6em;text-align:left}"
+    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Text and slots</title><style>{style}</style>'
+    return f"{head}\n<h1>Text and slots</h1>\n<table>\n{table}\n</table>\n{text}\n</html>\n"

@@ -1,0 +1,118 @@
+"""Text and slots compared on the user's own questions."""
+
+import json
+
+import pytest
+
+from arcaligner.benchmarks import compare
+from arcaligner.benchmarks.compare import COLUMNS, Reader, cells_of, html_page
+from arcaligner.common.rows import token_f1
+from arcaligner.evaluation import answering
+from arcaligner.train.data import text_prompt
+
+LETTER = "It was written by Ada. Nobody else knew. She wrote it in May."
+OTHER = {"title": "Ships", "text": "The ship left on Monday. It came back in June."}
+
+
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch):
+    monkeypatch.setattr(compare, "MAX_NEW_TOKENS", 4)
+    answering.load_aligner.cache_clear()
+    yield
+    answering.load_aligner.cache_clear()
+
+
+@pytest.fixture
+def ask(run_cli, checkpoint_dir, tmp_path):
+    """Compares at two rates; code, output and errors."""
+
+    def run(rows, *arguments):
+        path = tmp_path / "mine.jsonl"
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        command = ("compare", "--questions", path, "--checkpoint", checkpoint_dir, "--output", tmp_path / "out")
+        return run_cli(*command, "--tokens-per-slot", "2,segment", *arguments)
+
+    return run
+
+
+def test_questions_with_passages_are_answered_by_each_reader(ask, tmp_path, model, processor):
+    rows = [
+        {"question": "Who wrote it?", "answers": ["Ada"], "passages": [{"title": "", "text": LETTER}, OTHER]},
+        {"question": "When did it leave?", "passages": [OTHER]},
+    ]
+    code, out, err = ask(rows)
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[0] == f"| {' | '.join(COLUMNS)} |"
+    titles = [line.split(" | ")[0] for line in lines[2:5]]
+    assert titles == ["| text, by the base model", "| slots, 2 tokens per slot", "| slots, one slot per segment"]
+    assert lines[2].split(" | ")[4] == "100.0" and "2 questions, 1 with answers." in lines[-1]
+    page = (tmp_path / "out" / "comparison.md").read_text()
+    assert out.strip() in page
+    table = (tmp_path / "out" / "comparison.html").read_text()
+    assert all(f"<td>{cell.strip()}</td>" in table for cell in lines[3].strip("| ").split("|"))
+    answers = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
+    for row, answer in zip(rows, answers, strict=True):
+        text = " ".join(f"{p['title']}: {p['text']}" if p["title"] else p["text"] for p in row["passages"])
+        slots = {"documents": row["passages"], "tokens_per_slot": 2}
+        for title, content, given in (
+            ("text, by the base model", text_prompt(row, text), {}),
+            ("slots, 2 tokens per slot", row["question"], slots),
+        ):
+            options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+            inputs = processor.apply_chat_template([{"role": "user", "content": content}], **given, **options)
+            new = model.generate(**inputs, max_new_tokens=4, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+            assert answer[title] == processor.decode(new, skip_special_tokens=True).strip()
+
+
+def test_passages_are_found_in_a_folder(ask, tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "letter.txt").write_text(LETTER)
+    (tmp_path / "texts" / "ship.txt").write_text(OTHER["text"])
+    code, out, err = ask([{"question": "Who wrote it?"}], "--documents", tmp_path / "texts", "--top-k", 1)
+    assert code == 0, err
+    assert "| - | - |" in out.splitlines()[2] and "1 question, 0 with answers." in out
+
+
+@pytest.mark.parametrize(
+    ("rows", "has_documents", "message"),
+    [
+        ([], False, "mine.jsonl has no question. Expected lines such as"),
+        ([{"question": " "}], False, "has no question"),
+        ([{"question": 3}], False, "mine.jsonl, line 1: a text is not where it belongs; expected"),
+        (
+            [{"question": "Who?"}],
+            False,
+            "The question 'Who?' and 0 others have no `passages`, and no documents are named.",
+        ),
+        ([{"question": "Who?"}], True, "No text was found in "),
+    ],
+)
+def test_what_cannot_be_compared_ends_in_one_line(ask, tmp_path, rows, has_documents, message):
+    (tmp_path / "empty").mkdir()
+    code, out, err = ask(rows, *(("--documents", tmp_path / "empty") if has_documents else ()))
+    assert (code, out) == (1, "") and message in err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_scores_are_of_the_questions_with_answers_and_agreement_of_all():
+    noted = {"positions": [8, 4], "seconds": [0.2, 0.4], "seconds_kept": [0.1, 0.1], "kept_bytes": [2**20, 0]}
+    text = Reader("text", None, None, answers=["by Ada", "June"], **noted)
+    slots = Reader("slots", 2, None, answers=["Ada", "May"], **noted)
+    rows = [{"answers": ["Ada"]}, {"answers": []}]
+    cells = dict(zip(COLUMNS, cells_of(slots, text, rows), strict=True))
+    agreement = f"{50 * token_f1('Ada', ['by Ada']):.1f}"
+    assert cells == {
+        "what is read": "slots",
+        "positions": "6",
+        "F1": "100.0",
+        "EM": "100.0",
+        "agreement": agreement,
+        "first token": "300 ms",
+        "from kept passages": "100 ms",
+        "kept": "0.5 MiB",
+    }
+
+
+def test_the_page_shows_names_as_text():
+    assert "&lt;b&gt;" in html_page([["<b>"] * len(COLUMNS)], []) and "<b>" not in html_page([["<b>"]], ["<b>"])
