@@ -156,6 +156,12 @@ TRADEOFF_CAPTION = (
 )
 
 
+def mean_f1(sets: dict[str, Any], title: str) -> float | None:
+    """The mean F1 of a method over `sets` of the results, if all have it."""
+    f1 = [each["methods"][title]["f1"][0] for each in sets.values() if title in each["methods"]]
+    return sum(f1) / len(f1) if f1 and len(f1) == len(sets) else None
+
+
 def tradeoff(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Points of each way to read: `rate`, `speed_up` over text and `f1`, of one question about `TRADEOFF_PASSAGES`
     passages in the first dtype.
@@ -168,9 +174,8 @@ def tradeoff(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[dic
     curves: dict[str, list[dict[str, Any]]] = {}
 
     def add(curve: str, title: str, rate: int | str, speed_up: float) -> None:
-        f1 = [each["methods"][title]["f1"][0] for each in sets.values() if title in each["methods"]]
-        if len(f1) == len(sets):
-            point = {"rate": rate, "speed_up": speed_up, "f1": sum(f1) / len(f1)}
+        if (f1 := mean_f1(sets, title)) is not None:
+            point = {"rate": rate, "speed_up": speed_up, "f1": f1}
             curves.setdefault(curve, []).append(point)
 
     for size in report["sizes"]:
@@ -202,6 +207,100 @@ def draw_tradeoff(curves: dict[str, list[dict[str, Any]]]) -> Figure:
     return figure
 
 
+# Passages that are known
+
+KEPT_REPORT = "kept.json"
+KNOWN = "known_passages"
+KNOWN_PASSAGES = 5
+KNOWN_CAPTION = (
+    "F1, mean over the sets of the results, across the median time to the first token of a new question over a new "
+    "combination of {k} known passages, kept in memory. Each point of slots is a rate, from one checkpoint."
+)
+_KEPT_TITLES = {
+    "text": "text, nothing kept",
+    "text_same_set": "text, the same passages asked about before",
+    "text_apart": "text apart, kept",
+}
+
+
+def _kept_title(name: str) -> str:
+    """The title of an arm of `kept.py`."""
+    kept = name.removesuffix("_folder")
+    rate = kept.removeprefix("slots_x")
+    title = _KEPT_TITLES.get(kept) or "**slots**, kept: " + _rate({"tokens_per_slot": rate})
+    return title + (", from disk" if name != kept else "")
+
+
+def kept_lines(report: dict[str, Any]) -> list[str]:
+    """Markdown lines: milliseconds to the first token and times sooner than from text, a row for each arm, a column
+    for each number of passages, and what is kept of a passage."""
+    sizes = report["sizes"]
+    rows = []
+    for name in sizes[0]["arms"]:
+        kept = report["kept_bytes"].get(name.removesuffix("_folder"))
+        cells = ["-" if kept is None else f"{kept / 1e6:.2f} MB"]
+        for size in sizes:
+            arm = size["arms"][name]
+            times = "" if name == "text" else f" (x{arm['speed_up']['median']:.1f})"
+            cells.append(f"{1000 * arm['first_token']['median']:.0f}{times}")
+        rows.append([_kept_title(name), *cells])
+    columns = ["First token, ms (times sooner than text)", "kept of a passage"]
+    counts = [f"{size['k']} passage{'s' if size['k'] > 1 else ''}" for size in sizes]
+    note = f"A passage has {report['tokens_per_passage']:.0f} tokens; medians of {sizes[-1]['rounds']} rounds or more"
+    note += f"; {report['model']}, {report['dtype']}, one question; {machine_line(report)}."
+    return [*markdown_table([*columns, *counts], rows), "", note]
+
+
+def known_points(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Points of each way to read known passages: `rate`, `ms` to the first token, and `f1` where `sets` of the results
+    have it; of `KNOWN_PASSAGES` passages in memory.
+
+    Args:
+        report (`dict`): The report of `kept.py`.
+        sets (`dict`): The results of an evaluation.
+    """
+    size = next((size for size in report["sizes"] if size["k"] == KNOWN_PASSAGES), report["sizes"][-1])
+    titles = {"text": "full_text_lora", "text_same_set": None, "text_apart": "text_apart"}
+    curves: dict[str, list[dict[str, Any]]] = {}
+    for name, arm in size["arms"].items():
+        rate = name.removeprefix("slots_x")
+        method = titles.get(name, f"{MAIN}_x{rate}")
+        if name.endswith("_folder") or method is None:
+            continue
+        title = MAIN_TITLE if rate == str(report["own_tokens_per_slot"]) else find_method(method).title
+        if (f1 := mean_f1(sets, title)) is not None:
+            curve = "slots, kept" if rate != name else f"{_KEPT_TITLES[name]} (fine-tuned)"
+            point = {"rate": rate if rate != name else "", "ms": 1000 * arm["first_token"]["median"], "f1": f1}
+            curves.setdefault(curve, []).append(point)
+    return curves
+
+
+def draw_known(curves: dict[str, list[dict[str, Any]]]) -> Figure:
+    """F1 across milliseconds to the first token."""
+    figure, axes = new_figure(6.4, 3.8)
+    for name, points in curves.items():
+        axes.plot(*([point[key] for point in points] for key in ("ms", "f1")), marker="o", label=name)
+        for point in points:
+            label = f"x{point['rate']}" if point["rate"].isdecimal() else point["rate"]
+            axes.annotate(label, (point["ms"], point["f1"]), (4, 4), textcoords="offset points", fontsize=8)
+    axes.set(xlabel="time to the first token, ms", ylabel="F1, %", ylim=(0, None), xscale="log")
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    return figure
+
+
+def save_known(folder: Path, sets: dict[str, Any]) -> list[str]:
+    """Writes the figure of `kept.py`'s report in `folder`, and returns its section of the page; nothing without a
+    report."""
+    if not (path := folder / KEPT_REPORT).exists():
+        return []
+    report = json.loads(path.read_text(encoding="utf-8"))
+    points = known_points(report, sets)
+    caption = KNOWN_CAPTION.format(k=KNOWN_PASSAGES)
+    save_analysis(folder, KNOWN, draw_known(points), {"curves": points, "report": report}, caption)
+    return [_KEPT, *kept_lines(report), ""]
+
+
 # The page and the README
 
 _INTRODUCTION = """\
@@ -222,6 +321,19 @@ python -m arcaligner.benchmarks.report --figures runs/latency    # writes this p
 ```
 
 ## Time to the first token
+"""
+_KEPT = """\
+## Passages that are known
+
+The first token of a *new* question over a *new* combination of passages, each of which was read before
+(`passage_attention: "separate"`, a [corpus](corpus.md) that was read ahead, or any `SlotPrefixStore`). *Text apart* is
+the same for tokens, the strongest peer: keys and values of each passage's text are kept, and joined as those of slots
+are. *From disk*: no process has the files in memory. What was read of the *same passages in the same order* serves no
+other combination. Times are from the words of the question on: tokenizing, finding, joining and reading.
+
+```bash
+python -m arcaligner.benchmarks.kept --output runs/latency    # before the report; some six minutes
+```
 """
 _DETAILS = f"""\
 ## All numbers
@@ -277,10 +389,13 @@ def publish(
 ) -> None:
     """Writes docs/speed.md and the README's table of speed; the figures about speed are copied to docs/figures."""
     report = json.loads((figures / "latency.json").read_text(encoding="utf-8"))
-    curves = tradeoff(report, json.loads(results.read_text(encoding="utf-8"))["sets"])
+    sets = json.loads(results.read_text(encoding="utf-8"))["sets"]
+    curves = tradeoff(report, sets)
     caption = TRADEOFF_CAPTION.format(k=TRADEOFF_PASSAGES)
     save_analysis(figures, TRADEOFF, draw_tradeoff(curves), {"curves": curves}, caption)
+    known = save_known(figures, sets)
     shown = copy_figures(figures)
+    shown[KNOWN] = known + shown.get(KNOWN, [])
     lines = [line for name in SPEED_FIGURES for line in shown.get(name, [])]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     write_whole(ROOT / "README.md", with_block(readme, "\n".join(first_token_table(report)), MARKS))
