@@ -48,6 +48,7 @@ from .fingerprint_arcaligner import (
 )
 from .folders_arcaligner import tensors_digest
 from .passages_arcaligner import (
+    check_can_separate,
     entry_shape,
     join_keys_values,
     keys_values_of,
@@ -290,6 +291,8 @@ class SlotPrefixStore:
             head, tail = self.processor.prompt_ids(question, **template_kwargs)
             units = [_Unit(tuple(head), each) for each in (_apart(given) if self._is_separate else [given])]
             rows.append(_Row([_Unit(tuple(head)), *units], tail))
+            if len(units) > 1:
+                check_can_separate(self.model.config.text_config, in_one_row=False)
         return rows, settings
 
     @property
