@@ -22,6 +22,9 @@ for _needed in REQUIREMENTS:
     require_version(_needed, f'Install what this aligner needs: pip install "{_needed}"')
 
 from transformers import AutoConfig, PreTrainedConfig  # noqa: E402
+from transformers.utils import logging  # noqa: E402
+
+logger = logging.get_logger(__name__)
 
 DEFAULT_BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -151,7 +154,8 @@ class ArcAlignerConfig(PreTrainedConfig):
         passage_attention (`"joint"` or `"separate"`, defaults to `"joint"`):
             Beyond the paper, whose context is one passage: whether a slot reads the slots of the passages before its
             own. `"separate"`: it reads its own passage and the text before the slots, so that what was computed for a
-            passage serves every question that retrieves it. Training and use have to agree.
+            passage serves every question that retrieves it. Training and use have to agree: a checkpoint's file says
+            what it was trained for, and another value at loading is warned of.
         training_stage (`"reconstruction"`, `"grounding"` or `"gating"`, *optional*):
             The last stage it was trained in, which the next one checks. Set by `set_stage`.
         digests (`dict`, *optional*), includes_base_model (`bool`, *optional*):
@@ -264,7 +268,8 @@ class ArcAlignerConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
-        """Reads a checkpoint's `config.json`; that of a plain base model becomes this config's `text_config`.
+        """Reads a checkpoint's `config.json`; that of a plain base model becomes this config's `text_config`. Warns
+        where `passage_attention` is given and is not what a trained aligner's file says, which it was trained for.
 
         Raises:
             `ValueError`: a setting that is not what the checkpoint was saved with.
@@ -274,6 +279,12 @@ class ArcAlignerConfig(PreTrainedConfig):
         if model_type == cls.model_type and config_dict.get("digests") is not None:
             check_settings(
                 f"config.json of {pretrained_model_name_or_path}", slot_settings(config_dict), config_dict["digests"]
+            )
+        trained, wanted = config_dict.get("passage_attention", "joint"), kwargs.get("passage_attention")
+        if config_dict.get("training_stage") and wanted in PASSAGE_ATTENTIONS and wanted != trained:
+            logger.warning_once(
+                f"{pretrained_model_name_or_path} was trained with `passage_attention` {trained!r} and is loaded with "
+                f"{wanted!r}: answers from several passages get worse until it is trained so."
             )
         if model_type is not None and model_type != cls.model_type:
             config_dict = {

@@ -222,6 +222,8 @@ class SlotPrefixStore:
             head, tail = self.processor.prompt_ids(question, **template_kwargs)
             units = [_Unit(tuple(head), each) for each in (_apart(given) if self._is_separate else [given])]
             rows.append(_Row([_Unit(tuple(head)), *units], tail))
+            if len(units) > 1:
+                check_can_separate(self.model.config.text_config, in_one_row=False)
         return rows, settings
 
     @property

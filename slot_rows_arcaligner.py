@@ -268,9 +268,10 @@ class LayerKeysValues:
         return self.layer.update(keys, values, *args, **kwargs)
 
 
-def check_can_separate(config: PreTrainedConfig) -> None:
-    """Raises `ValueError` for a backbone or an attention kernel with which passages cannot be read apart."""
-    if (kernel := config._attn_implementation) not in ROW_KERNELS:
+def check_can_separate(config: PreTrainedConfig, in_one_row: bool = True) -> None:
+    """Raises `ValueError` for a backbone with which passages cannot be read apart, or an attention kernel with which
+    they cannot be `in_one_row`; kept passages are joined without a mask."""
+    if in_one_row and (kernel := config._attn_implementation) not in ROW_KERNELS:
         raise ValueError(
             f"`passage_attention` is 'separate', but attention `{kernel}` takes no mask that keeps passages apart. "
             f"Load the model with `attn_implementation` {' or '.join(ROW_KERNELS)}, or pass one passage."

@@ -35,9 +35,12 @@ TOKENS_PER_PASSAGE = 150
 # Models
 
 
-def load_models(checkpoint: str, dtype: torch.dtype, device: str) -> tuple[ArcAlignerForCausalLM, PreTrainedModel]:
-    """A checkpoint's aligner, and a base model that shares its weights, so that both read the same memory."""
-    aligner = ArcAlignerForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(device).eval()
+def load_models(
+    checkpoint: str, dtype: torch.dtype, device: str, **settings: Any
+) -> tuple[ArcAlignerForCausalLM, PreTrainedModel]:
+    """A checkpoint's aligner, with `settings` in place of its own, and a base model that shares its weights, so that
+    both read the same memory."""
+    aligner = ArcAlignerForCausalLM.from_pretrained(checkpoint, dtype=dtype, **settings).to(device).eval()
     return aligner, base_of(aligner, dtype, device)
 
 

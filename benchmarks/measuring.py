@@ -24,12 +24,16 @@ def wait_for(device: str | torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def time_interleaved(arms: dict[str, Callable[[], Any]], first: int, device: str) -> dict[str, float]:
-    """Seconds of each arm, in the order of `arms`; the one at `first`, modulo their number, goes first."""
+def time_interleaved(
+    arms: dict[str, Callable[[], Any]], first: int, device: str, before: Callable[[str], Any] = lambda name: None
+) -> dict[str, float]:
+    """Seconds of each arm, in the order of `arms`; the one at `first`, modulo their number, goes first. `before` is
+    called with the name of each arm, and not timed."""
     names = list(arms)
     start = first % len(names)
     seconds = dict.fromkeys(names, 0.0)
     for name in names[start:] + names[:start]:
+        before(name)
         wait_for(device)
         begin = time.perf_counter()
         arms[name]()

@@ -267,6 +267,7 @@ def evaluate(
     xrag: Annotated[str | None, typer.Option(help="Aligner for the method xrag, of recipe xrag.")] = None,
     projector_only: Annotated[str | None, typer.Option(help="Aligner for the method projector_only.")] = None,
     full_text_lora: Annotated[str | None, typer.Option(help="LoRA for full_text_lora, of train/full_text.py.")] = None,
+    text_apart: Annotated[str | None, typer.Option(help="LoRA for text_apart, of train/full_text.py.")] = None,
     folder: Annotated[Path | None, typer.Option("--output", help="Folder for answers and tables.")] = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder with TASK.jsonl.gz for each task. Default: the Hub.")
@@ -290,6 +291,7 @@ def evaluate(
     logging.getLogger("arcaligner").setLevel(logging.INFO)
     given = {"output": folder, "data": data, "batch_size": batch_size, "device": device, "checkpoint": checkpoint}
     given |= {"xrag": xrag, "projector_only": projector_only, "full_text_lora": full_text_lora}
+    given |= {"text_apart": text_apart}
     given |= {"tasks": split_names(tasks), "methods": split_names(methods), "corpus": corpus}
     given |= {"tokens_per_slot": split_rates(tokens_per_slot)}
     of_tasks = {"num_questions": num_questions, "passages": passages, "top_k": top_k}

@@ -14,15 +14,18 @@ from typing import Any
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from peft import PeftModel
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, LogitsProcessorList
 
 from ..base_model_arcaligner import default_dtype, resolve_model
 from ..common.rows import Row
+from ..configuration_arcaligner import check_length
 from ..layers_arcaligner import ADAPTER_NAME, slot_lora_layers
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..pipeline_arcaligner import AnswerConfidence
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..train.data import passages_text, text_prompt
+from ..slot_rows_arcaligner import check_can_separate, passage_positions, separate_passages
+from ..train.data import ApartText, passages_text, text_prompt
 from ..train.metrics import MAX_NEW_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -78,6 +81,13 @@ def slot_inputs(
     documents = [row["passages"] if with_passages else [] for row in rows]
     questions = [row["question"] for row in rows]
     return text_inputs(processor, questions, documents=documents, tokens_per_slot=tokens_per_slot)
+
+
+def apart_text(processor: ArcAlignerProcessor, row: Row) -> ApartText:
+    """The prompt with the passages' text, each tokenized by itself."""
+    before, after = processor.split_prompt([{"role": "user", "content": row["question"]}], add_generation_prompt=True)
+    row = row | {"passages": processor.mark_control_tokens(row["passages"])}
+    return ApartText.of(row, before, after, processor.tokenize_prompt)
 
 
 def count_tokens(tokenizer, texts: list[str]) -> list[int]:
@@ -141,7 +151,53 @@ class SlotAnswerer:
             return _generate(self.model, self.processor, inputs, rows, num_slots, **self.refinement)
 
 
-Answerer = TextAnswerer | SlotAnswerer
+class ApartAnswerer:
+    """
+    A model of transformers reads the text of passages that do not read each other.
+
+    Args:
+        model: Of [`load_text_lora`], with a LoRA that was trained so: `passage_attention: separate` of
+            `train/full_text.py`.
+        processor ([`ArcAlignerProcessor`]): Chat template and tokenizer.
+
+    Raises:
+        `ValueError`: a backbone or an attention kernel with which passages cannot be read apart.
+    """
+
+    def __init__(self, model, processor: ArcAlignerProcessor):
+        check_can_separate(model.config)
+        self.model, self.processor = model, processor
+
+    def answer(self, rows: list[Row]) -> list[Answer]:
+        """One answer per row, in order."""
+        prompts = [apart_text(self.processor, row) for row in rows]
+        num_tokens = [sum(map(len, prompt.passages)) for prompt in prompts]
+        return _generate(self.model, self.processor, self.inputs(prompts), rows, num_tokens)
+
+    @torch.inference_mode()
+    def inputs(self, prompts: list[ApartText]) -> dict[str, Any]:
+        """What `generate` goes on from: prompts (batch, seq_len), left-padded, all but the last token of which are in
+        `past_key_values`."""
+        sides = {"batch_first": True, "padding_side": "left"}
+        ids = pad_sequence([torch.tensor(prompt.ids) for prompt in prompts], **sides)
+        numbers = pad_sequence([torch.tensor(prompt.passage_ids) for prompt in prompts], **sides, padding_value=-1)
+        lengths = torch.tensor([len(prompt.ids) for prompt in prompts])
+        mask = (torch.arange(ids.shape[1]) >= ids.shape[1] - lengths[:, None]).long()
+        positions = passage_positions(numbers, mask)
+        check_length(int(positions.max()) + 1, "The prompt", self.model.config)
+        device, read = self.model.device, slice(0, -1)
+        output = self.model(
+            input_ids=ids[:, read].to(device),
+            attention_mask=separate_passages(mask[:, read], numbers[:, read], self.model.dtype).to(device),
+            position_ids=positions[:, read].to(device),
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        return {name: each.to(device) for name, each in inputs.items()} | {"past_key_values": output.past_key_values}
+
+
+Answerer = TextAnswerer | SlotAnswerer | ApartAnswerer
 
 
 @torch.inference_mode()

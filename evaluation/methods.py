@@ -21,7 +21,15 @@ from ..common.files import digest_files
 from ..common.rows import Row
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..train.data import passages_text
-from .answering import Answerer, MissingMethodError, SlotAnswerer, TextAnswerer, load_aligner, load_text_lora
+from .answering import (
+    Answerer,
+    ApartAnswerer,
+    MissingMethodError,
+    SlotAnswerer,
+    TextAnswerer,
+    load_aligner,
+    load_text_lora,
+)
 from .compression import compressed, truncated
 
 # The files of a checkpoint's folder that decide its answers.
@@ -41,6 +49,7 @@ class Checkpoints:
         xrag (`str`, *optional*): An aligner like xRAG: a projector alone, one slot per passage.
         projector_only (`str`, *optional*): An aligner of a projector alone with the slots of `aligner`.
         full_text_lora (`str`, *optional*): A LoRA of the backbone that reads text, of `train/full_text.py`.
+        text_apart (`str`, *optional*): One that reads passages apart, of the same script.
         device (`str`): Where models run.
     """
 
@@ -48,6 +57,7 @@ class Checkpoints:
     xrag: str | None = None
     projector_only: str | None = None
     full_text_lora: str | None = None
+    text_apart: str | None = None
     device: str = "cpu"
 
 
@@ -141,6 +151,8 @@ class Method:
         Raises:
             `ValueError`: an aligner with a LoRA where one of a projector alone is expected.
         """
+        if self.checkpoint == "text_apart":
+            return ApartAnswerer(*load_text_lora(checkpoints.aligner, checkpoints.text_apart, checkpoints.device))
         if self.texts is not None:
             if self.checkpoint == "full_text_lora":
                 loaded = load_text_lora(checkpoints.aligner, checkpoints.full_text_lora, checkpoints.device)
@@ -170,6 +182,7 @@ def whole_texts(model, processor, rows: list[Row], tokens_per_slot: None) -> lis
 _TRAIN = "python -m arcaligner train --recipe"
 _FULL_TEXT = "python -m arcaligner.train.full_text --config train/recipes/smollm2_135m/full_text.yaml"
 _READER = {"checkpoint": "full_text_lora", "made_by": _FULL_TEXT}
+_APART = {"checkpoint": "text_apart", "made_by": _FULL_TEXT.replace("full_text.yaml", "full_text_apart.yaml")}
 _OURS = {"checkpoint": "aligner", "has_rates": True}
 _PROJECTOR = {"checkpoint": "projector_only", "made_by": f"{_TRAIN} projector_only"}
 _OFF, _ADAPTIVE = {"gate_mode": "off"}, {"gate_mode": "adaptive"}
@@ -180,6 +193,7 @@ METHODS = {
         Method("naive", "Naive", no_texts),
         Method("standard_rag", "StandardRAG", whole_texts),
         Method("full_text_lora", "StandardRAG, fine-tuned", whole_texts, **_READER),
+        Method("text_apart", "StandardRAG, fine-tuned, passages apart", **_APART),
         Method("truncated", "truncated text", truncated, **_OURS),
         Method("truncated_lora", "truncated text, fine-tuned", truncated, has_rates=True, **_READER),
         Method("llmlingua", "LLMLingua (the backbone scores)", compressed, has_rates=True),

@@ -19,7 +19,17 @@ import typer
 from ..common.files import DEFAULT_CHECKPOINT, ROOT, markdown_table, printable, run_command, write_whole
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..share.hub import RESULTS_FILE, write_model_card
-from .analyses.speed import BUDGET, find_size, first_token_ms, first_token_table, rate_title, save_tradeoff, size_lines
+from .analyses.speed import (
+    BUDGET,
+    KNOWN,
+    find_size,
+    first_token_ms,
+    first_token_table,
+    rate_title,
+    save_known,
+    save_tradeoff,
+    size_lines,
+)
 from .methods import find_method, fingerprint
 from .results import results_page, write_results
 from .runs import answer_files
@@ -41,7 +51,7 @@ CUT_SHORTER = {"a quarter": "truncated_lora_x4", "an eighth": "truncated_lora_x8
 ANSWERS_PER_SET = 13
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|&])")  # what could become structure of a page
 MARKS = "<!-- results: evaluation/publish.py -->", "<!-- end of results -->"
-SPEED_FIGURES = "latency", "f1_of_speed"  # on the page of speed, the others on that of results
+SPEED_FIGURES = "latency", "f1_of_speed", "known_passages"  # on the page of speed, the others on that of results
 INTRODUCTION = """\
 # Results
 
@@ -103,7 +113,9 @@ def publish(
     results = json.loads((checkpoint / RESULTS_FILE).read_text(encoding="utf-8"))
     latency = json.loads((figures / "latency.json").read_text(encoding="utf-8"))
     save_tradeoff(figures, latency, results["sets"])
+    known = save_known(figures, results["sets"])
     shown = copy_figures(figures)
+    shown[KNOWN] = known + shown.get(KNOWN, [])
     lines = [line for name, each in shown.items() if name not in SPEED_FIGURES for line in each]
     page = "\n".join([INTRODUCTION, results_page(results), *(["## Figures", "", *lines] if lines else [])])
     write_whole(DOCS / "results.md", page.rstrip() + "\n")

@@ -20,7 +20,7 @@ MAIN_TITLE = METHODS[MAIN].title
 # The two ends of retention: reads nothing, reads all of the text.
 FLOOR, CEILING = "naive", "full_text_lora"
 # Methods that read all of the text, or nothing of it.
-NOT_COMPRESSED = ("standard_rag", "full_text_lora", "empty_slot")
+NOT_COMPRESSED = ("standard_rag", "full_text_lora", "text_apart", "empty_slot")
 PAPER = json.loads((Path(__file__).parent / "paper_results.json").read_text(encoding="utf-8"))
 
 Answers = dict[str, dict[str, Any]]  # by question id

@@ -334,6 +334,20 @@ def test_a_backbone_with_a_sliding_window_is_refused(backbone):
     model(**inputs)  # one passage
 
 
+def test_kept_passages_are_not_joined_behind_a_sliding_window(processor, apart):
+    model = tiny_aligner(
+        backbone_config("mistral_window", vocab_size=len(processor.tokenizer), max_position_embeddings=300),
+        encoder_hidden_size=ENCODER_WIDTH,
+        context_token_id=processor.context_token_id,
+        passage_attention="separate",
+    )
+    store = model.slot_prefix_store(apart)
+    with pytest.raises(ValueError, match="have a sliding window.*Use 'joint', or pass one passage"):
+        store.prepare("Who?", PASSAGES)
+    assert store.misses == 0  # said before anything is read
+    store.prepare("Who?", PASSAGES[:1])
+
+
 def test_a_kernel_without_masks_is_refused_by_name(model):
     (row,) = random_rows(model, [4], contiguous=True)
     inputs = {"input_ids": row.input_ids[None], "context_embeds": torch.ones(1, 4, ENCODER_WIDTH).double()}
@@ -365,3 +379,26 @@ def test_passages_together_may_be_longer_than_the_context_and_one_may_not(apart,
         model.generate(**chat_inputs(apart, "Who?", [words * 6]), **FIVE_TOKENS)
     with pytest.raises(ValueError, match="there is room for"):
         store.prepare("Who?", [words * 6])
+
+
+def test_a_question_too_long_for_the_longest_kept_passage_is_refused_and_nothing_read(apart, model):
+    store = model.slot_prefix_store(apart)
+    store.prepare("Who?", PASSAGES)
+    with pytest.raises(ValueError, match="The prompt has .* positions but the backbone llama reads 300"):
+        store.prepare("Who? " * 150, PASSAGES)
+    with pytest.raises(ValueError, match="there is room for"):
+        store.prepare("Who?", [*PASSAGES, "He is tall. " * 300])
+    assert store.misses == 4 and len(store) == 4  # the fourth was neither read nor kept
+
+
+def test_a_checkpoint_trained_jointly_is_read_apart_by_name_with_one_warning(processor, model, tmp_path, caplog):
+    trained = separate_model(processor)
+    trained.config.passage_attention, trained.config.training_stage = "joint", "grounding"
+    trained.save_pretrained(tmp_path)
+    config = type(trained.config)
+    assert config.from_pretrained(tmp_path).passage_attention == "joint" and not caplog.messages
+    for _ in range(2):
+        assert config.from_pretrained(tmp_path, passage_attention="separate").passage_attention == "separate"
+    (message,) = caplog.messages
+    assert "was trained with `passage_attention` 'joint' and is loaded with 'separate'" in message
+    assert config.from_pretrained(tmp_path).passage_attention == "joint"  # the file says what it was trained for

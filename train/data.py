@@ -12,9 +12,9 @@ segments' tokens, and the prompt before and after the slots. The encoder runs in
 import itertools
 import math
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -101,6 +101,32 @@ def text_prompt(row: Row, context: str) -> str:
 def full_text(row: Row) -> str:
     """The user's turn with the whole text of the passages."""
     return text_prompt(row, passages_text(row))
+
+
+class ApartText(NamedTuple):
+    """Ids of a prompt of text whose passages do not read each other, as the slots of `passage_attention` "separate":
+    the text before the passages, each passage, and the text after them."""
+
+    head: list[int]
+    passages: list[list[int]]
+    tail: list[int]
+
+    @classmethod
+    def of(cls, row: Row, before: str, after: str, tokenize: Callable[[str], list[int]]) -> "ApartText":
+        """The passages of `row` between the parts of its prompt, each tokenized by itself."""
+        passages = [tokenize(passages_text({"passages": [passage]})) for passage in row["passages"]]
+        return cls(tokenize(before), passages, tokenize(after))
+
+    @property
+    def ids(self) -> list[int]:
+        """The whole prompt."""
+        return [*self.head, *itertools.chain.from_iterable(self.passages), *self.tail]
+
+    @property
+    def passage_ids(self) -> list[int]:
+        """The number of the passage of each of `ids`, -1 before and after the passages."""
+        numbers = (number for number, ids in enumerate(self.passages) for _ in ids)
+        return [-1] * len(self.head) + [*numbers] + [-1] * len(self.tail)
 
 
 def choose_template(example_id: str) -> tuple[str, str]:

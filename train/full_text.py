@@ -5,26 +5,36 @@
 Same questions, prompt, template and targets as stage II, with the text where the slots would be; LoRA on every row, by
 PEFT and TRL. `arcaligner evaluate --full-text-lora` compares its answers with those from slots. A run
 resumes from the last checkpoint in its `output_dir`, unless its settings have changed. A finished one is left alone.
+
+With `passage_attention: separate` (`full_text_apart.yaml`) passages do not read each other, at the positions that slots
+have then, so that keys and values of a passage's text can be kept and joined as those of its slots are
+(`passages_arcaligner.py`). `arcaligner evaluate --text-apart` reads with it.
 """
 
 import logging
+import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
+import torch
 from peft import LoraConfig
 from peft.utils import CONFIG_NAME
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from ..base_model_arcaligner import resolve_model
 from ..checkpoint_arcaligner import written_whole
 from ..common.rows import Row
+from ..configuration_arcaligner import PASSAGE_ATTENTIONS
+from ..slot_rows_arcaligner import passage_positions, separate_passages
 from .corpora import open_corpus
-from .data import full_text
+from .data import ApartText, full_text, text_prompt
 from .recipe import run_script
 from .run import claim_folder, last_checkpoint
-from .selection import missing_part
+from .selection import Distractors, NearestPassages, missing_part
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +51,11 @@ class FullTextArguments:
         data_dir (`str`): Folder of a data file with a relative path.
         max_tokens (`int`): Longer examples are left out.
         lora_r (`int`), lora_alpha (`int`): Rank and scale of the LoRA on all linears.
+        passage_attention (`str`): `"separate"` keeps the passages of a prompt from reading each other.
+        distractors (`float`): Share of rows that get 1 to 4 of the nearest passages that do not answer.
+
+    Raises:
+        `ValueError`: another `passage_attention`, a share outside [0, 1].
     """
 
     model_name_or_path: str
@@ -50,6 +65,21 @@ class FullTextArguments:
     max_tokens: int = 512
     lora_r: int = 16
     lora_alpha: int = 32
+    passage_attention: str = "joint"
+    distractors: float = 0.0
+
+    def __post_init__(self):
+        if self.passage_attention not in PASSAGE_ATTENTIONS:
+            raise ValueError(
+                f"`passage_attention` is {self.passage_attention!r}; expected one of {', '.join(PASSAGE_ATTENTIONS)}."
+            )
+        if not 0.0 <= self.distractors <= 1.0:
+            raise ValueError(f"`distractors` is {self.distractors}; expected a share of the rows from 0 to 1.")
+
+    @property
+    def is_separate(self) -> bool:
+        """Whether passages do not read each other."""
+        return self.passage_attention == "separate"
 
     @property
     def sources(self) -> list[str]:
@@ -68,10 +98,14 @@ def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.D
         `ValueError`: no row that fits; a chat template whose prompt is not the beginning of the whole conversation.
     """
     examples, num_long = [], 0
-    for row in open_corpus(recipe.train_file, data_dir=recipe.data_dir).shuffle(seed=seed):
+    corpus = open_corpus(recipe.train_file, data_dir=recipe.data_dir)
+    mix = recipe.distractors and Distractors(NearestPassages(corpus), recipe.distractors, seed)
+    for row in corpus.shuffle(seed=seed):
         if missing_part(row, needs_question=True):
             continue
-        example = tokenize(row, tokenizer)
+        if mix:
+            row = row | {"passages": mix([row])[0]}
+        example = tokenize(row, tokenizer, recipe.is_separate)
         if len(example["input_ids"]) <= recipe.max_tokens:
             examples.append(example)
         else:
@@ -87,9 +121,12 @@ def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.D
     return datasets.Dataset.from_list(examples)
 
 
-def tokenize(row: Row, tokenizer) -> dict[str, list[int]]:
-    """Ids of the prompt and the answer; labels on the answer and the end of its turn."""
-    messages = [{"role": "user", "content": full_text(row)}, {"role": "assistant", "content": row["answers"][0]}]
+def tokenize(row: Row, tokenizer, is_separate: bool = False) -> dict[str, list[int]]:
+    """Ids of the prompt and the answer; labels on the answer and the end of its turn. Where passages are read apart,
+    also `passage_ids`, the number of each id's passage, -1 on other text."""
+    mark = uuid.uuid4().hex if is_separate else None
+    content = full_text(row) if mark is None else text_prompt(row, mark)
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": row["answers"][0]}]
     prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     if not whole.startswith(prompt):
@@ -97,10 +134,48 @@ def tokenize(row: Row, tokenizer) -> dict[str, list[int]]:
             f"Row {row['id']}: the prompt {prompt!r} is not how the whole conversation {whole!r} begins, so the answer "
             "cannot be told from the prompt. Name another `chat_template_path`."
         )
+
+    def ids_of(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
     # Not in one piece: the prompt has to be the very ids that an answer is asked for with.
-    parts = prompt, whole.removeprefix(prompt).rstrip()
-    prompt_ids, target_ids = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts)
-    return {"input_ids": prompt_ids + target_ids, "labels": [-100] * len(prompt_ids) + target_ids}
+    target_ids = ids_of(whole.removeprefix(prompt).rstrip())
+    if mark is None:
+        prompt_ids, passage_ids = ids_of(prompt), {}
+    else:
+        parts = ApartText.of(row, *prompt.split(mark), ids_of)
+        prompt_ids, passage_ids = parts.ids, {"passage_ids": parts.passage_ids + [-1] * len(target_ids)}
+    return {
+        "input_ids": prompt_ids + target_ids,
+        "labels": [-100] * len(prompt_ids) + target_ids,
+        **passage_ids,
+    }
+
+
+@dataclass
+class ApartCollator:
+    """Makes a right-padded batch of examples whose passages are read apart: `input_ids`, `labels` and `position_ids`
+    (batch, seq_len), and which token reads which, `attention_mask` (batch, 1, seq_len, seq_len).
+
+    TRL's `num_tokens` counts the pairs of that mask.
+    """
+
+    pad_token_id: int
+
+    def __call__(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        def padded(key: str, value: int) -> torch.LongTensor:
+            return pad_sequence([torch.tensor(row[key]) for row in rows], batch_first=True, padding_value=value)
+
+        passage_ids = padded("passage_ids", -1)
+        is_real = padded("passage_ids", -2) > -2
+        seen = is_real[:, None, None, :].expand(-1, -1, is_real.shape[1], -1).tril()
+        return {
+            "input_ids": padded("input_ids", self.pad_token_id),
+            "labels": padded("labels", -100),
+            "position_ids": passage_positions(passage_ids, is_real),
+            # Boolean, since the largest number of float32 has no place in the bfloat16 of autocast.
+            "attention_mask": separate_passages(seen, passage_ids, torch.float32),
+        }
 
 
 def train(recipe: FullTextArguments, args: SFTConfig, settings: str) -> None:
@@ -114,12 +189,16 @@ def train(recipe: FullTextArguments, args: SFTConfig, settings: str) -> None:
         if args.chat_template_path is not None:
             tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
         args.max_length = None  # a row that is too long is left out; TRL would cut its answer off
+        collator = None  # TRL's own
+        if recipe.is_separate:
+            collator, args.remove_unused_columns = ApartCollator(tokenizer.pad_token_id or 0), False
         set_seed(args.seed)
         trainer = SFTTrainer(
             AutoModelForCausalLM.from_pretrained(model_path, dtype="float32"),
             args=args,
             train_dataset=build_dataset(recipe, tokenizer, args.seed),
             processing_class=tokenizer,
+            data_collator=collator,
             peft_config=LoraConfig(
                 r=recipe.lora_r, lora_alpha=recipe.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
             ),

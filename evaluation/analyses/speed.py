@@ -192,6 +192,12 @@ def first_token_ms(size: dict[str, Any], arm: str) -> float:
     return 1000 * size["arms"][arm]["first_token"]["median"]
 
 
+def mean_f1(sets: dict[str, Any], title: str) -> float | None:
+    """The mean F1 of a method over `sets` of the results, if all have it."""
+    f1 = [each["methods"][title]["f1"][0] for each in sets.values() if title in each["methods"]]
+    return sum(f1) / len(f1) if f1 and len(f1) == len(sets) else None
+
+
 def tradeoff(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Points of each way to read `TRADEOFF_PASSAGES` passages: `rate`, `ms` to the first token, and `f1`.
 
@@ -203,9 +209,8 @@ def tradeoff(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[dic
     curves: dict[str, list[dict[str, Any]]] = {}
 
     def add(curve: str, title: str, rate: int | str, ms: float) -> None:
-        f1 = [each["methods"][title]["f1"][0] for each in sets.values() if title in each["methods"]]
-        if len(f1) == len(sets):
-            curves.setdefault(curve, []).append({"rate": rate, "ms": ms, "f1": sum(f1) / len(f1)})
+        if (f1 := mean_f1(sets, title)) is not None:
+            curves.setdefault(curve, []).append({"rate": rate, "ms": ms, "f1": f1})
 
     for rate in dict.fromkeys(size["tokens_per_slot"] for size in report["sizes"]):
         size = find_size(report, TRADEOFF_PASSAGES, rate)
@@ -237,3 +242,110 @@ def save_tradeoff(folder: Path, report: dict[str, Any], sets: dict[str, Any]) ->
     curves = tradeoff(report, sets)
     caption = TRADEOFF_CAPTION.format(k=TRADEOFF_PASSAGES)
     save_analysis(folder, TRADEOFF, draw_tradeoff(curves), {"curves": curves}, caption)
+
+
+# Passages that are known
+
+KEPT_REPORT = "kept.json"
+KNOWN = "known_passages"
+KNOWN_PASSAGES = 5
+KNOWN_CAPTION = (
+    "F1, mean over the sets of the results, across the median time to the first token of a new question over a new "
+    "combination of {k} known passages, kept in memory. Each point of slots is a rate, from one checkpoint."
+)
+KEPT_INTRODUCTION = """\
+## Passages that are known
+
+The first token of a *new* question over a *new* combination of passages, each of which was read before
+(`passage_attention: "separate"`, a [corpus](corpus.md) that was read ahead, or any `SlotPrefixStore`). *Text apart* is
+the same for tokens, the strongest peer: keys and values of each passage's text are kept, and joined as those of slots
+are. *From disk*: no process has the files in memory. What was read of the *same passages in the same order* serves no
+other combination. Times are from the words of the question on: tokenizing, finding, joining and reading.
+
+```bash
+python -m arcaligner.benchmarks.kept --output runs/figures    # before `evaluation.publish`; some six minutes
+```
+"""
+_KEPT_TITLES = {
+    "text": "text, nothing kept",
+    "text_same_set": "text, the same passages asked about before",
+    "text_apart": "text apart, kept",
+}
+
+
+def _kept_title(name: str) -> str:
+    """The title of an arm of `kept.py`."""
+    kept = name.removesuffix("_folder")
+    rate = kept.removeprefix("slots_x")
+    title = _KEPT_TITLES.get(kept) or "**slots**, kept: " + rate_title({"tokens_per_slot": rate})
+    return title + (", from disk" if name != kept else "")
+
+
+def kept_lines(report: dict[str, Any]) -> list[str]:
+    """Markdown lines: milliseconds to the first token and times sooner than from text, a row for each arm, a column
+    for each number of passages, and what is kept of a passage."""
+    sizes = report["sizes"]
+    rows = []
+    for name in sizes[0]["arms"]:
+        kept = report["kept_bytes"].get(name.removesuffix("_folder"))
+        cells = ["-" if kept is None else f"{kept / 1e6:.2f} MB"]
+        for size in sizes:
+            arm = size["arms"][name]
+            times = "" if name == "text" else f" (x{arm['speed_up']['median']:.1f})"
+            cells.append(f"{1000 * arm['first_token']['median']:.0f}{times}")
+        rows.append([_kept_title(name), *cells])
+    columns = ["First token, ms (times sooner than text)", "kept of a passage"]
+    counts = [f"{size['k']} passage{'s' if size['k'] > 1 else ''}" for size in sizes]
+    note = f"A passage has {report['tokens_per_passage']:.0f} tokens; medians of {sizes[-1]['rounds']} rounds or more"
+    note += f"; {report['model']}, {report['dtype']}, one question; {machine_line(report)}."
+    return [*markdown_table([*columns, *counts], rows), "", note]
+
+
+def known_points(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Points of each way to read known passages: `rate`, `ms` to the first token, and `f1` where `sets` of the results
+    have it; of `KNOWN_PASSAGES` passages in memory.
+
+    Args:
+        report (`dict`): The report of `kept.py`.
+        sets (`dict`): The results of an evaluation.
+    """
+    size = next((size for size in report["sizes"] if size["k"] == KNOWN_PASSAGES), report["sizes"][-1])
+    titles = {"text": "full_text_lora", "text_same_set": None, "text_apart": "text_apart"}
+    curves: dict[str, list[dict[str, Any]]] = {}
+    for name, arm in size["arms"].items():
+        rate = name.removeprefix("slots_x")
+        method = titles.get(name, f"{MAIN}_x{rate}")
+        if name.endswith("_folder") or method is None:
+            continue
+        title = MAIN_TITLE if rate == str(report["own_tokens_per_slot"]) else find_method(method).title
+        if (f1 := mean_f1(sets, title)) is not None:
+            curve = "slots, kept" if rate != name else f"{_KEPT_TITLES[name]} (fine-tuned)"
+            point = {"rate": rate if rate != name else "", "ms": 1000 * arm["first_token"]["median"], "f1": f1}
+            curves.setdefault(curve, []).append(point)
+    return curves
+
+
+def draw_known(curves: dict[str, list[dict[str, Any]]]) -> Figure:
+    """F1 across milliseconds to the first token."""
+    figure, axes = new_figure(6.4, 3.8)
+    for name, points in curves.items():
+        axes.plot(*([point[key] for point in points] for key in ("ms", "f1")), marker="o", label=name)
+        for point in points:
+            label = f"x{point['rate']}" if point["rate"].isdecimal() else point["rate"]
+            axes.annotate(label, (point["ms"], point["f1"]), (4, 4), textcoords="offset points", fontsize=8)
+    axes.set(xlabel="time to the first token, ms", ylabel="F1, %", ylim=(0, None), xscale="log")
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    return figure
+
+
+def save_known(folder: Path, sets: dict[str, Any]) -> list[str]:
+    """Writes the figure of `kept.py`'s report in `folder`, and returns its section of the page; nothing without a
+    report."""
+    if not (path := folder / KEPT_REPORT).exists():
+        return []
+    report = json.loads(path.read_text(encoding="utf-8"))
+    points = known_points(report, sets)
+    caption = KNOWN_CAPTION.format(k=KNOWN_PASSAGES)
+    save_analysis(folder, KNOWN, draw_known(points), {"curves": points, "report": report}, caption)
+    return [KEPT_INTRODUCTION, *kept_lines(report), ""]

@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from arcaligner import ArcAlignerProcessor, encoder_arcaligner
 from arcaligner.evaluation.answering import (
+    ApartAnswerer,
     SlotAnswerer,
     TextAnswerer,
+    apart_text,
     in_batches,
     load_aligner,
     lora_off,
@@ -100,6 +102,29 @@ def test_the_prompt_with_text_differs_from_the_one_with_slots_in_the_passage_alo
     assert closed == text.replace(f"Refer to the background document: {passage}\n", "")
     empty = processor.decode(slot_inputs(processor, [row], with_passages=False)["input_ids"][0])
     assert empty == slots.replace("<context>" * 3, "<context>")
+
+
+def test_text_apart_answers_in_a_batch_as_alone_and_reads_no_other_passage(model, processor, base_model_dir):
+    base = AutoModelForCausalLM.from_pretrained(base_model_dir).double()
+    answerer, rows = ApartAnswerer(base, processor), question_rows(4)
+    rows[1]["passages"] = [passage for row in rows for passage in row["passages"]]
+    rows[2]["passages"] = []
+    prompts = [apart_text(processor, row) for row in rows]
+    assert prompts[0].ids[-8:] == text_inputs(processor, [full_text(rows[0])])["input_ids"][0, -8:].tolist()
+    answers = answerer.answer(rows)
+    for row, prompt, answer in zip(rows, prompts, answers, strict=True):
+        assert answer == answerer.answer([row])[0]
+        assert answer.prompt_ids == prompt.ids and answer.context_tokens == sum(map(len, prompt.passages))
+    (turned,) = answerer.answer([rows[1] | {"passages": rows[1]["passages"][::-1]}])
+    assert turned.text == answers[1].text and turned.prompt_ids != answers[1].prompt_ids
+
+
+def test_control_tokens_in_a_passage_that_is_read_apart_are_text(processor):
+    (row,) = question_rows(1)
+    row["passages"][0]["text"] = "He said <|im_end|> and left."
+    (ids,) = apart_text(processor, row).passages
+    assert processor.tokenizer.convert_tokens_to_ids("<|im_end|>") not in ids
+    assert processor.decode(ids).endswith("He said <|im_end|> and left.")
 
 
 @given(st.lists(st.integers()), st.integers(1, 9))

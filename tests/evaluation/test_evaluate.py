@@ -17,7 +17,7 @@ from arcaligner.evaluation.runs import AnswerFile
 from arcaligner.evaluation.settings import read_settings
 
 OWN = ["naive", "standard_rag", "truncated", "arcaligner", "no_recursion", "max_loop", "no_lora", "empty_slot"]
-GIVEN = ["full_text_lora", "truncated_lora", "xrag", "projector_only"]
+GIVEN = ["full_text_lora", "text_apart", "truncated_lora", "xrag", "projector_only"]
 
 
 pytestmark = pytest.mark.usefixtures("few_tokens")
@@ -60,7 +60,8 @@ def test_every_question_gets_an_answer_and_its_scores_from_every_method(settings
     random_aligner(base_model_dir, processor, seed=4, lora_r=0, gate_layers=[]).save_pretrained(tmp_path / "projector")
     processor.save_pretrained(tmp_path / "projector")
     others = {"xrag": str(tmp_path / "projector"), "projector_only": str(tmp_path / "projector")}
-    all_of_them = settings(methods=OWN + GIVEN, full_text_lora=str(tmp_path / "lora"), **others)
+    others |= {"full_text_lora": str(tmp_path / "lora"), "text_apart": str(tmp_path / "lora")}
+    all_of_them = settings(methods=OWN + GIVEN, **others)
     results = evaluate(all_of_them)
     assert list(results["sets"]) == ["HotpotQA", "SQuAD"]
     for entry in results["sets"].values():

@@ -9,11 +9,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from training_recipes import run_until
 from training_rows import question_rows, write_rows
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 from trl import SFTTrainer
 
 from arcaligner.train import full_text as script
-from arcaligner.train.full_text import FullTextArguments, build_dataset, full_text, tokenize
+from arcaligner.train.data import passages_text
+from arcaligner.train.full_text import ApartCollator, FullTextArguments, build_dataset, full_text, tokenize
 from arcaligner.train.recipe import parse_recipe
 from arcaligner.train.stages import RECIPES
 
@@ -142,3 +143,71 @@ def test_the_shipped_recipe_has_the_data_and_template_of_stage_two():
     assert (recipe.model_name_or_path, args.chat_template_path) == expected
     with pytest.raises(ValueError, match="Unknown key `max_token` in the command line. Did you mean `max_tokens`"):
         parse_recipe(script.SCRIPT, script.KINDS, ["--config", str(path), "--max_token", "1"])
+
+
+# Passages apart
+
+
+def test_passages_apart_are_tokenized_alone_between_the_parts_of_the_prompt(tokenizer):
+    row = question_rows(3)[1]
+    row["passages"] += question_rows(3)[2]["passages"]
+    row["passages"][1]["title"] = ""
+    example = tokenize(row, tokenizer, is_separate=True)
+    ids, numbers = torch.tensor(example["input_ids"]), torch.tensor(example["passage_ids"])
+    for number, passage in enumerate(row["passages"]):
+        text = f"{passage['title']}: {passage['text']}" if passage["title"] else passage["text"]
+        assert tokenizer.decode(ids[numbers == number]) == text
+    target = ids[torch.tensor(example["labels"]) != -100]
+    assert tokenizer.decode(target) == row["answers"][0] + "<|im_end|>"
+    assert len(example["labels"]) == len(ids)
+    is_passage = numbers >= 0
+    assert tokenizer.decode(ids[~is_passage]) == prompt_of(tokenizer, row).replace(
+        passages_text(row), ""
+    ) + tokenizer.decode(target)
+
+
+def test_a_batch_of_passages_apart_learns_as_each_row_whose_passages_are_read_alone(base_model_dir, tokenizer):
+    """The loss of a row is that of its answer after keys and values of passages that were read one by one."""
+    model = AutoModelForCausalLM.from_pretrained(base_model_dir, dtype=torch.float32).eval()
+    rows = question_rows(4)
+    rows[0]["passages"] += rows[1]["passages"] + rows[2]["passages"]
+    examples = [tokenize(row, tokenizer, is_separate=True) for row in (rows[0], rows[3])]
+    batch = ApartCollator(0)(examples)
+    with torch.no_grad():
+        logits = model(**{name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}).logits
+        for row, example in enumerate(examples):
+            ids, numbers = torch.tensor([example["input_ids"]]), example["passage_ids"]
+            start, end = numbers.index(0), len(numbers) - numbers[::-1].index(max(numbers))
+            whole, longest = DynamicCache(config=model.config), 0
+            for number in range(max(numbers) + 1):
+                cache = model(ids[:, :start], use_cache=True).past_key_values
+                own = [place for place, each in enumerate(numbers) if each == number]
+                cache = model(ids[:, own], past_key_values=cache).past_key_values
+                longest = max(longest, len(own))
+                for layer, each in enumerate(cache.layers):
+                    skipped = start if number else 0
+                    whole.update(each.keys[:, :, skipped:], each.values[:, :, skipped:], layer)
+            positions = torch.arange(len(numbers) - end)[None] + start + longest
+            expected = model(ids[:, end:], past_key_values=whole, position_ids=positions).logits
+            torch.testing.assert_close(logits[row, end : len(numbers)], expected[0], rtol=0, atol=1e-4)
+
+
+def test_a_run_with_passages_apart_leaves_a_lora(tmp_path, base_model_dir):
+    run(arguments(tmp_path, base_model_dir, tmp_path / "apart", passage_attention="separate", distractors=1.0))
+    lora = load_file(tmp_path / "apart" / WEIGHTS)
+    assert all(tensor.abs().sum() > 0 for tensor in lora.values())
+    with pytest.raises(ValueError, match="`passage_attention` is 'apart'; expected one of joint, separate"):
+        run(arguments(tmp_path, base_model_dir, tmp_path / "other", passage_attention="apart"))
+
+
+def test_the_peers_recipe_is_that_of_the_baseline_but_for_its_passages():
+    joint, apart = (
+        yaml.safe_load((RECIPES / "smollm2_135m" / f"full_text{name}.yaml").read_text("utf-8"))
+        for name in ("", "_apart")
+    )
+    assert {key for key in joint | apart if joint.get(key) != apart.get(key)} == {
+        "output_dir",
+        "passage_attention",
+        "distractors",
+        "max_tokens",
+    }

@@ -1,0 +1,283 @@
+"""The first token of a new question over a new combination of passages that are known, and what is kept of each.
+
+    python -m arcaligner.benchmarks.kept --output FOLDER [--sizes 1,5,10,20] [--tokens-per-slot 2,4,8,16,segment]
+
+    text                what is not kept: the passages' text, read by the base model
+    text_same_set       text asked about again: keys and values of the same passages in the same order (prefix caching)
+    text_apart          keys and values of each passage's text, read by itself, joined as those of slots are
+    slots_x2, ...       keys and values of each passage's slots, at each rate
+
+The last two also from a folder, `..._folder`: files that this process holds nothing of and that the system has dropped
+from its memory, each with its checksum. Only `text_same_set` is asked about the passages of the round before.
+
+Each round draws passages and a question among those known. All arms answer it, in turns, from the question's words to
+the first token: tokenizing, finding what is kept, joining, reading. The time does not depend on what a checkpoint has
+learned, so one that was trained to read passages jointly is read apart here.
+"""
+
+import json
+import math
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, describe_machine, digest, run_command, write_whole
+from ..common.rows import Row, read_rows
+from ..configuration_arcaligner import check_length
+from ..evaluation.answering import apart_text
+from ..evaluation.settings import split_rates
+from ..generation_arcaligner import (
+    entry_shape,
+    join_keys_values,
+    keys_values_of,
+    load_keys_values,
+    read_text,
+    save_keys_values,
+)
+from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..prefix_store_arcaligner import SlotPrefixStore
+from ..processing_arcaligner import ArcAlignerProcessor
+from ..train.data import passages_text
+from .arms import FirstToken, load_models, pick_rows, share
+from .latency import DTYPES, MIN_ROUNDS
+from .measuring import quartiles, ratio, time_interleaved
+from .report import KEPT_REPORT, kept_lines
+
+SPARE = 4  # known passages beyond those of the largest combination
+
+
+def first_token(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, cache: Cache | None) -> FirstToken:
+    """Reads `ids` (1, num_new) at their `positions` behind all of `cache`."""
+    outputs = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return FirstToken(outputs.logits[:, -1].argmax(dim=-1), outputs.past_key_values)
+
+
+class TextReader:
+    """The base model reads text: anew, behind the same passages as before, or behind kept passages.
+
+    Args:
+        base (`PreTrainedModel`): The base model.
+        processor ([`ArcAlignerProcessor`]): Its tokenizer and chat template.
+        folder (`Path`): Where kept passages are written as well.
+    """
+
+    def __init__(self, base: PreTrainedModel, processor: ArcAlignerProcessor, folder: Path):
+        self.base, self.processor, self.folder = base, processor, folder
+        folder.mkdir(parents=True)
+        self.head: torch.Tensor | None = None
+        self.kept: dict[str, torch.Tensor] = {}  # (num_layers, 2, heads, num_tokens, head_dim), by the text
+        self._last: tuple[Row, FirstToken] | None = None
+
+    def keep(self, row: Row) -> None:
+        """Reads each passage of `row` behind the text before it, and writes it."""
+        prompt = apart_text(self.processor, row)
+        if self.head is None:
+            self.head = read_text(self.base, prompt.head)
+        start = len(prompt.head)
+        for passage, ids in zip(row["passages"], prompt.passages, strict=True):
+            cache = join_keys_values([[self.head]], self.base.config)
+            read = first_token(self.base, *self._new(ids, start), cache).cache
+            self.kept[passage["text"]] = keys_values_of(read, 0, start, start + len(ids))
+            save_keys_values(self._path(passage), self.kept[passage["text"]], {})
+
+    def anew(self, row: Row) -> FirstToken:
+        """From the whole text."""
+        prefix, tail = self._prompt(row)
+        check_length(len(prefix) + len(tail), "The prompt of text", self.base.config)
+        read = first_token(self.base, *self._new(prefix + tail, 0), None)
+        self._last = row, read
+        return read
+
+    def same_set(self, row: Row) -> FirstToken:
+        """The question of `row` about the passages that text was read of last."""
+        asked, read = self._last
+        prefix, tail = self._prompt(row | {"passages": asked["passages"]})
+        cache = share(read.cache)
+        cache.crop(len(prefix) - cache.get_seq_length())
+        return first_token(self.base, *self._new(tail, len(prefix)), cache)
+
+    def apart(self, row: Row, from_folder: bool) -> FirstToken:
+        """From kept passages; the question goes on behind the longest."""
+        after = apart_text(self.processor, row | {"passages": []}).tail
+        parts = [self.head]
+        for passage in row["passages"]:
+            file = (self._path(passage), {}, self.base.config, self.base.device)
+            parts.append(load_keys_values(*file) if from_folder else self.kept[passage["text"]])
+        start = self.head.shape[3] + max(part.shape[3] for part in parts[1:])
+        cache = join_keys_values([parts], self.base.config)
+        return first_token(self.base, *self._new(after, start), cache)
+
+    def _prompt(self, row: Row) -> tuple[list[int], list[int]]:
+        turn = [{"role": "user", "content": row["question"]}]
+        before, after = self.processor.split_prompt(turn, add_generation_prompt=True)
+        tokenize = self.processor.tokenize_prompt
+        return tokenize(before + passages_text(row)), tokenize(after)
+
+    def _new(self, ids: list[int], start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        device = self.base.device
+        return torch.tensor([ids], device=device), torch.arange(start, start + len(ids), device=device)[None]
+
+    def _path(self, passage: dict[str, str]) -> Path:
+        return self.folder / f"{digest(passage['text'])}.safetensors"
+
+
+def ask_store(store: SlotPrefixStore, row: Row, rate: int | str) -> FirstToken:
+    """From the kept slots of a row's passages."""
+    inputs = store.prepare(row["question"], documents=row["passages"], tokens_per_slot=rate)
+    cache, ids, numbers = (inputs[name] for name in ("past_key_values", "input_ids", "context_passage_ids"))
+    new = slice(cache.get_seq_length(), None)
+    positions = store.model.prompt_positions(ids, inputs["attention_mask"], numbers)
+    return first_token(store.model, ids[:, new], positions[:, new], cache)
+
+
+def drop_from_memory(folder: Path) -> None:
+    """Has the system read the files of a folder from the disk when they are asked for next, where it lets us."""
+    if sys.platform != "linux":
+        return
+    for path in folder.glob("*.safetensors"):
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(file)  # what is not written yet cannot be dropped
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(file)
+
+
+class Known:
+    """Passages that were read, and the arms that answer from them.
+
+    Args:
+        models (`tuple`): The aligner, whose passages are read apart, and its base model.
+        processor ([`ArcAlignerProcessor`]): The aligner's.
+        rows (`list[dict]`): A question and a passage each.
+        rates (`list`): Tokens per slot.
+        folder (`Path`): An empty one, for the files.
+
+    Attributes: `arms`, from a row to its first token, by name; `folders` of those that read from one; `kept_bytes`, of
+    a passage, by the names of arms that keep something.
+    """
+
+    def __init__(
+        self,
+        models: tuple[ArcAlignerForCausalLM, PreTrainedModel],
+        processor: ArcAlignerProcessor,
+        rows: list[Row],
+        rates: list[int | str],
+        folder: Path,
+    ):
+        (aligner, base), self.rows = models, rows
+        self.device = str(base.device)
+        passages = [row["passages"][0] for row in rows]
+        reader = TextReader(base, processor, folder / "text_apart")
+        reader.keep({"question": "?", "passages": passages})
+        self.text_tokens = sum(each.shape[3] for each in reader.kept.values()) / len(rows)
+        self.arms: dict[str, Callable[[Row], FirstToken]] = {"text": reader.anew, "text_same_set": reader.same_set}
+        self.arms |= {"text_apart": partial(reader.apart, from_folder=False)}
+        self.arms |= {"text_apart_folder": partial(reader.apart, from_folder=True)}
+        self.folders = {"text_apart_folder": reader.folder}
+        per_slot = math.prod(entry_shape(base.config, 1)) * base.dtype.itemsize
+        self.kept_bytes = {"text_apart": self.text_tokens * per_slot}
+        for rate in rates:
+            name, path = f"slots_x{rate}", folder / f"slots_x{rate}"
+            memory = SlotPrefixStore(aligner, processor, max_bytes=2**40)
+            inputs = memory.prepare("?", documents=passages, tokens_per_slot=rate)
+            disk = SlotPrefixStore(aligner, processor, max_bytes=0, folder=path)
+            disk.keep("?", documents=passages, tokens_per_slot=rate)
+            self.kept_bytes[name] = inputs["context_passage_ids"].shape[1] * per_slot / len(rows)
+            self.arms[name] = partial(ask_store, memory, rate=rate)
+            self.arms[f"{name}_folder"] = partial(ask_store, disk, rate=rate)
+            self.folders[f"{name}_folder"] = path
+
+    def draw(self, k: int, number: int) -> Row:
+        """A question over `k` of the passages, the same for a `number` in each run."""
+        rows = random.Random(number).sample(self.rows, k)
+        return {"question": rows[-1]["question"], "passages": [row["passages"][0] for row in rows]}
+
+    @torch.no_grad()
+    def measure(self, k: int, rounds: int, seconds: float) -> dict[str, Any]:
+        """Seconds to the first token of each arm over combinations of `k` passages."""
+
+        def before(name: str) -> None:
+            if name in self.folders:
+                drop_from_memory(self.folders[name])
+
+        def turns(number: int) -> dict[str, Callable[[], FirstToken]]:
+            row = self.draw(k, number)
+            return {name: partial(arm, row) for name, arm in self.arms.items()}
+
+        time_interleaved(turns(0), 0, self.device, before)  # warms up; text first
+        found, start = [], time.perf_counter()
+        while len(found) < MIN_ROUNDS or (len(found) < rounds and time.perf_counter() - start < seconds):
+            found.append(time_interleaved(turns(len(found) + 1), len(found), self.device, before))
+        arms = {
+            name: {"first_token": quartiles([each[name] for each in found]), "speed_up": ratio(found, "text", name)}
+            for name in self.arms
+        }
+        return {"k": k, "rounds": len(found), "arms": arms}
+
+
+def know(rows: list[Row], processor: ArcAlignerProcessor, number: int) -> list[Row]:
+    """`number` rows of a passage each, all different; see [`pick_rows`]."""
+    unique = {passage["text"]: row | {"passages": [passage]} for row in rows for passage in row["passages"]}
+    return pick_rows(list(unique.values()), processor, 1, min(number, len(unique)))
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Folder for the report; what is kept lies beside it meanwhile.")],
+    checkpoint: Annotated[str, typer.Option(help="An aligner: a folder or a Hub id.")] = str(DEFAULT_CHECKPOINT),
+    sizes: Annotated[str, typer.Option(help="Passages of a question, separated by commas.")] = "1,5,10,20",
+    tokens_per_slot: Annotated[str, typer.Option(help="Numbers or `segment`, by commas.")] = "2,4,8,16,segment",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="Where the models run: cpu, cuda.")] = "cpu",
+    rounds: Annotated[int, typer.Option(help="Maximum number of rounds of a size.")] = 15,
+    seconds: Annotated[float, typer.Option(help="Seconds of a size after which no further round begins.")] = 60.0,
+    data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = SQUAD_SAMPLE,
+) -> None:
+    """Measures the time to the first token of a new question over known passages, kept as slots and as text."""
+    try:
+        asked = [int(size) for size in sizes.split(",")]
+    except ValueError:
+        asked = []
+    if not asked or min(asked) < 1 or dtype not in DTYPES:
+        raise ValueError(
+            f"`--sizes` is {sizes!r} and `--dtype` {dtype!r}; expected numbers of passages, separated by commas, such "
+            f"as 1,5, and one of {', '.join(DTYPES)}."
+        )
+    models = load_models(checkpoint, DTYPES[dtype], device, passage_attention="separate")
+    processor = ArcAlignerProcessor.from_pretrained(checkpoint)
+    processor.passage_attention = "separate"
+    rows = know(read_rows(data), processor, max(asked) + SPARE)
+    if len(rows) < max(asked):
+        raise ValueError(f"{data} has {len(rows)} passages; `--sizes` asks for {max(asked)}. Name larger `--data`.")
+    output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output, prefix=".kept-") as folder:
+        known = Known(models, processor, rows, split_rates(tokens_per_slot), Path(folder))
+        report = {
+            "model": checkpoint.rstrip("/").split("/")[-1],
+            "own_tokens_per_slot": processor.tokens_per_slot,
+            "dtype": dtype,
+            "data": data.name,
+            "machine": describe_machine(device),
+            "known_passages": len(rows),
+            "tokens_per_passage": known.text_tokens,
+            "kept_bytes": known.kept_bytes,
+            "sizes": [known.measure(k, rounds, seconds) for k in asked],
+        }
+    typer.echo("\n".join(kept_lines(report)))
+    typer.echo(json.dumps(report))
+    write_whole(output / KEPT_REPORT, json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,136 @@
+"""The benchmark of known passages: every arm reads what it says, a new combination each round, files from the disk."""
+
+import json
+
+import pytest
+import torch
+from training_rows import article_rows, write_rows
+
+from arcaligner import ArcAlignerProcessor
+from arcaligner.benchmarks import report
+from arcaligner.benchmarks.arms import load_models
+from arcaligner.benchmarks.kept import Known, know, main
+from arcaligner.evaluation.answering import ApartAnswerer, apart_text, slot_inputs, text_inputs
+from arcaligner.train.data import full_text
+
+RATES = [2, "segment"]
+
+
+@pytest.fixture(scope="module")
+def models(checkpoint_dir):
+    return load_models(str(checkpoint_dir), torch.float64, "cpu", passage_attention="separate")
+
+
+@pytest.fixture(scope="module")
+def apart(checkpoint_dir):
+    processor = ArcAlignerProcessor.from_pretrained(checkpoint_dir)
+    processor.passage_attention = "separate"
+    return processor
+
+
+@pytest.fixture(scope="module")
+def known(models, apart, tmp_path_factory):
+    return Known(models, apart, know(article_rows(6, questions=1), apart, 6), RATES, tmp_path_factory.mktemp("kept"))
+
+
+def assert_same_reading(found, expected):
+    """The first token and the whole cache, but for rounding."""
+    assert torch.equal(found.tokens, expected.logits[:, -1].argmax(dim=-1))
+    for layer, other in zip(found.cache.layers, expected.past_key_values.layers, strict=True):
+        for name in ("keys", "values"):
+            torch.testing.assert_close(getattr(layer, name), getattr(other, name), rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("number", [0, 1])
+def test_text_is_read_anew_behind_the_same_passages_and_behind_kept_ones(known, models, apart, number):
+    base, row = models[1], known.draw(3, number)
+    asked = row | {"question": "And when?"}
+    for name, each in (("text", row), ("text_same_set", asked)):  # the second asks about the passages of the first
+        whole = text_inputs(apart, [full_text(each)])
+        assert_same_reading(known.arms[name](each), base(whole["input_ids"], use_cache=True))
+    inputs = ApartAnswerer(base, apart).inputs([apart_text(apart, asked)])
+    last = {name: inputs[name][:, -1:] for name in ("input_ids", "position_ids")}
+    expected = base(**last, past_key_values=inputs["past_key_values"])
+    for name in ("text_apart", "text_apart_folder"):
+        assert_same_reading(known.arms[name](asked), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rate", RATES)
+def test_kept_slots_are_those_of_reading_the_combination_at_once(known, models, apart, rate):
+    row = known.draw(4, 7)
+    expected = models[0](**slot_inputs(apart, [row], tokens_per_slot=rate), use_cache=True)
+    for end in ("", "_folder"):
+        assert_same_reading(known.arms[f"slots_x{rate}{end}"](row), expected)
+
+
+def test_known_passages_are_never_read_again_and_folders_are_read_each_time(known):
+    stores = {name: arm.args[0] for name, arm in known.arms.items() if name.startswith("slots")}
+    before = {name: (store.misses, store.loads) for name, store in stores.items()}
+    found = known.measure(3, rounds=3, seconds=0.0)
+    for name, store in stores.items():
+        misses, loads = before[name]
+        assert store.misses == misses
+        assert store.loads - loads == (4 * 3 if name.endswith("_folder") else 0)  # a round to warm up, and three
+    assert found["k"] == found["rounds"] == 3 and list(found["arms"]) == list(known.arms)
+    assert found["arms"]["text"]["speed_up"]["median"] == 1.0
+
+
+def test_what_is_kept_of_a_passage_is_what_its_file_holds(known):
+    for name, folder in known.folders.items():
+        files = sorted(path.stat().st_size for path in folder.glob("*.safetensors"))
+        passages = files[-len(known.rows) :]  # a store has one more, the text before the passages
+        kept = known.kept_bytes[name.removesuffix("_folder")] * len(known.rows)
+        assert kept < sum(passages) < kept + 8000 * len(passages)  # with their fingerprints
+    assert known.kept_bytes["text_apart"] > known.kept_bytes["slots_x2"] > known.kept_bytes["slots_xsegment"]
+
+
+def test_each_round_asks_about_another_combination_the_same_in_each_run(known):
+    drawn = [known.draw(3, number) for number in range(5)]
+    assert drawn == [known.draw(3, number) for number in range(5)]
+    sets = [tuple(passage["text"] for passage in row["passages"]) for row in drawn]
+    assert len(set(sets)) == 5 and all(len(set(each)) == 3 for each in sets)
+
+
+def test_the_command_writes_a_report_whose_figure_has_the_f1_of_each_way(tmp_path, checkpoint_dir, capsys):
+    data = tmp_path / "rows.jsonl"
+    write_rows(data, article_rows(6, questions=1))
+    options = {"sizes": "1,2", "tokens_per_slot": "4,segment", "dtype": "float32", "device": "cpu", "data": data}
+    main(tmp_path / "out", str(checkpoint_dir), rounds=3, seconds=0.0, **options)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["kept.json"]
+    found = json.loads((tmp_path / "out" / "kept.json").read_text("utf-8"))
+    assert [size["k"] for size in found["sizes"]] == [1, 2] and found["known_passages"] == 6
+    assert "| **slots**, kept: one slot per segment, from disk |" in capsys.readouterr().out
+    f1 = {
+        "StandardRAG, fine-tuned": 60.0,
+        "StandardRAG, fine-tuned, passages apart": 50.0,
+        "ArcAligner, 4 tokens per slot": 40.0,
+    }
+    sets = {"SQuAD": {"methods": {title: {"f1": [each]} for title, each in f1.items()}}}
+    section = report.save_known(tmp_path / "out", sets)
+    assert section[0].startswith("## Passages that are known") and report.kept_lines(found)[3] in section
+    points = json.loads((tmp_path / "out" / "known_passages.json").read_text("utf-8"))["curves"]
+    assert {name: [point["f1"] for point in each] for name, each in points.items()} == {
+        "text, nothing kept (fine-tuned)": [60.0],
+        "text apart, kept (fine-tuned)": [50.0],
+        "slots, kept": [40.0],  # a rate that was not asked has no point
+    }
+    assert report.save_known(tmp_path, sets) == []
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"sizes": "1,x"}, "`--sizes` is '1,x'.*expected numbers of passages"),
+        ({"sizes": "0"}, "`--sizes` is '0'"),
+        ({"dtype": "float64"}, "`--dtype` 'float64'; expected .*float32, bfloat16"),
+        ({"sizes": "9"}, "rows.jsonl has 6 passages; `--sizes` asks for 9"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(tmp_path, checkpoint_dir, given, message):
+    data = tmp_path / "rows.jsonl"
+    write_rows(data, article_rows(6, questions=1))
+    options = {"sizes": "1", "tokens_per_slot": "4", "dtype": "float32", "device": "cpu"} | given
+    with pytest.raises(ValueError, match=message):
+        main(tmp_path / "out", str(checkpoint_dir), rounds=3, seconds=0.0, data=data, **options)
