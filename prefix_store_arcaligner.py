@@ -54,7 +54,7 @@ from .generation_arcaligner import (
     save_keys_values,
 )
 from .segmentation_arcaligner import text_of
-from .slot_rows_arcaligner import pad_passage_ids
+from .slot_rows_arcaligner import check_can_separate, pad_passage_ids
 
 logger = logging.get_logger(__name__)
 

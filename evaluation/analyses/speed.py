@@ -1,5 +1,6 @@
 """Tables and figures of a report of `benchmarks/latency.py`: how soon an answer begins, and what F1 it has then."""
 
+import json
 from pathlib import Path
 from typing import Any
 
