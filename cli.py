@@ -16,6 +16,7 @@ characters as visible escapes.
 
 import logging
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -30,6 +31,8 @@ from rich.table import Table
 from .files import DEFAULT_CHECKPOINT, counted, exit_on_user_error, printable
 
 RECIPES = ", ".join(sorted(folder.name for folder in (Path(__file__).parent / "train" / "recipes").glob("*")))
+# How long the Hub may take to say whether it has a checkpoint.
+HUB_SECONDS = 1.5
 
 app = typer.Typer(
     help="Answers questions from passages that are read as context slots.",
@@ -81,15 +84,27 @@ def check_there(checkpoint: str) -> None:
         return
     import huggingface_hub
 
-    try:
-        if not isinstance(huggingface_hub.try_to_load_from_cache(checkpoint, "config.json"), str):
-            huggingface_hub.model_info(checkpoint, timeout=5)
-    except Exception as error:  # of whichever HTTP library the Hub's client uses
+    problems: list[BaseException] = []
+
+    def look() -> None:
+        try:
+            if not isinstance(huggingface_hub.try_to_load_from_cache(checkpoint, "config.json"), str):
+                huggingface_hub.model_info(checkpoint, timeout=HUB_SECONDS)
+            problems.clear()
+        except Exception as error:  # of whichever HTTP library the Hub's client uses
+            problems[:] = [error]
+
+    # Looking a name up in the net has no time limit of its own, and the Hub's client tries again.
+    problems.append(TimeoutError())
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    looking.join(HUB_SECONDS)
+    if found := list(problems):
         raise OSError(
             f"There is no aligner at {checkpoint}: neither a checkpoint folder on this machine nor "
-            f"a repository on the Hub that can be reached ({type(error).__name__}). Name another "
+            f"a repository on the Hub that can be reached ({type(found[0]).__name__}). Name another "
             "with `--checkpoint`, or train one: see docs/training.md."
-        ) from error
+        ) from found[0]
 
 
 def silence_transformers() -> None:

@@ -93,6 +93,7 @@ class Metrics:
     def __init__(self, engine: Engine):
         self.registry = prometheus_client.CollectorRegistry()
         own = {"registry": self.registry, "namespace": "arcaligner"}
+        prometheus_client.ProcessCollector(registry=self.registry)  # memory, open files
         self.requests = prometheus_client.Counter("requests", "Requests by status.", ["status"], **own)
         self.tokens = prometheus_client.Counter("tokens", "Tokens read and written.", ["kind"], **own)
         self.slots = prometheus_client.Counter("slots", "Slots read.", **own)
