@@ -356,8 +356,8 @@ def check_length(length: int, what: str, config: PreTrainedConfig, position_ids=
         length = int(position_ids.max()) + 1
     if longest is not None and length > longest:
         raise ValueError(
-            f"{what} has {length} positions but the backbone {config.model_type} reads {longest}. Pass fewer passages, "
-            "merge more sentences into a slot, or shorten the question."
+            f"{what} has {length} positions but the backbone {config.model_type} reads {longest}. Pass fewer or "
+            "shorter passages, make a slot stand for more text (`tokens_per_slot`), or shorten the question."
         )
 
 

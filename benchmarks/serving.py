@@ -2,11 +2,14 @@
 
     python -m arcaligner.benchmarks.serving --url http://127.0.0.1:8000 --questions nq.jsonl.gz --clients 1,8,32
 
-It asks a running server: each client sends its next question when it has the answer to the last.
+It asks a running server: each client sends its next question when it has the answer to the last. Lengths are mixed:
+the number of passages and the longest answer change from request to request. `--write docs/server.md --name kept`
+puts the table between `<!-- load kept -->` and the next `<!-- end -->` there.
 """
 
 import asyncio
 import json
+import re
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,28 +20,59 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..common.files import describe_machine, run_command
+from ..common.files import describe_machine, markdown_table, run_command, write_whole
 from ..common.rows import read_rows
 
+# Of requests in turn: passages that are read, and tokens of an answer.
+TOP_K, MAX_TOKENS = (1, 3, 5, 10), (4, 16, 64)
 
-async def ask_all(url: str, key: str, questions: list[str], clients: int, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Status, seconds and batch size of each answer."""
-    waiting, answers = list(reversed(questions)), []
+
+def memory(url: str, key: str) -> float:
+    """MB that the server has in memory, where its system tells."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        text = httpx.get(f"{url}/metrics", headers=headers, timeout=60).text
+    except httpx.ConnectError as error:
+        raise OSError(f"There is no server at {url}. Start one: `arcaligner serve`.") from error
+    found = re.search(r"^process_resident_memory_bytes (\S+)$", text, re.MULTILINE)
+    return float(found[1]) / 1e6 if found else float("nan")
+
+
+def write_table(path: Path, name: str, lines: list[str]) -> None:
+    """Replaces the table of a document that stands between `<!-- load NAME -->` and `<!-- end -->`.
+
+    Raises:
+        `ValueError`: a document without this place.
+    """
+    place = re.compile(rf"(<!-- load {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+    text, count = place.subn(lambda found: found[1] + "\n".join(["", *lines, "", found[2]]), path.read_text("utf-8"))
+    if count != 1:
+        raise ValueError(f"{path} has {count} places `<!-- load {name} -->` to `<!-- end -->`; expected one.")
+    write_whole(path, text)
+
+
+async def ask_all(url: str, key: str, questions: list[str], clients: int) -> list[dict[str, Any]]:
+    """Status, seconds, batch size and share of kept passages of each answer."""
+    waiting, answers, model = list(reversed(list(enumerate(questions)))), [], ""
 
     async def ask(client: httpx.AsyncClient) -> None:
         while waiting:
-            message = {"role": "user", "content": waiting.pop()}
+            number, question = waiting.pop()
+            body = {"model": model, "messages": [{"role": "user", "content": question}]}
+            body |= {"top_k": TOP_K[number % len(TOP_K)], "max_tokens": MAX_TOKENS[number % len(MAX_TOKENS)]}
             began = time.perf_counter()
-            response = await client.post("/v1/chat/completions", json=body | {"messages": [message]})
+            response = await client.post("/v1/chat/completions", json=body)
             answer = {"status": response.status_code, "seconds": time.perf_counter() - began}
             if response.is_success:
-                answer |= {"batch_size": response.json()["arcaligner"]["batch_size"]}
+                report = response.json()["arcaligner"]
+                answer |= {"batch_size": report["batch_size"]}
+                answer |= {"kept": report["kept"] / max(1, len(report["sources"]))}
             answers.append(answer)
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(base_url=url, timeout=600, headers=headers) as client:
         try:
-            body["model"] = (await client.get("/health")).json()["model"]
+            model = (await client.get("/health")).json()["model"]
         except httpx.ConnectError as error:
             raise OSError(f"There is no server at {url}. Start one: `arcaligner serve`.") from error
         await asyncio.gather(*(ask(client) for _ in range(clients)))
@@ -50,30 +84,33 @@ def main(
     url: Annotated[str, typer.Option(help="A server that runs.")] = "http://127.0.0.1:8000",
     clients: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "1,8,32",
     requests: Annotated[int, typer.Option(help="Requests of each number of clients.", min=1)] = 64,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = 16,
+    write: Annotated[Path | None, typer.Option(help="A document whose table is replaced.")] = None,
+    name: Annotated[str, typer.Option(help="Which of its tables: `new` or `kept`.")] = "new",
     api_key: Annotated[str, typer.Option(envvar="ARCALIGNER_API_KEY", help="The server's key.")] = "",
 ) -> None:
     """Prints answers per second and the quantiles of their time, and a JSON line."""
     texts = [row["question"] for row in read_rows(questions)]
-    table = Table("Clients", "Answers/s", "p50 s", "p95 s", "p99 s", "Batch", "Failed")
-    found = {}
+    columns = ["Clients", "Answers/s", "p50 s", "p95 s", "p99 s", "Batch", "Passages kept", "Memory, MB", "Failed"]
+    rows, found = [], {}
     for number, count in enumerate(int(each) for each in clients.split(",")):
         asked = [texts[(number * requests + index) % len(texts)] for index in range(requests)]
-        began = time.perf_counter()
-        answers = asyncio.run(ask_all(url, api_key, asked, count, {"max_tokens": max_tokens}))
+        before, began = memory(url, api_key), time.perf_counter()
+        answers = asyncio.run(ask_all(url, api_key, asked, count))
         rate = len(answers) / (time.perf_counter() - began)
         good = [answer for answer in answers if answer["status"] == 200]
         quantiles = np.quantile([answer["seconds"] for answer in answers], (0.5, 0.95, 0.99)).tolist()
         batch = float(np.mean([answer["batch_size"] for answer in good] or [0]))
+        kept, after = float(np.mean([answer["kept"] for answer in good] or [0])), memory(url, api_key)
         found[count] = {"rate": rate, "seconds": quantiles, "batch": batch, "failed": len(answers) - len(good)}
-        table.add_row(
-            str(count),
-            f"{rate:.2f}",
-            *(f"{each:.2f}" for each in quantiles),
-            f"{batch:.1f}",
-            str(len(answers) - len(good)),
-        )
+        found[count] |= {"kept": kept, "megabytes": [before, after]}
+        row = [str(count), f"{rate:.2f}", *(f"{each:.2f}" for each in quantiles), f"{batch:.1f}", f"{kept:.0%}"]
+        rows.append([*row, f"{before:,.0f} to {after:,.0f}", str(len(answers) - len(good))])
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*row)
     Console().print(table)
+    if write is not None:
+        write_table(write, name, markdown_table(columns, rows))
     typer.echo(json.dumps({"load": found, "machine": describe_machine()}))
 
 

@@ -157,7 +157,7 @@ def ask_corpus(
     min_confidence: MinConfidence = None,
 ) -> None:
     """Answers a question from a corpus, and lists the passages that were read."""
-    from ..server.engine import Request
+    from ..server.answers import Request
 
     with busy("Loading the aligner and its base model"):
         engine = shared.load_engine(checkpoint, corpus, reranker, tokens_per_slot=tokens_per_slot)

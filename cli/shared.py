@@ -1,5 +1,6 @@
 """What commands share: options, the checkpoint that they name, and how they print."""
 
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,6 +9,9 @@ import typer
 from rich.console import Console
 
 from ..common.files import printable
+
+# How long the Hub may take to say whether it has a checkpoint.
+HUB_SECONDS = 1.5
 
 output = Console()
 messages = Console(stderr=True)
@@ -51,15 +55,27 @@ def check_there(checkpoint: str) -> None:
         return
     import huggingface_hub
 
-    try:
-        if not isinstance(huggingface_hub.try_to_load_from_cache(checkpoint, "config.json"), str):
-            huggingface_hub.model_info(checkpoint, timeout=5)
-    except Exception as error:  # of whichever HTTP library the Hub's client uses
+    problems: list[BaseException] = []
+
+    def look() -> None:
+        try:
+            if not isinstance(huggingface_hub.try_to_load_from_cache(checkpoint, "config.json"), str):
+                huggingface_hub.model_info(checkpoint, timeout=HUB_SECONDS)
+            problems.clear()
+        except Exception as error:  # of whichever HTTP library the Hub's client uses
+            problems[:] = [error]
+
+    # Looking a name up in the net has no time limit of its own, and the Hub's client tries again.
+    problems.append(TimeoutError())
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    looking.join(HUB_SECONDS)
+    if found := list(problems):
         raise OSError(
             f"There is no aligner at {checkpoint}: neither a checkpoint folder on this machine nor "
-            f"a repository on the Hub that can be reached ({type(error).__name__}). Name another "
+            f"a repository on the Hub that can be reached ({type(found[0]).__name__}). Name another "
             "with `--checkpoint`, or train one: see docs/training.md."
-        ) from error
+        ) from found[0]
 
 
 def silence_transformers() -> None:

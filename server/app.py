@@ -3,6 +3,7 @@
 /v1/chat/completions, /v1/models    as the clients of OpenAI speak them
 /health, /metrics                   for whoever watches it; metrics in the format of Prometheus
 /                                   a page to ask from
+/about, /passages                   what the page shows of the server; the passages of a file that is dropped into it
 """
 
 import asyncio
@@ -14,12 +15,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 try:
     import prometheus_client
     import uvicorn
-    from fastapi import Depends, FastAPI, Request
+    from fastapi import Depends, FastAPI, Query, Request
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
     from starlette.exceptions import HTTPException  # also of an unknown address and of a body that is no JSON
@@ -29,14 +30,22 @@ except ImportError as error:
         "The server needs FastAPI, uvicorn and prometheus-client: `pip install 'arcaligner[server]'`."
     ) from error
 
-from .engine import Answer, BusyError, Engine
-from .engine import Request as EngineRequest
+from ..common.files import CASE_STUDIES, read_json_lines
+from .answers import Answer
+from .answers import Request as EngineRequest
+from .engine import BusyError, Engine
+from .files import MAX_FILE_BYTES, read_passages
 from .limits import BodyLimit, TimedConnection
 from .protocol import ChatRequest, Completion, error_body, event
 
 logger = logging.getLogger(__name__)
 
 PAGE = Path(__file__).parent / "page.html"
+# The page is whole: nothing is loaded from elsewhere, and no other page may frame it.
+PAGE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
+PAGE_POLICY += "img-src data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+# Files that are read at a time, each by a process.
+MAX_FILES = 2
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -84,6 +93,7 @@ class Metrics:
     def __init__(self, engine: Engine):
         self.registry = prometheus_client.CollectorRegistry()
         own = {"registry": self.registry, "namespace": "arcaligner"}
+        prometheus_client.ProcessCollector(registry=self.registry)  # memory, open files
         self.requests = prometheus_client.Counter("requests", "Requests by status.", ["status"], **own)
         self.tokens = prometheus_client.Counter("tokens", "Tokens read and written.", ["kind"], **own)
         self.slots = prometheus_client.Counter("slots", "Slots read.", **own)
@@ -157,9 +167,11 @@ async def while_connected(request: Request, result: Awaitable[Any]) -> Any:
 class Routes:
     """What the server answers at each address."""
 
+    examples = list(read_json_lines(CASE_STUDIES))
+
     def __init__(self, engine: Engine, settings: ServerSettings):
         self.engine, self.settings, self.metrics = engine, settings, Metrics(engine)
-        self.started = int(time.time())
+        self.started, self.files = int(time.time()), 0
 
     def check_key(self, request: Request) -> None:
         """Refuses a request without the key, if there is one."""
@@ -168,7 +180,38 @@ class Routes:
             raise HTTPException(401, "The API key is missing or wrong; expected `Authorization: Bearer KEY`.")
 
     async def page(self) -> FileResponse:
-        return FileResponse(PAGE, media_type="text/html")
+        return FileResponse(PAGE, media_type="text/html", headers={"Content-Security-Policy": PAGE_POLICY})
+
+    async def about(self) -> dict[str, Any]:
+        engine, corpus, rate = self.engine, None, self.engine.tokens_per_slot
+        if engine.retriever is not None:
+            opened = engine.retriever.corpus
+            size = {"documents": len(await asyncio.to_thread(opened.documents)), "passages": len(opened)}
+            corpus, rate = {"name": opened.path.name, **size}, rate or opened.settings["tokens_per_slot"]
+        return {
+            "model": self.settings.model,
+            "corpus": corpus,
+            "tokens_per_slot": rate or engine.processor.tokens_per_slot,
+            "rates": engine.processor.trained_tokens_per_slot or [],
+            "top_k": engine.top_k,
+            "has_gates": engine.model.config.gate_mode != "off",
+            "limits": {"documents": engine.limits.max_documents, "file_bytes": MAX_FILE_BYTES},
+            "examples": [{"question": row["question"], "text": row["passages"][0]["text"]} for row in self.examples],
+        }
+
+    async def passages(self, name: Annotated[str, Query(max_length=1000)], request: Request) -> dict[str, Any]:
+        if request.headers.get("content-type") != "application/octet-stream":  # which no form of another page sends
+            raise HTTPException(415, "Send the file as it is, with `Content-Type: application/octet-stream`.")
+        if self.files >= MAX_FILES:
+            raise BusyError("Too many files are being read. Try again later.")
+        self.files += 1
+        try:
+            corpus = self.engine.retriever and self.engine.retriever.corpus
+            words = 100 if corpus is None else corpus.settings["passage_words"]
+            data, spacy_model = await request.body(), self.engine.processor.spacy_model
+            return await asyncio.to_thread(read_passages, name, data, words, spacy_model)
+        finally:
+            self.files -= 1
 
     async def health(self) -> dict[str, Any]:
         return {"status": "ok", "model": self.settings.model, "corpus": self.engine.retriever is not None}
@@ -246,12 +289,15 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     app = FastAPI(title="ArcAligner", lifespan=lifespan, docs_url=None, redoc_url=None)
     if not settings.api_key:  # a name that was pointed here is a page that asks from somebody's browser
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=(*LOOPBACK, "[::1]"), www_redirect=False)
-    app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes, count=count)
-    for kind in (RequestValidationError, HTTPException):
+    limits = {"max_body_bytes": settings.max_body_bytes, "others": {"/passages": MAX_FILE_BYTES}}
+    app.add_middleware(BodyLimit, count=count, **limits)
+    for kind in (HTTPException, *(kind for kind, _ in STATUSES), Exception):
         app.add_exception_handler(kind, refuse)
     app.get("/")(routes.page)
     app.get("/health")(routes.health)
     keyed = [Depends(routes.check_key)]
+    app.get("/about", dependencies=keyed)(routes.about)
+    app.post("/passages", dependencies=keyed)(routes.passages)
     app.get("/metrics", dependencies=keyed)(routes.show_metrics)
     app.get("/v1/models", dependencies=keyed)(routes.models)
     app.get("/v1/models/{name:path}", dependencies=keyed)(routes.model)

@@ -58,16 +58,17 @@ class TimedConnection(H11Protocol):
 
 class BodyLimit:
     """Refuses a request with a body that is too long, before it is read whole, or does not arrive within `seconds`, and
-    counts answers by status."""
+    counts answers by status. `others` are addresses with a limit of their own."""
 
     seconds = 30.0
 
-    def __init__(self, app: Callable, max_body_bytes: int, count: Callable[[int], Any]):
-        self.app, self.max_body_bytes, self.count = app, max_body_bytes, count
+    def __init__(self, app: Callable, max_body_bytes: int, count: Callable[[int], Any], others: dict[str, int]):
+        self.app, self.max_body_bytes, self.count, self.others = app, max_body_bytes, count, others
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        most = self.others.get(scope["path"], self.max_body_bytes)
         seen, end = 0, asyncio.get_running_loop().time() + self.seconds
 
         async def limited():
@@ -80,8 +81,8 @@ class BodyLimit:
             if not message.get("more_body"):
                 end = None  # what is received then is that the client leaves
             seen += len(message.get("body", b""))
-            if seen > self.max_body_bytes:
-                text = f"The body is longer than {self.max_body_bytes} bytes. Pass fewer or shorter documents."
+            if seen > most:
+                text = f"The body is longer than {most} bytes. Pass fewer or shorter documents."
                 raise HTTPException(413, text)
             return message
 

@@ -3,6 +3,8 @@
 import functools
 import io
 import shutil
+import threading
+import time
 
 import pytest
 from conftest import edit_json
@@ -55,20 +57,24 @@ def test_answer_prints_the_pipelines_answer_and_nothing_else(run_cli, checkpoint
     "command",
     [("corpus", "build", "x", "--output", "y"), ("evaluate",), ("answer", "--question", "Q", "--document", "x")],
 )
-def test_a_checkpoint_that_is_nowhere_is_asked_for_once(run_cli, monkeypatch, tmp_path, command):
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_checkpoint_that_is_nowhere_is_asked_for_once(run_cli, monkeypatch, tmp_path, command, is_silent):
     asked = []
 
     def model_info(name, **settings):
         asked.append(name)
+        gone.wait(30) if is_silent else None
         raise ConnectionError
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x").write_text("Text.")
     monkeypatch.setattr("huggingface_hub.model_info", model_info)
     monkeypatch.setattr(shared, "load_pipeline", cli_load_pipeline)
+    began, gone = time.monotonic(), threading.Event()
     code, _, err = run_cli(*command, "--checkpoint", "nowhere/x")
     assert code == 1 and "There is no aligner at nowhere/x: neither a checkpoint folder" in err.replace("\n", " ")
-    assert asked == ["nowhere/x"]
+    assert asked == ["nowhere/x"] and time.monotonic() - began < 2 + shared.HUB_SECONDS
+    gone.set()
 
 
 def test_show_slots_lists_each_sentence_with_its_place(run_cli, checkpoint_dir, document):
@@ -188,7 +194,7 @@ def test_a_terminal_is_not_steered_by_documents_answers_and_mistakes(
     row = CASES[0] | {"question": STEERING}
     record = {"generated_text": STEERING, "trajectories": [["L0."]]}
     record["statistics"] = {"tokens": 5, "slots": 1, "compression_rate": 5.0}
-    assert not {"\x1b", "\x07"} & {*demo.answer_cells(row, record, (0.01, 0.005, 0.02))[0]}
+    assert not {"\x1b", "\x07"} & {*demo.answer_cells(row, record, (0.01, 0.02, 0.005, 0.01))[0]}
 
 
 @pytest.fixture
@@ -224,11 +230,12 @@ def test_mistakes_in_train_end_in_one_clear_line(run_cli, monkeypatch):
 
 def test_demo_shows_every_question_answer_gold_and_rate(checkpoint_dir):
     ask = shared.load_pipeline(str(checkpoint_dir))
-    ask.model.config.text_config.max_position_embeddings = 2048  # the whole text of a passage is asked about as well
+    ask.model.config.text_config.max_position_embeddings = 8192  # the whole text of a passage is asked about as well
     console = Console(file=io.StringIO(), width=200)
     demo.run_demo(ask, console)
     shown = console.file.getvalue()
-    rows = CASES + list(read_json_lines(demo.SQUAD_SAMPLE))[: demo.NUM_SQUAD]
+    rows = demo.demo_rows()
+    assert rows[:3] == CASES and [len(row["passages"]) for row in rows] == [1, 1, 1, 5, 5, 5]
     for row in rows:
         assert row["question"] in shown
         assert f"gold: {row['answers'][0]}" in shown
@@ -236,12 +243,13 @@ def test_demo_shows_every_question_answer_gold_and_rate(checkpoint_dir):
         size = ask(documents, return_slots=True, max_new_tokens=1)[0]["statistics"]
         assert f"{size['tokens']} → {size['slots']}" in shown
         assert f"x{size['compression_rate']:.1f}" in shown
-    assert "ms slots" in shown and "ms kept slots" in shown and "ms text" in shown
+    assert "newly read" in shown and "kept" in shown and "Slots are faster (green) in" in shown
     assert "of 6 answers contain a gold answer" in shown
 
 
 def test_a_row_of_the_demo_has_passes_sizes_and_times():
     record = {"generated_text": " Canada", "statistics": {"tokens": 50, "slots": 2, "compression_rate": 25.0}}
-    cells = demo.answer_cells(CASES[0], record | {"trajectories": [["L0.", "L0."]] * 3}, (0.01, 0.005, 0.02))
+    seconds = demo.FirstTokens(0.01, 0.02, 0.006, 0.005)
+    cells = demo.answer_cells(CASES[0], record | {"trajectories": [["L0.", "L0."]] * 3}, seconds)
     assert cells[1:3] == ["50 → 2\n[bold]x25.0[/]", "6 passes"]
-    assert cells[3] == "[bold]10 ms[/] slots\n[bold]5 ms[/] kept slots\n20 ms text"
+    assert cells[3:] == ["[green]10[/] slots\n20 text", "6 slots\n[green]5[/] text"]

@@ -14,7 +14,8 @@ from arcaligner.corpus import kept
 from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.kept import kept_folder, plan, read_corpus
 from arcaligner.corpus.retrieve import Retriever
-from arcaligner.server.engine import Engine, Request
+from arcaligner.server.answers import Request
+from arcaligner.server.engine import Engine
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,9 @@ from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline
 from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.table import Corpus
+from arcaligner.server.answers import Limits
 from arcaligner.server.app import ServerSettings, create_app
-from arcaligner.server.engine import Engine, Limits
+from arcaligner.server.engine import Engine
 from arcaligner.server.limits import TimedConnection
 
 KEY = "a key"

@@ -10,8 +10,9 @@ import torch
 from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.table import Corpus
+from arcaligner.server.answers import Limits, Request, RowSampler, find_answer
 from arcaligner.server.app import describe_error
-from arcaligner.server.engine import BusyError, Engine, Limits, Request, RowSampler, find_answer
+from arcaligner.server.engine import BusyError, Engine
 
 CHAT = [{"role": "user", "content": "Who wrote it?"}]
 
@@ -233,3 +234,21 @@ def test_an_aligner_that_cannot_refuse_answers_without_a_confidence(engine_of):
         engine.submit(asked("Who?", min_confidence=0.5))
     with pytest.raises(ValueError, match="`min_confidence` needs an aligner that was trained with questions"):
         engine_of(min_confidence=0.5)
+
+
+def test_passages_are_read_as_text_and_what_the_next_question_has_in_common_is_kept(engine_of, ask, retriever):
+    engine, documents = engine_of(retriever), [{"title": "Ada", "text": "Ada wrote it."}, "It was long."]
+    prompt = "Refer to the background document: Ada: Ada wrote it. It was long.\nQuestion: "
+    for question, kept in (("Who wrote it?", 0), ("Who wrote it?", 2), ("When?", 2)):
+        chat = [{"role": "user", "content": question}]
+        plain = ask([{"role": "user", "content": prompt + question}], max_new_tokens=12, return_full_text=False)
+        found = engine.submit(Request(chat, documents=documents, full_text=True, max_new_tokens=12)).result()
+        assert found.text == plain[0]["generated_text"].lstrip() and found.kept == kept
+        assert [each["text"] for each in found.sources] == ["Ada wrote it.", "It was long."]
+        assert found.statistics["slots"] == 0 < found.statistics["tokens"] and chat[0]["content"] == question
+    other = engine.submit(Request(CHAT, documents=["Ada wrote it.", "No."], full_text=True)).result()
+    assert other.kept == 0
+    sources = engine.submit(Request(CHAT, top_k=1)).result().sources
+    found = engine.submit(Request(CHAT, top_k=1, full_text=True)).result()
+    assert [each["document"] for each in found.sources] == [each["document"] for each in sources]
+    assert engine.submit(Request(CHAT, top_k=0, full_text=True, max_new_tokens=4)).result().sources == []

@@ -1,16 +1,25 @@
-"""The page in a real browser, by keyboard: an answer from a text, what each slot stands for, a narrow screen."""
+"""The page in a real browser: what is seen, what keys do, what becomes of files, on small and dark screens."""
 
+import base64
+import io
 import json
 import os
 import shutil
 import subprocess
+import threading
+import time
 
+import numpy as np
 import pytest
+
+Image = pytest.importorskip("PIL.Image")
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+FLAGS += "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars --remote-debugging-pipe"
 QUESTION = "What sport does he play?"
-TEXT = "Radik Zhaparov is a Kazakh ski jumper. He has competed since 2003.\n\nAda <b>wrote</b> it. 😀 So."
+TEXT = "Radik  Zhaparov is a Kazakh ski jumper.\nHe has competed since 2003.\n\nAda <b>wrote</b> it. 😀 So."
 
 
 class Browser:
@@ -18,8 +27,7 @@ class Browser:
 
     def __init__(self, folder):
         (theirs_in, self.write), (self.read, theirs_out) = os.pipe(), os.pipe()
-        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
-        command += ["--no-first-run", "--disable-dev-shm-usage", f"--user-data-dir={folder}", "about:blank"]
+        command = [CHROMIUM, *FLAGS.split(), f"--user-data-dir={folder}", "about:blank"]
         redirected = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}'  # where Chromium expects them
         self.process = subprocess.Popen(
             ["bash", "-c", redirected, "chromium", *command],
@@ -29,9 +37,10 @@ class Browser:
         )
         os.close(theirs_in)
         os.close(theirs_out)
-        self.session, self.number, self.rest = {}, 0, b""
+        self.session, self.number, self.rest, self.opened = {}, 0, b"", []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self.session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+        self.call("Network.enable")
 
     def call(self, method, **params):
         self.number += 1
@@ -43,7 +52,10 @@ class Browser:
                 assert data, "Chromium has ended"
                 self.rest += data
             line, self.rest = self.rest.split(b"\0", 1)
-            if (answer := json.loads(line)).get("id") == self.number:
+            answer = json.loads(line)
+            if answer.get("method") == "Network.requestWillBeSent":
+                self.opened.append(answer["params"]["request"]["url"])
+            if answer.get("id") == self.number:
                 assert "error" not in answer, answer
                 return answer["result"]
 
@@ -55,54 +67,274 @@ class Browser:
     def wait_for(self, condition):
         """Until an expression holds, at most half a minute."""
         look = f"const look = () => {condition} ? done(true) : setTimeout(look, 20); setTimeout(done, 30000); look();"
-        assert self.evaluate(f"new Promise(done => {{ {look} }})"), condition
+        assert self.evaluate(f"new Promise(done => {{ {look} }})"), (condition, self.seen("body"))
 
     def type(self, text):
         self.call("Input.insertText", text=text)
 
-    def press(self, key):
+    def press(self, key, **more):
         codes = {"Tab": {"windowsVirtualKeyCode": 9}, "Enter": {"windowsVirtualKeyCode": 13, "text": "\r"}}
+        codes["Escape"] = {"windowsVirtualKeyCode": 27}
         for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, **codes[key])
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, **codes[key], **more)
 
-    def text(self, selector):
-        return self.evaluate(f"document.querySelector('{selector}').textContent")
+    def seen(self, selector):
+        """The text that is shown of an element: nothing of what is hidden."""
+        return self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText")
+
+    def picture(self, selector=None) -> "Image.Image":
+        """What the screen shows, or the part of it that an element has."""
+        clip = {}
+        if selector is not None:
+            box = self.evaluate(
+                f"{{ const box = document.querySelector({json.dumps(selector)}).getBoundingClientRect();"
+                " ({x: box.x + scrollX, y: box.y + scrollY, width: box.width, height: box.height, scale: 1}) }"
+            )
+            clip = {"clip": box, "captureBeyondViewport": True}
+        return Image.open(io.BytesIO(base64.b64decode(self.call("Page.captureScreenshot", **clip)["data"]))).convert(
+            "RGB"
+        )
+
+    def drop(self, files):
+        """Drops files, given as JavaScript, on the page."""
+        self.evaluate(
+            f"{{ const data = new DataTransfer(); for (const file of {files}) data.items.add(file);"
+            " document.body.dispatchEvent(new DragEvent('drop', {dataTransfer: data, bubbles: true})) }"
+        )
+        self.wait_for("!running")
 
 
-@pytest.fixture
-def browser(tmp_path):
-    opened = Browser(tmp_path)
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    opened = Browser(tmp_path_factory.mktemp("chromium"))
     yield opened
     opened.process.terminate()
     opened.process.wait()
 
 
-def test_a_question_is_asked_by_keyboard_and_the_slots_are_shown(browser, url, client):
-    browser.call("Page.navigate", url=url)
-    browser.wait_for("document.activeElement?.id === 'question'")
-    browser.type(QUESTION)
-    browser.press("Tab")
-    browser.type(TEXT)
-    browser.press("Tab")
-    browser.press("Enter")
-    browser.wait_for("/The API key is missing/.test(document.querySelector('#error').textContent)")
-    assert browser.evaluate("document.activeElement.id") == "key"
-    browser.type(client.api_key)
-    browser.press("Enter")
-    browser.wait_for("/ms$/.test(document.querySelector('#text-time').textContent)")
+@pytest.fixture
+def browser(chromium, url, client):
+    """The page, with the key, on a screen of the usual size."""
+    chromium.call("Emulation.setDeviceMetricsOverride", width=1000, height=1400, deviceScaleFactor=1, mobile=False)
+    chromium.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}])
+    chromium.opened.clear()
+    chromium.call("Page.navigate", url=url)
+    chromium.wait_for("document.activeElement?.id === 'key'")  # it is asked for when the page is opened
+    chromium.type(client.api_key)
+    chromium.press("Tab")
+    chromium.wait_for("about")
+    return chromium
 
+
+def ask(browser, text=TEXT, question=QUESTION):
+    browser.evaluate(f"$('question').value = {json.dumps(question)}; $('text').value = {json.dumps(text)};")
+    browser.evaluate("$('form').requestSubmit()")
+    browser.wait_for("!running")
+    assert browser.seen("#error") == ""
+
+
+def is_seen(browser, selector):
+    return browser.evaluate(f"document.querySelector('{selector}').checkVisibility()")
+
+
+def test_a_question_is_asked_by_keyboard_alone(browser, client):
+    browser.evaluate("$('question').focus()")
+    browser.type(QUESTION)
+    for key in ("Tab", "Tab", "Tab", "Tab"):  # past the examples
+        browser.press(key)
+    assert browser.evaluate("document.activeElement.id") == "text"
+    browser.type(TEXT)
+    browser.press("Enter", modifiers=2)
+    browser.wait_for("!running && $('report').checkVisibility()")
     documents = TEXT.split("\n\n")
     messages = [{"role": "user", "content": QUESTION}]
     expected = client.chat.completions.create(model="tiny", messages=messages, extra_body={"documents": documents})
-    assert browser.text("#answer").strip() == expected.choices[0].message.content.strip()
-    report = expected.model_extra["arcaligner"]
-    assert browser.text("#slots").startswith(f"{report['statistics']['slots']} slots, ×")
-    assert browser.text("#slots").endswith("0 of 2 passages kept")
-    marks = browser.evaluate("[...document.querySelectorAll('article mark')].map(each => each.textContent)")
-    assert marks == [documents[each["document"]][each["start"] : each["end"]] for each in report["segments"]]
-    colors = (
-        "new Set([...document.querySelectorAll('article mark')].map(each => getComputedStyle(each).backgroundColor))"
+    assert browser.evaluate("$('answer').textContent") == expected.choices[0].message.content
+    slots = expected.model_extra["arcaligner"]["statistics"]["slots"]
+    assert browser.seen("#slots").startswith(f"{slots} slots, ×") and browser.seen("#slots-new").endswith(" ms")
+    assert "A small model: check it." in browser.seen("#check")
+    assert {url.split("/", 3)[2] for url in browser.opened if not url.startswith("data:")} == {
+        client.base_url.netloc.decode()
+    }
+
+
+def test_the_text_is_shown_as_it_is_written_and_no_letter_is_moved_by_slots(browser):
+    browser.evaluate("$('rate').append(new Option('2')); $('rate').value = '2'")  # slots of parts of words
+    ask(browser)
+    assert browser.evaluate("[...document.querySelectorAll('.passage')].map(each => each.innerText)") == TEXT.split(
+        "\n\n"
     )
+    places = """(() => [...document.querySelectorAll('.passage')].map(passage => {
+      const walker = document.createTreeWalker(passage, NodeFilter.SHOW_TEXT);
+      const range = document.createRange(), found = [];
+      for (let node; node = walker.nextNode();) for (let at = 0; at < node.length; at++) {
+        range.setStart(node, at); range.setEnd(node, at + 1);
+        found.push(Math.round(range.getBoundingClientRect().x));
+      }
+      return found;
+    }))()"""
+    with_slots, picture = browser.evaluate(places), browser.picture(".passage")
+    assert browser.evaluate("document.querySelectorAll('.passage .slot').length") > 8
+    browser.evaluate("for (const each of document.querySelectorAll('.passage')) each.textContent = each.textContent")
+    plain, without = browser.evaluate(places), browser.picture(".passage")
+    for ours, theirs in zip(with_slots, plain, strict=True):
+        assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) <= 1
+    changed = (np.asarray(picture) != np.asarray(without)).any(axis=-1)
+    assert 0 < changed.mean() < 0.05  # light lines are seen, and nothing else
+
+
+def test_the_place_of_the_answer_is_seen_in_the_passage(browser, monkeypatch):
+    start = TEXT.index("jumper")
+    place = {"start": start, "end": TEXT.index("competed") + 8}  # in two slots
+    monkeypatch.setattr(
+        "arcaligner.server.answers.find_answer", lambda answer, text: place if "Radik" in text else None
+    )
+    ask(browser)
+    marks = browser.evaluate("[...document.querySelectorAll('mark')].map(each => each.textContent)")
+    assert marks == ["jumper.", "\n", "He has competed"]
+    yellow = [(np.asarray(browser.picture(part)) == (253, 224, 71)).all(-1).mean() for part in ("mark", "#answers")]
+    assert yellow[0] > 0.5 and yellow[1] == 0
+    assert "none of these passages" not in browser.seen("#check")
+    monkeypatch.setattr("arcaligner.server.answers.find_answer", lambda answer, text: None)
+    ask(browser)
+    assert "Word for word it stands in none of these passages." in browser.seen("#check")
+    assert browser.evaluate("document.querySelectorAll('mark').length") == 0
+
+
+def test_new_and_kept_reading_are_told_apart_and_the_full_text_answers_beside(browser, client):
+    text = TEXT + " It is new."
+    ask(browser, text)
+    assert not is_seen(browser, "#full") and not is_seen(browser, "#text-row")
+    browser.evaluate("$('compare').click()")
+    ask(browser, text.replace("new", "newer"))
+    cells = [browser.seen(f"#{row}-{column}") for row in ("slots", "text") for column in ("new", "kept")]
+    assert all(cell.endswith(" ms") for cell in cells)
+    messages = [{"role": "user", "content": QUESTION}]
+    extra = {"full_text": True, "documents": text.replace("new", "newer").split("\n\n")}
+    full = client.chat.completions.create(model="tiny", messages=messages, extra_body=extra)
+    assert browser.evaluate("$('full-answer').textContent") == full.choices[0].message.content
+    answers = browser.evaluate("['answer', 'full-answer'].map(id => $(id).getBoundingClientRect().top)")
+    assert answers[0] == answers[1]  # side by side
+    ask(browser, text.replace("new", "newer"))  # the same once more: nothing is read anew
+    assert browser.seen("#slots-new") == browser.seen("#text-new") == "–"
+    assert browser.seen("#slots-kept").endswith(" ms") and browser.seen("#text-kept").endswith(" ms")
+
+
+def test_the_legend_of_passes_is_there_only_where_gates_are_on(browser, engine, monkeypatch):
+    assert is_seen(browser, "#passes-choice")
+    ask(browser)
+    assert not is_seen(browser, "#legend")
+    browser.evaluate("$('passes').click()")
+    ask(browser)
+    assert is_seen(browser, "#legend")
+    colors = "new Set([...document.querySelectorAll('.slot')].map(each => getComputedStyle(each).backgroundColor))"
     assert browser.evaluate(f"{colors}.size") > 1
-    browser.call("Emulation.setDeviceMetricsOverride", width=320, height=640, deviceScaleFactor=1, mobile=True)
-    assert browser.evaluate("document.documentElement.scrollWidth") <= 320
+    monkeypatch.setattr(engine.model.config, "gate_mode", "off")
+    browser.evaluate("learn()")
+    browser.wait_for("!$('passes-choice').checkVisibility()")
+    ask(browser)
+    assert not is_seen(browser, "#legend")
+
+
+@pytest.mark.parametrize("way", ["Escape", "click"])
+def test_while_it_works_a_sign_is_seen_and_it_can_be_stopped(browser, engine, monkeypatch, way):
+    requests, submit, begun, gone = [], engine.submit, threading.Event(), threading.Event()
+
+    def submit_slow(request):
+        put = request.on_text
+        request.on_text = lambda text: (put(text), begun.set(), gone.wait(30))
+        requests.append(request)
+        return submit(request)
+
+    monkeypatch.setattr(engine, "submit", submit_slow)
+    assert not is_seen(browser, "#stop") and not is_seen(browser, "#sign")
+    browser.evaluate(f"$('question').value = '{QUESTION}'; $('form').requestSubmit()")
+    assert begun.wait(30)
+    assert is_seen(browser, "#stop") and browser.seen("#sign").startswith("Answering … ")
+    browser.evaluate("$('stop').click()") if way == "click" else browser.press(way)
+    browser.wait_for("!running")
+    assert browser.seen("#error") == "Stopped." and not is_seen(browser, "#stop")
+    end = time.monotonic() + 10
+    while not requests[0].cancelled and time.monotonic() < end:
+        pass
+    gone.set()
+    assert isinstance(requests[0].future.exception(), TimeoutError)  # its place is free
+    monkeypatch.undo()
+    ask(browser)
+
+
+def test_the_corpus_is_named_and_its_passages_are_as_many_as_chosen(browser):
+    assert browser.seen("#corpus") == "Corpus corpus: 2 documents, 2 passages. Model tiny."
+    browser.evaluate("$('top-k').value = 1")
+    ask(browser, text="")
+    assert browser.evaluate("document.querySelectorAll('article').length") == 1
+    assert " – characters 0 to " in browser.seen("article h3") or " – Zhaparov – characters" in browser.seen(
+        "article h3"
+    )
+    assert browser.evaluate("[...$('rate').options].map(each => each.text)") == ["segment (default)"]
+
+
+def test_an_example_fills_in_its_question_and_text(browser, engine, monkeypatch):
+    monkeypatch.setattr(engine, "limits", engine.limits.__class__(max_slots=400))
+    names = browser.evaluate("[...document.querySelectorAll('#examples button')].map(each => each.textContent)")
+    assert len(names) == 3 and all(name.endswith("?") for name in names)
+    browser.evaluate("document.querySelectorAll('#examples button')[1].click(); $('form').requestSubmit()")
+    browser.wait_for("!running")
+    assert browser.evaluate("$('question').value") == names[1] and "Radik Zhaparov" in browser.seen("article")
+
+
+def test_a_small_and_a_dark_screen(browser):
+    browser.evaluate("$('compare').click()")
+    for width in (400, 320):
+        browser.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=True)
+        ask(browser, TEXT + " " + "y" * 200)
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert browser.picture().getpixel((2, 2)) == (255, 255, 255)
+    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    assert max(browser.picture().getpixel((2, 2))) < 40
+    text = browser.evaluate("getComputedStyle(document.querySelector('.passage')).color")
+    assert min(int(each) for each in text.removeprefix("rgb(").rstrip(")").split(",")) > 200
+
+
+def test_files_that_are_dropped_become_passages(browser):
+    browser.drop("[new File(['# Ships\\n\\nOf wood.'], '../../ships.md'), new File(['A letter. Of Ada.'], 'ada.txt')]")
+    assert browser.seen("#files-read").splitlines() == ["ships.md: 1 passage remove", "ada.txt: 1 passage remove"]
+    ask(browser, text="Own.")
+    heads = browser.evaluate("[...document.querySelectorAll('article h3')].map(each => each.innerText)")
+    assert heads == ["Your text", "ships.md – Ships", "ada.txt"]
+    browser.evaluate("$('top-k').value = 1")
+    ask(browser, text="Own.", question="What are ships made of?")
+    assert browser.evaluate("[...document.querySelectorAll('article h3')].map(each => each.innerText)") == [
+        "ships.md – Ships"
+    ]
+    assert browser.seen("#chosen").startswith("1 of 3 passages read")
+    browser.evaluate("document.querySelector('#files-read button').click()")
+    assert browser.seen("#files-read").splitlines() == ["ada.txt: 1 passage remove"]
+
+
+def test_markup_in_files_and_their_names_is_text(browser):
+    evil = "<img src=x onerror=window.evil=1><script>window.evil=1</script>"
+    browser.drop(
+        f"[new File([{json.dumps(evil + ' A letter &amp; more.')}], 'a<img src=x onerror=window.evil=1>.html'),"
+        f" new File([{json.dumps(evil + ' Of Ada.')}], 'b.txt')]".replace("</script>", "<\\/script>")
+    )
+    ask(browser, text=evil)
+    assert browser.evaluate("window.evil === undefined && !document.querySelector('main img, main script')")
+    assert "A letter & more." in browser.evaluate("$('passages').innerText") and evil in browser.evaluate(
+        "$('passages').innerText"
+    )
+    assert "a<img src=x onerror=window.evil=1>.html" in browser.seen("#files-read")
+
+
+def test_too_many_and_too_large_files_are_bounded_and_it_is_said(browser):
+    browser.drop(
+        "Array.from({length: 500}, (_, number) => new File([number < 3 ? 'A text. ' : '\\0'], `${number}.txt`))"
+    )
+    lines = browser.seen("#files-read").splitlines()
+    assert lines[:4] == ["0.txt: 1 passage remove", "1.txt: 1 passage remove", "2.txt: 1 passage remove", lines[3]]
+    assert (
+        lines[3] == "Of 500 files 100 are read; at most 100 at a time. Make a corpus of more: arcaligner corpus build."
+    )
+    assert "is not UTF-8 text" in lines[4] and len(lines) == 3 + 1 + 97
+    browser.drop("[new File([new ArrayBuffer(100 * 2**20)], 'large.bin')]")
+    assert "large.bin has 100 MiB; at most 16 are read." in browser.seen("#files-read")

@@ -1,0 +1,38 @@
+"""A file that is dropped into the page, as passages to ask about: read, never kept; its name is data, never a path."""
+
+from typing import Any
+
+from ..common.reading import read_file
+from ..corpus.sources import Document, passages_of
+
+MAX_FILE_BYTES = 16 * 2**20
+# Of its text: about 1,800 passages of 100 words. A corpus has room for more.
+MAX_CHARACTERS = 2**20
+
+
+def read_passages(name: str, data: bytes, passage_words: int, spacy_model: str) -> dict[str, Any]:
+    """
+    The passages of a file, as a corpus would cut it.
+
+    Args:
+        name (`str`): What the client calls it; its suffix says how it is read.
+        data (`bytes`): What it holds.
+        passage_words (`int`): Maximum number of words per passage.
+        spacy_model (`str`): Finds the sentences.
+
+    Returns:
+        `dict`: The `name` without folders, `passages` with `title`, `text` and `page` (or `None`), the `characters` of
+        the text, and how many of these were `read`.
+
+    Raises:
+        `ValueError`: a file that cannot be read, or holds no text.
+        `ImportError`: a library is missing.
+    """
+    name = name.replace("\\", "/").rstrip("/").rpartition("/")[2][-255:] or "file"
+    title, text, sections = read_file(name, data)
+    title, text = (each.encode("utf-8", "replace").decode() for each in (title, text))  # a PDF may have halves
+    if not text.strip():
+        raise ValueError(f"{name} holds no text{'; its pages may be pictures' * name.lower().endswith('.pdf')}.")
+    found = passages_of([Document(name, title, text[:MAX_CHARACTERS], sections)], passage_words, spacy_model)
+    passages = [{"title": each.title, "text": text[each.start : each.end], "page": each.page} for each in found]
+    return {"name": name, "passages": passages, "characters": len(text), "read": min(len(text), MAX_CHARACTERS)}
