@@ -196,7 +196,7 @@ def test_edited_card_is_left_alone_until_it_is_deleted(config, folder):
 
 
 def test_quick_start_loads_a_name_of_the_hub_and_installs_what_the_package_needs(config, folder):
-    declared = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"][
+    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"][
         "dependencies"
     ]
     for name, loaded in (("someone/aligner", "someone/aligner"), (None, "user/name")):
@@ -265,7 +265,7 @@ def test_a_folder_that_is_there_is_no_name_of_the_hub(tmp_path, monkeypatch):
 
 
 def test_the_card_of_the_shipped_aligner_is_that_of_its_files(tmp_path):
-    shipped = Path(__file__).parents[1] / "checkpoints" / "arcaligner-smollm2-135m"
+    shipped = Path(__file__).parents[2] / "checkpoints" / "arcaligner-smollm2-135m"
     for name in ("config.json", "processor_config.json", "recipe.yaml", "results.json", "README.md"):
         shutil.copyfile(shipped / name, tmp_path / name)
     write_model_card(ArcAlignerConfig.from_pretrained(tmp_path), tmp_path)
