@@ -57,8 +57,8 @@ class Browser:
         return found["result"].get("value")
 
     def wait_for(self, condition):
-        """Until an expression holds, at most half a minute."""
-        look = f"const look = () => {condition} ? done(true) : setTimeout(look, 20); setTimeout(done, 30000); look();"
+        """Until an expression holds, at most a minute."""
+        look = f"const look = () => {condition} ? done(true) : setTimeout(look, 20); setTimeout(done, 60000); look();"
         assert self.evaluate(f"new Promise(done => {{ {look} }})"), (condition, self.seen("body"))
 
     def type(self, text):

@@ -183,7 +183,7 @@ def test_the_corpus_is_named_and_its_passages_are_as_many_as_chosen(browser):
     assert " – characters 0 to " in browser.seen("article h3") or " – Zhaparov – characters" in browser.seen(
         "article h3"
     )
-    assert browser.evaluate("[...$('rate').options].map(each => each.text)") == ["segment (default)"]
+    assert browser.evaluate("[...$('rate').options].map(each => each.text)") == ["default"]
 
 
 def test_an_example_fills_in_its_question_and_text(browser, engine, monkeypatch):
