@@ -1,107 +1,19 @@
 """The page in a real browser: what is seen, what keys do, what becomes of files, on small and dark screens."""
 
-import base64
-import io
 import json
-import os
-import shutil
-import subprocess
 import threading
 import time
 
 import numpy as np
 import pytest
 
-Image = pytest.importorskip("PIL.Image")
+pytest.importorskip("PIL")
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+from browser import CHROMIUM, Browser
+
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-FLAGS += "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars --remote-debugging-pipe"
 QUESTION = "What sport does he play?"
 TEXT = "Radik  Zhaparov is a Kazakh ski jumper.\nHe has competed since 2003.\n\nAda <b>wrote</b> it. 😀 So."
-
-
-class Browser:
-    """A tab of Chromium, steered through a pair of pipes."""
-
-    def __init__(self, folder):
-        (theirs_in, self.write), (self.read, theirs_out) = os.pipe(), os.pipe()
-        command = [CHROMIUM, *FLAGS.split(), f"--user-data-dir={folder}", "about:blank"]
-        redirected = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}'  # where Chromium expects them
-        self.process = subprocess.Popen(
-            ["bash", "-c", redirected, "chromium", *command],
-            pass_fds=(theirs_in, theirs_out),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        os.close(theirs_in)
-        os.close(theirs_out)
-        self.session, self.number, self.rest, self.opened = {}, 0, b"", []
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self.session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
-        self.call("Network.enable")
-
-    def call(self, method, **params):
-        self.number += 1
-        message = {"id": self.number, "method": method, "params": params, **self.session}
-        os.write(self.write, json.dumps(message).encode() + b"\0")
-        while True:
-            while b"\0" not in self.rest:
-                data = os.read(self.read, 2**16)
-                assert data, "Chromium has ended"
-                self.rest += data
-            line, self.rest = self.rest.split(b"\0", 1)
-            answer = json.loads(line)
-            if answer.get("method") == "Network.requestWillBeSent":
-                self.opened.append(answer["params"]["request"]["url"])
-            if answer.get("id") == self.number:
-                assert "error" not in answer, answer
-                return answer["result"]
-
-    def evaluate(self, expression):
-        found = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
-
-    def wait_for(self, condition):
-        """Until an expression holds, at most half a minute."""
-        look = f"const look = () => {condition} ? done(true) : setTimeout(look, 20); setTimeout(done, 30000); look();"
-        assert self.evaluate(f"new Promise(done => {{ {look} }})"), (condition, self.seen("body"))
-
-    def type(self, text):
-        self.call("Input.insertText", text=text)
-
-    def press(self, key, **more):
-        codes = {"Tab": {"windowsVirtualKeyCode": 9}, "Enter": {"windowsVirtualKeyCode": 13, "text": "\r"}}
-        codes["Escape"] = {"windowsVirtualKeyCode": 27}
-        for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, **codes[key], **more)
-
-    def seen(self, selector):
-        """The text that is shown of an element: nothing of what is hidden."""
-        return self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText")
-
-    def picture(self, selector=None) -> "Image.Image":
-        """What the screen shows, or the part of it that an element has."""
-        clip = {}
-        if selector is not None:
-            box = self.evaluate(
-                f"{{ const box = document.querySelector({json.dumps(selector)}).getBoundingClientRect();"
-                " ({x: box.x + scrollX, y: box.y + scrollY, width: box.width, height: box.height, scale: 1}) }"
-            )
-            clip = {"clip": box, "captureBeyondViewport": True}
-        return Image.open(io.BytesIO(base64.b64decode(self.call("Page.captureScreenshot", **clip)["data"]))).convert(
-            "RGB"
-        )
-
-    def drop(self, files):
-        """Drops files, given as JavaScript, on the page."""
-        self.evaluate(
-            f"{{ const data = new DataTransfer(); for (const file of {files}) data.items.add(file);"
-            " document.body.dispatchEvent(new DragEvent('drop', {dataTransfer: data, bubbles: true})) }"
-        )
-        self.wait_for("!running")
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +183,7 @@ def test_the_corpus_is_named_and_its_passages_are_as_many_as_chosen(browser):
     assert " – characters 0 to " in browser.seen("article h3") or " – Zhaparov – characters" in browser.seen(
         "article h3"
     )
-    assert browser.evaluate("[...$('rate').options].map(each => each.text)") == ["segment (default)"]
+    assert browser.evaluate("[...$('rate').options].map(each => each.text)") == ["default"]
 
 
 def test_an_example_fills_in_its_question_and_text(browser, engine, monkeypatch):

@@ -1,0 +1,55 @@
+"""Pictures of the documents, of a server that runs and of `ask`.
+
+arcaligner corpus build docs --output docs.lance --tokens-per-slot segment
+arcaligner serve --corpus docs.lance
+python tests/make_pictures.py http://127.0.0.1:8000 docs.lance    # docs/page.png, docs/ask.svg
+"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from browser import Browser
+from rich.console import Console
+
+DOCS = Path(__file__).parents[1] / "docs"
+QUESTION = "Which port does the server listen on?"
+EXAMPLE = 1  # of the page
+
+
+def draw_page(url: str) -> None:
+    """The page with one of its examples, answered from slots and from the full text."""
+    with tempfile.TemporaryDirectory() as folder:
+        browser = Browser(folder)
+        try:
+            browser.call(
+                "Emulation.setDeviceMetricsOverride", width=800, height=1250, deviceScaleFactor=1, mobile=False
+            )
+            browser.call("Page.navigate", url=url)
+            browser.wait_for("document.querySelector('#examples button')")
+            browser.evaluate(f"document.querySelectorAll('#examples button')[{EXAMPLE}].click(); $('compare').click()")
+            browser.evaluate("$('form').requestSubmit()")
+            browser.wait_for("!running")
+            browser.evaluate("scrollTo(0, 0)")
+            browser.picture().quantize(64).save(DOCS / "page.png", optimize=True)
+        finally:
+            browser.process.terminate()
+            browser.process.wait()
+
+
+def draw_terminal(corpus: str) -> None:
+    """What `ask` prints."""
+    command = ["arcaligner", "ask", "--corpus", corpus, QUESTION]
+    run = [sys.executable, "-m", *command]
+    said = subprocess.run(run, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True).stdout
+    with open("/dev/null", "w") as nowhere:
+        console = Console(record=True, width=110, file=nowhere)
+        shown = " ".join([*command[:-1], f'"{QUESTION}"'])
+        console.print(f"$ {shown}\n{said}", markup=False, highlight=False)
+    console.save_svg(str(DOCS / "ask.svg"), title="arcaligner ask")
+
+
+if __name__ == "__main__":
+    draw_page(sys.argv[1])
+    draw_terminal(sys.argv[2])
