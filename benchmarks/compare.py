@@ -85,12 +85,7 @@ def find_passages(
 
     with tempfile.TemporaryDirectory() as folder:
         corpus = Corpus.create(Path(folder, "corpus"), processor, PASSAGE_WORDS, "segment")
-        report = build_corpus(
-            sources, corpus, processor, on_batch=lambda report: tell(counted(report.passages, "passage"))
-        )
-        if not report.passages:
-            why = f": {report.skipped[0]}" if report.skipped else ""
-            raise ValueError(f"No text was found in {', '.join(sources)}{why}. Name files with texts by `--documents`.")
+        build_corpus(sources, corpus, processor, on_batch=lambda report: tell(counted(report.passages, "passage")))
         search = Retriever(corpus, processor)
         for row in track(alone, "Searching", console=Console(stderr=True), transient=True):
             found = search(row["question"], top_k=top_k).documents

@@ -35,6 +35,7 @@ from transformers.cache_utils import Cache
 from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, describe_machine, digest, run_command, write_whole
 from ..common.rows import Row, read_rows
 from ..configuration_arcaligner import check_length
+from ..evaluation.analyses.speed import KEPT_REPORT, kept_lines
 from ..evaluation.answering import apart_text
 from ..evaluation.settings import split_rates
 from ..generation_arcaligner import (
@@ -52,7 +53,6 @@ from ..train.data import passages_text
 from .arms import FirstToken, load_models, pick_rows, share
 from .latency import DTYPES, MIN_ROUNDS
 from .measuring import quartiles, ratio, time_interleaved
-from .report import KEPT_REPORT, kept_lines
 
 SPARE = 4  # known passages beyond those of the largest combination
 

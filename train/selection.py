@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import functools
 import logging
+import os
 import random
 import re
 from collections import defaultdict
@@ -345,8 +346,7 @@ class ExampleSelector:
     def _block(self, make, settings: str, groups: list[tuple[list[int], list[int]]]) -> datasets.Dataset:
         """Examples of some rows, and a line for each row that lacks a part; from the cache if they were made before."""
         fingerprint = Hasher.hash((settings, groups))
-        folder = Path(self.recipe.examples_cache_dir).expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = _writable(Path(self.recipe.examples_cache_dir).expanduser())
         numbers, unanswered = zip(*groups, strict=True)
         columns = {"numbers": numbers, "unanswered": unanswered}
         return datasets.Dataset.from_dict(columns, features=_GROUP_FEATURES).map(
@@ -360,6 +360,24 @@ class ExampleSelector:
             new_fingerprint=fingerprint,
             desc="segmenting and tokenizing",
         )
+
+
+def _writable(folder: Path) -> Path:
+    """The folder, made if it is missing.
+
+    Raises:
+        `OSError`: one that cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError("no permission to write")
+    except OSError as error:
+        raise OSError(
+            f"Tokenized examples cannot be kept in {folder} ({error}). Name a folder that you may write to: "
+            "`examples_cache_dir` of the recipe, or the variable ARCALIGNER_CACHE."
+        ) from error
+    return folder
 
 
 def _examples_of_rows(batch: dict, *, corpus, mix, builder, no_answer: str, asks: bool) -> dict[str, list]:

@@ -85,7 +85,7 @@ def test_passages_are_found_in_a_folder(ask, tmp_path):
             False,
             "The question 'Who?' and 0 others have no `passages`, and no documents are named.",
         ),
-        ([{"question": "Who?"}], True, "No text was found in "),
+        ([{"question": "Who?"}], True, "There is no document in "),
     ],
 )
 def test_what_cannot_be_compared_ends_in_one_line(ask, tmp_path, rows, has_documents, message):

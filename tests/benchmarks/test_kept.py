@@ -7,9 +7,9 @@ import torch
 from training_rows import article_rows, write_rows
 
 from arcaligner import ArcAlignerProcessor
-from arcaligner.benchmarks import report
 from arcaligner.benchmarks.arms import load_models
 from arcaligner.benchmarks.kept import Known, know, main
+from arcaligner.evaluation.analyses import speed
 from arcaligner.evaluation.answering import ApartAnswerer, apart_text, slot_inputs, text_inputs
 from arcaligner.train.data import full_text
 
@@ -108,15 +108,15 @@ def test_the_command_writes_a_report_whose_figure_has_the_f1_of_each_way(tmp_pat
         "ArcAligner, 4 tokens per slot": 40.0,
     }
     sets = {"SQuAD": {"methods": {title: {"f1": [each]} for title, each in f1.items()}}}
-    section = report.save_known(tmp_path / "out", sets)
-    assert section[0].startswith("## Passages that are known") and report.kept_lines(found)[3] in section
+    section = speed.save_known(tmp_path / "out", sets)
+    assert section[0].startswith("## Passages that are known") and speed.kept_lines(found)[3] in section
     points = json.loads((tmp_path / "out" / "known_passages.json").read_text("utf-8"))["curves"]
     assert {name: [point["f1"] for point in each] for name, each in points.items()} == {
         "text, nothing kept (fine-tuned)": [60.0],
         "text apart, kept (fine-tuned)": [50.0],
         "slots, kept": [40.0],  # a rate that was not asked has no point
     }
-    assert report.save_known(tmp_path, sets) == []
+    assert speed.save_known(tmp_path, sets) == []
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """Mixtures of sources: shares, limits, questions that share a row, distractors, counted rows, blocks made once."""
 
 import copy
+import json
 import logging
 import os
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import datasets
 import pytest
@@ -415,3 +417,15 @@ def test_a_training_file_of_test_questions_is_refused(select, tmp_path):
 def test_an_answer_is_found_as_whole_words(text, answers, found):
     assert contains_answer({"title": "", "text": text}, answers) is found
     assert contains_answer({"title": text, "text": ""}, answers) is found
+
+
+@pytest.mark.parametrize("case", ["a file", "no permission"])
+def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(select, tmp_path, monkeypatch, case):
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / ("file" if case == "a file" else "closed")
+    if case == "no permission":  # which root always has
+        monkeypatch.setattr("os.access", lambda path, mode: Path(path) != folder)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f"{json.dumps(row)}\n" for row in rows_of(CITIES[:2])))
+    with pytest.raises(OSError, match=rf"cannot be kept in {folder} \(.*\). Name a folder .*examples_cache_dir"):
+        select(str(rows), examples_cache_dir=str(folder))
