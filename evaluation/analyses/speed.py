@@ -265,7 +265,7 @@ are. *From disk*: no process has the files in memory. What was read of the *same
 other combination. Times are from the words of the question on: tokenizing, finding, joining and reading.
 
 ```bash
-python -m arcaligner.benchmarks.kept --output runs/figures    # before `evaluation.publish`; three minutes on two quiet cores
+python -m arcaligner.benchmarks.kept --output runs/figures    # before `evaluation.publish`; three minutes
 ```
 """
 _KEPT_TITLES = {
@@ -342,11 +342,15 @@ def draw_known(curves: dict[str, list[dict[str, Any]]]) -> Figure:
 
 
 def save_known(folder: Path, sets: dict[str, Any]) -> list[str]:
-    """Writes the figure of `kept.py`'s report in `folder`, and returns its section of the page; nothing without a
-    report."""
-    if not (path := folder / KEPT_REPORT).exists():
+    """Writes the figure of `kept.py`'s report in `folder`, new or that of an earlier figure, and returns its section of
+    the page; nothing without a report."""
+    new, earlier = folder / KEPT_REPORT, folder / f"{KNOWN}.json"
+    if new.exists():
+        report = json.loads(new.read_text(encoding="utf-8"))
+    elif earlier.exists():
+        report = json.loads(earlier.read_text(encoding="utf-8"))["report"]
+    else:
         return []
-    report = json.loads(path.read_text(encoding="utf-8"))
     points = known_points(report, sets)
     caption = KNOWN_CAPTION.format(k=KNOWN_PASSAGES)
     save_analysis(folder, KNOWN, draw_known(points), {"curves": points, "report": report}, caption)
