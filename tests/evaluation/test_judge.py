@@ -144,7 +144,7 @@ def test_the_command_judges_all_answers_and_prints_the_accuracy(tmp_path, endpoi
         ["squad", "arcaligner", "100.0 [100.0, 100.0]", "1", "0", "1"],
         ["squad", "naive", f"33.3 [{100 * low:.1f}, {100 * high:.1f}]", "3", "1", "0"],
     ]
-    assert "stays unjudged: no reply within 0.2 seconds" in caplog.text
+    assert "stays unjudged: no reply within 1 seconds" in caplog.text
     naive, ours = (AnswerFile(tmp_path, "squad", method) for method in ("naive", "arcaligner"))
     assert judged_scores(naive, "a/judge") == {"q0": 1.0, "q1": 0.0, "q2": 0.0}
     assert judged_scores(ours, "a/judge") == {"q0": 1.0} and judged_scores(naive, "other/judge") == {}
