@@ -301,18 +301,9 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         given = inputs_embeds if input_ids is None else input_ids
         if not has_slots and given is not None and self.training and torch.is_grad_enabled():
             # Zero gradients instead of none: other processes wait for those of each trained parameter.
-            slot_mask = torch.zeros(given.shape[:2], dtype=torch.bool, device=given.device)
-            context_embeds = torch.zeros(len(given), 0, self.config.encoder_hidden_size, device=given.device)
-            context_word_ids = slot_mask.new_zeros(len(given), 0, 1).long() if self.config.word_parts else None
+            slot_mask, context_embeds, context_word_ids = self._no_slots(given)
         if slot_mask is not None:
-            if inputs_embeds is not None and (input_ids is not None or inputs_embeds.shape[:2] != slot_mask.shape):
-                raise ValueError(
-                    "Got `inputs_embeds` with `input_ids`, or of other rows and positions than `context_mask`. Pass "
-                    "`input_ids` alone, or `inputs_embeds` (batch, seq_len, hidden) with a mask (batch, seq_len)."
-                )
-            check_adapters(self.backbone)
-            check_context_embeds(self.config, slot_mask, context_embeds)
-            check_word_ids(self.config, context_embeds, context_word_ids)
+            self._check_slot_inputs(slot_mask, input_ids, inputs_embeds, context_embeds, context_word_ids)
             rows = self._find_slots(slot_mask, attention_mask, context_embeds)
             if self.config.passage_attention == "separate" and context_passage_ids is not None:
                 check_passage_ids(context_passage_ids, context_embeds, slot_mask)
@@ -322,12 +313,10 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             check_length(slot_mask.shape[1], "The prompt", self.config.text_config, position_ids)
             if torch.compiler.is_compiling():
                 rows = rows._replace(slot_span=None)  # code would be compiled for each place of the slots
-            if inputs_embeds is None:
-                inputs_embeds = self.get_input_embeddings()(input_ids.masked_fill(slot_mask, 0))
-            inputs_embeds = self._embed(inputs_embeds, slot_mask, context_embeds, context_word_ids)
-            input_ids = None
+            inputs_embeds = self._embed(input_ids, inputs_embeds, slot_mask, context_embeds, context_word_ids)
+            input_ids = None  # the backbone takes one of the two
             settings = resolve_settings(self.config, self.layer_costs, rows, self.training, *wanted)
-            if past_key_values is not None and past_key_values.get_seq_length() > 0 and rows.slot_rows.shape[0]:
+            if rows.slot_rows.shape[0]:
                 self._check_slots_after_cache(past_key_values, context_passage_ids, *wanted)
             kwargs["slots"] = slots = Slots(rows, settings, RecordedDepths(), SharedStepInputs())
         outputs = self.backbone(
@@ -346,6 +335,22 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             attentions=outputs.attentions,
             recursion_depth=self._stack_depths(slots) if has_slots else None,
         )
+
+    def _no_slots(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The slot mask, embeddings and words of an input (batch, seq_len, ...) without slots."""
+        slot_mask = torch.zeros(given.shape[:2], dtype=torch.bool, device=given.device)
+        embeds = torch.zeros(len(given), 0, self.config.encoder_hidden_size, device=given.device)
+        return slot_mask, embeds, slot_mask.new_zeros(len(given), 0, 1).long() if self.config.word_parts else None
+
+    def _check_slot_inputs(self, slot_mask, input_ids, inputs_embeds, context_embeds, context_word_ids) -> None:
+        if inputs_embeds is not None and (input_ids is not None or inputs_embeds.shape[:2] != slot_mask.shape):
+            raise ValueError(
+                "Got `inputs_embeds` with `input_ids`, or of other rows and positions than `context_mask`. Pass "
+                "`input_ids` alone, or `inputs_embeds` (batch, seq_len, hidden) with a mask (batch, seq_len)."
+            )
+        check_adapters(self.backbone)
+        check_context_embeds(self.config, slot_mask, context_embeds)
+        check_word_ids(self.config, context_embeds, context_word_ids)
 
     def _get_slot_mask(self, input_ids, context_embeds, context_mask, is_generated) -> torch.BoolTensor | None:
         """`M_r` (batch, seq_len): where `input_ids` holds context tokens. `None` for an input without slots."""
@@ -375,6 +380,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
 
     def _check_slots_after_cache(self, past_key_values, context_passage_ids, *wanted) -> None:
         """Refuses slots after cached text where that is not the same as reading both at once."""
+        if past_key_values is None or past_key_values.get_seq_length() == 0:
+            return
         if self.config.refines(*wanted):
             reason = "refinement needs the deeper states of earlier tokens, which a cache does not hold"
         elif self.config.passage_attention == "separate" and context_passage_ids is not None:
@@ -414,8 +421,10 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         check_slots(is_slot, *found)
         return find_slot_rows(is_slot, is_text, context_embeds.shape[1], slot_mask.device)
 
-    def _embed(self, inputs_embeds, slot_mask, context_embeds, context_word_ids) -> torch.Tensor:
+    def _embed(self, input_ids, inputs_embeds, slot_mask, context_embeds, context_word_ids) -> torch.Tensor:
         """`H^(0,0)` (Eq. 2): projected embeddings on slots, frozen ones elsewhere, (batch, seq_len, hidden)."""
+        if inputs_embeds is None:
+            inputs_embeds = self.get_input_embeddings()(input_ids.masked_fill(slot_mask, 0))
         if context_embeds.shape[1] == 0:  # the sum is 0, and tells its gradient so
             return inputs_embeds + self.project(context_embeds, context_word_ids).sum().to(inputs_embeds.dtype)
         # A NaN in the padding would not be read, but its gradient would.
