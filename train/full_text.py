@@ -8,7 +8,7 @@ resumes from the last checkpoint in its `output_dir`, unless its settings have c
 
 With `passage_attention: separate` (`full_text_apart.yaml`) passages do not read each other, at the positions that slots
 have then, so that keys and values of a passage's text can be kept and joined as those of its slots are
-(`passages_arcaligner.py`). `arcaligner evaluate --text-apart` reads with it.
+(`generation_arcaligner.py`). `arcaligner evaluate --text-apart` reads with it.
 """
 
 import logging
