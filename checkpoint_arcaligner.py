@@ -424,6 +424,21 @@ def write_config(path: Path, config: dict[str, Any]) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")  # as transformers does
 
 
+def check_processor_is_readable(folder: Path) -> None:
+    """Raises `ValueError` for a file of a processor that is missing or broken, by its name."""
+    check_json_file(folder / "tokenizer_config.json", "tokenizer_class")
+    for name, key in (("processor_config.json", "encoder_name_or_path"), ("tokenizer.json", "model")):
+        if (path := folder / name).is_file():
+            check_json_file(path, key)
+    if not list(folder.glob("tokenizer.*")) + list(folder.glob("vocab.*")):
+        raise ValueError(f"{folder} has no tokenizer.json. Save the processor again, or download it again.")
+    try:
+        for path in folder.glob("chat_template.jinja"):
+            path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{folder / 'chat_template.jinja'} is not UTF-8 text ({error}).") from error
+
+
 def check_processor_files(folder: Path) -> None:
     """Refuses files of a processor in a checkpoint's folder that are not those that were saved with its aligner.
 

@@ -8,7 +8,8 @@ import functools
 import importlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +21,25 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import logging
 
 from .base_model_arcaligner import ENCODER_FILES, find_model, read_tensors
 from .configuration_arcaligner import longest_prompt
-from .segmentation_arcaligner import EMPTY_SEGMENT, DocumentSegmenter, Segment, SegmentTokens, documents_of, run_ends
+from .segmentation_arcaligner import (
+    EMPTY_SEGMENT,
+    GivenSlots,
+    Segment,
+    SegmentTokens,
+    check_max_slots,
+    check_tokens_per_slot,
+    encoder_texts,
+    run_ends,
+    segment_document,
+    text_of,
+    tokenize_segments,
+)
+
+logger = logging.get_logger(__name__)
 
 # Texts per batch on the CPU and elsewhere. They are sorted by length: small batches hold hardly any padding.
 CPU_BATCH, DEVICE_BATCH = 8, 64
@@ -134,6 +150,22 @@ class SentenceEncoder:
         self.name_or_path, self.folder, self.dtype = name_or_path, folder, dtype
         self.device = None
         self._model = self._tokenizer = self._untrained = None
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: str | Path, name_or_path: str, dtype: str) -> "SentenceEncoder":
+        """The encoder that was trained with the aligner in the folder `checkpoint`.
+
+        Raises:
+            `ValueError`: a checkpoint that has none, or only a part of it.
+        """
+        folder = Path(checkpoint, ENCODER_FOLDER)
+        for name in ("adapter_config.json", SAFETENSORS_WEIGHTS_NAME):
+            if not (folder / name).is_file():
+                raise ValueError(
+                    f"{checkpoint} lacks {ENCODER_FOLDER}/{name}, of the sentence encoder that was trained with the "
+                    "aligner. Save the processor again, or download the checkpoint again."
+                )
+        return cls(name_or_path, str(folder), dtype)
 
     def __deepcopy__(self, memo):
         return self
@@ -336,14 +368,6 @@ def _run_weights(offsets: np.ndarray, start: int, ends: np.ndarray) -> np.ndarra
 # Documents to slots
 
 
-class GivenSlots(NamedTuple):
-    """Precomputed slots of one question."""
-
-    context_embeds: torch.FloatTensor  # (num_slots, encoder_hidden_size)
-    context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 after a slot's tokens
-    context_passage_ids: torch.LongTensor | None = None  # (num_slots,); without them all slots are of one passage
-
-
 class EncodedDocuments(NamedTuple):
     """The passages of one question as slots."""
 
@@ -354,92 +378,58 @@ class EncodedDocuments(NamedTuple):
     dropped: list[Segment]  # what has no slot
 
 
-def _embeds_of(values, name: str) -> torch.FloatTensor:
-    return _dense_tensor_of(values, name).float()
+@dataclass(frozen=True)
+class SlotEncoder:
+    """What makes slots of passages: an encoder and a backbone's tokenizer, with the settings of a processor."""
 
+    tokenizer: Any
+    encoder: SentenceEncoder
+    encoder_hidden_size: int
+    sentences_per_segment: int | float
+    spacy_model: str
+    tokens_per_slot: int | str
+    trained_tokens_per_slot: Sequence[int | str] | None
+    context_words: bool
 
-def _ids_of(values, name: str) -> torch.LongTensor:
-    """Words or numbers of passages; a float might be another one by rounding."""
-    tensor = _dense_tensor_of(values, name)
-    ids = tensor.long()
-    if tensor.dtype == torch.bool or tensor.is_floating_point() or (ids < -1).any():
-        raise ValueError(f"{name} is {tensor.dtype}; expected whole numbers of -1 or more. Pass them as int64.")
-    return ids
-
-
-def _dense_tensor_of(values, name: str) -> torch.Tensor:
-    try:
-        tensor = torch.as_tensor(np.asarray(values) if isinstance(values, list | tuple) else values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{name} is of type {type(values).__name__}; expected a tensor of numbers ({error})."
-        ) from error
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex():
-        raise ValueError(f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}; expected a dense tensor.")
-    return tensor
-
-
-def _rows_of(read: Callable, given, name: str, is_single: bool, num_rows: int) -> list:
-    """An entry of `given` for each of `num_rows` questions, converted by `read`."""
-    try:
-        rows = [given] if is_single or isinstance(given, str | dict) else list(given)
-    except TypeError:  # a number, or a tensor without dimensions
-        rows = []
-    if len(rows) != num_rows:
-        raise ValueError(f"Got {num_rows} questions but {len(rows)} entries of {name}; each question needs its own.")
-    return [read(row, f"{name} of row {number}") for number, row in enumerate(rows)]
-
-
-class DocumentEncoder(DocumentSegmenter):
-    """Passages to slots, for the processor: needs its `tokenizer`, its `encoder` and its settings."""
-
-    def load_trained_encoder(self, checkpoint: str | Path) -> None:
-        """Uses the encoder that was trained with the aligner in the folder `checkpoint`, loaded on first use.
+    def check_settings(self, max_slots: int | None = None, tokens_per_slot: int | str | None = None) -> int | str:
+        """Checks the settings of a call and returns its `tokens_per_slot`.
 
         Raises:
-            `ValueError`: a checkpoint that has none, or only a part of it.
+            `ValueError`: settings that are invalid.
         """
-        folder = Path(checkpoint, ENCODER_FOLDER)
-        for name in ("adapter_config.json", SAFETENSORS_WEIGHTS_NAME):
-            if not (folder / name).is_file():
-                raise ValueError(
-                    f"{checkpoint} lacks {ENCODER_FOLDER}/{name}, of the sentence encoder that was trained with the "
-                    "aligner. Save the processor again, or download the checkpoint again."
-                )
-        self.encoder = SentenceEncoder(self.encoder_name_or_path, str(folder), self.encoder_dtype)
-        self.trained_encoder = True
-
-    def train_encoder(self, lora_r: int) -> list[torch.nn.Parameter]:
-        """[`SentenceEncoder.add_trainable_lora`] of the encoder, which is saved with the processor from then on."""
-        weights = self.encoder.add_trainable_lora(lora_r)
-        self.trained_encoder = True
-        return weights
-
-    def read_passages(
-        self, documents, context_embeds, context_word_ids, context_passage_ids, is_single: bool, num_rows: int
-    ) -> list[list] | list[GivenSlots]:
-        """For each of `num_rows` questions, its documents or its precomputed slots.
-
-        Raises:
-            `ValueError`: both or neither, values of another kind, or not one entry for each question.
-        """
-        if (documents is None) == (context_embeds is None):
-            found = "no" if documents is None else "both"
-            raise ValueError(f"Got {found} `documents` and `context_embeds`; expected one of the two.")
-        if context_embeds is None:
-            return _rows_of(documents_of, documents, "`documents`", is_single, num_rows)
-        embeds = _rows_of(_embeds_of, context_embeds, "`context_embeds`", is_single, num_rows)
-        words = passage_ids = [None] * num_rows
-        if context_word_ids is not None:
-            words = _rows_of(_ids_of, context_word_ids, "`context_word_ids`", is_single, num_rows)
-        elif self.context_words:
-            raise ValueError(
-                "Got `context_embeds` without `context_word_ids`, which this aligner reads beside them: the tokens of "
-                "each slot, (num_slots, max_words), -1 after them."
+        check_max_slots(max_slots)
+        rate = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
+        check_tokens_per_slot(rate)
+        if (known := self.trained_tokens_per_slot) and rate not in known:
+            logger.warning_once(
+                f"`tokens_per_slot` is {rate!r}, but this aligner has learned {', '.join(map(str, known))}. Expect "
+                "worse answers."
             )
-        if context_passage_ids is not None:
-            passage_ids = _rows_of(_ids_of, context_passage_ids, "`context_passage_ids`", is_single, num_rows)
-        return [GivenSlots(*given) for given in zip(embeds, words, passage_ids, strict=True)]
+        return rate
+
+    def segment_documents(self, documents: Sequence[str | dict]) -> list[Segment]:
+        """The segments of one question's documents, in order; empty when there is nothing but white space.
+
+        Raises:
+            `ValueError`: a document that is neither a string nor `{"title": str, "text": str}`.
+        """
+        segments = []
+        for number, document in enumerate(documents):
+            segments += segment_document(
+                text_of(document, number),
+                number,
+                sentences_per_segment=self.sentences_per_segment,
+                spacy_model=self.spacy_model,
+                num_reads=self.encoder.num_reads,
+            )
+        return segments
+
+    def _tokens(self, segments: Sequence[Segment], documents, tokens_per_slot) -> list[SegmentTokens]:
+        """`tokenize_segments`, without tokens where nothing reads them."""
+        if self.context_words or tokens_per_slot != "segment":
+            return tokenize_segments(self.tokenizer, segments, documents)
+        texts = encoder_texts(segments, documents)
+        return [SegmentTokens(segment, text, (), ()) for segment, text in zip(segments, texts, strict=True)]
 
     def encode_tokens(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> torch.FloatTensor:
         """Normalized embeddings of the slots of `tokens`, in order, float32 (num_slots, encoder_hidden_size): one for
@@ -453,11 +443,6 @@ class DocumentEncoder(DocumentSegmenter):
         self._check_embeds(embeds, 0)
         return embeds
 
-    def encode_documents(self, documents: Sequence[str | dict], **settings: Any) -> EncodedDocuments:
-        """Encodes the passages of one question to slots. `settings` are `max_slots` and `tokens_per_slot`,
-        with errors as in [`~ArcAlignerProcessor.__call__`]."""
-        return self.encode_batch([documents], **settings)[0]
-
     def encode_batch(
         self,
         passages: Sequence[Sequence[str | dict]] | Sequence[GivenSlots],
@@ -467,16 +452,16 @@ class DocumentEncoder(DocumentSegmenter):
         room: Sequence[int] | None = None,
         apart: bool = False,
     ) -> list[EncodedDocuments]:
-        """Like `encode_documents`, for several questions at once, all with documents or all with precomputed slots.
-        `room` is the maximum number of slots of each or, `apart`, of each of its passages; more raise an error before
-        anything is encoded."""
-        rate = self.check_slot_settings(max_slots, tokens_per_slot)
+        """The passages of several questions, all documents or all precomputed slots, as slots. `room` is the
+        maximum number of slots of each or, `apart`, of each of its passages; more raise an error before anything is
+        encoded."""
+        rate = self.check_settings(max_slots, tokens_per_slot)
         if isinstance(passages[0], GivenSlots):
             return [self._first_slots(row, number, max_slots) for number, row in enumerate(passages)]
         segments = [self.segment_documents(row) for row in passages]
         most = max_slots if rate == "segment" else None  # what gets no slot is not encoded
         tokens = [
-            self.segment_tokens(row[:most], documents, rate) or [EMPTY_SEGMENT]
+            self._tokens(row[:most], documents, rate) or [EMPTY_SEGMENT]
             for row, documents in zip(segments, passages, strict=True)
         ]
         counts = [sum(len(each.runs(rate)) for each in row) for row in tokens]
@@ -496,6 +481,21 @@ class DocumentEncoder(DocumentSegmenter):
             numbers = torch.tensor([piece.document for piece in pieces] or [0])
             rows.append(EncodedDocuments(pieces, embeds[:max_slots], words, numbers, dropped))
         return rows
+
+    def statistics(self, documents: Sequence[str | dict], row: EncodedDocuments, has_budget: bool) -> dict[str, float]:
+        """The number of `tokens` and `slots` and the `compression_rate`; with `has_budget` also how many segments are
+        `dropped`."""
+        texts = [text_of(document, number) for number, document in enumerate(documents)]
+        tokens = kept = self._count_tokens(texts)
+        if row.dropped:
+            last = row.segments[-1]
+            kept = self._count_tokens([*texts[: last.document], texts[last.document][: last.end]])
+        num_slots = len(row.context_embeds)
+        found = {"tokens": tokens, "slots": num_slots, "compression_rate": kept / num_slots}
+        return found | ({"dropped": len(row.dropped)} if has_budget else {})
+
+    def _count_tokens(self, texts: list[str]) -> int:
+        return sum(len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else 0
 
     def _first_slots(self, given: GivenSlots, row: int, max_slots: int | None) -> EncodedDocuments:
         """The first `max_slots` of a row's precomputed slots."""
@@ -521,7 +521,7 @@ class DocumentEncoder(DocumentSegmenter):
         if embeds.dim() != 2 or embeds.shape[1] != self.encoder_hidden_size or embeds.shape[0] == 0:
             raise ValueError(
                 f"The embeddings of row {row} have shape {tuple(embeds.shape)}; expected (num_slots, "
-                f"{self.encoder_hidden_size}), the width of encoder {self.encoder_name_or_path}, with at least "
+                f"{self.encoder_hidden_size}), the width of encoder {self.encoder.name_or_path}, with at least "
                 "one slot."
             )
         if not torch.isfinite(embeds).all():

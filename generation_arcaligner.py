@@ -5,10 +5,12 @@ processor or candidate lookup takes a slot for a token, a slot prefix can be pre
 passages that are read apart are read by themselves and joined (`read_passages`, `join_keys_values`).
 """
 
+import contextlib
 import json
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,10 @@ from .slot_rows_arcaligner import (
 )
 
 logger = logging.get_logger(__name__)
+
+
+# A variable of the context, not an argument of `generate`: threads that share a model do not see each other's.
+_recorded_depths: ContextVar[list[torch.Tensor] | None] = ContextVar("recorded_depths", default=None)
 
 
 def text_for_slots(input_ids: torch.LongTensor, context_token_id: int) -> torch.LongTensor:
@@ -144,7 +150,6 @@ class SlotGenerationMixin(GenerationMixin):
         gate_threshold=None,
         max_refinement_steps=None,
         refinement_budget=None,
-        recorded_depths=None,
         context_mask=None,
         **kwargs,
     ):
@@ -179,15 +184,23 @@ class SlotGenerationMixin(GenerationMixin):
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
         depth = getattr(outputs, "recursion_depth", None)
-        if depth is not None and model_kwargs.get("recorded_depths") is not None:
-            model_kwargs["recorded_depths"].append(depth)
+        if depth is not None and (recorded := _recorded_depths.get()) is not None:
+            recorded.append(depth)
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def recorded_depths(self) -> Iterator[list[torch.Tensor]]:
+        """Inside, `generate` adds to the list that this gives the `recursion_depth` of the slots it reads, (batch *
+        num_beams, num_layers, max_slots), as soon as they are read."""
+        depths: list[torch.Tensor] = []
+        token = _recorded_depths.set(depths)
+        try:
+            yield depths
+        finally:
+            _recorded_depths.reset(token)
 
     def generate(self, inputs=None, *args, **kwargs):
         """`GenerationMixin.generate`. The context token is never generated and no logits processor sees it.
-
-        With `recorded_depths=[]`, the `recursion_depth` of the slots that it reads, (batch * num_beams, num_layers,
-        max_slots), is appended to this list.
 
         How slots are refined can be set for a call: `gate_mode`, `gate_threshold`, `max_refinement_steps` instead of
         the configuration's, and `refinement_budget`, the maximum number of operations as a share of the prefill up to

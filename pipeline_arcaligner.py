@@ -19,8 +19,7 @@ from transformers import GenerationConfig, LogitsProcessor, TextGenerationPipeli
 from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
-from .configuration_arcaligner import SLOT_SETTINGS, longest_prompt
-from .processing_arcaligner import check_conversation
+from .configuration_arcaligner import SLOT_SETTINGS, check_conversation, longest_prompt
 from .slot_rows_arcaligner import pad_passage_ids, pad_words
 
 # Options of a call that go to the processor.
@@ -299,19 +298,17 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         passage_ids = pad_passage_ids([each.pop("context_passage_ids") for each in rows])
         if passage_ids.shape[1]:
             slots["context_passage_ids"] = passage_ids  # (batch, max_slots)
-        depths = []
-        if return_slots and slots:
-            slots["recorded_depths"] = depths
         watch = None
         if slots and self.processor.no_answer is not None and (return_slots or min_confidence is not None):
             watch = self._watch_confidence(min_confidence, generate_kwargs)
         prompt_length = model_inputs["input_ids"].shape[1]
-        outputs = super()._forward(model_inputs, **slots, **generate_kwargs)
+        with self.model.recorded_depths() as depths:
+            outputs = super()._forward(model_inputs, **slots, **generate_kwargs)
         if watch is not None:
             new_ids = outputs["generated_sequence"][..., prompt_length:]  # (batch, sequences, new_tokens)
             sure = watch.of(new_ids.flatten(0, 1))
             outputs["confidence"] = torch.tensor(sure).view(len(rows), -1)  # (batch, sequences)
-        if depths:  # (batch * num_beams, num_layers, max_slots), the same for all beams of a row
+        if return_slots and depths:  # (batch * num_beams, num_layers, max_slots), the same for all beams of a row
             outputs["recursion_depth"] = depths[0][:: len(depths[0]) // len(rows)]
         return outputs | {"row": row}
 

@@ -44,7 +44,6 @@ from .configuration_arcaligner import (
     normalize_budget,
     slot_settings,
 )
-from .encoder_arcaligner import GivenSlots
 from .generation_arcaligner import (
     join_keys_values,
     keys_values_of,
@@ -53,7 +52,7 @@ from .generation_arcaligner import (
     read_text,
     save_keys_values,
 )
-from .segmentation_arcaligner import text_of
+from .segmentation_arcaligner import GivenSlots, passages_of_questions, text_of
 from .slot_rows_arcaligner import check_can_separate, pad_passage_ids
 
 logger = logging.get_logger(__name__)
@@ -213,9 +212,8 @@ class SlotPrefixStore:
             raise ValueError(f"There is no question in {questions!r}. Pass one, or a list of some.")
         is_single = isinstance(questions, str) or isinstance(questions[0], dict)
         questions = [questions] if is_single else list(questions)
-        passages = self.processor.read_passages(
-            documents, context_embeds, context_word_ids, context_passage_ids, is_single, len(questions)
-        )
+        given = (documents, context_embeds, context_word_ids, context_passage_ids)
+        passages = passages_of_questions(*given, is_single, len(questions), self.processor.context_words)
         settings, template_kwargs = _split_settings(self.processor, kwargs)
         rows = []
         for question, given in zip(questions, passages, strict=True):
@@ -428,7 +426,7 @@ def _first_slots(parts: list[torch.Tensor], most: int | None) -> list[torch.Tens
 def _split_settings(processor, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings of slots and gates, checked, and what is left of `kwargs` for the chat template."""
     given = {name: kwargs[name] for name in SLOT_SETTINGS if kwargs.get(name) is not None}
-    processor.check_slot_settings(**given)
+    processor.slot_encoder.check_settings(**given)
     settings = {name: value for name, value in kwargs.items() if name in PREFIX_SETTINGS}
     rest = {name: value for name, value in kwargs.items() if name not in PREFIX_SETTINGS}
     return canonical_settings(settings), rest

@@ -1,15 +1,12 @@
-"""Reading k passages as slots and as text with llama.cpp: time to the first token and after, memory, and answers.
+"""Reading k passages as slots and as text with llama.cpp: time to the first token and after, and memory.
 
     python -m arcaligner.benchmarks.llama_cpp --exported exported [--types q4_1,q8_0,f16] [--sizes 1,5,10,20]
-    python -m arcaligner.benchmarks.llama_cpp --exported exported --questions 200 --data squad.jsonl.gz --types f32,q8_0
 
 prints a Markdown table for each weight type: milliseconds, and times faster than the text. All arms read the same
 questions and passages, in one process and in turns; who goes first rotates. Passages are encoded before, except for
 *encoded too*. *Kept* starts from llama.cpp's own state of everything before the question; *PyTorch* reads the same
 slots without refinement, in float32.
-
-With `--questions` it answers them instead, with PyTorch and with llama.cpp, and counts answers that are equal. Keys and
-values are in float32 with weights in float32, otherwise in 16 bits.
+Keys and values are in float32 with weights in float32, otherwise in 16 bits.
 """
 
 import itertools
@@ -31,19 +28,16 @@ from ..encoder_arcaligner import EncodedDocuments
 from ..engines.gguf_files import write_base_model
 from ..engines.llama_cpp import LlamaCppEngine, Session, import_llama_cpp
 from ..evaluation.analyses.speed import machine_line
-from ..evaluation.answering import MAX_NEW_TOKENS, SlotAnswerer
-from ..evaluation.metrics import METRICS
+from ..evaluation.answering import text_ids
 from ..evaluation.settings import split_rates
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..train.data import passages_text
 from .arms import both_prompts, encoded_slots, pick_rows, read
 from .measuring import peak_memory, time_interleaved
 
 SLOT_ARMS = ("slots", "slots, encoded too", "slots, kept", "slots, PyTorch")
 COLUMNS = ("Passages", "Tokens", "Rate", "Slots", "text", "text, kept", *SLOT_ARMS)
 COLUMNS += ("Tokens a second: text / slots", "Kept, MiB: text / slots")
-ANSWER_COLUMNS = ("Rate", "Questions", "Equal to PyTorch's", "F1", "F1, PyTorch")
 NEW_TOKENS = 16
 
 
@@ -118,9 +112,7 @@ def measure_size(
 ) -> list[list[str]]:
     """A line of the table for each rate."""
     session, rows = engine.session, pick_rows(rows, engine.processor, k, 1)
-    turn = [{"role": "user", "content": rows[0]["question"]}]
-    before, after = engine.processor.split_prompt(turn, add_generation_prompt=True)
-    before, after = map(engine.processor.tokenize_prompt, (before + passages_text(rows[0]), after))
+    before, after = text_ids(engine.processor, rows[0])
 
     def read_text() -> None:
         session.clear()
@@ -154,45 +146,21 @@ def measure_size(
     return lines
 
 
-def pytorch_answers(
-    aligner: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: list[Row], rate: int | str
-) -> list[str]:
-    """The answers of PyTorch, one question at a time: other rows of a batch change the rounding."""
-    answerer = SlotAnswerer(aligner, processor, tokens_per_slot=rate, gate_mode="off")
-    return [answerer.answer([row])[0].text for row in rows]
-
-
-def answer_cells(engine: LlamaCppEngine, rows: list[Row], rate: int | str, expected: list[str]) -> list[str]:
-    """How many answers are those of PyTorch, and the F1 of both."""
-    found = [
-        engine.answer(row["question"], row["passages"], MAX_NEW_TOKENS, tokens_per_slot=rate).strip() for row in rows
-    ]
-    equal = sum(map(str.__eq__, found, expected))
-    scores = (
-        100 * statistics.mean(METRICS["f1"](text, row["answers"]) for text, row in zip(texts, rows, strict=True))
-        for texts in (found, expected)
-    )
-    return [str(rate), str(len(rows)), str(equal), *(f"{score:.2f}" for score in scores)]
-
-
 def main(
     exported: Annotated[Path, typer.Option(help="Folder of `arcaligner export-gguf`.")],
     types: Annotated[str, typer.Option(help="Weight types of the base model, separated by commas.")] = "q4_1,q8_0,f16",
     sizes: Annotated[str, typer.Option(help="Numbers of passages, separated by commas.")] = "1,5,10,20",
     tokens_per_slot: Annotated[str, typer.Option(help="Rates, separated by commas.")] = "segment,4",
     rounds: Annotated[int, typer.Option(help="Rounds of each size.", min=2)] = 5,
-    questions: Annotated[int, typer.Option(help="Answer this number of questions instead.")] = 0,
     data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = SQUAD_SAMPLE,
 ) -> None:
-    """Measures time to the first token of slots and of text with llama.cpp, or compares answers."""
+    """Measures time to the first token of slots and of text with llama.cpp."""
     kinds, known = types.split(","), weight_types()
     if unknown := [kind for kind in kinds if kind not in known]:
         raise ValueError(f"`--types` names {', '.join(unknown)}; expected some of {', '.join(sorted(known))}.")
     aligner = ArcAlignerForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
     processor = ArcAlignerProcessor.from_pretrained(exported)
     rows, rates = read_rows(data), split_rates(tokens_per_slot)
-    asked = [row for row in rows if row["question"]][:questions]
-    answers = {rate: pytorch_answers(aligner, processor, asked, rate) for rate in rates} if asked else {}
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "f32.gguf")
         base = AutoModelForCausalLM.from_pretrained(resolve_model(aligner.config.base_model_name_or_path))
@@ -205,12 +173,8 @@ def main(
                 engine = LlamaCppEngine(exported, path, gate_mode="off", cache_type="f32" if kind == "f32" else "f16")
             memory = f"; {peak['bytes'] / 2**20:.0f} MiB of memory" if peak["bytes"] is not None else ""
             print(f"\n### {kind}, {path.stat().st_size / 2**20:.0f} MiB{memory}\n")
-            if asked:
-                columns, lines = ANSWER_COLUMNS, [answer_cells(engine, asked, rate, answers[rate]) for rate in rates]
-            else:
-                found = (measure_size(engine, aligner, rows, k, rates, rounds) for k in map(int, sizes.split(",")))
-                columns, lines = COLUMNS, itertools.chain.from_iterable(found)
-            print("\n".join(markdown_table(columns, lines)), flush=True)
+            lines = [measure_size(engine, aligner, rows, k, rates, rounds) for k in map(int, sizes.split(","))]
+            print("\n".join(markdown_table(COLUMNS, itertools.chain.from_iterable(lines))), flush=True)
     print(f"\n{machine_line({'machine': describe_machine()})}; llama-cpp-python {import_llama_cpp().__version__}.")
 
 

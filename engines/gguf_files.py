@@ -55,11 +55,8 @@ def to_neighbors(states: np.ndarray, architecture: str, head_dim: int) -> np.nda
 
 
 def export_gguf(checkpoint: str, output: str | Path) -> None:
-    """Writes an aligner for llama.cpp: the checkpoint, and its slot LoRA as `adapter.gguf`.
-
-    Args:
-        checkpoint (`str`): A folder or a Hub id.
-        output (`str` or `Path`): The folder to write. Each file appears whole.
+    """Writes an aligner, a folder or a Hub id, for llama.cpp: the checkpoint, and its slot LoRA as `adapter.gguf`. Each
+    file of `output` appears whole.
 
     Raises:
         `ValueError`: a backbone that llama.cpp or this export does not know.

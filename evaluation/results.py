@@ -141,17 +141,9 @@ def compare(ours: Answers, other: Answers) -> dict[str, Any]:
 
 
 def retention(found: Answers, of_task: dict[str, Answers]) -> list[float] | None:
-    """
-    How much of what reading the text adds is kept: `(F1 - closed book) / (fine-tuned full text - closed book)`.
-
-    Args:
-        found (`dict`): The answers of a method.
-        of_task (`dict`): The answers of all methods.
-
-    Returns:
-        `list[float]`: Percent with the ends of its 95 % bootstrap interval, over the questions that all three answered;
-        `None` where one of them is missing, or where reading the text adds nothing.
-    """
+    """How much of what reading the text adds is kept: `(F1 - closed book) / (fine-tuned full text - closed book)`, in
+    percent, with the ends of its 95 % bootstrap interval over the questions that all three methods answered; `None`
+    where one of them is missing in `of_task`, or where reading the text adds nothing."""
     floor, ceiling = of_task.get(FLOOR, {}), of_task.get(CEILING, {})
     shared = [key for key in found if key in floor and key in ceiling]
     gained = np.array([found[key]["f1"] - floor[key]["f1"] for key in shared])  # (num_questions,)

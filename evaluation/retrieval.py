@@ -30,15 +30,8 @@ KS = (1, 5, 20)
 
 
 def retrieve(rows: list[Row], corpus: str | Path, checkpoint: str, reranker: str | None, top_k: int) -> list[Row]:
-    """
-    Rows with the passages of a corpus that are found for their questions.
-
-    Args:
-        rows (`list[dict]`): With `question`.
-        corpus (`str` or `Path`): Folder of a corpus.
-        checkpoint (`str`): The aligner that made the corpus.
-        reranker (`str`, *optional*): A CrossEncoder.
-        top_k (`int`): Passages of each question, the best first.
+    """Rows with the `top_k` passages of a corpus, made by the aligner `checkpoint`, that are found for their questions,
+    the best first; `reranker` is a CrossEncoder.
 
     Raises:
         `FileNotFoundError`: there is no corpus.

@@ -1,8 +1,7 @@
-"""What a run logs besides its loss: EM and F1 of answers, open gates, speed."""
+"""What a run logs besides its loss: EM and F1 of answers, open gates."""
 
 import dataclasses
 import math
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,31 +40,6 @@ class GateCounter:
         steps, opened = (counts / max(1.0, num_slots)).T.tolist()
         by_layer = {f"open_gates/layer_{layer}": round(share, 4) for layer, share in enumerate(opened)}
         return {"refinement_steps": sum(steps) / len(steps), "open_gates": sum(opened) / len(opened)} | by_layer
-
-
-class Clock:
-    """Tokens per second since the last log, and the minutes left at the average pace so far."""
-
-    def __init__(self):
-        self._last: tuple[float, float] | None = None  # time, tokens
-        self._first: tuple[float, int] | None = None  # time, step
-
-    def start(self, num_tokens: float, step: int) -> None:
-        """Begins with the first batch; later calls do nothing."""
-        if self._last is None:
-            now = time.perf_counter()
-            self._last, self._first = (now, num_tokens), (now, step)
-
-    def read(self, num_tokens: float, step: int, max_steps: int) -> dict[str, float]:
-        """`tokens_per_second` and `minutes_left`."""
-        now = time.perf_counter()
-        (then, tokens_then), (began, first_step) = self._last, self._first
-        self._last = (now, num_tokens)
-        seconds_per_step = (now - began) / max(1, step - first_step)
-        return {
-            "tokens_per_second": (num_tokens - tokens_then) / (now - then),
-            "minutes_left": round(seconds_per_step * (max_steps - step) / 60, 1),
-        }
 
 
 @dataclass

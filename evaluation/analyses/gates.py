@@ -87,13 +87,8 @@ def count_loops(
 
 
 def summarize(counts: np.ndarray) -> dict[str, Any]:
-    """
-    A set's numbers from `count_loops`.
-
-    Returns:
-        `dict` with `questions`, `slots`, `loops` (for each layer the mean over slots, with the ends of its interval)
-        and `shares` (for each layer the shares of slots that took 1, 2, ... loops).
-    """
+    """A set's `questions` and `slots`, from [`count_loops`]; for each layer its `loops`, the mean over slots with the
+    ends of its interval, and `shares`, of slots that took 1, 2, ... loops."""
     slots = counts.sum(axis=2)  # (num_rows, num_layers)
     loops = counts @ np.arange(1, counts.shape[2] + 1)  # (num_rows, num_layers)
     mean = loops.sum(axis=0) / slots.sum(axis=0)  # (num_layers,)

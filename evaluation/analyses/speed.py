@@ -200,12 +200,8 @@ def mean_f1(sets: dict[str, Any], title: str) -> float | None:
 
 
 def tradeoff(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Points of each way to read `TRADEOFF_PASSAGES` passages: `rate`, `ms` to the first token, and `f1`.
-
-    Args:
-        report (`dict`): The report of the latency benchmark at several rates.
-        sets (`dict`): The results of an evaluation at these rates.
-    """
+    """Points of each way to read `TRADEOFF_PASSAGES` passages, by a `report` on latency at several rates and the `sets`
+    of an evaluation at these: `rate`, `ms` to the first token, and `f1`."""
     own = report["own_tokens_per_slot"]
     curves: dict[str, list[dict[str, Any]]] = {}
 
@@ -304,13 +300,8 @@ def kept_lines(report: dict[str, Any]) -> list[str]:
 
 
 def known_points(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Points of each way to read known passages: `rate`, `ms` to the first token, and `f1` where `sets` of the results
-    have it; of `KNOWN_PASSAGES` passages in memory.
-
-    Args:
-        report (`dict`): The report of `kept.py`.
-        sets (`dict`): The results of an evaluation.
-    """
+    """Points of each way to read known passages, by the `report` of `kept.py`: `rate`, `ms` to the first token, and
+    `f1` where `sets` of the results have it; of `KNOWN_PASSAGES` passages in memory."""
     size = next((size for size in report["sizes"] if size["k"] == KNOWN_PASSAGES), report["sizes"][-1])
     titles = {"text": "full_text_lora", "text_same_set": None, "text_apart": "text_apart"}
     curves: dict[str, list[dict[str, Any]]] = {}

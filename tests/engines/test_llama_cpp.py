@@ -280,9 +280,16 @@ def test_the_commands_export_and_answer(run_cli, checkpoint, base_model, tmp_pat
 
 
 @needs_llama_cpp
-def test_the_benchmark_counts_answers_that_are_pytorchs(capsys, exported, tmp_path):
+def test_the_benchmark_has_a_line_for_each_size_and_rate(capsys, exported, tmp_path):
     write_rows(tmp_path / "rows.jsonl", question_rows(3))
-    benchmark.main(exported, "f32", tokens_per_slot="3", questions=2, data=tmp_path / "rows.jsonl")
-    assert "| 3 | 2 | 2 | " in capsys.readouterr().out
+    benchmark.main(exported, "f32", sizes="1,2", tokens_per_slot="3,segment", rounds=2, data=tmp_path / "rows.jsonl")
+    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert lines[0][: len(benchmark.COLUMNS)][1:4] == ["Tokens", "Rate", "Slots"]
+    assert [(line[0], line[2]) for line in lines[1:]] == [
+        ("| 1", "3"),
+        ("| 1", "segment"),
+        ("| 2", "3"),
+        ("| 2", "segment"),
+    ]
     with pytest.raises(ValueError, match="`--types` names q4; expected some of .* q4_0, q4_1"):
         benchmark.main(exported, "f32,q4")

@@ -10,6 +10,7 @@ import torch
 from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.table import Corpus
+from arcaligner.encoder_arcaligner import SlotEncoder
 from arcaligner.server.answers import Limits, Request, RowSampler, find_answer
 from arcaligner.server.app import describe_error
 from arcaligner.server.engine import BusyError, Engine
@@ -173,7 +174,7 @@ def test_a_corpus_that_vanishes_fails_its_questions_and_no_others(tmp_path, engi
 def test_too_many_slots_are_refused_before_any_is_encoded(engine_of, processor, monkeypatch):
     engine = engine_of(limits=Limits(max_slots=40))
     monkeypatch.setattr(processor, "tokens_per_slot", 1)
-    monkeypatch.setattr(processor, "encode_tokens", None)
+    monkeypatch.setattr(SlotEncoder, "encode_tokens", None)
     error = engine.submit(Request(CHAT, documents=["one sentence " * 30])).exception()
     assert isinstance(error, ValueError) and "slots, but there is room for 40" in str(error)
 
