@@ -311,10 +311,10 @@ class SentenceEncoder:
             batch = order[first : first + size]
             some = [texts[number] for number in batch]
             if ends is None:
-                found = self._text_embeds(some)[:, None]
+                of_texts = self._text_embeds(some)[:, None]
             else:
-                found = self._run_means(some, [starts[n] for n in batch], [np.asarray(ends[n]) for n in batch])
-            for number, embeds in zip(batch, found, strict=True):
+                of_texts = self._run_means(some, [starts[n] for n in batch], [np.asarray(ends[n]) for n in batch])
+            for number, embeds in zip(batch, of_texts, strict=True):
                 pooled[number] = embeds
         return torch.nn.functional.normalize(torch.cat(pooled).float(), dim=-1)
 
@@ -338,6 +338,7 @@ class SentenceEncoder:
         weights = torch.zeros(len(texts), max(map(len, ends)), states.shape[1])
         for row, own in enumerate(map(_run_weights, offsets, starts, ends)):
             weights[row, : own.shape[0], : own.shape[1]] = torch.from_numpy(own)
+        # In float32: bfloat16 would round the mean of many tokens.
         means = weights.to(states.device) @ states.float()  # (texts, max_runs, encoder_hidden_size)
         return [of_text[: len(own)] for of_text, own in zip(means, ends, strict=True)]
 
@@ -354,13 +355,13 @@ class SentenceEncoder:
 
 def _run_weights(offsets: np.ndarray, start: int, ends: np.ndarray) -> np.ndarray:
     """Weights (num_runs, tokens) that average the tokens at `offsets` (tokens, 2) whose middle lies in each run."""
-    middles = offsets.sum(axis=1) / 2
+    middles = offsets.sum(axis=1) / 2  # a token over two runs belongs to one of them
     is_own = (offsets[:, 1] > offsets[:, 0]) & (middles > start)
     weights = np.zeros((len(ends), len(offsets)), dtype=np.float32)
     run_of_token = np.minimum(np.searchsorted(ends, middles), len(ends) - 1)
     weights[run_of_token[is_own], is_own.nonzero()[0]] = 1.0
     run_middles = (np.concatenate([[start], ends[:-1]]) + ends) / 2
-    for run in (weights.sum(axis=1) == 0).nonzero()[0]:
+    for run in (weights.sum(axis=1) == 0).nonzero()[0]:  # inside of a token, or cut off at the encoder's limit
         weights[run, np.abs(middles - run_middles[run]).argmin()] = 1.0
     return weights / weights.sum(axis=1, keepdims=True)
 
@@ -464,15 +465,16 @@ class SlotEncoder:
             self._tokens(row[:most], documents, rate) or [EMPTY_SEGMENT]
             for row, documents in zip(segments, passages, strict=True)
         ]
-        counts = [sum(len(each.runs(rate)) for each in row) for row in tokens]
+        counts = [sum(len(each.runs(rate)) for each in row) for row in tokens]  # slots of each question
         for number, row in enumerate(tokens):
             whose = f" of question {number}" if len(passages) > 1 else ""
             _check_room(whose, row, rate, max_slots, None if room is None else room[number], apart)
+        # All questions at once: the encoder sorts texts by length, so more of them means less padding.
         encoded = self.encode_tokens([each for row in tokens for each in row], rate).split(counts)
         rows = []
         for pieces, row_tokens, embeds in zip(segments, tokens, encoded, strict=True):
             words = None
-            if rate != "segment" and pieces:
+            if rate != "segment" and pieces:  # several slots of a segment: each stands for a part of it
                 pieces = [piece for each in row_tokens for piece in each.pieces(rate)]
             pieces, dropped = pieces[:max_slots], pieces[max_slots or len(pieces) :]
             if self.context_words:

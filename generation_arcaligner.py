@@ -405,17 +405,17 @@ def read_passages(model, head_ids: Sequence[int], head: torch.Tensor, passages: 
     """
     lengths = [len(each.context_embeds) for each in passages]
     shares = can_separate(model.config.text_config) and not model.config.refines(**settings)
-    found: list[torch.Tensor | None] = [None] * len(passages)
+    entries: list[torch.Tensor | None] = [None] * len(passages)
     batch: list[list[int]] = []
     for row in share_rows(lengths, -(-sum(lengths) // SLOTS_PER_ROW) if shares else len(lengths)):
-        width = sum(lengths[number] for number in (batch or [row])[0])
+        width = sum(lengths[number] for number in (batch or [row])[0])  # the first row is the longest
         if (len(batch) + 1) * width > SLOTS_PER_BATCH and batch:
-            _read_batch(model, head_ids, head, passages, batch, found, settings)
+            _read_batch(model, head_ids, head, passages, batch, entries, settings)
             batch = []
         batch.append(row)
     if batch:
-        _read_batch(model, head_ids, head, passages, batch, found, settings)
-    return found
+        _read_batch(model, head_ids, head, passages, batch, entries, settings)
+    return entries
 
 
 def share_rows(lengths: Sequence[int], num_rows: int) -> list[list[int]]:
@@ -425,6 +425,7 @@ def share_rows(lengths: Sequence[int], num_rows: int) -> list[list[int]]:
     [[2, 3], [0, 1]]
     """
     rows, sizes = [[] for _ in range(num_rows)], [0] * num_rows
+    # The longest goes first, each into the emptiest row: close to equal rows, which need the least padding.
     for number in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         emptiest = sizes.index(min(sizes))
         rows[emptiest].append(number)
@@ -432,19 +433,19 @@ def share_rows(lengths: Sequence[int], num_rows: int) -> list[list[int]]:
     return [rows[row] for row in sorted(range(num_rows), key=sizes.__getitem__, reverse=True) if rows[row]]
 
 
-def _read_batch(model, head_ids, head, passages, batch: list[list[int]], found: list, settings: dict) -> None:
-    """Reads the rows of `batch`, each the numbers of its passages, into `found`."""
+def _read_batch(model, head_ids, head, passages, batch: list[list[int]], entries: list, settings: dict) -> None:
+    """Reads the rows of `batch`, each the numbers of its passages, into their places in `entries`."""
     rows, device, start = [[passages[number] for number in row] for row in batch], model.device, len(head_ids)
     continues = not model.config.refines(**settings)
     numbers = pad_passage_ids(
         [torch.cat([torch.full((len(each.context_embeds),), n) for n, each in enumerate(row)]) for row in rows]
     )  # (batch, max_slots); rows are padded at the end
     is_slot = numbers >= 0
-    ids = torch.where(is_slot, model.config.context_token_id, 0)
+    ids = torch.where(is_slot, model.config.context_token_id, 0)  # padding may be any id: it is masked
     mask, positions = torch.cat([torch.ones(len(rows), start).long(), is_slot.long()], dim=1), None
     if not continues:
         ids = torch.cat([torch.tensor([list(head_ids)]).expand(len(rows), -1).long(), ids], dim=1)
-    elif max(map(len, rows)) > 1:
+    elif max(map(len, rows)) > 1:  # else a plain causal mask does, which all attention kernels take
         positions = (start + passage_positions(numbers, is_slot)).to(device)
         # (batch, 1, max_slots, start + max_slots): the text before is read by all
         mask = pad(separate_passages(is_slot, numbers, model.dtype), (start, 0))
@@ -467,7 +468,7 @@ def _read_batch(model, head_ids, head, passages, batch: list[list[int]], found: 
         first = start
         for number in members:
             end = first + len(passages[number].context_embeds)
-            found[number] = keys_values_of(outputs.past_key_values, row, first, end)
+            entries[number] = keys_values_of(outputs.past_key_values, row, first, end)
             first = end
 
 

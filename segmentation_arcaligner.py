@@ -258,13 +258,14 @@ def encode_marked(tokenizer, text: str) -> list[int]:
     for number, piece in enumerate(pieces[1:], start=1):
         if not piece:  # `None` is a mark that was alone
             continue
-        read = functools.partial(_encode_as_text, tokenizer) if number % 2 else encode
+        is_marked = number % 2 == 1
+        read = functools.partial(_encode_as_text, tokenizer) if is_marked else encode
         # After a newline, since some tokenizers add a space at the beginning of a text.
-        found = read("\n" + piece)
-        found = found[len(newline) :] if found[: len(newline)] == newline else read(piece)
-        if number % 2 and tokenizer.convert_tokens_to_ids(piece) in found:
+        own_ids = read("\n" + piece)
+        own_ids = own_ids[len(newline) :] if own_ids[: len(newline)] == newline else read(piece)
+        if is_marked and tokenizer.convert_tokens_to_ids(piece) in own_ids:
             raise ValueError(f"The tokenizer reads {piece!r} as a control token even in plain text. Leave it out.")
-        ids += found
+        ids += own_ids
     return ids
 
 
@@ -433,18 +434,19 @@ def tokenize_segments(tokenizer, segments: Sequence[Segment], documents: Sequenc
     """Each segment's tokens in the backbone's vocabulary, as the whole document has them. The words of a title
     belong to the first segment of its document."""
     texts = encoder_texts(segments, documents)
+    # A document is tokenized whole, as the backbone would read it: at a border its pieces would have other tokens.
     tokens_of = {
         number: _tokenize_document(tokenizer, documents[number], number) for number in {s.document for s in segments}
     }
-    found = []
+    tokenized = []
     for number, (segment, text) in enumerate(zip(segments, texts, strict=True)):
         ids, ends = tokens_of[segment.document]
         is_first = number == 0 or segments[number - 1].document != segment.document
         start = 0 if is_first else np.searchsorted(ends, segment.start, side="right")
         end = np.searchsorted(ends, segment.end, side="right")
         word_ends = np.clip(ends[start:end] - segment.start, 0, len(segment.text))
-        found.append(SegmentTokens(segment, text, tuple(ids[start:end].tolist()), tuple(word_ends.tolist())))
-    return found
+        tokenized.append(SegmentTokens(segment, text, tuple(ids[start:end].tolist()), tuple(word_ends.tolist())))
+    return tokenized
 
 
 def _tokenize_document(tokenizer, document: str | dict, number: int) -> tuple[np.ndarray, np.ndarray]:
