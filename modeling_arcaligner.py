@@ -128,12 +128,13 @@ class ContextProjector(nn.Module):
             `torch.Tensor` of shape `(..., word_parts, hidden)`; their sum over the parts is the slot's weighted mean.
         """
         is_word = word_ids >= 0
-        ids = word_ids.clamp(min=0)
+        ids = word_ids.clamp(min=0)  # padding reads some word, with the weight 0
         weights = self.word_weights[ids].float().abs() * is_word  # (..., max_words)
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-6)
         num_words = is_word.sum(dim=-1, keepdim=True).clamp(min=1)
         part = torch.arange(word_ids.shape[-1], device=ids.device) * self.word_parts // num_words  # (..., max_words)
         in_part = part[..., None, :] == torch.arange(self.word_parts, device=ids.device)[:, None]
+        # Less what all embeddings have in common, which a mean of words would mostly be.
         words = nn.functional.embedding(ids, table).float() - self.word_mean.float()  # (..., max_words, hidden)
         return (weights[..., None, :] * in_part) @ words
 

@@ -32,8 +32,8 @@ from rich.table import Table
 
 from ..common.files import describe_machine
 from ..train.recipe import RecipeArguments, resolve_dtype, run_script
+from ..train.run import SCRIPT
 from ..train.sft import KINDS, load_processor, make_examples, make_trainer
-from ..train.stages import SCRIPT
 from ..train.trainer import AlignerTrainer, AlignerTrainingConfig
 from .measuring import quartiles, ratio, time_interleaved
 

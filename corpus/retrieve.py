@@ -102,10 +102,10 @@ class Retriever:
             scores = self.reranker.predict([(question, text) for text in texts], show_progress_bar=False)
             best = np.argsort(-scores, kind="stable")[:top_k]
             rows = rows.take(best).select(self.columns).append_column("_relevance_score", [scores[best]])
-        found = time.perf_counter()
+        searched = time.perf_counter()
         self._check(rows)
         passages = slot_passages(rows, self.processor.context_words)
-        passages.seconds = {"retrieval": found - began, "slots": time.perf_counter() - found}
+        passages.seconds = {"retrieval": searched - began, "slots": time.perf_counter() - searched}
         return passages
 
     def _check(self, rows) -> None:

@@ -82,8 +82,8 @@ def judged(file: AnswerFile) -> list[dict[str, Any]]:
 def _check_pairs(run: Path, task: str, of_task: dict[str, Answers]) -> None:
     """Refuses answers of two methods to questions of the same id with other passages or golds."""
     rows: dict[str, tuple[str, str]] = {}
-    for method, found in of_task.items():
-        for key, answer in found.items():
+    for method, answers in of_task.items():
+        for key, answer in answers.items():
             other, row = rows.setdefault(key, (method, answer["row"]))
             if row != answer["row"]:
                 raise ValueError(
@@ -96,14 +96,14 @@ def _summarize_task(task: str, of_task: dict[str, Answers]) -> dict[str, Any]:
     first = next(iter(of_task.values())).values()
     entry: dict[str, Any] = {
         "task": task,
-        "questions": max(len(found) for found in of_task.values()),
+        "questions": max(len(answers) for answers in of_task.values()),
         "recall": percent_interval([each["recall"] for each in first]),
         "methods": {find_method(name).title: _summarize_method(name, of_task) for name in of_task},
     }
     if MAIN in of_task:
-        found = of_task[MAIN].values()
-        entry["compression_rate"] = _rate(found)
-        entry["slots_per_question"] = sum(each["context_tokens"] for each in found) / len(found)
+        answers = of_task[MAIN].values()
+        entry["compression_rate"] = _rate(answers)
+        entry["slots_per_question"] = sum(each["context_tokens"] for each in answers) / len(answers)
         entry["differences"] = {
             find_method(name).title: compare(of_task[MAIN], other) for name, other in of_task.items() if name != MAIN
         }
@@ -257,11 +257,11 @@ def footnote(results: dict) -> list[str]:
 def table(title: str, rows: list[str], sets: dict, show: Callable[[dict, str], str | None]) -> list[str]:
     """Lines of a Markdown table without empty rows; `show` makes a cell of a set's entry and a row's title."""
     cells = {row: [show(entry, row) for entry in sets.values()] for row in rows}
-    shown = {row: found for row, found in cells.items() if any(cell is not None for cell in found)}
+    shown = {row: shown_cells for row, shown_cells in cells.items() if any(cell is not None for cell in shown_cells)}
     if not shown:
         return []
     rows = [
-        [f"**{row}**" if row == MAIN_TITLE else row, *("-" if cell is None else cell for cell in found)]
-        for row, found in shown.items()
+        [f"**{row}**" if row == MAIN_TITLE else row, *("-" if cell is None else cell for cell in shown_cells)]
+        for row, shown_cells in shown.items()
     ]
     return [*markdown_table([title, *sets], rows), ""]

@@ -143,6 +143,7 @@ class Engine:
         """The next requests, in the order of their arrival; none when the engine is closed."""
         with self._arrival:
             self._arrival.wait_for(lambda: self._waiting or self._closed)
+            # A moment longer, for others to share the batch: it takes little longer than a single request.
             self._arrival.wait_for(lambda: len(self._waiting) >= self.max_batch or self._closed, self.batch_seconds)
             batch, self._waiting = self._waiting[: self.max_batch], self._waiting[self.max_batch :]
         return batch
@@ -169,7 +170,7 @@ class Engine:
         began, most = time.perf_counter(), self.limits.max_slots
         rate = self.tokens_per_slot if request.tokens_per_slot is None else request.tokens_per_slot
         if request.documents is not None:
-            encoded = self._encode(json.dumps(request.documents), rate)
+            encoded = self._encode(json.dumps(request.documents), rate)  # as text, which a cache can look up
             seconds = {"retrieval": 0.0, "slots": time.perf_counter() - began}
             return SlotPassages(_as_passages(request.documents), encoded, seconds)
         if (passages := self._search(request)) is None:

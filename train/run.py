@@ -34,6 +34,7 @@ from .corpora import FILES
 
 logger = logging.getLogger(__name__)
 
+SCRIPT = "arcaligner.train.sft"  # what trains one stage
 LOCK_FILE = ".lock"
 # `torch.save` writes a zip file, whose table of contents stands at the end.
 ZIP_SUFFIXES = (".pt", ".pth", ".bin")

@@ -28,9 +28,8 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.export import save_stage
 from .data import ContextCollator, ExampleBuilder, word_rarity
 from .recipe import RecipeArguments, check_start, resolve_dtype, run_script
-from .run import claim_folder, last_checkpoint, last_checkpoints, mean_of_checkpoints
+from .run import SCRIPT, claim_folder, last_checkpoint, last_checkpoints, mean_of_checkpoints
 from .selection import ExampleSelector
-from .stages import SCRIPT
 from .trainer import AlignerTrainer, AlignerTrainingConfig
 
 logger = logging.getLogger(__name__)

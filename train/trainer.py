@@ -274,6 +274,7 @@ class AlignerTrainer(SFTTrainer):
             num_items_in_batch=num_items_in_batch,
             **self.slots_of(inputs),
         )
+        # The loss is divided by the targets of all processes, and the gradients are averaged over these once more.
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             outputs.loss = outputs.loss * self.accelerator.num_processes
         return outputs, (inputs["labels"][:, 1:] != -100).sum()
