@@ -245,6 +245,7 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
     described += f"{config.text_config.hidden_size}, {config.text_config.num_hidden_layers} layers) and encoder "
     described += f"{config.encoder_name_or_path} (width {config.encoder_hidden_size})"
     settings = "check `gate_layers`, `lora_r`, `lora_target_modules`, `word_parts` and `text_config` in its config.json"
+    # What is missing first: a file that is not whole, or another aligner's, has other faults as well.
     if missing := sorted(expected.keys() - found.keys()):
         raise ValueError(
             f"Checkpoint {source} lacks {len(missing)} of {len(expected)} aligner weights that {described} needs, "
@@ -362,7 +363,7 @@ def _move_all(moves: list[tuple[Path, Path]], folder: Path, former: Path) -> Non
             done.append((path, target))
     except BaseException as error:
         try:
-            for path, target in reversed(done):
+            for path, target in reversed(done):  # the new files first, which stand where the former ones were
                 os.replace(target, path)
         except OSError:
             raise OSError(

@@ -180,7 +180,7 @@ class SentenceEncoder:
         if self._model is None:
             self._model = self._load()
             for layer in self._lora_layers():
-                layer.merge()
+                layer.merge()  # else each reading would compute the LoRA once more
             if self.dtype == "auto":
                 self.dtype = str(fastest_dtype(self._model.device.type)).removeprefix("torch.")
             if self.dtype == "bfloat16":

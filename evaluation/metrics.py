@@ -36,6 +36,7 @@ RESAMPLES, TAILS, SEED = 10_000, ((1 - 0.95) / 2, (1 + 0.95) / 2), 0
 def resample_counts(size: int) -> np.ndarray:
     """How often each of `size` rows is drawn in each resample, (RESAMPLES, size)."""
     generator = np.random.default_rng(SEED)
+    # Counts in place of drawn rows: all resamples of a sum are one product with them.
     counts = np.empty((RESAMPLES, size))
     for row in counts:
         row[:] = np.bincount(generator.integers(size, size=size), minlength=size)

@@ -44,15 +44,10 @@ class GateCounter:
 
 @dataclass
 class SwappedSlots:
-    """
-    A collator that gives each row the passages of another one. The loss that this adds is what the slots say.
+    """A collator that gives each row the passages of another one. The loss that this adds is what the slots say.
 
     The other row is the next one of the batch that has other passages. In a batch whose rows all have the same
-    passages, it is the first row of the batch before.
-
-    Args:
-        collator ([`ContextCollator`]): Makes the batches.
-    """
+    passages, it is the first row of the batch before."""
 
     collator: ContextCollator
     _spare: list | None = None  # segments
@@ -70,13 +65,9 @@ class SwappedSlots:
 
 @torch.inference_mode()
 def answer_questions(trainer, questions: datasets.Dataset, batch_size: int) -> dict[str, float]:
-    """
-    Greedy answers from slots, at the first rate of the recipe, to the first question of held-out examples.
-
-    Args:
-        trainer ([`AlignerTrainer`]): Its model, collator, encoder and tokenizer. Each process answers a part.
-        questions (`datasets.Dataset`): Examples with `answers`.
-        batch_size (`int`): Questions at a time in a process.
+    """Greedy answers from slots, at the first rate of the recipe, to the first question of held-out examples, by the
+    model, collator, encoder and tokenizer of an [`AlignerTrainer`]. Each process answers a part, `batch_size` at a
+    time.
 
     Returns:
         `em` (non-strict) and `f1`, means in percent, the same in each process.

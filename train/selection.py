@@ -243,7 +243,7 @@ class ExampleSelector:
     def _take(self, source: str, quota: int | None, held_out: bool) -> datasets.Dataset:
         """The first `quota` examples of a source that are not too long, its rows in random order."""
         recipe, asks = self.recipe, self.recipe.asks_questions
-        corpus = self.part(source, held_out)
+        corpus = self.part(source, held_out)  # distractors are of the same part: no held-out passage is trained on
         nearest = NearestPassages(corpus) if recipe.distractors or recipe.unanswerable else None
         make = functools.partial(
             _examples_of_rows,
@@ -315,7 +315,7 @@ class ExampleSelector:
             groups = defaultdict(list)
             for number, row in enumerate(corpus):
                 groups[tuple((passage["title"], passage["text"]) for passage in row["passages"])].append(number)
-            keys = sorted(groups)
+            keys = sorted(groups)  # so that the draw depends on the seed and not on the order of the file
             draw.shuffle(keys)
             order = []
             for numbers in (groups[key] for key in keys):

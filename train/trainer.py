@@ -236,6 +236,7 @@ class AlignerTrainer(SFTTrainer):
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         """As in the parent class, with separate learning rates for gates and encoder if they are set."""
+        # Its groups are parted and not made anew, so that what has weight decay stays as `Trainer` decides.
         optimizer = super().create_optimizer(model)
         rates = {".slot_gate.": self.args.gate_learning_rate, "encoder_weights.": self.args.encoder_learning_rate}
         for part, rate in rates.items():
