@@ -88,9 +88,9 @@ class ArcAlignerProcessor(ProcessorMixin):
         passage_attention (`"joint"` or `"separate"`, defaults to `"joint"`):
             As in [`ArcAlignerConfig`]; with `"separate"` the model is told which slot belongs to which passage.
         no_answer (`str`, *optional*):
-            What the aligner has learned to answer where the passages do not say. `None`: it always names something.
-        confidence_weights (`list[float]`, *optional*):
-            Three numbers that calibrate an answer's confidence, see `AnswerConfidence`.
+            What is answered where the passages do not say: learned by the aligner, or put in the place of an answer
+            with less than `min_confidence`.
+        answer_probe (`dict`, *optional*): What tells how likely passages answer a question, see `AnswerConfidence`.
         trained_encoder (`bool`, defaults to `False`):
             Whether the encoder was trained with the aligner: the checkpoint's folder `encoder` has its LoRA weights.
         chat_template (`str`, *optional*): Default: the tokenizer's.
@@ -114,7 +114,7 @@ class ArcAlignerProcessor(ProcessorMixin):
         trained_encoder: bool = False,
         passage_attention: str = "joint",
         no_answer: str | None = None,
-        confidence_weights: list[float] | None = None,
+        answer_probe: dict | None = None,
         max_prompt_length: int | None = None,
         chat_template: str | None = None,
         encoder_dtype: str = "float32",
@@ -138,7 +138,7 @@ class ArcAlignerProcessor(ProcessorMixin):
                 f"`passage_attention` is {passage_attention!r}; expected one of {', '.join(PASSAGE_ATTENTIONS)}."
             )
         self.passage_attention = passage_attention
-        self.no_answer, self.confidence_weights = no_answer, confidence_weights
+        self.no_answer, self.answer_probe = no_answer, answer_probe
         self.encoder_name_or_path, self.encoder_hidden_size = encoder_name_or_path, encoder_hidden_size
         self.encoder_dtype, self.trained_encoder = encoder_dtype, trained_encoder
         self.encoder = SentenceEncoder(encoder_name_or_path, dtype=encoder_dtype)

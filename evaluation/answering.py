@@ -44,7 +44,7 @@ class Answer:
     prompt_ids: list[int]  # one context token per slot; empty if the method does not tell
     context_tokens: int  # positions of the prompt that stand for the passages: tokens of text, or slots
     passage_tokens: int  # of the passages' whole text
-    features: tuple[float, float] | None = None  # what its confidence is made of, where the aligner can refuse one
+    confidence: float | None = None  # how likely it is that the passages answer, where that was fitted
 
 
 # Prompts
@@ -189,17 +189,20 @@ Answerer = TextAnswerer | SlotAnswerer | ApartAnswerer
 @torch.inference_mode()
 def _generate(model, processor, inputs, rows: list[Row], context_tokens: list[int], **refinement: Any) -> list[Answer]:
     """Greedy answers to left-padded prompts, `input_ids` (batch, seq_len)."""
-    can_refuse = processor.no_answer is not None and "context_embeds" in inputs
-    watch = [AnswerConfidence(processor)] if can_refuse else []
-    options = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "logits_processor": LogitsProcessorList(watch)}
-    output = model.generate(**inputs, **refinement, **options)
+    options = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False}
+    sure = [None] * len(rows)
+    if processor.answer_probe is not None and "context_embeds" in inputs:
+        with AnswerConfidence(model, processor) as watch:
+            output = model.generate(**inputs, **refinement, **options, logits_processor=LogitsProcessorList([watch]))
+        sure = watch.confidence.tolist()
+    else:
+        output = model.generate(**inputs, **refinement, **options)
     new_ids = output[:, inputs["input_ids"].shape[1] :]
     texts = processor.batch_decode(new_ids, skip_special_tokens=True)
-    features = watch[0].features(new_ids) if watch else [None] * len(rows)
     prompts = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
     prompt_ids = [ids[is_real].tolist() for ids, is_real in prompts]
     passage_tokens = count_tokens(processor.tokenizer, [passages_text(row) for row in rows])
-    columns = zip(texts, prompt_ids, context_tokens, passage_tokens, features, strict=True)
+    columns = zip(texts, prompt_ids, context_tokens, passage_tokens, sure, strict=True)
     return [Answer(text.strip(), *rest) for text, *rest in columns]
 
 

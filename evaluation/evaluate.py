@@ -119,7 +119,7 @@ def record(row: Row, answer: Answer, seconds: float) -> dict[str, Any]:
         "context_tokens": answer.context_tokens,
         "passage_tokens": answer.passage_tokens,
         "seconds": round(seconds, 4),
-        **({} if answer.features is None else {"features": answer.features}),
+        **({} if answer.confidence is None else {"confidence": answer.confidence}),
         "prompt": digest(answer.prompt_ids),
         "row": row_digest(row),
     }

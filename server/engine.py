@@ -5,6 +5,7 @@ One thread reads passages and runs the model; any number of threads may submit.
     submit -> passages as slots (given, or of a corpus) -> slot prefixes, kept or read -> `generate` -> on_text
 """
 
+import contextlib
 import functools
 import json
 import threading
@@ -283,10 +284,10 @@ class Engine:
     @torch.inference_mode()
     def _generate(self, group: list[Request], inputs: dict[str, Any], began: float) -> None:
         inputs = {name: x.to(self.model.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
-        can_refuse = self.processor.no_answer is not None and group[0].passages is not None
-        watch = AnswerConfidence(self.processor) if can_refuse else None
+        can_refuse = self.processor.answer_probe is not None and group[0].passages is not None
+        watch = AnswerConfidence(self.model, self.processor) if can_refuse else None
         prompt_tokens = inputs["attention_mask"].sum(dim=1).tolist()
-        with self.model.recorded_depths() as depths:
+        with self.model.recorded_depths() as depths, watch or contextlib.nullcontext():
             rows = AnswerStream(group, prompt_tokens, self, began, depths, watch)
             settings = GenerationConfig(
                 max_new_tokens=max(rows.max_new_tokens),

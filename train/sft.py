@@ -54,6 +54,7 @@ def load_processor(recipe: RecipeArguments, chat_template_path: str | None) -> A
     name = recipe.model_name_or_path
     if is_aligner(name):
         processor = ArcAlignerProcessor.from_pretrained(name)
+        processor.answer_probe = None  # other weights have other states
         check_start(recipe, processor, ArcAlignerConfig.from_pretrained(name))
     else:
         words = bool(recipe.aligner.get("word_parts"))
