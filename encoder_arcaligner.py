@@ -437,9 +437,10 @@ class SlotEncoder:
         each segment, or for each run of about `tokens_per_slot` tokens."""
         ends = None
         if tokens_per_slot != "segment":
-            ends = [run_ends(each.encoder_start, each.word_ends, tokens_per_slot) for each in tokens]
+            ends = [run_ends(segment.encoder_start, segment.word_ends, tokens_per_slot) for segment in tokens]
         with torch.no_grad():
-            texts, starts = [each.encoder_text for each in tokens], [each.encoder_start for each in tokens]
+            texts = [segment.encoder_text for segment in tokens]
+            starts = [segment.encoder_start for segment in tokens]
             embeds = self.encoder.encode_runs(texts, starts, ends).cpu()
         self._check_embeds(embeds, 0)
         return embeds
@@ -465,17 +466,17 @@ class SlotEncoder:
             self._tokens(row[:most], documents, rate) or [EMPTY_SEGMENT]
             for row, documents in zip(segments, passages, strict=True)
         ]
-        counts = [sum(len(each.runs(rate)) for each in row) for row in tokens]  # slots of each question
+        counts = [sum(len(segment.runs(rate)) for segment in row) for row in tokens]  # slots of each question
         for number, row in enumerate(tokens):
             whose = f" of question {number}" if len(passages) > 1 else ""
             _check_room(whose, row, rate, max_slots, None if room is None else room[number], apart)
         # All questions at once: the encoder sorts texts by length, so more of them means less padding.
-        encoded = self.encode_tokens([each for row in tokens for each in row], rate).split(counts)
+        encoded = self.encode_tokens([segment for row in tokens for segment in row], rate).split(counts)
         rows = []
         for pieces, row_tokens, embeds in zip(segments, tokens, encoded, strict=True):
             words = None
             if rate != "segment" and pieces:  # several slots of a segment: each stands for a part of it
-                pieces = [piece for each in row_tokens for piece in each.pieces(rate)]
+                pieces = [piece for segment in row_tokens for piece in segment.pieces(rate)]
             pieces, dropped = pieces[:max_slots], pieces[max_slots or len(pieces) :]
             if self.context_words:
                 runs = [torch.tensor(one.word_ids[a:b]) for one in row_tokens for a, b in one.runs(rate)][:max_slots]
@@ -539,8 +540,8 @@ def _check_room(
     """Refuses the passages of a question (named `whose`) with more slots than there is room for; where they are read
     `apart`, each has that room."""
     sizes: dict[int, int] = defaultdict(int)
-    for each in row:
-        sizes[each.segment.document] += len(each.runs(rate))
+    for tokens in row:
+        sizes[tokens.segment.document] += len(tokens.runs(rate))
     document = max(sizes, key=sizes.get)
     count = sizes[document] if apart else sum(sizes.values())
     if room is not None and min(count, max_slots or count) > room:

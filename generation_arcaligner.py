@@ -403,7 +403,7 @@ def read_passages(model, head_ids: Sequence[int], head: torch.Tensor, passages: 
     Returns:
         `list[torch.Tensor]`, each (num_layers, 2, heads, num_slots, head_dim), in the order of `passages`.
     """
-    lengths = [len(each.context_embeds) for each in passages]
+    lengths = [len(passage.context_embeds) for passage in passages]
     shares = can_separate(model.config.text_config) and not model.config.refines(**settings)
     entries: list[torch.Tensor | None] = [None] * len(passages)
     batch: list[list[int]] = []
@@ -438,7 +438,7 @@ def _read_batch(model, head_ids, head, passages, batch: list[list[int]], entries
     rows, device, start = [[passages[number] for number in row] for row in batch], model.device, len(head_ids)
     continues = not model.config.refines(**settings)
     numbers = pad_passage_ids(
-        [torch.cat([torch.full((len(each.context_embeds),), n) for n, each in enumerate(row)]) for row in rows]
+        [torch.cat([torch.full((len(own.context_embeds),), number) for number, own in enumerate(row)]) for row in rows]
     )  # (batch, max_slots); rows are padded at the end
     is_slot = numbers >= 0
     ids = torch.where(is_slot, model.config.context_token_id, 0)  # padding may be any id: it is masked
@@ -451,14 +451,14 @@ def _read_batch(model, head_ids, head, passages, batch: list[list[int]], entries
         mask = pad(separate_passages(is_slot, numbers, model.dtype), (start, 0))
     if positions is None:
         positions = torch.arange(mask.shape[1] - ids.shape[1], mask.shape[1], device=device).expand(len(rows), -1)
-    words = [[each.context_word_ids for each in row] for row in rows]
+    words = [[passage.context_word_ids for passage in row] for row in rows]
     outputs = model.model(
         input_ids=ids.to(device),
         attention_mask=mask.to(device),
         position_ids=positions,
         past_key_values=join_keys_values([[head]] * len(rows), model.config.text_config) if continues else None,
         context_embeds=pad_sequence(
-            [torch.cat([each.context_embeds for each in row]) for row in rows], batch_first=True
+            [torch.cat([passage.context_embeds for passage in row]) for row in rows], batch_first=True
         ).to(device),
         context_word_ids=None if words[0][0] is None else pad_words(list(map(_join_words, words))).to(device),
         use_cache=True,

@@ -185,9 +185,11 @@ class SlotPrefixStore:
         # A passage that is read apart is kept whole, and cut afterwards: one entry serves any `max_slots`.
         most = settings.pop("max_slots", None) if self._is_separate else None
         entries, missing = self._fetch(asked, settings)
-        inputs = self._batch(asked, [_first_slots([entries[unit.key] for unit in each.units], most) for each in asked])
-        inputs.num_passages = [len(each.units) - 1 for each in asked]
-        inputs.num_kept = [sum(unit.key not in missing for unit in each.units[1:]) for each in asked]
+        inputs = self._batch(
+            asked, [_first_slots([entries[unit.key] for unit in question.units], most) for question in asked]
+        )
+        inputs.num_passages = [len(question.units) - 1 for question in asked]
+        inputs.num_kept = [sum(unit.key not in missing for unit in question.units[1:]) for question in asked]
         return inputs
 
     @torch.no_grad()
@@ -219,7 +221,7 @@ class SlotPrefixStore:
         asked = []
         for question, own in zip(questions, passages, strict=True):
             head, tail = self.processor.prompt_ids(question, **template_kwargs)
-            units = [_Unit(tuple(head), each) for each in (_apart(own) if self._is_separate else [own])]
+            units = [_Unit(tuple(head), passage) for passage in (_apart(own) if self._is_separate else [own])]
             asked.append(_Question([_Unit(tuple(head)), *units], tail))
             if len(units) > 1:
                 check_can_separate(self.model.config.text_config, in_one_row=False)
@@ -235,11 +237,11 @@ class SlotPrefixStore:
         """Prompts (batch, seq_len), left-padded in both halves, with the cache of what stands before the questions."""
         config, slot_id = self.model.config.text_config, self.processor.context_token_id
         sizes = [[part.shape[3] for part in own[1:]] for own in parts]  # slots of each passage of each question
-        ids = [[*each.units[0].head, *[slot_id] * sum(own)] for each, own in zip(asked, sizes, strict=True)]
-        tails = [each.tail for each in asked]
-        for each, own in zip(asked, sizes, strict=True):
+        ids = [[*question.units[0].head, *[slot_id] * sum(own)] for question, own in zip(asked, sizes, strict=True)]
+        tails = [question.tail for question in asked]
+        for question, own in zip(asked, sizes, strict=True):
             num_slots = max(own) if self._is_separate else sum(own)  # passages apart share their positions
-            check_length(len(each.units[0].head) + num_slots + len(each.tail), "The prompt", config)
+            check_length(len(question.units[0].head) + num_slots + len(question.tail), "The prompt", config)
         cache = join_keys_values(parts, config)
         if any(cache.is_sliding):
             ids, tails, cache = self._align_tails(ids, tails, parts)
@@ -294,7 +296,7 @@ class SlotPrefixStore:
             digest = json_digest(shared)
             entries: dict[str, torch.Tensor] = {}
             missing: dict[str, _Unit] = {}  # by key, so that a passage of several questions is read once
-            for unit in (unit for each in asked for unit in each.units):
+            for unit in (unit for question in asked for unit in question.units):
                 own = passage_fingerprint(unit.head, unit.passages)
                 unit.key, unit.fingerprint = json_digest([digest, own]), shared | own
                 if unit.key in entries or unit.key in missing:
@@ -306,8 +308,8 @@ class SlotPrefixStore:
                     missing[unit.key] = unit
             if missing:
                 # Passages are read behind the text before them, which may be kept though they are not.
-                heads = {each.units[0].head: entries.get(each.units[0].key) for each in asked}
-                entries |= self._read(missing, heads, settings, max(len(each.tail) for each in asked))
+                heads = {one.units[0].head: entries.get(one.units[0].key) for one in asked}
+                entries |= self._read(missing, heads, settings, max(len(question.tail) for question in asked))
                 # Answers are right for the weights that were read; under the keys of others nothing may be kept.
                 if self.weights(passages) == weights:
                     for unit in missing.values():
@@ -325,8 +327,8 @@ class SlotPrefixStore:
         """Reads units by their keys. `heads` are texts before the slots, with what is kept of each."""
         if self.model.training:
             raise ValueError("The model is in training mode, where dropout changes slots. Call `model.eval()` first.")
-        gates = {each: value for each, value in settings.items() if each in REFINEMENT_SETTINGS}
-        slot_settings = {each: value for each, value in settings.items() if each not in REFINEMENT_SETTINGS}
+        gates = {name: value for name, value in settings.items() if name in REFINEMENT_SETTINGS}
+        slot_settings = {name: value for name, value in settings.items() if name not in REFINEMENT_SETTINGS}
         units = [unit for unit in missing.values() if unit.is_passage]
         longest, encoded = longest_prompt(self.model.config.text_config), []
         if units:  # all heads' passages at once: the encoder is fastest with many texts of like length

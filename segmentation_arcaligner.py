@@ -241,8 +241,8 @@ def mark_control_tokens(tokenizer, text):
     left alone."""
     template = str(tokenizer.chat_template or "")
     added = tokenizer.added_tokens_decoder.values()
-    of_template = (each.content for each in added if each.content.strip() and each.content in template)
-    special = (each.content for each in added if each.special)
+    of_template = (token.content for token in added if token.content.strip() and token.content in template)
+    special = (token.content for token in added if token.special)
     return mark_tokens(text, tuple(dict.fromkeys((*special, *of_template))))
 
 
@@ -457,7 +457,7 @@ def _tokenize_document(tokenizer, document: str | dict, number: int) -> tuple[np
     ids, ends = read["input_ids"], [end for _, end in read["offset_mapping"]]
     special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     if special.intersection(ids):  # a document's `<|im_end|>` is text
-        tokens = [tokenizer.convert_ids_to_tokens(each) if each in special else None for each in ids]
+        tokens = [tokenizer.convert_ids_to_tokens(token_id) if token_id in special else None for token_id in ids]
         read_as_text = [
             [each] if token is None else encode_marked(tokenizer, mark_control_tokens(tokenizer, token))
             for each, token in zip(ids, tokens, strict=True)
