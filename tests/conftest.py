@@ -145,9 +145,7 @@ def encoder_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def processor(base_model_dir: Path, encoder_dir: Path) -> ArcAlignerProcessor:
     processor = ArcAlignerProcessor.from_base_model(
-        str(base_model_dir),
-        encoder_name_or_path=str(encoder_dir),
-        encoder_hidden_size=ENCODER_WIDTH,
+        str(base_model_dir), encoder_name_or_path=str(encoder_dir), encoder_hidden_size=ENCODER_WIDTH
     )
     processor.encoder.device = "cpu"
     return processor

@@ -211,10 +211,7 @@ BOUND = {
         "`encoder_name_or_path` is 'a/b'",
     ),
     "words left out": (lambda f: edit_json(f / PROCESSOR, context_words=False), "`context_words` is False"),
-    "longer segments": (
-        lambda f: edit_json(f / PROCESSOR, sentences_per_segment=3),
-        "`sentences_per_segment` is 3",
-    ),
+    "longer segments": (lambda f: edit_json(f / PROCESSOR, sentences_per_segment=3), "`sentences_per_segment` is 3"),
     "other rates": (
         lambda f: edit_json(f / PROCESSOR, trained_tokens_per_slot=[9]),
         r"`trained_tokens_per_slot` is \[9\]",

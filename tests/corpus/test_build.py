@@ -156,11 +156,7 @@ def test_passages_have_the_page_or_heading_that_they_stand_under(tmp_path, proce
         ("", 1, "Anna brings the cake."),
         ("", 2, "Bob came late."),
     ]
-    assert {each["page"] for each in Retriever(corpus, processor)("Who brings the cake?", 5).documents} == {
-        None,
-        1,
-        2,
-    }
+    assert {each["page"] for each in Retriever(corpus, processor)("Who brings the cake?", 5).documents} == {None, 1, 2}
 
 
 def test_a_changed_document_is_replaced_in_one_step_and_others_are_left(corpus, letters, processor, tmp_path):

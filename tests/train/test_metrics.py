@@ -15,14 +15,7 @@ from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.train import metrics
 from arcaligner.train import trainer as trainer_module
 from arcaligner.train.data import ContextCollator, ExampleBuilder, encode_slots
-from arcaligner.train.metrics import (
-    Clock,
-    GateCounter,
-    SwappedSlots,
-    answer_questions,
-    contains_match,
-    token_f1,
-)
+from arcaligner.train.metrics import Clock, GateCounter, SwappedSlots, answer_questions, contains_match, token_f1
 from arcaligner.train.selection import ExampleSelector
 
 
