@@ -22,8 +22,7 @@ def test_a_copy_is_the_same_checkpoint(checkpoint_dir, copied):
 
 
 @pytest.mark.parametrize(
-    "file, key, value",
-    [("config.json", "gate_threshold", 0.9), ("processor_config.json", "sentences_per_segment", 3)],
+    "file, key, value", [("config.json", "gate_threshold", 0.9), ("processor_config.json", "sentences_per_segment", 3)]
 )
 def test_other_settings_are_another_checkpoint(checkpoint_dir, copied, file, key, value):
     settings = json.loads((copied / file).read_text("utf-8"))
