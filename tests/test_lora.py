@@ -86,11 +86,17 @@ def test_what_a_hook_holds_of_the_frozen_linear_stays_frozen_where_there_are_gra
     assert torch.equal(seen[0], layer.base_layer(states))
 
 
+@pytest.mark.parametrize("name", ["lora_A", "lora_B"])
 @pytest.mark.parametrize("rows", [SLOTS, TOGETHER, ALL_ROWS])
-def test_low_rank_linear_of_a_patched_forward_is_called(layer, states, rows):
+def test_low_rank_linear_of_a_patched_forward_is_called_for_slot_rows_alone(layer, states, rows, name):
     layer = copy.deepcopy(layer)
-    up = layer.lora_B[ADAPTER_NAME]
-    up.forward = lambda slots: -nn.functional.linear(slots, up.weight)  # as of what fetches weights first
+    linear = getattr(layer, name)[ADAPTER_NAME]
+
+    def negated(slots):  # as of what fetches weights first
+        assert len(slots) == len(torch.arange(10)[rows])
+        return -nn.functional.linear(slots, linear.weight)
+
+    linear.forward = negated
     with torch.no_grad(), lora_on(rows):
         found = layer(states)
     frozen = layer.base_layer(states)

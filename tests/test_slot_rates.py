@@ -99,6 +99,15 @@ def test_encoding_in_a_batch_is_encoding_one_by_one(words_processor):
         assert torch.equal(found.context_word_ids, alone.context_word_ids)
 
 
+def test_first_slots_are_kept_within_a_budget(words_processor):
+    whole = words_processor.encode_documents(DOCUMENTS)
+    cut = words_processor.encode_documents(DOCUMENTS, max_slots=4)
+    assert cut.segments == whole.segments[:4] and cut.dropped == whole.segments[4:]
+    assert torch.equal(cut.context_embeds, whole.context_embeds[:4])
+    inputs = words_processor(text=QUESTION, documents=DOCUMENTS, max_slots=4, return_segments=True)
+    assert inputs["statistics"][0]["slots"] == 4 and inputs["statistics"][0]["dropped"] == len(cut.dropped)
+
+
 def test_a_rate_that_was_not_learned_warns_and_names_those_that_were(words_processor, caplog):
     words_processor.encode_documents(DOCUMENTS, tokens_per_slot=3)
     assert "has learned" not in caplog.text
