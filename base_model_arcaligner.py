@@ -80,6 +80,7 @@ def find_decoder_layers(backbone: PreTrainedModel) -> nn.ModuleList:
     ]
     if len(stacks) != 1:
         _refuse(config, f"found {len(stacks)} stacks of {config.num_hidden_layers} decoder layers, expected 1")
+    # A layer is asked by its signature: what it cannot take would be dropped on the way or fail in the first forward.
     parameters = inspect.signature(type(stacks[0][0]).forward).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     if inspect.Parameter.VAR_KEYWORD not in kinds:
@@ -466,6 +467,7 @@ class WatchedWeights:
             modules.append((prefix, type(module).__qualname__))
             for name, weight in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
                 found.setdefault(id(weight), (f"{prefix}.{name}".lstrip("."), module, name, weight))
+        # The same weights in other classes, or with another adapter on, compute something else.
         first = hashlib.sha256(repr((adapters, modules)).encode())
         for whole_name, owner, name, weight in found.values():
             read = self._read.get(whole_name)

@@ -302,6 +302,7 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
     described += f"{config.text_config.hidden_size}, {config.text_config.num_hidden_layers} layers) and encoder "
     described += f"{config.encoder_name_or_path} (width {config.encoder_hidden_size})"
     settings = "check `gate_layers`, `lora_r`, `lora_target_modules`, `word_parts` and `text_config` in its config.json"
+    # What is missing first: a file that is not whole, or another aligner's, has other faults as well.
     if missing := sorted(expected.keys() - found.keys()):
         raise ValueError(
             f"Checkpoint {source} lacks {len(missing)} of {len(expected)} aligner weights that {described} needs, "
@@ -419,7 +420,7 @@ def _move_all(moves: list[tuple[Path, Path]], folder: Path, former: Path) -> Non
             done.append((path, target))
     except BaseException as error:
         try:
-            for path, target in reversed(done):
+            for path, target in reversed(done):  # the new files first, which stand where the former ones were
                 os.replace(target, path)
         except OSError:
             raise OSError(
@@ -479,6 +480,21 @@ def write_processor_digests(former: Path, folder: Path) -> None:
 
 def write_config(path: Path, config: dict[str, Any]) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")  # as transformers does
+
+
+def check_processor_is_readable(folder: Path) -> None:
+    """Raises `ValueError` for a file of a processor that is missing or broken, by its name."""
+    check_json_file(folder / "tokenizer_config.json", "tokenizer_class")
+    for name, key in (("processor_config.json", "encoder_name_or_path"), ("tokenizer.json", "model")):
+        if (path := folder / name).is_file():
+            check_json_file(path, key)
+    if not list(folder.glob("tokenizer.*")) + list(folder.glob("vocab.*")):
+        raise ValueError(f"{folder} has no tokenizer.json. Save the processor again, or download it again.")
+    try:
+        for path in folder.glob("chat_template.jinja"):
+            path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{folder / 'chat_template.jinja'} is not UTF-8 text ({error}).") from error
 
 
 def check_processor_files(folder: Path) -> None:

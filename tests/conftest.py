@@ -22,7 +22,7 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-from tiny_models import float64_throughout, randomize
+from tiny_models import backbone_config, float64_throughout, randomize, tiny_aligner
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -148,13 +148,28 @@ def encoder_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def processor(base_model_dir: Path, encoder_dir: Path) -> ArcAlignerProcessor:
-    processor = ArcAlignerProcessor.from_base_model(
-        str(base_model_dir),
-        encoder_name_or_path=str(encoder_dir),
-        encoder_hidden_size=ENCODER_WIDTH,
-    )
+    return new_processor(base_model_dir, encoder_dir)
+
+
+def new_processor(base_model_dir: Path, encoder_dir: Path, **settings) -> ArcAlignerProcessor:
+    """A processor for the tiny models, whose encoder runs on the CPU."""
+    names = {"encoder_name_or_path": str(encoder_dir), "encoder_hidden_size": ENCODER_WIDTH}
+    processor = ArcAlignerProcessor.from_base_model(str(base_model_dir), **names, **settings)
     processor.encoder.device = "cpu"
     return processor
+
+
+def processor_with(processor: ArcAlignerProcessor, **settings) -> ArcAlignerProcessor:
+    """A new processor as `processor`, with these settings."""
+    same = {name: getattr(processor, name) for name in ("encoder_name_or_path", "encoder_hidden_size")}
+    return ArcAlignerProcessor(processor.tokenizer, context_token_id=processor.context_token_id, **same, **settings)
+
+
+def aligner_for(processor, backbone: str = "llama", text: dict | None = None, **settings) -> ArcAlignerForCausalLM:
+    """A random aligner, in float64, that reads the processor's ids and embeddings; `text` changes its backbone."""
+    text = {"vocab_size": len(processor.tokenizer), "max_position_embeddings": 300} | (text or {})
+    settings |= {"encoder_hidden_size": ENCODER_WIDTH, "context_token_id": processor.context_token_id}
+    return tiny_aligner(backbone_config(backbone, **text), **settings)
 
 
 def random_aligner(base_model: Path, processor, seed: int, **settings) -> ArcAlignerForCausalLM:

@@ -216,12 +216,9 @@ def test_prefill_in_chunks_is_refused(model):
         model.generate(**inputs(model), prefill_chunk_size=4, max_new_tokens=2)
 
 
-def test_prefilling_a_prompt_without_slots_is_refused(model):
+def test_prefilling_without_slots_or_rows_whose_slots_end_apart_is_refused(model):
     with pytest.raises(ValueError, match=r"(?s)\[-1\].*slots"):
         model.prefill_context(torch.ones(1, 5, dtype=torch.long), torch.zeros(1, 0, ENCODER_HIDDEN_SIZE))
-
-
-def test_prefilling_rows_whose_slots_end_apart_is_refused(model):
     batch = collate(random_rows(model, [2, 5], contiguous=True))
     with pytest.raises(ValueError, match=r"(?s)last slots.*\[\d+, \d+\].*one row at a time"):
         model.prefill_context(batch["input_ids"], batch["context_embeds"], batch["attention_mask"])
@@ -328,15 +325,12 @@ def test_checkpoint_whose_base_model_is_not_on_this_machine(checkpoint, monkeypa
         ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner", base_model_name_or_path="nobody/nothing")
 
 
+OTHER_SIZES = [{"hidden_size": 32}, {"num_hidden_layers": 2}, {"num_hidden_layers": 4}]
+
+
 @pytest.mark.parametrize(
     "backbone, changes",
-    [
-        ("llama", {"hidden_size": 32}),
-        ("llama", {"num_hidden_layers": 2}),
-        ("llama", {"num_hidden_layers": 4}),
-        ("qwen2", {}),
-        ("gemma2", {}),
-    ],
+    [*(("llama", each) for each in OTHER_SIZES), ("qwen2", {}), ("gemma2", {})],
 )
 def test_checkpoint_for_another_backbone(checkpoint, backbone, changes):
     """The base model at the name in the configuration is not the one the aligner was trained around."""

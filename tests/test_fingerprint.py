@@ -11,9 +11,9 @@ from peft import LoraConfig, inject_adapter_in_model
 from tiny_models import tiny_aligner
 
 from arcaligner.base_model_arcaligner import WatchedWeights
-from arcaligner.encoder_arcaligner import GivenSlots
 from arcaligner.layers_arcaligner import slot_lora_layers
 from arcaligner.prefix_store_arcaligner import canonical_settings, passage_fingerprint, shared_fingerprint
+from arcaligner.segmentation_arcaligner import GivenSlots
 
 
 @pytest.fixture
@@ -85,10 +85,7 @@ def test_embeddings_are_told_apart_by_values_and_shape():
 @pytest.mark.parametrize(
     "settings, expected",
     [
-        (
-            {"max_slots": np.int64(2), "gate_threshold": 1},
-            {"max_slots": 2, "gate_threshold": 1.0},
-        ),
+        ({"max_slots": np.int64(2), "gate_threshold": 1}, {"max_slots": 2, "gate_threshold": 1.0}),
         ({"max_slots": None, "refinement_budget": float("inf"), "gate_mode": None}, {}),
         ({"refinement_budget": np.float32(0), "gate_mode": "always"}, {"gate_mode": "off"}),
         ({"max_slots": 3, "refinement_budget": 0.5}, None),

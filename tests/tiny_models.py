@@ -41,10 +41,7 @@ BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral_window": ("mistral", {"sliding_window": WINDOW}),
     "qwen2": ("qwen2", {}),
-    "qwen2_window": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": HYBRID_LAYERS},
-    ),
+    "qwen2_window": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": HYBRID_LAYERS}),
     "qwen3": ("qwen3", {}),
     "gemma2": (
         "gemma2",
@@ -66,12 +63,7 @@ BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
     "granite": (
         "granite",
-        {
-            "logits_scaling": 0.5,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.7,
-            "attention_multiplier": 0.3,
-        },
+        {"logits_scaling": 0.5, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3},
     ),
     "cohere": ("cohere", {"hidden_size": 32, "logit_scale": 0.25, "use_qk_norm": True}),
 }
@@ -153,6 +145,14 @@ def tiny_aligner(
     model = ArcAlignerForCausalLM(config)
     randomize(model, seed)
     return model.to(dtype).eval()
+
+
+def random_probe(model: ArcAlignerForCausalLM, **changes: Any) -> dict[str, Any]:
+    """An `answer_probe` of the first and the last layer, with weights that tell questions apart."""
+    config = model.config.text_config
+    layers, generator = [0, config.num_hidden_layers - 1], torch.Generator().manual_seed(0)
+    weight = (0.1 * torch.randn(len(layers) * config.hidden_size, generator=generator)).tolist()
+    return {"layers": layers, "weight": weight, "bias": 0.1, "threshold": 0.5} | changes
 
 
 def random_row(

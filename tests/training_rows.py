@@ -5,10 +5,7 @@ import json
 from pathlib import Path
 
 PASSAGES = (
-    (
-        "Toronto Northwest",
-        "It was a federal district. It was created in 1924! Parkdale lost a part to it?",
-    ),
+    ("Toronto Northwest", "It was a federal district. It was created in 1924! Parkdale lost a part to it?"),
     ("", "Radik Zhaparov is a Kazakh ski jumper. He has competed since 2003."),
     ("Ada", "Nobody else knew how to read it aloud."),
 )

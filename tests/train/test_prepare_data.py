@@ -142,10 +142,7 @@ def test_each_set_becomes_rows_of_the_files_that_recipes_name(copies, tmp_path):
     assert rows["qed_-32"]["answers"] == ["Epic.", "Epic, Ada"] and "qed_5" not in rows
     sentence = {"title": "", "text": "Ships that grew replaced riverboats."}
     found = [(row["question"], row["answers"]) for row in rows.values() if row["passages"] == [sentence]]
-    assert found == 2 * [
-        ("What replaced riverboats?", ["Ships"]),
-        (LONG_QUESTION, ["replaced", "grew"]),
-    ]
+    assert found == 2 * [("What replaced riverboats?", ["Ships"]), (LONG_QUESTION, ["replaced", "grew"])]
     assert len(ids(tmp_path / "data" / "train_qa.jsonl.gz")) == 7 + 1 + 1 + 1
 
 

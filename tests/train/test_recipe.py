@@ -51,8 +51,7 @@ def test_an_unknown_key_of_the_command_line_is_refused_with_the_nearest(flags):
 
 
 @pytest.mark.parametrize(
-    "setting",
-    ["packing: true", "padding_free: true", "max_length: 64", "remove_unused_columns: true"],
+    "setting", ["packing: true", "padding_free: true", "max_length: 64", "remove_unused_columns: true"]
 )
 def test_settings_that_lose_slots_are_refused(tmp_path, setting):
     path = tmp_path / "recipe.yaml"
