@@ -41,10 +41,7 @@ BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral_window": ("mistral", {"sliding_window": WINDOW}),
     "qwen2": ("qwen2", {}),
-    "qwen2_window": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": HYBRID_LAYERS},
-    ),
+    "qwen2_window": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": HYBRID_LAYERS}),
     "qwen3": ("qwen3", {}),
     "gemma2": (
         "gemma2",
@@ -66,12 +63,7 @@ BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
     "granite": (
         "granite",
-        {
-            "logits_scaling": 0.5,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.7,
-            "attention_multiplier": 0.3,
-        },
+        {"logits_scaling": 0.5, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3},
     ),
     "cohere": ("cohere", {"hidden_size": 32, "logit_scale": 0.25, "use_qk_norm": True}),
 }
@@ -138,14 +130,8 @@ def tiny_aligner(
 ) -> ArcAlignerForCausalLM:
     """A random aligner in evaluation mode; `settings` change its `ArcAlignerConfig`."""
     text_config = backbone_config(backbone) if isinstance(backbone, str) else backbone
-    settings = {
-        "encoder_hidden_size": ENCODER_HIDDEN_SIZE,
-        "lora_r": 4,
-        "lora_alpha": 6,
-        "lora_dropout": 0.0,
-        "gate_hidden_size": 7,
-        **settings,
-    }
+    sizes = {"encoder_hidden_size": ENCODER_HIDDEN_SIZE, "lora_r": 4, "gate_hidden_size": 7}
+    settings = sizes | {"lora_alpha": 6, "lora_dropout": 0.0} | settings
     torch.manual_seed(seed)
     config = ArcAlignerConfig(text_config=text_config, **settings)
     if attn_implementation is not None:

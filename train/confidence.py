@@ -68,7 +68,7 @@ def last_states(
 
 def fit_probe(states: np.ndarray, is_answered: np.ndarray) -> tuple[np.ndarray, float]:
     """Weights (features,) and bias of a logistic regression from `states` (rows, features) to `is_answered` (rows,)."""
-    search = GridSearchCV(LogisticRegression(max_iter=500), {"C": STRENGTHS}, scoring="neg_log_loss")
+    search = GridSearchCV(LogisticRegression(max_iter=500), {"C": STRENGTHS}, scoring="neg_log_loss", cv=3)
     scaler, found = make_pipeline(StandardScaler(), search).fit(states, is_answered)
     regression = found.best_estimator_
     weight = regression.coef_[0] / scaler.scale_
@@ -122,7 +122,7 @@ def fit_confidence(
 def main(
     recipe: Annotated[Path, typer.Option(help="The recipe of the stage: its data, and what is held out.")],
     aligner: Annotated[Path, typer.Option(help="Folder of the aligner; its processor is written again.")],
-    number: Annotated[int, typer.Option("-n", help="Training questions.")] = 8000,
+    number: Annotated[int, typer.Option("-n", help="Training questions.")] = 20_000,
     held_out: Annotated[int, typer.Option(help="Held-out questions.")] = 1000,
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
     dtype: Annotated[str, typer.Option(help="The dtype of the backbone.")] = "float32",
