@@ -17,7 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.utils.versions import require_version
 
 # As in `pyproject.toml`, which remote code lacks. Before the other imports, which an older version may not know.
-REQUIREMENTS = ("torch>=2.13", "transformers>=5.10", "peft>=0.18.1", "sentence-transformers>=5.2", "spacy>=3.8")
+REQUIREMENTS = ("torch>=2.9", "transformers>=5.10", "peft>=0.18.1", "sentence-transformers>=5.2", "spacy>=3.8")
 for _needed in REQUIREMENTS:
     require_version(_needed, f'Install what this aligner needs: pip install "{_needed}"')
 
@@ -361,7 +361,21 @@ def check_length(length: int, what: str, config: PreTrainedConfig, position_ids=
         )
 
 
-# Inputs of the model
+# Inputs
+
+
+def check_conversation(given: Any) -> None:
+    """Raises `ValueError` unless it is a list of messages, or a list of such lists."""
+    messages = getattr(given, "messages", given)  # transformers' `Chat` has them inside
+    if not isinstance(messages, list | tuple) or not messages:
+        raise ValueError(f"A conversation is {messages!r}; expected a list of messages, at least one.")
+    if any(isinstance(each, list | tuple) for each in messages):
+        for each in messages:
+            check_conversation(each)
+        return
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise ValueError(f'A message is {message!r}; expected {{"role": str, "content": str}}.')
 
 
 def check_ids(

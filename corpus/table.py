@@ -61,7 +61,8 @@ def table_schema(settings: dict[str, Any]) -> pa.Schema:
 
 
 def passage_checksums(rows: pa.Table) -> list[int]:
-    """The CRC-32 of text, slots and what they stand for, of each row."""
+    """The CRC-32 of text, slots and what they stand for, of each row: against a disk that breaks, not against anybody
+    who writes to it."""
     slots = rows["slots"].combine_chunks()
     ends = np.cumsum(slots.value_lengths().to_numpy())
     values = slots.flatten().flatten().to_numpy().reshape(-1, slots.type.value_type.list_size)
@@ -80,10 +81,10 @@ def slot_settings(processor, tokens_per_slot: int | str | None = None) -> dict[s
         "encoder_dtype": str(processor.encoder.model.dtype).removeprefix("torch."),
         "sentences_per_segment": processor.sentences_per_segment,
         "spacy_model": processor.spacy_model,
-        "tokens_per_slot": processor.check_slot_settings(tokens_per_slot=tokens_per_slot),
+        "tokens_per_slot": processor.slot_encoder.check_settings(tokens_per_slot=tokens_per_slot),
         "context_words": processor.context_words,
         "tokenizer": digest(tokenizer),
-        "probe": [round(value, 5) for value in processor.encode_tokens([PROBE], "segment")[0].tolist()],
+        "probe": [round(value, 5) for value in processor.slot_encoder.encode_tokens([PROBE], "segment")[0].tolist()],
     }
 
 

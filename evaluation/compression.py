@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from ..common.rows import Row
 from ..processing_arcaligner import ArcAlignerProcessor
+from ..segmentation_arcaligner import tokenize_segments
 from ..train.data import passages_text
 from .answering import MissingMethodError, count_tokens
 
@@ -29,7 +30,8 @@ def count_slots(processor: ArcAlignerProcessor, row: Row, tokens_per_slot: int |
     segments = processor.segment_documents(row["passages"])
     if rate == "segment":
         return max(1, len(segments))
-    return max(1, sum(len(each.runs(rate)) for each in processor.tokenize_segments(segments, row["passages"])))
+    tokens = tokenize_segments(processor.tokenizer, segments, row["passages"])
+    return max(1, sum(len(each.runs(rate)) for each in tokens))
 
 
 def first_tokens(processor: ArcAlignerProcessor, text: str, number: int) -> str:

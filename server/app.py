@@ -34,7 +34,7 @@ from ..common.files import CASE_STUDIES, read_json_lines
 from .answers import Answer
 from .answers import Request as EngineRequest
 from .engine import BusyError, Engine
-from .files import MAX_FILE_BYTES, read_passages
+from .files import MAX_FILE_BYTES, example_questions, read_passages
 from .limits import BodyLimit, TimedConnection
 from .protocol import ChatRequest, Completion, error_body, event
 
@@ -60,14 +60,7 @@ STATUSES += ((RequestValidationError, 400), (OSError, 503))
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """
-    How the server is reached.
-
-    Args:
-        model (`str`): The name it answers to.
-        host (`str`), port (`int`): Where it listens.
-        api_key (`str`, *optional*): That clients have to send.
-        max_body_bytes (`int`): The longest request.
+    """How the server is reached: its model's name, where it listens, the key that clients send, the longest request.
 
     Raises:
         `ValueError`: an address that others can reach, without a key.
@@ -167,7 +160,10 @@ async def while_connected(request: Request, result: Awaitable[Any]) -> Any:
 class Routes:
     """What the server answers at each address."""
 
-    examples = list(read_json_lines(CASE_STUDIES))
+    # Without a corpus each question brings its text.
+    examples = [
+        {"question": each["question"], "text": each["passages"][0]["text"]} for each in read_json_lines(CASE_STUDIES)
+    ]
 
     def __init__(self, engine: Engine, settings: ServerSettings):
         self.engine, self.settings, self.metrics = engine, settings, Metrics(engine)
@@ -183,11 +179,12 @@ class Routes:
         return FileResponse(PAGE, media_type="text/html", headers={"Content-Security-Policy": PAGE_POLICY})
 
     async def about(self) -> dict[str, Any]:
-        engine, corpus, rate = self.engine, None, self.engine.tokens_per_slot
+        engine, corpus, rate, examples = self.engine, None, self.engine.tokens_per_slot, self.examples
         if engine.retriever is not None:
             opened = engine.retriever.corpus
             size = {"documents": len(await asyncio.to_thread(opened.documents)), "passages": len(opened)}
             corpus, rate = {"name": opened.path.name, **size}, rate or opened.settings["tokens_per_slot"]
+            examples = [{"question": each} for each in await asyncio.to_thread(example_questions, opened)]
         return {
             "model": self.settings.model,
             "corpus": corpus,
@@ -196,7 +193,7 @@ class Routes:
             "top_k": engine.top_k,
             "has_gates": engine.model.config.gate_mode != "off",
             "limits": {"documents": engine.limits.max_documents, "file_bytes": MAX_FILE_BYTES},
-            "examples": [{"question": row["question"], "text": row["passages"][0]["text"]} for row in self.examples],
+            "examples": examples,
         }
 
     async def passages(self, name: Annotated[str, Query(max_length=1000)], request: Request) -> dict[str, Any]:

@@ -11,6 +11,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads would wait for each other
 
+import shutil
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import datasets
@@ -212,3 +216,17 @@ def greedy_answer(model, processor, inputs: dict, max_new_tokens: int) -> str:
 def model(checkpoint_dir: Path) -> ArcAlignerForCausalLM:
     """The aligner of `checkpoint_dir`, anew for each test."""
     return ArcAlignerForCausalLM.from_pretrained(str(checkpoint_dir)).eval()
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory) -> Path:
+    """The folder that the wheel of this tree installs, `arcaligner`."""
+    folder = tmp_path_factory.mktemp("wheel")
+    # Without folders that are no part of the package, and what a working copy gathers.
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "runs", "docs", "*.egg-info", "*.lance")
+    tree = shutil.copytree(Path(__file__).parents[1], folder / "tree", ignore=left_out)
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(folder)], cwd=tree, check=True, capture_output=True)
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        wheel.extractall(folder / "site")
+    return folder / "site" / "arcaligner"

@@ -27,12 +27,12 @@ CHECKPOINT = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
 SHOWN = ("python", "torch", "transformers", "peft", "sentence-transformers", "trl", "huggingface-hub")
 STEPS = ("answers", "keeps slots", "saves", "trains")
 MARKS = "<!-- versions: tests/matrix.py -->", "<!-- end of versions -->"
-OLDEST = "torch==2.13.0 transformers==5.10.4 peft==0.18.1 sentence-transformers==5.2.3 trl==1.8.0"
+OLDEST = "torch==2.9.1 transformers==5.10.4 peft==0.18.1 sentence-transformers==5.2.3 trl==1.8.0"
 # One library is older at a time, then all of them; and other Pythons.
 COMBINATIONS = [
     "",
     *(f"transformers==5.{minor}.*" for minor in range(22, 9, -1)),
-    *(f"torch=={version}" for version in ("2.15.0", "2.14.1")),
+    *(f"torch=={version}" for version in ("2.15.0", "2.14.1", "2.12.1", "2.11.0", "2.10.0", "2.9.1")),
     *(f"peft=={version}" for version in ("0.20.0", "0.19.1", "0.18.1")),
     *(f"sentence-transformers=={version}.*" for version in ("6.1", "6.0", "5.7", "5.6", "5.5", "5.4", "5.3", "5.2")),
     *(f"trl==1.{minor}.*" for minor in range(15, 7, -1)),

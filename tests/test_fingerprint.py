@@ -11,9 +11,9 @@ from peft import LoraConfig, inject_adapter_in_model
 from tiny_models import tiny_aligner
 
 from arcaligner.base_model_arcaligner import WatchedWeights
-from arcaligner.encoder_arcaligner import GivenSlots
 from arcaligner.layers_arcaligner import slot_lora_layers
 from arcaligner.prefix_store_arcaligner import canonical_settings, passage_fingerprint, shared_fingerprint
+from arcaligner.segmentation_arcaligner import GivenSlots
 
 
 @pytest.fixture

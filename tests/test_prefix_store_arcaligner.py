@@ -24,6 +24,7 @@ from tiny_models import BACKBONES, WINDOW, backbone_config, random_row, tiny_ali
 from transformers import DynamicCache
 
 from arcaligner import ArcAlignerProcessor, prefix_store_arcaligner
+from arcaligner.encoder_arcaligner import SlotEncoder
 from arcaligner.generation_arcaligner import keys_values_of, load_keys_values, save_keys_values
 
 FIVE_TOKENS = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
@@ -127,8 +128,10 @@ def test_documents_are_encoded_once_for_all_questions(model, processor, monkeypa
     store = model.slot_prefix_store(processor)
     questions = [QUESTIONS[0], QUESTIONS[2], QUESTIONS[1]]
     documents = [ADA, ADA, RADIK]
-    encoded, encode, noted = [], processor.encode_tokens, ArcAlignerProcessor
-    monkeypatch.setattr(noted, "encode_tokens", lambda _, *given: encoded.append(given[0]) or encode(*given))
+    encoded, encode = [], SlotEncoder.encode_tokens
+    monkeypatch.setattr(
+        SlotEncoder, "encode_tokens", lambda self, *given: encoded.append(given[0]) or encode(self, *given)
+    )
     ids, logits = generate(model, store.prepare(questions, documents))
     assert [len(tokens) for tokens in encoded] == [5]
     again = generate(model, store.prepare(questions[0], documents[0]))

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..common.files import stable_number
 from ..common.rows import Row
 from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE, ArcAlignerProcessor
-from ..segmentation_arcaligner import EMPTY_SEGMENT, SegmentTokens, equal_runs, run_ends
+from ..segmentation_arcaligner import EMPTY_SEGMENT, SegmentTokens, equal_runs, run_ends, tokenize_segments
 from ..slot_rows_arcaligner import pad_words
 
 # The paper's Table "Stage-I instruction templates", in its order. A template there reads "... [B] ... [T]": the slots
@@ -207,6 +207,7 @@ class ExampleBuilder:
             if not (row["answers"] and (answer := row["answers"][0].strip())):
                 continue
             head, turn = self._question_turn(row["question"], answer, row["id"])
+            # The slots are paid for once: a further question adds its turn only.
             fits = self.max_tokens is None or (example and example.length + len(turn.input_ids) <= self.max_tokens)
             if example and fits:
                 example.turns.append(turn)
@@ -221,7 +222,7 @@ class ExampleBuilder:
 
     def _tokens(self, documents: list[dict[str, str]]) -> list[SegmentTokens]:
         segments = self.processor.segment_documents(documents)
-        return self.processor.tokenize_segments(segments, documents)
+        return tokenize_segments(self.processor.tokenizer, segments, documents)
 
     def _example(self, row_id, head, turns, tokens: list[SegmentTokens], answers=None) -> Example:
         """An example; without segments it has one slot, the encoding of the empty string."""
@@ -333,6 +334,7 @@ class ContextCollator:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         row_ids = [row["row_id"] for row in rows]
+        # One rate for a batch, so that its rows are about as long; drawn by ids, as no generator has to be kept then.
         rate = self.tokens_per_slot[stable_number("rate:" + ":".join(row_ids), len(self.tokens_per_slot))]
         slots = [_words_of_slots(row, rate) for row in rows]
         ids, labels, turns = [], [], []

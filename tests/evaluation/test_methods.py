@@ -71,14 +71,15 @@ def test_a_name_that_is_no_method_is_refused_with_those_that_are(name):
 
 
 def test_a_text_cut_to_the_slots_of_another_aligner_is_another_text(checkpoint_dir, copied):
-    def made_with(aligner):
-        return find_method("truncated_lora_x4").made_with(Checkpoints(str(aligner), full_text_lora=str(checkpoint_dir)))
+    def settings(aligner):
+        checkpoints = Checkpoints(str(aligner), full_text_lora=str(checkpoint_dir))
+        return find_method("truncated_lora_x4").answer_settings(checkpoints)
 
-    assert made_with(copied) == made_with(checkpoint_dir)
+    assert settings(copied) == settings(checkpoint_dir)
     edit_json(copied / "processor_config.json", sentences_per_segment=3)
-    assert made_with(copied) != made_with(checkpoint_dir)
+    assert settings(copied) != settings(checkpoint_dir)
     alone = Checkpoints(str(copied), projector_only=str(checkpoint_dir))  # reads slots of its own
-    assert "slots_of" not in find_method("projector_only_x4").made_with(alone)
+    assert "slots_of" not in find_method("projector_only_x4").answer_settings(alone)
 
 
 def test_rates_stand_after_their_method_from_fine_to_coarse():
@@ -89,8 +90,8 @@ def test_rates_stand_after_their_method_from_fine_to_coarse():
 
 def test_the_rate_is_part_of_what_answers_depend_on(checkpoint_dir):
     checkpoints = Checkpoints(str(checkpoint_dir))
-    plain, fine = (find_method(name).made_with(checkpoints) for name in ("arcaligner", "arcaligner_x4"))
+    plain, fine = (find_method(name).answer_settings(checkpoints) for name in ("arcaligner", "arcaligner_x4"))
     assert fine == plain | {"tokens_per_slot": 4}
     # Its slots decide how much text the baseline reads.
-    baseline = find_method("llmlingua_x4").made_with(checkpoints)
-    assert baseline["weights"] == plain["weights"] != find_method("llmlingua").made_with(checkpoints)["weights"]
+    baseline = find_method("llmlingua_x4").answer_settings(checkpoints)
+    assert baseline["weights"] == plain["weights"] != find_method("llmlingua").answer_settings(checkpoints)["weights"]

@@ -1,6 +1,7 @@
 """The page in a real browser: what is seen, what keys do, what becomes of files, on small and dark screens."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ def is_seen(browser, selector):
 def test_a_question_is_asked_by_keyboard_alone(browser, client):
     browser.evaluate("$('question').focus()")
     browser.type(QUESTION)
-    for key in ("Tab", "Tab", "Tab", "Tab"):  # past the examples
+    for key in ("Tab", "Tab"):  # past the example
         browser.press(key)
     assert browser.evaluate("document.activeElement.id") == "text"
     browser.type(TEXT)
@@ -170,13 +171,67 @@ def test_the_corpus_is_named_and_its_passages_are_as_many_as_chosen(browser):
     assert browser.evaluate("[...$('rate').options].map(each => each.text)") == ["default"]
 
 
-def test_an_example_fills_in_its_question_and_text(browser, engine, monkeypatch):
+def test_an_example_fits_the_corpus_or_brings_its_text(browser, engine, monkeypatch):
+    shown = "[...document.querySelectorAll('#examples button')].map(each => each.textContent)"
+    assert browser.evaluate(shown) == ["Who or what is Zhaparov?"]
+    browser.evaluate("$('text').value = 'Another text.'; document.querySelector('#examples button').click()")
+    browser.evaluate("$('form').requestSubmit()")
+    browser.wait_for("!running")
+    assert browser.evaluate("$('question').value") == "Who or what is Zhaparov?"
+    assert "He is a Kazakh ski jumper." in browser.seen("article")  # of the corpus
+    monkeypatch.setattr("arcaligner.server.app.example_questions", lambda corpus: [])
+    browser.evaluate("learn()")
+    browser.wait_for("!$('examples').checkVisibility()")
+    monkeypatch.setattr(engine, "retriever", None)
     monkeypatch.setattr(engine, "limits", engine.limits.__class__(max_slots=400))
-    names = browser.evaluate("[...document.querySelectorAll('#examples button')].map(each => each.textContent)")
+    browser.evaluate("learn()")
+    browser.wait_for("$('examples').checkVisibility()")
+    names = browser.evaluate(shown)
     assert len(names) == 3 and all(name.endswith("?") for name in names)
     browser.evaluate("document.querySelectorAll('#examples button')[1].click(); $('form').requestSubmit()")
     browser.wait_for("!running")
     assert browser.evaluate("$('question').value") == names[1] and "Radik Zhaparov" in browser.seen("article")
+
+
+MARKDOWN = """# On *ships*
+A **bold ship** of `oak_and_elm`, 2 * 3 * 4, snake_case_too, [a *link*](http://x.y).
+| Name | Of |
+|---|---|
+| 😀 Ada | **oak** |
+| `a` | <b>elm</b> \\| ash |
+The *end*.
+```
+**not bold**
+```"""
+
+
+def test_markdown_is_seen_as_what_it_means_and_no_word_of_it_is_hidden(browser, engine, monkeypatch):
+    place = {"start": MARKDOWN.index("Ada"), "end": MARKDOWN.index("Ada") + 3}
+    monkeypatch.setattr("arcaligner.server.answers.find_answer", lambda answer, text: place)
+    browser.evaluate("$('rate').append(new Option('2')); $('rate').value = '2'")
+    monkeypatch.setattr(engine, "limits", engine.limits.__class__(max_slots=400))
+    ask(browser, MARKDOWN)
+    texts = "(name => [...document.querySelectorAll('.passage ' + name)].map(each => each.textContent))"
+    joined = {name: "".join(browser.evaluate(f"{texts}('.{name}')")) for name in ("heading", "strong", "code", "fence")}
+    assert joined == {
+        "heading": " On *ships*",
+        "strong": "bold shipoak",
+        "code": "oak_and_elma",
+        "fence": "```\n**not bold**\n```",
+    }
+    assert "".join(browser.evaluate(f"{texts}('.em')")) == "end"
+    rows = browser.evaluate(
+        "[...document.querySelectorAll('.passage tr')].map(row => [...row.cells].map(each => each.textContent))"
+    )
+    assert rows == [["Name", "Of"], ["😀 Ada", "**oak**"], ["`a`", "<b>elm</b> \\| ash"]]
+    assert "".join(browser.evaluate(f"{texts}('mark')")) == "Ada"
+    assert browser.evaluate("getComputedStyle(document.querySelector('.passage .strong')).fontWeight") == "600"
+    words = set(re.findall(r"\w+", MARKDOWN))
+    assert words == set(re.findall(r"\w+", browser.evaluate("document.querySelector('.passage').innerText")))
+    starts = browser.evaluate("document.querySelectorAll('.slot.begins').length")
+    assert starts == len(set(browser.evaluate("[...document.querySelectorAll('.slot')].map(each => each.title)")))
+    browser.evaluate("fill($('answer'), '**Oak**, `elm`')")
+    assert browser.evaluate("$('answer').querySelector('.strong').textContent") == "Oak"
 
 
 def test_a_small_and_a_dark_screen(browser):

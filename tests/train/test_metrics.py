@@ -15,7 +15,13 @@ from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.train import metrics
 from arcaligner.train import trainer as trainer_module
 from arcaligner.train.data import ContextCollator, ExampleBuilder, encode_slots
-from arcaligner.train.metrics import Clock, GateCounter, SwappedSlots, answer_questions, contains_match, token_f1
+from arcaligner.train.metrics import (
+    GateCounter,
+    SwappedSlots,
+    answer_questions,
+    contains_match,
+    token_f1,
+)
 from arcaligner.train.selection import ExampleSelector
 
 
@@ -28,16 +34,6 @@ def test_open_gates_are_counted_by_layer_and_padding_is_not():
     expected |= {"open_gates/layer_0": 3 / 6, "open_gates/layer_1": 3 / 6}
     assert gates.pop(Accelerator(cpu=True)) == pytest.approx(expected)
     assert gates.pop(Accelerator(cpu=True)) == {}
-
-
-def test_time_left_is_at_the_pace_since_the_start_and_speed_since_the_last_log(monkeypatch):
-    times = iter([100.0, 160.0, 180.0])
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(times))
-    clock = Clock()
-    clock.start(500.0, 10)  # resumed at step 10
-    clock.start(900.0, 11)
-    assert clock.read(1100.0, 20, 50) == {"tokens_per_second": 10.0, "minutes_left": 3.0}
-    assert clock.read(1500.0, 30, 50) == {"tokens_per_second": 20.0, "minutes_left": pytest.approx(1.3)}
 
 
 # Evaluation during a run
