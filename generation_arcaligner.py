@@ -292,10 +292,10 @@ SLOTS_PER_BATCH = 1024
 SLOTS_PER_ROW = 256
 
 
-def entry_shape(config: PreTrainedConfig, num_slots: int) -> tuple[int, int, int, int, int]:
-    """The shape of keys and values that a backbone has of some slots."""
+def entry_shape(config: PreTrainedConfig, num_slots: int, dtype: torch.dtype | None = None) -> tuple[int, ...]:
+    """The shape of keys and values that a backbone has of some slots, or of bytes of [`from_int8`]."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_hidden_layers, 2, config.num_key_value_heads, num_slots, head_dim
+    return config.num_hidden_layers, 2, config.num_key_value_heads, num_slots, head_dim + 4 * (dtype == torch.int8)
 
 
 def keys_values_of(cache: Cache, row: int, start: int, end: int) -> torch.Tensor:
@@ -309,6 +309,14 @@ def keys_values_of(cache: Cache, row: int, start: int, end: int) -> torch.Tensor
         both = torch.stack([layer.keys[row], layer.values[row]])  # (2, heads, kept, head_dim)
         layers.append(pad(both, (0, 0, dropped, 0))[:, :, start:end])
     return torch.stack(layers)
+
+
+def from_int8(kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Keys and values (..., head_dim) in `dtype`, of those kept as they are or as bytes (..., head_dim + 4): numbers of
+    steps, and the float32 that a step is."""
+    if kept.dtype != torch.int8:
+        return kept
+    return (kept[..., :-4].float() * kept[..., -4:].contiguous().view(torch.float32)).to(dtype)
 
 
 # Positions that a joined cache has room for before it is copied: a question and a short answer.
@@ -369,7 +377,8 @@ def join_keys_values(rows: Sequence[Sequence[torch.Tensor]], config: PreTrainedC
         for row, parts in enumerate(rows):
             padding = length - lengths[row]
             joined[:, row, :, :padding] = 0.0  # which is masked, so that any number would do, but no NaN
-            torch.cat([part[layer_idx] for part in parts], dim=2, out=joined[:, row, :, padding:length])
+            read = [from_int8(part[layer_idx], joined.dtype) for part in parts]
+            torch.cat(read, dim=2, out=joined[:, row, :, padding:length])
         if cache.layers[layer_idx].is_sliding:
             cache.update(*joined[:, :, :, :length], layer_idx)
         else:
@@ -540,7 +549,7 @@ def load_keys_values(
             )
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shape = shapes.get(_NAME, ())
-    if len(shapes) != 1 or len(shape) != 5 or shape != entry_shape(config, shape[3]):
+    if len(shapes) != 1 or len(shape) != 5 or shape != entry_shape(config, shape[3], tensors[_NAME].dtype):
         raise ValueError(
             f"{path} holds tensors of shapes {shapes}; the backbone {config.model_type} needs `{_NAME}` of shape "
             f"{entry_shape(config, 1)}, for a slot. Load it with the backbone it was made for."

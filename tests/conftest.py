@@ -73,13 +73,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(SENTENCES * 4, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
-        pad_token="<|im_end|>",
-        chat_template=CHATML,
-    )
+    turns = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **turns, chat_template=CHATML)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -99,20 +94,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def base_model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
     """A random three-layer Llama with its tokenizer, as `from_pretrained` wants a base model."""
     folder = tmp_path_factory.mktemp("base_model")
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **ids))
     randomize(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -127,16 +113,10 @@ def encoder_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
     vocab += [f"{mark}{chr(code)}" for code in range(33, 127) for mark in ("", "##")]
     vocab = {token: number for number, token in enumerate(dict.fromkeys(vocab))}
-    config = BertConfig(
-        vocab_size=len(vocab),
-        hidden_size=ENCODER_WIDTH,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-    )
+    sizes = {"vocab_size": len(vocab), "hidden_size": ENCODER_WIDTH, "intermediate_size": 16}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}
     torch.manual_seed(1)
-    bert = BertModel(config)
+    bert = BertModel(BertConfig(**sizes))
     randomize(bert, seed=1)
     bert.save_pretrained(folder / "bert")
     BertTokenizerFast(vocab=vocab, model_max_length=64).save_pretrained(folder / "bert")

@@ -318,3 +318,5 @@ def test_slots_beyond_the_budget_are_dropped_and_the_statistics_say_so(processor
     embeds = whole["context_embeds"][0]
     given = processor(text=QUESTION, context_embeds=embeds, max_slots=2, return_tensors="pt")
     assert torch.equal(given["context_embeds"][0], embeds[:2])
+    both = processor(text=[QUESTION] * 2, documents=[DOCUMENTS] * 2, max_slots=2)
+    assert [slots_in(processor, ids) for ids in both["input_ids"]] == [2, 2]  # each row has the budget for itself

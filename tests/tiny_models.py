@@ -130,14 +130,8 @@ def tiny_aligner(
 ) -> ArcAlignerForCausalLM:
     """A random aligner in evaluation mode; `settings` change its `ArcAlignerConfig`."""
     text_config = backbone_config(backbone) if isinstance(backbone, str) else backbone
-    settings = {
-        "encoder_hidden_size": ENCODER_HIDDEN_SIZE,
-        "lora_r": 4,
-        "lora_alpha": 6,
-        "lora_dropout": 0.0,
-        "gate_hidden_size": 7,
-        **settings,
-    }
+    sizes = {"encoder_hidden_size": ENCODER_HIDDEN_SIZE, "lora_r": 4, "gate_hidden_size": 7}
+    settings = sizes | {"lora_alpha": 6, "lora_dropout": 0.0} | settings
     torch.manual_seed(seed)
     config = ArcAlignerConfig(text_config=text_config, **settings)
     if attn_implementation is not None:

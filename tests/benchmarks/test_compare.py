@@ -58,10 +58,8 @@ def test_questions_with_passages_are_answered_by_each_reader(ask, tmp_path, mode
     for row, answer in zip(rows, answers, strict=True):
         text = " ".join(f"{p['title']}: {p['text']}" if p["title"] else p["text"] for p in row["passages"])
         slots = {"documents": row["passages"], "tokens_per_slot": 2}
-        for title, content, given in (
-            ("text, by the base model", text_prompt(row, text), {}),
-            ("slots, 2 tokens per slot", row["question"], slots),
-        ):
+        asked = [("text, by the base model", text_prompt(row, text), {})]
+        for title, content, given in (*asked, ("slots, 2 tokens per slot", row["question"], slots)):
             options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
             inputs = processor.apply_chat_template([{"role": "user", "content": content}], **given, **options)
             new = model.generate(**inputs, max_new_tokens=4, do_sample=False)[0, inputs["input_ids"].shape[1] :]

@@ -20,7 +20,8 @@ from arcaligner.engines.reference import main as write_vectors
 from arcaligner.engines.reference import reference_vectors
 
 QUESTION = "Who wrote it?"
-DOCUMENTS = [{"title": "Letter", "text": "It was written by Ada, and nobody knew."}, "Radik has competed since 2003."]
+LETTER = {"title": "Letter", "text": "It was written by Ada, and nobody else knew."}
+DOCUMENTS = [LETTER, "Radik has competed since 2003."]
 ROW = {"question": QUESTION, "passages": DOCUMENTS}
 CLOSE = {"rtol": 0, "atol": 1e-3}
 

@@ -1,9 +1,9 @@
 """Methods are found by name, with a rate; answers of one checkpoint are told from those of another."""
 
-import json
 import shutil
 
 import pytest
+from conftest import edit_json
 
 from arcaligner import ArcAlignerConfig
 from arcaligner.evaluation import methods
@@ -21,12 +21,12 @@ def test_a_copy_is_the_same_checkpoint(checkpoint_dir, copied):
     assert backbone_fingerprint(str(copied)) == backbone_fingerprint(str(checkpoint_dir))
 
 
-@pytest.mark.parametrize(
-    "file, key, value", [("config.json", "gate_threshold", 0.9), ("processor_config.json", "sentences_per_segment", 3)]
-)
-def test_other_settings_are_another_checkpoint(checkpoint_dir, copied, file, key, value):
-    settings = json.loads((copied / file).read_text("utf-8"))
-    (copied / file).write_text(json.dumps(settings | {key: value}), encoding="utf-8")
+CHANGES = [("config", {"gate_threshold": 0.9}), ("processor_config", {"sentences_per_segment": 3})]
+
+
+@pytest.mark.parametrize("file, changes", CHANGES)
+def test_other_settings_are_another_checkpoint(checkpoint_dir, copied, file, changes):
+    edit_json(copied / f"{file}.json", **changes)
     assert fingerprint(str(copied)) != fingerprint(str(checkpoint_dir))
 
 
@@ -76,8 +76,7 @@ def test_a_text_cut_to_the_slots_of_another_aligner_is_another_text(checkpoint_d
         return find_method("truncated_lora_x4").answer_settings(checkpoints)
 
     assert settings(copied) == settings(checkpoint_dir)
-    change = json.loads((copied / "processor_config.json").read_text("utf-8")) | {"sentences_per_segment": 3}
-    (copied / "processor_config.json").write_text(json.dumps(change), encoding="utf-8")
+    edit_json(copied / "processor_config.json", sentences_per_segment=3)
     assert settings(copied) != settings(checkpoint_dir)
     alone = Checkpoints(str(copied), projector_only=str(checkpoint_dir))  # reads slots of its own
     assert "slots_of" not in find_method("projector_only_x4").answer_settings(alone)

@@ -124,10 +124,8 @@ def test_a_seed_gives_the_same_answer_whoever_shares_the_batch(engine_of):
     plain = Request(CHAT, documents=["Ada."], max_new_tokens=8)
     answers = [engine.submit(each) for each in (drawn(2), plain, drawn(1))]
     assert [each.result().text for each in answers[::2]] == [unlike, first] and answers[0].result().batch_size == 3
-    assert (
-        answers[1].result().text
-        == engine_of().submit(Request(CHAT, documents=["Ada."], max_new_tokens=8)).result().text
-    )
+    alone = engine_of().submit(Request(CHAT, documents=["Ada."], max_new_tokens=8)).result()
+    assert answers[1].result().text == alone.text
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely():
@@ -181,12 +179,10 @@ def test_too_many_slots_are_refused_before_any_is_encoded(engine_of, processor, 
 
 
 def test_a_warm_engine_has_searched_its_corpus(engine_of, retriever, monkeypatch):
-    questions, search = [], Retriever.__call__
-    monkeypatch.setattr(
-        Retriever, "__call__", lambda self, question, top_k: questions.append(question) or search(self, question, top_k)
-    )
+    asked, search = [], Retriever.__call__
+    monkeypatch.setattr(Retriever, "__call__", lambda self, each, **k: asked.append(each) or search(self, each, **k))
     engine_of(retriever).warm_up()
-    assert questions == ["?"]
+    assert asked == ["?"]
 
 
 def test_slot_prefixes_are_kept_within_their_bytes(engine_of):

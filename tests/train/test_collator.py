@@ -113,9 +113,8 @@ def test_turns_count_on_from_the_longest_of_passages_that_are_read_apart():
 
 
 def turns_apart(example):
-    return [
-        example | {"row_id": f"{example['row_id']}-{n}", "turns": [turn]} for n, turn in enumerate(example["turns"])
-    ]
+    row_id = example["row_id"]
+    return [example | {"row_id": f"{row_id}-{n}", "turns": [turn]} for n, turn in enumerate(example["turns"])]
 
 
 @pytest.mark.parametrize("gate_mode", ["off", "adaptive"])

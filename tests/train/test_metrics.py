@@ -64,12 +64,9 @@ def test_perplexity_and_gap_are_those_of_all_targets_whatever_the_batches(tmp_pa
     nll = []
     for collate in (collator, SwappedSlots(collator)):
         batch = collate(rows)
+        mask, embeds = (batch["turn_ids"] >= 0).long(), encode_slots(processor, batch)
         with torch.no_grad():
-            logits = model(
-                batch["input_ids"],
-                attention_mask=(batch["turn_ids"] >= 0).long(),
-                context_embeds=encode_slots(processor, batch),
-            ).logits
+            logits = model(batch["input_ids"], attention_mask=mask, context_embeds=embeds).logits
         targets = batch["labels"][:, 1:].flatten()
         nll.append(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets).item())
     assert found[1]["eval_perplexity"] == pytest.approx(math.exp(nll[0]), rel=1e-5)
@@ -121,9 +118,8 @@ class Asker:
 
     def __init__(self, model, processor, index=0, count=1):
         self.model_wrapped, self.processing_class = model, processor
-        self.accelerator = SimpleNamespace(
-            process_index=index, num_processes=count, unwrap_model=self.unwrap_model, device="cpu"
-        )
+        process = {"process_index": index, "num_processes": count, "device": "cpu"}
+        self.accelerator = SimpleNamespace(**process, unwrap_model=self.unwrap_model)
         rates = ["segment", 2, 3]  # the first one answers
         self.data_collator = ContextCollator(processor.context_token_id, processor.tokenizer.pad_token_id, rates)
         self.batch_sizes = []

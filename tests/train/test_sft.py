@@ -189,17 +189,11 @@ def trainer_arguments(tmp_path, processor, model):
     """What an `AlignerTrainer` needs, on two batches of questions."""
     builder = ExampleBuilder(processor)
     examples = [example for row in question_rows(8) for example in builder.question_examples([row])]
+    settings = {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_batch_size": 4, "max_steps": 2}
     return {
         "model": model,
         "stage": "grounding",
-        "args": AlignerTrainingConfig(
-            str(tmp_path / "run"),
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            per_device_train_batch_size=4,
-            max_steps=2,
-        ),
+        "args": AlignerTrainingConfig(str(tmp_path / "run"), **settings),
         "data_collator": ContextCollator(processor.context_token_id, processor.tokenizer.pad_token_id),
         "train_dataset": sft.Dataset.from_list([asdict(each) for each in examples], features=EXAMPLE_FEATURES),
         "processing_class": processor,
