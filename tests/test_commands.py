@@ -24,10 +24,11 @@ PAGES += ("docs/engines.md", "docs/other_engines.md")
 SHORTER = {
     "python -m arcaligner train --recipe tiny --output": "--max_train_samples 4",
     "python -m arcaligner train --recipe tiny": "-- --max_train_samples 4",
-    "python -m arcaligner evaluate --recipe": "--tasks squad --methods naive,arcaligner -n 2",
+    "python -m arcaligner evaluate --recipe smollm2_135m --tasks": "--data FOLDER --methods naive,arcaligner -n 2",
+    "python -m arcaligner evaluate --recipe": "--tasks squad --methods naive,standard_rag,arcaligner -n 2",
     "python -m arcaligner evaluate": "--data FOLDER -n 2",
     "python -m arcaligner.evaluation.retrieval": "-n 2",
-    "python -m arcaligner.evaluation.analyses gates": "-n 2",
+    "python -m arcaligner.evaluation.analyses gates": "--tasks squad -n 2",
     "python -m arcaligner.benchmarks.latency": "--sizes 1x1 --tokens-per-slot 2 --rounds 2 --seconds 1",
     "python -m arcaligner.benchmarks.kept": "--sizes 1 --tokens-per-slot 2 --rounds 2 --seconds 1",
     "python -m arcaligner.benchmarks.serving": "--requests 4 --clients 2",
