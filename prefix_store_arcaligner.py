@@ -456,7 +456,7 @@ def _first_slots(parts: list[torch.Tensor], most: int | None) -> list[torch.Tens
 def _split_settings(processor, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings of slots and gates, checked, and what is left of `kwargs` for the chat template."""
     given = {name: kwargs[name] for name in SLOT_SETTINGS if kwargs.get(name) is not None}
-    processor.slot_encoder.check_settings(**given)
+    processor.check_slot_settings(**given)
     settings = {name: value for name, value in kwargs.items() if name in PREFIX_SETTINGS}
     rest = {name: value for name, value in kwargs.items() if name not in PREFIX_SETTINGS}
     return canonical_settings(settings), rest

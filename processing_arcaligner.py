@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from torch import FloatTensor
 from torch.nn import Parameter
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer, BatchFeature, PreTrainedConfig, ProcessorMixin
@@ -32,18 +33,24 @@ from .configuration_arcaligner import (
     PASSAGE_ATTENTIONS,
     SLOT_SETTINGS,
     check_conversation,
+    check_question,
+    check_text,
+    has_empty_message,
     longest_prompt,
+    with_plain_texts,
 )
 from .encoder_arcaligner import ENCODER_FOLDER, EncodedDocuments, SentenceEncoder, SlotEncoder
 from .prefix_store_arcaligner import SlotPrefixStore
 from .segmentation_arcaligner import (
     Segment,
+    SegmentTokens,
     check_sentences_per_segment,
-    check_text,
     check_tokens_per_slot,
     encode_marked,
+    encoder_texts,
     mark_control_tokens,
     passages_of_questions,
+    tokenize_segments,
 )
 from .slot_rows_arcaligner import pad_passage_ids, pad_words
 
@@ -52,15 +59,6 @@ _SLOT_ARGUMENTS = (*SLOT_SETTINGS, "context_word_ids", "context_passage_ids", "r
 
 BACKGROUND_LINE = "Refer to the background document: "
 QUESTION_LINE = "\nQuestion: "
-
-
-def check_question(question) -> None:
-    """Raises `ValueError` unless the question is a text that is not empty."""
-    if not isinstance(question, str):
-        raise ValueError(f"A question is of type {type(question).__name__}; expected a string.")
-    check_text(question, "The question")
-    if not question.strip():
-        raise ValueError("The question is empty; expected a text. Passages alone ask nothing.")
 
 
 class ArcAlignerProcessor(ProcessorMixin):
@@ -231,6 +229,26 @@ class ArcAlignerProcessor(ProcessorMixin):
         """[`SlotEncoder.segment_documents`]: the segments of one question's documents."""
         return self.slot_encoder.segment_documents(documents)
 
+    def encoder_texts(self, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[str]:
+        """What the encoder reads for each segment: the title of its document, if it has one, and the text."""
+        return encoder_texts(segments, documents)
+
+    def tokenize_segments(self, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[SegmentTokens]:
+        """Each segment's tokens in the backbone's vocabulary, see `tokenize_segments` of segmentation."""
+        return tokenize_segments(self.tokenizer, segments, documents)
+
+    def encode_tokens(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> FloatTensor:
+        """[`SlotEncoder.encode_tokens`]: embeddings (num_slots, encoder_hidden_size)."""
+        return self.slot_encoder.encode_tokens(tokens, tokens_per_slot)
+
+    def mark_control_tokens(self, text: Any) -> Any:
+        """Texts or messages with control tokens marked, so that they are read as text."""
+        return mark_control_tokens(self.tokenizer, text)
+
+    def check_slot_settings(self, max_slots: int | None = None, tokens_per_slot: int | str | None = None) -> int | str:
+        """[`SlotEncoder.check_settings`]: the `tokens_per_slot` of a call, checked."""
+        return self.slot_encoder.check_settings(max_slots, tokens_per_slot)
+
     def statistics(self, documents: Sequence[str | dict], row: EncodedDocuments, has_budget: bool) -> dict[str, float]:
         """[`SlotEncoder.statistics`]: the `tokens`, `slots` and `compression_rate` of one question."""
         return self.slot_encoder.statistics(documents, row, has_budget)
@@ -245,7 +263,7 @@ class ArcAlignerProcessor(ProcessorMixin):
             `ValueError`: a conversation without a question.
         """
         check_conversation(messages)
-        messages, mark = _with_plain_texts(messages), uuid.uuid4().hex
+        messages, mark = with_plain_texts(messages), uuid.uuid4().hex
         if sanitize_control_tokens:
             messages = mark_control_tokens(self.tokenizer, messages)
         text = self.apply_chat_template(_with_background_line(messages, mark), **kwargs)
@@ -460,7 +478,7 @@ class ArcAlignerProcessor(ProcessorMixin):
             `BatchFeature` (`tokenize` and `return_dict`), the `input_ids` alone (`tokenize`), or the text.
         """
         check_conversation(conversation)
-        conversation = _with_plain_texts(conversation)
+        conversation = with_plain_texts(conversation)
         if sanitize_control_tokens is None:
             sanitize_control_tokens = tokenize and (documents is not None or context_embeds is not None)
         slots = {name: kwargs.pop(name) for name in _SLOT_ARGUMENTS if name in kwargs}
@@ -469,7 +487,7 @@ class ArcAlignerProcessor(ProcessorMixin):
             if sanitize_control_tokens and tokenize:
                 conversation, kwargs["tools"] = mark_control_tokens(self.tokenizer, [conversation, kwargs.get("tools")])
                 kwargs["processor_kwargs"] = {**(kwargs.get("processor_kwargs") or {}), "sanitize_control_tokens": True}
-            if tokenize and _has_empty_message(conversation):  # which transformers would replace by an empty list
+            if tokenize and has_empty_message(conversation):  # which transformers would replace by an empty list
                 options = {"return_tensors": return_tensors, **(kwargs.pop("processor_kwargs", None) or {})}
                 return_dict = kwargs.pop("return_dict", False)
                 text = self.apply_chat_template(conversation, **kwargs)
@@ -517,33 +535,6 @@ class ArcAlignerProcessor(ProcessorMixin):
     def batch_decode(self, sequences, **kwargs) -> list[str]:
         """`decode` of each row."""
         return [self.decode(row, **kwargs) for row in sequences]
-
-
-def _with_plain_texts(given: Sequence) -> list:
-    """The conversation, or each of several, with each message's parts joined to one text; `None` beside calls of tools
-    stays."""
-    if not isinstance(given[0], dict):
-        return [_with_plain_texts(getattr(each, "messages", each)) for each in given]
-    texts = []
-    for message in given:
-        content = message["content"]
-        if isinstance(content, list | tuple) and content:
-            parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-            is_text = all(isinstance(part, str) for part in parts) and all(part["type"] == "text" for part in content)
-            content = "".join(parts) if is_text else content
-        if isinstance(content, str):
-            check_text(content, f"A message of the {message['role']}")
-        elif content is not None or not message.get("tool_calls"):
-            raise ValueError(
-                f"A message of the {message['role']} is {content!r}; expected a text or "
-                '[{"type": "text", "text": str}].'
-            )
-        texts.append({**message, "content": content})
-    return texts
-
-
-def _has_empty_message(conversation: Sequence) -> bool:
-    return any(_has_empty_message(each) if isinstance(each, list) else each["content"] == "" for each in conversation)
 
 
 def _with_background_line(messages: list[dict], mark: str) -> list[dict]:

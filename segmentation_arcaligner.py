@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
+from .configuration_arcaligner import check_text
+
 logger = logging.get_logger(__name__)
 
 # spaCy refuses longer texts by default; its rule-based sentence splitter needs little memory for each character.
@@ -91,17 +93,6 @@ def check_tokens_per_slot(tokens_per_slot: int | str) -> None:
             f'`tokens_per_slot` is {tokens_per_slot!r}; expected a whole number of tokens of at least 1, or "segment" '
             "for one slot per segment."
         )
-
-
-def check_text(text: str, what: str) -> None:
-    """Raises `ValueError` for text that is not valid Unicode, such as a command-line argument in another encoding."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{what} is not valid Unicode at character {error.start}: {text[error.start]!a}. Decode it with its own "
-            "encoding."
-        ) from error
 
 
 def documents_of(row, name: str) -> list:

@@ -30,7 +30,6 @@ from ..evaluation.analyses.speed import machine_line, save_figure, size_lines
 from ..evaluation.settings import split_rates
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..segmentation_arcaligner import tokenize_segments
 from .arms import Decoding, Prompts, both_prompts, cache_bytes, encoded_slots, load_models, make_arms, pick_rows
 from .measuring import flop_counter, peak_memory, quartiles, ratio, time_interleaved
 
@@ -64,8 +63,8 @@ def encoder_arms(processor: ArcAlignerProcessor, rows: list[Row], rate: int | st
         return [processor.segment_documents(row["passages"]) for row in rows]
 
     of_rows = zip(segment(), rows, strict=True)
-    tokens = [each for part, row in of_rows for each in tokenize_segments(processor.tokenizer, part, row["passages"])]
-    return {"segmenting": segment, "encoding": lambda: processor.slot_encoder.encode_tokens(tokens, rate)}
+    tokens = [each for part, row in of_rows for each in processor.tokenize_segments(part, row["passages"])]
+    return {"segmenting": segment, "encoding": lambda: processor.encode_tokens(tokens, rate)}
 
 
 def measure_rounds(

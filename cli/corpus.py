@@ -85,6 +85,8 @@ def build(
     ray: Workers = None,
 ) -> None:
     """Makes a corpus from texts, or updates one: new documents are added, changed ones replaced."""
+    shared.check_there(checkpoint)
+    shared.check_sources(sources)
     processor = shared.load_processor(checkpoint)
     from ..corpus.table import Corpus
 
@@ -102,6 +104,8 @@ def add(
     ray: Workers = None,
 ) -> None:
     """Adds documents to a corpus, and replaces those that have changed."""
+    shared.check_there(checkpoint)
+    shared.check_sources(sources)
     processor = shared.load_processor(checkpoint)
     from ..corpus.table import Corpus
 

@@ -1,8 +1,9 @@
-"""`make demo`: six questions answered from compressed passages, as a table.
+"""`make demo`: questions answered from compressed passages, as a table.
 
 The three case studies of the paper's appendix, with their sentences as printed there, noise included, and the first
 three questions of the SQuAD sample in `tests/data`, each with the passages of the next four rows behind its own, as a
-search would find several. None was chosen by how it is answered.
+search would find several. None was chosen by how it is answered. An aligner that was trained to refuse is also asked
+the first of these about passages that do not answer it, and says how sure it is of each answer.
 """
 
 import statistics
@@ -57,14 +58,16 @@ class FirstTokens(NamedTuple):
     kept_text: float
 
 
-def demo_rows() -> list[Row]:
-    """The questions with their passages."""
+def demo_rows(no_answer: str | None = None) -> list[Row]:
+    """The questions with their passages; with a `no_answer` also one that they do not answer."""
     squad = list(islice(read_json_lines(SQUAD_SAMPLE), NUM_SQUAD + NUM_PASSAGES - 1))
     rows = [
         row | {"passages": [each for other in squad[number : number + NUM_PASSAGES] for each in other["passages"]]}
         for number, row in enumerate(squad[:NUM_SQUAD])
     ]
-    return [*read_json_lines(CASE_STUDIES), *rows]
+    others = [each for row in squad[NUM_SQUAD:] for each in row["passages"]]
+    refused = [] if no_answer is None else [squad[0] | {"passages": others, "answers": [no_answer]}]
+    return [*read_json_lines(CASE_STUDIES), *rows, *refused]
 
 
 def first_token_seconds(ask: ArcAlignerPipeline, row: Row, tokens_per_slot: Rate) -> FirstTokens:
@@ -109,12 +112,13 @@ def answer_cells(row: Row, record: dict[str, Any], seconds: FirstTokens) -> list
     gold = escape(printable(" / ".join(dict.fromkeys(row["answers"]))))
     color = "green" if contains_match(record["generated_text"], row["answers"]) else "yellow"
     size = record["statistics"]
+    sure = f" [dim](confidence {size['confidence']:.2f})[/]" if "confidence" in size else ""
     slots, text, kept_slots, kept_text = (
         f"[green]{1000 * mine:.0f}[/]" if mine < other else f"{1000 * mine:.0f}"
         for mine, other in zip(seconds, (seconds[1], seconds[0], seconds[3], seconds[2]), strict=True)
     )
     return [
-        f"[bold]{escape(printable(row['question']))}[/]\n[{color}]{answer}[/]\n[dim]gold: {gold}[/]",
+        f"[bold]{escape(printable(row['question']))}[/]\n[{color}]{answer}[/]{sure}\n[dim]gold: {gold}[/]",
         f"{size['tokens']} → {size['slots']}\n[bold]x{size['compression_rate']:.1f}[/]",
         describe_passes(record["trajectories"]),
         f"{slots} slots\n{text} text",
@@ -124,8 +128,8 @@ def answer_cells(row: Row, record: dict[str, Any], seconds: FirstTokens) -> list
 
 @torch.inference_mode()
 def run_demo(ask: ArcAlignerPipeline, console: Console, tokens_per_slot: Rate = None) -> None:
-    """Answers the six questions and prints the table."""
-    rows, times = demo_rows(), []
+    """Answers the questions and prints the table."""
+    rows, times = demo_rows(ask.processor.no_answer), []
     table = Table(
         Column("Question, answer, gold"),
         Column("Tokens → slots", no_wrap=True),

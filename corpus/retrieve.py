@@ -19,8 +19,8 @@ from sentence_transformers import CrossEncoder
 from torch.nn.utils.rnn import pad_sequence
 
 from ..base_model_arcaligner import ENCODER_FILES, find_model
+from ..configuration_arcaligner import check_question
 from ..encoder_arcaligner import EncodedDocuments
-from ..processing_arcaligner import check_question
 from ..segmentation_arcaligner import Segment
 from .table import Corpus, passage_checksums
 

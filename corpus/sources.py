@@ -73,10 +73,28 @@ def read_documents(sources: Iterable[str], skip: Callable[..., None]) -> Iterato
                 skip(f"{document.id} holds no text{why}", may_hold_documents=False)
 
 
-def _read_source(source: str, skip: Callable[..., None]) -> Iterator[Document]:
-    path, options = parse_source(source)
+def check_source(source: str) -> str | None:
+    """Refuses a source that is neither on this machine nor the name of a data set of the Hub, which is returned.
+
+    Raises:
+        `FileNotFoundError`: no such file or folder.
+        `ValueError`: a source without a name or with an unknown option.
+    """
+    path, _ = parse_source(source)
     if not path.strip():  # such as a variable that is not set; else it would be this folder
         raise ValueError(f"A source is {source!r}; expected a file, a folder or a data set of the Hub.")
+    if Path(path).exists():
+        return None
+    if path.endswith(FILES) or Path(path).parent.is_dir() or not _HUB_ID.fullmatch(path):
+        raise FileNotFoundError(
+            f"There is no file or folder {path}. Expected one, or a data set of the Hub, user/name."
+        )
+    return path
+
+
+def _read_source(source: str, skip: Callable[..., None]) -> Iterator[Document]:
+    check_source(source)
+    path, options = parse_source(source)
     local = Path(path)
     if local.is_dir():
         files = sorted(each for each in local.rglob("*") if each.is_file())
@@ -87,10 +105,6 @@ def _read_source(source: str, skip: Callable[..., None]) -> Iterator[Document]:
             yield from _read_file(file, options, skip)
     elif local.exists():
         yield from _read_file(local, options, skip)
-    elif path.endswith(FILES) or local.parent.is_dir() or not _HUB_ID.fullmatch(path):
-        raise FileNotFoundError(
-            f"There is no file or folder {path}. Expected one, or a data set of the Hub, user/name."
-        )
     else:
         rows = datasets.load_dataset(path, options["name"], split=options["split"], streaming=True)
         yield from _documents_of_rows(source, rows, options, skip)  # the parts of a data set count their rows alike

@@ -24,7 +24,6 @@ from ..layers_arcaligner import ADAPTER_NAME, slot_lora_layers
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..pipeline_arcaligner import AnswerConfidence
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..segmentation_arcaligner import mark_control_tokens
 from ..slot_rows_arcaligner import check_can_separate, passage_positions, separate_passages
 from ..train.data import ApartText, passages_text, text_prompt
 from ..train.metrics import MAX_NEW_TOKENS
@@ -84,7 +83,7 @@ def text_ids(processor: ArcAlignerProcessor, row: Row) -> tuple[list[int], list[
 def apart_text(processor: ArcAlignerProcessor, row: Row) -> ApartText:
     """The prompt with the passages' text, each tokenized by itself."""
     before, after = processor.split_prompt([{"role": "user", "content": row["question"]}], add_generation_prompt=True)
-    row = row | {"passages": mark_control_tokens(processor.tokenizer, row["passages"])}
+    row = row | {"passages": processor.mark_control_tokens(row["passages"])}
     return ApartText.of(row, before, after, processor.tokenize_prompt)
 
 

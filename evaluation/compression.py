@@ -14,7 +14,6 @@ from transformers import DynamicCache
 
 from ..common.rows import Row
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..segmentation_arcaligner import tokenize_segments
 from ..train.data import passages_text
 from .answering import MissingMethodError, count_tokens
 
@@ -30,7 +29,7 @@ def count_slots(processor: ArcAlignerProcessor, row: Row, tokens_per_slot: int |
     segments = processor.segment_documents(row["passages"])
     if rate == "segment":
         return max(1, len(segments))
-    tokens = tokenize_segments(processor.tokenizer, segments, row["passages"])
+    tokens = processor.tokenize_segments(segments, row["passages"])
     return max(1, sum(len(each.runs(rate)) for each in tokens))
 
 

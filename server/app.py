@@ -56,6 +56,8 @@ class ClientLeftError(Exception):
 # What goes wrong, and the status that says so. 499, which only the metrics show, is nginx's of a client that has left.
 STATUSES = ((TimeoutError, 408), (ClientLeftError, 499), (BusyError, 429), (ValueError, 400), (TypeError, 400))
 STATUSES += ((RequestValidationError, 400), (OSError, 503))
+# Where a field takes one of several kinds, pydantic names the kind as it does a field.
+UNION_KINDS = ("constrained-", "literal[")
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,8 @@ def describe_error(error: BaseException) -> tuple[int, dict[str, Any]]:
         status, text = next((status for kind, status in STATUSES if isinstance(error, kind)), 500), str(error)
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
+        parts = [str(part) for part in first["loc"] if part != "body"]
+        place = ".".join(part for part in parts if not part.startswith(UNION_KINDS))
         told = first.get("ctx", {}).get("error")  # as it was raised by us
         text = str(told) if isinstance(told, ValueError) else f"{place or 'The body'}: {first['msg']}"
     if status == 500:

@@ -64,7 +64,7 @@ class Engine:
         if max_batch < 1:
             raise ValueError(f"`max_batch` is {max_batch}; expected at least 1 request.")
         self.model, self.processor, self.retriever = ask.model, ask.processor, retriever
-        ask.processor.slot_encoder.check_settings(tokens_per_slot=tokens_per_slot)
+        ask.processor.check_slot_settings(tokens_per_slot=tokens_per_slot)
         if min_confidence is not None:
             check_min_confidence(ask.processor, min_confidence)
         self.top_k, self.tokens_per_slot, self.min_confidence = top_k, tokens_per_slot, min_confidence

@@ -53,9 +53,10 @@ class Browser:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def wait_for(self, condition):
-        """Until an expression holds, at most a minute."""
-        look = f"const look = () => {condition} ? done(true) : setTimeout(look, 20); setTimeout(done, 60000); look();"
+    def wait_for(self, condition, seconds=60):
+        """Until an expression holds."""
+        look = f"const look = () => {condition} ? done(true) : setTimeout(look, 20); "
+        look += f"setTimeout(done, {1000 * seconds}); look();"
         assert self.evaluate(f"new Promise(done => {{ {look} }})"), (condition, self.seen("body"))
 
     def type(self, text):

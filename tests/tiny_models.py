@@ -19,22 +19,13 @@ VOCAB_SIZE = 61
 ENCODER_HIDDEN_SIZE = 10
 IGNORED = -100
 
-COMMON = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+COMMON = {"vocab_size": VOCAB_SIZE, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3}
+COMMON |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
+COMMON |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 HYBRID_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOW = 5  # shorter than the test prompts, so that it matters
 
+GEMMA = {"sliding_window": WINDOW, "layer_types": HYBRID_LAYERS, "query_pre_attn_scalar": 8}
 # Test name -> (model_type, what differs from COMMON). The scales are far from 1, so that dropping one is seen.
 BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -43,20 +34,8 @@ BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2_window": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": HYBRID_LAYERS}),
     "qwen3": ("qwen3", {}),
-    "gemma2": (
-        "gemma2",
-        {
-            "sliding_window": WINDOW,
-            "layer_types": HYBRID_LAYERS,
-            "query_pre_attn_scalar": 8,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 1.5,
-        },
-    ),
-    "gemma3_text": (
-        "gemma3_text",
-        {"sliding_window": WINDOW, "layer_types": HYBRID_LAYERS, "query_pre_attn_scalar": 8},
-    ),
+    "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}),
+    "gemma3_text": ("gemma3_text", GEMMA),
     "phi3": ("phi3", {"hidden_size": 32, "sliding_window": None}),
     "phi3_window": ("phi3", {"hidden_size": 32, "sliding_window": WINDOW}),
     "olmo2": ("olmo2", {"hidden_size": 32}),

@@ -26,7 +26,6 @@ from ...common.rows import Row, read_rows
 from ...configuration_arcaligner import ArcAlignerConfig
 from ...modeling_arcaligner import ArcAlignerForCausalLM
 from ...processing_arcaligner import ArcAlignerProcessor
-from ...segmentation_arcaligner import tokenize_segments
 from ...train.data import ContextCollator, Example, ExampleBuilder, encode_slots
 from ..answering import in_batches, load_aligner
 from ..metrics import ratio_interval
@@ -138,7 +137,7 @@ def measure(
 def paragraph_examples(processor: ArcAlignerProcessor, row: Row, max_segments: int | None) -> Iterator[Example]:
     """Examples of stage I that cover a row's passages, in order, of `max_segments` each or of a whole passage."""
     builder = ExampleBuilder(processor)
-    tokens = tokenize_segments(processor.tokenizer, processor.segment_documents(row["passages"]), row["passages"])
+    tokens = processor.tokenize_segments(processor.segment_documents(row["passages"]), row["passages"])
     for number, group in itertools.groupby(tokens, key=lambda each: each.segment.document):
         of_passage = list(group)
         size = max_segments or len(of_passage)

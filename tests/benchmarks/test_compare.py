@@ -136,16 +136,8 @@ def test_scores_are_of_the_questions_with_answers_and_agreement_of_all():
     rows = [{"answers": ["Ada"]}, {"answers": []}]
     cells = dict(zip(COLUMNS, cells_of(slots, text, rows), strict=True))
     agreement = f"{50 * token_f1('Ada', ['by Ada']):.1f}"
-    assert cells == {
-        "what is read": "slots",
-        "positions": "6",
-        "F1": "100.0",
-        "EM": "100.0",
-        "agreement": agreement,
-        "first token": "300 ms",
-        "from kept passages": "100 ms",
-        "kept": "0.5 MiB",
-    }
+    expected = {"what is read": "slots", "positions": "6", "F1": "100.0", "EM": "100.0", "agreement": agreement}
+    assert cells == expected | {"first token": "300 ms", "from kept passages": "100 ms", "kept": "0.5 MiB"}
 
 
 def test_the_page_shows_names_as_text():

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import re
 import shutil
 import threading
 import time
@@ -237,6 +238,22 @@ def test_demo_shows_every_question_answer_gold_and_rate(checkpoint_dir):
         assert f"x{size['compression_rate']:.1f}" in shown
     assert "newly read" in shown and "kept" in shown and "Slots are faster (green) in" in shown
     assert "of 6 answers contain a gold answer" in shown
+
+
+def test_an_aligner_that_can_refuse_is_also_asked_what_its_passages_do_not_answer(checkpoint_dir, monkeypatch):
+    ask = shared.load_pipeline(str(checkpoint_dir))
+    monkeypatch.setattr(ask.processor, "no_answer", "unanswerable")
+    seen = []
+    monkeypatch.setattr(
+        demo, "first_token_seconds", lambda ask, row, rate: seen.append(row) or demo.FirstTokens(1, 2, 3, 4)
+    )
+    demo.run_demo(ask, console := Console(file=io.StringIO(), width=200))
+    shown = console.file.getvalue()
+    assert seen == demo.demo_rows("unanswerable") and "of 7 answers contain" in shown
+    assert seen[-1]["question"] == seen[3]["question"] and seen[-1]["answers"] == ["unanswerable"]
+    texts = [each["text"] for each in seen[-1]["passages"]]
+    assert len(texts) == 4 and not any(gold in text for gold in seen[3]["answers"] for text in texts)
+    assert len(re.findall(r"\(confidence [01]\.\d\d\)", shown)) == 7
 
 
 def test_a_row_of_the_demo_has_passes_sizes_and_times():

@@ -1,10 +1,14 @@
 """A corpus from the command line: built, asked, changed, described."""
 
 import re
+import threading
 from pathlib import Path
+
+import pytest
 
 from arcaligner import ArcAlignerPipeline
 from arcaligner.cli import app as cli
+from arcaligner.cli import shared
 from arcaligner.common.files import printable
 from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.table import Corpus
@@ -62,12 +66,38 @@ def test_mistakes_end_in_one_clear_line(run_cli, letters, corpus, checkpoint_dir
         (("corpus", "info", "--corpus", tmp_path / "none"), "There is no corpus"),
         (("corpus", "build", letters, "--output", corpus.path, *aligner), "`passage_words` 16; expected 100"),
         (("corpus", "add", letters, "--corpus", corpus.path, "--strict", *aligner), "binary.txt is not UTF-8 text"),
+        (("corpus", "add", letters, "typo/", "--corpus", corpus.path, *aligner), "There is no file or folder typo/."),
+        (
+            ("corpus", "build", "typo.txt", "--output", tmp_path / "new", *aligner),
+            "There is no file or folder typo.txt",
+        ),
         (("ask", "Who?", "--corpus", letters, *aligner), "is not a corpus of ArcAligner"),
         (("ask", "Who?", "--corpus", corpus.path, "--reranker", "", *aligner), "The re-ranker is ''; expected"),
     ):
         code, out, err = run_cli(*arguments)
         assert code == 1 and out == ""
         assert err.splitlines()[-1].startswith("Error: ") and message in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_source_that_is_nowhere_is_asked_for_once_before_anything_is_loaded(
+    run_cli, corpus, checkpoint_dir, monkeypatch, is_silent
+):
+    gone, asked = threading.Event(), []
+
+    def dataset_info(name, **settings):
+        asked.append(name)
+        gone.wait(30) if is_silent else None
+        raise ConnectionError
+
+    monkeypatch.setattr("huggingface_hub.dataset_info", dataset_info)
+    monkeypatch.setattr(shared, "load_processor", None)
+    code, _, err = run_cli("corpus", "add", "nowhere/x", "--corpus", corpus.path, "--checkpoint", checkpoint_dir)
+    gone.set()
+    assert code == 1 and asked == ["nowhere/x"]
+    assert err.startswith(
+        "Error: There is no source nowhere/x: neither a file or folder on this machine nor a data set"
+    )
 
 
 def test_the_code_of_the_document_answers_from_a_folder(capsys, letters, checkpoint_dir, monkeypatch):

@@ -158,7 +158,8 @@ def test_requests_that_arrive_together_share_a_batch_and_a_bad_one_fails_alone(c
         ({"tools": [{"type": "function"}]}, "`tools` is not supported"),
         ({"topk": 3}, "Unknown key `topk` in the request. Did you mean `top_k`?"),
         ({"stop": [""]}, "stop.0: "),
-        ({"tokens_per_slot": "word"}, "tokens_per_slot"),
+        ({"tokens_per_slot": "word"}, "tokens_per_slot: Input should be"),
+        ({"tokens_per_slot": 0}, "tokens_per_slot: Input should be greater than or equal to 1"),
         ({"seed": 2**63}, "seed: "),
     ],
 )

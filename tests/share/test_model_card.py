@@ -89,14 +89,9 @@ SETTINGS = """\
 
 @pytest.fixture
 def config() -> ArcAlignerConfig:
-    return ArcAlignerConfig(
-        text_config={"model_type": "llama", "num_hidden_layers": 3},
-        base_model_name_or_path="someone/base",
-        encoder_name_or_path="someone/encoder",
-        encoder_hidden_size=12,
-        lora_r=4,
-        gate_layers=[0, 2],
-    )
+    names = {"base_model_name_or_path": "someone/base", "encoder_name_or_path": "someone/encoder"}
+    text_config = {"model_type": "llama", "num_hidden_layers": 3}
+    return ArcAlignerConfig(text_config=text_config, encoder_hidden_size=12, lora_r=4, gate_layers=[0, 2], **names)
 
 
 @pytest.fixture
@@ -131,16 +126,10 @@ def test_metadata_are_what_the_hub_lists_a_model_by(config, folder):
     write_model_card(config, folder)
     metadata, _ = read(folder)
     (listed,) = metadata.pop("model-index")
-    assert metadata == {
-        "license": "apache-2.0",
-        "language": "en",
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["arcaligner", "rag", "context-compression"],
-        "base_model": "someone/base",
-        "base_model_relation": "adapter",
-        "datasets": ["hotpotqa/hotpot_qa", "someone/questions", "wikimedia/wikipedia"],
-    }
+    expected = {"license": "apache-2.0", "language": "en", "library_name": "transformers"}
+    expected |= {"pipeline_tag": "text-generation", "tags": ["arcaligner", "rag", "context-compression"]}
+    expected |= {"base_model": "someone/base", "base_model_relation": "adapter"}
+    assert metadata == expected | {"datasets": ["hotpotqa/hotpot_qa", "someone/questions", "wikimedia/wikipedia"]}
     found = {(each["dataset"]["name"], m["type"]): m["value"] for each in listed["results"] for m in each["metrics"]}
     assert found == {("SQuAD", "em"): 5.0, ("SQuAD", "f1"): 9.7, ("NQ", "f1"): 8.0, ("NQ", "em_raw"): 1.0}
 

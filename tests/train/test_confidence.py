@@ -33,11 +33,10 @@ def test_a_regression_finds_what_tells_the_rows_apart_and_is_calibrated():
     weight, bias = fit_probe(states[:2000], is_answered[:2000])
     assert np.argmax(np.abs(weight)) == 2 and np.abs(np.delete(weight, 2)).max() < 0.1 * weight[2]
     found = states @ weight + bias
-    scale, offset, threshold = calibrate(found, is_answered)
+    scale, offset = calibrate(found, is_answered)
     np.testing.assert_allclose(scale * found + offset, odds, atol=0.5)
     sure = 1 / (1 + np.exp(-(scale * found + offset)))
     assert sure.mean() == pytest.approx(is_answered.mean(), abs=0.01)
-    assert (sure[is_answered] < threshold).mean() == pytest.approx(0.05, abs=0.005)
 
 
 def test_the_command_writes_a_probe_that_the_pipeline_takes(checkpoint_dir, tmp_path, capsys):
