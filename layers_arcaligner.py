@@ -539,8 +539,3 @@ def add_slots_to_layer(layer: nn.Module, layer_idx: int, config: ArcAlignerConfi
     is_gated = layer_idx in config.gated_layers
     layer.slot_gate = SlotGate(config.text_config.hidden_size, config.gate_hidden_size) if is_gated else None
     layer.slot_cost = count_layer_cost(layer, config.text_config)
-
-
-def slot_decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The `SlotDecoderLayer`s of a model, in order."""
-    return [module for module in model.modules() if isinstance(module, SlotDecoderLayer)]

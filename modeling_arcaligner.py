@@ -244,6 +244,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         for layer_idx, layer in enumerate(layers):
             add_slots_to_layer(layer, layer_idx, config)
         self.layer_costs = [layer.slot_cost for layer in layers]
+        self.decoder_layers = tuple(layers)  # not a list of modules, which would name their weights twice
         self.post_init()
         self.freeze_base_model()
 

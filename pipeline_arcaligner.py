@@ -21,7 +21,6 @@ from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
 from .configuration_arcaligner import SLOT_SETTINGS, check_conversation, longest_prompt
-from .layers_arcaligner import slot_decoder_layers
 from .slot_rows_arcaligner import pad_passage_ids, pad_words
 
 # Options of a call that go to the processor.
@@ -88,7 +87,7 @@ class AnswerConfidence(LogitsProcessor):
     def __init__(self, model, processor):
         _check_probe(processor, "A confidence")
         probe, width = processor.answer_probe, model.config.text_config.hidden_size
-        layers = slot_decoder_layers(model)
+        layers = model.model.decoder_layers
         self.weight, self.bias = torch.tensor(probe["weight"], device=model.device), probe["bias"]
         if max(probe["layers"]) >= len(layers) or len(self.weight) != len(probe["layers"]) * width:
             raise ValueError(

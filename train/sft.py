@@ -22,7 +22,6 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 
 from ..base_model_arcaligner import resolve_model
 from ..configuration_arcaligner import ArcAlignerConfig
-from ..layers_arcaligner import slot_decoder_layers
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.export import save_stage
@@ -148,7 +147,7 @@ def make_trainer(
     model = load_model(recipe, processor, dtype)
     init_word_weights(model, train_dataset)
     if recipe.compile_layers:
-        for layer in slot_decoder_layers(model):
+        for layer in model.model.decoder_layers:
             layer.compile(dynamic=True)
     return AlignerTrainer(
         model,

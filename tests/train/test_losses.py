@@ -11,7 +11,6 @@ from transformers import PreTrainedConfig
 
 from arcaligner import base_model_arcaligner
 from arcaligner.base_model_arcaligner import frozen_head_nll, postprocess_logits
-from arcaligner.layers_arcaligner import slot_decoder_layers
 
 
 @pytest.mark.parametrize("rows_at_a_time", [3, 256])
@@ -71,7 +70,7 @@ def test_compiled_layers_give_the_loss_and_gradients_of_plain_ones(backend):
     plain = tiny_aligner(backbone_config("llama", num_hidden_layers=1), dtype=torch.float32).train()
     plain.set_stage("reconstruction")
     compiled = copy.deepcopy(plain)
-    for layer in slot_decoder_layers(compiled):
+    for layer in compiled.model.decoder_layers:
         layer.compile(dynamic=True, fullgraph=True, backend=backend)
     batch = collate(random_rows(plain, [2, 0, 3]), "left")
     results = []
