@@ -86,8 +86,8 @@ def check_sources(sources: list[str]) -> None:
 
 
 def ask_hub(look: Callable[[], Any]) -> BaseException | None:
-    """What went wrong, if the Hub did not answer at once: looking a name up in the net has no time limit of its own, and
-    the Hub's client tries again."""
+    """What went wrong, if the Hub did not answer at once: looking a name up in the net has no time limit of its own,
+    and the Hub's client tries again."""
     problems: list[BaseException | None] = []
 
     def run() -> None:
