@@ -27,7 +27,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 # Kinds of attention with which a layer can be re-applied to its slot rows alone.
@@ -81,6 +80,7 @@ def find_decoder_layers(backbone: PreTrainedModel) -> nn.ModuleList:
     ]
     if len(stacks) != 1:
         _refuse(config, f"found {len(stacks)} stacks of {config.num_hidden_layers} decoder layers, expected 1")
+    # A layer is asked by its signature: what it cannot take would be dropped on the way or fail in the first forward.
     parameters = inspect.signature(type(stacks[0][0]).forward).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     if inspect.Parameter.VAR_KEYWORD not in kinds:
@@ -368,15 +368,18 @@ def base_model_files(config, download: dict) -> list[str]:
     return weight_files(folder)
 
 
-def check_base_model_loaded(model, info, load_config, checkpoint: str | None) -> None:
-    """Refuses a base model that lacks weights, has some of another shape or, as part of a `checkpoint`, others too."""
+def check_base_model_loaded(model, info: dict, ignore_mismatched_sizes: bool, checkpoint: str | None) -> None:
+    """Refuses a base model that lacks weights, has some of another shape or, as part of a `checkpoint`, others too.
+    `info` is transformers' loading info."""
     where, kind = f"base model {model.config.base_model_name_or_path}", model.config.text_config.model_type
     if checkpoint is not None:
         where = f"checkpoint {checkpoint}, which is to hold its base model,"
-    lacking = {key for key in info.missing_keys if not model.is_aligner_key(key)} - model.all_tied_weights_keys.keys()
+    lacking = {
+        key for key in info["missing_keys"] if not model.is_aligner_key(key)
+    } - model.all_tied_weights_keys.keys()
     # The bare model reads the file of one with a head.
-    surplus = {key for key in info.unexpected_keys if checkpoint is not None and not key.startswith("lm_head.")}
-    shapes = {} if load_config.ignore_mismatched_sizes else {key: each for key, *each in info.mismatched_keys}
+    surplus = {key for key in info["unexpected_keys"] if checkpoint is not None and not key.startswith("lm_head.")}
+    shapes = {} if ignore_mismatched_sizes else {key: each for key, *each in info["mismatched_keys"]}
     faults = {"lacks {} weights of a": lacking, "has {} weights that are none of a": surplus}
     for fault, keys in (faults | {"has {} weights of other sizes than a": shapes}).items():
         if keys:
@@ -386,16 +389,17 @@ def check_base_model_loaded(model, info, load_config, checkpoint: str | None) ->
             )
 
 
-def base_model_renamings(model) -> list[WeightRenaming]:
-    """From the names in a base model's checkpoint to ours: the decoder's prefix, and linears that carry LoRA."""
+def base_model_names(model) -> list[tuple[str, str]]:
+    """From the names in a base model's checkpoint to ours, patterns with what replaces them: the decoder's prefix, and
+    linears that carry LoRA."""
     prefix = "model." if model.base_model_prefix in dict(model.named_children()) else ""
     linears = (key.partition(".base_layer.")[0] for key in model.state_dict() if ".base_layer." in key)
     leaves = {name.rsplit(".", 1)[-1] for name in linears}
-    renamings = [WeightRenaming(r"^(?:model|transformer|gpt_neox)\.(?!backbone\.|projector\.)", f"{prefix}backbone.")]
+    names = [(r"^(?:model|transformer|gpt_neox)\.(?!backbone\.|projector\.)", f"{prefix}backbone.")]
     if leaves:
         linears = "|".join(sorted(leaves))
-        renamings.append(WeightRenaming(rf"\.({linears})\.(?=weight$|bias$)", r".\1.base_layer."))
-    return renamings
+        names.append((rf"\.({linears})\.(?=weight$|bias$)", r".\1.base_layer."))
+    return names
 
 
 def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
@@ -463,6 +467,7 @@ class WatchedWeights:
             modules.append((prefix, type(module).__qualname__))
             for name, weight in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
                 found.setdefault(id(weight), (f"{prefix}.{name}".lstrip("."), module, name, weight))
+        # The same weights in other classes, or with another adapter on, compute something else.
         first = hashlib.sha256(repr((adapters, modules)).encode())
         for whole_name, owner, name, weight in found.values():
             read = self._read.get(whole_name)

@@ -18,7 +18,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,22 @@ import torch
 from torch.nn import Parameter
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
+from transformers.core_model_loading import WeightRenaming
 from transformers.utils import cached_file, logging
 
 from .base_model_arcaligner import (
+    BASE_MODEL_FILES,
     base_model_files,
-    base_model_renamings,
+    base_model_names,
     check_base_model_loaded,
     check_json_file,
     default_dtype,
+    find_model,
     read_tensors,
     resolve_model,
     tensor_shapes,
     tensors_digest,
+    weight_files,
 )
 from .configuration_arcaligner import check_settings, settings_digests, slot_settings
 
@@ -62,6 +66,10 @@ CODE_FILES = (
 )
 
 WEIGHTS_DIGEST = "model.safetensors"  # the aligner's weights in the `digests`, in however many files they are
+
+# Arguments of `from_pretrained` that say where weights come from, and how they are loaded.
+_DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+_LOADER_OPTIONS = ("dtype", "device_map", "ignore_mismatched_sizes", "max_memory", "offload_folder", "offload_buffers")
 
 # With `output_loading_info=True` missing and mismatched keys are reported to the caller, not refused.
 _caller_reads_loading_info = ContextVar("caller_reads_loading_info", default=False)
@@ -90,7 +98,7 @@ class AlignerCheckpointMixin:
         Raises:
             `ValueError`: aligner weights that are missing, do not fit or were quantized.
             `OSError`: a base model that is not on this machine and cannot be downloaded, with how to get it.
-            `RuntimeError`: a version of transformers that loads weights in another way.
+            `RuntimeError`: a version of transformers that loads weights in another way, and a quantization.
         """
         name = pretrained_model_name_or_path
         if name is not None:
@@ -109,14 +117,12 @@ class AlignerCheckpointMixin:
         token = _caller_reads_loading_info.set(kwargs.get("output_loading_info", False))
         try:
             model = super().from_pretrained(name, *args, **kwargs)
+            loaded = model[0] if isinstance(model, tuple) else model
+            if not loaded._is_checked:  # the base model's weights are random
+                loaded, info = cls._load_state_dict(loaded, str(name), kwargs)
+                model = (loaded, info) if isinstance(model, tuple) else loaded
         finally:
             _caller_reads_loading_info.reset(token)
-        loaded = model[0] if isinstance(model, tuple) else model
-        if not loaded._is_checked:  # the base model's weights would be random
-            raise RuntimeError(
-                f"transformers {transformers_version} loads weights in another way than ArcAligner knows of: its base "
-                "model was not loaded. Take a version that docs/versions.md lists, or a newer ArcAligner."
-            )
         loaded._has_default_dtype = has_default_dtype
         if loaded.hf_quantizer is not None:
             _check_aligner_is_whole(loaded)
@@ -128,33 +134,63 @@ class AlignerCheckpointMixin:
         return model
 
     # The one private method of transformers' loader that stands here: nothing public lets a model have files of two
-    # places, read in parts, with device map, quantization and checks before anything is in memory. Where a version of
-    # transformers does not call it, `from_pretrained` refuses.
+    # places that are read in parts and quantized. Where a version of transformers does not call it, `_load_state_dict`
+    # loads.
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *others):
-        config = model.config
         model._is_checked = True
         if state_dict is not None or not checkpoint_files:
             return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *others)
-        source = str(load_config.pretrained_model_name_or_path)
-        is_base_model, is_refused = source == resolve_model(str(config.base_model_name_or_path)), True
-        needs_base_model = False
-        if not is_base_model:
-            is_refused = not _caller_reads_loading_info.get()
-            shapes = tensor_shapes(checkpoint_files)
-            if is_refused:
-                check_weights(model, checkpoint_files, source, load_config.ignore_mismatched_sizes)
-            if needs_base_model := not _includes_base_model(config, shapes):
-                checkpoint_files = checkpoint_files + base_model_files(config, load_config.download_kwargs or {})
-        renamings = base_model_renamings(model) if is_base_model or needs_base_model else []
+        source, ignored = str(load_config.pretrained_model_name_or_path), load_config.ignore_mismatched_sizes
+        download = load_config.download_kwargs or {}
+        files, names, is_refused = _files_of_both(model, checkpoint_files, source, ignored, download)
+        renamings = [WeightRenaming(*each) for each in names]
         load_config = replace(load_config, weight_mapping=[*renamings, *(load_config.weight_mapping or [])])
-        loaded = PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *others)
+        loaded = PreTrainedModel._load_pretrained_model(model, state_dict, files, load_config, *others)
         if is_refused:
-            check_base_model_loaded(model, loaded[0], load_config, None if renamings else source)
-        config.digests = config.includes_base_model = None  # they hold for the files only
+            check_base_model_loaded(model, asdict(loaded[0]), ignored, None if renamings else source)
+        model.config.digests = model.config.includes_base_model = None  # they hold for the files only
         # Kept, these renamings would be undone when the model is saved.
         model._weight_conversions = [c for c in model._weight_conversions if c not in renamings]
         return loaded
+
+    @classmethod
+    def _load_state_dict(cls, empty, source: str, options: dict[str, Any]) -> tuple[PreTrainedModel, dict]:
+        """Loads by public arguments alone, for which all weights have to be in memory first and none can be quantized.
+
+        Args:
+            empty (`PreTrainedModel`): What transformers made of `source`, without a base model's weights.
+            source (`str`): Folder or Hub id of an aligner's checkpoint or a base model.
+            options (`dict`): The arguments of `from_pretrained`.
+
+        Returns:
+            The model, and transformers' loading info.
+        """
+        if empty.hf_quantizer is not None:
+            raise RuntimeError(
+                f"transformers {transformers_version} loads weights in another way than ArcAligner knows of, and a "
+                "base model cannot be quantized by it. Load it without quantization, take a version that "
+                "docs/versions.md lists, or a newer ArcAligner."
+            )
+        download = {name: options[name] for name in _DOWNLOAD_OPTIONS if options.get(name) is not None}
+        files = weight_files(find_model("aligner", source, BASE_MODEL_FILES, **download))
+        ignored = options.get("ignore_mismatched_sizes", False)
+        files, names, is_refused = _files_of_both(empty, files, source, ignored, download)
+        tensors = {}
+        for key, tensor in read_tensors(files):
+            for pattern, replacement in names:
+                key = re.sub(pattern, replacement, key)
+            tensors[key] = tensor
+        given = {name: options[name] for name in _LOADER_OPTIONS if name in options}
+        given |= {"config": empty.config, "state_dict": tensors, "output_loading_info": True}
+        model, info = super().from_pretrained(None, **given)
+        if is_refused:
+            check_base_model_loaded(model, info, ignored, None if names else source)
+        model.config.digests = model.config.includes_base_model = None
+        model.config.name_or_path, model._is_checked = source, True
+        if model.can_generate():
+            model.generation_config = empty.generation_config
+        return model, info
 
     def save_pretrained(self, save_directory, *args, save_base_model: bool | None = None, **kwargs):
         """Writes the aligner, the configuration and the code to `save_directory`. A quantization of the base model is
@@ -226,6 +262,27 @@ def _find_code(name: str, checkpoint: str) -> Path | None:
     return None if found is None else Path(found)
 
 
+def _files_of_both(
+    model, files: list[str], source: str, ignore_mismatched_sizes: bool, download: dict[str, Any]
+) -> tuple[list[str], list[tuple[str, str]], bool]:
+    """What `model` is loaded from, if `files` are those at `source`: an aligner's and its base model's, or one of them.
+
+    Returns:
+        All files; patterns of names in a base model's files, each with what it is replaced by; and whether weights
+        that are missing or do not fit are refused.
+    """
+    config = model.config
+    if source == resolve_model(str(config.base_model_name_or_path)):
+        return files, base_model_names(model), True
+    is_refused = not _caller_reads_loading_info.get()
+    shapes = tensor_shapes(files)
+    if is_refused:
+        check_weights(model, files, source, ignore_mismatched_sizes)
+    if _includes_base_model(config, shapes):
+        return files, [], is_refused
+    return files + base_model_files(config, download), base_model_names(model), is_refused
+
+
 def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes: bool = False) -> None:
     """Refuses the weights in `files` of the checkpoint `source`, before any is loaded, unless they are those of the
     aligner of `model`, as they were saved. Weights of a base model are checked for NaN only.
@@ -245,6 +302,7 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
     described += f"{config.text_config.hidden_size}, {config.text_config.num_hidden_layers} layers) and encoder "
     described += f"{config.encoder_name_or_path} (width {config.encoder_hidden_size})"
     settings = "check `gate_layers`, `lora_r`, `lora_target_modules`, `word_parts` and `text_config` in its config.json"
+    # What is missing first: a file that is not whole, or another aligner's, has other faults as well.
     if missing := sorted(expected.keys() - found.keys()):
         raise ValueError(
             f"Checkpoint {source} lacks {len(missing)} of {len(expected)} aligner weights that {described} needs, "
@@ -362,7 +420,7 @@ def _move_all(moves: list[tuple[Path, Path]], folder: Path, former: Path) -> Non
             done.append((path, target))
     except BaseException as error:
         try:
-            for path, target in reversed(done):
+            for path, target in reversed(done):  # the new files first, which stand where the former ones were
                 os.replace(target, path)
         except OSError:
             raise OSError(
@@ -422,6 +480,21 @@ def write_processor_digests(former: Path, folder: Path) -> None:
 
 def write_config(path: Path, config: dict[str, Any]) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")  # as transformers does
+
+
+def check_processor_is_readable(folder: Path) -> None:
+    """Raises `ValueError` for a file of a processor that is missing or broken, by its name."""
+    check_json_file(folder / "tokenizer_config.json", "tokenizer_class")
+    for name, key in (("processor_config.json", "encoder_name_or_path"), ("tokenizer.json", "model")):
+        if (path := folder / name).is_file():
+            check_json_file(path, key)
+    if not list(folder.glob("tokenizer.*")) + list(folder.glob("vocab.*")):
+        raise ValueError(f"{folder} has no tokenizer.json. Save the processor again, or download it again.")
+    try:
+        for path in folder.glob("chat_template.jinja"):
+            path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{folder / 'chat_template.jinja'} is not UTF-8 text ({error}).") from error
 
 
 def check_processor_files(folder: Path) -> None:

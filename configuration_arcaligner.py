@@ -7,6 +7,7 @@ configuration -> processing (passages to slots) -> modeling (slots to logits) ->
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.utils.versions import require_version
 
 # As in `pyproject.toml`, which remote code lacks. Before the other imports, which an older version may not know.
-REQUIREMENTS = ("torch>=2.13", "transformers>=5.10", "peft>=0.18.1", "sentence-transformers>=5.2", "spacy>=3.8")
+REQUIREMENTS = ("torch>=2.9", "transformers>=5.10", "peft>=0.18.1", "sentence-transformers>=5.2", "spacy>=3.8")
 for _needed in REQUIREMENTS:
     require_version(_needed, f'Install what this aligner needs: pip install "{_needed}"')
 
@@ -361,7 +362,69 @@ def check_length(length: int, what: str, config: PreTrainedConfig, position_ids=
         )
 
 
-# Inputs of the model
+# Inputs
+
+
+def check_text(text: str, what: str) -> None:
+    """Raises `ValueError` for text that is not valid Unicode, such as a command-line argument in another encoding."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what} is not valid Unicode at character {error.start}: {text[error.start]!a}. Decode it with its own "
+            "encoding."
+        ) from error
+
+
+def check_question(question) -> None:
+    """Raises `ValueError` unless the question is a text that is not empty."""
+    if not isinstance(question, str):
+        raise ValueError(f"A question is of type {type(question).__name__}; expected a string.")
+    check_text(question, "The question")
+    if not question.strip():
+        raise ValueError("The question is empty; expected a text. Passages alone ask nothing.")
+
+
+def check_conversation(given: Any) -> None:
+    """Raises `ValueError` unless it is a list of messages, or a list of such lists."""
+    messages = getattr(given, "messages", given)  # transformers' `Chat` has them inside
+    if not isinstance(messages, list | tuple) or not messages:
+        raise ValueError(f"A conversation is {messages!r}; expected a list of messages, at least one.")
+    if any(isinstance(each, list | tuple) for each in messages):
+        for each in messages:
+            check_conversation(each)
+        return
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise ValueError(f'A message is {message!r}; expected {{"role": str, "content": str}}.')
+
+
+def with_plain_texts(given: Sequence) -> list:
+    """The conversation, or each of several, with each message's parts joined to one text; `None` beside calls of tools
+    stays."""
+    if not isinstance(given[0], dict):
+        return [with_plain_texts(getattr(each, "messages", each)) for each in given]
+    texts = []
+    for message in given:
+        content = message["content"]
+        if isinstance(content, list | tuple) and content:
+            parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+            is_text = all(isinstance(part, str) for part in parts) and all(part["type"] == "text" for part in content)
+            content = "".join(parts) if is_text else content
+        if isinstance(content, str):
+            check_text(content, f"A message of the {message['role']}")
+        elif content is not None or not message.get("tool_calls"):
+            raise ValueError(
+                f"A message of the {message['role']} is {content!r}; expected a text or "
+                '[{"type": "text", "text": str}].'
+            )
+        texts.append({**message, "content": content})
+    return texts
+
+
+def has_empty_message(conversation: Sequence) -> bool:
+    """Whether a message of the conversation, or of one of several, is empty."""
+    return any(has_empty_message(each) if isinstance(each, list) else each["content"] == "" for each in conversation)
 
 
 def check_ids(

@@ -8,7 +8,8 @@ import functools
 import importlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +21,25 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import logging
 
 from .base_model_arcaligner import ENCODER_FILES, find_model, read_tensors
 from .configuration_arcaligner import longest_prompt
-from .segmentation_arcaligner import EMPTY_SEGMENT, DocumentSegmenter, Segment, SegmentTokens, documents_of, run_ends
+from .segmentation_arcaligner import (
+    EMPTY_SEGMENT,
+    GivenSlots,
+    Segment,
+    SegmentTokens,
+    check_max_slots,
+    check_tokens_per_slot,
+    encoder_texts,
+    run_ends,
+    segment_document,
+    text_of,
+    tokenize_segments,
+)
+
+logger = logging.get_logger(__name__)
 
 # Texts per batch on the CPU and elsewhere. They are sorted by length: small batches hold hardly any padding.
 CPU_BATCH, DEVICE_BATCH = 8, 64
@@ -135,6 +151,22 @@ class SentenceEncoder:
         self.device = None
         self._model = self._tokenizer = self._untrained = None
 
+    @classmethod
+    def from_checkpoint(cls, checkpoint: str | Path, name_or_path: str, dtype: str) -> "SentenceEncoder":
+        """The encoder that was trained with the aligner in the folder `checkpoint`.
+
+        Raises:
+            `ValueError`: a checkpoint that has none, or only a part of it.
+        """
+        folder = Path(checkpoint, ENCODER_FOLDER)
+        for name in ("adapter_config.json", SAFETENSORS_WEIGHTS_NAME):
+            if not (folder / name).is_file():
+                raise ValueError(
+                    f"{checkpoint} lacks {ENCODER_FOLDER}/{name}, of the sentence encoder that was trained with the "
+                    "aligner. Save the processor again, or download the checkpoint again."
+                )
+        return cls(name_or_path, str(folder), dtype)
+
     def __deepcopy__(self, memo):
         return self
 
@@ -148,7 +180,7 @@ class SentenceEncoder:
         if self._model is None:
             self._model = self._load()
             for layer in self._lora_layers():
-                layer.merge()
+                layer.merge()  # else each reading would compute the LoRA once more
             if self.dtype == "auto":
                 self.dtype = str(fastest_dtype(self._model.device.type)).removeprefix("torch.")
             if self.dtype == "bfloat16":
@@ -279,10 +311,10 @@ class SentenceEncoder:
             batch = order[first : first + size]
             some = [texts[number] for number in batch]
             if ends is None:
-                found = self._text_embeds(some)[:, None]
+                of_texts = self._text_embeds(some)[:, None]
             else:
-                found = self._run_means(some, [starts[n] for n in batch], [np.asarray(ends[n]) for n in batch])
-            for number, embeds in zip(batch, found, strict=True):
+                of_texts = self._run_means(some, [starts[n] for n in batch], [np.asarray(ends[n]) for n in batch])
+            for number, embeds in zip(batch, of_texts, strict=True):
                 pooled[number] = embeds
         return torch.nn.functional.normalize(torch.cat(pooled).float(), dim=-1)
 
@@ -306,6 +338,7 @@ class SentenceEncoder:
         weights = torch.zeros(len(texts), max(map(len, ends)), states.shape[1])
         for row, own in enumerate(map(_run_weights, offsets, starts, ends)):
             weights[row, : own.shape[0], : own.shape[1]] = torch.from_numpy(own)
+        # In float32: bfloat16 would round the mean of many tokens.
         means = weights.to(states.device) @ states.float()  # (texts, max_runs, encoder_hidden_size)
         return [of_text[: len(own)] for of_text, own in zip(means, ends, strict=True)]
 
@@ -322,26 +355,18 @@ class SentenceEncoder:
 
 def _run_weights(offsets: np.ndarray, start: int, ends: np.ndarray) -> np.ndarray:
     """Weights (num_runs, tokens) that average the tokens at `offsets` (tokens, 2) whose middle lies in each run."""
-    middles = offsets.sum(axis=1) / 2
+    middles = offsets.sum(axis=1) / 2  # a token over two runs belongs to one of them
     is_own = (offsets[:, 1] > offsets[:, 0]) & (middles > start)
     weights = np.zeros((len(ends), len(offsets)), dtype=np.float32)
     run_of_token = np.minimum(np.searchsorted(ends, middles), len(ends) - 1)
     weights[run_of_token[is_own], is_own.nonzero()[0]] = 1.0
     run_middles = (np.concatenate([[start], ends[:-1]]) + ends) / 2
-    for run in (weights.sum(axis=1) == 0).nonzero()[0]:
+    for run in (weights.sum(axis=1) == 0).nonzero()[0]:  # inside of a token, or cut off at the encoder's limit
         weights[run, np.abs(middles - run_middles[run]).argmin()] = 1.0
     return weights / weights.sum(axis=1, keepdims=True)
 
 
 # Documents to slots
-
-
-class GivenSlots(NamedTuple):
-    """Precomputed slots of one question."""
-
-    context_embeds: torch.FloatTensor  # (num_slots, encoder_hidden_size)
-    context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 after a slot's tokens
-    context_passage_ids: torch.LongTensor | None = None  # (num_slots,); without them all slots are of one passage
 
 
 class EncodedDocuments(NamedTuple):
@@ -354,109 +379,71 @@ class EncodedDocuments(NamedTuple):
     dropped: list[Segment]  # what has no slot
 
 
-def _embeds_of(values, name: str) -> torch.FloatTensor:
-    return _dense_tensor_of(values, name).float()
+@dataclass(frozen=True)
+class SlotEncoder:
+    """What makes slots of passages: an encoder and a backbone's tokenizer, with the settings of a processor."""
 
+    tokenizer: Any
+    encoder: SentenceEncoder
+    encoder_hidden_size: int
+    sentences_per_segment: int | float
+    spacy_model: str
+    tokens_per_slot: int | str
+    trained_tokens_per_slot: Sequence[int | str] | None
+    context_words: bool
 
-def _ids_of(values, name: str) -> torch.LongTensor:
-    """Words or numbers of passages; a float might be another one by rounding."""
-    tensor = _dense_tensor_of(values, name)
-    ids = tensor.long()
-    if tensor.dtype == torch.bool or tensor.is_floating_point() or (ids < -1).any():
-        raise ValueError(f"{name} is {tensor.dtype}; expected whole numbers of -1 or more. Pass them as int64.")
-    return ids
-
-
-def _dense_tensor_of(values, name: str) -> torch.Tensor:
-    try:
-        tensor = torch.as_tensor(np.asarray(values) if isinstance(values, list | tuple) else values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{name} is of type {type(values).__name__}; expected a tensor of numbers ({error})."
-        ) from error
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex():
-        raise ValueError(f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}; expected a dense tensor.")
-    return tensor
-
-
-def _rows_of(read: Callable, given, name: str, is_single: bool, num_rows: int) -> list:
-    """An entry of `given` for each of `num_rows` questions, converted by `read`."""
-    try:
-        rows = [given] if is_single or isinstance(given, str | dict) else list(given)
-    except TypeError:  # a number, or a tensor without dimensions
-        rows = []
-    if len(rows) != num_rows:
-        raise ValueError(f"Got {num_rows} questions but {len(rows)} entries of {name}; each question needs its own.")
-    return [read(row, f"{name} of row {number}") for number, row in enumerate(rows)]
-
-
-class DocumentEncoder(DocumentSegmenter):
-    """Passages to slots, for the processor: needs its `tokenizer`, its `encoder` and its settings."""
-
-    def load_trained_encoder(self, checkpoint: str | Path) -> None:
-        """Uses the encoder that was trained with the aligner in the folder `checkpoint`, loaded on first use.
+    def check_settings(self, max_slots: int | None = None, tokens_per_slot: int | str | None = None) -> int | str:
+        """Checks the settings of a call and returns its `tokens_per_slot`.
 
         Raises:
-            `ValueError`: a checkpoint that has none, or only a part of it.
+            `ValueError`: settings that are invalid.
         """
-        folder = Path(checkpoint, ENCODER_FOLDER)
-        for name in ("adapter_config.json", SAFETENSORS_WEIGHTS_NAME):
-            if not (folder / name).is_file():
-                raise ValueError(
-                    f"{checkpoint} lacks {ENCODER_FOLDER}/{name}, of the sentence encoder that was trained with the "
-                    "aligner. Save the processor again, or download the checkpoint again."
-                )
-        self.encoder = SentenceEncoder(self.encoder_name_or_path, str(folder), self.encoder_dtype)
-        self.trained_encoder = True
-
-    def train_encoder(self, lora_r: int) -> list[torch.nn.Parameter]:
-        """[`SentenceEncoder.add_trainable_lora`] of the encoder, which is saved with the processor from then on."""
-        weights = self.encoder.add_trainable_lora(lora_r)
-        self.trained_encoder = True
-        return weights
-
-    def read_passages(
-        self, documents, context_embeds, context_word_ids, context_passage_ids, is_single: bool, num_rows: int
-    ) -> list[list] | list[GivenSlots]:
-        """For each of `num_rows` questions, its documents or its precomputed slots.
-
-        Raises:
-            `ValueError`: both or neither, values of another kind, or not one entry for each question.
-        """
-        if (documents is None) == (context_embeds is None):
-            found = "no" if documents is None else "both"
-            raise ValueError(f"Got {found} `documents` and `context_embeds`; expected one of the two.")
-        if context_embeds is None:
-            return _rows_of(documents_of, documents, "`documents`", is_single, num_rows)
-        embeds = _rows_of(_embeds_of, context_embeds, "`context_embeds`", is_single, num_rows)
-        words = passage_ids = [None] * num_rows
-        if context_word_ids is not None:
-            words = _rows_of(_ids_of, context_word_ids, "`context_word_ids`", is_single, num_rows)
-        elif self.context_words:
-            raise ValueError(
-                "Got `context_embeds` without `context_word_ids`, which this aligner reads beside them: the tokens of "
-                "each slot, (num_slots, max_words), -1 after them."
+        check_max_slots(max_slots)
+        rate = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
+        check_tokens_per_slot(rate)
+        if (known := self.trained_tokens_per_slot) and rate not in known:
+            logger.warning_once(
+                f"`tokens_per_slot` is {rate!r}, but this aligner has learned {', '.join(map(str, known))}. Expect "
+                "worse answers."
             )
-        if context_passage_ids is not None:
-            passage_ids = _rows_of(_ids_of, context_passage_ids, "`context_passage_ids`", is_single, num_rows)
-        return [GivenSlots(*given) for given in zip(embeds, words, passage_ids, strict=True)]
+        return rate
+
+    def segment_documents(self, documents: Sequence[str | dict]) -> list[Segment]:
+        """The segments of one question's documents, in order; empty when there is nothing but white space.
+
+        Raises:
+            `ValueError`: a document that is neither a string nor `{"title": str, "text": str}`.
+        """
+        segments = []
+        for number, document in enumerate(documents):
+            segments += segment_document(
+                text_of(document, number),
+                number,
+                sentences_per_segment=self.sentences_per_segment,
+                spacy_model=self.spacy_model,
+                num_reads=self.encoder.num_reads,
+            )
+        return segments
+
+    def _tokens(self, segments: Sequence[Segment], documents, tokens_per_slot) -> list[SegmentTokens]:
+        """`tokenize_segments`, without tokens where nothing reads them."""
+        if self.context_words or tokens_per_slot != "segment":
+            return tokenize_segments(self.tokenizer, segments, documents)
+        texts = encoder_texts(segments, documents)
+        return [SegmentTokens(segment, text, (), ()) for segment, text in zip(segments, texts, strict=True)]
 
     def encode_tokens(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> torch.FloatTensor:
         """Normalized embeddings of the slots of `tokens`, in order, float32 (num_slots, encoder_hidden_size): one for
         each segment, or for each run of about `tokens_per_slot` tokens."""
         ends = None
         if tokens_per_slot != "segment":
-            ends = [run_ends(each.encoder_start, each.word_ends, tokens_per_slot) for each in tokens]
+            ends = [run_ends(segment.encoder_start, segment.word_ends, tokens_per_slot) for segment in tokens]
         with torch.no_grad():
-            texts, starts = [each.encoder_text for each in tokens], [each.encoder_start for each in tokens]
+            texts = [segment.encoder_text for segment in tokens]
+            starts = [segment.encoder_start for segment in tokens]
             embeds = self.encoder.encode_runs(texts, starts, ends).cpu()
         self._check_embeds(embeds, 0)
         return embeds
-
-    def encode_documents(self, documents: Sequence[str | dict], **settings: Any) -> EncodedDocuments:
-        """Encodes the passages of one question to slots. `settings` are `max_slots` and `tokens_per_slot`,
-        with errors as in [`~ArcAlignerProcessor.__call__`]."""
-        return self.encode_batch([documents], **settings)[0]
 
     def encode_batch(
         self,
@@ -467,28 +454,29 @@ class DocumentEncoder(DocumentSegmenter):
         room: Sequence[int] | None = None,
         apart: bool = False,
     ) -> list[EncodedDocuments]:
-        """Like `encode_documents`, for several questions at once, all with documents or all with precomputed slots.
-        `room` is the maximum number of slots of each or, `apart`, of each of its passages; more raise an error before
-        anything is encoded."""
-        rate = self.check_slot_settings(max_slots, tokens_per_slot)
+        """The passages of several questions, all documents or all precomputed slots, as slots. `room` is the
+        maximum number of slots of each or, `apart`, of each of its passages; more raise an error before anything is
+        encoded."""
+        rate = self.check_settings(max_slots, tokens_per_slot)
         if isinstance(passages[0], GivenSlots):
             return [self._first_slots(row, number, max_slots) for number, row in enumerate(passages)]
         segments = [self.segment_documents(row) for row in passages]
         most = max_slots if rate == "segment" else None  # what gets no slot is not encoded
         tokens = [
-            self.segment_tokens(row[:most], documents, rate) or [EMPTY_SEGMENT]
+            self._tokens(row[:most], documents, rate) or [EMPTY_SEGMENT]
             for row, documents in zip(segments, passages, strict=True)
         ]
-        counts = [sum(len(each.runs(rate)) for each in row) for row in tokens]
+        counts = [sum(len(segment.runs(rate)) for segment in row) for row in tokens]  # slots of each question
         for number, row in enumerate(tokens):
             whose = f" of question {number}" if len(passages) > 1 else ""
             _check_room(whose, row, rate, max_slots, None if room is None else room[number], apart)
-        encoded = self.encode_tokens([each for row in tokens for each in row], rate).split(counts)
+        # All questions at once: the encoder sorts texts by length, so more of them means less padding.
+        encoded = self.encode_tokens([segment for row in tokens for segment in row], rate).split(counts)
         rows = []
         for pieces, row_tokens, embeds in zip(segments, tokens, encoded, strict=True):
             words = None
-            if rate != "segment" and pieces:
-                pieces = [piece for each in row_tokens for piece in each.pieces(rate)]
+            if rate != "segment" and pieces:  # several slots of a segment: each stands for a part of it
+                pieces = [piece for segment in row_tokens for piece in segment.pieces(rate)]
             pieces, dropped = pieces[:max_slots], pieces[max_slots or len(pieces) :]
             if self.context_words:
                 runs = [torch.tensor(one.word_ids[a:b]) for one in row_tokens for a, b in one.runs(rate)][:max_slots]
@@ -496,6 +484,21 @@ class DocumentEncoder(DocumentSegmenter):
             numbers = torch.tensor([piece.document for piece in pieces] or [0])
             rows.append(EncodedDocuments(pieces, embeds[:max_slots], words, numbers, dropped))
         return rows
+
+    def statistics(self, documents: Sequence[str | dict], row: EncodedDocuments, has_budget: bool) -> dict[str, float]:
+        """The number of `tokens` and `slots` and the `compression_rate`; with `has_budget` also how many segments are
+        `dropped`."""
+        texts = [text_of(document, number) for number, document in enumerate(documents)]
+        tokens = kept = self._count_tokens(texts)
+        if row.dropped:
+            last = row.segments[-1]
+            kept = self._count_tokens([*texts[: last.document], texts[last.document][: last.end]])
+        num_slots = len(row.context_embeds)
+        found = {"tokens": tokens, "slots": num_slots, "compression_rate": kept / num_slots}
+        return found | ({"dropped": len(row.dropped)} if has_budget else {})
+
+    def _count_tokens(self, texts: list[str]) -> int:
+        return sum(len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else 0
 
     def _first_slots(self, given: GivenSlots, row: int, max_slots: int | None) -> EncodedDocuments:
         """The first `max_slots` of a row's precomputed slots."""
@@ -521,7 +524,7 @@ class DocumentEncoder(DocumentSegmenter):
         if embeds.dim() != 2 or embeds.shape[1] != self.encoder_hidden_size or embeds.shape[0] == 0:
             raise ValueError(
                 f"The embeddings of row {row} have shape {tuple(embeds.shape)}; expected (num_slots, "
-                f"{self.encoder_hidden_size}), the width of encoder {self.encoder_name_or_path}, with at least "
+                f"{self.encoder_hidden_size}), the width of encoder {self.encoder.name_or_path}, with at least "
                 "one slot."
             )
         if not torch.isfinite(embeds).all():
@@ -537,8 +540,8 @@ def _check_room(
     """Refuses the passages of a question (named `whose`) with more slots than there is room for; where they are read
     `apart`, each has that room."""
     sizes: dict[int, int] = defaultdict(int)
-    for each in row:
-        sizes[each.segment.document] += len(each.runs(rate))
+    for tokens in row:
+        sizes[tokens.segment.document] += len(tokens.runs(rate))
     document = max(sizes, key=sizes.get)
     count = sizes[document] if apart else sum(sizes.values())
     if room is not None and min(count, max_slots or count) > room:

@@ -5,10 +5,12 @@ processor or candidate lookup takes a slot for a token, a slot prefix can be pre
 passages that are read apart are read by themselves and joined (`read_passages`, `join_keys_values`).
 """
 
+import contextlib
 import json
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,10 @@ from .slot_rows_arcaligner import (
 )
 
 logger = logging.get_logger(__name__)
+
+
+# A variable of the context, not an argument of `generate`: threads that share a model do not see each other's.
+_recorded_depths: ContextVar[list[torch.Tensor] | None] = ContextVar("recorded_depths", default=None)
 
 
 def text_for_slots(input_ids: torch.LongTensor, context_token_id: int) -> torch.LongTensor:
@@ -144,7 +150,6 @@ class SlotGenerationMixin(GenerationMixin):
         gate_threshold=None,
         max_refinement_steps=None,
         refinement_budget=None,
-        recorded_depths=None,
         context_mask=None,
         **kwargs,
     ):
@@ -179,15 +184,23 @@ class SlotGenerationMixin(GenerationMixin):
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
         depth = getattr(outputs, "recursion_depth", None)
-        if depth is not None and model_kwargs.get("recorded_depths") is not None:
-            model_kwargs["recorded_depths"].append(depth)
+        if depth is not None and (recorded := _recorded_depths.get()) is not None:
+            recorded.append(depth)
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def recorded_depths(self) -> Iterator[list[torch.Tensor]]:
+        """Inside, `generate` adds to the list that this gives the `recursion_depth` of the slots it reads, (batch *
+        num_beams, num_layers, max_slots), as soon as they are read."""
+        depths: list[torch.Tensor] = []
+        token = _recorded_depths.set(depths)
+        try:
+            yield depths
+        finally:
+            _recorded_depths.reset(token)
 
     def generate(self, inputs=None, *args, **kwargs):
         """`GenerationMixin.generate`. The context token is never generated and no logits processor sees it.
-
-        With `recorded_depths=[]`, the `recursion_depth` of the slots that it reads, (batch * num_beams, num_layers,
-        max_slots), is appended to this list.
 
         How slots are refined can be set for a call: `gate_mode`, `gate_threshold`, `max_refinement_steps` instead of
         the configuration's, and `refinement_budget`, the maximum number of operations as a share of the prefill up to
@@ -279,10 +292,10 @@ SLOTS_PER_BATCH = 1024
 SLOTS_PER_ROW = 256
 
 
-def entry_shape(config: PreTrainedConfig, num_slots: int) -> tuple[int, int, int, int, int]:
-    """The shape of keys and values that a backbone has of some slots."""
+def entry_shape(config: PreTrainedConfig, num_slots: int, dtype: torch.dtype | None = None) -> tuple[int, ...]:
+    """The shape of keys and values that a backbone has of some slots, or of bytes of [`from_int8`]."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_hidden_layers, 2, config.num_key_value_heads, num_slots, head_dim
+    return config.num_hidden_layers, 2, config.num_key_value_heads, num_slots, head_dim + 4 * (dtype == torch.int8)
 
 
 def keys_values_of(cache: Cache, row: int, start: int, end: int) -> torch.Tensor:
@@ -296,6 +309,14 @@ def keys_values_of(cache: Cache, row: int, start: int, end: int) -> torch.Tensor
         both = torch.stack([layer.keys[row], layer.values[row]])  # (2, heads, kept, head_dim)
         layers.append(pad(both, (0, 0, dropped, 0))[:, :, start:end])
     return torch.stack(layers)
+
+
+def from_int8(kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Keys and values (..., head_dim) in `dtype`, of those kept as they are or as bytes (..., head_dim + 4): numbers of
+    steps, and the float32 that a step is."""
+    if kept.dtype != torch.int8:
+        return kept
+    return (kept[..., :-4].float() * kept[..., -4:].contiguous().view(torch.float32)).to(dtype)
 
 
 # Positions that a joined cache has room for before it is copied: a question and a short answer.
@@ -356,7 +377,8 @@ def join_keys_values(rows: Sequence[Sequence[torch.Tensor]], config: PreTrainedC
         for row, parts in enumerate(rows):
             padding = length - lengths[row]
             joined[:, row, :, :padding] = 0.0  # which is masked, so that any number would do, but no NaN
-            torch.cat([part[layer_idx] for part in parts], dim=2, out=joined[:, row, :, padding:length])
+            read = [from_int8(part[layer_idx], joined.dtype) for part in parts]
+            torch.cat(read, dim=2, out=joined[:, row, :, padding:length])
         if cache.layers[layer_idx].is_sliding:
             cache.update(*joined[:, :, :, :length], layer_idx)
         else:
@@ -390,19 +412,19 @@ def read_passages(model, head_ids: Sequence[int], head: torch.Tensor, passages: 
     Returns:
         `list[torch.Tensor]`, each (num_layers, 2, heads, num_slots, head_dim), in the order of `passages`.
     """
-    lengths = [len(each.context_embeds) for each in passages]
+    lengths = [len(passage.context_embeds) for passage in passages]
     shares = can_separate(model.config.text_config) and not model.config.refines(**settings)
-    found: list[torch.Tensor | None] = [None] * len(passages)
+    entries: list[torch.Tensor | None] = [None] * len(passages)
     batch: list[list[int]] = []
     for row in share_rows(lengths, -(-sum(lengths) // SLOTS_PER_ROW) if shares else len(lengths)):
-        width = sum(lengths[number] for number in (batch or [row])[0])
+        width = sum(lengths[number] for number in (batch or [row])[0])  # the first row is the longest
         if (len(batch) + 1) * width > SLOTS_PER_BATCH and batch:
-            _read_batch(model, head_ids, head, passages, batch, found, settings)
+            _read_batch(model, head_ids, head, passages, batch, entries, settings)
             batch = []
         batch.append(row)
     if batch:
-        _read_batch(model, head_ids, head, passages, batch, found, settings)
-    return found
+        _read_batch(model, head_ids, head, passages, batch, entries, settings)
+    return entries
 
 
 def share_rows(lengths: Sequence[int], num_rows: int) -> list[list[int]]:
@@ -412,6 +434,7 @@ def share_rows(lengths: Sequence[int], num_rows: int) -> list[list[int]]:
     [[2, 3], [0, 1]]
     """
     rows, sizes = [[] for _ in range(num_rows)], [0] * num_rows
+    # The longest goes first, each into the emptiest row: close to equal rows, which need the least padding.
     for number in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         emptiest = sizes.index(min(sizes))
         rows[emptiest].append(number)
@@ -419,32 +442,32 @@ def share_rows(lengths: Sequence[int], num_rows: int) -> list[list[int]]:
     return [rows[row] for row in sorted(range(num_rows), key=sizes.__getitem__, reverse=True) if rows[row]]
 
 
-def _read_batch(model, head_ids, head, passages, batch: list[list[int]], found: list, settings: dict) -> None:
-    """Reads the rows of `batch`, each the numbers of its passages, into `found`."""
+def _read_batch(model, head_ids, head, passages, batch: list[list[int]], entries: list, settings: dict) -> None:
+    """Reads the rows of `batch`, each the numbers of its passages, into their places in `entries`."""
     rows, device, start = [[passages[number] for number in row] for row in batch], model.device, len(head_ids)
     continues = not model.config.refines(**settings)
     numbers = pad_passage_ids(
-        [torch.cat([torch.full((len(each.context_embeds),), n) for n, each in enumerate(row)]) for row in rows]
+        [torch.cat([torch.full((len(own.context_embeds),), number) for number, own in enumerate(row)]) for row in rows]
     )  # (batch, max_slots); rows are padded at the end
     is_slot = numbers >= 0
-    ids = torch.where(is_slot, model.config.context_token_id, 0)
+    ids = torch.where(is_slot, model.config.context_token_id, 0)  # padding may be any id: it is masked
     mask, positions = torch.cat([torch.ones(len(rows), start).long(), is_slot.long()], dim=1), None
     if not continues:
         ids = torch.cat([torch.tensor([list(head_ids)]).expand(len(rows), -1).long(), ids], dim=1)
-    elif max(map(len, rows)) > 1:
+    elif max(map(len, rows)) > 1:  # else a plain causal mask does, which all attention kernels take
         positions = (start + passage_positions(numbers, is_slot)).to(device)
         # (batch, 1, max_slots, start + max_slots): the text before is read by all
         mask = pad(separate_passages(is_slot, numbers, model.dtype), (start, 0))
     if positions is None:
         positions = torch.arange(mask.shape[1] - ids.shape[1], mask.shape[1], device=device).expand(len(rows), -1)
-    words = [[each.context_word_ids for each in row] for row in rows]
+    words = [[passage.context_word_ids for passage in row] for row in rows]
     outputs = model.model(
         input_ids=ids.to(device),
         attention_mask=mask.to(device),
         position_ids=positions,
         past_key_values=join_keys_values([[head]] * len(rows), model.config.text_config) if continues else None,
         context_embeds=pad_sequence(
-            [torch.cat([each.context_embeds for each in row]) for row in rows], batch_first=True
+            [torch.cat([passage.context_embeds for passage in row]) for row in rows], batch_first=True
         ).to(device),
         context_word_ids=None if words[0][0] is None else pad_words(list(map(_join_words, words))).to(device),
         use_cache=True,
@@ -454,7 +477,7 @@ def _read_batch(model, head_ids, head, passages, batch: list[list[int]], found: 
         first = start
         for number in members:
             end = first + len(passages[number].context_embeds)
-            found[number] = keys_values_of(outputs.past_key_values, row, first, end)
+            entries[number] = keys_values_of(outputs.past_key_values, row, first, end)
             first = end
 
 
@@ -526,7 +549,7 @@ def load_keys_values(
             )
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shape = shapes.get(_NAME, ())
-    if len(shapes) != 1 or len(shape) != 5 or shape != entry_shape(config, shape[3]):
+    if len(shapes) != 1 or len(shape) != 5 or shape != entry_shape(config, shape[3], tensors[_NAME].dtype):
         raise ValueError(
             f"{path} holds tensors of shapes {shapes}; the backbone {config.model_type} needs `{_NAME}` of shape "
             f"{entry_shape(config, 1)}, for a slot. Load it with the backbone it was made for."

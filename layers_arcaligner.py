@@ -48,6 +48,7 @@ from .slot_rows_arcaligner import (
 )
 
 
+# One class for each pair: code is compiled for classes, and would be compiled again for each layer.
 @functools.cache
 def _subclass(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
@@ -123,10 +124,12 @@ class SlotLoraVariant(LoraVariant):
         rows = _scope.rows
         if rows is None:
             return result
+        # A over slots, B over slots: PEFT would compute both on all rows and a mask would throw most of it away.
         down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
         x = x.reshape(-1, x.shape[-1])  # (batch * seq_len, in_features)
         slots = x.index_select(0, rows) if isinstance(rows, torch.Tensor) else x[rows]  # (num_slots, in_features)
         slots = down(module.lora_dropout[active_adapter](slots.to(down.weight.dtype)))  # (num_slots, r)
+        # Scaled where it is narrowest, `r` numbers for each slot.
         residual = up(slots * module.scaling[active_adapter]).to(result.dtype)  # (num_slots, out_features)
         flat = result.reshape(-1, result.shape[-1])  # (batch * seq_len, out_features)
         if torch.is_grad_enabled():  # autograd and hooks may hold the frozen result
@@ -134,7 +137,7 @@ class SlotLoraVariant(LoraVariant):
                 flat = flat.index_add(0, rows, residual)
             elif rows is ALL_ROWS:
                 flat = flat + residual
-            else:
+            else:  # one prompt: its slots stand together, so no index is read
                 flat = flat.slice_scatter(flat[rows] + residual, 0, rows.start, rows.stop)
         elif isinstance(rows, torch.Tensor):  # a copy of all text rows in each linear would cost a tenth of a prefill
             flat.index_add_(0, rows, residual)
@@ -205,6 +208,7 @@ class SlotGate(nn.Module):
         self.out = nn.Linear(gate_hidden_size, 1)
 
     def forward(self, slots: torch.Tensor) -> torch.Tensor:
+        # In float32, as its weights are: next to the threshold rounding would decide.
         with torch.autocast(slots.device.type, enabled=False):
             return torch.sigmoid(self.out(self.act(self.up(slots.to(self.up.weight.dtype)))))
 
@@ -269,7 +273,7 @@ class AllSlotsSteps:
 
     def __init__(self, layer, hidden_states: torch.Tensor, slots: Slots, slot_pass: SlotPass):
         self.layer, self.hidden_states, self.slots = layer, hidden_states, slots
-        self.reapply = slot_pass(None)
+        self.reapply = slot_pass(None)  # prepared once for all steps: what they read does not change
         self.depth = torch.zeros_like(slots.rows.slot_positions)  # (batch, max_slots)
 
     def can_ask(self) -> bool:
@@ -279,7 +283,7 @@ class AllSlotsSteps:
     def narrow(self, states: torch.Tensor, gate: torch.Tensor, prob: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """All slots are computed; counts those that are open."""
         rows, is_open = self.slots.rows, prob >= self.slots.settings.gate_threshold  # (batch, max_slots, 1)
-        if not self.layer.training:
+        if not self.layer.training:  # compiled: the slots that are refined otherwise, too
             gate = is_open = is_open & rows.refinable(self.layer.is_last)[:, :, None]
         self.depth = self.depth + (is_open[:, :, 0] & (rows.slot_positions >= 0))
         return states, gate
@@ -330,11 +334,13 @@ class OpenSlotsSteps:
     def _lay_out(self, states: torch.Tensor) -> torch.Tensor:
         """Decides which slots the steps compute, and gives their states (batch, width, hidden)."""
         step_rows, width = None, self._width(self.is_open)
-        if width < self.is_open.shape[1]:  # as many as the fullest row has; others are filled up with closed slots
+        if width < self.is_open.shape[1]:
+            # Open ones first, in their order. Rows with fewer are filled up: a batch needs one width.
             self.cells = (~self.is_open).to(torch.int8).argsort(dim=1, stable=True)[:, :width]  # (batch, width)
             self.is_open = self.is_open.gather(1, self.cells)
             step_rows = open_slots_plan(self.slots.rows, self.cells, self.is_open)
             states = take_rows(states, self.cells)
+        # From here on nothing opens again: the steps that follow are among these slots.
         self.is_taken, self.depth = self.is_open, torch.zeros_like(self.is_open, dtype=torch.long)
         self.reapply = self._slot_pass(step_rows)
         return states
@@ -344,7 +350,7 @@ class OpenSlotsSteps:
         max_slots, settings = gate_open.shape[1], self.slots.settings
         has_choice = self.layer.arcaligner_config.text_config._attn_implementation in ROW_KERNELS
         if settings.takes_all or not has_choice:
-            return max_slots
+            return max_slots  # known without reading the gates, which would make the host wait
         width = int(gate_open.sum(dim=1).max())
         # Without a budget, a few closed slots are computed too: cheaper than to read each of them like text.
         return max_slots if settings.budget is None and width >= DENSE_STEP_SHARE * max_slots else width
@@ -355,6 +361,7 @@ class OpenSlotsSteps:
         if depth is None:
             return self.hidden_states, None
         if self.cells is not None:
+            # Slots that were not computed keep the mandatory pass.
             all_states = take_rows(self.hidden_states, rows.slot_positions)  # (batch, max_slots, hidden)
             states = all_states.scatter(1, self.cells[:, :, None].expand_as(states), states)
             depth = torch.zeros_like(rows.slot_positions).scatter(1, self.cells, depth)
@@ -397,6 +404,7 @@ class SlotDecoderLayer(InPlaceMixin):
             hidden_states = super().forward(hidden_states, **kwargs)  # Eq. 4: the mandatory pass, LoRA on slots (Eq. 3)
         if not self._may_refine(slots):
             return self._with_unused_gate(hidden_states, slots.settings), None
+        # They differ in which rows a step computes, not in what is read of the slots (`tests/test_algorithm.py`).
         takes_all_slots = self.training or torch.compiler.is_compiling()
         slot_pass = functools.partial(self._slot_pass, hidden_states, slots, kwargs)
         steps = (AllSlotsSteps if takes_all_slots else OpenSlotsSteps)(self, hidden_states, slots, slot_pass)
@@ -472,6 +480,7 @@ class SlotDecoderLayer(InPlaceMixin):
             inputs = slots.shared_inputs.get(slots.rows, kwargs, hidden_states.dtype)
         else:
             inputs = step_inputs(step_rows, kwargs, hidden_states.dtype)
+        # The rows that stay are projected to keys and values once, not in each step.
         cache = RefinementKeysValues(*self._fixed_keys_values(hidden_states, inputs, kwargs))
         step_kwargs = {**kwargs, **inputs.for_slots, "past_key_values": cache}
 
@@ -504,6 +513,7 @@ class SlotDecoderLayer(InPlaceMixin):
         length = hidden_states.shape[1] if compiling else int(rows.slot_positions.max()) + 1
         prefix = hidden_states[:, :length]
         batch, _, hidden = prefix.shape
+        # Flat indices of the slots again, for rows that are shorter now.
         prefix_rows = rows.slot_rows // hidden_states.shape[1] * length + rows.slot_rows % hidden_states.shape[1]
         step_kwargs = {**kwargs, "use_cache": False, "past_key_values": None}
         step_kwargs |= gather_rotary(kwargs, torch.arange(length, device=prefix.device).expand(batch, -1))

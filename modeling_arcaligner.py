@@ -128,12 +128,13 @@ class ContextProjector(nn.Module):
             `torch.Tensor` of shape `(..., word_parts, hidden)`; their sum over the parts is the slot's weighted mean.
         """
         is_word = word_ids >= 0
-        ids = word_ids.clamp(min=0)
+        ids = word_ids.clamp(min=0)  # padding reads some word, with the weight 0
         weights = self.word_weights[ids].float().abs() * is_word  # (..., max_words)
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-6)
         num_words = is_word.sum(dim=-1, keepdim=True).clamp(min=1)
         part = torch.arange(word_ids.shape[-1], device=ids.device) * self.word_parts // num_words  # (..., max_words)
         in_part = part[..., None, :] == torch.arange(self.word_parts, device=ids.device)[:, None]
+        # Less what all embeddings have in common, which a mean of words would mostly be.
         words = nn.functional.embedding(ids, table).float() - self.word_mean.float()  # (..., max_words, hidden)
         return (weights[..., None, :] * in_part) @ words
 
@@ -297,8 +298,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
         check_gates(*wanted)
         slot_mask = self._get_slot_mask(input_ids, context_embeds, context_mask, is_generated)  # (batch, seq_len)
-        has_slots = slot_mask is not None
-        given = inputs_embeds if input_ids is None else input_ids
+        has_slots, given = slot_mask is not None, inputs_embeds if input_ids is None else input_ids
         if not has_slots and given is not None and self.training and torch.is_grad_enabled():
             # Zero gradients instead of none: other processes wait for those of each trained parameter.
             slot_mask, context_embeds, context_word_ids = self._no_slots(given)
@@ -306,9 +306,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             self._check_slot_inputs(slot_mask, input_ids, inputs_embeds, context_embeds, context_word_ids)
             rows = self._find_slots(slot_mask, attention_mask, context_embeds)
             if self.config.passage_attention == "separate" and context_passage_ids is not None:
-                check_passage_ids(context_passage_ids, context_embeds, slot_mask)
                 attention_mask, position_ids = self._keep_passages_apart(
-                    slot_mask, context_passage_ids, attention_mask, position_ids, past_key_values
+                    slot_mask, context_embeds, context_passage_ids, attention_mask, position_ids, past_key_values
                 )
             check_length(slot_mask.shape[1], "The prompt", self.config.text_config, position_ids)
             if torch.compiler.is_compiling():
@@ -316,8 +315,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             inputs_embeds = self._embed(input_ids, inputs_embeds, slot_mask, context_embeds, context_word_ids)
             input_ids = None  # the backbone takes one of the two
             settings = resolve_settings(self.config, self.layer_costs, rows, self.training, *wanted)
-            if rows.slot_rows.shape[0]:
-                self._check_slots_after_cache(past_key_values, context_passage_ids, *wanted)
+            self._check_slots_after_cache(rows, past_key_values, context_passage_ids, *wanted)
             kwargs["slots"] = slots = Slots(rows, settings, RecordedDepths(), SharedStepInputs())
         outputs = self.backbone(
             input_ids=input_ids,
@@ -378,9 +376,9 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             return None
         return slot_mask
 
-    def _check_slots_after_cache(self, past_key_values, context_passage_ids, *wanted) -> None:
+    def _check_slots_after_cache(self, rows: SlotRows, past_key_values, context_passage_ids, *wanted) -> None:
         """Refuses slots after cached text where that is not the same as reading both at once."""
-        if past_key_values is None or past_key_values.get_seq_length() == 0:
+        if rows.slot_rows.shape[0] == 0 or past_key_values is None or past_key_values.get_seq_length() == 0:
             return
         if self.config.refines(*wanted):
             reason = "refinement needs the deeper states of earlier tokens, which a cache does not hold"
@@ -394,9 +392,10 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         )
 
     def _keep_passages_apart(
-        self, slot_mask, passage_ids, attention_mask, position_ids, past_key_values
+        self, slot_mask, context_embeds, passage_ids, attention_mask, position_ids, past_key_values
     ) -> tuple[torch.Tensor, torch.LongTensor]:
         """The mask and the positions of a prompt whose passages do not read each other."""
+        check_passage_ids(passage_ids, context_embeds, slot_mask)
         check_can_separate(self.config.text_config)
         placed = place_passage_ids(slot_mask, passage_ids)  # (batch, seq_len)
         if position_ids is None:

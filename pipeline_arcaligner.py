@@ -8,8 +8,9 @@ configuration -> processing (passages to slots) -> modeling (slots to logits) ->
     ask([{"role": "user", "content": "Who wrote it?"}], documents=["It was written by Ada."])
 """
 
-import itertools
-import math
+import contextlib
+import functools
+import threading
 from dataclasses import asdict
 from typing import Any
 
@@ -19,8 +20,8 @@ from transformers import GenerationConfig, LogitsProcessor, TextGenerationPipeli
 from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
-from .configuration_arcaligner import SLOT_SETTINGS, longest_prompt
-from .processing_arcaligner import check_conversation
+from .configuration_arcaligner import SLOT_SETTINGS, check_conversation, longest_prompt
+from .layers_arcaligner import slot_decoder_layers
 from .slot_rows_arcaligner import pad_passage_ids, pad_words
 
 # Options of a call that go to the processor.
@@ -39,93 +40,87 @@ def format_trajectory(depth: int) -> str:
     return "L0." if depth == 0 else "L" * (depth + 1)
 
 
-# How sure an answer is
-
-
-def check_no_answer(processor, what: str = "A confidence") -> None:
-    """Raises `ValueError` for an aligner that has not learned to say that the passages do not answer."""
-    if processor.no_answer is None:
-        raise ValueError(
-            f"{what} needs an aligner that was trained with questions which its passages do not answer, and this one's "
-            "processor has no `no_answer`. Train with `unanswerable` in the recipe, or leave it out."
-        )
+# How likely it is that passages answer a question
 
 
 def check_min_confidence(processor, min_confidence: float) -> None:
-    """Raises `ValueError` unless it is a share, of an aligner that can refuse."""
+    """Raises `ValueError` unless it is a share, of an aligner that tells how sure it is."""
     is_number = isinstance(min_confidence, int | float) and not isinstance(min_confidence, bool)
     if not is_number or not 0.0 <= min_confidence <= 1.0:
         raise ValueError(f"`min_confidence` is {min_confidence!r}; expected a number from 0 to 1.")
-    check_no_answer(processor, "`min_confidence`")
+    _check_probe(processor, "`min_confidence`")
+
+
+def _check_probe(processor, what: str) -> None:
+    if processor.answer_probe is None:
+        raise ValueError(
+            f"{what} needs an aligner whose confidence was fitted, and this one's processor has no `answer_probe`. Fit "
+            "it with `python -m arcaligner.train.confidence`, or leave it out."
+        )
 
 
 class AnswerConfidence(LogitsProcessor):
     """
-    Watches `generate` and tells how sure each answer is; changes no score. For one call, greedy or sampled.
+    Watches one call of `generate` and tells how likely it is that the passages answer the question.
+
+    Beyond the paper. A frozen model that has read passages and question shows in its middle layers whether it found an
+    answer, also where it goes on to invent one. A logistic regression reads this from the states of the last token of
+    the prompt, so the confidence is known before the first token and is the same for all beams and samples. It does not
+    say that the answer is right. Changes no score.
 
     Args:
-        processor ([`ArcAlignerProcessor`]): Its `no_answer`, `confidence_weights` and tokenizer.
+        model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): The aligner; the processor's
+            `answer_probe` has the regression.
 
     Example:
 
     ```python
-    >>> watch = AnswerConfidence(processor)
-    >>> ids = model.generate(**inputs, logits_processor=[watch])
-    >>> watch.of(ids[:, inputs["input_ids"].shape[1] :])
-    [0.93]
+    >>> with AnswerConfidence(model, processor) as watch:
+    ...     ids = model.generate(**inputs, logits_processor=[watch])
+    >>> watch.confidence  # (batch,)
+    tensor([0.9312])
     ```
 
     Raises:
-        `ValueError`: a processor without `no_answer`.
+        `ValueError`: a processor without `answer_probe`, or with that of another model.
     """
 
-    def __init__(self, processor):
-        check_no_answer(processor)
-        self.weights = processor.confidence_weights
-        self.first_id = processor.tokenizer(processor.no_answer, add_special_tokens=False)["input_ids"][0]
-        self.end_id = processor.tokenizer.eos_token_id
-        self.refused: torch.Tensor | None = None  # (batch,), log-probability of beginning `no_answer`
-        self._calls = 0
-        self._chosen: list[torch.Tensor] = []  # each (batch,), log-probability of a token
-        self._last: torch.Tensor | None = None  # (batch, vocab_size)
+    def __init__(self, model, processor):
+        _check_probe(processor, "A confidence")
+        probe, width = processor.answer_probe, model.config.text_config.hidden_size
+        layers = slot_decoder_layers(model)
+        self.weight, self.bias = torch.tensor(probe["weight"], device=model.device), probe["bias"]
+        if max(probe["layers"]) >= len(layers) or len(self.weight) != len(probe["layers"]) * width:
+            raise ValueError(
+                f"`answer_probe` has {len(self.weight)} weights for layers {probe['layers']}; expected {width} for "
+                f"each, of {len(layers)} layers. It was fitted for another model: fit it again."
+            )
+        self.layers = [layers[layer] for layer in probe["layers"]]
+        self.confidence: torch.Tensor | None = None  # (batch * beams or samples,)
+        self._states: dict[int, torch.Tensor] = {}  # of each layer, (batch, hidden)
+
+    def __enter__(self) -> "AnswerConfidence":
+        self._thread = threading.get_ident()  # others may use the same model
+        self._hooks = [
+            layer.register_forward_hook(functools.partial(self._see, place)) for place, layer in enumerate(self.layers)
+        ]
+        return self
+
+    def __exit__(self, *error) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _see(self, place: int, layer, inputs, states: torch.Tensor) -> None:
+        """Keeps the last token's states (batch, hidden). Passages that are read apart come first, then the prompt."""
+        if self.confidence is None and threading.get_ident() == self._thread:
+            self._states[place] = states[:, -1].float()
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        if self._last is None:
-            self.refused = scores.float().log_softmax(dim=-1)[:, self.first_id]
-        elif len(self._chosen) < self._calls:
-            self._choose(input_ids[:, -1])
-        self._calls += 1
-        self._last = scores.float().log_softmax(dim=-1)
+        if self.confidence is None:
+            states = torch.cat([self._states[place] for place in range(len(self.layers))], dim=1)
+            self.confidence = torch.sigmoid(states @ self.weight + self.bias)
+            self._states = {}
         return scores
-
-    def _choose(self, ids: torch.LongTensor) -> None:
-        self._chosen.append(self._last.gather(1, ids[:, None])[:, 0])
-
-    def features(self, new_ids: torch.LongTensor) -> list[tuple[float, float]]:
-        """Of each answer, `new_ids` (batch, new_tokens), all that were generated until now: the log-odds that it is
-        one, and the mean log-probability of its tokens, the end included."""
-        if len(self._chosen) < self._calls:
-            self._choose(new_ids[:, -1])
-        chosen = torch.stack(self._chosen, dim=1)  # (batch, new_tokens)
-        is_end = new_ids == self.end_id
-        is_answer = is_end.long().cumsum(dim=1) - is_end.long() == 0  # up to the first end
-        means = torch.where(is_answer, chosen, 0.0).sum(dim=1) / is_answer.sum(dim=1)
-        refused = self.refused.clamp(-30.0, -1e-6)
-        odds = torch.log1p(-refused.exp()) - refused
-        return list(zip(odds.tolist(), means.tolist(), strict=True))
-
-    def of(self, new_ids: torch.LongTensor) -> list[float]:
-        """The confidence of each answer, `new_ids` (batch, new_tokens), from 0 to 1."""
-        return [confidence(*each, weights=self.weights) for each in self.features(new_ids)]
-
-
-def confidence(odds: float, mean: float, weights: list[float] | None) -> float:
-    """The confidence of an answer with these log-odds against `no_answer` and this mean log-probability of a token:
-    calibrated by `weights`, else the product of both probabilities."""
-    if weights is None:
-        return math.exp(mean) / (1 + math.exp(-odds))
-    bias, of_odds, of_mean = weights
-    return 1 / (1 + math.exp(-(bias + of_odds * odds + of_mean * mean)))
 
 
 class ArcAlignerPipeline(TextGenerationPipeline):
@@ -181,8 +176,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
                 processor's.
             max_slots (`int`, *optional*): Maximum number of slots per input, the first ones.
             min_confidence (`float`, *optional*):
-                An answer from passages with less confidence, from 0 to 1, becomes the processor's `no_answer`. Not with
-                beams.
+                Where it is less likely, from 0 to 1, that the passages answer the question, the answer becomes the
+                processor's `no_answer`. See [`AnswerConfidence`].
             sanitize_control_tokens (`bool`, *optional*, defaults to `True`):
                 Whether special tokens of the tokenizer, such as `<|im_end|>`, are read as plain text.
             batch_size (`int`, *optional*, defaults to 1): Inputs computed at a time.
@@ -201,7 +196,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
               `format_trajectory`.
             - **statistics** (`dict`) -- With `return_slots`, `tokens` of the passages, `slots` and
               `compression_rate`, the measured tokens per slot; with `max_slots`, how many segments are `dropped`;
-              `confidence` in the answer, where the aligner can refuse one and there are no beams.
+              `confidence`, how likely it is that the passages answer, where that was fitted.
 
         Raises:
             `ValueError`: an input of another kind, an empty question, documents that are not text, an option that
@@ -299,32 +294,17 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         passage_ids = pad_passage_ids([each.pop("context_passage_ids") for each in rows])
         if passage_ids.shape[1]:
             slots["context_passage_ids"] = passage_ids  # (batch, max_slots)
-        depths = []
-        if return_slots and slots:
-            slots["recorded_depths"] = depths
         watch = None
-        if slots and self.processor.no_answer is not None and (return_slots or min_confidence is not None):
-            watch = self._watch_confidence(min_confidence, generate_kwargs)
-        prompt_length = model_inputs["input_ids"].shape[1]
-        outputs = super()._forward(model_inputs, **slots, **generate_kwargs)
-        if watch is not None:
-            new_ids = outputs["generated_sequence"][..., prompt_length:]  # (batch, sequences, new_tokens)
-            sure = watch.of(new_ids.flatten(0, 1))
-            outputs["confidence"] = torch.tensor(sure).view(len(rows), -1)  # (batch, sequences)
-        if depths:  # (batch * num_beams, num_layers, max_slots), the same for all beams of a row
+        if slots and self.processor.answer_probe is not None and (return_slots or min_confidence is not None):
+            watch = AnswerConfidence(self.model, self.processor)
+            generate_kwargs["logits_processor"] = [*(generate_kwargs.get("logits_processor") or []), watch]
+        with self.model.recorded_depths() as depths, watch or contextlib.nullcontext():
+            outputs = super()._forward(model_inputs, **slots, **generate_kwargs)
+        if watch is not None:  # the same for all beams or samples of a row
+            outputs["confidence"] = watch.confidence[:: len(watch.confidence) // len(rows)].cpu()
+        if return_slots and depths:  # (batch * num_beams, num_layers, max_slots), the same for all beams of a row
             outputs["recursion_depth"] = depths[0][:: len(depths[0]) // len(rows)]
         return outputs | {"row": row}
-
-    def _watch_confidence(self, min_confidence: float | None, generate_kwargs: dict) -> AnswerConfidence | None:
-        """What watches `generate`, put among its arguments; `None` with beams, whose tokens come from several."""
-        config = generate_kwargs.get("generation_config") or self.model.generation_config
-        if (generate_kwargs.get("num_beams") or config.num_beams or 1) > 1:
-            if min_confidence is not None:
-                raise ValueError("`min_confidence` is set, but with beams an answer has no confidence. Leave one out.")
-            return None
-        watch = AnswerConfidence(self.processor)
-        generate_kwargs["logits_processor"] = [*(generate_kwargs.get("logits_processor") or []), watch]
-        return watch
 
     def postprocess(
         self,
@@ -337,22 +317,20 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         depth = model_outputs.pop("recursion_depth", None)  # (1, num_layers, max_slots)
         if return_type is None:
             return_type = ReturnType.NEW_TEXT if row["is_question"] else ReturnType.FULL_TEXT
-        found = model_outputs.pop("confidence", torch.empty(1, 0))[0].tolist() if row["has_slots"] else []
+        sure = model_outputs.pop("confidence", [None])[0]
         records = super().postprocess(model_outputs, return_type=return_type, **kwargs)
-        for record, sure in zip(records, found, strict=False):
-            if min_confidence is not None and sure < min_confidence:
+        if min_confidence is not None and row["has_slots"] and sure < min_confidence:
+            for record in records:
                 _set_answer(record, self.processor.no_answer)
         if "statistics" not in row:
             return records
-        num_slots = row["statistics"]["slots"]
+        statistics, num_slots = row["statistics"], row["statistics"]["slots"]
+        if sure is not None and row["has_slots"]:
+            statistics = statistics | {"confidence": sure.item()}
         layers = depth[0, :, :num_slots].tolist() if num_slots else []
-        slots = {
-            "segments": row["segments"],
-            "trajectories": [[format_trajectory(each) for each in layer] for layer in layers],
-            "statistics": row["statistics"],
-        }
-        slots = [slots | {"statistics": row["statistics"] | {"confidence": sure}} for sure in found] or [slots]
-        return [record | of_record for record, of_record in zip(records, itertools.cycle(slots), strict=False)]
+        trajectories = [[format_trajectory(each) for each in layer] for layer in layers]
+        slots = {"segments": row["segments"], "trajectories": trajectories, "statistics": statistics}
+        return [record | slots for record in records]
 
     def _describe_row(self, encoded: dict, is_question: bool, return_slots: bool) -> dict[str, Any]:
         """A row's embeddings (num_slots, encoder_hidden_size), words (num_slots, max_words) and passages (num_slots,),

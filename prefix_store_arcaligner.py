@@ -44,7 +44,6 @@ from .configuration_arcaligner import (
     normalize_budget,
     slot_settings,
 )
-from .encoder_arcaligner import GivenSlots
 from .generation_arcaligner import (
     join_keys_values,
     keys_values_of,
@@ -53,7 +52,7 @@ from .generation_arcaligner import (
     read_text,
     save_keys_values,
 )
-from .segmentation_arcaligner import text_of
+from .segmentation_arcaligner import GivenSlots, passages_of_questions, text_of
 from .slot_rows_arcaligner import check_can_separate, pad_passage_ids
 
 logger = logging.get_logger(__name__)
@@ -73,8 +72,8 @@ class _Unit:
         return self.passages is not None
 
 
-class _Row(NamedTuple):
-    """A question: the text before its slots, as the first unit, its passages, and the text after its slots."""
+class _Question(NamedTuple):
+    """The text before its slots, as the first unit, its passages, and the text after its slots."""
 
     units: list[_Unit]
     tail: list[int]
@@ -103,6 +102,8 @@ class SlotPrefixStore:
         max_bytes (`int`, defaults to 1 GiB): Memory for keys and values; 0 keeps none there.
         folder (`str` or `Path`, *optional*): Where everything is written and looked for, also by other processes. Files
             are mapped into memory, not copied.
+        dtype (`"int8"`, *optional*): Keeps passages in a quarter of the bytes of float32, with a step for each slot and
+            head. Joining them takes longer, and answers are nearly the same. Default: the backbone's dtype.
         read_only (`bool`, defaults to `False`): Whether nothing is written to the folder, such as that of a corpus.
 
     Attributes: `hits`, `loads` and `misses` count passages found in memory, read from the folder and read by the model;
@@ -119,8 +120,16 @@ class SlotPrefixStore:
     """
 
     def __init__(
-        self, model, processor, max_bytes: int = 2**30, folder: str | Path | None = None, read_only: bool = False
+        self,
+        model,
+        processor,
+        max_bytes: int = 2**30,
+        folder: str | Path | None = None,
+        read_only: bool = False,
+        dtype: str | None = None,
     ):
+        if dtype not in (None, "int8"):
+            raise ValueError(f'`dtype` is {dtype!r}; expected "int8", or `None` for the dtype of the backbone.')
         if max_bytes < 0:
             raise ValueError(f"`max_bytes` is {max_bytes}; expected 0 (keep nothing in memory) or more.")
         if model.config.passage_attention != processor.passage_attention:
@@ -130,6 +139,7 @@ class SlotPrefixStore:
             )
         self.model, self.processor, self.max_bytes = model, processor, max_bytes
         self.folder, self.read_only = None if folder is None else Path(folder), read_only
+        self.dtype = dtype
         self.hits = self.loads = self.misses = self.bytes = 0
         self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()  # least recently used first
         part_of = {True: "aligner_weights", False: "backbone_weights"}
@@ -139,7 +149,9 @@ class SlotPrefixStore:
         self._lock = threading.Lock()
 
     def __getstate__(self):
-        return {name: self.__dict__[name] for name in ("model", "processor", "max_bytes", "folder", "read_only")}
+        return {
+            name: self.__dict__[name] for name in ("model", "processor", "max_bytes", "folder", "read_only", "dtype")
+        }
 
     def __setstate__(self, state):
         self.__init__(**state)
@@ -180,14 +192,17 @@ class SlotPrefixStore:
             `ValueError`: as the processor; prompts longer than the backbone's context; no question. A file that cannot
                 be used is warned of, and the passage read again.
         """
-        rows, settings = self._ask(
+        asked, settings = self._ask(
             questions, documents, context_embeds, context_word_ids, context_passage_ids, **kwargs
         )
+        # A passage that is read apart is kept whole, and cut afterwards: one entry serves any `max_slots`.
         most = settings.pop("max_slots", None) if self._is_separate else None
-        found, missing = self._fetch(rows, settings)
-        inputs = self._batch(rows, [_first_slots([found[unit.key] for unit in row.units], most) for row in rows])
-        inputs.num_passages = [len(row.units) - 1 for row in rows]
-        inputs.num_kept = [sum(unit.key not in missing for unit in row.units[1:]) for row in rows]
+        entries, missing = self._fetch(asked, settings)
+        inputs = self._batch(
+            asked, [_first_slots([entries[unit.key] for unit in question.units], most) for question in asked]
+        )
+        inputs.num_passages = [len(question.units) - 1 for question in asked]
+        inputs.num_kept = [sum(unit.key not in missing for unit in question.units[1:]) for question in asked]
         return inputs
 
     @torch.no_grad()
@@ -201,30 +216,29 @@ class SlotPrefixStore:
         Returns:
             `list[Path]`: Where the folder has the passages, and the text before them.
         """
-        rows, settings = self._ask(questions, documents, **kwargs)
-        found, _ = self._fetch(rows, settings)
-        return [] if self.folder is None else [self._path(key) for key in found]
+        asked, settings = self._ask(questions, documents, **kwargs)
+        entries, _ = self._fetch(asked, settings)
+        return [] if self.folder is None else [self._path(key) for key in entries]
 
     def _ask(
         self, questions, documents, context_embeds=None, context_word_ids=None, context_passage_ids=None, **kwargs
-    ) -> tuple[list[_Row], dict[str, Any]]:
-        """The rows of a batch, and settings of slots and gates."""
+    ) -> tuple[list[_Question], dict[str, Any]]:
+        """The questions of a batch with what is read for each, and settings of slots and gates."""
         if not isinstance(questions, str | list | tuple) or not questions:
             raise ValueError(f"There is no question in {questions!r}. Pass one, or a list of some.")
         is_single = isinstance(questions, str) or isinstance(questions[0], dict)
         questions = [questions] if is_single else list(questions)
-        passages = self.processor.read_passages(
-            documents, context_embeds, context_word_ids, context_passage_ids, is_single, len(questions)
-        )
+        given = (documents, context_embeds, context_word_ids, context_passage_ids)
+        passages = passages_of_questions(*given, is_single, len(questions), self.processor.context_words)
         settings, template_kwargs = _split_settings(self.processor, kwargs)
-        rows = []
-        for question, given in zip(questions, passages, strict=True):
+        asked = []
+        for question, own in zip(questions, passages, strict=True):
             head, tail = self.processor.prompt_ids(question, **template_kwargs)
-            units = [_Unit(tuple(head), each) for each in (_apart(given) if self._is_separate else [given])]
-            rows.append(_Row([_Unit(tuple(head)), *units], tail))
+            units = [_Unit(tuple(head), passage) for passage in (_apart(own) if self._is_separate else [own])]
+            asked.append(_Question([_Unit(tuple(head)), *units], tail))
             if len(units) > 1:
                 check_can_separate(self.model.config.text_config, in_one_row=False)
-        return rows, settings
+        return asked, settings
 
     @property
     def _is_separate(self) -> bool:
@@ -232,15 +246,15 @@ class SlotPrefixStore:
 
     # Keys and values to a batch
 
-    def _batch(self, rows: list[_Row], parts: list[list[torch.Tensor]]) -> Prepared:
+    def _batch(self, asked: list[_Question], parts: list[list[torch.Tensor]]) -> Prepared:
         """Prompts (batch, seq_len), left-padded in both halves, with the cache of what stands before the questions."""
         config, slot_id = self.model.config.text_config, self.processor.context_token_id
-        sizes = [[part.shape[3] for part in row[1:]] for row in parts]
-        ids = [[*row.units[0].head, *[slot_id] * sum(own)] for row, own in zip(rows, sizes, strict=True)]
-        tails = [row.tail for row in rows]
-        for row, own in zip(rows, sizes, strict=True):
-            num_slots = max(own) if self._is_separate else sum(own)
-            check_length(len(row.units[0].head) + num_slots + len(row.tail), "The prompt", config)
+        sizes = [[part.shape[3] for part in own[1:]] for own in parts]  # slots of each passage of each question
+        ids = [[*question.units[0].head, *[slot_id] * sum(own)] for question, own in zip(asked, sizes, strict=True)]
+        tails = [question.tail for question in asked]
+        for question, own in zip(asked, sizes, strict=True):
+            num_slots = max(own) if self._is_separate else sum(own)  # passages apart share their positions
+            check_length(len(question.units[0].head) + num_slots + len(question.tail), "The prompt", config)
         cache = join_keys_values(parts, config)
         if any(cache.is_sliding):
             ids, tails, cache = self._align_tails(ids, tails, parts)
@@ -270,46 +284,52 @@ class SlotPrefixStore:
         """
         shortest, config = min(len(tail) for tail in tails), self.model.config.text_config
         extended = []
-        for tail, row in zip(tails, parts, strict=True):
+        for tail, own in zip(tails, parts, strict=True):
             if len(tail) > shortest:
-                cache = join_keys_values([row], config)
+                cache = join_keys_values([own], config)
                 new = torch.tensor([tail[:-shortest]], device=self.model.device)
                 self.model.model(input_ids=new, past_key_values=cache, use_cache=True)
-                row = [keys_values_of(cache, 0, 0, cache.get_seq_length())]
-            extended.append(row)
+                own = [keys_values_of(cache, 0, 0, cache.get_seq_length())]
+            extended.append(own)
         ids = [before + tail[:-shortest] for before, tail in zip(ids, tails, strict=True)]
         return ids, [tail[-shortest:] for tail in tails], join_keys_values(extended, config)
 
     # Passages to keys and values
 
-    def _fetch(self, rows: list[_Row], settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
+    def _fetch(
+        self, asked: list[_Question], settings: dict[str, Any]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
         """What was read of each unit, kept or read now, by its key, and the units that were not kept. The store owns
         the tensors: copy before use."""
-        with self._lock:
-            passages = rows[0].units[1].passages
+        with self._lock:  # two questions about a passage at once: the second waits, and finds what the first has read
+            passages = asked[0].units[1].passages
             weights = self.weights(passages)
+            # What all passages have in common, digests of the weights among it, is digested once.
             shared = shared_fingerprint(self.model, self.processor, weights, settings)
+            shared |= {} if self.dtype is None else {"kept_dtype": self.dtype}
             digest = json_digest(shared)
-            found: dict[str, torch.Tensor] = {}
-            missing: dict[str, _Unit] = {}
-            for unit in (unit for row in rows for unit in row.units):
+            entries: dict[str, torch.Tensor] = {}
+            missing: dict[str, _Unit] = {}  # by key, so that a passage of several questions is read once
+            for unit in (unit for question in asked for unit in question.units):
                 own = passage_fingerprint(unit.head, unit.passages)
                 unit.key, unit.fingerprint = json_digest([digest, own]), shared | own
-                if unit.key in found or unit.key in missing:
+                if unit.key in entries or unit.key in missing:
                     self.hits += unit.is_passage
                 elif (entry := self._find(unit)) is not None:
-                    found[unit.key] = entry
+                    entries[unit.key] = entry
                 else:
                     self.misses += unit.is_passage
                     missing[unit.key] = unit
             if missing:
-                heads = {row.units[0].head: found.get(row.units[0].key) for row in rows}
-                found |= self._read(missing, heads, settings, max(len(row.tail) for row in rows))
-                if self.weights(passages) == weights:  # nobody wrote to them meanwhile
+                # Passages are read behind the text before them, which may be kept though they are not.
+                heads = {one.units[0].head: entries.get(one.units[0].key) for one in asked}
+                entries |= self._read(missing, heads, settings, max(len(question.tail) for question in asked))
+                # Answers are right for the weights that were read; under the keys of others nothing may be kept.
+                if self.weights(passages) == weights:
                     for unit in missing.values():
-                        self._write(unit, found[unit.key])
-                        self._keep(unit.key, found[unit.key])
-        return found, missing
+                        self._write(unit, entries[unit.key])
+                        self._keep(unit.key, entries[unit.key])
+        return entries, missing
 
     def _read(
         self,
@@ -321,18 +341,19 @@ class SlotPrefixStore:
         """Reads units by their keys. `heads` are texts before the slots, with what is kept of each."""
         if self.model.training:
             raise ValueError("The model is in training mode, where dropout changes slots. Call `model.eval()` first.")
-        gates = {each: value for each, value in settings.items() if each in REFINEMENT_SETTINGS}
-        slot_settings = {each: value for each, value in settings.items() if each not in REFINEMENT_SETTINGS}
+        gates = {name: value for name, value in settings.items() if name in REFINEMENT_SETTINGS}
+        slot_settings = {name: value for name, value in settings.items() if name not in REFINEMENT_SETTINGS}
         units = [unit for unit in missing.values() if unit.is_passage]
         longest, encoded = longest_prompt(self.model.config.text_config), []
-        if units:
+        if units:  # all heads' passages at once: the encoder is fastest with many texts of like length
             room = longest and [longest - len(unit.head) - tail_length for unit in units]
             encoded = self.processor.encode_batch([unit.passages for unit in units], **slot_settings, room=room)
         read: dict[str, torch.Tensor] = {}
-        for head, kept in heads.items():
+        for head, kept in heads.items():  # mostly one, as questions have the same system message
             heads[head] = read_text(self.model, head) if kept is None else kept
             own = [(unit.key, slots) for unit, slots in zip(units, encoded, strict=True) if unit.head == head]
             some = read_passages(self.model, head, heads[head], [slots for _, slots in own], **gates)
+            some = some if self.dtype is None else map(to_int8, some)  # at once, so that both askings read the same
             read |= zip((key for key, _ in own), some, strict=True)
         return {key: read[key] if unit.is_passage else heads[unit.head] for key, unit in missing.items()}
 
@@ -353,11 +374,12 @@ class SlotPrefixStore:
         }
 
     def _tokenizer_digest(self, tokenizer) -> str:
-        known, size, found = self._tokenizers.get(id(tokenizer), (None, 0, ""))
+        # Written out it is megabytes. Tokens that are added show in its length.
+        known, size, digest = self._tokenizers.get(id(tokenizer), (None, 0, ""))
         if known is not tokenizer or size != len(tokenizer):
-            found = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
-            self._tokenizers[id(tokenizer)] = tokenizer, len(tokenizer), found
-        return found
+            digest = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+            self._tokenizers[id(tokenizer)] = tokenizer, len(tokenizer), digest
+        return digest
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.safetensors"
@@ -365,7 +387,7 @@ class SlotPrefixStore:
     def _find(self, unit: _Unit) -> torch.Tensor | None:
         if unit.key in self._kept:
             self.hits += unit.is_passage
-            self._kept.move_to_end(unit.key)
+            self._kept.move_to_end(unit.key)  # the first to go are those that were asked for longest ago
             return self._kept[unit.key]
         if self.folder is None or not (path := self._path(unit.key)).exists():
             return None
@@ -397,6 +419,12 @@ class SlotPrefixStore:
             self.bytes -= oldest.nbytes
         self._kept[key] = entry
         self.bytes += entry.nbytes
+
+
+def to_int8(keys_values: torch.Tensor) -> torch.Tensor:
+    """Keys and values (..., head_dim) as bytes for `from_int8`: steps of a slot and head, as many as bytes tell."""
+    step = keys_values.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 127
+    return torch.cat([(keys_values.float() / step).round().to(torch.int8), step.view(torch.int8)], dim=-1)
 
 
 def _apart(passages: list | GivenSlots) -> list:

@@ -9,26 +9,48 @@ characters in somebody's text are text.
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from torch import FloatTensor
+from torch.nn import Parameter
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer, BatchFeature, PreTrainedConfig, ProcessorMixin
 from transformers.utils import to_py_obj
 
-from .base_model_arcaligner import TEXT_FILES, check_json_file, find_model
-from .checkpoint_arcaligner import check_processor_files, write_processor_digests, written_whole
-from .configuration_arcaligner import DEFAULT_ENCODER, PASSAGE_ATTENTIONS, SLOT_SETTINGS, longest_prompt
-from .encoder_arcaligner import ENCODER_FOLDER, DocumentEncoder, EncodedDocuments, SentenceEncoder
+from .base_model_arcaligner import TEXT_FILES, find_model
+from .checkpoint_arcaligner import (
+    check_processor_files,
+    check_processor_is_readable,
+    write_processor_digests,
+    written_whole,
+)
+from .configuration_arcaligner import (
+    DEFAULT_ENCODER,
+    PASSAGE_ATTENTIONS,
+    SLOT_SETTINGS,
+    check_conversation,
+    check_question,
+    check_text,
+    has_empty_message,
+    longest_prompt,
+    with_plain_texts,
+)
+from .encoder_arcaligner import ENCODER_FOLDER, EncodedDocuments, SentenceEncoder, SlotEncoder
 from .prefix_store_arcaligner import SlotPrefixStore
 from .segmentation_arcaligner import (
+    Segment,
+    SegmentTokens,
     check_sentences_per_segment,
-    check_text,
     check_tokens_per_slot,
     encode_marked,
-    text_of,
+    encoder_texts,
+    mark_control_tokens,
+    passages_of_questions,
+    tokenize_segments,
 )
 from .slot_rows_arcaligner import pad_passage_ids, pad_words
 
@@ -39,30 +61,7 @@ BACKGROUND_LINE = "Refer to the background document: "
 QUESTION_LINE = "\nQuestion: "
 
 
-def check_conversation(given: Any) -> None:
-    """Raises `ValueError` unless it is a list of messages, or a list of such lists."""
-    messages = getattr(given, "messages", given)  # transformers' `Chat` has them inside
-    if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError(f"A conversation is {messages!r}; expected a list of messages, at least one.")
-    if any(isinstance(each, list | tuple) for each in messages):
-        for each in messages:
-            check_conversation(each)
-        return
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise ValueError(f'A message is {message!r}; expected {{"role": str, "content": str}}.')
-
-
-def check_question(question) -> None:
-    """Raises `ValueError` unless the question is a text that is not empty."""
-    if not isinstance(question, str):
-        raise ValueError(f"A question is of type {type(question).__name__}; expected a string.")
-    check_text(question, "The question")
-    if not question.strip():
-        raise ValueError("The question is empty; expected a text. Passages alone ask nothing.")
-
-
-class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
+class ArcAlignerProcessor(ProcessorMixin):
     r"""
     Builds the inputs of an [`ArcAlignerForCausalLM`] from questions and passages.
 
@@ -87,9 +86,9 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         passage_attention (`"joint"` or `"separate"`, defaults to `"joint"`):
             As in [`ArcAlignerConfig`]; with `"separate"` the model is told which slot belongs to which passage.
         no_answer (`str`, *optional*):
-            What the aligner has learned to answer where the passages do not say. `None`: it always names something.
-        confidence_weights (`list[float]`, *optional*):
-            Three numbers that calibrate an answer's confidence, see `AnswerConfidence`.
+            What is answered where the passages do not say: learned by the aligner, or put in the place of an answer
+            with less than `min_confidence`.
+        answer_probe (`dict`, *optional*): What tells how likely passages answer a question, see `AnswerConfidence`.
         trained_encoder (`bool`, defaults to `False`):
             Whether the encoder was trained with the aligner: the checkpoint's folder `encoder` has its LoRA weights.
         chat_template (`str`, *optional*): Default: the tokenizer's.
@@ -113,7 +112,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         trained_encoder: bool = False,
         passage_attention: str = "joint",
         no_answer: str | None = None,
-        confidence_weights: list[float] | None = None,
+        answer_probe: dict | None = None,
         max_prompt_length: int | None = None,
         chat_template: str | None = None,
         encoder_dtype: str = "float32",
@@ -127,24 +126,19 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         check_sentences_per_segment(sentences_per_segment)
         for rate in (tokens_per_slot, *(trained_tokens_per_slot or ())):
             check_tokens_per_slot(rate)
-        self.encoder_name_or_path = encoder_name_or_path
-        self.encoder_hidden_size = encoder_hidden_size
         self.context_token = context_token
         self.context_token_id = len(tokenizer) if context_token_id is None else context_token_id
-        self.sentences_per_segment = sentences_per_segment
-        self.spacy_model = spacy_model
-        self.tokens_per_slot = tokens_per_slot
-        self.trained_tokens_per_slot = trained_tokens_per_slot
-        self.context_words = context_words
-        self.max_prompt_length = max_prompt_length
-        self.trained_encoder = trained_encoder
+        self.sentences_per_segment, self.spacy_model = sentences_per_segment, spacy_model
+        self.tokens_per_slot, self.trained_tokens_per_slot = tokens_per_slot, trained_tokens_per_slot
+        self.context_words, self.max_prompt_length = context_words, max_prompt_length
         if passage_attention not in PASSAGE_ATTENTIONS:
             raise ValueError(
                 f"`passage_attention` is {passage_attention!r}; expected one of {', '.join(PASSAGE_ATTENTIONS)}."
             )
         self.passage_attention = passage_attention
-        self.no_answer, self.confidence_weights = no_answer, confidence_weights
-        self.encoder_dtype = encoder_dtype
+        self.no_answer, self.answer_probe = no_answer, answer_probe
+        self.encoder_name_or_path, self.encoder_hidden_size = encoder_name_or_path, encoder_hidden_size
+        self.encoder_dtype, self.trained_encoder = encoder_dtype, trained_encoder
         self.encoder = SentenceEncoder(encoder_name_or_path, dtype=encoder_dtype)
         self.auto_map = {"AutoProcessor": "processing_arcaligner.ArcAlignerProcessor"}
         super().__init__(tokenizer, chat_template=chat_template or tokenizer.chat_template)
@@ -191,17 +185,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
             `ValueError`: a file that is missing or broken, by its name.
         """
         if (folder := Path(pretrained_model_name_or_path)).is_dir():
-            check_json_file(folder / "tokenizer_config.json", "tokenizer_class")
-            for name, key in (("processor_config.json", "encoder_name_or_path"), ("tokenizer.json", "model")):
-                if (path := folder / name).is_file():
-                    check_json_file(path, key)
-            if not list(folder.glob("tokenizer.*")) + list(folder.glob("vocab.*")):
-                raise ValueError(f"{folder} has no tokenizer.json. Save the processor again, or download it again.")
-            try:
-                for path in folder.glob("chat_template.jinja"):
-                    path.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{folder / 'chat_template.jinja'} is not UTF-8 text ({error}).") from error
+            check_processor_is_readable(folder)
         settings, kwargs = super().get_processor_dict(pretrained_model_name_or_path, **kwargs)
         if "encoder_name_or_path" not in settings:
             raise ValueError(
@@ -217,6 +201,58 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         settings.setdefault("max_prompt_length", longest_prompt(AutoConfig.from_pretrained(folder)))
         return cls(AutoTokenizer.from_pretrained(folder), **settings)
 
+    def load_trained_encoder(self, checkpoint: str | Path) -> None:
+        """Uses the encoder that was trained with the aligner in the folder `checkpoint`, loaded on first use."""
+        self.encoder = SentenceEncoder.from_checkpoint(checkpoint, self.encoder_name_or_path, self.encoder_dtype)
+        self.trained_encoder = True
+
+    def train_encoder(self, lora_r: int) -> list[Parameter]:
+        """[`SentenceEncoder.add_trainable_lora`] of the encoder, which is saved with the processor from then on."""
+        weights = self.encoder.add_trainable_lora(lora_r)
+        self.trained_encoder = True
+        return weights
+
+    @property
+    def slot_encoder(self) -> SlotEncoder:
+        """What makes slots of passages, with the processor's settings as they are now."""
+        return SlotEncoder(**{each.name: getattr(self, each.name) for each in fields(SlotEncoder)})
+
+    def encode_documents(self, documents: Sequence[str | dict], **settings: Any) -> EncodedDocuments:
+        """The passages of one question as slots; `settings` are `max_slots` and `tokens_per_slot`."""
+        return self.encode_batch([documents], **settings)[0]
+
+    def encode_batch(self, passages: Sequence, **settings: Any) -> list[EncodedDocuments]:
+        """[`SlotEncoder.encode_batch`]: the passages of several questions."""
+        return self.slot_encoder.encode_batch(passages, **settings)
+
+    def segment_documents(self, documents: Sequence[str | dict]) -> list[Segment]:
+        """[`SlotEncoder.segment_documents`]: the segments of one question's documents."""
+        return self.slot_encoder.segment_documents(documents)
+
+    def encoder_texts(self, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[str]:
+        """What the encoder reads for each segment: the title of its document, if it has one, and the text."""
+        return encoder_texts(segments, documents)
+
+    def tokenize_segments(self, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[SegmentTokens]:
+        """Each segment's tokens in the backbone's vocabulary, see `tokenize_segments` of segmentation."""
+        return tokenize_segments(self.tokenizer, segments, documents)
+
+    def encode_tokens(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> FloatTensor:
+        """[`SlotEncoder.encode_tokens`]: embeddings (num_slots, encoder_hidden_size)."""
+        return self.slot_encoder.encode_tokens(tokens, tokens_per_slot)
+
+    def mark_control_tokens(self, text: Any) -> Any:
+        """Texts or messages with control tokens marked, so that they are read as text."""
+        return mark_control_tokens(self.tokenizer, text)
+
+    def check_slot_settings(self, max_slots: int | None = None, tokens_per_slot: int | str | None = None) -> int | str:
+        """[`SlotEncoder.check_settings`]: the `tokens_per_slot` of a call, checked."""
+        return self.slot_encoder.check_settings(max_slots, tokens_per_slot)
+
+    def statistics(self, documents: Sequence[str | dict], row: EncodedDocuments, has_budget: bool) -> dict[str, float]:
+        """[`SlotEncoder.statistics`]: the `tokens`, `slots` and `compression_rate` of one question."""
+        return self.slot_encoder.statistics(documents, row, has_budget)
+
     def split_prompt(
         self, messages: list[dict], sanitize_control_tokens: bool = True, **kwargs: Any
     ) -> tuple[str, str]:
@@ -227,9 +263,9 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
             `ValueError`: a conversation without a question.
         """
         check_conversation(messages)
-        messages, mark = _with_plain_texts(messages), uuid.uuid4().hex
+        messages, mark = with_plain_texts(messages), uuid.uuid4().hex
         if sanitize_control_tokens:
-            messages = self.mark_control_tokens(messages)
+            messages = mark_control_tokens(self.tokenizer, messages)
         text = self.apply_chat_template(_with_background_line(messages, mark), **kwargs)
         if (times := text.count(mark)) != 1:
             raise ValueError(f"The chat template writes the first user message {times} times; expected it once.")
@@ -250,7 +286,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
         """
         check_question(question)
         if sanitize_control_tokens:
-            question = self.mark_control_tokens(question)
+            question = mark_control_tokens(self.tokenizer, question)
         return BACKGROUND_LINE, QUESTION_LINE + question
 
     def tokenize_prompt(self, text: str, add_special_tokens: bool = False) -> list[int]:
@@ -314,8 +350,7 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
                 slots) takes 3.5 GB.
             tokens_per_slot (`int` or `"segment"`, *optional*): As in `__init__`.
             sanitize_control_tokens (`bool`, *optional*, defaults to `True` with documents or embeddings):
-                Whether special tokens of the tokenizer, such as `<|im_end|>`, are read as plain text in a question, as
-                they are in documents.
+                Whether special tokens of the tokenizer, such as `<|im_end|>`, are plain text in a question, too.
             kwargs:
                 The tokenizer's: `return_tensors`, `padding` (on by default for tensors), `padding_side`, `truncation`,
                 `max_length`, `add_special_tokens`. Truncation cuts text after the slots, never slots.
@@ -362,14 +397,12 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
     ) -> BatchFeature:
         """Batch of prompts, each cut in two where its slots belong."""
         settings = {name: kwargs.pop(name, None) for name in SLOT_SETTINGS}
-        passages = self.read_passages(
-            documents, context_embeds, context_word_ids, context_passage_ids, is_single, len(prompts)
-        )
+        given = (documents, context_embeds, context_word_ids, context_passage_ids)
+        passages = passages_of_questions(*given, is_single, len(prompts), self.context_words)
         texts = [
             (self.tokenize_prompt(before, add_special_tokens), self.tokenize_prompt(after)) for before, after in prompts
         ]
-        longest = self.max_prompt_length
-        room = longest and [longest - len(before) - len(after) for before, after in texts]
+        room = (most := self.max_prompt_length) and [most - len(before) - len(after) for before, after in texts]
         rows = self.encode_batch(passages, **settings, room=room, apart=self.passage_attention == "separate")
         ids = [
             before + [self.context_token_id] * len(row.context_embeds) + after
@@ -380,24 +413,9 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
             traced, has_budget = zip(passages, rows, strict=True), settings["max_slots"] is not None
             features["segments"] = [row.segments for row in rows]
             features["statistics"] = [
-                None if documents is None else self.statistics(each, row, has_budget) for each, row in traced
+                None if documents is None else self.statistics(*each, has_budget) for each in traced
             ]
         return features
-
-    def statistics(self, documents: Sequence[str | dict], row: EncodedDocuments, has_budget: bool) -> dict[str, float]:
-        """The number of `tokens` and `slots` and the `compression_rate`; with `has_budget` also how many segments are
-        `dropped`."""
-        texts = [text_of(document, number) for number, document in enumerate(documents)]
-        tokens = kept = self._count_tokens(texts)
-        if row.dropped:
-            last = row.segments[-1]
-            kept = self._count_tokens([*texts[: last.document], texts[last.document][: last.end]])
-        num_slots = len(row.context_embeds)
-        found = {"tokens": tokens, "slots": num_slots, "compression_rate": kept / num_slots}
-        return found | ({"dropped": len(row.dropped)} if has_budget else {})
-
-    def _count_tokens(self, texts: list[str]) -> int:
-        return sum(len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else 0
 
     def _pad(self, ids, rows=(), *, truncation=False, max_length=None, return_tensors=None, padding=None, **kwargs):
         if truncation and max_length is not None:
@@ -460,16 +478,16 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
             `BatchFeature` (`tokenize` and `return_dict`), the `input_ids` alone (`tokenize`), or the text.
         """
         check_conversation(conversation)
-        conversation = _with_plain_texts(conversation)
+        conversation = with_plain_texts(conversation)
         if sanitize_control_tokens is None:
             sanitize_control_tokens = tokenize and (documents is not None or context_embeds is not None)
         slots = {name: kwargs.pop(name) for name in _SLOT_ARGUMENTS if name in kwargs}
         kwargs["chat_template"] = chat_template
         if documents is None and context_embeds is None:
             if sanitize_control_tokens and tokenize:
-                conversation, kwargs["tools"] = self.mark_control_tokens([conversation, kwargs.get("tools")])
+                conversation, kwargs["tools"] = mark_control_tokens(self.tokenizer, [conversation, kwargs.get("tools")])
                 kwargs["processor_kwargs"] = {**(kwargs.get("processor_kwargs") or {}), "sanitize_control_tokens": True}
-            if tokenize and _has_empty_message(conversation):  # which transformers would replace by an empty list
+            if tokenize and has_empty_message(conversation):  # which transformers would replace by an empty list
                 options = {"return_tensors": return_tensors, **(kwargs.pop("processor_kwargs", None) or {})}
                 return_dict = kwargs.pop("return_dict", False)
                 text = self.apply_chat_template(conversation, **kwargs)
@@ -517,33 +535,6 @@ class ArcAlignerProcessor(ProcessorMixin, DocumentEncoder):
     def batch_decode(self, sequences, **kwargs) -> list[str]:
         """`decode` of each row."""
         return [self.decode(row, **kwargs) for row in sequences]
-
-
-def _with_plain_texts(given: Sequence) -> list:
-    """The conversation, or each of several, with each message's parts joined to one text; `None` beside calls of tools
-    stays."""
-    if not isinstance(given[0], dict):
-        return [_with_plain_texts(getattr(each, "messages", each)) for each in given]
-    texts = []
-    for message in given:
-        content = message["content"]
-        if isinstance(content, list | tuple) and content:
-            parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-            is_text = all(isinstance(part, str) for part in parts) and all(part["type"] == "text" for part in content)
-            content = "".join(parts) if is_text else content
-        if isinstance(content, str):
-            check_text(content, f"A message of the {message['role']}")
-        elif content is not None or not message.get("tool_calls"):
-            raise ValueError(
-                f"A message of the {message['role']} is {content!r}; expected a text or "
-                '[{"type": "text", "text": str}].'
-            )
-        texts.append({**message, "content": content})
-    return texts
-
-
-def _has_empty_message(conversation: Sequence) -> bool:
-    return any(_has_empty_message(each) if isinstance(each, list) else each["content"] == "" for each in conversation)
 
 
 def _with_background_line(messages: list[dict], mark: str) -> list[dict]:

@@ -11,9 +11,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Integral
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from transformers.utils import logging
+
+from .configuration_arcaligner import check_text
 
 logger = logging.get_logger(__name__)
 
@@ -91,17 +95,6 @@ def check_tokens_per_slot(tokens_per_slot: int | str) -> None:
         )
 
 
-def check_text(text: str, what: str) -> None:
-    """Raises `ValueError` for text that is not valid Unicode, such as a command-line argument in another encoding."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{what} is not valid Unicode at character {error.start}: {text[error.start]!a}. Decode it with its own "
-            "encoding."
-        ) from error
-
-
 def documents_of(row, name: str) -> list:
     """The passages of one question as a list; a single passage is wrapped."""
     if isinstance(row, str | dict):
@@ -136,6 +129,81 @@ def text_of(document, number: int) -> str:
     return text
 
 
+# Slots that somebody has computed already
+
+
+class GivenSlots(NamedTuple):
+    """Precomputed slots of one question."""
+
+    context_embeds: torch.FloatTensor  # (num_slots, encoder_hidden_size)
+    context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 after a slot's tokens
+    context_passage_ids: torch.LongTensor | None = None  # (num_slots,); without them all slots are of one passage
+
+
+def _embeds_of(values, name: str) -> torch.FloatTensor:
+    return _dense_tensor_of(values, name).float()
+
+
+def _ids_of(values, name: str) -> torch.LongTensor:
+    """Words or numbers of passages; a float might be another one by rounding."""
+    tensor = _dense_tensor_of(values, name)
+    ids = tensor.long()
+    if tensor.dtype == torch.bool or tensor.is_floating_point() or (ids < -1).any():
+        raise ValueError(f"{name} is {tensor.dtype}; expected whole numbers of -1 or more. Pass them as int64.")
+    return ids
+
+
+def _dense_tensor_of(values, name: str) -> torch.Tensor:
+    try:
+        tensor = torch.as_tensor(np.asarray(values) if isinstance(values, list | tuple) else values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{name} is of type {type(values).__name__}; expected a tensor of numbers ({error})."
+        ) from error
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex():
+        raise ValueError(f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}; expected a dense tensor.")
+    return tensor
+
+
+def _rows_of(read: Callable, given, name: str, is_single: bool, num_rows: int) -> list:
+    """An entry of `given` for each of `num_rows` questions, converted by `read`."""
+    try:
+        rows = [given] if is_single or isinstance(given, str | dict) else list(given)
+    except TypeError:  # a number, or a tensor without dimensions
+        rows = []
+    if len(rows) != num_rows:
+        raise ValueError(f"Got {num_rows} questions but {len(rows)} entries of {name}; each question needs its own.")
+    return [read(row, f"{name} of row {number}") for number, row in enumerate(rows)]
+
+
+def passages_of_questions(
+    documents, context_embeds, context_word_ids, context_passage_ids, is_single: bool, num_rows: int, has_words: bool
+) -> list[list] | list[GivenSlots]:
+    """For each of `num_rows` questions, its documents or its precomputed slots, which need words if the aligner
+    `has_words`.
+
+    Raises:
+        `ValueError`: both or neither, values of another kind, or not one entry for each question.
+    """
+    if (documents is None) == (context_embeds is None):
+        found = "no" if documents is None else "both"
+        raise ValueError(f"Got {found} `documents` and `context_embeds`; expected one of the two.")
+    if context_embeds is None:
+        return _rows_of(documents_of, documents, "`documents`", is_single, num_rows)
+    embeds = _rows_of(_embeds_of, context_embeds, "`context_embeds`", is_single, num_rows)
+    words = passage_ids = [None] * num_rows
+    if context_word_ids is not None:
+        words = _rows_of(_ids_of, context_word_ids, "`context_word_ids`", is_single, num_rows)
+    elif has_words:
+        raise ValueError(
+            "Got `context_embeds` without `context_word_ids`, which this aligner reads beside them: the tokens of "
+            "each slot, (num_slots, max_words), -1 after them."
+        )
+    if context_passage_ids is not None:
+        passage_ids = _rows_of(_ids_of, context_passage_ids, "`context_passage_ids`", is_single, num_rows)
+    return [GivenSlots(*given) for given in zip(embeds, words, passage_ids, strict=True)]
+
+
 # Control tokens in what people write. Characters for private use stand around each, so that a chat template passes them
 # on and they can still be told from those that the template writes.
 _START, _END = "\ue0c0", "\ue0c1"
@@ -158,6 +226,17 @@ def mark_tokens(value, tokens: tuple[str, ...]):
     return [mark_tokens(each, tokens) for each in value] if isinstance(value, list | tuple) else value
 
 
+def mark_control_tokens(tokenizer, text):
+    """Texts or messages with control tokens marked, so that `encode_marked` reads them as text: special tokens, and
+    added ones that the chat template writes. Marks of a turn that are no tokens, such as Llama 2's `[INST]`, are
+    left alone."""
+    template = str(tokenizer.chat_template or "")
+    added = tokenizer.added_tokens_decoder.values()
+    of_template = (token.content for token in added if token.content.strip() and token.content in template)
+    special = (token.content for token in added if token.special)
+    return mark_tokens(text, tuple(dict.fromkeys((*special, *of_template))))
+
+
 def encode_marked(tokenizer, text: str) -> list[int]:
     """Ids of a text, with what `mark_tokens` marked as plain text. No special tokens are added.
 
@@ -170,13 +249,14 @@ def encode_marked(tokenizer, text: str) -> list[int]:
     for number, piece in enumerate(pieces[1:], start=1):
         if not piece:  # `None` is a mark that was alone
             continue
-        read = functools.partial(_encode_as_text, tokenizer) if number % 2 else encode
+        is_marked = number % 2 == 1
+        read = functools.partial(_encode_as_text, tokenizer) if is_marked else encode
         # After a newline, since some tokenizers add a space at the beginning of a text.
-        found = read("\n" + piece)
-        found = found[len(newline) :] if found[: len(newline)] == newline else read(piece)
-        if number % 2 and tokenizer.convert_tokens_to_ids(piece) in found:
+        own_ids = read("\n" + piece)
+        own_ids = own_ids[len(newline) :] if own_ids[: len(newline)] == newline else read(piece)
+        if is_marked and tokenizer.convert_tokens_to_ids(piece) in own_ids:
             raise ValueError(f"The tokenizer reads {piece!r} as a control token even in plain text. Leave it out.")
-        ids += found
+        ids += own_ids
     return ids
 
 
@@ -335,94 +415,44 @@ def check_max_slots(max_slots: int | None) -> None:
         )
 
 
-class DocumentSegmenter:
-    """Documents to segments and their tokens, for the processor: needs its `tokenizer`, `encoder` and settings."""
+def encoder_texts(segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[str]:
+    """What the encoder reads for each segment: the title, if any, which keeps the subject, and the text."""
+    titles = [title_of(document) for document in documents]
+    return [f"{titles[s.document]}: {s.text}" if titles[s.document] else s.text for s in segments]
 
-    def check_slot_settings(self, max_slots: int | None = None, tokens_per_slot: int | str | None = None) -> int | str:
-        """Checks the settings of a call and returns its `tokens_per_slot`.
 
-        Raises:
-            `ValueError`: settings that are invalid.
-        """
-        check_max_slots(max_slots)
-        rate = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
-        check_tokens_per_slot(rate)
-        if (known := self.trained_tokens_per_slot) and rate not in known:
-            logger.warning_once(
-                f"`tokens_per_slot` is {rate!r}, but this aligner has learned {', '.join(map(str, known))}. Expect "
-                "worse answers."
-            )
-        return rate
+def tokenize_segments(tokenizer, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[SegmentTokens]:
+    """Each segment's tokens in the backbone's vocabulary, as the whole document has them. The words of a title
+    belong to the first segment of its document."""
+    texts = encoder_texts(segments, documents)
+    # A document is tokenized whole, as the backbone would read it: at a border its pieces would have other tokens.
+    tokens_of = {
+        number: _tokenize_document(tokenizer, documents[number], number) for number in {s.document for s in segments}
+    }
+    tokenized = []
+    for number, (segment, text) in enumerate(zip(segments, texts, strict=True)):
+        ids, ends = tokens_of[segment.document]
+        is_first = number == 0 or segments[number - 1].document != segment.document
+        start = 0 if is_first else np.searchsorted(ends, segment.start, side="right")
+        end = np.searchsorted(ends, segment.end, side="right")
+        word_ends = np.clip(ends[start:end] - segment.start, 0, len(segment.text))
+        tokenized.append(SegmentTokens(segment, text, tuple(ids[start:end].tolist()), tuple(word_ends.tolist())))
+    return tokenized
 
-    def segment_documents(self, documents: Sequence[str | dict]) -> list[Segment]:
-        """The segments of one question's documents, in order; empty when there is nothing but white space.
 
-        Raises:
-            `ValueError`: a document that is neither a string nor `{"title": str, "text": str}`.
-        """
-        segments = []
-        for number, document in enumerate(documents):
-            segments += segment_document(
-                text_of(document, number),
-                number,
-                sentences_per_segment=self.sentences_per_segment,
-                spacy_model=self.spacy_model,
-                num_reads=self.encoder.num_reads,
-            )
-        return segments
-
-    def encoder_texts(self, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[str]:
-        """What the encoder reads for each segment: the title, if any, which keeps the subject, and the text."""
-        titles = [title_of(document) for document in documents]
-        return [f"{titles[s.document]}: {s.text}" if titles[s.document] else s.text for s in segments]
-
-    def tokenize_segments(self, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[SegmentTokens]:
-        """Each segment's tokens in the backbone's vocabulary, as the whole document has them. The words of a title
-        belong to the first segment of its document."""
-        texts = self.encoder_texts(segments, documents)
-        tokens_of = {
-            number: self._tokenize_document(documents[number], number) for number in {s.document for s in segments}
-        }
-        found = []
-        for number, (segment, text) in enumerate(zip(segments, texts, strict=True)):
-            ids, ends = tokens_of[segment.document]
-            is_first = number == 0 or segments[number - 1].document != segment.document
-            start = 0 if is_first else np.searchsorted(ends, segment.start, side="right")
-            end = np.searchsorted(ends, segment.end, side="right")
-            word_ends = np.clip(ends[start:end] - segment.start, 0, len(segment.text))
-            found.append(SegmentTokens(segment, text, tuple(ids[start:end].tolist()), tuple(word_ends.tolist())))
-        return found
-
-    def segment_tokens(self, segments: Sequence[Segment], documents, tokens_per_slot) -> list[SegmentTokens]:
-        """`tokenize_segments`, without tokens where nothing reads them."""
-        if self.context_words or tokens_per_slot != "segment":
-            return self.tokenize_segments(segments, documents)
-        texts = self.encoder_texts(segments, documents)
-        return [SegmentTokens(segment, text, (), ()) for segment, text in zip(segments, texts, strict=True)]
-
-    def _tokenize_document(self, document: str | dict, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of a document's tokens, title first, and the character of its text where each ends, below 1 in titles."""
-        text, title = text_of(document, number), title_of(document)
-        title = f"{title}: " if title else ""
-        read = self.tokenizer(title + text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, ends = read["input_ids"], [end for _, end in read["offset_mapping"]]
-        special = {token_id for token_id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        if special.intersection(ids):  # a document's `<|im_end|>` is text
-            tokens = [self.tokenizer.convert_ids_to_tokens(each) if each in special else None for each in ids]
-            read_as_text = [
-                [each] if token is None else encode_marked(self.tokenizer, self.mark_control_tokens(token))
-                for each, token in zip(ids, tokens, strict=True)
-            ]
-            ends = [end for end, each in zip(ends, read_as_text, strict=True) for _ in each]
-            ids = [each for row in read_as_text for each in row]
-        return np.array(ids, dtype=np.int64), np.array(ends, dtype=np.int64) - len(title)
-
-    def mark_control_tokens(self, text):
-        """Texts or messages with control tokens marked, so that `encode_marked` reads them as text: special tokens, and
-        added ones that the chat template writes. Marks of a turn that are no tokens, such as Llama 2's `[INST]`, are
-        left alone."""
-        template = str(self.tokenizer.chat_template or "")
-        added = self.tokenizer.added_tokens_decoder.values()
-        of_template = (each.content for each in added if each.content.strip() and each.content in template)
-        special = (each.content for each in added if each.special)
-        return mark_tokens(text, tuple(dict.fromkeys((*special, *of_template))))
+def _tokenize_document(tokenizer, document: str | dict, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of a document's tokens, title first, and the character of its text where each ends, below 1 in titles."""
+    text, title = text_of(document, number), title_of(document)
+    title = f"{title}: " if title else ""
+    read = tokenizer(title + text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, ends = read["input_ids"], [end for _, end in read["offset_mapping"]]
+    special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    if special.intersection(ids):  # a document's `<|im_end|>` is text
+        tokens = [tokenizer.convert_ids_to_tokens(token_id) if token_id in special else None for token_id in ids]
+        read_as_text = [
+            [each] if token is None else encode_marked(tokenizer, mark_control_tokens(tokenizer, token))
+            for each, token in zip(ids, tokens, strict=True)
+        ]
+        ends = [end for end, each in zip(ends, read_as_text, strict=True) for _ in each]
+        ids = [each for row in read_as_text for each in row]
+    return np.array(ids, dtype=np.int64), np.array(ends, dtype=np.int64) - len(title)

@@ -83,6 +83,7 @@ class StepInputs(NamedTuple):
 def open_slots_plan(rows: SlotRows, cells: torch.Tensor, is_taken: torch.Tensor) -> StepRows:
     """A step that computes the slots in `cells` (batch, width) where `is_taken`, and reads the others like text."""
     max_text, max_slots = rows.text_positions.shape[1], rows.slot_positions.shape[1]
+    # A cell that only fills its row up keeps its place among the others: it is read there and not computed.
     filler = rows.slot_positions.gather(1, cells).masked_fill(is_taken, -1)
     others = rows.slot_positions.scatter(1, cells, filler)  # (batch, max_slots), -1 where taken
     batch_index = rows.slot_cells // max_slots
@@ -95,9 +96,9 @@ def open_slots_plan(rows: SlotRows, cells: torch.Tensor, is_taken: torch.Tensor)
 
 def to_numpy_in_one_sync(*flags: torch.Tensor) -> list[np.ndarray]:
     """Boolean tensors of any shapes as arrays; the CPU waits for the device once."""
-    read = torch.cat([each.flatten() for each in flags]).numpy(force=True)
-    parts = np.split(read, np.cumsum([each.numel() for each in flags])[:-1])
-    return [part.reshape(each.shape) for part, each in zip(parts, flags, strict=True)]
+    values = torch.cat([flag.flatten() for flag in flags]).numpy(force=True)
+    parts = np.split(values, np.cumsum([flag.numel() for flag in flags])[:-1])
+    return [part.reshape(flag.shape) for part, flag in zip(parts, flags, strict=True)]
 
 
 def _packed_positions(mask: np.ndarray) -> np.ndarray:
@@ -109,7 +110,7 @@ def _packed_positions(mask: np.ndarray) -> np.ndarray:
     """
     counts = mask.sum(axis=1, keepdims=True)  # (batch, 1)
     width = counts.max(initial=0)
-    order = np.argsort(~mask, axis=1, kind="stable")[:, :width]
+    order = np.argsort(~mask, axis=1, kind="stable")[:, :width]  # true ones first, in their order
     return np.where(np.arange(width) < counts, order, -1)
 
 
@@ -125,11 +126,11 @@ def find_slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, dev
     slots = _packed_positions(is_slot)
     slots = np.pad(slots, ((0, 0), (0, max_slots - slots.shape[1])), constant_values=-1)
     last_slot = slots.max(axis=1, keepdims=True, initial=-1)  # (batch, 1)
-    texts = _packed_positions(is_text & (np.arange(is_slot.shape[1]) < last_slot))
+    texts = _packed_positions(is_text & (np.arange(is_slot.shape[1]) < last_slot))  # no slot reads what comes later
     rows = is_slot.ravel().nonzero()[0]
     last_real = np.where(is_slot | is_text, np.arange(is_slot.shape[1]), -1).max(axis=1, initial=-1)  # (batch,)
     stand_together = len(rows) > 0 and rows[-1] - rows[0] + 1 == len(rows)
-    indices = (slots, texts, rows, (slots >= 0).ravel().nonzero()[0])
+    indices = (slots, texts, rows, (slots >= 0).ravel().nonzero()[0])  # in the order of the fields of `SlotRows`
     ends_in_slot = (last_slot[:, 0] >= 0) & (last_slot[:, 0] == last_real)  # (batch,)
     at_once = device.type == "cuda"  # copies before it returns; other devices might read memory that is freed
     return SlotRows(
@@ -341,11 +342,12 @@ def passage_positions(passage_ids: torch.Tensor, is_real: torch.Tensor) -> torch
     tensor([[0, 1, 2, 3, 2, 3, 4, 5]])
     """
     index = torch.arange(passage_ids.shape[1], device=passage_ids.device)
+    # The last begin up to a position is that of its own passage, so a running maximum finds it without a loop.
     begins = pad(passage_ids[:, 1:] != passage_ids[:, :-1], (1, 0), value=True)
     in_passage = index - torch.where(begins, index, 0).cummax(dim=1).values  # of a slot: its place in its passage
     is_slot = passage_ids >= 0
     is_text = is_real.bool() & ~is_slot
-    longest = torch.where(is_slot, in_passage + 1, 0).amax(dim=1, keepdim=True)  # (batch, 1)
+    longest = torch.where(is_slot, in_passage + 1, 0).amax(dim=1, keepdim=True)  # (batch, 1); text goes on behind it
     text_before = is_text.long().cumsum(dim=1)  # text up to a position, itself included
     follows = is_slot.long().cumsum(dim=1) > 0
     return torch.where(is_slot, text_before + in_passage, (text_before - 1).clamp(min=0) + longest * follows)
@@ -461,10 +463,11 @@ class RefinementBudget:
     """
 
     def __init__(self, share: float, costs: list[LayerCost], rows: SlotRows, asks_gates: bool):
+        # Whole numbers on the host: float32 on the device would round the operations of a large model.
         sizes = zip(*(size.tolist() for size in rows.sizes()), strict=True)
         prefills = [sum(cost.of_prefill(*size) for cost in costs) for size in sizes]
-        left = [int(min(share * prefill, _MOST_FLOPS)) for prefill in prefills]
-        self.left = torch.tensor(left, device=rows.slot_positions.device)  # (batch,)
+        shares = [int(min(share * prefill, _MOST_FLOPS)) for prefill in prefills]
+        self.remaining = torch.tensor(shares, device=rows.slot_positions.device)  # (batch,)
         self.asks_gates = asks_gates
         self._is_spent = False  # kept here, so that the device is not asked again
 
@@ -472,33 +475,33 @@ class RefinementBudget:
         """Pays for the gates of `num_asked` slots (batch,). Returns whether a row has anything left."""
         if self._is_spent:
             return False
-        left = self.left.to(num_asked.device)
+        remaining = self.remaining.to(num_asked.device)
         price = num_asked * (cost.gate if self.asks_gates else 0)
-        self.left = torch.where(left >= price, left - price, 0)
-        self._is_spent = not bool(self.left.any())
+        self.remaining = torch.where(remaining >= price, remaining - price, 0)
+        self._is_spent = not bool(self.remaining.any())
         return not self._is_spent
 
     def take_slots(
         self, gate_prob: torch.Tensor, gate_open: torch.Tensor, cost: LayerCost, rows: SlotRows
     ) -> torch.Tensor:
         """The open slots (batch, max_slots) that a row can pay a first step for: by probability, then by position."""
-        once, each = cost.of_keys_values(*rows.sizes()), cost.of_slot_pass(*rows.sizes())
+        once, per_slot = cost.of_keys_values(*rows.sizes()), cost.of_slot_pass(*rows.sizes())
         wanted = gate_open.sum(dim=1)
-        affordable = torch.div(self.left - once, each, rounding_mode="floor").clamp(min=0)
+        affordable = torch.div(self.remaining - once, per_slot, rounding_mode="floor").clamp(min=0)
         taken = torch.minimum(wanted, affordable)
-        paid = torch.where(taken > 0, once + taken * each, 0)
-        self.left = torch.where(taken < wanted, 0, self.left - paid)
+        paid = torch.where(taken > 0, once + taken * per_slot, 0)
+        # What cannot be paid in full ends the row's refinement: so a larger budget does all that a smaller one does.
+        self.remaining = torch.where(taken < wanted, 0, self.remaining - paid)
         order = gate_prob.masked_fill(~gate_open, -1.0).argsort(dim=1, descending=True, stable=True)
-        return gate_open & (order.argsort(dim=1) < taken[:, None])
+        return gate_open & (order.argsort(dim=1) < taken[:, None])  # the order of an order is each slot's rank
 
     def take_step(
         self, gate_open: torch.Tensor, is_taken: torch.Tensor, cost: LayerCost, rows: SlotRows
     ) -> torch.Tensor:
         """The slots (batch, width) that are still open, where a row can pay another step of all that are taken."""
-        each = cost.of_slot_pass(*rows.sizes())
-        price = torch.where(gate_open.any(dim=1), is_taken.sum(dim=1) * each, 0)
-        affords = self.left >= price
-        self.left = torch.where(affords, self.left - price, 0)
+        price = torch.where(gate_open.any(dim=1), is_taken.sum(dim=1) * cost.of_slot_pass(*rows.sizes()), 0)
+        affords = self.remaining >= price
+        self.remaining = torch.where(affords, self.remaining - price, 0)
         return gate_open & affords[:, None]
 
 

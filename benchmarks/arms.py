@@ -24,10 +24,10 @@ from transformers.cache_utils import Cache
 
 from ..common.rows import Row
 from ..evaluation.analyses.speed import BUDGET
+from ..evaluation.answering import text_ids
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..slot_rows_arcaligner import pad_words
-from ..train.data import passages_text
 
 TOKENS_PER_PASSAGE = 150
 
@@ -101,10 +101,8 @@ class Prompts:
 
 
 def pick_rows(rows: list[Row], processor: ArcAlignerProcessor, k: int, batch_size: int) -> list[Row]:
-    """
-    `batch_size` rows with `k` passages each, of about `TOKENS_PER_PASSAGE` tokens.
-
-    The passages nearest to that length are taken, each with its own question; the passages of the next rows follow it.
+    """`batch_size` rows with `k` passages each: those nearest to `TOKENS_PER_PASSAGE`, each with its own question; the
+    passages of the next rows follow it.
 
     Raises:
         `ValueError`: fewer than `k` passages.
@@ -130,23 +128,13 @@ def pick_rows(rows: list[Row], processor: ArcAlignerProcessor, k: int, batch_siz
 def both_prompts(
     processor: ArcAlignerProcessor, rows: list[Row], slots: dict[str, list[torch.Tensor]], device: str = "cpu"
 ) -> tuple[Prompts, Prompts]:
-    """
-    Prompts with the passages' text and with slots, of the same questions.
-
-    Args:
-        processor ([`ArcAlignerProcessor`]): With the tokenizer.
-        rows (`list[dict]`): `question` and `passages`.
-        slots (`dict`): For each row `context_embeds` (num_slots, width) and, where the aligner reads them,
-            `context_word_ids` (num_slots, max_words).
-        device (`str`): Where the prompts are to be.
-    """
+    """Prompts with the passages' text and with slots, of the same questions; `slots` are those of [`encoded_slots`]."""
     text_prefixes, slot_prefixes, tails = [], [], []
     for row, embeds in zip(rows, slots["context_embeds"], strict=True):
-        turn = [{"role": "user", "content": row["question"]}]
-        before, after = processor.split_prompt(turn, add_generation_prompt=True)
-        text_prefixes.append(processor.tokenize_prompt(before + passages_text(row)))
-        slot_prefixes.append(processor.tokenize_prompt(before) + [processor.context_token_id] * len(embeds))
-        tails.append(processor.tokenize_prompt(after))
+        before, after = processor.prompt_ids(row["question"])
+        text_prefixes.append(text_ids(processor, row)[0])
+        slot_prefixes.append(before + [processor.context_token_id] * len(embeds))
+        tails.append(after)
     padded = {"context_embeds": pad_sequence(slots["context_embeds"], batch_first=True).to(device)}
     if "context_word_ids" in slots:
         padded["context_word_ids"] = pad_words(slots["context_word_ids"]).to(device)
@@ -214,13 +202,7 @@ def read(model: PreTrainedModel, ids: TokenBatch, cache: Cache | None = None, **
 def make_arms(
     aligner: ArcAlignerForCausalLM, base: PreTrainedModel, text: Prompts, slots: Prompts
 ) -> tuple[dict[str, Callable[[], FirstToken]], dict[str, Cache]]:
-    """
-    The arms of a batch, and the caches of the prefixes that two of them start from.
-
-    Returns:
-        `dict`: The arms by name.
-        `dict`: The caches by the names of their arms.
-    """
+    """The arms of a batch by name, and by the names of two of them the caches of the prefixes that these start from."""
     text_prefix = read(base, text.prefix).cache
     prefix = slots.prefix
     slot_prefix = aligner.prefill_context(

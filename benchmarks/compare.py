@@ -28,7 +28,7 @@ from rich.progress import track
 
 from ..common.files import counted, describe_machine, markdown_table, read_json_lines, write_whole
 from ..common.rows import Row, contains_match, own_row, token_f1, usable_golds
-from ..evaluation.answering import count_tokens, load_aligner, load_text_lora
+from ..evaluation.answering import count_tokens, load_aligner, load_text_lora, text_ids
 from ..evaluation.methods import RATE_TITLES
 from ..train.data import passages_text
 from ..train.metrics import MAX_NEW_TOKENS
@@ -98,18 +98,11 @@ def find_passages(
 
 @dataclass
 class Reader:
-    """
-    A way to read passages, and what it did.
-
-    Args:
-        title (`str`): In the table.
-        rate (`int` or `"segment"`, *optional*): Tokens of text per slot; text itself where it is `None`.
-        model: A model of transformers; an aligner reads text as its bare base model.
-    """
+    """A way to read passages, and what it did."""
 
     title: str
-    rate: int | str | None
-    model: Any
+    rate: int | str | None  # tokens of text per slot; `None` reads text
+    model: Any  # of transformers; an aligner reads text as its bare base model
     answers: list[str] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -135,13 +128,7 @@ class Reader:
 
     def _text(self, processor, row: Row):
         """What makes the prompt, its positions for the text, and what keeps the part before the question."""
-        before, after = processor.split_prompt(
-            [{"role": "user", "content": row["question"]}], add_generation_prompt=True
-        )
-        text = passages_text(row)
-
-        def prompt() -> tuple[list[int], list[int]]:
-            return processor.tokenize_prompt(before + text), processor.tokenize_prompt(after)
+        prompt = partial(text_ids, processor, row)
 
         def as_inputs(ids: list[int]) -> dict[str, torch.Tensor]:
             ids = torch.tensor([ids], device=self.model.device)  # (1, seq_len)
@@ -151,7 +138,7 @@ class Reader:
             prefix = self.model(**as_inputs(prompt()[0]), use_cache=True, logits_to_keep=1).past_key_values
             return lambda: as_inputs(sum(prompt(), [])) | {"past_key_values": share(prefix)}
 
-        return lambda: as_inputs(sum(prompt(), [])), count_tokens(processor.tokenizer, [text])[0], keep
+        return lambda: as_inputs(sum(prompt(), [])), count_tokens(processor.tokenizer, [passages_text(row)])[0], keep
 
     def _slots(self, processor, row: Row):
         """The same with slots, which are kept by a store of the model's."""

@@ -36,7 +36,7 @@ from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, describe_machine, d
 from ..common.rows import Row, read_rows
 from ..configuration_arcaligner import check_length
 from ..evaluation.analyses.speed import KEPT_REPORT, kept_lines
-from ..evaluation.answering import apart_text
+from ..evaluation.answering import apart_text, text_ids
 from ..evaluation.settings import split_rates
 from ..generation_arcaligner import (
     entry_shape,
@@ -49,7 +49,6 @@ from ..generation_arcaligner import (
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..prefix_store_arcaligner import SlotPrefixStore
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..train.data import passages_text
 from .arms import FirstToken, load_models, pick_rows, share
 from .latency import DTYPES, MIN_ROUNDS
 from .measuring import quartiles, ratio, time_interleaved
@@ -64,13 +63,8 @@ def first_token(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tens
 
 
 class TextReader:
-    """The base model reads text: anew, behind the same passages as before, or behind kept passages.
-
-    Args:
-        base (`PreTrainedModel`): The base model.
-        processor ([`ArcAlignerProcessor`]): Its tokenizer and chat template.
-        folder (`Path`): Where kept passages are written as well.
-    """
+    """The base model reads text: anew, behind the same passages as before, or behind kept passages, which are written
+    to `folder` as well."""
 
     def __init__(self, base: PreTrainedModel, processor: ArcAlignerProcessor, folder: Path):
         self.base, self.processor, self.folder = base, processor, folder
@@ -93,7 +87,7 @@ class TextReader:
 
     def anew(self, row: Row) -> FirstToken:
         """From the whole text."""
-        prefix, tail = self._prompt(row)
+        prefix, tail = text_ids(self.processor, row)
         check_length(len(prefix) + len(tail), "The prompt of text", self.base.config)
         read = first_token(self.base, *self._new(prefix + tail, 0), None)
         self._last = row, read
@@ -102,7 +96,7 @@ class TextReader:
     def same_set(self, row: Row) -> FirstToken:
         """The question of `row` about the passages that text was read of last."""
         asked, read = self._last
-        prefix, tail = self._prompt(row | {"passages": asked["passages"]})
+        prefix, tail = text_ids(self.processor, row | {"passages": asked["passages"]})
         cache = share(read.cache)
         cache.crop(len(prefix) - cache.get_seq_length())
         return first_token(self.base, *self._new(tail, len(prefix)), cache)
@@ -117,12 +111,6 @@ class TextReader:
         start = self.head.shape[3] + max(part.shape[3] for part in parts[1:])
         cache = join_keys_values([parts], self.base.config)
         return first_token(self.base, *self._new(after, start), cache)
-
-    def _prompt(self, row: Row) -> tuple[list[int], list[int]]:
-        turn = [{"role": "user", "content": row["question"]}]
-        before, after = self.processor.split_prompt(turn, add_generation_prompt=True)
-        tokenize = self.processor.tokenize_prompt
-        return tokenize(before + passages_text(row)), tokenize(after)
 
     def _new(self, ids: list[int], start: int) -> tuple[torch.Tensor, torch.Tensor]:
         device = self.base.device
@@ -155,18 +143,11 @@ def drop_from_memory(folder: Path) -> None:
 
 
 class Known:
-    """Passages that were read, and the arms that answer from them.
-
-    Args:
-        models (`tuple`): The aligner, whose passages are read apart, and its base model.
-        processor ([`ArcAlignerProcessor`]): The aligner's.
-        rows (`list[dict]`): A question and a passage each.
-        rates (`list`): Tokens per slot.
-        folder (`Path`): An empty one, for the files.
+    """Passages that were read, and the arms that answer from them. `models` are the aligner, whose passages are read
+    apart, and its base model; `rows` have a question and a passage each; `folder` is empty.
 
     Attributes: `arms`, from a row to its first token, by name; `folders` of those that read from one; `kept_bytes`, of
-    a passage, by the names of arms that keep something.
-    """
+    a passage, by the names of arms that keep something."""
 
     def __init__(
         self,

@@ -62,8 +62,8 @@ def encoder_arms(processor: ArcAlignerProcessor, rows: list[Row], rate: int | st
     def segment() -> list:
         return [processor.segment_documents(row["passages"]) for row in rows]
 
-    found = zip(segment(), rows, strict=True)
-    tokens = [each for part, row in found for each in processor.tokenize_segments(part, row["passages"])]
+    of_rows = zip(segment(), rows, strict=True)
+    tokens = [each for part, row in of_rows for each in processor.tokenize_segments(part, row["passages"])]
     return {"segmenting": segment, "encoding": lambda: processor.encode_tokens(tokens, rate)}
 
 
@@ -71,15 +71,15 @@ def measure_rounds(
     prefills: dict[str, Callable], decoding: dict[str, Decoding], device: str, rounds: int, seconds: float
 ) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """Seconds of the prefills in each round, and of each decoded token: `NEW_TOKENS` - 1 entries for each round."""
-    found, tokens = [], []
+    first_tokens, next_tokens = [], []
     steps = {name: decoder.step for name, decoder in decoding.items()}
     start = time.perf_counter()
-    while len(found) < MIN_ROUNDS or (len(found) < rounds and time.perf_counter() - start < seconds):
-        found.append(time_interleaved(prefills, len(found), device))
+    while len(first_tokens) < MIN_ROUNDS or (len(first_tokens) < rounds and time.perf_counter() - start < seconds):
+        first_tokens.append(time_interleaved(prefills, len(first_tokens), device))
         for decoder in decoding.values():
             decoder.restart()
-        tokens += [time_interleaved(steps, len(tokens) + step, device) for step in range(NEW_TOKENS - 1)]
-    return found, tokens
+        next_tokens += [time_interleaved(steps, len(next_tokens) + step, device) for step in range(NEW_TOKENS - 1)]
+    return first_tokens, next_tokens
 
 
 @torch.no_grad()
@@ -116,41 +116,41 @@ def measure_size(
         "backbone": Decoding(base, slots.whole, read["adaptive"]),
     }
     encoder = encoder_arms(processor, rows, rate)
-    found, tokens = measure_rounds({**arms, **encoder}, decoding, device, rounds, seconds)
+    first_tokens, next_tokens = measure_rounds({**arms, **encoder}, decoding, device, rounds, seconds)
     text_prefix, slot_prefix = (cache_bytes(prefixes[name]) for name in ("standard_rag_cached", "slots_cached"))
     taken = read["adaptive"].recursion_depth  # (batch, num_layers, max_slots)
     return {
         "k": k,
         "batch_size": batch_size,
         "tokens_per_slot": rate,
-        "rounds": len(found),
+        "rounds": len(first_tokens),
         "text_tokens": sum(text.whole.lengths) / batch_size,
         "slot_tokens": sum(slots.whole.lengths) / batch_size,
         "slots": int((taken[:, 0] >= 0).sum()) / batch_size,
         "open_share": float((taken[taken >= 0] > 0).double().mean()),
         "open_layers": float((taken > 0).any(dim=2).double().mean()),
-        "encoder": {name: quartiles([each[name] for each in found]) for name in encoder},
-        "arms": {name: summarize(name, found, tokens, batch_size) | noted[name] for name in arms},
-        "decoding_ratio": ratio(tokens, "slots", "backbone"),
-        "cached_speed_up": ratio(found, "standard_rag_cached", "slots_cached"),
+        "encoder": {name: quartiles([each[name] for each in first_tokens]) for name in encoder},
+        "arms": {name: summarize(name, first_tokens, next_tokens, batch_size) | noted[name] for name in arms},
+        "decoding_ratio": ratio(next_tokens, "slots", "backbone"),
+        "cached_speed_up": ratio(first_tokens, "standard_rag_cached", "slots_cached"),
         "prefix_bytes_ratio": text_prefix / slot_prefix,
     }
 
 
 def summarize(
-    name: str, found: list[dict[str, float]], tokens: list[dict[str, float]], batch_size: int
+    name: str, first_tokens: list[dict[str, float]], next_tokens: list[dict[str, float]], batch_size: int
 ) -> dict[str, Any]:
     """Times of an arm; questions per second with the round's own times per token."""
     decoder = "standard_rag" if name.startswith("standard_rag") else "slots"
-    per_token = [each[decoder] for each in tokens]
+    per_token = [each[decoder] for each in next_tokens]
     after = NEW_TOKENS - 1
-    decoded = [sum(per_token[number * after : (number + 1) * after]) for number in range(len(found))]
+    decoded = [sum(per_token[number * after : (number + 1) * after]) for number in range(len(first_tokens))]
     return {
-        "first_token": quartiles([each[name] for each in found]),
-        "speed_up": ratio(found, "standard_rag", name),
+        "first_token": quartiles([each[name] for each in first_tokens]),
+        "speed_up": ratio(first_tokens, "standard_rag", name),
         "per_token": quartiles(per_token),
         "questions_per_second": quartiles(
-            [batch_size / (each[name] + rest) for each, rest in zip(found, decoded, strict=True)]
+            [batch_size / (each[name] + rest) for each, rest in zip(first_tokens, decoded, strict=True)]
         ),
     }
 
@@ -212,8 +212,8 @@ def main(
     for name in names:
         models = load_models(checkpoint, DTYPES[name], device)
         for size, rate in itertools.product(asked, rates):
-            found = measure_size(models, processor, rows, size, rate, rounds, seconds)
-            report["sizes"].append({"dtype": name, **found})
+            numbers = measure_size(models, processor, rows, size, rate, rounds, seconds)
+            report["sizes"].append({"dtype": name, **numbers})
             typer.echo("\n".join(size_lines(report["sizes"][-1])))
         del models  # before the next dtype's are loaded
     typer.echo(machine_line(report))

@@ -65,13 +65,8 @@ def flop_counter() -> FlopCounterMode:
 
 @contextmanager
 def peak_memory(device: str) -> Iterator[dict[str, int | None]]:
-    """
-    Peak memory in use inside, beyond what was in use before.
-
-    Yields:
-        `dict`: `bytes`, known afterwards. On a CPU it is the growth of the resident size, which only Linux reports;
-            elsewhere `None`.
-    """
+    """Peak memory in use inside, beyond what was in use before: gives a dictionary whose `bytes` are known afterwards.
+    On a CPU it is the growth of the resident size, which only Linux reports; elsewhere `None`."""
     found: dict[str, int | None] = {"bytes": None}
     if torch.device(device).type != "cpu":
         torch.cuda.reset_peak_memory_stats(device)

@@ -32,8 +32,8 @@ from rich.table import Table
 
 from ..common.files import describe_machine
 from ..train.recipe import RecipeArguments, resolve_dtype, run_script
+from ..train.run import SCRIPT
 from ..train.sft import KINDS, load_processor, make_examples, make_trainer
-from ..train.stages import SCRIPT
 from ..train.trainer import AlignerTrainer, AlignerTrainingConfig
 from .measuring import quartiles, ratio, time_interleaved
 
@@ -83,12 +83,7 @@ def size_of(batches: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def make_arms(recipe: RecipeArguments, args: AlignerTrainingConfig) -> tuple[dict[str, TrainingArm], list[Examples]]:
-    """
-    The arms of a recipe, without those that change nothing in it, and the rows of each step.
-
-    Returns:
-        `dict`: The arms by name.
-        `list`: For each step, the rows of its examples.
+    """The arms of a recipe by name, without those that change nothing in it, and the rows of each step.
 
     Raises:
         `ValueError`: `max_steps` below 2; fewer examples than one step needs.
@@ -128,13 +123,8 @@ def make_arms(recipe: RecipeArguments, args: AlignerTrainingConfig) -> tuple[dic
 
 
 def measure(arms: dict[str, TrainingArm], rows: list[Examples], num_steps: int) -> dict[str, dict[str, Any]]:
-    """
-    Times the steps; step n takes the rows n, modulo their number.
-
-    Returns:
-        `dict`: For each arm the quartiles of `tokens_per_second`, `targets_per_second` and `ratio`, how many times
-        faster it is than the first.
-    """
+    """Times the steps; step n takes the rows n, modulo their number. For each arm the quartiles of `tokens_per_second`,
+    `targets_per_second` and `ratio`, how many times faster it is than the first."""
     device = str(next(iter(arms.values())).trainer.args.device)
     seconds, sizes = [], []
     for number in track(range(WARM_UP + num_steps), description="steps", transient=True):

@@ -333,8 +333,10 @@ def compare(
 
 @app.command("export-gguf")
 def export_gguf_adapter(
-    checkpoint: Annotated[str, typer.Argument(help="Aligner checkpoint: a folder or a Hub id.")],
     folder: Annotated[Path, typer.Option("--output", help="Folder to write.")],
+    checkpoint: Annotated[str, typer.Argument(help="Aligner checkpoint: a folder or a Hub id.")] = str(
+        DEFAULT_CHECKPOINT
+    ),
 ) -> None:
     """Exports an aligner for llama.cpp: the checkpoint, with its LoRA as a GGUF adapter."""
     shared.check_there(checkpoint)

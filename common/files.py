@@ -73,12 +73,7 @@ def markdown_table(columns: Iterable[Any], rows: Iterable[Iterable[Any]] = ()) -
 
 def write_whole(path: str | Path, content: str | bytes | Callable[[BinaryIO], Any]) -> None:
     """Writes a file whole or not at all: under a temporary name, then renamed. Its folder is made; other processes may
-    write the same file.
-
-    Args:
-        path (`str` or `Path`): The file.
-        content (`str`, `bytes` or `Callable`): What it is to hold, or a function that writes it to an open file.
-    """
+    write the same file. `content` may be a function that writes it to an open file."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")

@@ -204,6 +204,7 @@ def new_documents(sources: list[str], corpus: Corpus, strict: bool) -> Iterator[
     text_of: dict[int, int] = {}  # by id, both as hashes: there may be millions
     for document in read_documents(sources, skip):
         key, text = hash(document.id), hash((document.title, document.text))
+        # A large document is a batch of its own: what came before it is written before it is encoded.
         if len(document.text) >= BATCH_CHARACTERS and batch.documents:
             yield without_known(batch)
             batch, num_characters = Batch(), 0

@@ -67,14 +67,8 @@ def plan(corpus: Corpus, model, processor) -> str:
 def read_corpus(
     corpus: Corpus, model, processor, on_batch: Callable[[ReadReport], Any] = lambda report: None
 ) -> ReadReport:
-    """
-    Reads all passages of a corpus that are not kept yet, behind the text that a question without a system message has
-    before its slots. A killed reading continues where it stopped.
-
-    Args:
-        corpus ([`Corpus`]): Whose passages.
-        model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): What reads them.
-        on_batch (`Callable`): Is told what was done, after each batch.
+    """Reads all passages of a corpus that are not kept yet, behind the text that a question without a system message
+    has before its slots. A killed reading continues where it stopped. `on_batch` is told what was done.
 
     Raises:
         `ValueError`: as [`plan`]; another process writes to the corpus.

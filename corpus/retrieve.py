@@ -19,8 +19,8 @@ from sentence_transformers import CrossEncoder
 from torch.nn.utils.rnn import pad_sequence
 
 from ..base_model_arcaligner import ENCODER_FILES, find_model
+from ..configuration_arcaligner import check_question
 from ..encoder_arcaligner import EncodedDocuments
-from ..processing_arcaligner import check_question
 from ..segmentation_arcaligner import Segment
 from .table import Corpus, passage_checksums
 
@@ -32,26 +32,20 @@ FUSION = 10
 
 @dataclass
 class SlotPassages:
-    """
-    Passages of a question as slots, whether from a corpus or from the question's own documents.
+    """Passages of a question as slots, whether from a corpus or from the question's own documents."""
 
-    Args:
-        documents (`list[dict]`): With `title` and `text`; those from a corpus, best first, also with `document` (its
-            id), `start` and `end` (characters of the passage in it), `page` (or `None`) and `score`.
-        encoded ([`EncodedDocuments`]): Their slots.
-        seconds (`dict`): How long `retrieval` and `slots` took.
-    """
-
+    # With `title` and `text`; those from a corpus, best first, also with `document` (its id), `start` and `end`
+    # (characters of the passage in it), `page` (or `None`) and `score`.
     documents: list[dict[str, Any]]
     encoded: EncodedDocuments
-    seconds: dict[str, float]
+    seconds: dict[str, float]  # how long `retrieval` and `slots` took
 
     @property
     def inputs(self) -> dict[str, Any]:
         """What processor, prefix store and `generate` take."""
-        found = self.encoded
-        inputs = {"context_embeds": found.context_embeds, "context_passage_ids": found.context_passage_ids}
-        return inputs if found.context_word_ids is None else inputs | {"context_word_ids": found.context_word_ids}
+        slots = self.encoded
+        inputs = {"context_embeds": slots.context_embeds, "context_passage_ids": slots.context_passage_ids}
+        return inputs if slots.context_word_ids is None else inputs | {"context_word_ids": slots.context_word_ids}
 
 
 class Retriever:
@@ -108,10 +102,10 @@ class Retriever:
             scores = self.reranker.predict([(question, text) for text in texts], show_progress_bar=False)
             best = np.argsort(-scores, kind="stable")[:top_k]
             rows = rows.take(best).select(self.columns).append_column("_relevance_score", [scores[best]])
-        found = time.perf_counter()
+        searched = time.perf_counter()
         self._check(rows)
         passages = slot_passages(rows, self.processor.context_words)
-        passages.seconds = {"retrieval": found - began, "slots": time.perf_counter() - found}
+        passages.seconds = {"retrieval": searched - began, "slots": time.perf_counter() - searched}
         return passages
 
     def _check(self, rows) -> None:

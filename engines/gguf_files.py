@@ -1,4 +1,4 @@
-"""GGUF files for llama.cpp: the slot LoRA of an aligner, and base models.
+"""GGUF files for llama.cpp: the slot LoRA of an aligner is written, a base model is checked.
 
 llama.cpp has names of its own for weights, and in the Llama architecture it rotates neighboring values of a head where
 transformers rotates its two halves: rows that make queries and keys are reordered (`to_neighbors`).
@@ -9,7 +9,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..checkpoint_arcaligner import written_whole
 from ..configuration_arcaligner import ArcAlignerConfig
@@ -55,11 +55,8 @@ def to_neighbors(states: np.ndarray, architecture: str, head_dim: int) -> np.nda
 
 
 def export_gguf(checkpoint: str, output: str | Path) -> None:
-    """Writes an aligner for llama.cpp: the checkpoint, and its slot LoRA as `adapter.gguf`.
-
-    Args:
-        checkpoint (`str`): A folder or a Hub id.
-        output (`str` or `Path`): The folder to write. Each file appears whole.
+    """Writes an aligner, a folder or a Hub id, for llama.cpp: the checkpoint, and its slot LoRA as `adapter.gguf`. Each
+    file of `output` appears whole.
 
     Raises:
         `ValueError`: a backbone that llama.cpp or this export does not know.
@@ -84,47 +81,14 @@ def write_adapter(model: ArcAlignerForCausalLM, path: Path) -> None:
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, config.lora_alpha)
     names = {module: name for name, module in model.model.backbone.named_modules()}
     for layer in slot_lora_layers(model.model.backbone):
-        name = _gguf_name(f"model.{names[layer]}.weight", config.text_config)
+        name = gguf_name(f"model.{names[layer]}.weight", config.text_config)
         down, up = (each[ADAPTER_NAME].weight for each in (layer.lora_A, layer.lora_B))
         writer.add_tensor(f"{name}.lora_a", down.detach().float().numpy())
-        writer.add_tensor(f"{name}.lora_b", _translate(name, up, config.text_config))
-    _write(writer)
+        writer.add_tensor(f"{name}.lora_b", translate(name, up, config.text_config))
+    write(writer)
 
 
-def write_base_model(model: PreTrainedModel, tokens: list[str], path: Path) -> None:
-    """Writes a base model in float32, for tests and measurements. The file names its `tokens`, but not how to make them
-    from text, which the processor does; `convert_hf_to_gguf.py` of llama.cpp writes complete ones.
-
-    Raises:
-        `ValueError`: a base model that is not translated.
-    """
-    config = model.config
-    architecture = architecture_of(config)
-    if config.rope_parameters["rope_type"] != "default":
-        raise ValueError(
-            f"Rotary positions of kind `{config.rope_parameters['rope_type']}` are not written. Convert the base model "
-            "with convert_hf_to_gguf.py of llama.cpp."
-        )
-    writer = gguf.GGUFWriter(path, architecture)
-    for key, field in SIZES.items():
-        writer.add_uint32(f"{architecture}.{key}", config.to_dict()[field])
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    head_dim = head_dim_of(config)
-    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
-        add(head_dim)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("none")
-    writer.add_token_list(tokens)
-    for name, weight in model.state_dict().items():
-        if name != "lm_head.weight" or not config.tie_word_embeddings:
-            name = _gguf_name(name, config)
-            writer.add_tensor(name, _translate(name, weight, config))
-    _write(writer)
-
-
-def _gguf_name(name: str, config: PreTrainedConfig) -> str:
+def gguf_name(name: str, config: PreTrainedConfig) -> str:
     """llama.cpp's name of a weight."""
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[architecture_of(config)], config.num_hidden_layers)
@@ -134,14 +98,14 @@ def _gguf_name(name: str, config: PreTrainedConfig) -> str:
     return found
 
 
-def _translate(name: str, weight: torch.Tensor, config: PreTrainedConfig) -> np.ndarray:
+def translate(name: str, weight: torch.Tensor, config: PreTrainedConfig) -> np.ndarray:
     weight = weight.detach().float().numpy()
     if ".attn_q." in name or ".attn_k." in name:
         weight = to_neighbors(weight, architecture_of(config), head_dim_of(config))
     return np.ascontiguousarray(weight)
 
 
-def _write(writer: gguf.GGUFWriter) -> None:
+def write(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

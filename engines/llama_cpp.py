@@ -274,13 +274,7 @@ class LlamaCppEngine:
     def stream(
         self, question: str | list[dict], documents: Any, max_new_tokens: int = 256, **slots: Any
     ) -> Iterator[str]:
-        """The answer to a question, piece by piece.
-
-        Args:
-            question (`str` or chat): What to ask.
-            documents (`str`, `dict` or a list): The passages, as the processor takes them.
-            max_new_tokens (`int`): Maximum number of tokens of the answer.
-            slots: `max_slots` and `tokens_per_slot`, as the processor takes them.
+        """The answer to a question or chat, piece by piece; `documents` and `slots` as the processor takes them.
 
         Raises:
             `ValueError`: as the processor; a prompt that the context does not hold.

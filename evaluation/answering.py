@@ -37,22 +37,13 @@ class MissingMethodError(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """
-    An answer, and what was read for it.
-
-    Args:
-        text (`str`): The answer.
-        prompt_ids (`list[int]`): The prompt, one context token per slot; empty if the method does not tell.
-        context_tokens (`int`): Positions of the prompt that stand for the passages: tokens of text, or slots.
-        passage_tokens (`int`): Tokens of the passages' whole text.
-        features (`tuple`, *optional*): What the answer's confidence is made of, where the aligner can refuse one.
-    """
+    """An answer, and what was read for it."""
 
     text: str
-    prompt_ids: list[int]
-    context_tokens: int
-    passage_tokens: int
-    features: tuple[float, float] | None = None
+    prompt_ids: list[int]  # one context token per slot; empty if the method does not tell
+    context_tokens: int  # positions of the prompt that stand for the passages: tokens of text, or slots
+    passage_tokens: int  # of the passages' whole text
+    confidence: float | None = None  # how likely it is that the passages answer, where that was fitted
 
 
 # Prompts
@@ -83,6 +74,12 @@ def slot_inputs(
     return text_inputs(processor, questions, documents=documents, tokens_per_slot=tokens_per_slot)
 
 
+def text_ids(processor: ArcAlignerProcessor, row: Row) -> tuple[list[int], list[int]]:
+    """The prompt with the passages' text, cut where the question begins: what is before it can be kept."""
+    before, after = processor.split_prompt([{"role": "user", "content": row["question"]}], add_generation_prompt=True)
+    return processor.tokenize_prompt(before + passages_text(row)), processor.tokenize_prompt(after)
+
+
 def apart_text(processor: ArcAlignerProcessor, row: Row) -> ApartText:
     """The prompt with the passages' text, each tokenized by itself."""
     before, after = processor.split_prompt([{"role": "user", "content": row["question"]}], add_generation_prompt=True)
@@ -99,14 +96,8 @@ def count_tokens(tokenizer, texts: list[str]) -> list[int]:
 
 
 class TextAnswerer:
-    """
-    The backbone reads a prompt of text.
-
-    Args:
-        model: A model of transformers. An aligner is its own backbone where the prompt has no slots.
-        processor ([`ArcAlignerProcessor`]): Chat template and tokenizer.
-        context (`Callable`): Rows to the text that is read for each of them.
-    """
+    """A model of transformers reads a prompt of text: of each row what `context` makes of it. An aligner is its own
+    backbone where the prompt has no slots."""
 
     def __init__(self, model, processor: ArcAlignerProcessor, context: Callable[[list[Row]], list[str]]):
         self.model, self.processor, self.context = model, processor, context
@@ -120,15 +111,14 @@ class TextAnswerer:
 
 
 class SlotAnswerer:
-    """
-    An aligner reads the passages as slots.
+    """An aligner reads the passages as slots.
 
     Args:
         model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): The aligner.
         use_lora (`bool`): `False` reads the slots with the projector alone.
         with_passages (`bool`): `False` gives each question the one slot of "no passages".
         tokens_per_slot (`int` or `"segment"`, *optional*): Default: the checkpoint's.
-        refinement (`Any`): `gate_mode`, `gate_threshold`, `max_refinement_steps`, `refinement_budget` of `generate`.
+        refinement (`Any`): Settings of the gates and the budget, of `generate`.
     """
 
     def __init__(
@@ -152,13 +142,8 @@ class SlotAnswerer:
 
 
 class ApartAnswerer:
-    """
-    A model of transformers reads the text of passages that do not read each other.
-
-    Args:
-        model: Of [`load_text_lora`], with a LoRA that was trained so: `passage_attention: separate` of
-            `train/full_text.py`.
-        processor ([`ArcAlignerProcessor`]): Chat template and tokenizer.
+    """A model of transformers reads the text of passages that do not read each other: one of [`load_text_lora`], with a
+    LoRA that was trained so (`passage_attention: separate` of `train/full_text.py`).
 
     Raises:
         `ValueError`: a backbone or an attention kernel with which passages cannot be read apart.
@@ -203,17 +188,20 @@ Answerer = TextAnswerer | SlotAnswerer | ApartAnswerer
 @torch.inference_mode()
 def _generate(model, processor, inputs, rows: list[Row], context_tokens: list[int], **refinement: Any) -> list[Answer]:
     """Greedy answers to left-padded prompts, `input_ids` (batch, seq_len)."""
-    can_refuse = processor.no_answer is not None and "context_embeds" in inputs
-    watch = [AnswerConfidence(processor)] if can_refuse else []
-    options = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "logits_processor": LogitsProcessorList(watch)}
-    output = model.generate(**inputs, **refinement, **options)
+    options = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False}
+    sure = [None] * len(rows)
+    if processor.answer_probe is not None and "context_embeds" in inputs:
+        with AnswerConfidence(model, processor) as watch:
+            output = model.generate(**inputs, **refinement, **options, logits_processor=LogitsProcessorList([watch]))
+        sure = watch.confidence.tolist()
+    else:
+        output = model.generate(**inputs, **refinement, **options)
     new_ids = output[:, inputs["input_ids"].shape[1] :]
     texts = processor.batch_decode(new_ids, skip_special_tokens=True)
-    features = watch[0].features(new_ids) if watch else [None] * len(rows)
     prompts = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
     prompt_ids = [ids[is_real].tolist() for ids, is_real in prompts]
     passage_tokens = count_tokens(processor.tokenizer, [passages_text(row) for row in rows])
-    columns = zip(texts, prompt_ids, context_tokens, passage_tokens, features, strict=True)
+    columns = zip(texts, prompt_ids, context_tokens, passage_tokens, sure, strict=True)
     return [Answer(text.strip(), *rest) for text, *rest in columns]
 
 
@@ -264,17 +252,7 @@ def longest_first(rows: Sequence[Row]) -> list[Row]:
 def in_batches(
     items: Sequence[Any], batch_size: int, run: Callable[[Sequence[Any]], Any]
 ) -> Iterator[tuple[Sequence[Any], Any]]:
-    """
-    Runs a function on batches, and on smaller ones once memory is short.
-
-    Args:
-        items (`Sequence`): Taken in order.
-        batch_size (`int`): Items of a batch; halved where memory is short.
-        run (`Callable`): A batch to its result.
-
-    Returns:
-        `Iterator`: Each batch and its result.
-    """
+    """Runs a function on batches, and gives each batch with its result. Once memory is short, batches are halved."""
     done = 0
     while done < len(items):
         batch = items[done : done + batch_size]

@@ -29,7 +29,8 @@ def count_slots(processor: ArcAlignerProcessor, row: Row, tokens_per_slot: int |
     segments = processor.segment_documents(row["passages"])
     if rate == "segment":
         return max(1, len(segments))
-    return max(1, sum(len(each.runs(rate)) for each in processor.tokenize_segments(segments, row["passages"])))
+    tokens = processor.tokenize_segments(segments, row["passages"])
+    return max(1, sum(len(each.runs(rate)) for each in tokens))
 
 
 def first_tokens(processor: ArcAlignerProcessor, text: str, number: int) -> str:

@@ -31,11 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def evaluate(settings: EvaluationSettings) -> dict[str, Any]:
-    """
-    Answers what is not answered yet, and writes the tables.
-
-    Returns:
-        `dict`: The content of `results.json`.
+    """Answers what is not answered yet, writes the tables, and returns the content of `results.json`.
 
     Raises:
         `ValueError`: the folder has answers that were made with other settings.
@@ -68,14 +64,14 @@ def load_rows(name: str, task: TaskSettings, settings: EvaluationSettings) -> li
 
 
 def answer_tasks(method: Method, rows: dict[str, list[Row]], settings: EvaluationSettings) -> None:
-    """Answers with a method what is left of `rows`, the questions of each task; its models are loaded only for that."""
-    made_with = method.made_with(settings.checkpoints)
+    """Answers with a method what is unanswered of the tasks' `rows`; its models are loaded only where something is."""
+    of_method = method.answer_settings(settings.checkpoints)
     files = {task: AnswerFile(settings.output, task, method.name) for task in rows}
-    todo = {task: file.open(made_with | task_settings(task, settings), rows[task]) for task, file in files.items()}
+    todo = {task: file.open(of_method | task_settings(task, settings), rows[task]) for task, file in files.items()}
     if any(todo.values()):
         answerer = method.load(settings.checkpoints)
-        for task, left in todo.items():
-            answer_file(answerer, files[task], left, settings.batch_size, f"{TASKS[task].title}: {method.title}")
+        for task, unanswered in todo.items():
+            answer_file(answerer, files[task], unanswered, settings.batch_size, f"{TASKS[task].title}: {method.title}")
 
 
 def task_settings(task: str, settings: EvaluationSettings) -> dict[str, Any]:
@@ -123,7 +119,7 @@ def record(row: Row, answer: Answer, seconds: float) -> dict[str, Any]:
         "context_tokens": answer.context_tokens,
         "passage_tokens": answer.passage_tokens,
         "seconds": round(seconds, 4),
-        **({} if answer.features is None else {"features": answer.features}),
+        **({} if answer.confidence is None else {"confidence": answer.confidence}),
         "prompt": digest(answer.prompt_ids),
         "row": row_digest(row),
     }

@@ -93,14 +93,7 @@ def judged_scores(file: AnswerFile, judge: str) -> dict[str, float]:
 
 
 def judge_answers(judge: Judge, rows: Sequence[Row], file: AnswerFile) -> None:
-    """
-    Asks for the verdicts that are missing in a file, and appends them.
-
-    Args:
-        judge (`Callable`): Prompts to replies, such as [`ask_endpoint`].
-        rows (`Sequence[dict]`): With `id`, `question`, `answers` and `prediction`.
-        file ([`AnswerFile`]): The file from [`verdict_file`].
-    """
+    """Asks for the verdicts on answers that are missing in a file, of [`verdict_file`], and appends them."""
     known = read_verdicts(file, rows)
     todo = [(row["id"], judge_prompt(row)) for row in rows if known[row["id"]] is None]
     bar = {"description": file.method, "total": len(todo), "transient": True, "console": Console(stderr=True)}
@@ -114,15 +107,8 @@ def judge_answers(judge: Judge, rows: Sequence[Row], file: AnswerFile) -> None:
 def ask_endpoint(
     prompts: list[str], model: str, url: str, timeout: float = 60.0, concurrency: int = 16
 ) -> Iterator[str | None]:
-    """
-    What a chat model says to each prompt, in order; `None` after some attempts that time out or fail on the server.
-
-    Args:
-        prompts (`list[str]`): Turns of the user.
-        model (`str`): The model's name there.
-        url (`str`): Such as `http://localhost:8000/v1`; `$OPENAI_API_KEY` is its key if it wants one.
-        timeout (`float`): Seconds to wait for a reply.
-        concurrency (`int`): Prompts at a time.
+    """What a chat model, by its name at an address such as `http://localhost:8000/v1`, says to each prompt, in order;
+    `None` after some attempts that time out or fail on the server. `$OPENAI_API_KEY` is its key if it wants one.
 
     Raises:
         `ImportError`: the package `openai` is not installed.

@@ -41,23 +41,13 @@ _RATE_IN_TITLE = re.compile(r", (?:(\d+) tokens per slot|one slot per segment)$"
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """
-    The checkpoints that methods read with.
+    """The checkpoints that methods read with, folders or Hub ids, and where models run."""
 
-    Args:
-        aligner (`str`): An aligner's folder or Hub id; all methods use its backbone, chat template and segmentation.
-        xrag (`str`, *optional*): An aligner like xRAG: a projector alone, one slot per passage.
-        projector_only (`str`, *optional*): An aligner of a projector alone with the slots of `aligner`.
-        full_text_lora (`str`, *optional*): A LoRA of the backbone that reads text, of `train/full_text.py`.
-        text_apart (`str`, *optional*): One that reads passages apart, of the same script.
-        device (`str`): Where models run.
-    """
-
-    aligner: str
-    xrag: str | None = None
-    projector_only: str | None = None
-    full_text_lora: str | None = None
-    text_apart: str | None = None
+    aligner: str  # all methods use its backbone, chat template and segmentation
+    xrag: str | None = None  # an aligner of a projector alone, one slot per passage
+    projector_only: str | None = None  # one with the slots of `aligner`
+    full_text_lora: str | None = None  # a LoRA of the backbone that reads text, of `train/full_text.py`
+    text_apart: str | None = None  # one that reads passages apart, of the same script
     device: str = "cpu"
 
 
@@ -87,30 +77,18 @@ def backbone_fingerprint(aligner: str) -> str:
 
 @dataclass(frozen=True)
 class Method:
-    """
-    A way to answer.
+    """A way to answer."""
 
-    Args:
-        name (`str`): In commands and of files.
-        title (`str`): In tables.
-        texts (`Callable`, *optional*): What the backbone reads: from model, processor, rows and `tokens_per_slot` to a
-            text for each row.
-        slots (`dict`, *optional*): Without `texts`, how an aligner reads the rows' slots, as [`SlotAnswerer`] takes it.
-        checkpoint (`str`, *optional*): The field of `Checkpoints` that decides the answers; `None` where the backbone
-            alone does.
-        made_by (`str`, *optional*): The command that makes such a checkpoint.
-        has_rates (`bool`): Whether the method can be asked for with a rate.
-        tokens_per_slot (`int` or `"segment"`, *optional*): The rate; the checkpoint's own where it is `None`.
-    """
-
-    name: str
-    title: str
+    name: str  # in commands and of files
+    title: str  # in tables
+    # What the backbone reads: from model, processor, rows and `tokens_per_slot` to a text for each row.
     texts: Callable[..., list[str]] | None = None
+    # Without `texts`, how an aligner reads the rows' slots, as [`SlotAnswerer`] takes it.
     slots: dict[str, Any] = field(default_factory=dict)
-    checkpoint: str | None = None
-    made_by: str | None = None
-    has_rates: bool = False
-    tokens_per_slot: int | str | None = None
+    checkpoint: str | None = None  # the field of `Checkpoints` that decides the answers, if not the backbone alone
+    made_by: str | None = None  # the command that makes such a checkpoint
+    has_rates: bool = False  # whether it can be asked for with a rate
+    tokens_per_slot: int | str | None = None  # the rate, if not the checkpoint's own
 
     def at_rate(self, tokens_per_slot: int | str) -> "Method":
         """The same method with another rate, under its own name and title."""
@@ -122,7 +100,7 @@ class Method:
             tokens_per_slot=tokens_per_slot,
         )
 
-    def made_with(self, checkpoints: Checkpoints) -> dict[str, Any]:
+    def answer_settings(self, checkpoints: Checkpoints) -> dict[str, Any]:
         """What the answers of this method depend on.
 
         Raises:

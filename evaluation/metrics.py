@@ -36,6 +36,7 @@ RESAMPLES, TAILS, SEED = 10_000, ((1 - 0.95) / 2, (1 + 0.95) / 2), 0
 def resample_counts(size: int) -> np.ndarray:
     """How often each of `size` rows is drawn in each resample, (RESAMPLES, size)."""
     generator = np.random.default_rng(SEED)
+    # Counts in place of drawn rows: all resamples of a sum are one product with them.
     counts = np.empty((RESAMPLES, size))
     for row in counts:
         row[:] = np.bincount(generator.integers(size, size=size), minlength=size)
@@ -43,14 +44,7 @@ def resample_counts(size: int) -> np.ndarray:
 
 
 def ratio_interval(numerators: np.ndarray, denominators: np.ndarray) -> np.ndarray:
-    """
-    Bootstrap interval of `sum(numerators) / sum(denominators)`, over rows.
-
-    Args:
-        numerators, denominators (`np.ndarray` of shape `(num_rows, ...)`): The two parts of each row's ratio.
-
-    Returns:
-        Lower and upper ends, (2, ...).
+    """The ends (2, ...) of the bootstrap interval of `sum(numerators) / sum(denominators)`; each is (num_rows, ...).
 
     >>> ratio_interval(np.array([2.0, 4.0]), np.array([1.0, 2.0])).tolist()
     [2.0, 2.0]

@@ -82,8 +82,8 @@ def judged(file: AnswerFile) -> list[dict[str, Any]]:
 def _check_pairs(run: Path, task: str, of_task: dict[str, Answers]) -> None:
     """Refuses answers of two methods to questions of the same id with other passages or golds."""
     rows: dict[str, tuple[str, str]] = {}
-    for method, found in of_task.items():
-        for key, answer in found.items():
+    for method, answers in of_task.items():
+        for key, answer in answers.items():
             other, row = rows.setdefault(key, (method, answer["row"]))
             if row != answer["row"]:
                 raise ValueError(
@@ -96,14 +96,14 @@ def _summarize_task(task: str, of_task: dict[str, Answers]) -> dict[str, Any]:
     first = next(iter(of_task.values())).values()
     entry: dict[str, Any] = {
         "task": task,
-        "questions": max(len(found) for found in of_task.values()),
+        "questions": max(len(answers) for answers in of_task.values()),
         "recall": percent_interval([each["recall"] for each in first]),
         "methods": {find_method(name).title: _summarize_method(name, of_task) for name in of_task},
     }
     if MAIN in of_task:
-        found = of_task[MAIN].values()
-        entry["compression_rate"] = _rate(found)
-        entry["slots_per_question"] = sum(each["context_tokens"] for each in found) / len(found)
+        answers = of_task[MAIN].values()
+        entry["compression_rate"] = _rate(answers)
+        entry["slots_per_question"] = sum(each["context_tokens"] for each in answers) / len(answers)
         entry["differences"] = {
             find_method(name).title: compare(of_task[MAIN], other) for name, other in of_task.items() if name != MAIN
         }
@@ -141,17 +141,9 @@ def compare(ours: Answers, other: Answers) -> dict[str, Any]:
 
 
 def retention(found: Answers, of_task: dict[str, Answers]) -> list[float] | None:
-    """
-    How much of what reading the text adds is kept: `(F1 - closed book) / (fine-tuned full text - closed book)`.
-
-    Args:
-        found (`dict`): The answers of a method.
-        of_task (`dict`): The answers of all methods.
-
-    Returns:
-        `list[float]`: Percent with the ends of its 95 % bootstrap interval, over the questions that all three answered;
-        `None` where one of them is missing, or where reading the text adds nothing.
-    """
+    """How much of what reading the text adds is kept: `(F1 - closed book) / (fine-tuned full text - closed book)`, in
+    percent, with the ends of its 95 % bootstrap interval over the questions that all three methods answered; `None`
+    where one of them is missing in `of_task`, or where reading the text adds nothing."""
     floor, ceiling = of_task.get(FLOOR, {}), of_task.get(CEILING, {})
     shared = [key for key in found if key in floor and key in ceiling]
     gained = np.array([found[key]["f1"] - floor[key]["f1"] for key in shared])  # (num_questions,)
@@ -265,11 +257,11 @@ def footnote(results: dict) -> list[str]:
 def table(title: str, rows: list[str], sets: dict, show: Callable[[dict, str], str | None]) -> list[str]:
     """Lines of a Markdown table without empty rows; `show` makes a cell of a set's entry and a row's title."""
     cells = {row: [show(entry, row) for entry in sets.values()] for row in rows}
-    shown = {row: found for row, found in cells.items() if any(cell is not None for cell in found)}
+    shown = {row: shown_cells for row, shown_cells in cells.items() if any(cell is not None for cell in shown_cells)}
     if not shown:
         return []
     rows = [
-        [f"**{row}**" if row == MAIN_TITLE else row, *("-" if cell is None else cell for cell in found)]
-        for row, found in shown.items()
+        [f"**{row}**" if row == MAIN_TITLE else row, *("-" if cell is None else cell for cell in shown_cells)]
+        for row, shown_cells in shown.items()
     ]
     return [*markdown_table([title, *sets], rows), ""]

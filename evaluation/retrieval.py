@@ -30,15 +30,8 @@ KS = (1, 5, 20)
 
 
 def retrieve(rows: list[Row], corpus: str | Path, checkpoint: str, reranker: str | None, top_k: int) -> list[Row]:
-    """
-    Rows with the passages of a corpus that are found for their questions.
-
-    Args:
-        rows (`list[dict]`): With `question`.
-        corpus (`str` or `Path`): Folder of a corpus.
-        checkpoint (`str`): The aligner that made the corpus.
-        reranker (`str`, *optional*): A CrossEncoder.
-        top_k (`int`): Passages of each question, the best first.
+    """Rows with the `top_k` passages of a corpus, made by the aligner `checkpoint`, that are found for their questions,
+    the best first; `reranker` is a CrossEncoder.
 
     Raises:
         `FileNotFoundError`: there is no corpus.
@@ -47,11 +40,11 @@ def retrieve(rows: list[Row], corpus: str | Path, checkpoint: str, reranker: str
     """
     retriever = Retriever(Corpus(corpus), ArcAlignerProcessor.from_pretrained(checkpoint), reranker)
     num_passages = max(top_k, MIN_CANDIDATES // CANDIDATES)
-    found = []
+    with_passages = []
     for row in track(rows, "searching", transient=True):
         documents = retriever(row["question"], num_passages).documents[:top_k]
-        found.append(row | {"passages": [{"title": each["title"], "text": each["text"]} for each in documents]})
-    return found
+        with_passages.append(row | {"passages": [{"title": each["title"], "text": each["text"]} for each in documents]})
+    return with_passages
 
 
 def gold_documents(row: Row) -> set[str]:
@@ -63,13 +56,13 @@ def gold_documents(row: Row) -> set[str]:
 
 def recall_at_k(retriever: Retriever, rows: list[Row]) -> dict[int, list[float]]:
     """For each of `KS` and each row the share of its gold documents that are found."""
-    found: dict[int, list[float]] = {k: [] for k in KS}
+    shares: dict[int, list[float]] = {k: [] for k in KS}
     for row in track(rows, "searching", transient=True):
         gold = gold_documents(row)
         documents = [each["document"] for each in retriever(row["question"], max(KS)).documents]
         for k in KS:
-            found[k].append(len(gold & {*documents[:k]}) / len(gold))
-    return found
+            shares[k].append(len(gold & {*documents[:k]}) / len(gold))
+    return shares
 
 
 def main(

@@ -54,11 +54,7 @@ class AnswerFile:
         return json.loads(self.settings_path.read_text(encoding="utf-8"))
 
     def open(self, settings: dict[str, Any], rows: list[Row]) -> list[Row]:
-        """
-        Prepares the file for the rows that are not answered yet.
-
-        Returns:
-            `list[dict]`: These rows.
+        """Prepares the file for the rows that are not answered yet, and returns these.
 
         Raises:
             `ValueError`: the file's answers were made with other settings, or to rows of the same ids with another
@@ -67,10 +63,10 @@ class AnswerFile:
         known = {answer["id"]: answer["row"] for answer in self.read()}
         if known:
             self._check(settings, rows, known)
-        left = [row for row in rows if row["id"] not in known]
-        if left or not self.settings_path.exists():
+        unanswered = [row for row in rows if row["id"] not in known]
+        if unanswered or not self.settings_path.exists():
             write_whole(self.settings_path, json.dumps(settings, indent=1, ensure_ascii=False))
-        return left
+        return unanswered
 
     @contextlib.contextmanager
     def claim(self) -> Iterator[None]:

@@ -19,19 +19,11 @@ PASSAGES = ("given", "gold", "retrieved")
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """
-    How a task is asked.
+    """How a task is asked."""
 
-    Args:
-        passages (`str`): `"given"`, those of its rows; `"gold"`, those that the answer needs; `"retrieved"`, those
-            found in a corpus.
-        top_k (`int`, *optional*): Only the first ones. Default: all, or one of those that are retrieved.
-        num_questions (`int`, *optional*): Maximum number of questions. Default: the task's own number.
-    """
-
-    passages: str = "given"
-    top_k: int | None = None
-    num_questions: int | None = None
+    passages: str = "given"  # those of its rows; "gold": those that the answer needs; "retrieved": from a corpus
+    top_k: int | None = None  # only the first ones; else all, or one of those that are retrieved
+    num_questions: int | None = None  # at most; else the task's own number
 
     def __post_init__(self):
         if self.passages not in PASSAGES:
@@ -44,27 +36,15 @@ class TaskSettings:
 
 @dataclass
 class EvaluationSettings:
-    """
-    An evaluation.
+    """An evaluation."""
 
-    Args:
-        tasks (`dict[str, TaskSettings]`): By name.
-        methods (`list[str]`): Names, of `methods.METHODS` or with a rate, such as `arcaligner_x4`.
-        checkpoints ([`Checkpoints`]): What the methods read with.
-        output (`str` or `Path`): The run's folder.
-        data (`str` or `Path`, *optional*): Folder with local files of the tasks.
-        corpus (`str`, *optional*): Folder of a corpus that the aligner made; needed for retrieved passages.
-        reranker (`str`, *optional*): A CrossEncoder that orders what is found in it.
-        batch_size (`int`): Questions at a time.
-    """
-
-    tasks: dict[str, TaskSettings]
-    methods: list[str]
+    tasks: dict[str, TaskSettings]  # by name
+    methods: list[str]  # names, of `methods.METHODS` or with a rate, such as `arcaligner_x4`
     checkpoints: Checkpoints
-    output: str | Path
-    data: str | Path | None = None
-    corpus: str | None = None
-    reranker: str | None = None
+    output: str | Path  # the run's folder
+    data: str | Path | None = None  # a folder with local files of the tasks
+    corpus: str | None = None  # a folder that the aligner made, for retrieved passages
+    reranker: str | None = None  # a CrossEncoder that orders what is found in it
     batch_size: int = 16
 
     def __post_init__(self):

@@ -23,29 +23,17 @@ MOST_PAGE_VIEWS = 100  # a month, of a subject in the long tail
 
 @dataclass(frozen=True)
 class Task:
-    """
-    A set of questions.
+    """A set of questions."""
 
-    Args:
-        name (`str`): In commands, and of a local file `<name>.jsonl.gz`.
-        title (`str`): In tables.
-        hub_id (`str`): Data set of the Hub.
-        config (`str` or `None`), split (`str`): The configuration and split of that data set.
-        to_row (`Callable`): A row of that data set to `{"id", "question", "answers", "passages", "meta"?}`, or `None`
-            where it is not part of the task.
-        num_questions (`int`, *optional*): How many are asked, always the same random sample; `None` for all. The
-            paper's six have the numbers of its table of data sets.
-        is_answered (`bool`): Whether the passages answer the questions; else the right answer is to refuse.
-    """
-
-    name: str
-    title: str
-    hub_id: str
+    name: str  # in commands, and of a local file `<name>.jsonl.gz`
+    title: str  # in tables
+    hub_id: str  # a data set of the Hub, its configuration and split
     config: str | None
     split: str
-    to_row: Callable[[dict], Row | None]
+    to_row: Callable[[dict], Row | None]  # a row of it to ours, with `meta` if it has any; `None` is left out
+    # How many are asked, always the same random sample. The paper's six have the numbers of its table of data sets.
     num_questions: int | None = None
-    is_answered: bool = True
+    is_answered: bool = True  # whether the passages answer the questions; else the right answer is to refuse
 
     def load(self, data: Path | None = None, num_questions: int | None = None) -> list[Row]:
         """Rows with a question and a gold that can be compared, or with none where the passages do not answer; others
@@ -97,14 +85,8 @@ class Task:
 
 
 def choose_passages(rows: list[Row], passages: str = "given", top_k: int | None = None) -> list[Row]:
-    """
-    Rows with the passages that are read.
-
-    Args:
-        rows (`list[dict]`): The rows of a task.
-        passages (`str`): `"given"`, those of the row, or `"gold"`, those that the answer needs where the row says
-            which (`meta.gold`, their numbers).
-        top_k (`int`, *optional*): Only the first of these.
+    """Rows with the first `top_k` of the passages that are read: `"given"`, those of the row, or `"gold"`, those that
+    the answer needs where the row says which (`meta.gold`, their numbers).
 
     Raises:
         `ValueError`: a number in `meta.gold` that no passage has.

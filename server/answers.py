@@ -41,8 +41,8 @@ class Request:
         max_new_tokens, temperature, top_p: Of the answer; temperature 0 takes the likeliest token.
         seed (`int`, *optional*): With a temperature, makes the draws of tokens the same each time.
         stop (`list[str]`): Texts that end the answer; they are no part of it.
-        min_confidence (`float`, *optional*): An answer from passages with less becomes the processor's `no_answer`; it
-            is told as one piece, when it is done. Default: the engine's.
+        min_confidence (`float`, *optional*): Where it is less likely that the passages answer, the answer is the
+            processor's `no_answer`. Default: the engine's.
         full_text (`bool`): Reads the passages as text, to compare. Only what the last such request has read and this
             one begins with is kept.
         return_slots (`bool`): Whether the passes of each slot are reported. Where gates are on, those of a kept prefix
@@ -75,7 +75,7 @@ class Request:
 class Answer:
     """The result of a request. `seconds` since it arrived: `waiting`, `retrieval`, `slots`, `model` add up to
     `first_token`. `kept` of its passages did not have to be read: they were, ahead or for an earlier question.
-    `confidence` is that of an answer from passages, where the aligner can refuse one."""
+    `confidence` is how likely it is that the passages answer, where that was fitted."""
 
     text: str
     finish_reason: str
@@ -137,7 +137,7 @@ class RowSampler(LogitsProcessor):
 class AnswerStream(BaseStreamer, StoppingCriteria):
     """The answers of a batch while they are written: gives each its tokens, and says which rows are done. `depths` has
     the passes of their slots, (batch, num_layers, max_slots), once the prompt is read, or nothing; `watch` knows how
-    sure they are."""
+    likely it is that the passages answer."""
 
     def __init__(
         self,
@@ -150,7 +150,6 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
     ):
         self.group, self.prompt_tokens, self.engine, self.depths = group, prompt_tokens, engine, depths
         self.watch = watch
-        self.tokens: list[torch.Tensor] = []  # each (batch,)
         self.eos = set(torch.tensor(engine.model.generation_config.eos_token_id).reshape(-1).tolist())
         self.ids: list[list[int]] = [[] for _ in group]
         self.said = [""] * len(group)
@@ -167,13 +166,16 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
         if value.dim() == 2:
             return
         self.first_token = self.first_token or time.monotonic()
-        self.tokens.append(value)
         for row, token in enumerate(value.tolist()):
             if self.reasons[row] is None:
                 self._put_token(row, token)
 
     def _put_token(self, row: int, token: int) -> None:
         request = self.group[row]
+        if self._is_refused(row):
+            self.said[row], self.reasons[row] = self.engine.processor.no_answer, "stop"
+            request.on_text(self.said[row])
+            return self._finish(row)
         if token in self.eos:
             self.reasons[row] = "stop"
         else:
@@ -197,12 +199,12 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
                 return
             text = text[: len(text) - max((_overlap(text, each) for each in stops), default=0)]
         new, self.said[row] = text[len(self.said[row]) :], text
-        if new and not self._may_refuse(row):
+        if new:
             self.group[row].on_text(new)
 
-    def _may_refuse(self, row: int) -> bool:
-        """Whether the answer may yet be given up, so that none of it is told before it is done."""
-        return self.watch is not None and self.group[row].min_confidence is not None
+    def _is_refused(self, row: int) -> bool:
+        least = self.group[row].min_confidence
+        return self.watch is not None and least is not None and self.watch.confidence[row].item() < least
 
     def end(self) -> None:
         """Nothing is left: each row is told its last piece when it is done."""
@@ -215,13 +217,7 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
         if self.reasons[row] == "time":
             error = TimeoutError(f"The answer was not done within {self.engine.limits.seconds:g} seconds.")
             return request.future.set_exception(error)
-        passages, sure = request.passages, None
-        if self.watch is not None:
-            sure = self.watch.of(torch.stack(self.tokens, dim=1))[row]
-        if self._may_refuse(row):
-            if sure < request.min_confidence:
-                self.said[row] = self.engine.processor.no_answer
-            request.on_text(self.said[row])
+        passages = request.passages
         if passages is None:
             parts = dict(request.seconds)
             texts = [each["text"] for each in request.documents]
@@ -249,7 +245,7 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
                 documents=request.documents,
                 passages=passages,
                 kept=request.kept,
-                confidence=sure,
+                confidence=None if self.watch is None else self.watch.confidence[row].item(),
                 statistics=statistics,
                 trajectories=layers,
             )

@@ -62,14 +62,7 @@ UNION_KINDS = ("constrained-", "literal[")
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """
-    How the server is reached.
-
-    Args:
-        model (`str`): The name it answers to.
-        host (`str`), port (`int`): Where it listens.
-        api_key (`str`, *optional*): That clients have to send.
-        max_body_bytes (`int`): The longest request.
+    """How the server is reached: its model's name, where it listens, the key that clients send, the longest request.
 
     Raises:
         `ValueError`: an address that others can reach, without a key.

@@ -5,6 +5,7 @@ One thread reads passages and runs the model; any number of threads may submit.
     submit -> passages as slots (given, or of a corpus) -> slot prefixes, kept or read -> `generate` -> on_text
 """
 
+import contextlib
 import functools
 import json
 import threading
@@ -143,6 +144,7 @@ class Engine:
         """The next requests, in the order of their arrival; none when the engine is closed."""
         with self._arrival:
             self._arrival.wait_for(lambda: self._waiting or self._closed)
+            # A moment longer, for others to share the batch: it takes little longer than a single request.
             self._arrival.wait_for(lambda: len(self._waiting) >= self.max_batch or self._closed, self.batch_seconds)
             batch, self._waiting = self._waiting[: self.max_batch], self._waiting[self.max_batch :]
         return batch
@@ -169,7 +171,7 @@ class Engine:
         began, most = time.perf_counter(), self.limits.max_slots
         rate = self.tokens_per_slot if request.tokens_per_slot is None else request.tokens_per_slot
         if request.documents is not None:
-            encoded = self._encode(json.dumps(request.documents), rate)
+            encoded = self._encode(json.dumps(request.documents), rate)  # as text, which a cache can look up
             seconds = {"retrieval": 0.0, "slots": time.perf_counter() - began}
             return SlotPassages(_as_passages(request.documents), encoded, seconds)
         if (passages := self._search(request)) is None:
@@ -281,26 +283,25 @@ class Engine:
 
     @torch.inference_mode()
     def _generate(self, group: list[Request], inputs: dict[str, Any], began: float) -> None:
-        depths: list[torch.Tensor] = []
         inputs = {name: x.to(self.model.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
-        if self._records(group[0]):
-            inputs["recorded_depths"] = depths
-        can_refuse = self.processor.no_answer is not None and group[0].passages is not None
-        watch = AnswerConfidence(self.processor) if can_refuse else None
-        rows = AnswerStream(group, inputs["attention_mask"].sum(dim=1).tolist(), self, began, depths, watch)
-        settings = GenerationConfig(
-            max_new_tokens=max(rows.max_new_tokens),
-            eos_token_id=self.model.generation_config.eos_token_id,
-            pad_token_id=self.processor.tokenizer.pad_token_id or 0,
-            do_sample=False,
-        )
-        self.model.generate(
-            **inputs,
-            generation_config=settings,
-            streamer=rows,
-            stopping_criteria=StoppingCriteriaList([rows]),
-            logits_processor=LogitsProcessorList([*([watch] if watch else []), RowSampler(group)]),
-        )
+        can_refuse = self.processor.answer_probe is not None and group[0].passages is not None
+        watch = AnswerConfidence(self.model, self.processor) if can_refuse else None
+        prompt_tokens = inputs["attention_mask"].sum(dim=1).tolist()
+        with self.model.recorded_depths() as depths, watch or contextlib.nullcontext():
+            rows = AnswerStream(group, prompt_tokens, self, began, depths, watch)
+            settings = GenerationConfig(
+                max_new_tokens=max(rows.max_new_tokens),
+                eos_token_id=self.model.generation_config.eos_token_id,
+                pad_token_id=self.processor.tokenizer.pad_token_id or 0,
+                do_sample=False,
+            )
+            self.model.generate(
+                **inputs,
+                generation_config=settings,
+                streamer=rows,
+                stopping_criteria=StoppingCriteriaList([rows]),
+                logits_processor=LogitsProcessorList([*([watch] if watch else []), RowSampler(group)]),
+            )
         if group[0].full_text:
             self._text = inputs["input_ids"][0].tolist(), inputs["past_key_values"]
 

@@ -42,14 +42,7 @@ _STAND_FOR_A_NAME = ("He", "She", "It", "They")
 
 
 def read_passages(name: str, data: bytes, passage_words: int, spacy_model: str) -> dict[str, Any]:
-    """
-    The passages of a file, as a corpus would cut it.
-
-    Args:
-        name (`str`): What the client calls it; its suffix says how it is read.
-        data (`bytes`): What it holds.
-        passage_words (`int`): Maximum number of words per passage.
-        spacy_model (`str`): Finds the sentences.
+    """The passages of a file, as a corpus would cut it; the suffix of its `name` says how `data` is read.
 
     Returns:
         `dict`: The `name` without folders, `passages` with `title`, `text` and `page` (or `None`), the `characters` of

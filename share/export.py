@@ -29,15 +29,9 @@ def save_stage(
     recipe: str,
     state_dict: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Writes aligner, processor and recipe to `output_dir`, a folder that the next stage can load.
-
-    Args:
-        output_dir (`str` or `Path`): The stage's folder; checkpoints in it stay, and a model card that was edited.
-        model ([`ArcAlignerForCausalLM`]): Trained; its backbone is not written.
-        processor ([`ArcAlignerProcessor`]): With the chat template the stage was trained with.
-        recipe (`str`): Text of the recipe, saved as `recipe.yaml`.
-        state_dict (`dict`, *optional*): The weights of a model that is spread over several processes.
-    """
+    """Writes aligner, processor and the text of the recipe to `output_dir`, a folder that the next stage can load.
+    Checkpoints in it stay, and a model card that was edited. `state_dict` has the weights of a model that is spread
+    over several processes."""
     with written_whole(output_dir) as folder:
         if Path(output_dir, "README.md").exists():  # the new card keeps what was written in the old one
             shutil.copyfile(Path(output_dir, "README.md"), folder / "README.md")

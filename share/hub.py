@@ -81,17 +81,14 @@ _FORMER_FILE = re.compile(
 def write_model_card(
     config: ArcAlignerConfig, folder: Path, *, name: str | None = None, datasets: tuple[str, ...] = ()
 ) -> bool:
-    """Writes `README.md` from the configuration and the files in `folder`, unless it was edited.
+    """Writes `README.md` from the configuration and the files in `folder`, and says whether it did: one that was edited
+    stays.
 
     Args:
-        config ([`ArcAlignerConfig`]): The checkpoint's configuration.
-        folder (`Path`): The checkpoint's, with its recipe and results where it has them.
+        config ([`ArcAlignerConfig`]), folder (`Path`): The checkpoint's, with its recipe and results where it has them.
         name (`str`, *optional*): The Hub id that the quick start loads. Default: `user/name`, to be replaced.
         datasets (`tuple[str, ...]`): Hub ids of the data sets that the training files were made from. Those that the
             card already names stay.
-
-    Returns:
-        `bool`: Whether it was written.
 
     Raises:
         `ValueError`: results or a recipe that cannot be read.

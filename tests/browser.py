@@ -21,12 +21,9 @@ class Browser:
         (theirs_in, self.write), (self.read, theirs_out) = os.pipe(), os.pipe()
         command = [CHROMIUM, *FLAGS.split(), f"--user-data-dir={folder}", "about:blank"]
         redirected = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}'  # where Chromium expects them
-        self.process = subprocess.Popen(
-            ["bash", "-c", redirected, "chromium", *command],
-            pass_fds=(theirs_in, theirs_out),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        bash = ["bash", "-c", redirected, "chromium"]
+        self.process = subprocess.Popen([*bash, *command], pass_fds=(theirs_in, theirs_out), **quiet)
         os.close(theirs_in)
         os.close(theirs_out)
         self.session, self.number, self.rest, self.opened = {}, 0, b"", []
@@ -84,9 +81,8 @@ class Browser:
                 " ({x: box.x + scrollX, y: box.y + scrollY, width: box.width, height: box.height, scale: 1}) }"
             )
             clip = {"clip": box, "captureBeyondViewport": True}
-        return Image.open(io.BytesIO(base64.b64decode(self.call("Page.captureScreenshot", **clip)["data"]))).convert(
-            "RGB"
-        )
+        data = base64.b64decode(self.call("Page.captureScreenshot", **clip)["data"])
+        return Image.open(io.BytesIO(data)).convert("RGB")
 
     def drop(self, files):
         """Drops files, given as JavaScript, on the page."""

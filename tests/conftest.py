@@ -11,6 +11,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads would wait for each other
 
+import shutil
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import datasets
@@ -18,7 +22,7 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-from tiny_models import float64_throughout, randomize
+from tiny_models import backbone_config, float64_throughout, randomize, tiny_aligner
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -69,13 +73,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(SENTENCES * 4, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
-        pad_token="<|im_end|>",
-        chat_template=CHATML,
-    )
+    turns = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **turns, chat_template=CHATML)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -95,20 +94,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def base_model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
     """A random three-layer Llama with its tokenizer, as `from_pretrained` wants a base model."""
     folder = tmp_path_factory.mktemp("base_model")
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **ids))
     randomize(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -123,16 +113,10 @@ def encoder_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
     vocab += [f"{mark}{chr(code)}" for code in range(33, 127) for mark in ("", "##")]
     vocab = {token: number for number, token in enumerate(dict.fromkeys(vocab))}
-    config = BertConfig(
-        vocab_size=len(vocab),
-        hidden_size=ENCODER_WIDTH,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-    )
+    sizes = {"vocab_size": len(vocab), "hidden_size": ENCODER_WIDTH, "intermediate_size": 16}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}
     torch.manual_seed(1)
-    bert = BertModel(config)
+    bert = BertModel(BertConfig(**sizes))
     randomize(bert, seed=1)
     bert.save_pretrained(folder / "bert")
     BertTokenizerFast(vocab=vocab, model_max_length=64).save_pretrained(folder / "bert")
@@ -144,13 +128,28 @@ def encoder_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def processor(base_model_dir: Path, encoder_dir: Path) -> ArcAlignerProcessor:
-    processor = ArcAlignerProcessor.from_base_model(
-        str(base_model_dir),
-        encoder_name_or_path=str(encoder_dir),
-        encoder_hidden_size=ENCODER_WIDTH,
-    )
+    return new_processor(base_model_dir, encoder_dir)
+
+
+def new_processor(base_model_dir: Path, encoder_dir: Path, **settings) -> ArcAlignerProcessor:
+    """A processor for the tiny models, whose encoder runs on the CPU."""
+    names = {"encoder_name_or_path": str(encoder_dir), "encoder_hidden_size": ENCODER_WIDTH}
+    processor = ArcAlignerProcessor.from_base_model(str(base_model_dir), **names, **settings)
     processor.encoder.device = "cpu"
     return processor
+
+
+def processor_with(processor: ArcAlignerProcessor, **settings) -> ArcAlignerProcessor:
+    """A new processor as `processor`, with these settings."""
+    same = {name: getattr(processor, name) for name in ("encoder_name_or_path", "encoder_hidden_size")}
+    return ArcAlignerProcessor(processor.tokenizer, context_token_id=processor.context_token_id, **same, **settings)
+
+
+def aligner_for(processor, backbone: str = "llama", text: dict | None = None, **settings) -> ArcAlignerForCausalLM:
+    """A random aligner, in float64, that reads the processor's ids and embeddings; `text` changes its backbone."""
+    text = {"vocab_size": len(processor.tokenizer), "max_position_embeddings": 300} | (text or {})
+    settings |= {"encoder_hidden_size": ENCODER_WIDTH, "context_token_id": processor.context_token_id}
+    return tiny_aligner(backbone_config(backbone, **text), **settings)
 
 
 def random_aligner(base_model: Path, processor, seed: int, **settings) -> ArcAlignerForCausalLM:
@@ -217,3 +216,17 @@ def greedy_answer(model, processor, inputs: dict, max_new_tokens: int) -> str:
 def model(checkpoint_dir: Path) -> ArcAlignerForCausalLM:
     """The aligner of `checkpoint_dir`, anew for each test."""
     return ArcAlignerForCausalLM.from_pretrained(str(checkpoint_dir)).eval()
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory) -> Path:
+    """The folder that the wheel of this tree installs, `arcaligner`."""
+    folder = tmp_path_factory.mktemp("wheel")
+    # Without folders that are no part of the package, and what a working copy gathers.
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "runs", "docs", "*.egg-info", "*.lance")
+    tree = shutil.copytree(Path(__file__).parents[1], folder / "tree", ignore=left_out)
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(folder)], cwd=tree, check=True, capture_output=True)
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        wheel.extractall(folder / "site")
+    return folder / "site" / "arcaligner"

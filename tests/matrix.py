@@ -3,6 +3,7 @@
     python tests/matrix.py                                          # all of COMBINATIONS that were not tried yet
     python tests/matrix.py "transformers==5.10.4 peft==0.18.1"      # one, again
     python tests/matrix.py --table docs/versions.md                 # writes what was found between the marks there
+    python tests/matrix.py --sizes                                  # MiB of each package of the core
 
 It needs `uv`, which decides by its own settings where wheels come from: for torch without CUDA, `UV_TORCH_BACKEND=cpu`
 or `UV_FIND_LINKS`. What a combination does not name is the newest that goes with it. In each environment the shipped
@@ -19,20 +20,22 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import distributions
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "runs" / "versions"
 CHECKPOINT = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
+TOOLS = ("uv", "--quiet")
 SHOWN = ("python", "torch", "transformers", "peft", "sentence-transformers", "trl", "huggingface-hub")
 STEPS = ("answers", "keeps slots", "saves", "trains")
 MARKS = "<!-- versions: tests/matrix.py -->", "<!-- end of versions -->"
-OLDEST = "torch==2.13.0 transformers==5.10.4 peft==0.18.1 sentence-transformers==5.2.3 trl==1.8.0"
+OLDEST = "torch==2.9.1 transformers==5.10.4 peft==0.18.1 sentence-transformers==5.2.3 trl==1.8.0"
 # One library is older at a time, then all of them; and other Pythons.
 COMBINATIONS = [
     "",
     *(f"transformers==5.{minor}.*" for minor in range(22, 9, -1)),
-    *(f"torch=={version}" for version in ("2.15.0", "2.14.1")),
+    *(f"torch=={version}" for version in ("2.15.0", "2.14.1", "2.12.1", "2.11.0", "2.10.0", "2.9.1")),
     *(f"peft=={version}" for version in ("0.20.0", "0.19.1", "0.18.1")),
     *(f"sentence-transformers=={version}.*" for version in ("6.1", "6.0", "5.7", "5.6", "5.5", "5.4", "5.3", "5.2")),
     *(f"trl==1.{minor}.*" for minor in range(15, 7, -1)),
@@ -131,21 +134,40 @@ def attempt(combination: str, always: list[str]) -> dict:
     with tempfile.TemporaryDirectory(prefix="versions-") as temporary:
         folder, checkpoint = Path(temporary), Path(temporary, "checkpoint")
         shutil.copytree(CHECKPOINT, checkpoint)  # with files in place of links
-        tools = ["uv", "--quiet"]
-        subprocess.run([*tools, "venv", "--python", python, folder / "env"], check=True)
-        (folder / "build.cfg").write_text(f"[build]\nbuild_base={folder}/build\n[egg_info]\negg_base={folder}\n")
-        os.environ["DIST_EXTRA_CONFIG"] = str(folder / "build.cfg")  # or setuptools would leave files in the tree
-        install = [*tools, "pip", "install", "--python", folder / "env", f"{ROOT}[train]"]
-        pins = [f"{name}=={version}" for name, version in wanted.items()]
-        made = subprocess.run([*install, *pins], capture_output=True, text=True)
+        subprocess.run([*TOOLS, "venv", "--python", python, folder / "env"], check=True)
+        made = install(folder, f"{ROOT}[train]", [f"{name}=={version}" for name, version in wanted.items()])
         if made.returncode != 0:
             return dict.fromkeys(STEPS, False) | {"error": f"cannot be installed: {made.stderr.strip()[-1000:]}"}
-        conflicts = subprocess.run([*tools, "pip", "check", "--python", folder / "env"]).returncode
+        conflicts = subprocess.run([*TOOLS, "pip", "check", "--python", folder / "env"]).returncode
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
         command = [folder / "env" / "bin" / "python", __file__, "--probe", checkpoint]
         run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         return json.loads(run.stdout.splitlines()[-1]) | {"pip check": conflicts == 0}
+
+
+def install(folder: Path, package: str, pins: list[str]) -> subprocess.CompletedProcess:
+    """Installs into the environment `env` in a folder."""
+    (folder / "build.cfg").write_text(f"[build]\nbuild_base={folder}/build\n[egg_info]\negg_base={folder}\n")
+    os.environ["DIST_EXTRA_CONFIG"] = str(folder / "build.cfg")  # or setuptools would leave files in the tree
+    command = [*TOOLS, "pip", "install", "--python", folder / "env", package, *pins]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def sizes(pins: list[str]) -> dict[str, float]:
+    """MiB of each package that this one brings without extras, beside torch and what torch needs; the largest first."""
+    with tempfile.TemporaryDirectory(prefix="sizes-") as temporary:
+        folder, found = Path(temporary), []
+        subprocess.run([*TOOLS, "venv", folder / "env"], check=True)
+        for package in ("torch", str(ROOT)):  # one after the other
+            install(folder, package, pins).check_returncode()
+            found.append({})
+            for each in distributions(path=[str(path) for path in folder.glob("env/lib/*/site-packages")]):
+                paths = (Path(each.locate_file(path)) for path in each.files or ())
+                found[-1][each.name] = sum(path.stat().st_size for path in paths if path.is_file()) / 2**20
+    of_torch, of_all = found
+    added = {name: size for name, size in of_all.items() if name not in of_torch}
+    return dict(sorted(added.items(), key=lambda each: -each[1]))
 
 
 def table() -> list[str]:
@@ -176,10 +198,15 @@ def main() -> None:
     parser.add_argument("combinations", nargs="*", help="Pins such as 'torch==2.11.0 peft==0.20.0'. Default: all.")
     parser.add_argument("--always", default="", help="Pins for what a combination does not name.")
     parser.add_argument("--table", type=Path, help="Document to write the table to, between its marks.")
+    parser.add_argument("--sizes", action="store_true", help="Prints how large the package without extras is.")
     parser.add_argument("--probe", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.probe:
         return probe(options.probe)
+    if options.sizes:
+        found = sizes(options.always.split())
+        print(f"{sum(found.values()):.0f} MiB", *(f"{name} {size:.1f}" for name, size in found.items()), sep="\n")
+        return None
     RESULTS.mkdir(parents=True, exist_ok=True)
     wanted = [] if options.table and not options.combinations else options.combinations or COMBINATIONS
     failed = False

@@ -220,19 +220,15 @@ def loss_gradients(model: nn.Module, rows: list, padding_side: str, passages=Non
     model.train().zero_grad()
     reference, batch = Reference(model), collate(rows, padding_side)
     if passages is not None:
-        batch |= {
-            "position_ids": None,
-            "context_passage_ids": pad_passage_ids([torch.tensor(each, dtype=torch.long) for each in passages]),
-        }
+        numbers = pad_passage_ids([torch.tensor(each, dtype=torch.long) for each in passages])
+        batch |= {"position_ids": None, "context_passage_ids": numbers}
     loss, expected = model(**batch).loss, reference.loss(rows, passages=passages)
     torch.testing.assert_close(loss.detach(), expected.detach(), **EXACT)
     loss.backward()
     expected.backward()
     parameters = {name: p for name, p in model.named_parameters() if name in reference.weights}
-    return tuple(
-        {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in each.items()}
-        for each in (parameters, reference.weights)
-    )
+    both = (parameters, reference.weights)
+    return tuple({k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in each.items()} for each in both)
 
 
 def stock_model(model: nn.Module, dtype: torch.dtype, attn_implementation: str = "eager") -> nn.Module:

@@ -125,9 +125,8 @@ def test_context_token_is_never_generated(context_token_id):
         model.lm_head.weight[-1] = 50 * model.lm_head.weight[3]
     inputs = prompt(model)
     for settings in ({"do_sample": False}, {"do_sample": True}, {"num_beams": 3}, {"repetition_penalty": 1.3}):
-        new = model.generate(**inputs, **settings, max_new_tokens=12, min_new_tokens=12)[
-            :, inputs["input_ids"].shape[1] :
-        ]
+        ids = model.generate(**inputs, **settings, max_new_tokens=12, min_new_tokens=12)
+        new = ids[:, inputs["input_ids"].shape[1] :]
         assert new.numel() > 0
         assert not (new == context_token_id).any()
 

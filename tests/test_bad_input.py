@@ -216,12 +216,9 @@ def test_prefill_in_chunks_is_refused(model):
         model.generate(**inputs(model), prefill_chunk_size=4, max_new_tokens=2)
 
 
-def test_prefilling_a_prompt_without_slots_is_refused(model):
+def test_prefilling_without_slots_or_rows_whose_slots_end_apart_is_refused(model):
     with pytest.raises(ValueError, match=r"(?s)\[-1\].*slots"):
         model.prefill_context(torch.ones(1, 5, dtype=torch.long), torch.zeros(1, 0, ENCODER_HIDDEN_SIZE))
-
-
-def test_prefilling_rows_whose_slots_end_apart_is_refused(model):
     batch = collate(random_rows(model, [2, 5], contiguous=True))
     with pytest.raises(ValueError, match=r"(?s)last slots.*\[\d+, \d+\].*one row at a time"):
         model.prefill_context(batch["input_ids"], batch["context_embeds"], batch["attention_mask"])
@@ -328,15 +325,12 @@ def test_checkpoint_whose_base_model_is_not_on_this_machine(checkpoint, monkeypa
         ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner", base_model_name_or_path="nobody/nothing")
 
 
+OTHER_SIZES = [{"hidden_size": 32}, {"num_hidden_layers": 2}, {"num_hidden_layers": 4}]
+
+
 @pytest.mark.parametrize(
     "backbone, changes",
-    [
-        ("llama", {"hidden_size": 32}),
-        ("llama", {"num_hidden_layers": 2}),
-        ("llama", {"num_hidden_layers": 4}),
-        ("qwen2", {}),
-        ("gemma2", {}),
-    ],
+    [*(("llama", each) for each in OTHER_SIZES), ("qwen2", {}), ("gemma2", {})],
 )
 def test_checkpoint_for_another_backbone(checkpoint, backbone, changes):
     """The base model at the name in the configuration is not the one the aligner was trained around."""
@@ -378,10 +372,62 @@ def test_another_peft_adapter_merged_below_is_refused():
         model(**inputs(model, 4))
 
 
-def test_a_transformers_that_loads_weights_in_another_way_is_refused(checkpoint, monkeypatch):
-    monkeypatch.delattr(AlignerCheckpointMixin, "_load_pretrained_model")
-    with pytest.raises(RuntimeError, match=r"transformers [\d.]+ loads weights in another way .* Take a version that"):
-        ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner")
+@pytest.fixture
+def load_another_way(monkeypatch):
+    """`from_pretrained`, where transformers' loader does not call the private method that we have of it."""
+
+    def load(*args, **kwargs):
+        with monkeypatch.context() as patch:
+            patch.delattr(AlignerCheckpointMixin, "_load_pretrained_model")
+            return ArcAlignerForCausalLM.from_pretrained(*args, **kwargs)
+
+    return load
+
+
+@pytest.mark.parametrize("with_base", [False, True])
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16, "device_map": "cpu"}])
+def test_a_transformers_that_loads_weights_in_another_way_loads_the_same(
+    checkpoint, tmp_path, load_another_way, with_base, options
+):
+    folder = checkpoint / "aligner"
+    if with_base:
+        ArcAlignerForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "whole", save_base_model=True)
+        folder = tmp_path / "whole"
+    expected = ArcAlignerForCausalLM.from_pretrained(folder, gate_threshold=0.3, **options)
+    found = load_another_way(folder, gate_threshold=0.3, **options)
+    for (name, first), (other, second) in zip(expected.state_dict().items(), found.state_dict().items(), strict=True):
+        assert name == other and first.dtype == second.dtype and torch.equal(first, second), name
+    assert [p.requires_grad for p in found.parameters()] == [p.requires_grad for p in expected.parameters()]
+    assert found.config.to_dict() == expected.config.to_dict() and found.config.gate_threshold == 0.3
+    assert found.generation_config.to_dict() == expected.generation_config.to_dict()
+    found.save_pretrained(tmp_path / "again")
+    expected.save_pretrained(tmp_path / "expected")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()
+
+
+def test_a_base_model_is_loaded_another_way_too(checkpoint, load_another_way):
+    found, info = load_another_way(checkpoint / "base", output_loading_info=True, **SETTINGS)
+    expected = ArcAlignerForCausalLM.from_pretrained(checkpoint / "base", **SETTINGS)
+    of_base = {name: weight for name, weight in expected.state_dict().items() if not expected.is_aligner_key(name)}
+    assert of_base and all(torch.equal(found.state_dict()[name], weight) for name, weight in of_base.items())
+    assert not of_base.keys() & info["missing_keys"]
+
+
+def test_what_is_damaged_is_refused_another_way_too(checkpoint, load_another_way):
+    edit_weights(checkpoint / "base", lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ValueError, match=r"(?s)base.*layers\.1\.mlp\.up_proj"):
+        load_another_way(checkpoint / "aligner")
+    edit_weights(checkpoint / "aligner", lambda tensors: next(iter(tensors.values())).fill_(torch.nan))
+    with pytest.raises(ValueError, match="NaN or infinite values"):
+        load_another_way(checkpoint / "aligner")
+
+
+def test_nothing_is_quantized_another_way(checkpoint):
+    model = ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner")
+    model.hf_quantizer = object()
+    with pytest.raises(RuntimeError, match=r"transformers [\d.]+ loads weights in another way .* without quantization"):
+        ArcAlignerForCausalLM._load_state_dict(model, str(checkpoint / "aligner"), {})
 
 
 @pytest.mark.parametrize("library", ["transformers", "peft", "sentence-transformers"])

@@ -15,10 +15,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 # The softmax of Gemma 2 is float32, where the masks of a float64 model are infinite and padding becomes NaN.
-FAMILIES = {
-    "llama": (torch.float64, EXACT),
-    "gemma2": (torch.float32, {"rtol": 1e-4, "atol": 1e-4}),
-}
+FAMILIES = {"llama": (torch.float64, EXACT), "gemma2": (torch.float32, {"rtol": 1e-4, "atol": 1e-4})}
 GREEDY = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 
 

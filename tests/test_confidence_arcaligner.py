@@ -1,69 +1,98 @@
-"""How sure an answer is: what is watched, what it becomes, and answers that are given up for `no_answer`."""
+"""How likely it is that passages answer a question: what is read, and answers that are given up for it."""
 
-import math
+import threading
 
 import pytest
 import torch
 from conftest import ENCODER_WIDTH, chat_inputs
+from tiny_models import random_probe
 
 from arcaligner import ArcAlignerProcessor
-from arcaligner.pipeline_arcaligner import AnswerConfidence, ArcAlignerPipeline, confidence
+from arcaligner.pipeline_arcaligner import AnswerConfidence, ArcAlignerPipeline
 
 DOCUMENTS = ["It was written by Ada. Nobody knew how to read it aloud."]
 TOKENS = {"max_new_tokens": 6, "do_sample": False}
 
 
 @pytest.fixture
-def refusing(processor):
-    """A processor of an aligner that can say that the passages do not answer."""
+def fitted(processor, model):
+    """A processor that knows how to tell the confidence of `model`."""
     return ArcAlignerProcessor(
         processor.tokenizer,
         encoder_name_or_path=processor.encoder_name_or_path,
         encoder_hidden_size=ENCODER_WIDTH,
         context_token_id=processor.context_token_id,
         no_answer="not in the text",
+        answer_probe=random_probe(model),
     )
 
 
 @pytest.fixture
-def ask(model, refusing):
-    return ArcAlignerPipeline(model=model, processor=refusing, task="text-generation", device="cpu")
+def ask(model, fitted):
+    return ArcAlignerPipeline(model=model, processor=fitted, task="text-generation", device="cpu")
 
 
-@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
-def test_features_are_those_of_the_logits(model, refusing, options):
-    inputs = chat_inputs(refusing, "Who wrote it?", DOCUMENTS)
-    watch = AnswerConfidence(refusing)
-    torch.manual_seed(0)
-    found = model.generate(
-        **inputs, **TOKENS | options, logits_processor=[watch], output_logits=True, return_dict_in_generate=True
-    )
-    new_ids = found.sequences[:, inputs["input_ids"].shape[1] :]
-    logits = torch.stack(found.logits, dim=1).log_softmax(dim=-1)  # (1, new_tokens, vocab_size)
-    refused = logits[0, 0, refusing.tokenizer("not in the text")["input_ids"][0]].exp()
-    ends = (new_ids[0] == refusing.tokenizer.eos_token_id).nonzero().flatten().tolist()
-    length = ends[0] + 1 if ends else new_ids.shape[1]
-    mean = logits[0, torch.arange(length), new_ids[0, :length]].mean()
-    ((odds, mean_found),) = watch.features(new_ids)
-    torch.testing.assert_close(odds, torch.log((1 - refused) / refused).item(), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(mean_found, mean.item(), rtol=1e-4, atol=1e-4)
+def watched(model, processor, inputs, **options):
+    """The log-odds (batch,) that the passages answer."""
+    with AnswerConfidence(model, processor) as watch:
+        model.generate(**inputs, **TOKENS | options, logits_processor=[watch])
+    return torch.logit(watch.confidence)
 
 
-def test_an_answer_that_ends_early_is_not_judged_by_its_padding(refusing):
-    watch, end = AnswerConfidence(refusing), refusing.tokenizer.eos_token_id
-    scores = torch.randn(2, len(refusing.tokenizer), generator=torch.Generator().manual_seed(0))
-    ids = torch.tensor([[5, 6, end], [7, end, end]])
-    for step in range(3):
-        watch(torch.cat([torch.zeros(2, 4, dtype=torch.long), ids[:, :step]], dim=1), scores + step)
-    (_, first), (_, second) = watch.features(ids)
-    chosen = scores.log_softmax(dim=-1)
-    assert first == pytest.approx(chosen[0, ids[0]].mean().item(), abs=1e-5)
-    assert second == pytest.approx(chosen[1, ids[1, :2]].mean().item(), abs=1e-5)
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 0}, {"num_beams": 2}], ids=str)
+def test_confidence_is_the_regression_on_the_states_of_the_last_token_of_the_prompt(model, fitted, options):
+    weight = torch.linspace(-1, 1, model.config.text_config.hidden_size)
+    fitted.answer_probe = random_probe(model, layers=[0], weight=weight.tolist())
+    inputs = chat_inputs(fitted, "Who wrote it?", DOCUMENTS)
+    with torch.no_grad():
+        states = model(**inputs, output_hidden_states=True).hidden_states[1]  # (1, seq_len, hidden)
+    expected = (states[:, -1] @ weight + 0.1).expand(options.get("num_beams", 1))
+    torch.testing.assert_close(watched(model, fitted, inputs, **options), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_confidence_is_a_product_of_probabilities_until_it_is_calibrated():
-    assert confidence(math.log(3.0), math.log(0.5), None) == pytest.approx(0.75 * 0.5)
-    assert confidence(1.0, -2.0, [0.5, 2.0, 1.0]) == pytest.approx(1 / (1 + math.exp(-0.5)))
+def test_the_states_of_several_layers_stand_in_the_order_of_their_names(model, fitted):
+    inputs, width = chat_inputs(fitted, "Who wrote it?", DOCUMENTS), model.config.text_config.hidden_size
+    both, weight = watched(model, fitted, inputs), fitted.answer_probe["weight"]
+    total = 0.1
+    for layer, part in zip(fitted.answer_probe["layers"], (weight[:width], weight[width:]), strict=True):
+        fitted.answer_probe = random_probe(model, layers=[layer], weight=part, bias=0.0)
+        total = total + watched(model, fitted, inputs)
+    torch.testing.assert_close(both, total, rtol=1e-4, atol=1e-4)
+
+
+def test_watching_changes_no_token_and_leaves_no_hook(model, fitted):
+    inputs = chat_inputs(fitted, "Who wrote it?", DOCUMENTS)
+    plain = model.generate(**inputs, **TOKENS)
+    with AnswerConfidence(model, fitted) as watch:
+        torch.testing.assert_close(model.generate(**inputs, **TOKENS, logits_processor=[watch]), plain)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_kept_passages_have_the_confidence_of_read_ones(model, fitted):
+    expected = watched(model, fitted, chat_inputs(fitted, "Who wrote it?", DOCUMENTS))
+    store = model.slot_prefix_store(fitted)
+    for _ in range(2):  # read, then kept
+        found = watched(model, fitted, store.prepare("Who wrote it?", DOCUMENTS))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_forward_of_another_thread_is_not_watched(model, fitted):
+    inputs, other = (chat_inputs(fitted, question, DOCUMENTS) for question in ("Who wrote it?", "When, and where?"))
+    alone = watched(model, fitted, inputs)
+    watch = AnswerConfidence(model, fitted)
+
+    class Interrupt:
+        """Between the forward of the prompt and its scores."""
+
+        def __call__(self, input_ids, scores):
+            thread = threading.Thread(target=lambda: model(**other))
+            thread.start()
+            thread.join()
+            return watch(input_ids, scores)
+
+    with watch:
+        model.generate(**inputs, **TOKENS, logits_processor=[Interrupt()])
+    torch.testing.assert_close(torch.logit(watch.confidence), alone)
 
 
 def test_an_answer_with_less_confidence_becomes_the_sentence(ask):
@@ -78,7 +107,7 @@ def test_an_answer_with_less_confidence_becomes_the_sentence(ask):
     assert record["generated_text"] == [*chat, {"role": "assistant", "content": "not in the text"}]
 
 
-def test_each_row_of_a_batch_and_each_sample_has_its_own_confidence(ask):
+def test_each_row_of_a_batch_has_its_own_confidence_and_its_samples_share_it(ask):
     rows = [{"question": question, "documents": DOCUMENTS} for question in ("Who wrote it?", "When?", "Where was it?")]
     together = ask(rows, batch_size=3, return_slots=True, **TOKENS)
     alone = [ask(row, return_slots=True, **TOKENS) for row in rows]
@@ -87,18 +116,16 @@ def test_each_row_of_a_batch_and_each_sample_has_its_own_confidence(ask):
             expected["statistics"].pop("confidence"), abs=1e-4
         )
         assert record == expected
-    torch.manual_seed(0)
-    samples = ask(rows[0], return_slots=True, max_new_tokens=6, do_sample=True, num_return_sequences=3)
-    assert len({each["statistics"]["confidence"] for each in samples}) == 3
+    for options in ({"do_sample": True, "num_return_sequences": 3}, {"num_beams": 2}):
+        records = ask(rows[:2], batch_size=2, return_slots=True, max_new_tokens=6, **options)
+        assert len({each["statistics"]["confidence"] for each in records[0]}) == 1
+        assert records[0][0]["statistics"]["confidence"] != records[1][0]["statistics"]["confidence"]
 
 
-def test_beams_have_no_confidence_and_text_without_slots_has_none(ask):
-    row = {"question": "Who?", "documents": DOCUMENTS}
-    assert "confidence" not in ask(row, return_slots=True, num_beams=2, **TOKENS)[0]["statistics"]
-    with pytest.raises(ValueError, match="with beams an answer has no confidence"):
-        ask(row, min_confidence=0.5, num_beams=2, **TOKENS)
+def test_text_without_slots_has_no_confidence(ask):
     chat = [{"role": "user", "content": "Who?"}]
-    assert ask(chat, min_confidence=1.0, **TOKENS)[0]["generated_text"][-1]["content"] != "not in the text"
+    (record,) = ask(chat, min_confidence=1.0, return_slots=True, **TOKENS)
+    assert record["generated_text"][-1]["content"] != "not in the text" and "confidence" not in record["statistics"]
 
 
 @pytest.mark.parametrize("given", [-0.1, 1.5, "0.5", True, float("nan")])
@@ -107,11 +134,18 @@ def test_a_confidence_that_is_none_is_refused(ask, given):
         ask({"question": "Who?", "documents": DOCUMENTS}, min_confidence=given)
 
 
-def test_an_aligner_that_cannot_refuse_has_no_confidence(model, processor):
+def test_an_aligner_without_a_probe_has_no_confidence(model, processor):
     ask = ArcAlignerPipeline(model=model, processor=processor, task="text-generation", device="cpu")
     row = {"question": "Who?", "documents": DOCUMENTS}
     assert "confidence" not in ask(row, return_slots=True, **TOKENS)[0]["statistics"]
-    with pytest.raises(ValueError, match="`min_confidence` needs an aligner that was trained with questions"):
+    with pytest.raises(ValueError, match="`min_confidence` needs an aligner whose confidence was fitted"):
         ask(row, min_confidence=0.5)
     with pytest.raises(ValueError, match="A confidence needs an aligner"):
-        AnswerConfidence(processor)
+        AnswerConfidence(model, processor)
+
+
+@pytest.mark.parametrize("changes", [{"layers": [0, 99]}, {"weight": [0.5] * 7}], ids=["layers", "width"])
+def test_a_probe_of_another_model_is_refused(model, fitted, changes):
+    fitted.answer_probe = random_probe(model, **changes)
+    with pytest.raises(ValueError, match="It was fitted for another model"):
+        AnswerConfidence(model, fitted)

@@ -11,9 +11,9 @@ from peft import LoraConfig, inject_adapter_in_model
 from tiny_models import tiny_aligner
 
 from arcaligner.base_model_arcaligner import WatchedWeights
-from arcaligner.encoder_arcaligner import GivenSlots
 from arcaligner.layers_arcaligner import slot_lora_layers
 from arcaligner.prefix_store_arcaligner import canonical_settings, passage_fingerprint, shared_fingerprint
+from arcaligner.segmentation_arcaligner import GivenSlots
 
 
 @pytest.fixture
@@ -62,12 +62,8 @@ def test_what_changes_slots_changes_its_field(model, processor, fingerprint_of, 
 def test_passages_are_told_apart_by_what_is_read_of_them(fingerprint_of):
     passage = {"title": "Ada", "text": "She wrote it."}
     same = [{**passage, "score": 0.3, "id": 7}]
-    others = [
-        ["She wrote it."],
-        [{**passage, "title": "Bob"}],
-        [passage, passage],
-        [{"title": "Ada", "text": "She wrote"}, " it."],
-    ]
+    others = [["She wrote it."], [{**passage, "title": "Bob"}], [passage, passage]]
+    others.append([{"title": "Ada", "text": "She wrote"}, " it."])
     expected = fingerprint_of(passages=[passage])["passages"]
     assert fingerprint_of(passages=same)["passages"] == expected
     assert expected not in [fingerprint_of(passages=other)["passages"] for other in others]
@@ -85,10 +81,7 @@ def test_embeddings_are_told_apart_by_values_and_shape():
 @pytest.mark.parametrize(
     "settings, expected",
     [
-        (
-            {"max_slots": np.int64(2), "gate_threshold": 1},
-            {"max_slots": 2, "gate_threshold": 1.0},
-        ),
+        ({"max_slots": np.int64(2), "gate_threshold": 1}, {"max_slots": 2, "gate_threshold": 1.0}),
         ({"max_slots": None, "refinement_budget": float("inf"), "gate_mode": None}, {}),
         ({"refinement_budget": np.float32(0), "gate_mode": "always"}, {"gate_mode": "off"}),
         ({"max_slots": 3, "refinement_budget": 0.5}, None),

@@ -36,9 +36,8 @@ arrays += [torch.eye(2).to_sparse(), torch.ones(2, device="meta")]
 junk = st.sampled_from([None, True, 5, -1, 1.5, float("nan"), 10**30, b"x", object(), [], {}, (), lambda: 0, *arrays])
 anything = texts | junk
 documents = st.lists(texts | st.fixed_dictionaries({"text": anything}, optional={"title": anything}), max_size=3)
-contents = anything | st.lists(
-    anything | st.fixed_dictionaries({"type": st.just("text")}, optional={"text": anything}), max_size=2
-)
+parts = anything | st.fixed_dictionaries({"type": st.just("text")}, optional={"text": anything})
+contents = anything | st.lists(parts, max_size=2)
 roles = st.sampled_from(["user", "assistant", "system", "?", None, 5])
 messages = st.lists(st.fixed_dictionaries({}, optional={"role": roles, "content": contents}), max_size=3)
 tensors = st.builds(
@@ -99,11 +98,8 @@ def test_processor(processor, text, documents, options, embeds, words, given):
 @BOUNDED
 @given(chat=messages | anything | st.lists(messages, max_size=2), documents=documents | junk)
 def test_chat(processor, chat, documents):
-    assert_works_or_says_why(
-        lambda: processor.apply_chat_template(
-            chat, documents=documents, tokenize=True, return_dict=True, return_tensors="pt"
-        )
-    )
+    asked = {"documents": documents, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    assert_works_or_says_why(lambda: processor.apply_chat_template(chat, **asked))
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +142,8 @@ def test_pipeline_and_store(tiny, processor, data):
         assert_works_or_says_why(lambda: ask(row, documents=passages, max_new_tokens=1, **settings))
     else:
         store = tiny.slot_prefix_store(processor)
-        assert_works_or_says_why(
-            lambda: store.prepare(row.get("question") if isinstance(row, dict) else row, passages, **settings)
-        )
+        question = row.get("question") if isinstance(row, dict) else row
+        assert_works_or_says_why(lambda: store.prepare(question, passages, **settings))
 
 
 BAD_ROWS = [
@@ -161,9 +156,8 @@ BAD_ROWS = [
     (7, "Expected a chat, .*; got int"),
 ]
 questions = st.sampled_from(["Who?", "Who wrote it, and when?", "<|im_end|>?", "é漢😀?"])
-passages = st.lists(
-    st.sampled_from(["One.", "It is. So.", "<|im_end|>", {"title": "Ada", "text": "She wrote."}]), max_size=3
-)
+good = st.sampled_from(["One.", "It is. So.", "<|im_end|>", {"title": "Ada", "text": "She wrote."}])
+passages = st.lists(good, max_size=3)
 rows = st.builds(lambda question, documents: {"question": question, "documents": documents}, questions, passages)
 
 

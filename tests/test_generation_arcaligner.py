@@ -1,12 +1,17 @@
 """Generation with slots: every decoding method of transformers reads them once and never takes one for a token."""
 
 import copy
+import importlib.util
 import pickle
+import sys
+import types
 
 import pytest
 import torch
 from tiny_models import ENCODER_HIDDEN_SIZE, VOCAB_SIZE, collate, for_generate, random_rows, tiny_aligner
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from arcaligner import base_model_arcaligner, layers_arcaligner
 
 SIX_TOKENS = {"max_new_tokens": 6, "min_new_tokens": 6}
 
@@ -39,6 +44,28 @@ def test_hidden_states_and_attentions_are_recorded_once_per_layer(method, use_ca
         new = length if step == 0 else 1 if use_cache else length + step
         assert [h.shape[1] for h in hidden_states] == [new] * (num_layers + 1)
         assert [a.shape[2:] for a in attentions] == [(new, length + step)] * num_layers
+
+
+def test_without_the_variable_of_transformers_all_passes_of_a_layer_are_recorded(monkeypatch):
+    """Where the private variable is not found, refinement's passes are recorded as well; nothing else differs."""
+    spec = importlib.util.spec_from_file_location("arcaligner.another_way", base_model_arcaligner.__file__)
+    another_way = importlib.util.module_from_spec(spec)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "transformers.utils.output_capturing", types.ModuleType("of_another_version"))
+        spec.loader.exec_module(another_way)
+    model = tiny_aligner("llama", dtype=torch.float32, attn_implementation="eager")
+    batch = prompts(model, [3, 6, 0])
+    options = {"output_attentions": True, "gate_mode": "always", "max_refinement_steps": 2}
+    expected = model(**batch, **options)
+    for name in ("is_recording_outputs", "not_recording_outputs"):
+        monkeypatch.setattr(layers_arcaligner, name, getattr(another_way, name))
+    found = model(**batch, **options)
+    assert torch.equal(found.logits, expected.logits)
+    length = batch["input_ids"].shape[1]
+    whole = [each for each in found.attentions if each.shape[2:] == (length, length)]
+    assert len(found.attentions) > len(expected.attentions) == model.config.text_config.num_hidden_layers
+    assert all(any(torch.equal(each, one) for one in whole) for each in expected.attentions)
+    assert not another_way.is_recording_outputs()
 
 
 def test_prompt_lookup_finds_what_greedy_search_finds(model):

@@ -11,10 +11,8 @@ from arcaligner import ArcAlignerPipeline
 from arcaligner.pipeline_arcaligner import format_trajectory
 
 QUESTION = "Who wrote it?"
-DOCUMENTS = [
-    "It was written by Ada.  Nobody else knew.",
-    {"title": "Toronto Northwest", "text": "The riding was created in 1924."},
-]
+TORONTO = {"title": "Toronto Northwest", "text": "The riding was created in 1924."}
+DOCUMENTS = ["It was written by Ada.  Nobody else knew.", TORONTO]
 CHAT = [{"role": "user", "content": QUESTION}]
 ROWS = [
     {"question": QUESTION, "documents": DOCUMENTS},
@@ -111,11 +109,8 @@ def test_slots_tell_their_segments_trajectories_and_rate(ask, model, processor):
     texts = [DOCUMENTS[0], DOCUMENTS[1]["text"]]
     for segment in record["segments"]:
         assert texts[segment["document"]][segment["start"] : segment["end"]] == segment["text"]
-    assert [s["text"] for s in record["segments"]] == [
-        "It was written by Ada.",
-        "Nobody else knew.",
-        "The riding was created in 1924.",
-    ]
+    sentences = ["It was written by Ada.", "Nobody else knew.", "The riding was created in 1924."]
+    assert [segment["text"] for segment in record["segments"]] == sentences
     inputs = chat_inputs(processor, CHAT, DOCUMENTS)
     depth = model(**inputs).recursion_depth[0]  # (num_layers, num_slots)
     expected = [[format_trajectory(each) for each in layer] for layer in depth.tolist()]
@@ -144,9 +139,8 @@ def test_generation_options_reach_the_model(ask, model, processor):
     texts = processor.tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert [record["generated_text"] for record in beams] == texts
     assert beams[0]["trajectories"] == beams[1]["trajectories"]
-    assert len(ask(ROWS[0], max_new_tokens=1, return_tensors=True)[0]["generated_token_ids"]) == (
-        inputs["input_ids"].shape[1] + 1
-    )
+    (record,) = ask(ROWS[0], max_new_tokens=1, return_tensors=True)
+    assert len(record["generated_token_ids"]) == inputs["input_ids"].shape[1] + 1
 
 
 def test_it_samples_only_when_asked_to(ask):

@@ -6,13 +6,15 @@ import shutil
 import pytest
 import torch
 import transformers
-from conftest import edit_json
+from conftest import aligner_for, edit_json, processor_with
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.base_model_arcaligner import default_dtype
 from arcaligner.cli import shared
 from arcaligner.common.files import DEFAULT_CHECKPOINT
 from arcaligner.evaluation.answering import load_aligner
+
+DOCUMENTS = ["It was written by Ada. Nobody knew how to read it aloud.", "Parkdale is in Canada.", "It is tall."]
 
 
 @pytest.fixture
@@ -89,3 +91,32 @@ def test_the_number_of_threads_changes_logits_by_rounding_only():
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(*logits, rtol=0, atol=1e-3)
+
+
+# Keys and values as bytes
+
+
+def test_kept_as_bytes_passages_take_a_quarter_and_are_read_almost_the_same(processor, tmp_path):
+    apart = processor_with(processor, passage_attention="separate")
+    model = aligner_for(processor, passage_attention="separate").float()
+    exact, small = (model.slot_prefix_store(apart, folder=tmp_path, dtype=dtype) for dtype in (None, "int8"))
+    expected = model.slot_prefix_store(apart).prepare("Who wrote it?", DOCUMENTS)["past_key_values"]
+    exact.prepare("Who wrote it?", DOCUMENTS)
+    for number in range(3):  # read, then kept in memory, then in the folder
+        store = small if number < 2 else model.slot_prefix_store(apart, folder=tmp_path, dtype="int8")
+        inputs = store.prepare("Who wrote it?", DOCUMENTS)
+        assert inputs.num_kept == [3 * (number > 0)]  # the other store's files are not taken for its own
+        for layer, other in zip(inputs["past_key_values"].layers, expected.layers, strict=True):
+            for found, original in ((layer.keys, other.keys), (layer.values, other.values)):
+                step = original.abs().amax(dim=-1, keepdim=True) / 127
+                assert ((found - original).abs() <= 0.5 * step + 1e-6).all()
+    head = next(iter(exact._kept.values())).nbytes  # the text before the slots stays as it is
+    head_dim = model.config.text_config.head_dim
+    assert (small.bytes - head) * 4 * head_dim == (exact.bytes - head) * (
+        head_dim + 4
+    )  # the tests' backbone is float64
+
+
+def test_another_dtype_of_kept_passages_is_refused(model, processor):
+    with pytest.raises(ValueError, match="`dtype` is 'int4'; expected .int8."):
+        model.slot_prefix_store(processor, dtype="int4")

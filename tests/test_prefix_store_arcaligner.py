@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import ENCODER_WIDTH, chat_inputs
+from conftest import ENCODER_WIDTH, aligner_for, chat_inputs, processor_with
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from reference import EXACT, stock_model
@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import BACKBONES, WINDOW, backbone_config, random_row, tiny_aligner
 from transformers import DynamicCache
 
-from arcaligner import ArcAlignerProcessor, generation_arcaligner, prefix_store_arcaligner
+from arcaligner import ArcAlignerProcessor, prefix_store_arcaligner
+from arcaligner.encoder_arcaligner import SlotEncoder
 from arcaligner.generation_arcaligner import keys_values_of, load_keys_values, save_keys_values
 
 FIVE_TOKENS = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
@@ -34,18 +35,9 @@ RADIK = [{"title": "Radik", "text": "He is a ski jumper. He has competed since 2
 
 
 def make_model(processor, backbone="llama", **changes):
-    """A random aligner, in float64, that reads the processor's ids and embeddings.
-
-    Windows are shorter than a prompt, and three layers of them reach from the answer to the slots.
-    """
-    changes = {"vocab_size": len(processor.tokenizer), "max_position_embeddings": 300, **changes}
-    if BACKBONES[backbone][1].get("sliding_window"):
-        changes["sliding_window"] = 25
-    return tiny_aligner(
-        backbone_config(backbone, **changes),
-        encoder_hidden_size=ENCODER_WIDTH,
-        context_token_id=processor.context_token_id,
-    )
+    """Windows are shorter than a prompt, and three layers of them reach from the answer to the slots."""
+    window = {"sliding_window": 25} if BACKBONES[backbone][1].get("sliding_window") else {}
+    return aligner_for(processor, backbone, changes | window)
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +89,7 @@ def assert_answers_alone(model, processor, store, questions, embeds):
 
 
 @pytest.mark.usefixtures("float64_model_code")
-@pytest.mark.parametrize(
-    "backbone", ["llama", "mistral_window", "qwen3", "gemma2", "gemma3_text", "phi3_window", "smollm3", "cohere"]
-)
+@pytest.mark.parametrize("backbone", "llama mistral_window qwen3 gemma2 gemma3_text phi3_window smollm3 cohere".split())
 def test_batch_of_kept_and_missing_prefixes_answers_as_each_question_alone(models, processor, backbone):
     """Prefixes and questions of different lengths, longer than a window; a second time all prefixes are kept."""
     model = models(backbone)
@@ -138,9 +128,9 @@ def test_documents_are_encoded_once_for_all_questions(model, processor, monkeypa
     store = model.slot_prefix_store(processor)
     questions = [QUESTIONS[0], QUESTIONS[2], QUESTIONS[1]]
     documents = [ADA, ADA, RADIK]
-    encoded, encode = [], ArcAlignerProcessor.encode_tokens
+    encoded, encode = [], SlotEncoder.encode_tokens
     monkeypatch.setattr(
-        ArcAlignerProcessor, "encode_tokens", lambda self, *given: encoded.append(given[0]) or encode(self, *given)
+        SlotEncoder, "encode_tokens", lambda self, *given: encoded.append(given[0]) or encode(self, *given)
     )
     ids, logits = generate(model, store.prepare(questions, documents))
     assert [len(tokens) for tokens in encoded] == [5]
@@ -167,9 +157,7 @@ def test_text_before_the_slots_belongs_to_the_prefix(model, processor):
 
 @pytest.mark.usefixtures("float64_model_code")
 def test_questions_without_a_chat_template(model, processor):
-    plain = ArcAlignerProcessor(
-        processor.tokenizer, encoder_hidden_size=ENCODER_WIDTH, context_token_id=processor.context_token_id
-    )
+    plain = processor_with(processor)
     plain.chat_template = None
     store = model.slot_prefix_store(plain)
     embeds = [embeddings(3), embeddings(1, seed=1)]
@@ -245,12 +233,8 @@ def test_prefix_above_the_budget_is_used_and_not_kept(model, processor):
     assert store.hits == 1
 
 
-GATES = [
-    {"gate_mode": "off"},
-    {"gate_mode": "always", "max_refinement_steps": 1},
-    {"gate_threshold": 0.9},
-    {"refinement_budget": 0.3},
-]
+GATES = [{"gate_mode": "off"}, {"gate_mode": "always", "max_refinement_steps": 1}]
+GATES += [{"gate_threshold": 0.9}, {"refinement_budget": 0.3}]
 SLOTS = [{"max_slots": 2}, {"max_slots": 1}]
 
 
@@ -452,23 +436,6 @@ def test_file_gives_back_what_was_saved(backbone, dtype, tmp_path):
     assert loaded.dtype == dtype and torch.equal(loaded, prefix)
 
 
-def test_interrupted_save_leaves_the_former_file(monkeypatch, tmp_path):
-    model = tiny_aligner()
-    cache, _, _ = prefix_and_tail(model)
-    path = tmp_path / "prefix.safetensors"
-    save_keys_values(path, cache, FINGERPRINT)
-    before = path.read_bytes()
-
-    def broken_save(tensors, temporary, metadata):
-        temporary.write_bytes(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(generation_arcaligner, "save_file", broken_save)
-    with pytest.raises(OSError, match="disk full"):
-        save_keys_values(path, cache, FINGERPRINT)
-    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-
-
 # Files that are refused
 
 
@@ -494,8 +461,7 @@ def test_every_field_of_a_fingerprint_is_compared(model, processor, tmp_path):
 
 @pytest.fixture
 def saved(tmp_path):
-    model = tiny_aligner()
-    save_keys_values(tmp_path / "prefix.safetensors", prefix_and_tail(model)[0], FINGERPRINT)
+    save_keys_values(tmp_path / "prefix.safetensors", prefix_and_tail(tiny_aligner())[0], FINGERPRINT)
     return tmp_path / "prefix.safetensors"
 
 
@@ -528,14 +494,14 @@ def test_file_with_a_changed_byte_is_refused(saved, data):
     saved.write_bytes(whole)
 
 
+NO_FINGERPRINTS = (None, "", "[]", "5", "{", '{"passages": "other"}')
+
+
 @pytest.mark.parametrize(
     "metadata, message",
     [
         *((each, "expected 'arcaligner-passage-3'") for each in (None, {"format": "pt"}, {"format": "x-0"})),
-        *(
-            ({"fingerprint": each}, "prefix.safetensors")
-            for each in (None, "", "[]", "5", "{", '{"passages": "other"}')
-        ),
+        *(({"fingerprint": each}, "prefix.safetensors") for each in NO_FINGERPRINTS),
     ],
 )
 def test_file_with_other_metadata_is_refused(saved, metadata, message):
@@ -548,11 +514,8 @@ def test_file_with_other_metadata_is_refused(saved, metadata, message):
 
 
 @pytest.mark.parametrize("change", [{"num_hidden_layers": 2}, {"num_key_value_heads": 1}, {"head_dim": 16}])
-def test_file_of_another_backbone_is_refused(saved, change):
+def test_file_of_another_backbone_or_longer_than_its_context_is_refused(saved, change):
     with pytest.raises(ValueError, match="Load it with the backbone it was made for"):
         load_keys_values(saved, FINGERPRINT, backbone_config(**change))
-
-
-def test_prefix_longer_than_the_context_is_refused(saved):
     with pytest.raises(ValueError, match="has 8 positions but the backbone llama reads 7"):
         load_keys_values(saved, FINGERPRINT, backbone_config(max_position_embeddings=7))

@@ -39,9 +39,7 @@ def test_quantizers_take_the_backbone_and_leave_the_aligner():
 
 
 @pytest.mark.parametrize("name", ["torchao", "bitsandbytes"])
-def test_an_aligner_reads_learns_and_is_saved_around_a_quantized_backbone(
-    name, checkpoint_dir, processor, model, tmp_path
-):
+def test_an_aligner_learns_and_is_saved_around_a_quantized_backbone(name, checkpoint_dir, processor, model, tmp_path):
     quantized = ArcAlignerForCausalLM.from_pretrained(checkpoint_dir, quantization_config=quantization(name)).eval()
     inputs = chat_inputs(processor, "Who wrote it?", ["It was written by Ada."])
     with torch.no_grad():

@@ -29,9 +29,8 @@ def test_rows_are_those_that_a_loop_over_tokens_finds(kind, spare):
     assert torch.equal(found.text_positions, packed(texts, max(map(len, texts))))
     flat = [row * kind.shape[1] + place for row, own in enumerate(slots) for place in own]
     assert found.slot_rows.tolist() == flat
-    assert found.slot_cells.tolist() == [
-        row * max_slots + cell for row, own in enumerate(slots) for cell in range(len(own))
-    ]
+    cells = [row * max_slots + cell for row, own in enumerate(slots) for cell in range(len(own))]
+    assert found.slot_cells.tolist() == cells
     stand_together = flat != [] and flat == list(range(flat[0], flat[-1] + 1))
     assert found.slot_span == ((flat[0], flat[-1] + 1) if stand_together else None)
 

@@ -45,24 +45,7 @@ def test_a_segment_that_does_not_fit_is_split_at_spaces_or_anywhere_in_a_huge_wo
     assert (" " if " " in text else "").join(pieces) == text
 
 
-HOSTILE = [
-    "(",
-    '"',
-    "[",
-    "😀",
-    "$",
-    "a",
-    "!",
-    ".",
-    " ",
-    "\n",
-    "(.a",
-    "你好。",
-    "(" * 16 + " ",
-    "[1].",
-    "a ",
-    "мир! Hi. ",
-]
+HOSTILE = [*'("[😀$a!. \n', "(.a", "你好。", "(" * 16 + " ", "[1].", "a ", "мир! Hi. "]
 
 
 @pytest.mark.parametrize("text", HOSTILE)

@@ -110,23 +110,14 @@ def test_loss_is_divided_by_num_items_in_batch():
 def train(folder, rows, **arguments):
     model = tiny_aligner("llama", dtype=torch.float32)
     model.set_stage("gating")
-    arguments = TrainingArguments(
-        folder,
-        max_steps=3,
-        learning_rate=0.02,
-        remove_unused_columns=False,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
-        **arguments,
-    )
+    arguments |= {"max_steps": 3, "learning_rate": 0.02, "remove_unused_columns": False, "report_to": []}
+    arguments |= {"save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
     dataset = [{"index": i} for i in range(len(rows))]
 
     def collator(examples):
         return collate([rows[example["index"]] for example in examples], "left")
 
-    Trainer(model, arguments, train_dataset=dataset, data_collator=collator).train()
+    Trainer(model, TrainingArguments(folder, **arguments), train_dataset=dataset, data_collator=collator).train()
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
@@ -167,7 +158,6 @@ def test_context_token_as_label_is_ignored():
     model = tiny_aligner("llama").train()
     batch = collate(random_rows(model, SLOT_COUNTS))
     expected = model(**batch).loss
-    batch["labels"] = torch.where(
-        batch["input_ids"] == model.config.context_token_id, batch["input_ids"], batch["labels"]
-    )
+    is_slot = batch["input_ids"] == model.config.context_token_id
+    batch["labels"] = torch.where(is_slot, batch["input_ids"], batch["labels"])
     assert torch.equal(model(**batch).loss, expected)

@@ -1,18 +1,14 @@
 """What `pip install .` leaves behind is whole: the wheel is built, without a network, and unpacked."""
 
 import os
-import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("common", "share", "train", "corpus", "server", "engines", "evaluation", "benchmarks", "cli")
-# Folders that are no part of the package, and what a working copy gathers.
-LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "runs", "docs", "*.egg-info", "*.lance")
 # What the code reads beside itself, as modules name it.
 PATHS = """
 import os
@@ -29,18 +25,6 @@ named = [files.DEFAULT_CHECKPOINT, files.CASE_STUDIES, files.SQUAD_SAMPLE, hub.T
 print(*(path.relative_to(os.environ["PYTHONPATH"]) for path in named), sep="\\n")
 assert all(path.exists() for path in named)
 """
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory) -> Path:
-    """The folder that the wheel of this tree installs, `arcaligner`."""
-    folder = tmp_path_factory.mktemp("wheel")
-    tree = shutil.copytree(ROOT, folder / "tree", ignore=LEFT_OUT)
-    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, str(folder)], cwd=tree, check=True, capture_output=True)
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-        wheel.extractall(folder / "site")
-    return folder / "site" / "arcaligner"
 
 
 def files_below(folder: Path) -> dict[str, bytes]:

@@ -2,28 +2,24 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENCODER_WIDTH, edit_json, random_aligner
+from conftest import edit_json, new_processor, random_aligner
 from safetensors.torch import load_file, save_file
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 
 CONFIG, PROCESSOR, WEIGHTS = "config.json", "processor_config.json", "model.safetensors"
-TEMPLATE = "chat_template.jinja"
+TEMPLATE, NAN = "chat_template.jinja", float("nan")
 ADAPTER, ADAPTER_CONFIG = "encoder/adapter_model.safetensors", "encoder/adapter_config.json"
 
 
 def save_checkpoint(folder: Path, base_model_dir: Path, encoder_dir: Path, seed: int, **options) -> Path:
     """An aligner that reads words, all of it random, with an encoder that was trained along."""
-    processor = ArcAlignerProcessor.from_base_model(
-        str(base_model_dir),
-        encoder_name_or_path=str(encoder_dir),
-        encoder_hidden_size=ENCODER_WIDTH,
-        context_words=True,
-    )
+    processor = new_processor(base_model_dir, encoder_dir, context_words=True)
     for number, weight in enumerate(processor.train_encoder(lora_r=2)):
         torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(100 * seed + number))
     model = random_aligner(base_model_dir, processor, seed, word_parts=2)
@@ -111,22 +107,40 @@ def as_pickle(path: Path) -> None:
 
 
 def rope_theta(folder: Path) -> None:
-    config = json.loads((folder / CONFIG).read_text())
-    config["text_config"]["rope_parameters"]["rope_theta"] = 100.0
-    (folder / CONFIG).write_text(json.dumps(config))
+    text_config = json.loads((folder / CONFIG).read_text())["text_config"]
+    text_config["rope_parameters"]["rope_theta"] = 100.0
+    edit_json(folder / CONFIG, text_config=text_config)
 
 
-def swap_two_words(folder: Path) -> None:
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    words = tokenizer["model"]["vocab"]
-    words["a"], words["b"] = words["b"], words["a"]
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+def with_vocabulary(change):
+    def edit(folder: Path) -> None:
+        model = json.loads((folder / "tokenizer.json").read_text())["model"]
+        edit_json(folder / "tokenizer.json", model=model | {"vocab": change(model["vocab"])})
+
+    return edit
 
 
-def shrink_vocabulary(folder: Path) -> None:
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    tokenizer["model"]["vocab"] = dict(list(tokenizer["model"]["vocab"].items())[:300])
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+# Ways to change a file of a checkpoint, as functions of its folder.
+
+
+def tensors_of(name: str, change):
+    return lambda folder: edit_tensors(folder / name, change)
+
+
+def fields_of(name: str, **changes):
+    return lambda folder: edit_json(folder / name, **changes)
+
+
+def text_of(name: str, text: str):
+    return lambda folder: (folder / name).write_text(text)
+
+
+def zeros(tensors):
+    return {name: 0 * x for name, x in tensors.items()}
+
+
+def rounded(tensors):
+    return {name: x.bfloat16() for name, x in tensors.items()}
 
 
 def renamed(tensors):
@@ -154,98 +168,64 @@ def with_surplus_lora(tensors):
 
 # What was changed -> how, and what the error says. Those of `CHECKABLE` are refused without digests too.
 CHECKABLE = {
-    "encoder halved": (lambda f: edit_tensors(f / ADAPTER, half), "adapter_model.safetensors"),
-    "encoder renamed": (lambda f: edit_tensors(f / ADAPTER, renamed), "adapter_model.safetensors"),
-    "encoder of another rank": (lambda f: edit_tensors(f / ADAPTER, of_rank_three), "adapter_model.safetensors"),
+    "encoder halved": (tensors_of(ADAPTER, half), "adapter_model.safetensors"),
+    "encoder renamed": (tensors_of(ADAPTER, renamed), "adapter_model.safetensors"),
+    "encoder of another rank": (tensors_of(ADAPTER, of_rank_three), "adapter_model.safetensors"),
     "encoder cut": (lambda f: cut(f / ADAPTER), r"adapter_model.safetensors cannot be read.*download it again"),
     "encoder a pickle": (lambda f: as_pickle(f / ADAPTER), "lacks encoder/adapter_model.safetensors"),
     "encoder gone": (lambda f: shutil.rmtree(f / "encoder"), "lacks encoder/adapter_config.json"),
-    "encoder with NaN": (
-        lambda f: edit_tensors(f / ADAPTER, with_value("lora_A", float("nan"))),
-        "adapter_model.safetensors",
-    ),
-    "encoder's settings broken": (lambda f: (f / ADAPTER_CONFIG).write_text("{"), "adapter_config.json"),
-    "encoder's rank": (lambda f: edit_json(f / ADAPTER_CONFIG, r=3), "adapter_config.json"),
-    "lora_r 0": (lambda f: edit_json(f / CONFIG, lora_r=0), "`lora_r`"),
-    "lora_r 3": (lambda f: edit_json(f / CONFIG, lora_r=3), "(?s)lora_"),
-    "fewer linears": (lambda f: edit_json(f / CONFIG, lora_target_modules=["q_proj"]), "`lora_target_modules`"),
-    "no words": (lambda f: edit_json(f / CONFIG, word_parts=0), "`word_parts`"),
-    "fewer gates": (lambda f: edit_json(f / CONFIG, gate_layers=[0]), "`gate_layers`"),
-    "a stranger's weight": (lambda f: edit_tensors(f / WEIGHTS, with_stranger), "foo.weight"),
-    "a weight of the base": (lambda f: edit_tensors(f / WEIGHTS, with_part_of_base), "weights"),
-    "more LoRA than layers": (lambda f: edit_tensors(f / WEIGHTS, with_surplus_lora), "has 1 aligner weights"),
-    "LoRA renamed": (lambda f: edit_tensors(f / WEIGHTS, renamed), "aligner weights"),
-    "half of the aligner": (lambda f: edit_tensors(f / WEIGHTS, half), "lacks .* aligner weights"),
+    "encoder with NaN": (tensors_of(ADAPTER, with_value("lora_A", NAN)), "adapter_model.safetensors"),
+    "encoder's settings broken": (text_of(ADAPTER_CONFIG, "{"), "adapter_config.json"),
+    "encoder's rank": (fields_of(ADAPTER_CONFIG, r=3), "adapter_config.json"),
+    "lora_r 0": (fields_of(CONFIG, lora_r=0), "`lora_r`"),
+    "lora_r 3": (fields_of(CONFIG, lora_r=3), "(?s)lora_"),
+    "fewer linears": (fields_of(CONFIG, lora_target_modules=["q_proj"]), "`lora_target_modules`"),
+    "no words": (fields_of(CONFIG, word_parts=0), "`word_parts`"),
+    "fewer gates": (fields_of(CONFIG, gate_layers=[0]), "`gate_layers`"),
+    "a stranger's weight": (tensors_of(WEIGHTS, with_stranger), "foo.weight"),
+    "a weight of the base": (tensors_of(WEIGHTS, with_part_of_base), "weights"),
+    "more LoRA than layers": (tensors_of(WEIGHTS, with_surplus_lora), "has 1 aligner weights"),
+    "LoRA renamed": (tensors_of(WEIGHTS, renamed), "aligner weights"),
+    "half of the aligner": (tensors_of(WEIGHTS, half), "lacks .* aligner weights"),
     "aligner cut": (lambda f: cut(f / WEIGHTS), "model.safetensors cannot be read"),
-    "aligner with NaN": (
-        lambda f: edit_tensors(f / WEIGHTS, with_value("projector.up", float("nan"))),
-        "1 NaN or infinite values of .* in `model.projector.up",
-    ),
-    "aligner infinite": (
-        lambda f: edit_tensors(f / WEIGHTS, with_value("lora_B", float("inf"))),
-        "1 NaN or infinite values",
-    ),
-    "a wrong type": (lambda f: edit_json(f / CONFIG, lora_alpha="48"), "lora_alpha"),
-    "tokenizer without words": (shrink_vocabulary, "tokenizer.json"),
-    "tokenizer broken": (lambda f: (f / "tokenizer.json").write_text("[]"), "tokenizer.json"),
+    "aligner with NaN": (tensors_of(WEIGHTS, with_value("projector.up", NAN)), "1 NaN or .* in `model.projector.up"),
+    "aligner infinite": (tensors_of(WEIGHTS, with_value("lora_B", float("inf"))), "1 NaN or infinite values"),
+    "a wrong type": (fields_of(CONFIG, lora_alpha="48"), "lora_alpha"),
+    "tokenizer without words": (with_vocabulary(lambda words: dict(list(words.items())[:300])), "tokenizer.json"),
+    "tokenizer broken": (text_of("tokenizer.json", "[]"), "tokenizer.json"),
 }
+OTHER_ADAPTER = "adapter_model.safetensors is not the file that was saved with the aligner"
+OTHER_WEIGHTS = "aligner's weights in .* are not those that it was saved with"
 BOUND = {
-    "encoder zeroed": (
-        lambda f: edit_tensors(f / ADAPTER, lambda tensors: {name: 0 * x for name, x in tensors.items()}),
-        "adapter_model.safetensors is not the file that was saved with the aligner",
-    ),
-    "encoder rounded": (
-        lambda f: edit_tensors(f / ADAPTER, lambda tensors: {name: x.bfloat16() for name, x in tensors.items()}),
-        "adapter_model.safetensors is not the file that was saved with the aligner",
-    ),
-    "encoder's lora_alpha": (
-        lambda f: edit_json(f / ADAPTER_CONFIG, lora_alpha=99),
-        "adapter_config.json is not the file that was saved with the aligner",
-    ),
+    "encoder zeroed": (tensors_of(ADAPTER, zeros), OTHER_ADAPTER),
+    "encoder rounded": (tensors_of(ADAPTER, rounded), OTHER_ADAPTER),
+    "encoder's lora_alpha": (fields_of(ADAPTER_CONFIG, lora_alpha=99), "adapter_config.json is not the file that was"),
     "encoder as untrained": (
-        lambda f: edit_json(f / PROCESSOR, trained_encoder=False),
+        fields_of(PROCESSOR, trained_encoder=False),
         "processor_config.json of .* is not as it was saved: `trained_encoder` is False",
     ),
-    "another encoder": (
-        lambda f: edit_json(f / PROCESSOR, encoder_name_or_path="a/b"),
-        "`encoder_name_or_path` is 'a/b'",
-    ),
-    "words left out": (lambda f: edit_json(f / PROCESSOR, context_words=False), "`context_words` is False"),
-    "longer segments": (
-        lambda f: edit_json(f / PROCESSOR, sentences_per_segment=3),
-        "`sentences_per_segment` is 3",
-    ),
-    "other rates": (
-        lambda f: edit_json(f / PROCESSOR, trained_tokens_per_slot=[9]),
-        r"`trained_tokens_per_slot` is \[9\]",
-    ),
+    "another encoder": (fields_of(PROCESSOR, encoder_name_or_path="a/b"), "`encoder_name_or_path` is 'a/b'"),
+    "words left out": (fields_of(PROCESSOR, context_words=False), "`context_words` is False"),
+    "longer segments": (fields_of(PROCESSOR, sentences_per_segment=3), "`sentences_per_segment` is 3"),
+    "other rates": (fields_of(PROCESSOR, trained_tokens_per_slot=[9]), r"`trained_tokens_per_slot` is \[9\]"),
     "two settings": (
-        lambda f: edit_json(f / PROCESSOR, spacy_model="de", context_token_id=999),
+        fields_of(PROCESSOR, spacy_model="de", context_token_id=999),
         "`context_token_id` is 999, `spacy_model` is 'de'",
     ),
     "template gone": (lambda f: (f / TEMPLATE).unlink(), "lacks chat_template.jinja"),
-    "another template": (lambda f: (f / TEMPLATE).write_text("{{ messages }}"), "chat_template.jinja is not the file"),
-    "another tokenizer": (swap_two_words, "tokenizer.json is not the file"),
-    "lora_alpha": (
-        lambda f: edit_json(f / CONFIG, lora_alpha=480),
-        "config.json of .* is not as it was saved: `lora_alpha` is 480",
+    "another template": (text_of(TEMPLATE, "{{ messages }}"), "chat_template.jinja is not the file"),
+    "another tokenizer": (
+        with_vocabulary(lambda words: words | {"a": words["b"], "b": words["a"]}),
+        "tokenizer.json is not the file",
     ),
+    "lora_alpha": (fields_of(CONFIG, lora_alpha=480), "config.json of .* is not as it was saved: `lora_alpha` is 480"),
     "lora_alpha gone": (lambda f: drop(f / CONFIG, "lora_alpha"), "`lora_alpha` is missing"),
-    "gates on": (lambda f: edit_json(f / CONFIG, gate_mode="always"), "`gate_mode` is 'always'"),
+    "gates on": (fields_of(CONFIG, gate_mode="always"), "`gate_mode` is 'always'"),
     "rotary base": (rope_theta, "`text_config` was changed"),
-    "aligner's value": (
-        lambda f: edit_tensors(f / WEIGHTS, with_value("lora_B", 0.125)),
-        "aligner's weights in .* are not those that it was saved with",
-    ),
-    "aligner rounded": (
-        lambda f: edit_tensors(f / WEIGHTS, lambda tensors: {name: x.bfloat16() for name, x in tensors.items()}),
-        "aligner's weights in .* are not those",
-    ),
-    "aligner zeroed": (
-        lambda f: edit_tensors(f / WEIGHTS, lambda tensors: {name: 0 * x for name, x in tensors.items()}),
-        "aligner's weights in .* are not those",
-    ),
-    "digests broken": (lambda f: edit_json(f / CONFIG, digests={"config.json": 5}), "`digests` of a checkpoint lack"),
+    "aligner's value": (tensors_of(WEIGHTS, with_value("lora_B", 0.125)), OTHER_WEIGHTS),
+    "aligner rounded": (tensors_of(WEIGHTS, rounded), OTHER_WEIGHTS),
+    "aligner zeroed": (tensors_of(WEIGHTS, zeros), OTHER_WEIGHTS),
+    "digests broken": (fields_of(CONFIG, digests={"config.json": 5}), "`digests` of a checkpoint lack"),
 }
 
 
@@ -278,9 +258,8 @@ def test_an_older_checkpoint_loads_as_it_did(saved, kind, tmp_path):
 def test_parts_of_two_trainings_are_refused(folder, saved, names):
     for name in names:
         source = saved["other"] / name
-        shutil.copytree(source, folder / name, dirs_exist_ok=True) if source.is_dir() else shutil.copy(
-            source, folder / name
-        )
+        copy = shutil.copy if source.is_file() else partial(shutil.copytree, dirs_exist_ok=True)
+        copy(source, folder / name)
     with pytest.raises(ValueError, match="saved with"):
         load(folder)
 
@@ -293,7 +272,7 @@ def test_parts_of_two_trainings_are_refused(folder, saved, names):
         (lambda tensors: half(tensors) | {n: x for n, x in tensors.items() if ".slot" in n or "proje" in n}, "lacks"),
         (lambda tensors: {n: x for n, x in tensors.items() if "embed" not in n}, "lacks 1 weights.*embed"),
         (with_stranger, "has 1 weights that are none of a llama, first `foo.weight`"),
-        (with_value("input_layernorm", float("nan")), "1 NaN or infinite values"),
+        (with_value("input_layernorm", NAN), "1 NaN or infinite values"),
         (with_surplus_lora, "has 1 aligner weights"),
     ],
 )

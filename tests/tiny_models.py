@@ -19,59 +19,30 @@ VOCAB_SIZE = 61
 ENCODER_HIDDEN_SIZE = 10
 IGNORED = -100
 
-COMMON = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+COMMON = {"vocab_size": VOCAB_SIZE, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3}
+COMMON |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
+COMMON |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 HYBRID_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOW = 5  # shorter than the test prompts, so that it matters
 
+GEMMA = {"sliding_window": WINDOW, "layer_types": HYBRID_LAYERS, "query_pre_attn_scalar": 8}
 # Test name -> (model_type, what differs from COMMON). The scales are far from 1, so that dropping one is seen.
 BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral_window": ("mistral", {"sliding_window": WINDOW}),
     "qwen2": ("qwen2", {}),
-    "qwen2_window": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": HYBRID_LAYERS},
-    ),
+    "qwen2_window": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": HYBRID_LAYERS}),
     "qwen3": ("qwen3", {}),
-    "gemma2": (
-        "gemma2",
-        {
-            "sliding_window": WINDOW,
-            "layer_types": HYBRID_LAYERS,
-            "query_pre_attn_scalar": 8,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 1.5,
-        },
-    ),
-    "gemma3_text": (
-        "gemma3_text",
-        {"sliding_window": WINDOW, "layer_types": HYBRID_LAYERS, "query_pre_attn_scalar": 8},
-    ),
+    "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}),
+    "gemma3_text": ("gemma3_text", GEMMA),
     "phi3": ("phi3", {"hidden_size": 32, "sliding_window": None}),
     "phi3_window": ("phi3", {"hidden_size": 32, "sliding_window": WINDOW}),
     "olmo2": ("olmo2", {"hidden_size": 32}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
     "granite": (
         "granite",
-        {
-            "logits_scaling": 0.5,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.7,
-            "attention_multiplier": 0.3,
-        },
+        {"logits_scaling": 0.5, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3},
     ),
     "cohere": ("cohere", {"hidden_size": 32, "logit_scale": 0.25, "use_qk_norm": True}),
 }
@@ -138,14 +109,8 @@ def tiny_aligner(
 ) -> ArcAlignerForCausalLM:
     """A random aligner in evaluation mode; `settings` change its `ArcAlignerConfig`."""
     text_config = backbone_config(backbone) if isinstance(backbone, str) else backbone
-    settings = {
-        "encoder_hidden_size": ENCODER_HIDDEN_SIZE,
-        "lora_r": 4,
-        "lora_alpha": 6,
-        "lora_dropout": 0.0,
-        "gate_hidden_size": 7,
-        **settings,
-    }
+    sizes = {"encoder_hidden_size": ENCODER_HIDDEN_SIZE, "lora_r": 4, "gate_hidden_size": 7}
+    settings = sizes | {"lora_alpha": 6, "lora_dropout": 0.0} | settings
     torch.manual_seed(seed)
     config = ArcAlignerConfig(text_config=text_config, **settings)
     if attn_implementation is not None:
@@ -153,6 +118,14 @@ def tiny_aligner(
     model = ArcAlignerForCausalLM(config)
     randomize(model, seed)
     return model.to(dtype).eval()
+
+
+def random_probe(model: ArcAlignerForCausalLM, **changes: Any) -> dict[str, Any]:
+    """An `answer_probe` of the first and the last layer, with weights that tell questions apart."""
+    config = model.config.text_config
+    layers, generator = [0, config.num_hidden_layers - 1], torch.Generator().manual_seed(0)
+    weight = (0.1 * torch.randn(len(layers) * config.hidden_size, generator=generator)).tolist()
+    return {"layers": layers, "weight": weight, "bias": 0.1, "threshold": 0.5} | changes
 
 
 def random_row(

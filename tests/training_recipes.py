@@ -29,22 +29,10 @@ class RecipeWriter:
 
     def __call__(self, stage: str, output_dir: Path, model: Path | None = None, **changes) -> list[str]:
         """Arguments for `train.sft`: `stage`, from `model` or the base model, with other keys `changes`."""
-        keys = {
-            "stage": stage,
-            "model_name_or_path": str(model or self.base_model_dir),
-            "output_dir": str(output_dir),
-            "train_files": {self.files[stage]: 1.0},
-            "data_dir": "",
-            "examples_cache_dir": str(self.folder / "cache"),
-            "learning_rate": 0.01,
-            "per_device_train_batch_size": 4,
-            "max_steps": 4,
-            "logging_steps": 2,
-            "save_steps": 2,
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": "none",
-        }
+        keys = {"stage": stage, "model_name_or_path": str(model or self.base_model_dir), "output_dir": str(output_dir)}
+        keys |= {"train_files": {self.files[stage]: 1.0}, "examples_cache_dir": str(self.folder / "cache")}
+        keys |= {"data_dir": "", "use_cpu": True, "bf16": False, "report_to": "none", "learning_rate": 0.01}
+        keys |= {"per_device_train_batch_size": 4, "max_steps": 4, "logging_steps": 2, "save_steps": 2}
         if model is None:
             keys["processor"] = {"encoder_name_or_path": str(self.encoder_dir), "encoder_hidden_size": 12}
             keys["aligner"] = {"lora_r": 4, "gate_hidden_size": 8, "lora_dropout": 0.1}

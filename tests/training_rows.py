@@ -5,13 +5,32 @@ import json
 from pathlib import Path
 
 PASSAGES = (
-    (
-        "Toronto Northwest",
-        "It was a federal district. It was created in 1924! Parkdale lost a part to it?",
-    ),
+    ("Toronto Northwest", "It was a federal district. It was created in 1924! Parkdale lost a part to it?"),
     ("", "Radik Zhaparov is a Kazakh ski jumper. He has competed since 2003."),
     ("Ada", "Nobody else knew how to read it aloud."),
 )
+
+
+# A row of some data sets, as the Hub has it.
+SQUAD = {"id": "s1", "title": "Ada_L", "context": "Ada.", "question": "Who?", "answers": {"text": ["Ada", "Ada"]}}
+HOTPOTQA = {
+    "id": "h1",
+    "question": "Was Ada born before Ben?",
+    "answer": "yes",
+    "supporting_facts": {"title": ["Ben", "Ada", "Ben"], "sent_id": [0, 0, 1]},
+    "context": {"title": ["Cy", "Ada", "Ben"], "sentences": [["No."], ["Ada was born. ", "In 1815."], ["Ben. "]]},
+}
+MUSIQUE = {
+    "id": "m1",
+    "question": "Who?",
+    "answer": "Ada",
+    "answer_aliases": ["A."],
+    "answerable": True,
+    "paragraphs": [
+        {"title": "x", "paragraph_text": "y", "is_supporting": False},
+        {"title": "z", "paragraph_text": "w", "is_supporting": True},
+    ],
+}
 
 
 def question_rows(count: int) -> list[dict]:
@@ -19,15 +38,9 @@ def question_rows(count: int) -> list[dict]:
     rows = []
     for number in range(count):
         title, text = PASSAGES[number % len(PASSAGES)]
-        rows.append(
-            {
-                "id": f"row-{number}",
-                "question": f"What is said in sentence {number}?",
-                "answers": [text.split()[-1], "another"],
-                "passages": [{"title": title, "text": text}],
-                "dataset": "test",
-            }
-        )
+        row = {"id": f"row-{number}", "question": f"What is said in sentence {number}?"}
+        row |= {"answers": [text.split()[-1], "another"], "passages": [{"title": title, "text": text}]}
+        rows.append(row | {"dataset": "test"})
     return rows
 
 
@@ -49,14 +62,8 @@ def article_rows(count, questions=4):
     rows = []
     for number in range(count):
         text = f"The mill of town {number} ground corn until {1800 + number}, by the river."
+        told = {"answers": [str(1800 + number)], "passages": [{"title": f"Town {number}", "text": text}]}
         for each in range(questions):
-            answer = str(1800 + number)
-            rows.append(
-                {
-                    "id": f"{number}-{each}",
-                    "question": f"Until when, question {each}, did the mill of town {number} grind?",
-                    "answers": [answer],
-                    "passages": [{"title": f"Town {number}", "text": text}],
-                }
-            )
+            question = f"Until when, question {each}, did the mill of town {number} grind?"
+            rows.append({"id": f"{number}-{each}", "question": question} | told)
     return rows

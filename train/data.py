@@ -207,6 +207,7 @@ class ExampleBuilder:
             if not (row["answers"] and (answer := row["answers"][0].strip())):
                 continue
             head, turn = self._question_turn(row["question"], answer, row["id"])
+            # The slots are paid for once: a further question adds its turn only.
             fits = self.max_tokens is None or (example and example.length + len(turn.input_ids) <= self.max_tokens)
             if example and fits:
                 example.turns.append(turn)
@@ -333,6 +334,7 @@ class ContextCollator:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         row_ids = [row["row_id"] for row in rows]
+        # One rate for a batch, so that its rows are about as long; drawn by ids, as no generator has to be kept then.
         rate = self.tokens_per_slot[stable_number("rate:" + ":".join(row_ids), len(self.tokens_per_slot))]
         slots = [_words_of_slots(row, rate) for row in rows]
         ids, labels, turns = [], [], []

@@ -1,8 +1,7 @@
-"""What a run logs besides its loss: EM and F1 of answers, open gates, speed."""
+"""What a run logs besides its loss: EM and F1 of answers, open gates."""
 
 import dataclasses
 import math
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,42 +42,12 @@ class GateCounter:
         return {"refinement_steps": sum(steps) / len(steps), "open_gates": sum(opened) / len(opened)} | by_layer
 
 
-class Clock:
-    """Tokens per second since the last log, and the minutes left at the average pace so far."""
-
-    def __init__(self):
-        self._last: tuple[float, float] | None = None  # time, tokens
-        self._first: tuple[float, int] | None = None  # time, step
-
-    def start(self, num_tokens: float, step: int) -> None:
-        """Begins with the first batch; later calls do nothing."""
-        if self._last is None:
-            now = time.perf_counter()
-            self._last, self._first = (now, num_tokens), (now, step)
-
-    def read(self, num_tokens: float, step: int, max_steps: int) -> dict[str, float]:
-        """`tokens_per_second` and `minutes_left`."""
-        now = time.perf_counter()
-        (then, tokens_then), (began, first_step) = self._last, self._first
-        self._last = (now, num_tokens)
-        seconds_per_step = (now - began) / max(1, step - first_step)
-        return {
-            "tokens_per_second": (num_tokens - tokens_then) / (now - then),
-            "minutes_left": round(seconds_per_step * (max_steps - step) / 60, 1),
-        }
-
-
 @dataclass
 class SwappedSlots:
-    """
-    A collator that gives each row the passages of another one. The loss that this adds is what the slots say.
+    """A collator that gives each row the passages of another one. The loss that this adds is what the slots say.
 
     The other row is the next one of the batch that has other passages. In a batch whose rows all have the same
-    passages, it is the first row of the batch before.
-
-    Args:
-        collator ([`ContextCollator`]): Makes the batches.
-    """
+    passages, it is the first row of the batch before."""
 
     collator: ContextCollator
     _spare: list | None = None  # segments
@@ -96,13 +65,9 @@ class SwappedSlots:
 
 @torch.inference_mode()
 def answer_questions(trainer, questions: datasets.Dataset, batch_size: int) -> dict[str, float]:
-    """
-    Greedy answers from slots, at the first rate of the recipe, to the first question of held-out examples.
-
-    Args:
-        trainer ([`AlignerTrainer`]): Its model, collator, encoder and tokenizer. Each process answers a part.
-        questions (`datasets.Dataset`): Examples with `answers`.
-        batch_size (`int`): Questions at a time in a process.
+    """Greedy answers from slots, at the first rate of the recipe, to the first question of held-out examples, by the
+    model, collator, encoder and tokenizer of an [`AlignerTrainer`]. Each process answers a part, `batch_size` at a
+    time.
 
     Returns:
         `em` (non-strict) and `f1`, means in percent, the same in each process.

@@ -56,28 +56,16 @@ ROWS_PER_NOTE = 2000  # rows of a set between two notes of how far it was read
 
 @dataclass(frozen=True)
 class Source:
-    """
-    A public set.
+    """A public set."""
 
-    Args:
-        name (`str`): In `--limit`, and what the ids of its rows begin with.
-        place (`str`): A data set of the Hub or, with `files`, a repository of GitHub.
-        to_rows (`Callable`): A row of the set to a row of ours, several or `None`.
-        limit (`int`, *optional*): Rows that are taken, the first ones; all by default.
-        config (`str`, *optional*): Its configuration on the Hub.
-        commit (`str`, *optional*): Of the repository.
-        files (`tuple[str, ...]`): Text files of the repository, whose lines or paragraphs are its rows.
-        sample_by (`str`): `"line"` or `"paragraph"`.
-    """
-
-    name: str
-    place: str
+    name: str  # in `--limit`, and what the ids of its rows begin with
+    place: str  # a data set of the Hub or, with `files`, a repository of GitHub
     to_rows: Callable[[dict], Row | Iterable[Row] | None]
-    limit: int | None = None
-    config: str | None = None
-    commit: str | None = None
-    files: tuple[str, ...] = ()
-    sample_by: str = "line"
+    limit: int | None = None  # rows that are taken, the first ones
+    config: str | None = None  # on the Hub
+    commit: str | None = None  # of the repository
+    files: tuple[str, ...] = ()  # text files of the repository, whose lines or paragraphs are its rows
+    sample_by: str = "line"  # or "paragraph"
 
     def revision(self, copies: Path | None) -> str | None:
         """The version of the set that is read; unknown of a copy."""
@@ -94,7 +82,7 @@ class Source:
         path = self.place if copies is None else str(copies / self.place)
         return datasets.load_dataset(path, self.config, split="train", revision=revision, streaming=True)
 
-    def made_with(self, copies: Path | None) -> str:
+    def version(self, copies: Path | None) -> str:
         """Changes with what decides the rows that are taken."""
         return digest([self.place, self.config, self.limit, self.commit, self.files, copies and str(copies)])
 
@@ -125,9 +113,9 @@ def fetch(source: Source, folder: Path, copies: Path | None) -> None:
         `ValueError`: a row of another form.
     """
     part, note = paths_of(source, folder)
-    made_with, done = source.made_with(copies), read_note(note)
-    if done.get("made_with") != made_with or not part.exists():
-        done = {"made_with": made_with, "rows": 0, "bytes": 0, "file": 0, "files": None, "state": None}
+    version, done = source.version(copies), read_note(note)
+    if done.get("made_with") != version or not part.exists():
+        done = {"made_with": version, "rows": 0, "bytes": 0, "file": 0, "files": None, "state": None}
     if done["file"] == done["files"]:
         return
     part.parent.mkdir(parents=True, exist_ok=True)
@@ -183,9 +171,9 @@ def _converted(source: Source, stream: datasets.IterableDataset, done: dict[str,
         if row is None:
             return
         try:
-            found = source.to_rows(row) or ()
-            found = (_own(each, source) for each in ([found] if isinstance(found, dict) else found))
-            yield [each for each in found if any(passage["text"].strip() for passage in each["passages"])]
+            read = source.to_rows(row) or ()
+            rows = [_own(each, source) for each in ([read] if isinstance(read, dict) else read)]
+            yield [each for each in rows if any(passage["text"].strip() for passage in each["passages"])]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{source.place} has a row of another form than the one known here ({type(error).__name__}: {error}), "
@@ -250,7 +238,7 @@ def prepare(output: Path, sources: Sequence[Source], copies: Path | None = None)
         if (output / name).exists():
             notes = {each.name: read_note(paths_of(each, output / PARTS)[1]) for each in (*own.values(), *others)}
             made = {each: note["made_with"] for each, note in notes.items() if note}
-            if made != {each: source.made_with(copies) for each, source in own.items()}:
+            if made != {each: source.version(copies) for each, source in own.items()}:
                 raise ValueError(
                     f"{output / name} is there, and was not made of these sets with these limits. Delete it to make it "
                     "again, or write to another folder with `--output`."

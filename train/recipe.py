@@ -266,12 +266,8 @@ def resolve_dtype(name: str, device: torch.device, checkpoint: str | None = None
 
 
 def check_start(recipe: RecipeArguments, processor: ArcAlignerProcessor, start: ArcAlignerConfig | None) -> None:
-    """Refuses a stage out of order, and a start with another encoder or segmentation than the recipe says.
-
-    Args:
-        recipe ([`RecipeArguments`]): The stage's recipe.
-        processor ([`ArcAlignerProcessor`]): That the stage will use.
-        start ([`ArcAlignerConfig`] or `None`): The configuration of the aligner to start from; `None` for a base model.
+    """Refuses a stage out of order, and a start, `None` for a base model, with another encoder or segmentation than the
+    recipe says.
 
     Raises:
         `ValueError`: what was found, what was expected, and what to change.
@@ -293,9 +289,9 @@ def check_start(recipe: RecipeArguments, processor: ArcAlignerProcessor, start: 
                 f"{name} holds files of two aligners: `{key}` is {of_model!r} in its config.json and {of_processor!r} "
                 "in its processor_config.json. Start from a folder as a stage wrote it."
             )
-    made_with = {key: getattr(processor, key) for key in recipe.processor}
-    made_with |= {key: getattr(start, key) for key in recipe.aligner.keys() & {"base_model_name_or_path"}}
-    for key, was in made_with.items():
+    of_start = {key: getattr(processor, key) for key in recipe.processor}
+    of_start |= {key: getattr(start, key) for key in recipe.aligner.keys() & {"base_model_name_or_path"}}
+    for key, was in of_start.items():
         wanted = (recipe.processor | recipe.aligner)[key]
         if wanted != was:
             raise ValueError(

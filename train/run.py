@@ -34,6 +34,7 @@ from .corpora import FILES
 
 logger = logging.getLogger(__name__)
 
+SCRIPT = "arcaligner.train.sft"  # what trains one stage
 LOCK_FILE = ".lock"
 # `torch.save` writes a zip file, whose table of contents stands at the end.
 ZIP_SUFFIXES = (".pt", ".pth", ".bin")
@@ -158,12 +159,8 @@ def _without_folder(source: str) -> str:
 
 @contextlib.contextmanager
 def claim_folder(output_dir: str, settings: str, is_main: bool) -> Iterator[None]:
-    """Keeps other trainers out of a folder, and writes its settings before anything else is there.
-
-    Args:
-        output_dir (`str`): The run's folder; created if it is missing.
-        settings (`str`): The text from [`run_settings`], kept as `recipe.yaml`.
-        is_main (`bool`): Whether this is the first of the run's processes. The others do nothing here.
+    """Keeps other trainers out of a folder, and writes its `settings`, of [`run_settings`], before anything else is
+    there. Only the first of a run's processes, `is_main`, does so.
 
     Raises:
         `ValueError`: a folder that another run trains in, or that was begun with other settings.

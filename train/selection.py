@@ -226,24 +226,24 @@ class ExampleSelector:
             raise ValueError(f"Got files and weights {sources}; expected files with positive weights.")
         total = sum(sources.values())
         shares = {source: weight / total for source, weight in sources.items()}
-        found = {}
+        taken = {}
         for source, share in shares.items():
-            found[source] = self._take(source, None if max_examples is None else round(max_examples * share), held_out)
-        size = min(len(found[source]) / share for source, share in shares.items())
+            taken[source] = self._take(source, None if max_examples is None else round(max_examples * share), held_out)
+        size = min(len(taken[source]) / share for source, share in shares.items())
         if max_examples is not None and size < max_examples - len(sources):
             logger.warning("%s: found %d examples of the %d asked for.", list(sources), size, max_examples)
-        counts = {source: min(len(found[source]), round(size * share)) for source, share in shares.items()}
+        counts = {source: min(len(taken[source]), round(size * share)) for source, share in shares.items()}
         if not sum(counts.values()):
             raise ValueError(
                 f"No examples in {list(sources)}: {max_examples=}, max_tokens={self.builder.max_tokens}. Raise the "
                 "limits or name other files."
             )
-        return datasets.concatenate_datasets([found[source].select(range(counts[source])) for source in sources])
+        return datasets.concatenate_datasets([taken[source].select(range(counts[source])) for source in sources])
 
     def _take(self, source: str, quota: int | None, held_out: bool) -> datasets.Dataset:
         """The first `quota` examples of a source that are not too long, its rows in random order."""
         recipe, asks = self.recipe, self.recipe.asks_questions
-        corpus = self.part(source, held_out)
+        corpus = self.part(source, held_out)  # distractors are of the same part: no held-out passage is trained on
         nearest = NearestPassages(corpus) if recipe.distractors or recipe.unanswerable else None
         make = functools.partial(
             _examples_of_rows,
@@ -315,7 +315,7 @@ class ExampleSelector:
             groups = defaultdict(list)
             for number, row in enumerate(corpus):
                 groups[tuple((passage["title"], passage["text"]) for passage in row["passages"])].append(number)
-            keys = sorted(groups)
+            keys = sorted(groups)  # so that the draw depends on the seed and not on the order of the file
             draw.shuffle(keys)
             order = []
             for numbers in (groups[key] for key in keys):
@@ -384,10 +384,10 @@ def _examples_of_rows(batch: dict, *, corpus, mix, builder, no_answer: str, asks
     """Columns of `_BLOCK_FEATURES`. A row that lacks a part gives an empty example with a `problem`."""
     columns = {name: [] for name in _BLOCK_FEATURES}
     for numbers, unanswered in zip(batch["numbers"], batch["unanswered"], strict=True):
-        whole, found = [], []
+        whole, examples = [], []
         for row in (corpus[number] for number in numbers):
             if problem := missing_part(row, asks):
-                found.append((Example(row["id"], [], [], []), problem))
+                examples.append((Example(row["id"], [], [], []), problem))
             else:
                 whole.append(row)
         if whole and asks:
@@ -399,10 +399,10 @@ def _examples_of_rows(batch: dict, *, corpus, mix, builder, no_answer: str, asks
             whole += [row | {"answers": [no_answer]} for row in others]
             whole = [row | {"passages": passages} for row in whole]
         if whole:
-            made = builder.question_examples(whole) if asks else builder.reconstruction_examples(whole)
+            of_rows = builder.question_examples(whole) if asks else builder.reconstruction_examples(whole)
             limit = builder.max_tokens or float("inf")
-            found += [(example, "too long" if example.length > limit else "") for example in made]
-        for example, problem in found:
+            examples += [(example, "too long" if example.length > limit else "") for example in of_rows]
+        for example, problem in examples:
             for name, value in dataclasses.asdict(example).items():
                 columns[name].append(value)
             columns["problem"].append(problem)

@@ -28,9 +28,8 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.export import save_stage
 from .data import ContextCollator, ExampleBuilder, word_rarity
 from .recipe import RecipeArguments, check_start, resolve_dtype, run_script
-from .run import claim_folder, last_checkpoint, last_checkpoints, mean_of_checkpoints
+from .run import SCRIPT, claim_folder, last_checkpoint, last_checkpoints, mean_of_checkpoints
 from .selection import ExampleSelector
-from .stages import SCRIPT
 from .trainer import AlignerTrainer, AlignerTrainingConfig
 
 logger = logging.getLogger(__name__)
@@ -55,6 +54,7 @@ def load_processor(recipe: RecipeArguments, chat_template_path: str | None) -> A
     name = recipe.model_name_or_path
     if is_aligner(name):
         processor = ArcAlignerProcessor.from_pretrained(name)
+        processor.answer_probe = None  # other weights have other states
         check_start(recipe, processor, ArcAlignerConfig.from_pretrained(name))
     else:
         words = bool(recipe.aligner.get("word_parts"))

@@ -21,14 +21,13 @@ from pathlib import Path
 import torch
 import yaml
 
-from .run import check_settings, read_keys, run_settings
+from .run import SCRIPT, check_settings, read_keys, run_settings
 
 logger = logging.getLogger(__name__)
 
 RECIPES = Path(__file__).parent / "recipes"
 ACCELERATE_CONFIGS = Path(__file__).parent / "accelerate"
 STAGE_FILES = "[1-3]_*.yaml"
-SCRIPT = "arcaligner.train.sft"
 
 
 @dataclass

@@ -23,7 +23,7 @@ from ..layers_arcaligner import SlotDecoderLayer
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..slot_rows_arcaligner import passage_positions, place_passage_ids
 from .data import encode_slots
-from .metrics import Clock, GateCounter, SwappedSlots, answer_questions
+from .metrics import GateCounter, SwappedSlots, answer_questions
 
 
 @dataclass
@@ -138,7 +138,7 @@ class AlignerTrainer(SFTTrainer):
 
     Added to the logs:
 
-    - `tokens_per_second` (real tokens, padding not counted) and `minutes_left`;
+    - `num_tokens`, real ones of all processes, padding not counted;
     - in the gating stage `refinement_steps` (mean steps of a slot at a layer), `open_gates` (share of slots and layers
       with a step) and `open_gates/layer_N`;
     - at evaluations `eval_perplexity` of the targets; with `eval_slot_gap`, how much the loss grows with the slots of
@@ -189,7 +189,6 @@ class AlignerTrainer(SFTTrainer):
         # A head that is spread over processes is gathered for its own call only.
         self.skip_logits = not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
         self._num_tokens: float | None = None
-        self._clock = Clock()
         self._gates = GateCounter()
         self._eval_loss = torch.zeros(2, dtype=torch.float64)  # summed over targets, number of targets
         self._rows_of_step: list[str] = []
@@ -237,6 +236,7 @@ class AlignerTrainer(SFTTrainer):
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         """As in the parent class, with separate learning rates for gates and encoder if they are set."""
+        # Its groups are parted and not made anew, so that what has weight decay stays as `Trainer` decides.
         optimizer = super().create_optimizer(model)
         rates = {".slot_gate.": self.args.gate_learning_rate, "encoder_weights.": self.args.encoder_learning_rate}
         for part, rate in rates.items():
@@ -250,7 +250,6 @@ class AlignerTrainer(SFTTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         row_ids = inputs["row_ids"]
-        self._clock.start(self._tokens_so_far(), self.state.global_step)
         try:
             outputs, num_targets = self._answer_step(model, inputs, num_items_in_batch)
         except ValueError as error:
@@ -276,6 +275,7 @@ class AlignerTrainer(SFTTrainer):
             num_items_in_batch=num_items_in_batch,
             **self.slots_of(inputs),
         )
+        # The loss is divided by the targets of all processes, and the gradients are averaged over these once more.
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             outputs.loss = outputs.loss * self.accelerator.num_processes
         return outputs, (inputs["labels"][:, 1:] != -100).sum()
@@ -341,7 +341,6 @@ class AlignerTrainer(SFTTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training and "loss" in logs:
             logs["num_tokens"] = self._tokens_so_far()
-            logs |= self._clock.read(logs["num_tokens"], self.state.global_step, self.state.max_steps)
             logs |= self._gates.pop(self.accelerator)
         super().log(logs, start_time)
 

@@ -1,4 +1,4 @@
-"""Validates an aligner on the articles that a recipe holds out: losses, answers, refusals, confidence.
+"""Validates an aligner on the articles that a recipe holds out: losses, answers, refusals.
 
     python -m arcaligner.train.validate --recipe train/recipes/smollm2_135m/2_grounding.yaml --runs runs/mine
     python -m arcaligner.train.validate --recipe RECIPE --runs runs/a,runs/b --last 10 --answers 300 --output runs/mean
@@ -8,9 +8,10 @@ sets are asked for a finished aligner only. The held-out rows are the same for e
 `train_files` and `reconstruction_files` whose articles it does not train on. A fifth of the questions is asked about
 the nearest passage that does not answer them.
 
-With `--output`, the mean of the checkpoints is written there with a calibrated confidence.
+With `--output`, the mean of the checkpoints is written there; `train/confidence.py` then fits its confidence.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -25,7 +26,7 @@ import typer
 from tqdm.auto import tqdm
 
 from ..common.files import markdown_table, run_command, stable_number, write_whole
-from ..common.rows import Row, contains_match, token_f1
+from ..common.rows import Row, token_f1
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..pipeline_arcaligner import AnswerConfidence
 from ..processing_arcaligner import ArcAlignerProcessor
@@ -40,18 +41,28 @@ UNANSWERABLE = 0.2  # share of the validation questions
 BATCH = 16
 
 
+def read_recipe(path: Path, data_dir: str | None) -> RecipeArguments:
+    """The keys of a recipe's file that are ours, with the folder of the data where one is given."""
+    names = {each.name for each in dataclasses.fields(RecipeArguments)}
+    keys = {name: value for name, value in read_keys(path.read_text(encoding="utf-8")).items() if name in names}
+    return RecipeArguments(**keys | ({} if data_dir is None else {"data_dir": data_dir}))
+
+
 def kind_of(row: Row) -> str:
     """The set of questions that a row comes from: what its id begins with."""
     return row["id"].partition("_")[0]
 
 
-def validation_rows(selector: ExampleSelector, number: int) -> list[Row]:
-    """About `number` held-out questions with the passages that they are asked about, as many of each set as of the
-    others where there are enough. `is_answered` says whether the passages answer them."""
+def asked_rows(
+    selector: ExampleSelector, number: int, held_out: bool = True, unanswerable: float = UNANSWERABLE
+) -> list[Row]:
+    """About `number` questions of the held-out articles, or of the others, with the passages that they are asked about,
+    as many of each set as of the others where there are enough. `is_answered` says whether the passages answer them;
+    a share of `unanswerable` is asked about the nearest passage that does not."""
     by_kind: dict[str, list[Row]] = defaultdict(list)
     nearest = []
     for source in selector.recipe.train_files:
-        part = list(selector.part(source, held_out=True))
+        part = list(selector.part(source, held_out))
         nearest.append(NearestPassages(part))
         for row in part:
             if row["question"].strip() and row["answers"]:
@@ -62,12 +73,12 @@ def validation_rows(selector: ExampleSelector, number: int) -> list[Row]:
     for place, rows in enumerate(sorted(by_kind.values(), key=len)):
         taken = rows[: max(1, left // (len(by_kind) - place))]
         left -= len(taken)
-        chosen += [_as_asked(row, nearest[row["source"]], selector.recipe.no_answer) for row in taken]
+        chosen += [_as_asked(row, nearest[row["source"]], selector.recipe.no_answer, unanswerable) for row in taken]
     return chosen
 
 
-def _as_asked(row: Row, nearest: NearestPassages, no_answer: str) -> Row:
-    if stable_number(f"unanswerable:{row['id']}", 100) < 100 * UNANSWERABLE:
+def _as_asked(row: Row, nearest: NearestPassages, no_answer: str, share: float) -> Row:
+    if stable_number(f"unanswerable:{row['id']}", 100) < 100 * share:
         near = nearest.without_answer(row["question"], row["answers"], row["passages"], 1)
         if near:
             return row | {"passages": near, "answers": [no_answer], "is_answered": False}
@@ -112,7 +123,7 @@ def mean_losses(
 def answers(
     model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: list[Row], rate: int | str
 ) -> list[dict[str, Any]]:
-    """Greedy answers to `rows`: F1, non-strict EM, whether it was refused, and the features of its confidence."""
+    """Greedy answers to `rows`: F1 and whether it was refused: said to be `no_answer`, or below the threshold."""
     found = []
     rows = sorted(rows, key=lambda row: sum(len(each["text"]) for each in row["passages"]))
     for start in tqdm(range(0, len(rows), BATCH), desc=f"answers, rate {rate}", leave=False):
@@ -127,60 +138,39 @@ def answers(
             return_tensors="pt",
             processor_kwargs={"padding": True, "padding_side": "left"},
         )
-        watch = AnswerConfidence(processor)
-        ids = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, logits_processor=[watch])
-        new_ids = ids[:, inputs["input_ids"].shape[1] :]
-        texts = processor.batch_decode(new_ids, skip_special_tokens=True)
-        for row, text, features in zip(some, texts, watch.features(new_ids), strict=True):
-            said = text.strip()
+        with AnswerConfidence(model, processor) if processor.answer_probe else contextlib.nullcontext() as watch:
+            options = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False}
+            ids = model.generate(**inputs, **options, logits_processor=[watch] if watch else [])
+        texts = processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        sure = watch.confidence.tolist() if watch else [1.0] * len(some)
+        least = processor.answer_probe["threshold"] if watch else 0.0
+        for row, text, confidence in zip(some, map(str.strip, texts), sure, strict=True):
             found.append(
                 {
                     "kind": kind_of(row),
                     "is_answered": row["is_answered"],
-                    "f1": token_f1(said, row["answers"]),
-                    "em": contains_match(said, row["answers"]),
-                    "is_refused": said == processor.no_answer,
-                    "features": features,
+                    "f1": token_f1(text, row["answers"]),
+                    "is_refused": text == processor.no_answer or confidence < least,
                 }
             )
     return found
 
 
 def refusal_scores(found: list[dict[str, Any]]) -> dict[str, float]:
-    """Shares of unanswerable questions refused and of answerable ones wrongly refused, in percent, and the area under
-    the curve of the first by the second, for any threshold of the log-odds against refusing."""
+    """In percent: unanswerable questions refused, answerable ones wrongly refused, and the F1 that these lose."""
     answered = [each for each in found if each["is_answered"]]
     unanswered = [each for each in found if not each["is_answered"]]
-    odds = [torch.tensor([each["features"][0] for each in part]) for part in (answered, unanswered)]
-    above = (odds[0][:, None] > odds[1]).double() + 0.5 * (odds[0][:, None] == odds[1]).double()
+    f1_lost = sum(each["f1"] for each in answered if each["is_refused"])
     return {
         "refused": 100 * sum(each["is_refused"] for each in unanswered) / max(1, len(unanswered)),
         "wrongly refused": 100 * sum(each["is_refused"] for each in answered) / max(1, len(answered)),
-        "AUROC": above.mean().item(),
+        "F1 lost": 100 * f1_lost / max(1e-9, sum(each["f1"] for each in answered)),
     }
 
 
-def fit_confidence(answers: list[tuple[float, float, float]]) -> list[float]:
-    """Bias and weights of a logistic regression: from the log-odds against refusing and the mean log-probability of a
-    token to whether the answer was right, 0 or 1."""
-    features = torch.tensor([[1.0, odds, mean] for odds, mean, _ in answers], dtype=torch.float64)
-    right = torch.tensor([each for *_, each in answers], dtype=torch.float64)
-    weights = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weights], max_iter=100, line_search_fn="strong_wolfe")
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(features @ weights, right)
-        (loss + 1e-4 * weights.square().sum()).backward()
-        return loss
-
-    optimizer.step(closure)
-    return [round(weight, 4) for weight in weights.tolist()]
-
-
 def validate(model, processor, selector: ExampleSelector, rates: Iterable[int | str], number: int, num_answers: int):
-    """Everything, by rate; and the answers, to calibrate with."""
-    rows, texts = validation_rows(selector, number), held_out_texts(selector, number // 4)
+    """Everything, by rate."""
+    rows, texts = asked_rows(selector, number), held_out_texts(selector, number // 4)
     builder = ExampleBuilder(processor, max_segments=8, tokens_per_slot=(2,))
     examples = [
         (kind_of(row) if row["is_answered"] else "unanswerable", asdict(example))
@@ -188,20 +178,19 @@ def validate(model, processor, selector: ExampleSelector, rates: Iterable[int | 
         for example in builder.question_examples([row])
     ]
     examples += [("read back", asdict(example)) for example in builder.reconstruction_examples(texts)]
-    results, all_answers = {}, []
+    results = {}
     for rate in rates:
         results[str(rate)] = {"loss": mean_losses(model, processor, examples, rate)}
         if num_answers:
             share = max(1, len(rows) // num_answers)
             found = answers(model, processor, rows[::share], rate)
-            all_answers += found
             by_kind = defaultdict(list)
             for each in found:
                 if each["is_answered"]:
                     by_kind[each["kind"]].append(100 * each["f1"])
             f1 = {kind: sum(each) / len(each) for kind, each in sorted(by_kind.items())}
             results[str(rate)] |= {"f1": f1, **refusal_scores(found)}
-    return results, all_answers
+    return results
 
 
 def table(results: dict[str, dict]) -> str:
@@ -215,7 +204,7 @@ def table(results: dict[str, dict]) -> str:
             if measure in each
         ]
         lines += [*markdown_table([measure, *kinds], cells), ""] if cells else []
-    names = ("refused", "wrongly refused", "AUROC")
+    names = ("refused", "wrongly refused", "F1 lost")
     cells = [[rate, *(f"{each[name]:.3g}" for name in names)] for rate, each in results.items() if names[0] in each]
     return "\n".join(lines + (markdown_table(["rate", *names], cells) if cells else []))
 
@@ -236,27 +225,22 @@ def main(
     rates: Annotated[str, typer.Option(help="Rates, separated by commas.")] = "2,4",
     number: Annotated[int, typer.Option("-n", help="Questions; a quarter as many texts.")] = 1000,
     num_answers: Annotated[int, typer.Option("--answers", help="Questions to answer as well; 0 for none.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="Folder for the mean, with a calibrated confidence.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for the mean.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
     dtype: Annotated[str, typer.Option(help="The dtype of the backbone.")] = "float32",
 ) -> None:
     """Prints losses, answers and refusals on held-out articles."""
-    settings = recipe.read_text(encoding="utf-8")
-    names = {each.name for each in dataclasses.fields(RecipeArguments)}
-    keys = {name: value for name, value in read_keys(settings).items() if name in names}
-    data = RecipeArguments(**keys | ({} if data_dir is None else {"data_dir": data_dir}))
+    data = read_recipe(recipe, data_dir)
     folders = [Path(each) for each in runs.split(",")]
     if last:
         folders = [checkpoint for folder in folders for checkpoint in last_checkpoints(folder, last)]
     model, processor = load_mean(folders, dtype)
     selector = ExampleSelector(data, ExampleBuilder(processor))
     wanted = [int(rate) if rate.isdecimal() else rate for rate in rates.split(",")]
-    results, found = validate(model, processor, selector, wanted, number, num_answers)
+    results = validate(model, processor, selector, wanted, number, num_answers)
     print(table(results))
     if output is not None:
-        if found:
-            processor.confidence_weights = fit_confidence([(*each["features"], each["em"]) for each in found])
-        save_stage(output, model, processor, settings)
+        save_stage(output, model, processor, recipe.read_text(encoding="utf-8"))
         write_whole(output / "validation.json", json.dumps(results, indent=1))
 
 

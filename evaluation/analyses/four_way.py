@@ -24,15 +24,8 @@ COMPARED = ("arcaligner", "xrag", "projector_only", "llmlingua")
 
 
 def analyze(run: Path, judge: str | None = None) -> dict[str, dict[str, Any]]:
-    """
-    Shares of right answers in each category, of the sets that Naive and StandardRAG answered.
-
-    Args:
-        run (`Path`): Folder with answers.
-        judge (`str`, *optional*): What it says is right; without a judge, a non-strict exact match.
-
-    Returns:
-        `dict`: `{title: {"TT": {"questions", "methods": {title: [percent, low, high]}}}}`.
+    """Shares of right answers in each category, of the sets that Naive and StandardRAG answered, as `{title: {"TT":
+    {"questions", "methods": {title: [percent, low, high]}}}}`. Right is what the `judge` says; without one, an EM of 1.
 
     Raises:
         `ValueError`: no such answers or verdicts, with the commands that make them.

@@ -54,10 +54,10 @@ def gates(
 
 def rows_with_passages(name: str, rows: list[Row]) -> list[Row]:
     """The rows with the passages that their answer needs, without those that have none: nothing is compressed there."""
-    found = [row for row in choose_passages(rows, "gold") if row["passages"]]
-    if not found:
+    with_passages = [row for row in choose_passages(rows, "gold") if row["passages"]]
+    if not with_passages:
         raise ValueError(f"No question of {name} has a passage, so there are no slots. Name another task.")
-    return found
+    return with_passages
 
 
 def require_gates(model: ArcAlignerForCausalLM, checkpoint: str) -> None:
@@ -82,18 +82,13 @@ def count_loops(
         steps = range(model.config.max_refinement_steps + 1)
         return torch.stack([(depth == number).sum(dim=2) for number in steps], dim=2)
 
-    found = (counts for _, of_batch in in_batches(longest_first(rows), batch_size, count) for counts in of_batch)
-    return torch.stack(list(track(found, title, total=len(rows), transient=True))).cpu().numpy()
+    of_rows = (counts for _, of_batch in in_batches(longest_first(rows), batch_size, count) for counts in of_batch)
+    return torch.stack(list(track(of_rows, title, total=len(rows), transient=True))).cpu().numpy()
 
 
 def summarize(counts: np.ndarray) -> dict[str, Any]:
-    """
-    A set's numbers from `count_loops`.
-
-    Returns:
-        `dict` with `questions`, `slots`, `loops` (for each layer the mean over slots, with the ends of its interval)
-        and `shares` (for each layer the shares of slots that took 1, 2, ... loops).
-    """
+    """A set's `questions` and `slots`, from [`count_loops`]; for each layer its `loops`, the mean over slots with the
+    ends of its interval, and `shares`, of slots that took 1, 2, ... loops."""
     slots = counts.sum(axis=2)  # (num_rows, num_layers)
     loops = counts @ np.arange(1, counts.shape[2] + 1)  # (num_rows, num_layers)
     mean = loops.sum(axis=0) / slots.sum(axis=0)  # (num_layers,)

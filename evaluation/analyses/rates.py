@@ -32,12 +32,7 @@ CAPTION = (
 
 
 def analyze(run: Path, tasks: list[str] | None = None) -> dict[str, Any]:
-    """
-    The points of each method that was asked at several rates.
-
-    Args:
-        run (`Path`): Folder with answers.
-        tasks (`list[str]`, *optional*): Names; all that the run has.
+    """The points of each method that was asked at several rates, of `tasks` or all that the run has.
 
     Returns:
         `dict`: `{"sets": {title: {"curves": {title: [point, ...]}, "bounds": {title: [mean, low, high]}}}}`, a point

@@ -122,16 +122,16 @@ def measure(
         for example in paragraph_examples(processor, row, max_segments)
     ]
     examples.sort(key=lambda pair: -pair[1].length)  # those of similar length share a batch
-    found = [{"nll": 0.0, "tokens": 0, "slots": 0} for _ in rows]
+    costs = [{"nll": 0.0, "tokens": 0, "slots": 0} for _ in rows]
     losses = in_batches(
         examples, batch_size, lambda part: target_losses(model, processor, collator, [each for _, each in part])
     )
     pairs = (pair for part, of_part in losses for pair in zip(part, of_part, strict=True))
     for (number, example), (nll, num_slots) in track(pairs, arm.title, total=len(examples), transient=True):
-        found[number]["nll"] += nll
-        found[number]["slots"] += num_slots
-        found[number]["tokens"] += sum(label != -100 for turn in example.turns for label in turn.labels)
-    return found
+        costs[number]["nll"] += nll
+        costs[number]["slots"] += num_slots
+        costs[number]["tokens"] += sum(label != -100 for turn in example.turns for label in turn.labels)
+    return costs
 
 
 def paragraph_examples(processor: ArcAlignerProcessor, row: Row, max_segments: int | None) -> Iterator[Example]:

@@ -3,10 +3,10 @@
     python -m arcaligner evaluate --recipe smollm2_135m --tasks squad,squad_more,squad_unanswerable --data FOLDER
     python -m arcaligner.evaluation.analyses refusals --run runs/evaluation --methods arcaligner_x2,arcaligner_x4
 
-From the answers of a run; no model runs. An answer is refused where it is the aligner's `no_answer`. The price is the
-F1 that answerable questions lose, against the same answers where each wrongly refused one counts as the mean of the
-others. The risk-coverage curve keeps the answers with the most confidence: the share that is kept to the right, the
-share of these that is wrong upwards, unanswerable questions among them.
+From the answers of a run; no model runs. An answer is refused where it is the aligner's `no_answer`, or where its
+confidence is below the threshold that was fitted on validation questions. The price is the F1 of the answers to
+answerable questions that are refused. The risk-coverage curve keeps the answers with the most confidence: the share
+that is kept to the right, the share of these that is wrong upwards, unanswerable questions among them.
 """
 
 from pathlib import Path
@@ -17,7 +17,6 @@ import typer
 from matplotlib.figure import Figure
 
 from ...common.files import markdown_table
-from ...pipeline_arcaligner import confidence
 from ...processing_arcaligner import ArcAlignerProcessor
 from ..methods import find_method
 from ..metrics import ratio_interval
@@ -29,7 +28,7 @@ from .figures import FIGURES, Folder, new_figure, save_analysis
 CAPTION = (
     "Answers sorted by confidence, the surest first: to the right, a larger share of all questions is answered; "
     "upwards, the share of these answers that is wrong. Questions that the passages do not answer are among them: any "
-    "answer to these but the refusal is wrong. The dot is the aligner's own choice."
+    "answer to these but the refusal is wrong. The dot is the threshold that was fitted on other questions."
 )
 
 
@@ -37,42 +36,44 @@ def read_answers(run: Path, tasks: list[str], method: str) -> list[dict[str, Any
     """The answers of a method to tasks, with `is_answered` and, of each, `is_refused` and its `confidence`.
 
     Raises:
-        `ValueError`: no answers, or those of an aligner that cannot refuse.
+        `ValueError`: no answers, or those of an aligner without a confidence.
     """
     found = []
     for task in map(find_task, tasks):
         file = AnswerFile(run, task.name, method)
         answers = file.read()
-        if not answers or "features" not in answers[0]:
+        if not answers or "confidence" not in answers[0]:
             raise ValueError(
-                f"{file.path} has no answers of an aligner that can refuse. Ask with `python -m arcaligner evaluate "
+                f"{file.path} has no answers with a confidence. Ask with `python -m arcaligner evaluate "
                 f"--tasks {','.join(tasks)} --methods {method} --output {run}`."
             )
         processor = ArcAlignerProcessor.from_pretrained(file.settings()["checkpoint"])
         for answer in answers:
-            sure = confidence(*answer["features"], processor.confidence_weights)
-            is_refused = answer["prediction"] == processor.no_answer
-            found.append(answer | {"is_answered": task.is_answered, "is_refused": is_refused, "confidence": sure})
+            is_unsure = answer["confidence"] < processor.answer_probe["threshold"]
+            says_no = answer["prediction"] == processor.no_answer
+            is_wrong = answer["em"] < 1 if task.is_answered else not says_no
+            about = {"is_answered": task.is_answered, "is_refused": is_unsure or says_no, "is_wrong": is_wrong}
+            found.append(answer | about)
     return found
 
 
 def summarize(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Refusals, prices and the curve of one method; shares in percent, with 95 % intervals."""
+    """Refusals, their price in points of F1 and the curve of one method; shares in percent, with 95 % intervals."""
     asked = {kind: [each for each in answers if each["is_answered"] == kind] for kind in (True, False)}
     refused = {kind: np.array([each["is_refused"] for each in some], dtype=float) for kind, some in asked.items()}
     shares = {kind: _share(each) for kind, each in refused.items()}
     f1 = np.array([each["f1"] for each in asked[True]])
-    odds = {kind: np.array([each["features"][0] for each in some]) for kind, some in asked.items()}
-    above = np.sign(odds[True][:, None] - odds[False]).mean()
+    sure = {kind: np.array([each["confidence"] for each in some]) for kind, some in asked.items()}
+    above = np.sign(sure[True][:, None] - sure[False]).mean()
     order = np.argsort([-each["confidence"] for each in answers], kind="stable")
-    wrong = np.array([each["em"] < 1 if each["is_answered"] else not each["is_refused"] for each in answers])[order]
+    wrong = np.array([each["is_wrong"] for each in answers])[order]
     said = np.array([not each["is_refused"] for each in answers])
     kept = np.arange(1, len(answers) + 1)
     return {
         "refused": shares[False],
         "wrongly_refused": shares[True],
         "f1": 100 * f1.mean(),
-        "f1_lost": 100 * (f1[refused[True] == 0].mean() * refused[True].mean()),
+        "f1_lost": 100 * (f1 * refused[True]).mean(),
         "auroc": (1 + above) / 2,
         "coverage": (100 * kept / len(answers)).tolist(),
         "risk": (100 * wrong.cumsum() / kept).tolist(),

@@ -1,6 +1,7 @@
 """Tables and figures of a report of `benchmarks/latency.py`: how soon an answer begins, and what F1 it has then."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -200,12 +201,8 @@ def mean_f1(sets: dict[str, Any], title: str) -> float | None:
 
 
 def tradeoff(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Points of each way to read `TRADEOFF_PASSAGES` passages: `rate`, `ms` to the first token, and `f1`.
-
-    Args:
-        report (`dict`): The report of the latency benchmark at several rates.
-        sets (`dict`): The results of an evaluation at these rates.
-    """
+    """Points of each way to read `TRADEOFF_PASSAGES` passages, by a `report` on latency at several rates and the `sets`
+    of an evaluation at these: `rate`, `ms` to the first token, and `f1`."""
     own = report["own_tokens_per_slot"]
     curves: dict[str, list[dict[str, Any]]] = {}
 
@@ -224,14 +221,14 @@ def tradeoff(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[dic
     return curves
 
 
-def draw_tradeoff(curves: dict[str, list[dict[str, Any]]]) -> Figure:
-    """F1 across milliseconds."""
+def draw_f1(curves: dict[str, list[dict[str, Any]]], label: Callable[[Any], str] = str) -> Figure:
+    """F1 across milliseconds to the first token, each point with the `label` of its rate."""
     figure, axes = new_figure(6.4, 3.8)
     for name, points in curves.items():
         axes.plot([point["ms"] for point in points], [point["f1"] for point in points], marker="o", label=name)
         for point in points:
             place = {"textcoords": "offset points", "xytext": (5, 4), "fontsize": 8}
-            axes.annotate(str(point["rate"]), (point["ms"], point["f1"]), **place)
+            axes.annotate(label(point["rate"]), (point["ms"], point["f1"]), **place)
     axes.set(xlabel="time to the first token, ms", ylabel="F1, %", xscale="log", ylim=(0, None))
     axes.xaxis.set_major_formatter(ScalarFormatter())
     figure.legend(loc="outside upper center", ncols=2, frameon=False)
@@ -242,7 +239,7 @@ def save_tradeoff(folder: Path, report: dict[str, Any], sets: dict[str, Any]) ->
     """Writes `f1_of_speed.svg` and `.json`."""
     curves = tradeoff(report, sets)
     caption = TRADEOFF_CAPTION.format(k=TRADEOFF_PASSAGES)
-    save_analysis(folder, TRADEOFF, draw_tradeoff(curves), {"curves": curves}, caption)
+    save_analysis(folder, TRADEOFF, draw_f1(curves), {"curves": curves}, caption)
 
 
 # Passages that are known
@@ -304,13 +301,8 @@ def kept_lines(report: dict[str, Any]) -> list[str]:
 
 
 def known_points(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Points of each way to read known passages: `rate`, `ms` to the first token, and `f1` where `sets` of the results
-    have it; of `KNOWN_PASSAGES` passages in memory.
-
-    Args:
-        report (`dict`): The report of `kept.py`.
-        sets (`dict`): The results of an evaluation.
-    """
+    """Points of each way to read known passages, by the `report` of `kept.py`: `rate`, `ms` to the first token, and
+    `f1` where `sets` of the results have it; of `KNOWN_PASSAGES` passages in memory."""
     size = next((size for size in report["sizes"] if size["k"] == KNOWN_PASSAGES), report["sizes"][-1])
     titles = {"text": "full_text_lora", "text_same_set": None, "text_apart": "text_apart"}
     curves: dict[str, list[dict[str, Any]]] = {}
@@ -327,20 +319,6 @@ def known_points(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list
     return curves
 
 
-def draw_known(curves: dict[str, list[dict[str, Any]]]) -> Figure:
-    """F1 across milliseconds to the first token."""
-    figure, axes = new_figure(6.4, 3.8)
-    for name, points in curves.items():
-        axes.plot(*([point[key] for point in points] for key in ("ms", "f1")), marker="o", label=name)
-        for point in points:
-            label = f"x{point['rate']}" if point["rate"].isdecimal() else point["rate"]
-            axes.annotate(label, (point["ms"], point["f1"]), (4, 4), textcoords="offset points", fontsize=8)
-    axes.set(xlabel="time to the first token, ms", ylabel="F1, %", ylim=(0, None), xscale="log")
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    figure.legend(loc="outside upper center", ncols=2, frameon=False)
-    return figure
-
-
 def save_known(folder: Path, sets: dict[str, Any]) -> list[str]:
     """Writes the figure of `kept.py`'s report in `folder`, new or that of an earlier figure, and returns its section of
     the page; nothing without a report."""
@@ -353,5 +331,6 @@ def save_known(folder: Path, sets: dict[str, Any]) -> list[str]:
         return []
     points = known_points(report, sets)
     caption = KNOWN_CAPTION.format(k=KNOWN_PASSAGES)
-    save_analysis(folder, KNOWN, draw_known(points), {"curves": points, "report": report}, caption)
+    figure = draw_f1(points, lambda rate: f"x{rate}" if rate.isdecimal() else rate)
+    save_analysis(folder, KNOWN, figure, {"curves": points, "report": report}, caption)
     return [KEPT_INTRODUCTION, *kept_lines(report), ""]

@@ -60,9 +60,8 @@ def columns(name, prompts):
 @pytest.mark.parametrize(("name", "other"), SAME_AS.items())
 def test_cached_arms_read_what_their_counterparts_read(name, other, read, prompts):
     assert torch.equal(read[name].tokens, read[other].tokens)
-    torch.testing.assert_close(
-        real_rows(read[name], columns(name, prompts)), real_rows(read[other], columns(other, prompts))
-    )
+    found, expected = (real_rows(read[each], columns(each, prompts)) for each in (name, other))
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_budget_takes_steps_away_and_adds_none(read):
@@ -140,10 +139,8 @@ def test_prefix_and_tail_are_the_whole_prompt_with_the_same_positions(processor,
 
 
 def test_rows_take_the_passages_nearest_in_length_and_the_question_of_the_first(processor):
-    rows = [
-        {"question": f"{size}?", "passages": [{"title": "", "text": " ".join(["sky"] * size)}]}
-        for size in (1, 50, 400, 60, 55)
-    ]
+    texts = {f"{size}?": " ".join(["sky"] * size) for size in (1, 50, 400, 60, 55)}
+    rows = [{"question": each, "passages": [{"title": "", "text": text}]} for each, text in texts.items()]
     tokens = [len(processor.tokenizer(row["passages"][0]["text"])["input_ids"]) for row in rows]
     nearest = sorted(range(5), key=lambda index: abs(tokens[index] - 150))[:3]
     picked = pick_rows(rows, processor, k=2, batch_size=2)

@@ -1,14 +1,17 @@
 """Text and slots compared on the user's own questions."""
 
+import contextlib
 import json
 
 import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from arcaligner.benchmarks import compare
 from arcaligner.benchmarks.compare import COLUMNS, Reader, cells_of, html_page
 from arcaligner.common.rows import token_f1
 from arcaligner.evaluation import answering
-from arcaligner.train.data import text_prompt
+from arcaligner.train.data import full_text, text_prompt
 
 LETTER = "It was written by Ada. Nobody else knew. She wrote it in May."
 OTHER = {"title": "Ships", "text": "The ship left on Monday. It came back in June."}
@@ -55,14 +58,45 @@ def test_questions_with_passages_are_answered_by_each_reader(ask, tmp_path, mode
     for row, answer in zip(rows, answers, strict=True):
         text = " ".join(f"{p['title']}: {p['text']}" if p["title"] else p["text"] for p in row["passages"])
         slots = {"documents": row["passages"], "tokens_per_slot": 2}
-        for title, content, given in (
-            ("text, by the base model", text_prompt(row, text), {}),
-            ("slots, 2 tokens per slot", row["question"], slots),
-        ):
+        asked = [("text, by the base model", text_prompt(row, text), {})]
+        for title, content, given in (*asked, ("slots, 2 tokens per slot", row["question"], slots)):
             options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
             inputs = processor.apply_chat_template([{"role": "user", "content": content}], **given, **options)
             new = model.generate(**inputs, max_new_tokens=4, do_sample=False)[0, inputs["input_ids"].shape[1] :]
             assert answer[title] == processor.decode(new, skip_special_tokens=True).strip()
+
+
+def test_a_fine_tuned_reader_of_the_text_has_a_row_of_its_own(ask, tmp_path, base_model_dir, tokenizer):
+    lora = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    reader = get_peft_model(AutoModelForCausalLM.from_pretrained(base_model_dir), lora)
+    reader.save_pretrained(tmp_path / "lora")
+    rows = [
+        {"question": "Who wrote it?", "answers": ["Ada"], "passages": [{"title": "", "text": LETTER}, OTHER]},
+        {"question": "When did it leave?", "passages": [OTHER]},
+    ]
+    code, out, err = ask(rows, "--full-text-lora", tmp_path / "lora")
+    assert code == 0, err
+    table = [line.strip("| ").split(" | ") for line in out.splitlines()[2:6]]
+    plain, tuned = "text, by the base model", "text, by the fine-tuned base model"
+    assert [cells[0] for cells in table] == [plain, tuned, "slots, 2 tokens per slot", "slots, one slot per segment"]
+    assert table[0][1] == table[1][1] and table[0][4] == "100.0"  # the same text; agreement is to the plain reader
+    answers = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
+    for row, answer in zip(rows, answers, strict=True):
+        chat = [{"role": "user", "content": full_text(row)}]
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        inputs = tokenizer.apply_chat_template(chat, **options)
+        for title, as_tuned in ((tuned, contextlib.nullcontext()), (plain, reader.disable_adapter())):
+            with as_tuned:
+                new = reader.generate(**inputs, max_new_tokens=4, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+            assert answer[title] == tokenizer.decode(new, skip_special_tokens=True).strip()
+    assert any(answer[plain] != answer[tuned] for answer in answers)
+
+
+def test_a_fine_tuned_reader_that_is_not_there_ends_in_one_line(ask, tmp_path):
+    row = {"question": "Who wrote it?", "passages": [OTHER]}
+    code, out, err = ask([row], "--full-text-lora", tmp_path / "nothing")
+    assert (code, out) == (1, "") and not (tmp_path / "out").exists()
+    assert err.splitlines()[-1].startswith("Error: ") and "nothing" in err.splitlines()[-1]
 
 
 def test_passages_are_found_in_a_folder(ask, tmp_path):
@@ -102,16 +136,8 @@ def test_scores_are_of_the_questions_with_answers_and_agreement_of_all():
     rows = [{"answers": ["Ada"]}, {"answers": []}]
     cells = dict(zip(COLUMNS, cells_of(slots, text, rows), strict=True))
     agreement = f"{50 * token_f1('Ada', ['by Ada']):.1f}"
-    assert cells == {
-        "what is read": "slots",
-        "positions": "6",
-        "F1": "100.0",
-        "EM": "100.0",
-        "agreement": agreement,
-        "first token": "300 ms",
-        "from kept passages": "100 ms",
-        "kept": "0.5 MiB",
-    }
+    expected = {"what is read": "slots", "positions": "6", "F1": "100.0", "EM": "100.0", "agreement": agreement}
+    assert cells == expected | {"first token": "300 ms", "from kept passages": "100 ms", "kept": "0.5 MiB"}
 
 
 def test_the_page_shows_names_as_text():

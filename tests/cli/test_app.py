@@ -54,10 +54,7 @@ def test_answer_prints_the_pipelines_answer_and_nothing_else(run_cli, checkpoint
     assert summary.startswith(f"{record['statistics']['tokens']} tokens of text read as 4 slots")
 
 
-@pytest.mark.parametrize(
-    "command",
-    [("corpus", "build", "x", "--output", "y"), ("evaluate",), ("answer", "--question", "Q", "--document", "x")],
-)
+@pytest.mark.parametrize("command", ["corpus build x --output y", "evaluate", "answer --question Q --document x"])
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_a_checkpoint_that_is_nowhere_is_asked_for_once(run_cli, monkeypatch, tmp_path, command, is_silent):
     asked = []
@@ -72,7 +69,7 @@ def test_a_checkpoint_that_is_nowhere_is_asked_for_once(run_cli, monkeypatch, tm
     monkeypatch.setattr("huggingface_hub.model_info", model_info)
     monkeypatch.setattr(shared, "load_pipeline", cli_load_pipeline)
     began, gone = time.monotonic(), threading.Event()
-    code, _, err = run_cli(*command, "--checkpoint", "nowhere/x")
+    code, _, err = run_cli(*command.split(), "--checkpoint", "nowhere/x")
     assert code == 1 and "There is no aligner at nowhere/x: neither a checkpoint folder" in err.replace("\n", " ")
     assert asked == ["nowhere/x"] and time.monotonic() - began < 2 + shared.HUB_SECONDS
     gone.set()
@@ -113,9 +110,8 @@ def test_options_of_answer_reach_the_pipeline(run_cli, monkeypatch, document):
 
 
 def test_mistakes_end_in_one_clear_line(run_cli, checkpoint_dir, base_model_dir, document, tmp_path):
-    binary = tmp_path / "binary.txt"
+    binary, empty = tmp_path / "binary.txt", tmp_path / "empty.txt"
     binary.write_bytes(b"\0\1\2 \xff")
-    empty = tmp_path / "empty.txt"
     empty.write_text(" \n")
     for question, path, checkpoint, message in (
         (QUESTION, binary, checkpoint_dir, "binary.txt is not UTF-8 text, nor in another encoding (byte 0)"),
@@ -157,9 +153,7 @@ def cut_in_half(path) -> None:
         ("chat_template.jinja", lambda path: path.write_text("{%"), "The chat template (chat_template.jinja) cannot"),
     ],
 )
-def test_a_broken_checkpoint_ends_in_one_line_that_names_the_file(
-    run_cli, checkpoint_dir, document, tmp_path, name, damage, message
-):
+def test_a_broken_file_is_named_in_one_line(run_cli, checkpoint_dir, document, tmp_path, name, damage, message):
     broken = tmp_path / "broken"
     shutil.copytree(checkpoint_dir, broken)
     edit_json(broken / "config.json", digests=None)  # as of an older one, of which each file is looked at by itself
@@ -175,9 +169,7 @@ STEERING = "\x1b]0;title\x07 \x1b[2J \x9b1m \u202e \x7f"
 SHOWN = r"\x1b]0;title\x07 \x1b[2J \x9b1m \u202e \x7f"
 
 
-def test_a_terminal_is_not_steered_by_documents_answers_and_mistakes(
-    run_cli, monkeypatch, checkpoint_dir, document, tmp_path
-):
+def test_a_terminal_is_not_steered_by_documents_answers_and_mistakes(run_cli, monkeypatch, checkpoint_dir, document):
     document.write_text(f"It was {STEERING} written.", encoding="utf-8")
     options = ("--document", document, "--checkpoint", checkpoint_dir)
     ask = shared.load_pipeline(str(checkpoint_dir))

@@ -29,9 +29,7 @@ def place(folder: Path, source: Path) -> Path:
     return folder
 
 
-def test_a_checkpoint_loads_with_models_that_are_named_by_the_variable(
-    models, checkpoint_dir, base_model_dir, encoder_dir, processor, tmp_path
-):
+def test_models_are_found_by_the_variable(models, checkpoint_dir, base_model_dir, encoder_dir, processor, tmp_path):
     """As on a machine without the Hub: the checkpoint names two repositories, which lie in one folder."""
     saved = ArcAlignerForCausalLM.from_pretrained(checkpoint_dir)
     saved.config.base_model_name_or_path = "org/base"
@@ -101,9 +99,8 @@ def test_loading_a_checkpoint_writes_nothing_beside_the_hubs_cache(checkpoint_di
     )
     environment = {"HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "code")}
     environment |= {"PATH": "", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "code")}
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(checkpoint_dir)], env=environment, capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, "-c", code, str(checkpoint_dir)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-2000:]
     assert not (tmp_path / "home").exists()
 

@@ -50,9 +50,8 @@ def test_a_pdf_gives_its_pages_with_headings_and_tables_in_their_places():
 
 
 def test_two_columns_are_read_one_after_the_other():
-    columns = [
-        line(x, 700 - 12 * row, f"{side} {row}.") for side, x in (("left", 50), ("right", 350)) for row in range(9)
-    ]
+    sides = (("left", 50), ("right", 350))
+    columns = [line(x, 700 - 12 * row, f"{side} {row}.") for side, x in sides for row in range(9)]
     text = read_text("a.pdf", pdf("".join(columns)))[0]
     assert text.split() == " ".join(f"{side} {row}." for side in ("left", "right") for row in range(9)).split()
 

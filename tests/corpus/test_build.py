@@ -8,10 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from conftest import new_processor
 from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pdf_files import line, pdf
+from training_rows import write_rows
 
 from arcaligner import ArcAlignerProcessor
 from arcaligner.corpus import build
@@ -53,12 +55,8 @@ def test_the_heading_of_a_markdown_file_is_its_title_and_not_read_again(tmp_path
 
 
 @pytest.mark.parametrize("rate", ["segment", 3])
-def test_stored_slots_are_those_that_the_processor_makes(
-    rate, tmp_path, letters, base_model_dir, encoder_dir, processor
-):
-    reads_words = ArcAlignerProcessor.from_base_model(
-        str(base_model_dir), encoder_name_or_path=str(encoder_dir), encoder_hidden_size=12, context_words=True
-    )
+def test_stored_slots_are_those_of_the_processor(rate, tmp_path, letters, base_model_dir, encoder_dir, processor):
+    reads_words = new_processor(base_model_dir, encoder_dir, context_words=True)
     reads_words.encoder = processor.encoder
     corpus = Corpus.create(tmp_path / "words", reads_words, passage_words=16, tokens_per_slot=rate)
     build_corpus([str(letters)], corpus, reads_words)
@@ -67,9 +65,8 @@ def test_stored_slots_are_those_that_the_processor_makes(
     rows = rows_of(corpus)
     found = slot_passages(rows, context_words=True)
     documents = {str(path): path.read_text() for path in (letters / "letter.txt", letters / "old" / "ski.md")}
-    assert [each["text"] for each in found.documents] == [
-        documents[each["document"]][each["start"] : each["end"]] for each in found.documents
-    ]
+    for each in found.documents:
+        assert each["text"] == documents[each["document"]][each["start"] : each["end"]]
     assert [each["title"] for each in found.documents] == [""] * (len(found.documents) - 1) + ["Zhaparov"]
     assert len(found.documents) > 2
     expected = reads_words.encode_documents(found.documents, tokens_per_slot=rate)
@@ -83,9 +80,8 @@ def test_stored_slots_are_those_that_the_processor_makes(
 
 def test_a_killed_build_goes_on_where_it_was(tmp_path, monkeypatch, processor):
     monkeypatch.setattr(build, "BATCH_DOCUMENTS", 2)
-    source = tmp_path / "rows.jsonl"
-    texts = [f"Sentence {number} stands here. It ends." for number in range(7)]
-    source.write_text("".join(json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(texts)))
+    rows = [{"id": number, "text": f"Sentence {number} stands here. It ends."} for number in range(7)]
+    source = write_rows(tmp_path / "rows.jsonl", rows)
     corpus = Corpus.create(tmp_path / "corpus", processor)
     read = []
 
@@ -156,11 +152,7 @@ def test_passages_have_the_page_or_heading_that_they_stand_under(tmp_path, proce
         ("", 1, "Anna brings the cake."),
         ("", 2, "Bob came late."),
     ]
-    assert {each["page"] for each in Retriever(corpus, processor)("Who brings the cake?", 5).documents} == {
-        None,
-        1,
-        2,
-    }
+    assert {each["page"] for each in Retriever(corpus, processor)("Who brings the cake?", 5).documents} == {None, 1, 2}
 
 
 def test_a_changed_document_is_replaced_in_one_step_and_others_are_left(corpus, letters, processor, tmp_path):
@@ -238,8 +230,7 @@ def test_a_corpus_beside_its_texts_is_none_of_them(letters, processor):
 
 def test_ids_are_data_whatever_they_hold(tmp_path, processor):
     ids = ["o'neil", "'); --", "%", "a\nb", "\u00e9\u202e", '"', "\\", "x#0", "x"]
-    source = tmp_path / "rows.jsonl"
-    source.write_text("".join(json.dumps({"id": each, "text": f"It is {each}."}) + "\n" for each in ids))
+    source = write_rows(tmp_path / "rows.jsonl", [{"id": each, "text": f"It is {each}."} for each in ids])
     corpus = Corpus.create(tmp_path / "corpus", processor)
     build_corpus([str(source)], corpus, processor)
     assert set(corpus.digests(ids)) == set(ids)
@@ -251,10 +242,10 @@ def test_ids_are_data_whatever_they_hold(tmp_path, processor):
 
 def test_each_kind_of_source_gives_its_documents(tmp_path):
     rows = [{"title": "A", "text": "One."}, {"text": "Two.", "id": 7}]
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    write_rows(tmp_path / "a.jsonl.gz", rows)
     passages = [{"title": "B", "text": "Three."}, {"text": "Four \ud800."}]
     shared = [{"question": "?", "passages": passages}, {"passages": passages[:1]}]
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shared))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shared))  # a surrogate, escaped
     nowhere = pa.array([0, 0], pa.timestamp("s", tz="Nowhere"))  # a column that Python cannot read
     table = pa.table({"body": ["Five.", "Six."], "name": ["C", None], "when": nowhere})
     pyarrow.parquet.write_table(table, tmp_path / "c.parquet")
@@ -325,10 +316,7 @@ def test_what_cannot_be_read_is_named_and_skipped_or_stops_a_strict_build(tmp_pa
 )
 def test_a_corpus_of_other_settings_is_refused(settings, message, corpus, processor, base_model_dir, encoder_dir):
     own = {name: settings[name] for name in ("passage_words", "tokens_per_slot") if name in settings}
-    names = {"encoder_name_or_path": str(encoder_dir), "encoder_hidden_size": 12}
-    other = ArcAlignerProcessor.from_base_model(
-        str(base_model_dir), **names, **{name: settings[name] for name in settings if name not in own}
-    )
+    other = new_processor(base_model_dir, encoder_dir, **{key: settings[key] for key in settings if key not in own})
     with pytest.raises(ValueError, match=message):
         Corpus.create(corpus.path, other, **{"passage_words": 16, **own})
 

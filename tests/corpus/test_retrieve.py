@@ -1,11 +1,11 @@
 """A question finds its passages, and their stored slots are read without encoding them again."""
 
-import json
 import shutil
 
 import pytest
 import torch
 from sentence_transformers import CrossEncoder
+from training_rows import write_rows
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
 from arcaligner import ArcAlignerProcessor
@@ -57,9 +57,8 @@ def test_a_cross_encoder_has_the_last_word(corpus, processor, encoder_dir, tmp_p
     processor.encoder.device = "cpu"
     found = Retriever(corpus, processor, reranker=str(tmp_path / "reranker"))("Who wrote it?", top_k=4)
     model = CrossEncoder(str(tmp_path / "reranker"), device="cpu")
-    scores = model.predict(
-        [("Who wrote it?", f"{each['title']} {each['text']}".strip()) for each in found.documents]
-    ).tolist()
+    texts = [f"{each['title']} {each['text']}".strip() for each in found.documents]
+    scores = model.predict([("Who wrote it?", text) for text in texts]).tolist()
     assert scores == sorted(scores, reverse=True)
     assert [each["score"] for each in found.documents] == pytest.approx(scores, abs=1e-5)
     with pytest.raises(OSError, match="re-ranker"):
@@ -84,9 +83,7 @@ def test_a_slot_that_has_changed_on_the_disk_is_not_read(corpus, processor):
         Retriever(Corpus(corpus.path), processor)("Toronto", top_k=1)
 
 
-def test_a_corpus_of_a_version_without_checksums_is_read_and_added_to(
-    tmp_path, letters, processor, corpus, monkeypatch
-):
+def test_a_corpus_of_a_version_without_checksums_is_read(tmp_path, letters, processor, corpus, monkeypatch):
     schema = table.table_schema
     monkeypatch.setattr(table, "table_schema", lambda settings: schema(settings).remove(11).remove(10))
     old = Corpus.create(tmp_path / "old", processor, passage_words=16)
@@ -120,9 +117,8 @@ def test_many_passages_have_an_index_that_finds_the_same(tmp_path, processor, mo
     monkeypatch.setattr("arcaligner.corpus.table.MIN_INDEXED_ROWS", 300)
     words = "Toronto riding Canada Ada letter Kazakh ski jumper Parkdale sport".split()
     rows = [{"text": f"{words[n % 10]} {words[n // 10 % 10]} {words[n // 100]} {n}."} for n in range(400)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     corpus = Corpus.create(tmp_path / "corpus", processor)
-    build_corpus([str(tmp_path / "rows.jsonl")], corpus, processor)
+    build_corpus([write_rows(tmp_path / "rows.jsonl", rows)], corpus, processor)
     assert {column for index in corpus.table.list_indices() for column in index.columns} >= {"vector", "text"}
     retriever = Retriever(corpus, processor, search="vector")
     found = [retriever(row["text"], top_k=5).documents for row in rows[:20]]

@@ -7,22 +7,21 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from conftest import new_processor, random_aligner
+from gguf_base_model import write_base_model
 from safetensors.numpy import load_file
-from tiny_models import ENCODER_HIDDEN_SIZE, backbone_config, randomize, tiny_aligner
+from tiny_models import ENCODER_HIDDEN_SIZE, backbone_config, tiny_aligner
 from training_rows import question_rows, write_rows
 from transformers import AutoModelForCausalLM
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
-from arcaligner.benchmarks import llama_cpp as benchmark
 from arcaligner.engines import gguf_files, llama_cpp
 from arcaligner.engines.reference import main as write_vectors
 from arcaligner.engines.reference import reference_vectors
 
 QUESTION = "Who wrote it?"
-DOCUMENTS = [
-    {"title": "Letter", "text": "It was written by Ada, and nobody else knew."},
-    "Radik has competed since 2003.",
-]
+LETTER = {"title": "Letter", "text": "It was written by Ada, and nobody else knew."}
+DOCUMENTS = [LETTER, "Radik has competed since 2003."]
 ROW = {"question": QUESTION, "passages": DOCUMENTS}
 CLOSE = {"rtol": 0, "atol": 1e-3}
 
@@ -32,21 +31,9 @@ needs_llama_cpp = pytest.mark.skipif(find_spec("llama_cpp") is None, reason="`pi
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, base_model_dir, encoder_dir):
     """An aligner whose slots, three tokens each, have words; LoRA and gates are random."""
-    folder, encoder = tmp_path_factory.mktemp("checkpoint"), {"encoder_name_or_path": str(encoder_dir)}
-    settings = encoder | {"encoder_hidden_size": 12}
-    processor = ArcAlignerProcessor.from_base_model(
-        str(base_model_dir), tokens_per_slot=3, context_words=True, **settings
-    )
-    model = ArcAlignerForCausalLM.from_pretrained(
-        str(base_model_dir),
-        context_token_id=processor.context_token_id,
-        lora_r=4,
-        gate_hidden_size=8,
-        word_parts=2,
-        **settings,
-    )
-    randomize(model, seed=2)
-    model.save_pretrained(folder)
+    folder = tmp_path_factory.mktemp("checkpoint")
+    processor = new_processor(base_model_dir, encoder_dir, tokens_per_slot=3, context_words=True)
+    random_aligner(base_model_dir, processor, seed=2, word_parts=2).save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
 
@@ -62,7 +49,7 @@ def exported(tmp_path_factory, checkpoint):
 def base_model(tmp_path_factory, base_model_dir, tokenizer):
     path = tmp_path_factory.mktemp("gguf") / "base.gguf"
     tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    gguf_files.write_base_model(AutoModelForCausalLM.from_pretrained(base_model_dir), tokens, path)
+    write_base_model(AutoModelForCausalLM.from_pretrained(base_model_dir), tokens, path)
     return path
 
 
@@ -91,7 +78,7 @@ def test_backbones_read_slots_as_pytorch_does(backbone, tmp_path):
     weights = {name.replace(".base_layer", ""): weight for name, weight in aligner.model.backbone.state_dict().items()}
     bare.model.load_state_dict({name: weights[name] for name in bare.model.state_dict()})
     bare.lm_head.load_state_dict(aligner.lm_head.state_dict())
-    gguf_files.write_base_model(bare, [f"word {number}" for number in range(61)], tmp_path / "base.gguf")
+    write_base_model(bare, [f"word {number}" for number in range(61)], tmp_path / "base.gguf")
     gguf_files.write_adapter(aligner, tmp_path / "adapter.gguf")
     before, after = [5, 9, 11], [7, 30, 8, 12]
     embeds = torch.randn(1, 6, ENCODER_HIDDEN_SIZE, generator=torch.Generator().manual_seed(3))
@@ -121,15 +108,13 @@ def test_a_prompt_has_pytorchs_logits_and_answer(gate_mode, make_engine, referen
 @pytest.mark.parametrize("gate_mode", ["off", "adaptive"])
 def test_the_vectors_in_a_file_are_enough_for_an_engine(gate_mode, exported, checkpoint, base_model, tmp_path):
     write_rows(tmp_path / "rows.jsonl", question_rows(2))
-    write_vectors(
-        tmp_path / "reference.safetensors", str(checkpoint), gate_mode, tmp_path / "rows.jsonl", num_prompts=2
-    )
-    found = load_file(tmp_path / "reference.safetensors")
+    path = tmp_path / "reference.safetensors"
+    write_vectors(path, str(checkpoint), gate_mode, tmp_path / "rows.jsonl", num_prompts=2)
+    found = load_file(path)
     session = llama_cpp.Session(base_model, exported / "adapter.gguf", 256, "f32")
     for number in range(2):
-        expected = {
-            name: found[f"{number}.{name}"] for name in ("before", "slots", "after", "keys", "values", "logits")
-        }
+        names = ("before", "slots", "after", "keys", "values", "logits")
+        expected = {name: found[f"{number}.{name}"] for name in names}
         if gate_mode == "off":
             session.clear()
             session.read(expected["before"].tolist(), has_logits=False)
@@ -193,9 +178,7 @@ def test_the_export_is_a_checkpoint_with_an_adapter_in_llama_cpps_names(exported
 
 
 @needs_llama_cpp
-def test_what_does_not_fit_is_refused(
-    exported, base_model, base_model_dir, tokenizer, checkpoint, tmp_path, make_engine
-):
+def test_what_misfits_is_refused(exported, base_model, base_model_dir, tokenizer, checkpoint, tmp_path, make_engine):
     def refused(message, folder=exported, path=base_model, error=ValueError):
         with pytest.raises(error, match=message):
             llama_cpp.LlamaCppEngine(folder, path, gate_mode="off", context_length=64)
@@ -207,13 +190,13 @@ def test_what_does_not_fit_is_refused(
     refused("half.gguf is not a GGUF file, or is cut off", path=tmp_path / "half.gguf")
     base, tokens = AutoModelForCausalLM.from_pretrained(base_model_dir), tokenizer.convert_ids_to_tokens(range(400))
     tokens[300] = "other"
-    gguf_files.write_base_model(base, tokens, tmp_path / "tokens.gguf")
+    write_base_model(base, tokens, tmp_path / "tokens.gguf")
     refused("Token 300 of .*tokens.gguf is 'other'", path=tmp_path / "tokens.gguf")
     other = AutoModelForCausalLM.from_config(type(base.config)(**base.config.to_dict() | {"num_hidden_layers": 2}))
-    gguf_files.write_base_model(other, tokens, tmp_path / "layers.gguf")
+    write_base_model(other, tokens, tmp_path / "layers.gguf")
     refused("has `llama.block_count` 2, but the aligner's base model 3", path=tmp_path / "layers.gguf")
     base.config.rope_parameters["rope_theta"] = 5e5
-    gguf_files.write_base_model(base, tokens, tmp_path / "positions.gguf")
+    write_base_model(base, tokens, tmp_path / "positions.gguf")
     refused("has `llama.rope.freq_base` 500000.0, but .* 10000.0", path=tmp_path / "positions.gguf")
     shutil.copytree(exported, tmp_path / "torn")
     (tmp_path / "torn" / "model.safetensors").write_bytes((exported / "model.safetensors").read_bytes()[:-100])
@@ -277,12 +260,3 @@ def test_the_commands_export_and_answer(run_cli, checkpoint, base_model, tmp_pat
     assert code == 1 and "`--base-model` is for `--engine llama.cpp`" in err
     code, _, err = run_cli(*options, "--engine", "llama.cpp", "--show-slots")
     assert code == 1 and "`--show-slots` needs the passes of each slot" in err
-
-
-@needs_llama_cpp
-def test_the_benchmark_counts_answers_that_are_pytorchs(capsys, exported, tmp_path):
-    write_rows(tmp_path / "rows.jsonl", question_rows(3))
-    benchmark.main(exported, "f32", tokens_per_slot="3", questions=2, data=tmp_path / "rows.jsonl")
-    assert "| 3 | 2 | 2 | " in capsys.readouterr().out
-    with pytest.raises(ValueError, match="`--types` names q4; expected some of .* q4_0, q4_1"):
-        benchmark.main(exported, "f32,q4")

@@ -8,11 +8,7 @@ import torch
 from training_rows import question_rows
 
 from arcaligner.evaluation.answering import MissingMethodError, text_inputs
-from arcaligner.evaluation.compression import (
-    RATE,
-    PairCacheModel,
-    llmlingua_compressor,
-)
+from arcaligner.evaluation.compression import RATE, PairCacheModel, llmlingua_compressor
 from arcaligner.evaluation.methods import METHODS, Checkpoints
 from arcaligner.train.data import passages_text, text_prompt
 

@@ -147,9 +147,8 @@ def test_one_run_holds_several_rates_of_a_checkpoint_and_baselines_of_as_many_po
     rates = ("4 tokens per slot", "one slot per segment")
     titles = {f"{METHODS[name].title}, {rate}" for name in methods[1:] for rate in rates}
     assert set(results["sets"]["SQuAD"]["methods"]) == {"Naive"} | titles
-    positions = {
-        name: {row["id"]: row["context_tokens"] for row in answers(made, "squad", name)} for name in made.methods[1:]
-    }
+    found = {name: answers(made, "squad", name) for name in made.methods[1:]}
+    positions = {name: {row["id"]: row["context_tokens"] for row in rows} for name, rows in found.items()}
     expected = {"row-0": 3, "row-1": 2, "row-2": 1, "row-3": 3}
     assert positions["arcaligner_xsegment"] == positions["no_lora_xsegment"] == expected
     assert all(positions["arcaligner_x4"][key] > number for key, number in positions["arcaligner_xsegment"].items())

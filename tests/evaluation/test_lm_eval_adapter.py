@@ -46,15 +46,9 @@ def test_the_harness_reports_the_scores_of_the_aligners_own_answers(tmp_path, ch
     rows[4]["answers"] = ["nothing of it", predictions[4]]
     write_rows(tmp_path / "squad.jsonl.gz", rows)
 
-    results = lm_eval.simple_evaluate(
-        model="arcaligner",
-        model_args={"pretrained": str(checkpoint_dir)},
-        tasks=["arcaligner_squad"],
-        batch_size=2,
-        device="cpu",
-        task_manager=manager(data=str(tmp_path)),
-        bootstrap_iters=0,
-    )
+    asked = {"model": "arcaligner", "model_args": {"pretrained": str(checkpoint_dir)}, "tasks": ["arcaligner_squad"]}
+    settings = {"batch_size": 2, "device": "cpu", "bootstrap_iters": 0}
+    results = lm_eval.simple_evaluate(**asked, **settings, task_manager=manager(data=str(tmp_path)))
     samples = sorted(results["samples"]["arcaligner_squad"], key=lambda sample: sample["doc_id"])
     assert [sample["resps"][0][0] for sample in samples] == predictions
     columns = list(zip(predictions, [row["answers"] for row in rows], strict=True))
@@ -97,10 +91,7 @@ def test_a_prompt_of_another_task_is_refused(aligner, prompt):
 @pytest.mark.parametrize(
     "ask, message",
     [
-        (
-            lambda lm: lm.generate_until([request("{}", max_gen_toks=64)]),
-            "'max_gen_toks': 64.*Leave out `--gen_kwargs`",
-        ),
+        (lambda lm: lm.generate_until([request("{}", max_gen_toks=64)]), "'max_gen_toks': 64.*Leave out `--gen_kw"),
         (lambda lm: lm.loglikelihood([]), "gives no likelihoods"),
         (lambda lm: lm.loglikelihood_rolling([]), "gives no likelihoods"),
         (lambda lm: lm.tokenizer_name, "leave out `--apply_chat_template`"),

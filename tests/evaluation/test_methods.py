@@ -1,9 +1,9 @@
 """Methods are found by name, with a rate; answers of one checkpoint are told from those of another."""
 
-import json
 import shutil
 
 import pytest
+from conftest import edit_json
 
 from arcaligner import ArcAlignerConfig
 from arcaligner.evaluation import methods
@@ -21,13 +21,12 @@ def test_a_copy_is_the_same_checkpoint(checkpoint_dir, copied):
     assert backbone_fingerprint(str(copied)) == backbone_fingerprint(str(checkpoint_dir))
 
 
-@pytest.mark.parametrize(
-    "file, key, value",
-    [("config.json", "gate_threshold", 0.9), ("processor_config.json", "sentences_per_segment", 3)],
-)
-def test_other_settings_are_another_checkpoint(checkpoint_dir, copied, file, key, value):
-    settings = json.loads((copied / file).read_text("utf-8"))
-    (copied / file).write_text(json.dumps(settings | {key: value}), encoding="utf-8")
+CHANGES = [("config", {"gate_threshold": 0.9}), ("processor_config", {"sentences_per_segment": 3})]
+
+
+@pytest.mark.parametrize("file, changes", CHANGES)
+def test_other_settings_are_another_checkpoint(checkpoint_dir, copied, file, changes):
+    edit_json(copied / f"{file}.json", **changes)
     assert fingerprint(str(copied)) != fingerprint(str(checkpoint_dir))
 
 
@@ -72,15 +71,15 @@ def test_a_name_that_is_no_method_is_refused_with_those_that_are(name):
 
 
 def test_a_text_cut_to_the_slots_of_another_aligner_is_another_text(checkpoint_dir, copied):
-    def made_with(aligner):
-        return find_method("truncated_lora_x4").made_with(Checkpoints(str(aligner), full_text_lora=str(checkpoint_dir)))
+    def settings(aligner):
+        checkpoints = Checkpoints(str(aligner), full_text_lora=str(checkpoint_dir))
+        return find_method("truncated_lora_x4").answer_settings(checkpoints)
 
-    assert made_with(copied) == made_with(checkpoint_dir)
-    change = json.loads((copied / "processor_config.json").read_text("utf-8")) | {"sentences_per_segment": 3}
-    (copied / "processor_config.json").write_text(json.dumps(change), encoding="utf-8")
-    assert made_with(copied) != made_with(checkpoint_dir)
+    assert settings(copied) == settings(checkpoint_dir)
+    edit_json(copied / "processor_config.json", sentences_per_segment=3)
+    assert settings(copied) != settings(checkpoint_dir)
     alone = Checkpoints(str(copied), projector_only=str(checkpoint_dir))  # reads slots of its own
-    assert "slots_of" not in find_method("projector_only_x4").made_with(alone)
+    assert "slots_of" not in find_method("projector_only_x4").answer_settings(alone)
 
 
 def test_rates_stand_after_their_method_from_fine_to_coarse():
@@ -91,8 +90,8 @@ def test_rates_stand_after_their_method_from_fine_to_coarse():
 
 def test_the_rate_is_part_of_what_answers_depend_on(checkpoint_dir):
     checkpoints = Checkpoints(str(checkpoint_dir))
-    plain, fine = (find_method(name).made_with(checkpoints) for name in ("arcaligner", "arcaligner_x4"))
+    plain, fine = (find_method(name).answer_settings(checkpoints) for name in ("arcaligner", "arcaligner_x4"))
     assert fine == plain | {"tokens_per_slot": 4}
     # Its slots decide how much text the baseline reads.
-    baseline = find_method("llmlingua_x4").made_with(checkpoints)
-    assert baseline["weights"] == plain["weights"] != find_method("llmlingua").made_with(checkpoints)["weights"]
+    baseline = find_method("llmlingua_x4").answer_settings(checkpoints)
+    assert baseline["weights"] == plain["weights"] != find_method("llmlingua").answer_settings(checkpoints)["weights"]

@@ -23,10 +23,8 @@ PASSAGES = [{"title": f"Title {n}", "text": f"Ada wrote {word} aloud; {word} aga
 @pytest.fixture
 def rows():
     """Each asks for the word of one passage, its gold; the last has two more that are not needed."""
-    made = [
-        row | {"question": f"Who wrote {WORDS[n]}?", "passages": [PASSAGES[n]]}
-        for n, row in enumerate(question_rows(4))
-    ]
+    asked = zip(question_rows(4), WORDS, PASSAGES, strict=False)
+    made = [row | {"question": f"Who wrote {word}?", "passages": [passage]} for row, word, passage in asked]
     made[3] |= {"passages": PASSAGES[3:6], "meta": {"gold": [0]}}
     return made
 

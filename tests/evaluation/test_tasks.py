@@ -4,80 +4,37 @@ import logging
 
 import datasets
 import pytest
-from training_rows import write_rows
+from training_rows import HOTPOTQA, MUSIQUE, SQUAD, write_rows
 
 from arcaligner.evaluation.tasks import TASKS, Task, choose_passages
 
-HOTPOT = {
-    "id": "h1",
-    "question": "Who was born earlier?",
-    "answer": "Ada",
-    "supporting_facts": {"title": ["Ada", "Ben"], "sent_id": [0, 1]},
-    "context": {"title": ["Cy", "Ada", "Ben"], "sentences": [["No."], ["Ada was born. ", "In 1815."], ["Ben. "]]},
-}
+BEN = {"title": "Ben", "text": "Ben."}
+HOTPOTQA_PASSAGES = [{"title": "Cy", "text": "No."}, {"title": "Ada", "text": "Ada was born. In 1815."}, BEN]
+
+
+def asked(row_id: str, question: str, answers: list[str], passages=(), **meta) -> dict:
+    """A row of our schema."""
+    made = {"id": row_id, "question": question, "answers": answers, "passages": list(passages)}
+    return made | ({"meta": meta} if meta else {})
+
+
+HOTPOTQA_ASKED = asked("h1", "Was Ada born before Ben?", ["yes"], HOTPOTQA_PASSAGES, gold=[1, 2])
+POPQA = {"id": 7, "question": "What is Ada's occupation?", "s_pop": 99, "possible_answers": '["poet", "writer"]'}
+TRIVIAQA = {"question_id": "t1", "question": "Which?", "answer": {"value": "Bill", "aliases": ["Bill", "The Bill"]}}
+PARAGRAPHS = [{"title": "x", "text": "y"}, {"title": "z", "text": "w"}]
+SQUAD_ASKED = asked("s1", "Who?", ["Ada"], [{"title": "Ada L", "text": "Ada."}])
 # A row as the data set of the Hub has it, and the row that is asked.
 HUB_ROWS = {
-    "2wikimultihopqa": (HOTPOT, None),
-    "hotpotqa": (
-        HOTPOT,
-        {
-            "id": "h1",
-            "question": "Who was born earlier?",
-            "answers": ["Ada"],
-            "passages": [
-                {"title": "Cy", "text": "No."},
-                {"title": "Ada", "text": "Ada was born. In 1815."},
-                {"title": "Ben", "text": "Ben."},
-            ],
-            "meta": {"gold": [1, 2]},
-        },
-    ),
-    "nq": (
-        {"question": "who wrote it", "answer": ["Ada", "Ada L."]},
-        {"id": "who wrote it", "question": "who wrote it", "answers": ["Ada", "Ada L."], "passages": []},
-    ),
-    "popqa_longtail": (
-        {"id": 7, "question": "What is Ada's occupation?", "s_pop": 99, "possible_answers": '["poet", "writer"]'},
-        {"id": "7", "question": "What is Ada's occupation?", "answers": ["poet", "writer"], "passages": []},
-    ),
-    "triviaqa": (
-        {"question_id": "t1", "question": "Which?", "answer": {"value": "Bill", "aliases": ["Bill", "The Bill"]}},
-        {"id": "t1", "question": "Which?", "answers": ["Bill", "The Bill"], "passages": []},
-    ),
-    "webq": (
-        {"url": "u", "question": "what?", "answers": ["Ada"]},
-        {"id": "what?", "question": "what?", "answers": ["Ada"], "passages": []},
-    ),
-    "squad": (
-        {"id": "s1", "title": "Ada_L", "context": "Ada.", "question": "Who?", "answers": {"text": ["Ada", "Ada"]}},
-        {"id": "s1", "question": "Who?", "answers": ["Ada"], "passages": [{"title": "Ada L", "text": "Ada."}]},
-    ),
-    "musique": (
-        {
-            "id": "m1",
-            "question": "Who?",
-            "answer": "Ada",
-            "answer_aliases": ["A."],
-            "answerable": True,
-            "paragraphs": [
-                {"title": "x", "paragraph_text": "y", "is_supporting": False},
-                {"title": "z", "paragraph_text": "w", "is_supporting": True},
-            ],
-        },
-        {
-            "id": "m1",
-            "question": "Who?",
-            "answers": ["Ada", "A."],
-            "passages": [{"title": "x", "text": "y"}, {"title": "z", "text": "w"}],
-            "meta": {"gold": [1]},
-        },
-    ),
+    "2wikimultihopqa": (HOTPOTQA, HOTPOTQA_ASKED),
+    "hotpotqa": (HOTPOTQA, HOTPOTQA_ASKED),
+    "nq": ({"question": "who?", "answer": ["Ada", "Ada L."]}, asked("who?", "who?", ["Ada", "Ada L."])),
+    "popqa_longtail": (POPQA, asked("7", "What is Ada's occupation?", ["poet", "writer"])),
+    "triviaqa": (TRIVIAQA, asked("t1", "Which?", ["Bill", "The Bill"])),
+    "webq": ({"url": "u", "question": "what?", "answers": ["Ada"]}, asked("what?", "what?", ["Ada"])),
+    **dict.fromkeys(("squad", "squad_more", "adversarialqa"), (SQUAD, SQUAD_ASKED)),
+    "squad_unanswerable": (SQUAD | {"answers": {"text": []}}, SQUAD_ASKED | {"answers": []}),
+    "musique": (MUSIQUE, asked("m1", "Who?", ["Ada", "A."], PARAGRAPHS, gold=[1])),
 }
-HUB_ROWS["2wikimultihopqa"] = HUB_ROWS["hotpotqa"]
-HUB_ROWS["adversarialqa"] = HUB_ROWS["squad_more"] = HUB_ROWS["squad"]
-HUB_ROWS["squad_unanswerable"] = tuple(
-    row | {"answers": {"text": []} if row is HUB_ROWS["squad"][0] else []} for row in HUB_ROWS["squad"]
-)
 
 
 def row(number: int, answers=("Ada",), question="Who?") -> dict:
@@ -86,14 +43,8 @@ def row(number: int, answers=("Ada",), question="Who?") -> dict:
 
 def test_the_papers_six_tasks_ask_as_many_questions_as_its_table_says():
     counts = {name: TASKS[name].num_questions for name in list(TASKS)[:6]}
-    assert counts == {
-        "2wikimultihopqa": 500,
-        "hotpotqa": 500,
-        "nq": 3610,
-        "popqa_longtail": 1399,
-        "triviaqa": 500,
-        "webq": 2032,
-    }
+    expected = {"2wikimultihopqa": 500, "hotpotqa": 500, "nq": 3610}
+    assert counts == expected | {"popqa_longtail": 1399, "triviaqa": 500, "webq": 2032}
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -141,15 +92,6 @@ def test_a_local_file_replaces_the_hub_without_rows_that_cannot_be_scored(tmp_pa
 def test_a_folder_without_the_file_is_not_replaced_by_the_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", None)
     with pytest.raises(FileNotFoundError, match=r"no squad\.jsonl\.gz in .*to take rajpurkar/squad"):
-        TASKS["squad"].load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "change", [{"answers": "Paris"}, {"answers": [1]}, {"passages": "text"}, {"passages": ["text"]}]
-)
-def test_a_row_that_is_not_of_the_schema_is_named(tmp_path, change):
-    write_rows(tmp_path / "squad.jsonl", [row(0), row(1) | change])
-    with pytest.raises(ValueError, match=r"squad\.jsonl, line 2: .*; expected"):
         TASKS["squad"].load(tmp_path)
 
 

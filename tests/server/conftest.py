@@ -47,13 +47,41 @@ def engine(ask, retriever):
     return Engine(ask, retriever, batch_seconds=0.05, limits=Limits(max_documents=4, max_slots=40, max_new_tokens=256))
 
 
+class HeldRequests:
+    """Requests to an engine, each of which waits at its first piece until it may go on."""
+
+    def __init__(self, submit):
+        self.engine_submit, self.requests = submit, []
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def submit(self, request):
+        put = request.on_text
+        request.on_text = lambda text: (put(text), self.begun.set(), self.go_on.wait(30))
+        self.requests.append(request)
+        return self.engine_submit(request)
+
+    def end_of_the_first(self) -> BaseException | None:
+        """The error with which the first one ends, after it was cancelled."""
+        end = time.monotonic() + 10
+        while not self.requests[0].cancelled and time.monotonic() < end:
+            pass
+        self.go_on.set()
+        return self.requests[0].future.exception()
+
+
+@pytest.fixture
+def held(engine, monkeypatch) -> HeldRequests:
+    found = HeldRequests(engine.submit)
+    monkeypatch.setattr(engine, "submit", found.submit)
+    return found
+
+
 @pytest.fixture(scope="session")
 def url(engine):
     """Where the server listens."""
     settings = ServerSettings(model="tiny", api_key=KEY, max_body_bytes=20_000)
-    server = uvicorn.Server(
-        uvicorn.Config(create_app(engine, settings), port=0, log_level="warning", http=TimedConnection)
-    )
+    app = create_app(engine, settings)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", http=TimedConnection))
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

@@ -2,7 +2,7 @@
 
 import json
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -14,10 +14,8 @@ from arcaligner.server.app import ServerSettings, create_app, refuse
 from arcaligner.server.limits import TimedConnection
 
 QUESTION = "What sport does he play?"
-DOCUMENTS = [
-    "Radik Zhaparov is a Kazakh ski jumper. He has competed since 2003.",
-    {"title": "Ada", "text": "She wrote."},
-]
+RADIK = "Radik Zhaparov is a Kazakh ski jumper. He has competed since 2003."
+DOCUMENTS = [RADIK, {"title": "Ada", "text": "She wrote."}]
 
 
 def ask_server(client, question=QUESTION, stream=False, **extra):
@@ -122,19 +120,15 @@ def test_requests_that_arrive_together_share_a_batch_and_a_bad_one_fails_alone(c
     alone = {each: ask_server(client, each, top_k=top_k).choices[0].message.content for each in questions}
     answers, barrier = {}, threading.Barrier(5)
 
-    def ask_one(question, **extra):
+    def ask_one(question):
         barrier.wait()
         try:
-            answers[question] = ask_server(client, question, **extra)
+            answers[question] = ask_server(client, question, top_k=top_k)
         except openai.APIStatusError as error:
             answers[question] = error
 
-    threads = [threading.Thread(target=ask_one, args=[each], kwargs={"top_k": top_k}) for each in questions]
-    threads.append(threading.Thread(target=ask_one, args=["Too long " * 600], kwargs={"top_k": top_k}))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(5) as threads:
+        list(threads.map(ask_one, [*questions, "Too long " * 600]))
     assert {each: answers[each].choices[0].message.content for each in questions} == alone
     assert max(answers[each].model_extra["arcaligner"]["batch_size"] for each in questions) > 1
     bad = answers["Too long " * 600]
@@ -147,10 +141,7 @@ def test_requests_that_arrive_together_share_a_batch_and_a_bad_one_fails_alone(c
         ({"messages": []}, "messages: List should have at least 1 item"),
         ({"messages": [{"role": "wizard", "content": "?"}]}, "messages.0.role: Input should be 'system', 'developer'"),
         ({"messages": [{"role": "user", "content": " "}]}, "question"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "content.0.type: Input should be 'text'",
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "0.type: Input should be 'text'"),
         ({"messages": [{"role": "user", "content": "Who \ud800?"}]}, "surrogates"),
         ({"messages": [{"role": "system", "content": "Be brief."}]}, "question"),
         ({"temperature": -1}, "temperature: "),
@@ -213,16 +204,7 @@ def test_a_temperature_that_is_next_to_nothing_takes_the_likeliest_token(client)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_stops_its_answer(client, engine, monkeypatch, stream):
-    requests, submit, begun, gone = [], engine.submit, threading.Event(), threading.Event()
-
-    def submit_slow(request):
-        put = request.on_text
-        request.on_text = lambda text: (put(text), begun.set(), gone.wait(30))
-        requests.append(request)
-        return submit(request)
-
-    monkeypatch.setattr(engine, "submit", submit_slow)
+def test_a_client_that_leaves_stops_its_answer(client, held, stream):
     chat = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64}
     if stream:
         answer = client.chat.completions.create(**chat, stream=True)
@@ -231,12 +213,8 @@ def test_a_client_that_leaves_stops_its_answer(client, engine, monkeypatch, stre
     else:
         with pytest.raises(openai.APITimeoutError):
             client.with_options(timeout=0.5).chat.completions.create(**chat)
-        assert begun.wait(30)
-    end = time.monotonic() + 10
-    while not requests[0].cancelled and time.monotonic() < end:
-        pass
-    gone.set()
-    assert isinstance(requests[0].future.exception(), TimeoutError)
+        assert held.begun.wait(30)
+    assert isinstance(held.end_of_the_first(), TimeoutError)
     assert ask_server(client).choices[0].message.content
 
 

@@ -28,22 +28,17 @@ def test_a_client_gets_the_answers_of_documents_and_corpus_whole_and_streamed(na
         pytest.skip(f"{PYTHON} has no {PACKAGES[name]}")
     called = run(FOLDER / "call_clients.py", name, f"{url}/v1", client.api_key)
     assert called.returncode == 0, called.stderr
-    messages = [{"role": "user", "content": QUESTION}]
-    expected = [
-        client.chat.completions.create(model="tiny", messages=messages, max_tokens=MAX_TOKENS, extra_body=extra)
-        for extra in EXTRAS
-    ]
+
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": MAX_TOKENS}
+    expected = [client.chat.completions.create(**chat, extra_body=extra) for extra in EXTRAS]
     expected = [answer.choices[0].message.content for answer in expected]
     assert json.loads(called.stdout.splitlines()[-1]) == 2 * expected and len(set(expected)) == 2
 
 
 def test_the_documented_retriever_of_langchain_finds_what_ours_finds(retriever):
     pytest.importorskip("langchain_core")
-    (block,) = re.findall(
-        r"```python\n(from typing import Any\n\nfrom langchain.*?)```",
-        CORPUS_DOCUMENT.read_text("utf-8"),
-        flags=re.DOTALL,
-    )
+    code = r"```python\n(from typing import Any\n\nfrom langchain.*?)```"
+    (block,) = re.findall(code, CORPUS_DOCUMENT.read_text("utf-8"), flags=re.DOTALL)
     assert len(block.splitlines()) <= 20
     names = {"retriever": retriever}
     exec(compile(block, str(CORPUS_DOCUMENT), "exec"), names)  # noqa: S102

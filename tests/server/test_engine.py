@@ -6,10 +6,12 @@ import time
 
 import pytest
 import torch
+from tiny_models import random_probe
 
 from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.table import Corpus
+from arcaligner.encoder_arcaligner import SlotEncoder
 from arcaligner.server.answers import Limits, Request, RowSampler, find_answer
 from arcaligner.server.app import describe_error
 from arcaligner.server.engine import BusyError, Engine
@@ -122,10 +124,8 @@ def test_a_seed_gives_the_same_answer_whoever_shares_the_batch(engine_of):
     plain = Request(CHAT, documents=["Ada."], max_new_tokens=8)
     answers = [engine.submit(each) for each in (drawn(2), plain, drawn(1))]
     assert [each.result().text for each in answers[::2]] == [unlike, first] and answers[0].result().batch_size == 3
-    assert (
-        answers[1].result().text
-        == engine_of().submit(Request(CHAT, documents=["Ada."], max_new_tokens=8)).result().text
-    )
+    alone = engine_of().submit(Request(CHAT, documents=["Ada."], max_new_tokens=8)).result()
+    assert answers[1].result().text == alone.text
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely():
@@ -173,18 +173,16 @@ def test_a_corpus_that_vanishes_fails_its_questions_and_no_others(tmp_path, engi
 def test_too_many_slots_are_refused_before_any_is_encoded(engine_of, processor, monkeypatch):
     engine = engine_of(limits=Limits(max_slots=40))
     monkeypatch.setattr(processor, "tokens_per_slot", 1)
-    monkeypatch.setattr(processor, "encode_tokens", None)
+    monkeypatch.setattr(SlotEncoder, "encode_tokens", None)
     error = engine.submit(Request(CHAT, documents=["one sentence " * 30])).exception()
     assert isinstance(error, ValueError) and "slots, but there is room for 40" in str(error)
 
 
 def test_a_warm_engine_has_searched_its_corpus(engine_of, retriever, monkeypatch):
-    questions, search = [], Retriever.__call__
-    monkeypatch.setattr(
-        Retriever, "__call__", lambda self, question, top_k: questions.append(question) or search(self, question, top_k)
-    )
+    asked, search = [], Retriever.__call__
+    monkeypatch.setattr(Retriever, "__call__", lambda self, each, **k: asked.append(each) or search(self, each, **k))
     engine_of(retriever).warm_up()
-    assert questions == ["?"]
+    assert asked == ["?"]
 
 
 def test_slot_prefixes_are_kept_within_their_bytes(engine_of):
@@ -207,6 +205,7 @@ def test_a_clock_that_jumps_back_changes_no_answer(engine_of, monkeypatch):
 
 def test_an_answer_with_less_confidence_than_asked_for_is_the_refusal_told_at_once(engine_of, ask, monkeypatch):
     monkeypatch.setattr(ask.processor, "no_answer", "not in the text")
+    monkeypatch.setattr(ask.processor, "answer_probe", random_probe(ask.model))
     engine, told = engine_of(), []
 
     def answer(**settings):
@@ -218,21 +217,21 @@ def test_an_answer_with_less_confidence_than_asked_for_is_the_refusal_told_at_on
     plain = answer()
     assert 0 < plain.confidence < 1 and "".join(told) == plain.text and len(told) > 1
     kept = answer(min_confidence=plain.confidence - 1e-3)
-    assert kept.text == plain.text and told == [plain.text]
+    assert kept.text == plain.text and "".join(told) == plain.text
     refused = answer(min_confidence=plain.confidence + 1e-3)
-    assert refused.text == "not in the text" and told == ["not in the text"]
+    assert refused.text == "not in the text" and told == ["not in the text"] and refused.finish_reason == "stop"
     together = [engine.submit(asked(question)) for question in ("Who wrote it?", "When was that, and why?")]
     assert together[0].result().confidence == pytest.approx(plain.confidence, abs=1e-4)
     with pytest.raises(ValueError, match="`min_confidence` is 2; expected a number from 0 to 1"):
         answer(min_confidence=2)
 
 
-def test_an_aligner_that_cannot_refuse_answers_without_a_confidence(engine_of):
+def test_an_aligner_without_a_probe_answers_without_a_confidence(engine_of):
     engine = engine_of()
     assert engine.submit(asked("Who?")).result().confidence is None
-    with pytest.raises(ValueError, match="`min_confidence` needs an aligner that was trained with questions"):
+    with pytest.raises(ValueError, match="`min_confidence` needs an aligner whose confidence was fitted"):
         engine.submit(asked("Who?", min_confidence=0.5))
-    with pytest.raises(ValueError, match="`min_confidence` needs an aligner that was trained with questions"):
+    with pytest.raises(ValueError, match="`min_confidence` needs an aligner whose confidence was fitted"):
         engine_of(min_confidence=0.5)
 
 

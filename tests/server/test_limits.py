@@ -2,7 +2,6 @@
 
 import json
 import socket
-import threading
 
 import httpx
 import pytest
@@ -73,22 +72,14 @@ def test_the_time_counts_anew_for_a_second_request_on_the_same_connection(connec
     drip(connection, HEADERS.encode() + b"X: " + b"y" * 1000)
 
 
-def test_who_waits_for_an_answer_is_not_closed(connect, engine, monkeypatch):
+def test_who_waits_for_an_answer_is_not_closed(connect, held, monkeypatch):
     monkeypatch.setattr(TimedConnection, "seconds", 0.2)
-    submit, begun, go_on = engine.submit, threading.Event(), threading.Event()
-
-    def submit_slow(request):
-        put = request.on_text
-        request.on_text = lambda text: (begun.set(), go_on.wait(20), put(text))
-        return submit(request)
-
-    monkeypatch.setattr(engine, "submit", submit_slow)
     body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 64})
     asking = connect()
     asking.sendall(f"{HEADERS}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
-    assert begun.wait(20)
+    assert held.begun.wait(20)
     assert received(connect()) == b""  # one that came later has had its time
-    go_on.set()
+    held.go_on.set()
     assert received(asking).startswith(b"HTTP/1.1 200")
 
 

@@ -17,13 +17,8 @@ SLOT, PAD = 99, 7
 def row(row_id, num_words, num_turns=1):
     """An example as 🤗 Datasets gives it: a segment of one-character words after a title of three characters."""
     turns = [{"input_ids": [20 + n, 30 + n], "labels": [-100, 30 + n]} for n in range(num_turns)]
-    segment = {
-        "document": 0,
-        "encoder_text": "T: " + "w" * num_words,
-        "encoder_start": 3,
-        "word_ids": list(range(num_words)),
-        "word_ends": list(range(1, num_words + 1)),
-    }
+    segment = {"document": 0, "encoder_text": "T: " + "w" * num_words, "encoder_start": 3}
+    segment |= {"word_ids": list(range(num_words)), "word_ends": list(range(1, num_words + 1))}
     return {"row_id": row_id, "head": [1, 2], "turns": turns, "segments": [segment]}
 
 
@@ -42,14 +37,8 @@ def test_a_batch_is_padded_and_tells_turns_apart():
     }
     for key, tensor in expected.items():
         assert torch.equal(batch.pop(key), tensor), key
-    assert batch == {
-        "encoder_texts": ["T: ww", "T: wwww"],
-        "encoder_starts": [3, 3],
-        "encoder_ends": None,
-        "num_slots": [1, 1],
-        "max_turns": 2,
-        "row_ids": ["x", "y"],
-    }
+    read = {"encoder_texts": ["T: ww", "T: wwww"], "encoder_starts": [3, 3], "encoder_ends": None}
+    assert batch == read | {"num_slots": [1, 1], "max_turns": 2, "row_ids": ["x", "y"]}
     left = collate([row("x", 2, num_turns=2), row("y", 4)], padding_side="left")
     assert left["input_ids"][1].tolist() == [PAD, PAD, 1, 2, SLOT, 20, 30]
 
@@ -113,9 +102,8 @@ def test_turns_count_on_from_the_longest_of_passages_that_are_read_apart():
 
 
 def turns_apart(example):
-    return [
-        example | {"row_id": f"{example['row_id']}-{n}", "turns": [turn]} for n, turn in enumerate(example["turns"])
-    ]
+    row_id = example["row_id"]
+    return [example | {"row_id": f"{row_id}-{n}", "turns": [turn]} for n, turn in enumerate(example["turns"])]
 
 
 @pytest.mark.parametrize("gate_mode", ["off", "adaptive"])

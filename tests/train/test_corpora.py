@@ -3,30 +3,15 @@
 A folder of the working directory stands for a data set of the Hub: 🤗 Datasets reads both by the same name.
 """
 
-import json
-
 import datasets
 import pytest
-from training_rows import question_rows, write_rows
+from training_rows import HOTPOTQA, question_rows, write_rows
 
 from arcaligner.common.rows import parse_source, read_rows
 from arcaligner.train.corpora import open_corpus
 
-HOTPOTQA = {
-    "id": "5a8b",
-    "question": "Were both directors of one country?",
-    "answer": "yes",
-    "type": "comparison",
-    "supporting_facts": {"title": ["Ed Wood", "Scott Derrickson", "Ed Wood"], "sent_id": [0, 0, 1]},
-    "context": {
-        "title": ["Scott Derrickson", "Sinister", "Ed Wood"],
-        "sentences": [["He is American.", " He directs."], ["A film."], ["He was American.", " He directed too."]],
-    },
-}
-SUPPORTING = [
-    {"title": "Scott Derrickson", "text": "He is American. He directs."},
-    {"title": "Ed Wood", "text": "He was American. He directed too."},
-]
+BEN = {"title": "Ben", "text": "Ben."}
+SUPPORTING = [{"title": "Ada", "text": "Ada was born. In 1815."}, BEN]
 WORDS = [f"word{number}" for number in range(23)]
 
 
@@ -34,11 +19,6 @@ def schema_rows(count):
     """What `question_rows` hold, without what the schema does not name."""
     keys = ("id", "question", "answers", "passages")
     return [{key: row[key] for key in keys} | {"gold": []} for row in question_rows(count)]
-
-
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
@@ -74,15 +54,15 @@ def test_a_row_of_other_types_is_named(tmp_path, row):
     rows = question_rows(2)
     rows[1] = rows[1] | row if row else row
     with pytest.raises(ValueError, match="rows.jsonl, line 2"):
-        open_corpus(write_lines(tmp_path / "rows.jsonl", rows))
+        open_corpus(write_rows(tmp_path / "rows.jsonl", rows))
 
 
 def test_the_passages_that_an_answer_needs_are_read_and_have_to_be_there(tmp_path):
     rows = [question_rows(1)[0] | {"meta": {"gold": [0]}}]
-    assert open_corpus(write_lines(tmp_path / "rows.jsonl", rows))[0]["gold"] == [0]
+    assert open_corpus(write_rows(tmp_path / "rows.jsonl", rows))[0]["gold"] == [0]
     rows[0]["meta"] = {"gold": [1]}
     with pytest.raises(ValueError, match="line 1: `meta.gold` \\[1\\] names passages that are not there"):
-        open_corpus(write_lines(tmp_path / "bad.jsonl", rows))
+        open_corpus(write_rows(tmp_path / "bad.jsonl", rows))
 
 
 def test_what_a_row_lacks_is_empty(tmp_path):
@@ -91,16 +71,11 @@ def test_what_a_row_lacks_is_empty(tmp_path):
         {"id": "b", "question": None, "answers": None, "passages": [{"text": "Text."}, {"title": "T"}]},
         {"id": "c", "passages": None, "note": "another type"},
     ]
-    assert list(open_corpus(write_lines(tmp_path / "rows.jsonl", rows))) == [
-        {"id": "0", "question": "", "answers": ["Ada"], "passages": [], "gold": []},
-        {
-            "id": "b",
-            "question": "",
-            "answers": [],
-            "passages": [{"title": "", "text": "Text."}, {"title": "T", "text": ""}],
-            "gold": [],
-        },
-        {"id": "c", "question": "", "answers": [], "passages": [], "gold": []},
+    empty = {"question": "", "answers": [], "passages": [], "gold": []}
+    assert list(open_corpus(write_rows(tmp_path / "rows.jsonl", rows))) == [
+        empty | {"id": "0", "answers": ["Ada"]},
+        empty | {"id": "b", "passages": [{"title": "", "text": "Text."}, {"title": "T", "text": ""}]},
+        empty | {"id": "c"},
     ]
 
 
@@ -113,14 +88,14 @@ def test_rows_whose_id_is_null_get_their_number(tmp_path, name):
     elif name == "hotpotqa.parquet":
         rows = [HOTPOTQA | {"id": row_id} for row_id in ids]
     path = tmp_path / name
-    write_lines(path, rows) if name == "rows.jsonl" else datasets.Dataset.from_list(rows).to_parquet(path)
+    write_rows(path, rows) if name == "rows.jsonl" else datasets.Dataset.from_list(rows).to_parquet(path)
     suffix = "-0" if name == "texts.parquet" else ""
     assert [row["id"] for row in open_corpus(str(path))] == [f"{row_id}{suffix}" for row_id in ("a", 1, 2)]
 
 
 def test_a_changed_file_is_read_anew(tmp_path):
-    before = open_corpus(write_lines(tmp_path / "rows.jsonl", question_rows(2)))
-    after = open_corpus(write_lines(tmp_path / "rows.jsonl", question_rows(3)))
+    before = open_corpus(write_rows(tmp_path / "rows.jsonl", question_rows(2)))
+    after = open_corpus(write_rows(tmp_path / "rows.jsonl", question_rows(3)))
     assert list(after) == schema_rows(3)
     assert before._fingerprint != after._fingerprint
     assert after._fingerprint == open_corpus(str(tmp_path / "rows.jsonl"))._fingerprint
@@ -191,12 +166,12 @@ def test_a_data_set_of_the_hub_is_read_by_configuration_and_split(hub):
 
 
 def test_hotpotqa_has_its_supporting_passages_or_all(hub):
-    expected = {"id": "5a8b", "question": HOTPOTQA["question"], "answers": ["yes"]}
+    expected = {"id": "h1", "question": HOTPOTQA["question"], "answers": ["yes"]}
     supporting, explicit = open_corpus("hotpotqa/hotpot_qa"), open_corpus("hotpotqa/hotpot_qa?passages=supporting")
     assert list(supporting) == list(explicit) == [expected | {"passages": SUPPORTING, "gold": [0, 1]}]
     distractor = open_corpus("hotpotqa/hotpot_qa?passages=distractor")
-    passages = [SUPPORTING[0], {"title": "Sinister", "text": "A film."}, SUPPORTING[1]]
-    assert list(distractor) == [expected | {"passages": passages, "gold": [0, 2]}]
+    passages = [{"title": "Cy", "text": "No."}, *SUPPORTING]
+    assert list(distractor) == [expected | {"passages": passages, "gold": [1, 2]}]
     assert supporting._fingerprint != distractor._fingerprint
 
 

@@ -24,22 +24,11 @@ WEIGHTS = "adapter_model.safetensors"
 
 def arguments(folder: Path, base_model_dir: Path, output_dir: Path, **changes) -> list[str]:
     """A recipe of two steps of four rows each."""
-    keys = {
-        "model_name_or_path": str(base_model_dir),
-        "output_dir": str(output_dir),
-        "train_file": write_rows(folder / "questions.jsonl", question_rows(12)),
-        "data_dir": "",
-        "max_train_samples": 8,
-        "learning_rate": 0.01,
-        "num_train_epochs": 1,
-        "per_device_train_batch_size": 4,
-        "gradient_checkpointing": False,
-        "logging_steps": 1,
-        "save_steps": 1,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-    }
+    train_file = write_rows(folder / "questions.jsonl", question_rows(12))
+    keys = {"model_name_or_path": str(base_model_dir), "output_dir": str(output_dir), "train_file": train_file}
+    keys |= {"data_dir": "", "max_train_samples": 8, "per_device_train_batch_size": 4, "learning_rate": 0.01}
+    keys |= {"num_train_epochs": 1, "gradient_checkpointing": False, "logging_steps": 1, "save_steps": 1}
+    keys |= {"use_cpu": True, "bf16": False, "report_to": "none"}
     path = folder / f"{output_dir.name}.yaml"
     path.write_text(yaml.safe_dump(keys | changes))
     return ["--config", str(path)]
@@ -161,9 +150,8 @@ def test_passages_apart_are_tokenized_alone_between_the_parts_of_the_prompt(toke
     assert tokenizer.decode(target) == row["answers"][0] + "<|im_end|>"
     assert len(example["labels"]) == len(ids)
     is_passage = numbers >= 0
-    assert tokenizer.decode(ids[~is_passage]) == prompt_of(tokenizer, row).replace(
-        passages_text(row), ""
-    ) + tokenizer.decode(target)
+    prompt = prompt_of(tokenizer, row).replace(passages_text(row), "")
+    assert tokenizer.decode(ids[~is_passage]) == prompt + tokenizer.decode(target)
 
 
 def test_a_batch_of_passages_apart_learns_as_each_row_whose_passages_are_read_alone(base_model_dir, tokenizer):
@@ -201,13 +189,7 @@ def test_a_run_with_passages_apart_leaves_a_lora(tmp_path, base_model_dir):
 
 
 def test_the_peers_recipe_is_that_of_the_baseline_but_for_its_passages():
-    joint, apart = (
-        yaml.safe_load((RECIPES / "smollm2_135m" / f"full_text{name}.yaml").read_text("utf-8"))
-        for name in ("", "_apart")
-    )
-    assert {key for key in joint | apart if joint.get(key) != apart.get(key)} == {
-        "output_dir",
-        "passage_attention",
-        "distractors",
-        "max_tokens",
-    }
+    paths = [RECIPES / "smollm2_135m" / f"full_text{name}.yaml" for name in ("", "_apart")]
+    joint, apart = (yaml.safe_load(path.read_text("utf-8")) for path in paths)
+    own = {"output_dir", "passage_attention", "distractors", "max_tokens"}
+    assert {key for key in joint | apart if joint.get(key) != apart.get(key)} == own

@@ -16,7 +16,6 @@ from arcaligner.train import metrics
 from arcaligner.train import trainer as trainer_module
 from arcaligner.train.data import ContextCollator, ExampleBuilder, encode_slots
 from arcaligner.train.metrics import (
-    Clock,
     GateCounter,
     SwappedSlots,
     answer_questions,
@@ -35,16 +34,6 @@ def test_open_gates_are_counted_by_layer_and_padding_is_not():
     expected |= {"open_gates/layer_0": 3 / 6, "open_gates/layer_1": 3 / 6}
     assert gates.pop(Accelerator(cpu=True)) == pytest.approx(expected)
     assert gates.pop(Accelerator(cpu=True)) == {}
-
-
-def test_time_left_is_at_the_pace_since_the_start_and_speed_since_the_last_log(monkeypatch):
-    times = iter([100.0, 160.0, 180.0])
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(times))
-    clock = Clock()
-    clock.start(500.0, 10)  # resumed at step 10
-    clock.start(900.0, 11)
-    assert clock.read(1100.0, 20, 50) == {"tokens_per_second": 10.0, "minutes_left": 3.0}
-    assert clock.read(1500.0, 30, 50) == {"tokens_per_second": 20.0, "minutes_left": pytest.approx(1.3)}
 
 
 # Evaluation during a run
@@ -75,12 +64,9 @@ def test_perplexity_and_gap_are_those_of_all_targets_whatever_the_batches(tmp_pa
     nll = []
     for collate in (collator, SwappedSlots(collator)):
         batch = collate(rows)
+        mask, embeds = (batch["turn_ids"] >= 0).long(), encode_slots(processor, batch)
         with torch.no_grad():
-            logits = model(
-                batch["input_ids"],
-                attention_mask=(batch["turn_ids"] >= 0).long(),
-                context_embeds=encode_slots(processor, batch),
-            ).logits
+            logits = model(batch["input_ids"], attention_mask=mask, context_embeds=embeds).logits
         targets = batch["labels"][:, 1:].flatten()
         nll.append(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets).item())
     assert found[1]["eval_perplexity"] == pytest.approx(math.exp(nll[0]), rel=1e-5)
@@ -132,9 +118,8 @@ class Asker:
 
     def __init__(self, model, processor, index=0, count=1):
         self.model_wrapped, self.processing_class = model, processor
-        self.accelerator = SimpleNamespace(
-            process_index=index, num_processes=count, unwrap_model=self.unwrap_model, device="cpu"
-        )
+        process = {"process_index": index, "num_processes": count, "device": "cpu"}
+        self.accelerator = SimpleNamespace(**process, unwrap_model=self.unwrap_model)
         rates = ["segment", 2, 3]  # the first one answers
         self.data_collator = ContextCollator(processor.context_token_id, processor.tokenizer.pad_token_id, rates)
         self.batch_sizes = []

@@ -9,6 +9,7 @@ from dataclasses import replace
 import datasets
 import pytest
 import yaml
+from training_rows import HOTPOTQA, MUSIQUE
 
 from arcaligner.common.data_sets import TRAINING_FILES
 from arcaligner.common.files import ROOT
@@ -17,37 +18,9 @@ from arcaligner.train import prepare_data
 from arcaligner.train.corpora import open_corpus
 from arcaligner.train.prepare_data import SOURCES, prepare, read_limits
 
-SQUAD = [
-    {
-        "id": f"s{number}",
-        "title": "Ada_Lovelace",
-        "context": "Ada wrote it in 1843.",
-        "question": f"Who wrote it, {number}?",
-        "answers": {"text": ["Ada", "Ada"], "answer_start": [0, 0]},
-    }
-    for number in range(7)
-]
-HOTPOTQA = {
-    "id": "h1",
-    "question": "Was Ada born before Ben?",
-    "answer": "yes",
-    "type": "comparison",
-    "level": "hard",
-    "supporting_facts": {"title": ["Ada", "Ben"], "sent_id": [0, 0]},
-    "context": {"title": ["Cy", "Ada", "Ben"], "sentences": [["No."], ["Ada was born", " in 1815."], ["Ben: 1816."]]},
-}
-MUSIQUE = {
-    "id": "2hop__1",
-    "paragraphs": [
-        {"idx": 0, "title": "x", "paragraph_text": "y", "is_supporting": False},
-        {"idx": 1, "title": "z", "paragraph_text": "w", "is_supporting": True},
-    ],
-    "question": "Who?",
-    "question_decomposition": [{"id": 1, "question": "a", "answer": "b", "paragraph_support_idx": 1}],
-    "answer": "Ada",
-    "answer_aliases": ["A."],
-    "answerable": True,
-}
+ANSWERS = {"text": ["Ada", "Ada"], "answer_start": [0, 0]}
+TEXT = {"title": "Ada_Lovelace", "context": "Ada wrote it in 1843.", "answers": ANSWERS}
+SQUAD = [TEXT | {"id": f"s{number}", "question": f"Who wrote it, {number}?"} for number in range(7)]
 QED = {
     "example_id": -32,
     "title_text": "Fortnite",
@@ -72,11 +45,8 @@ def article(number: int) -> dict:
 
 def hub_layout(folder, configs: dict[str, str]) -> None:
     """The card of a set, which says which files its configurations have."""
-    card = {
-        "configs": [
-            {"config_name": name, "data_files": [{"split": "train", "path": path}]} for name, path in configs.items()
-        ]
-    }
+    files = {name: [{"split": "train", "path": path}] for name, path in configs.items()}
+    card = {"configs": [{"config_name": name, "data_files": each} for name, each in files.items()]}
     (folder / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
 
 
@@ -96,10 +66,9 @@ def copies(tmp_path):
     hub_layout(files_of("rajpurkar/squad", plain_text__train=SQUAD), {"plain_text": "plain_text/train*"})
     hotpotqa = files_of("hotpotqa/hotpot_qa", distractor__train=[HOTPOTQA], fullwiki__train=[HOTPOTQA | {"id": "no"}])
     hub_layout(hotpotqa, {"distractor": "distractor/train*", "fullwiki": "fullwiki/train*"})
-    lines = {"musique_ans_v1.0_train.jsonl": [MUSIQUE], "musique_ans_v1.0_dev.jsonl": [MUSIQUE | {"id": "no"}]}
-    files_of(
-        "dgslibisey/MuSiQue", **{name: "".join(json.dumps(row) + "\n" for row in rows) for name, rows in lines.items()}
-    )
+    rows = {"train": MUSIQUE, "dev": MUSIQUE | {"id": "no"}}
+    lines = {f"musique_ans_v1.0_{split}.jsonl": json.dumps(row) + "\n" for split, row in rows.items()}
+    files_of("dgslibisey/MuSiQue", **lines)
     qed = "".join(json.dumps(row) + "\n" for row in (QED, QED_NONE))
     files_of("google-research-datasets/QED", **{"qed-train.jsonlines": qed})
     files_of("uwnlp/qamr", **{"data__readable__dev.tsv": QAMR, "data__readable__test.tsv": QAMR.replace(":1:2", ":3")})
@@ -123,29 +92,23 @@ def test_each_set_becomes_rows_of_the_files_that_recipes_name(copies, tmp_path):
     squad = {"title": "Ada Lovelace", "text": "Ada wrote it in 1843."}
     assert [rows[f"squad_s{number}"]["question"] for number in range(7)] == [row["question"] for row in SQUAD]
     assert (rows["squad_s0"]["answers"], rows["squad_s0"]["passages"]) == (["Ada"], [squad])
+    cy = {"title": "Cy", "text": "No."}
     assert rows["hotpotqa_h1"] == {
         "id": "hotpotqa_h1",
         "question": "Was Ada born before Ben?",
         "answers": ["yes"],
-        "passages": [
-            {"title": "Cy", "text": "No."},
-            {"title": "Ada", "text": "Ada was born in 1815."},
-            {"title": "Ben", "text": "Ben: 1816."},
-        ],
+        "passages": [cy, {"title": "Ada", "text": "Ada was born. In 1815."}, {"title": "Ben", "text": "Ben."}],
         "dataset": "hotpotqa/hotpot_qa",
         "meta": {"gold": [1, 2]},
         "gold": [1, 2],
     }
-    assert (rows["musique_2hop__1"]["answers"], rows["musique_2hop__1"]["gold"]) == (["Ada", "A."], [1])
+    assert (rows["musique_m1"]["answers"], rows["musique_m1"]["gold"]) == (["Ada", "A."], [1])
     text = '"Fortnite" (2017) wasn\'t made by Ada, but by Epic.'
     assert rows["qed_-32"]["passages"] == [{"title": "Fortnite", "text": text}]
     assert rows["qed_-32"]["answers"] == ["Epic.", "Epic, Ada"] and "qed_5" not in rows
     sentence = {"title": "", "text": "Ships that grew replaced riverboats."}
     found = [(row["question"], row["answers"]) for row in rows.values() if row["passages"] == [sentence]]
-    assert found == 2 * [
-        ("What replaced riverboats?", ["Ships"]),
-        (LONG_QUESTION, ["replaced", "grew"]),
-    ]
+    assert found == 2 * [("What replaced riverboats?", ["Ships"]), (LONG_QUESTION, ["replaced", "grew"])]
     assert len(ids(tmp_path / "data" / "train_qa.jsonl.gz")) == 7 + 1 + 1 + 1
 
 
@@ -153,9 +116,8 @@ def test_held_out_paragraphs_are_of_articles_that_are_not_trained_on(copies, tmp
     prepare(tmp_path / "data", SOURCES, copies)
     trained, held_out = (read_rows(tmp_path / "data" / f"recon_{part}.jsonl.gz") for part in ("train", "heldout"))
     assert len(trained) == 7 and len(held_out) == 1
-    assert {row["id"] for row in (*trained, *held_out)} - {"wikipedia_3", "wikipedia_4"} == {
-        f"wikipedia_{number}" for number in (0, 1, 5, 6, 7, 8, 9)
-    }
+    found = {row["id"] for row in (*trained, *held_out)} - {"wikipedia_3", "wikipedia_4"}
+    assert found == {f"wikipedia_{number}" for number in (0, 1, 5, 6, 7, 8, 9)}
     assert held_out[0]["passages"][0]["title"] != "Ada Lovelace"
     for row in (*trained, *held_out):
         assert row["question"] == "" and row["answers"] == [] and len(row["passages"][0]["text"].split()) == 20

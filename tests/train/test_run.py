@@ -49,9 +49,8 @@ def test_keys_of_the_command_line_are_among_those_that_are_kept(config):
 def test_a_number_is_the_same_however_it_is_written(tmp_path, config):
     kept = Path(config[1])
     kept.write_text(RECIPE + "\nlearning_rate: 1e-4")  # which YAML takes for text
-    assert read_keys(run_settings(SCRIPT, config)) == read_keys(
-        run_settings(SCRIPT, [*config, "--learning_rate", "0.0001"])
-    )
+    given = run_settings(SCRIPT, [*config, "--learning_rate", "0.0001"])
+    assert read_keys(run_settings(SCRIPT, config)) == read_keys(given)
 
 
 def test_a_run_resumes_with_its_own_settings_and_other_ways_to_watch_and_run_it(begun, config):
@@ -72,13 +71,10 @@ def test_data_may_move_but_not_change(begun, config):
     (begun / "recipe.yaml").write_text(RECIPE + "\ntrain_files: {../data/a.jsonl: 1.0, 'org/corpus?name=de': 2.0}\n")
     moved = ["--train_files", "{b/a.jsonl: 1.0, 'org/corpus?name=de': 2.0}"]
     check_settings(begun, run_settings(SCRIPT, config + moved))
-    for changed in (
-        "{a.jsonl: 2.0, 'org/corpus?name=de': 2.0}",
-        "{c.jsonl: 1.0, 'org/corpus?name=de': 2.0}",
-        "{a.jsonl: 1.0, 'me/corpus?name=de': 2.0}",
-    ):
+    for changed in ("a.jsonl: 2.0, 'org", "c.jsonl: 1.0, 'org", "a.jsonl: 1.0, 'me"):
         with pytest.raises(ValueError, match="`train_files` was"):
-            check_settings(begun, run_settings(SCRIPT, [*config, "--train_files", changed]))
+            files = f"{{{changed}/corpus?name=de': 2.0}}"
+            check_settings(begun, run_settings(SCRIPT, [*config, "--train_files", files]))
 
 
 @pytest.mark.parametrize("left", ["checkpoint-2", "config.json", "adapter_config.json"])

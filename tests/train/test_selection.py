@@ -1,7 +1,6 @@
 """Mixtures of sources: shares, limits, questions that share a row, distractors, counted rows, blocks made once."""
 
 import copy
-import json
 import logging
 import os
 import re
@@ -169,9 +168,8 @@ def test_a_corpus_of_texts_asks_no_questions(select, tmp_path):
 @pytest.mark.parametrize("max_questions, sizes", [(1, [1] * 12), (2, [2] * 6), (3, [1, 1, 1, 3, 3, 3]), (9, [4] * 3)])
 def test_questions_about_the_same_passages_share_a_row(select, tmp_path, max_questions, sizes):
     rows = question_rows(12)
-    groups = [
-        ids.split(",") for ids in select(write_rows(tmp_path / "r.jsonl", rows), max_questions=max_questions)["row_id"]
-    ]
+    examples = select(write_rows(tmp_path / "rows.jsonl", rows), max_questions=max_questions)
+    groups = [ids.split(",") for ids in examples["row_id"]]
     assert sorted(map(len, groups)) == sizes
     assert sorted(row_id for group in groups for row_id in group) == sorted(f"row-{n}" for n in range(12))
     assert all(len({int(row_id.removeprefix("row-")) % 3 for row_id in group}) == 1 for group in groups)
@@ -421,11 +419,11 @@ def test_an_answer_is_found_as_whole_words(text, answers, found):
 
 @pytest.mark.parametrize("case", ["a file", "no permission"])
 def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(select, tmp_path, monkeypatch, case):
-    (tmp_path / "file").write_text("")
-    folder = tmp_path / ("file" if case == "a file" else "closed")
-    if case == "no permission":  # which root always has
+    folder = tmp_path / "folder"
+    if case == "a file":
+        folder.touch()
+    else:  # which root always has
         monkeypatch.setattr("os.access", lambda path, mode: Path(path) != folder)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(f"{json.dumps(row)}\n" for row in rows_of(CITIES[:2])))
+    rows = write_rows(tmp_path / "rows.jsonl", rows_of(CITIES[:2]))
     with pytest.raises(OSError, match=rf"cannot be kept in {folder} \(.*\). Name a folder .*examples_cache_dir"):
-        select(str(rows), examples_cache_dir=str(folder))
+        select(rows, examples_cache_dir=str(folder))

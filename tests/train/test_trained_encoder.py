@@ -61,9 +61,8 @@ def test_a_broken_run_goes_on_with_the_encoder_it_had(tmp_path, write_recipe, tr
 
 def test_a_stage_ends_with_the_mean_of_its_last_checkpoints(tmp_path, write_recipe):
     folder = tmp_path / "run"
-    run(
-        write_recipe("grounding", folder, save_steps=1, save_total_limit=3, average_checkpoints=2, max_steps=4, **RATES)
-    )
+    keys = {"save_steps": 1, "save_total_limit": 3, "average_checkpoints": 2, "max_steps": 4}
+    run(write_recipe("grounding", folder, **keys, **RATES))
     for file in ("model.safetensors", "encoder/adapter_model.safetensors"):
         mean, last, before = (load_file(folder / each / file) for each in ("", "checkpoint-4", "checkpoint-3"))
         for name in mean:
@@ -79,9 +78,7 @@ def test_a_stage_ends_with_the_mean_of_its_last_checkpoints(tmp_path, write_reci
         ({"average_checkpoints": -1}, "expected 0 or more"),
     ],
 )
-def test_a_mean_of_checkpoints_that_will_not_be_there_is_refused_before_training(
-    tmp_path, write_recipe, given, message
-):
+def test_a_mean_of_checkpoints_that_will_not_be_there_is_refused(tmp_path, write_recipe, given, message):
     with pytest.raises(ValueError, match=message):
         run(write_recipe("grounding", tmp_path / "run", **given, **RATES))
 

@@ -39,19 +39,16 @@ def plain_nll(model, processor, example, embeds=None) -> float:
 
 
 @pytest.mark.parametrize("max_segments", [None, 1])
-def test_each_paragraph_has_the_loss_of_the_model_alone_without_padding(
-    checkpoint_dir, base_model_dir, model, processor, max_segments
-):
+def test_each_paragraph_has_the_models_own_loss(checkpoint_dir, base_model_dir, model, processor, max_segments):
     backbone = AutoModelForCausalLM.from_pretrained(base_model_dir)
     arms = {reads: ReadFrom(reads, str(checkpoint_dir), reads) for reads in ("text", "slots")}
     found = {reads: measure(arm, ROWS, max_segments, 2, "cpu") for reads, arm in arms.items()}
     for number, row in enumerate(ROWS):
         examples = list(paragraph_examples(processor, row, max_segments))
         recited = sum(plain_nll(backbone, processor, with_text(example)) for example in examples)
-        read = sum(
-            plain_nll(model, processor, each, processor.encoder.encode([s["encoder_text"] for s in each.segments]))
-            for each in examples
-        )
+        texts = [[segment["encoder_text"] for segment in each.segments] for each in examples]
+        embeds = map(processor.encoder.encode, texts)
+        read = sum(plain_nll(model, processor, *each) for each in zip(examples, embeds, strict=True))
         assert found["text"][number]["nll"] == pytest.approx(recited, rel=1e-4)
         assert found["slots"][number]["nll"] == pytest.approx(read, rel=1e-4) and abs(read - recited) > 1e-2
     assert [each["slots"] for each in found["slots"]] == [3, 2, 1] and not any(each["slots"] for each in found["text"])

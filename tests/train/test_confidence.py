@@ -1,0 +1,55 @@
+"""Fitting the confidence: what is read, the regression and its calibration, and the command."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from conftest import chat_inputs
+from training_rows import article_rows, write_rows
+
+from arcaligner import ArcAlignerProcessor
+from arcaligner.train.confidence import calibrate, fit_probe, last_states, main
+
+
+def test_the_states_of_a_row_are_those_of_its_prompt_alone(model, processor):
+    passages = [{"title": "", "text": text} for text in ("Ada wrote it. It was long.", "It is a short book.")]
+    rows = [{"question": q, "passages": [p]} for q, p in zip(("Who wrote it?", "What?"), passages, strict=True)]
+    found = last_states(model, processor, rows, "segment", [0])
+    for row, states in zip(rows, found, strict=True):
+        inputs = chat_inputs(processor, row["question"], row["passages"])
+        with torch.no_grad():
+            expected = model.model(**inputs, use_cache=False, output_hidden_states=True).hidden_states[1][0, -1]
+        torch.testing.assert_close(torch.tensor(states), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_regression_finds_what_tells_the_rows_apart_and_is_calibrated():
+    random = np.random.default_rng(0)
+    states = random.normal(3.0, 2.0, (4000, 5))
+    odds = 1.5 * (states[:, 2] - 3.0)
+    is_answered = random.random(4000) < 1 / (1 + np.exp(-odds))
+    weight, bias = fit_probe(states[:2000], is_answered[:2000])
+    assert np.argmax(np.abs(weight)) == 2 and np.abs(np.delete(weight, 2)).max() < 0.1 * weight[2]
+    found = states @ weight + bias
+    scale, offset, threshold = calibrate(found, is_answered)
+    np.testing.assert_allclose(scale * found + offset, odds, atol=0.5)
+    sure = 1 / (1 + np.exp(-(scale * found + offset)))
+    assert sure.mean() == pytest.approx(is_answered.mean(), abs=0.01)
+    assert (sure[is_answered] < threshold).mean() == pytest.approx(0.05, abs=0.005)
+
+
+def test_the_command_writes_a_probe_that_the_pipeline_takes(checkpoint_dir, tmp_path, capsys):
+    aligner = shutil.copytree(checkpoint_dir, tmp_path / "aligner")
+    rows = write_rows(tmp_path / "rows.jsonl", [row | {"id": f"town_{row['id']}"} for row in article_rows(60)])
+    keys = {"stage": "grounding", "train_files": {rows: 1.0}, "data_dir": "", "validation_share": 0.4}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(keys | {"model_name_or_path": "base", "no_answer": "nobody knows"}))
+    main(recipe, aligner, number=40, held_out=20)
+    saved = ArcAlignerProcessor.from_pretrained(aligner)
+    printed = capsys.readouterr().out
+    assert "| segment |" in printed and f"threshold {saved.answer_probe['threshold']}" in printed
+    assert saved.no_answer == "nobody knows" and 0 < saved.answer_probe["threshold"] < 1
+    width = json.loads((aligner / "config.json").read_text())["text_config"]["hidden_size"]
+    assert len(saved.answer_probe["weight"]) == width * len(saved.answer_probe["layers"])

@@ -1,0 +1,147 @@
+"""Fits how likely it is that passages answer a question: the `answer_probe` of an aligner's processor.
+
+    python -m arcaligner.train.confidence --recipe train/recipes/smollm2_135m/2_grounding.yaml --aligner FOLDER
+
+The aligner reads questions of the recipe's training articles, half of them with the nearest passages that do not answer
+them, at its rates in turn. A logistic regression tells the two apart by the states of the prompt's last token; its
+strength is chosen by cross-validation. Then the questions of the held-out articles, a fifth of them unanswerable, give
+scale and offset, and the confidence below which one in twenty answerable questions falls: the threshold. All of it is
+written to the folder's processor. No test set is read.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from tqdm.auto import tqdm
+
+from ..common.files import markdown_table, run_command
+from ..common.rows import Row
+from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..processing_arcaligner import ArcAlignerProcessor
+from .data import ExampleBuilder
+from .selection import ExampleSelector
+from .validate import BATCH, asked_rows, read_recipe
+
+# Of the backbone's layers: where the answer has been looked for, and not yet been turned into words.
+DEPTHS = (0.6, 0.73)
+STRENGTHS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+WRONGLY_REFUSED = 0.05  # share of answerable questions below the threshold
+RATES = (2, 4, 8, 16, "segment")
+
+
+@torch.inference_mode()
+def last_states(
+    model: ArcAlignerForCausalLM,
+    processor: ArcAlignerProcessor,
+    rows: list[Row],
+    rate: int | str,
+    layers: list[int],
+) -> np.ndarray:
+    """The outputs of `layers` at the last token of each row's prompt, (rows, layers * hidden), float32."""
+    order = sorted(range(len(rows)), key=lambda number: sum(len(each["text"]) for each in rows[number]["passages"]))
+    states = np.zeros((len(rows), len(layers) * model.config.text_config.hidden_size), dtype=np.float32)
+    for start in tqdm(range(0, len(order), BATCH), desc=f"reading, rate {rate}", leave=False):
+        numbers = order[start : start + BATCH]
+        inputs = processor.apply_chat_template(
+            [[{"role": "user", "content": rows[number]["question"]}] for number in numbers],
+            documents=[rows[number]["passages"] for number in numbers],
+            tokens_per_slot=rate,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={"padding": True, "padding_side": "left"},
+        )
+        read = model.model(**inputs, use_cache=False, output_hidden_states=True).hidden_states
+        # `hidden_states` begins with the embeddings.
+        states[numbers] = torch.cat([read[layer + 1][:, -1] for layer in layers], dim=1).float().numpy()
+    return states
+
+
+def fit_probe(states: np.ndarray, is_answered: np.ndarray) -> tuple[np.ndarray, float]:
+    """Weights (features,) and bias of a logistic regression from `states` (rows, features) to `is_answered` (rows,)."""
+    search = GridSearchCV(LogisticRegression(max_iter=500), {"C": STRENGTHS}, scoring="neg_log_loss", cv=3)
+    scaler, found = make_pipeline(StandardScaler(), search).fit(states, is_answered)
+    regression = found.best_estimator_
+    weight = regression.coef_[0] / scaler.scale_
+    return weight, float(regression.intercept_[0] - weight @ scaler.mean_)
+
+
+def calibrate(odds: np.ndarray, is_answered: np.ndarray) -> tuple[float, float, float]:
+    """Scale and offset that make a probability of log-odds (rows,), and the threshold on it."""
+    regression = LogisticRegression(C=1e6).fit(odds[:, None], is_answered)
+    scale, offset = float(regression.coef_[0, 0]), float(regression.intercept_[0])
+    sure = 1 / (1 + np.exp(-(scale * odds + offset)))
+    return scale, offset, float(np.quantile(sure[is_answered], WRONGLY_REFUSED))
+
+
+def fit_confidence(
+    model: ArcAlignerForCausalLM,
+    processor: ArcAlignerProcessor,
+    selector: ExampleSelector,
+    number: int,
+    number_held_out: int,
+    rates: tuple[int | str, ...] = RATES,
+) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
+    """The `answer_probe`, and how well it does on the held-out questions at each rate."""
+    num_layers = model.config.text_config.num_hidden_layers
+    layers = sorted({min(num_layers - 1, int(depth * num_layers) - 1) for depth in DEPTHS if depth * num_layers >= 1})
+    rows = asked_rows(selector, number, held_out=False, unanswerable=0.5)
+    parts = [rows[place :: len(rates)] for place in range(len(rates))]
+    states = [last_states(model, processor, part, rate, layers) for part, rate in zip(parts, rates, strict=True)]
+    weight, bias = fit_probe(np.concatenate(states), np.array([row["is_answered"] for part in parts for row in part]))
+    held_out = asked_rows(selector, number_held_out)
+    is_answered = np.array([row["is_answered"] for row in held_out])
+    odds = [last_states(model, processor, held_out, rate, layers) @ weight + bias for rate in rates]
+    scale, offset, threshold = calibrate(np.concatenate(odds), np.tile(is_answered, len(rates)))
+    results = {}
+    for rate, some in zip(rates, odds, strict=True):
+        is_refused = 1 / (1 + np.exp(-(scale * some + offset))) < threshold
+        results[str(rate)] = {
+            "refused": 100 * is_refused[~is_answered].mean(),
+            "wrongly refused": 100 * is_refused[is_answered].mean(),
+            "AUROC": roc_auc_score(is_answered, some),
+        }
+    probe = {
+        "layers": layers,
+        "bias": round(scale * bias + offset, 6),
+        "threshold": round(threshold, 4),
+        "weight": [round(each, 6) for each in (scale * weight).tolist()],
+    }
+    return probe, results
+
+
+def main(
+    recipe: Annotated[Path, typer.Option(help="The recipe of the stage: its data, and what is held out.")],
+    aligner: Annotated[Path, typer.Option(help="Folder of the aligner; its processor is written again.")],
+    number: Annotated[int, typer.Option("-n", help="Training questions.")] = 20_000,
+    held_out: Annotated[int, typer.Option(help="Held-out questions.")] = 1000,
+    data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
+    dtype: Annotated[str, typer.Option(help="The dtype of the backbone.")] = "float32",
+) -> None:
+    """Fits the confidence of an aligner's answers, and prints what it is worth on held-out questions."""
+    model = ArcAlignerForCausalLM.from_pretrained(aligner, dtype=getattr(torch, dtype)).eval()
+    processor = ArcAlignerProcessor.from_pretrained(aligner)
+    data = read_recipe(recipe, data_dir)
+    selector = ExampleSelector(data, ExampleBuilder(processor))
+    rates = tuple(dict.fromkeys(processor.trained_tokens_per_slot or RATES))
+    processor.answer_probe, results = fit_confidence(model, processor, selector, number, held_out, rates)
+    processor.no_answer = processor.no_answer or data.no_answer
+    processor.save_pretrained(aligner)
+    names = ("refused", "wrongly refused", "AUROC")
+    cells = [[rate, *(f"{each[name]:.3g}" for name in names)] for rate, each in results.items()]
+    typer.echo(
+        "\n".join([*markdown_table(["rate", *names], cells), f"threshold {processor.answer_probe['threshold']}"])
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)
