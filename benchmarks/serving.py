@@ -3,8 +3,9 @@
     python -m arcaligner.benchmarks.serving --url http://127.0.0.1:8000 --questions nq.jsonl.gz --clients 1,8,32
 
 It asks a running server: each client sends its next question when it has the answer to the last. Lengths are mixed:
-the number of passages and the longest answer change from request to request. `--write docs/server.md --name kept`
-puts the table between `<!-- load kept -->` and the next `<!-- end -->` there.
+the number of passages changes with the question, the longest answer from request to request. `--distinct 24` asks that
+many questions again and again, once before it measures, so that their passages are kept. `--write docs/server.md --name
+kept` puts the table between `<!-- load kept -->` and the next `<!-- end -->` there.
 """
 
 import asyncio
@@ -17,13 +18,11 @@ from typing import Annotated, Any
 import httpx
 import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from ..common.files import describe_machine, markdown_table, run_command, write_whole
 from ..common.rows import read_rows
 
-# Of requests in turn: passages that are read, and tokens of an answer.
+# Passages that are read, by the length of the question, and tokens of an answer, of requests in turn.
 TOP_K, MAX_TOKENS = (1, 3, 5, 10), (4, 16, 64)
 
 
@@ -59,7 +58,7 @@ async def ask_all(url: str, key: str, questions: list[str], clients: int) -> lis
         while waiting:
             number, question = waiting.pop()
             body = {"model": model, "messages": [{"role": "user", "content": question}]}
-            body |= {"top_k": TOP_K[number % len(TOP_K)], "max_tokens": MAX_TOKENS[number % len(MAX_TOKENS)]}
+            body |= {"top_k": TOP_K[len(question) % len(TOP_K)], "max_tokens": MAX_TOKENS[number % len(MAX_TOKENS)]}
             began = time.perf_counter()
             response = await client.post("/v1/chat/completions", json=body)
             answer = {"status": response.status_code, "seconds": time.perf_counter() - began}
@@ -84,12 +83,18 @@ def main(
     url: Annotated[str, typer.Option(help="A server that runs.")] = "http://127.0.0.1:8000",
     clients: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "1,8,32",
     requests: Annotated[int, typer.Option(help="Requests of each number of clients.", min=1)] = 64,
+    distinct: Annotated[
+        int | None,
+        typer.Option(help="Ask so many questions only, once before. Default: all, from the first on.", min=1),
+    ] = None,
     write: Annotated[Path | None, typer.Option(help="A document whose table is replaced.")] = None,
     name: Annotated[str, typer.Option(help="Which of its tables: `new` or `kept`.")] = "new",
     api_key: Annotated[str, typer.Option(envvar="ARCALIGNER_API_KEY", help="The server's key.")] = "",
 ) -> None:
     """Prints answers per second and the quantiles of their time, and a JSON line."""
-    texts = [row["question"] for row in read_rows(questions)]
+    texts = [row["question"] for row in read_rows(questions)][:distinct]
+    if distinct is not None:
+        asyncio.run(ask_all(url, api_key, texts, 1))
     columns = ["Clients", "Answers/s", "p50 s", "p95 s", "p99 s", "Batch", "Passages kept", "Memory, MB", "Failed"]
     rows, found = [], {}
     for number, count in enumerate(int(each) for each in clients.split(",")):
@@ -105,12 +110,10 @@ def main(
         found[count] |= {"kept": kept, "megabytes": [before, after]}
         row = [str(count), f"{rate:.2f}", *(f"{each:.2f}" for each in quantiles), f"{batch:.1f}", f"{kept:.0%}"]
         rows.append([*row, f"{before:,.0f} to {after:,.0f}", str(len(answers) - len(good))])
-    table = Table(*columns)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    table = markdown_table(columns, rows)
+    typer.echo("\n".join(table))
     if write is not None:
-        write_table(write, name, markdown_table(columns, rows))
+        write_table(write, name, table)
     typer.echo(json.dumps({"load": found, "machine": describe_machine()}))
 
 

@@ -29,7 +29,7 @@ def draw_page(url: str) -> None:
         browser = Browser(folder)
         try:
             browser.call(
-                "Emulation.setDeviceMetricsOverride", width=800, height=1250, deviceScaleFactor=1, mobile=False
+                "Emulation.setDeviceMetricsOverride", width=800, height=1900, deviceScaleFactor=1, mobile=False
             )
             browser.call("Page.navigate", url=url)
             browser.wait_for("document.querySelector('#examples button')")
@@ -37,8 +37,8 @@ def draw_page(url: str) -> None:
             browser.evaluate("$('form').requestSubmit()")
             browser.wait_for("!running", seconds=600)
             browser.evaluate("scrollTo(0, 0)")
-            browser.picture().quantize(64).save(DOCS / "page.png", optimize=True)
             assert not browser.seen("#error"), browser.seen("#error")
+            browser.picture().quantize(64).save(DOCS / "page.png", optimize=True)
         finally:
             browser.process.terminate()
             browser.process.wait()

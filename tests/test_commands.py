@@ -150,4 +150,4 @@ def test_the_server_of_the_documents_answers_what_they_ask(place, environment):
         finally:
             server.send_signal(signal.SIGINT)
             server.communicate()
-    assert len(serve) == 2 and len(curl) == 1 and len(benchmark) == 1
+    assert len(serve) == 2 and len(curl) == 1 and len(benchmark) == 2

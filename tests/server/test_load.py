@@ -10,7 +10,7 @@ from arcaligner.common.files import CASE_STUDIES, write_whole
 PLACE = "Before\n<!-- load kept -->\nold\n<!-- end -->\nAfter\n"
 
 
-def test_the_benchmark_writes_its_table(url, tmp_path, capsys):
+def test_the_benchmark_writes_its_table(url, tmp_path, capsys, monkeypatch):
     questions, page = CASE_STUDIES, tmp_path / "page.md"
     write_whole(page, PLACE)
     settings = {"url": url, "api_key": "a key", "write": page}
@@ -21,6 +21,9 @@ def test_the_benchmark_writes_its_table(url, tmp_path, capsys):
     before, after = PLACE.split("old\n")
     assert page.read_text().startswith(before.strip()) and page.read_text().endswith(after)
     assert '"kept": 1.0' in capsys.readouterr().out  # the second time, both passages are kept
+    monkeypatch.setattr(serving, "read_rows", lambda path: [{"question": f"Where is {name}?"} for name in "ABCDEF"])
+    serving.main(questions, clients="2", requests=6, distinct=2, name="kept", **settings)
+    assert '"kept": 1.0' in capsys.readouterr().out and page.read_text().count("| 100% |") == 1
     with pytest.raises(ValueError, match="has 0 places `<!-- load new -->`"):
         serving.main(questions, clients="1", requests=1, name="new", **settings)
 

@@ -64,8 +64,10 @@ def test_a_question_is_asked_by_keyboard_alone(browser, client):
     browser.wait_for("!running && $('report').checkVisibility()")
     documents = TEXT.split("\n\n")
     messages = [{"role": "user", "content": QUESTION}]
-    expected = client.chat.completions.create(model="tiny", messages=messages, extra_body={"documents": documents})
-    assert browser.evaluate("$('answer').textContent") == expected.choices[0].message.content
+    settings = {"max_tokens": 96, "extra_body": {"documents": documents}}
+    expected = client.chat.completions.create(model="tiny", messages=messages, **settings)
+    assert expected.choices[0].finish_reason == "length"  # which is seen
+    assert browser.evaluate("$('answer').textContent") == expected.choices[0].message.content + " …"
     slots = expected.model_extra["arcaligner"]["statistics"]["slots"]
     assert browser.seen("#slots").startswith(f"{slots} slots, ×") and browser.seen("#slots-new").endswith(" ms")
     assert "A small model: check it." in browser.seen("#check")
@@ -123,7 +125,7 @@ def test_new_and_kept_reading_are_told_apart_and_the_full_text_answers_beside(br
     assert all(cell.endswith(" ms") for cell in cells)
     messages = [{"role": "user", "content": QUESTION}]
     extra = {"full_text": True, "documents": text.replace("new", "newer").split("\n\n")}
-    full = client.chat.completions.create(model="tiny", messages=messages, extra_body=extra)
+    full = client.chat.completions.create(model="tiny", messages=messages, max_tokens=96, extra_body=extra)
     assert browser.evaluate("$('full-answer').textContent") == full.choices[0].message.content
     answers = browser.evaluate("['answer', 'full-answer'].map(id => $(id).getBoundingClientRect().top)")
     assert answers[0] == answers[1]  # side by side
