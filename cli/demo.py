@@ -129,7 +129,7 @@ def answer_cells(row: Row, record: dict[str, Any], seconds: FirstTokens) -> list
 @torch.inference_mode()
 def run_demo(ask: ArcAlignerPipeline, console: Console, tokens_per_slot: Rate = None) -> None:
     """Answers the questions and prints the table."""
-    rows, times = demo_rows(ask.processor.no_answer), []
+    rows, times = demo_rows(ask.processor.answer_probe and ask.processor.no_answer), []
     table = Table(
         Column("Question, answer, gold"),
         Column("Tokens → slots", no_wrap=True),
@@ -144,6 +144,8 @@ def run_demo(ask: ArcAlignerPipeline, console: Console, tokens_per_slot: Rate = 
     for row in track(rows, "Answering", console=Console(stderr=True), transient=True):
         question = {"question": row["question"], "documents": row["passages"]}
         settings = {"max_new_tokens": MAX_NEW_TOKENS, "tokens_per_slot": tokens_per_slot}
+        if probe := ask.processor.answer_probe:  # fitted on other questions
+            settings["min_confidence"] = probe["threshold"]
         record = ask(question, return_slots=True, **settings)[0]
         times.append(first_token_seconds(ask, row, tokens_per_slot))
         table.add_row(*answer_cells(row, record, times[-1]))

@@ -10,6 +10,7 @@ import time
 import pytest
 from conftest import edit_json
 from rich.console import Console
+from tiny_models import random_probe
 
 from arcaligner import ArcAlignerPipeline
 from arcaligner.cli import app as cli
@@ -243,6 +244,7 @@ def test_demo_shows_every_question_answer_gold_and_rate(checkpoint_dir):
 def test_an_aligner_that_can_refuse_is_also_asked_what_its_passages_do_not_answer(checkpoint_dir, monkeypatch):
     ask = shared.load_pipeline(str(checkpoint_dir))
     monkeypatch.setattr(ask.processor, "no_answer", "unanswerable")
+    monkeypatch.setattr(ask.processor, "answer_probe", random_probe(ask.model, threshold=1.0))
     seen = []
     monkeypatch.setattr(
         demo, "first_token_seconds", lambda ask, row, rate: seen.append(row) or demo.FirstTokens(1, 2, 3, 4)
@@ -254,6 +256,7 @@ def test_an_aligner_that_can_refuse_is_also_asked_what_its_passages_do_not_answe
     texts = [each["text"] for each in seen[-1]["passages"]]
     assert len(texts) == 4 and not any(gold in text for gold in seen[3]["answers"] for text in texts)
     assert len(re.findall(r"\(confidence [01]\.\d\d\)", shown)) == 7
+    assert shown.count("unanswerable") == 8 and "1 of 7" in shown  # as an answer to each, and once as the gold one
 
 
 def test_a_row_of_the_demo_has_passes_sizes_and_times():
