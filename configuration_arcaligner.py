@@ -385,6 +385,30 @@ def check_question(question) -> None:
         raise ValueError("The question is empty; expected a text. Passages alone ask nothing.")
 
 
+def check_answer_probe(probe: Any) -> None:
+    """Raises `ValueError` unless it is a regression as `train/confidence.py` writes it."""
+
+    def is_finite(value) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+    given = probe if isinstance(probe, dict) else {}
+    layers, weight = given.get("layers"), given.get("weight")
+    is_right = (
+        isinstance(layers, list)
+        and bool(layers)
+        and all(type(layer) is int and layer >= 0 for layer in layers)
+        and isinstance(weight, list)
+        and all(map(is_finite, weight))
+        and is_finite(given.get("bias"))
+        and is_finite(given.get("threshold"))
+    )
+    if not is_right:
+        raise ValueError(
+            f"`answer_probe` is {str(probe)[:60]}...; expected `layers` (their numbers), `weight` (numbers), `bias` "
+            "and `threshold`. Fit it again with `python -m arcaligner.train.confidence`."
+        )
+
+
 def check_conversation(given: Any) -> None:
     """Raises `ValueError` unless it is a list of messages, or a list of such lists."""
     messages = getattr(given, "messages", given)  # transformers' `Chat` has them inside

@@ -132,8 +132,7 @@ class SlotGenerationMixin(GenerationMixin):
         return passage_positions(place_passage_ids(is_slot, context_passage_ids), is_real)
 
     def slot_prefix_store(self, processor, **options):
-        """Keeps what was read of passages for further questions: a [`SlotPrefixStore`], with its `max_bytes`, `folder`
-        and `read_only`."""
+        """Keeps what was read of passages for further questions: a [`SlotPrefixStore`], with its options."""
         return processor.slot_prefix_store(self, **options)  # the processor's code: only it reads passages
 
     def prepare_inputs_for_generation(

@@ -25,6 +25,8 @@ from .slot_rows_arcaligner import pad_passage_ids, pad_words
 
 # Options of a call that go to the processor.
 _SLOT_OPTIONS = (*SLOT_SETTINGS, "sanitize_control_tokens")
+# Options of `generate` that have more than the prompt read before its first scores.
+_READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
 
 
 def format_trajectory(depth: int) -> str:
@@ -48,6 +50,8 @@ def check_min_confidence(processor, min_confidence: float) -> None:
     if not is_number or not 0.0 <= min_confidence <= 1.0:
         raise ValueError(f"`min_confidence` is {min_confidence!r}; expected a number from 0 to 1.")
     _check_probe(processor, "`min_confidence`")
+    if not isinstance(processor.no_answer, str):
+        raise ValueError(f"The processor's `no_answer` is {processor.no_answer!r}; expected what is answered instead.")
 
 
 def _check_probe(processor, what: str) -> None:
@@ -65,7 +69,8 @@ class AnswerConfidence(LogitsProcessor):
     Beyond the paper. A frozen model that has read passages and question shows in its middle layers whether it found an
     answer, also where it goes on to invent one. A logistic regression reads this from the states of the last token of
     the prompt, so the confidence is known before the first token and is the same for all beams and samples. It does not
-    say that the answer is right. Changes no score.
+    say that the answer is right. Changes no score. Not with `guidance_scale`, prompt lookup or an assistant model,
+    which have more than the prompt read.
 
     Args:
         model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): The aligner; the processor's
@@ -88,7 +93,8 @@ class AnswerConfidence(LogitsProcessor):
         _check_probe(processor, "A confidence")
         probe, width = processor.answer_probe, model.config.text_config.hidden_size
         layers = model.model.decoder_layers
-        self.weight, self.bias = torch.tensor(probe["weight"], device=model.device), probe["bias"]
+        self.weight = torch.tensor(probe["weight"], dtype=torch.float32, device=model.device)
+        self.bias = probe["bias"]
         if max(probe["layers"]) >= len(layers) or len(self.weight) != len(probe["layers"]) * width:
             raise ValueError(
                 f"`answer_probe` has {len(self.weight)} weights for layers {probe['layers']}; expected {width} for "
@@ -96,10 +102,11 @@ class AnswerConfidence(LogitsProcessor):
             )
         self.layers = [layers[layer] for layer in probe["layers"]]
         self.confidence: torch.Tensor | None = None  # (batch * beams or samples,)
-        self._states: dict[int, torch.Tensor] = {}  # of each layer, (batch, hidden)
+        # Of each thread, as others may use the same model, and each layer, (batch, hidden).
+        self._states: dict[tuple[int, int], torch.Tensor] = {}
 
     def __enter__(self) -> "AnswerConfidence":
-        self._thread = threading.get_ident()  # others may use the same model
+        self.confidence = None
         self._hooks = [
             layer.register_forward_hook(functools.partial(self._see, place)) for place, layer in enumerate(self.layers)
         ]
@@ -108,17 +115,23 @@ class AnswerConfidence(LogitsProcessor):
     def __exit__(self, *error) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._states = {}
 
     def _see(self, place: int, layer, inputs, states: torch.Tensor) -> None:
         """Keeps the last token's states (batch, hidden). Passages that are read apart come first, then the prompt."""
-        if self.confidence is None and threading.get_ident() == self._thread:
-            self._states[place] = states[:, -1].float()
+        if self.confidence is None:
+            self._states[threading.get_ident(), place] = states[:, -1].float()
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         if self.confidence is None:
-            states = torch.cat([self._states[place] for place in range(len(self.layers))], dim=1)
+            states = [self._states.get((threading.get_ident(), place)) for place in range(len(self.layers))]
+            if any(each is None for each in states):
+                raise ValueError(
+                    "No states of the prompt's last token were seen. Generate inside `with AnswerConfidence(...)`, with "
+                    "a model that is not compiled as a whole, and without prompt lookup or an assistant model."
+                )
+            states = torch.cat([each.to(self.weight.device) for each in states], dim=1)
             self.confidence = torch.sigmoid(states @ self.weight + self.bias)
-            self._states = {}
         return scores
 
 
@@ -176,7 +189,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             max_slots (`int`, *optional*): Maximum number of slots per input, the first ones.
             min_confidence (`float`, *optional*):
                 Where it is less likely, from 0 to 1, that the passages answer the question, the answer becomes the
-                processor's `no_answer`. See [`AnswerConfidence`].
+                processor's `no_answer`. See [`AnswerConfidence`]. Not with a `streamer`, which would be told the
+                answer, `return_tensors`, `guidance_scale`, prompt lookup or an assistant model.
             sanitize_control_tokens (`bool`, *optional*, defaults to `True`):
                 Whether special tokens of the tokenizer, such as `<|im_end|>`, are read as plain text.
             batch_size (`int`, *optional*, defaults to 1): Inputs computed at a time.
@@ -213,6 +227,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             forward["return_slots"] = return_slots
         if min_confidence is not None:
             check_min_confidence(self.processor, min_confidence)
+            given = [name for name in ("streamer", "return_tensors") if kwargs.get(name)]
+            if given:
+                raise ValueError(f"`min_confidence` is set, but not possible with `{given[0]}`. Leave one out.")
             forward["min_confidence"] = postprocess["min_confidence"] = min_confidence
         return preprocess, forward, postprocess
 
@@ -294,7 +311,12 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         if passage_ids.shape[1]:
             slots["context_passage_ids"] = passage_ids  # (batch, max_slots)
         watch = None
-        if slots and self.processor.answer_probe is not None and (return_slots or min_confidence is not None):
+        config = generate_kwargs.get("generation_config") or self.model.generation_config
+        reads_more = any(generate_kwargs.get(name) or getattr(config, name, None) for name in _READ_MORE)
+        if min_confidence is not None and reads_more:
+            raise ValueError(f"`min_confidence` is set, but not possible with any of {', '.join(_READ_MORE)}.")
+        is_asked = min_confidence is not None or (return_slots and not reads_more)
+        if slots and self.processor.answer_probe is not None and is_asked:
             watch = AnswerConfidence(self.model, self.processor)
             generate_kwargs["logits_processor"] = [*(generate_kwargs.get("logits_processor") or []), watch]
         with self.model.recorded_depths() as depths, watch or contextlib.nullcontext():

@@ -7,7 +7,7 @@ What is kept is one passage, where passages are read apart, so it serves every q
 others; where they are read jointly, it is all passages of a question together. The text before the slots is kept once.
 
 A backbone that knows nothing of slots continues from the files (the text before the slots, then passages) with the same
-logits; where passages are read apart, `position_ids` go on behind the longest one:
+logits (not those kept as int8); where passages are read apart, `position_ids` go on behind the longest one:
 
     parts = [load_file(path)["keys_values"] for path in paths]
     cache = DynamicCache(config=backbone.config)  # backbone = AutoModelForCausalLM.from_pretrained(base_model)
@@ -424,7 +424,7 @@ class SlotPrefixStore:
 def to_int8(keys_values: torch.Tensor) -> torch.Tensor:
     """Keys and values (..., head_dim) as bytes for `from_int8`: steps of a slot and head, as many as bytes tell."""
     step = keys_values.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 127
-    return torch.cat([(keys_values.float() / step).round().to(torch.int8), step.view(torch.int8)], dim=-1)
+    return torch.cat([(keys_values.float() / step).round().to(torch.int8), step.contiguous().view(torch.int8)], dim=-1)
 
 
 def _apart(passages: list | GivenSlots) -> list:

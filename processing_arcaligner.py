@@ -32,6 +32,7 @@ from .configuration_arcaligner import (
     DEFAULT_ENCODER,
     PASSAGE_ATTENTIONS,
     SLOT_SETTINGS,
+    check_answer_probe,
     check_conversation,
     check_question,
     check_text,
@@ -136,6 +137,8 @@ class ArcAlignerProcessor(ProcessorMixin):
                 f"`passage_attention` is {passage_attention!r}; expected one of {', '.join(PASSAGE_ATTENTIONS)}."
             )
         self.passage_attention = passage_attention
+        if answer_probe is not None:
+            check_answer_probe(answer_probe)
         self.no_answer, self.answer_probe = no_answer, answer_probe
         self.encoder_name_or_path, self.encoder_hidden_size = encoder_name_or_path, encoder_hidden_size
         self.encoder_dtype, self.trained_encoder = encoder_dtype, trained_encoder

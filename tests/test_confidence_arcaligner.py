@@ -4,10 +4,9 @@ import threading
 
 import pytest
 import torch
-from conftest import ENCODER_WIDTH, chat_inputs
+from conftest import chat_inputs, processor_with
 from tiny_models import random_probe
 
-from arcaligner import ArcAlignerProcessor
 from arcaligner.pipeline_arcaligner import AnswerConfidence, ArcAlignerPipeline
 
 DOCUMENTS = ["It was written by Ada. Nobody knew how to read it aloud."]
@@ -17,14 +16,7 @@ TOKENS = {"max_new_tokens": 6, "do_sample": False}
 @pytest.fixture
 def fitted(processor, model):
     """A processor that knows how to tell the confidence of `model`."""
-    return ArcAlignerProcessor(
-        processor.tokenizer,
-        encoder_name_or_path=processor.encoder_name_or_path,
-        encoder_hidden_size=ENCODER_WIDTH,
-        context_token_id=processor.context_token_id,
-        no_answer="not in the text",
-        answer_probe=random_probe(model),
-    )
+    return processor_with(processor, no_answer="not in the text", answer_probe=random_probe(model))
 
 
 @pytest.fixture
@@ -149,3 +141,66 @@ def test_a_probe_of_another_model_is_refused(model, fitted, changes):
     fitted.answer_probe = random_probe(model, **changes)
     with pytest.raises(ValueError, match="It was fitted for another model"):
         AnswerConfidence(model, fitted)
+
+
+def test_what_reads_more_than_the_prompt_has_no_confidence_and_is_refused_with_one(ask, model, fitted):
+    row = {"question": "Who wrote it? Who wrote it?", "documents": DOCUMENTS}
+    for option in ({"prompt_lookup_num_tokens": 4}, {"guidance_scale": 1.5}):
+        assert "confidence" not in ask(row, return_slots=True, **TOKENS, **option)[0]["statistics"]
+        with pytest.raises(ValueError, match="not possible with any of guidance_scale, prompt_lookup"):
+            ask(row, min_confidence=0.5, **TOKENS, **option)
+    with pytest.raises(ValueError, match="No states of the prompt's last token were seen"):
+        model.generate(
+            **chat_inputs(fitted, "Who?", DOCUMENTS), **TOKENS, logits_processor=[AnswerConfidence(model, fitted)]
+        )
+
+
+@pytest.mark.parametrize("option", [{"streamer": object()}, {"return_tensors": True}], ids=str)
+def test_an_answer_that_would_be_told_before_it_is_refused_is_an_error(ask, option):
+    with pytest.raises(ValueError, match=f"not possible with `{next(iter(option))}`"):
+        ask({"question": "Who?", "documents": DOCUMENTS}, min_confidence=0.5, **option)
+
+
+def test_a_watch_is_used_again_and_by_a_thread(model, fitted):
+    questions = [chat_inputs(fitted, question, DOCUMENTS) for question in ("Who wrote it?", "When, and where?")]
+    expected = [watched(model, fitted, inputs) for inputs in questions]
+    watch, found = AnswerConfidence(model, fitted), []
+    for inputs in questions:
+        with watch:
+            options = {**inputs, **TOKENS, "logits_processor": [watch]}
+            thread = threading.Thread(target=model.generate, kwargs=options)
+            thread.start()
+            thread.join()
+        found.append(torch.logit(watch.confidence))
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_refusal_needs_its_words(ask):
+    ask.processor.no_answer = None
+    with pytest.raises(ValueError, match="`no_answer` is None; expected what is answered instead"):
+        ask({"question": "Who?", "documents": DOCUMENTS}, min_confidence=0.5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layers": []},
+        {"layers": [True]},
+        {"layers": [-1]},
+        {"weight": None},
+        {"weight": [float("nan")]},
+        {"weight": ["1"]},
+        {"bias": "0"},
+        {"threshold": None},
+    ],
+    ids=str,
+)
+def test_a_probe_that_is_none_is_refused_on_loading(processor, model, changes):
+    with pytest.raises(ValueError, match="`answer_probe` is .*Fit it again with"):
+        processor_with(processor, answer_probe=random_probe(model, **changes))
+
+
+def test_whole_numbers_are_weights(model, fitted):
+    width = model.config.text_config.hidden_size
+    fitted.answer_probe = random_probe(model, layers=[0], weight=[0] * width, bias=0)
+    assert watched(model, fitted, chat_inputs(fitted, "Who?", DOCUMENTS)).tolist() == [0.0]

@@ -92,7 +92,7 @@ def fit_confidence(
 ) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
     """The `answer_probe`, and how well it does on the held-out questions at each rate."""
     num_layers = model.config.text_config.num_hidden_layers
-    layers = sorted({min(num_layers - 1, int(depth * num_layers) - 1) for depth in DEPTHS if depth * num_layers >= 1})
+    layers = sorted({max(0, int(depth * num_layers) - 1) for depth in DEPTHS})
     rows = asked_rows(selector, number, held_out=False, unanswerable=0.5)
     parts = [rows[place :: len(rates)] for place in range(len(rates))]
     states = [last_states(model, processor, part, rate, layers) for part, rate in zip(parts, rates, strict=True)]
@@ -102,7 +102,7 @@ def fit_confidence(
     odds = [last_states(model, processor, held_out, rate, layers) @ weight + bias for rate in rates]
     scale, offset = calibrate(np.concatenate(odds), np.tile(is_answered, len(rates)))
     confidences = {rate: expit(scale * some + offset) for rate, some in zip(rates, odds, strict=True)}
-    own = confidences.get(processor.tokens_per_slot, confidences[rates[0]])
+    own = confidences.get(processor.tokens_per_slot, confidences[rates[0]])  # the first where it is not among them
     threshold = float(np.quantile(own[is_answered], WRONGLY_REFUSED))
     results = {}
     for rate, sure in confidences.items():
@@ -134,7 +134,7 @@ def main(
     processor = ArcAlignerProcessor.from_pretrained(aligner)
     data = read_recipe(recipe, data_dir)
     selector = ExampleSelector(data, ExampleBuilder(processor))
-    rates = tuple(dict.fromkeys(processor.trained_tokens_per_slot or RATES))
+    rates = tuple(dict.fromkeys([processor.tokens_per_slot, *(processor.trained_tokens_per_slot or RATES)]))
     processor.answer_probe, results = fit_confidence(model, processor, selector, number, held_out, rates)
     processor.no_answer = processor.no_answer or data.no_answer
     processor.save_pretrained(aligner)

@@ -214,6 +214,7 @@ def load_mean(folders: list[Path], dtype: str) -> tuple[ArcAlignerForCausalLM, A
     processor = ArcAlignerProcessor.from_pretrained(folders[0])
     model = ArcAlignerForCausalLM.from_pretrained(folders[0], dtype=getattr(torch, dtype)).eval()
     if len(folders) > 1:
+        processor.answer_probe = None  # other weights have other states
         model.load_state_dict(mean_of_checkpoints(folders, processor), strict=False)
     return model, processor
 

@@ -48,6 +48,8 @@ def read_answers(run: Path, tasks: list[str], method: str) -> list[dict[str, Any
                 f"--tasks {','.join(tasks)} --methods {method} --output {run}`."
             )
         processor = ArcAlignerProcessor.from_pretrained(file.settings()["checkpoint"])
+        if processor.answer_probe is None:
+            raise ValueError(f"{file.settings()['checkpoint']} has no `answer_probe` any more. Fit it, and ask again.")
         for answer in answers:
             is_unsure = answer["confidence"] < processor.answer_probe["threshold"]
             says_no = answer["prediction"] == processor.no_answer

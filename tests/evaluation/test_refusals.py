@@ -39,7 +39,10 @@ def test_shares_price_and_curve_are_those_of_the_answers():
 def checkpoint(checkpoint_dir, tmp_path):
     """An aligner whose confidence was fitted."""
     processor = ArcAlignerProcessor.from_pretrained(checkpoint_dir)
-    processor.no_answer, processor.answer_probe = "not in the text", {"threshold": 0.5}
+    processor.no_answer, processor.answer_probe = (
+        "not in the text",
+        {"layers": [0], "weight": [0.5], "bias": 0.0, "threshold": 0.5},
+    )
     processor.save_pretrained(tmp_path / "aligner")
     return tmp_path / "aligner"
 
