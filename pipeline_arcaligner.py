@@ -127,7 +127,7 @@ class AnswerConfidence(LogitsProcessor):
             states = [self._states.get((threading.get_ident(), place)) for place in range(len(self.layers))]
             if any(each is None for each in states):
                 raise ValueError(
-                    "No states of the prompt's last token were seen. Generate inside `with AnswerConfidence(...)`, with "
+                    "No states of the prompt's last token were seen. Generate in `with AnswerConfidence(...)`, with "
                     "a model that is not compiled as a whole, and without prompt lookup or an assistant model."
                 )
             states = torch.cat([each.to(self.weight.device) for each in states], dim=1)
