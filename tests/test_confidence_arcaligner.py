@@ -155,7 +155,7 @@ def test_what_reads_more_than_the_prompt_has_no_confidence_and_is_refused_with_o
         )
 
 
-@pytest.mark.parametrize("option", [{"streamer": object()}, {"return_tensors": True}], ids=str)
+@pytest.mark.parametrize("option", [{"streamer": object()}, {"return_tensors": True}], ids=["streamer", "tensors"])
 def test_an_answer_that_would_be_told_before_it_is_refused_is_an_error(ask, option):
     with pytest.raises(ValueError, match=f"not possible with `{next(iter(option))}`"):
         ask({"question": "Who?", "documents": DOCUMENTS}, min_confidence=0.5, **option)
