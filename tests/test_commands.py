@@ -45,7 +45,6 @@ NOT_HERE = {
     "evaluation.judge": "a judge",
     "lm_eval": "the extra `lm-eval`",
     "llama.cpp": "the extra `llama-cpp`",
-    "llama_cpp": "the extra `llama-cpp`",
     "evaluation.publish": "writes the documents of a clone",
 }
 # The shipped aligner reads passages jointly: what the page says of this command.

@@ -70,15 +70,15 @@ def summarize(answers: list[dict[str, Any]]) -> dict[str, Any]:
     order = np.argsort([-each["confidence"] for each in answers], kind="stable")
     wrong = np.array([each["is_wrong"] for each in answers])[order]
     said = np.array([not each["is_refused"] for each in answers])
-    kept = np.arange(1, len(answers) + 1)
+    kept = np.unique(np.linspace(1, len(answers), 200).astype(int))  # a curve needs no more points
     return {
         "refused": shares[False],
         "wrongly_refused": shares[True],
         "f1": 100 * f1.mean(),
         "f1_lost": 100 * (f1 * refused[True]).mean(),
         "auroc": (1 + above) / 2,
-        "coverage": (100 * kept / len(answers)).tolist(),
-        "risk": (100 * wrong.cumsum() / kept).tolist(),
+        "coverage": (100 * kept / len(answers)).round(3).tolist(),
+        "risk": (100 * wrong.cumsum()[kept - 1] / kept).round(3).tolist(),
         "own": [100 * said.mean(), 100 * (wrong[np.argsort(order)] & said).sum() / max(1, said.sum())],
     }
 

@@ -30,8 +30,8 @@ def test_shares_price_and_curve_are_those_of_the_answers():
     assert found["refused"][1] <= 50.0 <= found["refused"][2]
     assert found["f1"] == 43.75 and found["f1_lost"] == 6.25
     assert found["auroc"] == pytest.approx(6 / 8)  # in two of 4 x 2 pairs the unanswerable one is surer
-    assert found["coverage"] == pytest.approx([100 * each / 6 for each in range(1, 7)])
-    assert found["risk"] == pytest.approx([0.0, 50.0, 200 / 3, 75.0, 80.0, 500 / 6])
+    assert found["coverage"] == pytest.approx([100 * each / 6 for each in range(1, 7)], abs=1e-3)
+    assert found["risk"] == pytest.approx([0.0, 50.0, 200 / 3, 75.0, 80.0, 500 / 6], abs=1e-3)
     assert found["own"] == pytest.approx([100 * 4 / 6, 75.0])
 
 
