@@ -260,9 +260,9 @@ The first token of a *new* question over a *new* combination of passages, each o
 the same for tokens, the strongest peer: keys and values of each passage's text are kept, and joined as those of slots
 are. *From disk*: no process has the files in memory. What was read of the *same passages in the same order* serves no
 other combination. Times are from the words of the question on: tokenizing, finding, joining and reading.
-With `slot_prefix_store(processor, dtype="int8")` passages take 27 % of the bytes. At x2, F1 of 235 held-out questions is
-43.9 instead of 43.2 (standard error of the difference 0.5), 98 % of the answers are the same, and joining twenty passages
-takes 1.5 times as long.
+With `slot_prefix_store(processor, dtype="int8")` passages take 27 % of the bytes. At x2, F1 of 235 held-out questions
+is 43.9 instead of 43.2 (standard error of the difference 0.5), 98 % of the answers are the same, and joining twenty
+passages takes 1.5 times as long.
 
 ```bash
 python -m arcaligner.benchmarks.kept --output runs/figures    # before `evaluation.publish`; three minutes
