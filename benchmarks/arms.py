@@ -24,10 +24,10 @@ from transformers.cache_utils import Cache
 
 from ..common.rows import Row
 from ..evaluation.analyses.speed import BUDGET
-from ..evaluation.answering import text_ids
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..slot_rows_arcaligner import pad_words
+from ..train.data import text_ids
 
 TOKENS_PER_PASSAGE = 150
 

@@ -28,9 +28,9 @@ from rich.progress import track
 
 from ..common.files import counted, describe_machine, markdown_table, read_json_lines, write_whole
 from ..common.rows import Row, contains_match, own_row, token_f1, usable_golds
-from ..evaluation.answering import count_tokens, load_aligner, load_text_lora, text_ids
+from ..evaluation.answering import count_tokens, load_aligner, load_text_lora
 from ..evaluation.methods import RATE_TITLES
-from ..train.data import passages_text
+from ..train.data import passages_text, text_ids
 from ..train.metrics import MAX_NEW_TOKENS
 from .arms import cache_bytes, share
 from .measuring import wait_for

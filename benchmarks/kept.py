@@ -36,7 +36,7 @@ from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, describe_machine, d
 from ..common.rows import Row, read_rows
 from ..configuration_arcaligner import check_length
 from ..evaluation.analyses.speed import KEPT_REPORT, kept_lines
-from ..evaluation.answering import apart_text, text_ids
+from ..evaluation.answering import apart_text
 from ..evaluation.settings import split_rates
 from ..generation_arcaligner import (
     entry_shape,
@@ -49,6 +49,7 @@ from ..generation_arcaligner import (
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..prefix_store_arcaligner import SlotPrefixStore
 from ..processing_arcaligner import ArcAlignerProcessor
+from ..train.data import text_ids
 from .arms import FirstToken, load_models, pick_rows, share
 from .latency import DTYPES, MIN_ROUNDS
 from .measuring import quartiles, ratio, time_interleaved

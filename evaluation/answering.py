@@ -15,18 +15,17 @@ import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, LogitsProcessorList
+from transformers import AutoModelForCausalLM
 
 from ..base_model_arcaligner import default_dtype, resolve_model
 from ..common.rows import Row
 from ..configuration_arcaligner import check_length
 from ..layers_arcaligner import ADAPTER_NAME, slot_lora_layers
 from ..modeling_arcaligner import ArcAlignerForCausalLM
-from ..pipeline_arcaligner import AnswerConfidence
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..slot_rows_arcaligner import check_can_separate, passage_positions, separate_passages
-from ..train.data import ApartText, passages_text, text_prompt
-from ..train.metrics import MAX_NEW_TOKENS
+from ..train.data import ApartText, passages_text, slot_inputs, text_inputs, text_prompt
+from ..train.metrics import MAX_NEW_TOKENS, generate_with_confidence
 
 logger = logging.getLogger(__name__)
 
@@ -47,37 +46,6 @@ class Answer:
 
 
 # Prompts
-
-
-def text_inputs(processor: ArcAlignerProcessor, contents: list[str], **slots: Any):
-    """Prompts of the user's turns `contents`, left-padded: `input_ids` and `attention_mask` (batch, seq_len)."""
-    return processor.apply_chat_template(
-        [[{"role": "user", "content": content}] for content in contents],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-        processor_kwargs={"padding": True, "padding_side": "left"},
-        **slots,
-    )
-
-
-def slot_inputs(
-    processor: ArcAlignerProcessor,
-    rows: list[Row],
-    with_passages: bool = True,
-    tokens_per_slot: int | str | None = None,
-):
-    """Prompts with slots, left-padded, and `context_embeds` (batch, max_slots, encoder_hidden_size)."""
-    documents = [row["passages"] if with_passages else [] for row in rows]
-    questions = [row["question"] for row in rows]
-    return text_inputs(processor, questions, documents=documents, tokens_per_slot=tokens_per_slot)
-
-
-def text_ids(processor: ArcAlignerProcessor, row: Row) -> tuple[list[int], list[int]]:
-    """The prompt with the passages' text, cut where the question begins: what is before it can be kept."""
-    before, after = processor.split_prompt([{"role": "user", "content": row["question"]}], add_generation_prompt=True)
-    return processor.tokenize_prompt(before + passages_text(row)), processor.tokenize_prompt(after)
 
 
 def apart_text(processor: ArcAlignerProcessor, row: Row) -> ApartText:
@@ -189,13 +157,7 @@ Answerer = TextAnswerer | SlotAnswerer | ApartAnswerer
 def _generate(model, processor, inputs, rows: list[Row], context_tokens: list[int], **refinement: Any) -> list[Answer]:
     """Greedy answers to left-padded prompts, `input_ids` (batch, seq_len)."""
     options = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False}
-    sure = [None] * len(rows)
-    if processor.answer_probe is not None and "context_embeds" in inputs:
-        with AnswerConfidence(model, processor) as watch:
-            output = model.generate(**inputs, **refinement, **options, logits_processor=LogitsProcessorList([watch]))
-        sure = watch.confidence.tolist()
-    else:
-        output = model.generate(**inputs, **refinement, **options)
+    output, sure = generate_with_confidence(model, processor, inputs, **refinement, **options)
     new_ids = output[:, inputs["input_ids"].shape[1] :]
     texts = processor.batch_decode(new_ids, skip_special_tokens=True)
     prompts = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)

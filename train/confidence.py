@@ -27,7 +27,7 @@ from ..common.files import markdown_table, run_command
 from ..common.rows import Row
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from .data import ExampleBuilder
+from .data import ExampleBuilder, slot_inputs
 from .selection import ExampleSelector
 from .validate import BATCH, asked_rows, read_recipe
 
@@ -51,16 +51,7 @@ def last_states(
     states = np.zeros((len(rows), len(layers) * model.config.text_config.hidden_size), dtype=np.float32)
     for start in tqdm(range(0, len(order), BATCH), desc=f"reading, rate {rate}", leave=False):
         numbers = order[start : start + BATCH]
-        inputs = processor.apply_chat_template(
-            [[{"role": "user", "content": rows[number]["question"]}] for number in numbers],
-            documents=[rows[number]["passages"] for number in numbers],
-            tokens_per_slot=rate,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            processor_kwargs={"padding": True, "padding_side": "left"},
-        )
+        inputs = slot_inputs(processor, [rows[number] for number in numbers], tokens_per_slot=rate)
         read = model.model(**inputs, use_cache=False, output_hidden_states=True).hidden_states
         # `hidden_states` begins with the embeddings.
         states[numbers] = torch.cat([read[layer + 1][:, -1] for layer in layers], dim=1).float().numpy()

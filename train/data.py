@@ -103,6 +103,37 @@ def full_text(row: Row) -> str:
     return text_prompt(row, passages_text(row))
 
 
+def text_inputs(processor: ArcAlignerProcessor, contents: list[str], **slots: Any):
+    """Prompts of the user's turns `contents`, left-padded: `input_ids` and `attention_mask` (batch, seq_len)."""
+    return processor.apply_chat_template(
+        [[{"role": "user", "content": content}] for content in contents],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs={"padding": True, "padding_side": "left"},
+        **slots,
+    )
+
+
+def slot_inputs(
+    processor: ArcAlignerProcessor,
+    rows: list[Row],
+    with_passages: bool = True,
+    tokens_per_slot: int | str | None = None,
+):
+    """Prompts with slots, left-padded, and `context_embeds` (batch, max_slots, encoder_hidden_size)."""
+    documents = [row["passages"] if with_passages else [] for row in rows]
+    questions = [row["question"] for row in rows]
+    return text_inputs(processor, questions, documents=documents, tokens_per_slot=tokens_per_slot)
+
+
+def text_ids(processor: ArcAlignerProcessor, row: Row) -> tuple[list[int], list[int]]:
+    """The prompt with the passages' text, cut where the question begins: what is before it can be kept."""
+    before, after = processor.split_prompt([{"role": "user", "content": row["question"]}], add_generation_prompt=True)
+    return processor.tokenize_prompt(before + passages_text(row)), processor.tokenize_prompt(after)
+
+
 class ApartText(NamedTuple):
     """Ids of a prompt of text whose passages do not read each other, as the slots of `passage_attention` "separate":
     the text before the passages, each passage, and the text after them."""

@@ -9,8 +9,10 @@ import datasets
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device, tqdm
+from transformers import LogitsProcessorList
 
 from ..common.rows import contains_match, token_f1
+from ..pipeline_arcaligner import AnswerConfidence
 from .data import ContextCollator
 
 MAX_NEW_TOKENS = 24
@@ -64,6 +66,18 @@ class SwappedSlots:
 
 
 @torch.inference_mode()
+def generate_with_confidence(
+    model, processor, inputs: dict[str, Any], **options: Any
+) -> tuple[torch.LongTensor, list[float | None]]:
+    """What `generate` returns, and of each row how likely it is that its passages answer: `None` without slots, or
+    where that was not fitted. See [`AnswerConfidence`]."""
+    if processor.answer_probe is None or "context_embeds" not in inputs:
+        return model.generate(**inputs, **options), [None] * len(inputs["input_ids"])
+    with AnswerConfidence(model, processor) as watch:
+        ids = model.generate(**inputs, **options, logits_processor=LogitsProcessorList([watch]))
+    return ids, watch.confidence.tolist()
+
+
 def answer_questions(trainer, questions: datasets.Dataset, batch_size: int) -> dict[str, float]:
     """Greedy answers from slots, at the first rate of the recipe, to the first question of held-out examples, by the
     model, collator, encoder and tokenizer of an [`AlignerTrainer`]. Each process answers a part, `batch_size` at a

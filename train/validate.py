@@ -11,7 +11,6 @@ the nearest passage that does not answer them.
 With `--output`, the mean of the checkpoints is written there; `train/confidence.py` then fits its confidence.
 """
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -28,11 +27,10 @@ from tqdm.auto import tqdm
 from ..common.files import markdown_table, run_command, stable_number, write_whole
 from ..common.rows import Row, token_f1
 from ..modeling_arcaligner import ArcAlignerForCausalLM
-from ..pipeline_arcaligner import AnswerConfidence
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.export import save_stage
-from .data import ContextCollator, ExampleBuilder, encode_slots
-from .metrics import MAX_NEW_TOKENS
+from .data import ContextCollator, ExampleBuilder, encode_slots, slot_inputs
+from .metrics import MAX_NEW_TOKENS, generate_with_confidence
 from .recipe import RecipeArguments
 from .run import last_checkpoints, mean_of_checkpoints, read_keys
 from .selection import ExampleSelector, NearestPassages, own_passages
@@ -128,29 +126,18 @@ def answers(
     rows = sorted(rows, key=lambda row: sum(len(each["text"]) for each in row["passages"]))
     for start in tqdm(range(0, len(rows), BATCH), desc=f"answers, rate {rate}", leave=False):
         some = rows[start : start + BATCH]
-        inputs = processor.apply_chat_template(
-            [[{"role": "user", "content": row["question"]}] for row in some],
-            documents=[row["passages"] for row in some],
-            tokens_per_slot=rate,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            processor_kwargs={"padding": True, "padding_side": "left"},
-        )
-        with AnswerConfidence(model, processor) if processor.answer_probe else contextlib.nullcontext() as watch:
-            options = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False}
-            ids = model.generate(**inputs, **options, logits_processor=[watch] if watch else [])
+        inputs = slot_inputs(processor, some, tokens_per_slot=rate)
+        options = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False}
+        ids, sure = generate_with_confidence(model, processor, inputs, **options)
         texts = processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        sure = watch.confidence.tolist() if watch else [1.0] * len(some)
-        least = processor.answer_probe["threshold"] if watch else 0.0
+        least = processor.answer_probe["threshold"] if processor.answer_probe else 0.0
         for row, text, confidence in zip(some, map(str.strip, texts), sure, strict=True):
             found.append(
                 {
                     "kind": kind_of(row),
                     "is_answered": row["is_answered"],
                     "f1": token_f1(text, row["answers"]),
-                    "is_refused": text == processor.no_answer or confidence < least,
+                    "is_refused": text == processor.no_answer or (confidence is not None and confidence < least),
                 }
             )
     return found
