@@ -430,15 +430,25 @@ def test_nothing_is_quantized_another_way(checkpoint):
         ArcAlignerForCausalLM._load_state_dict(model, str(checkpoint / "aligner"), {})
 
 
-@pytest.mark.parametrize("library", ["transformers", "peft", "sentence-transformers"])
-def test_a_library_that_is_too_old_is_named_with_what_is_needed(library):
+def import_with(library, version):
+    """The last two lines of what importing the model says where a library has another version."""
     code = f"""
 import importlib.metadata, transformers
 found = importlib.metadata.version
-importlib.metadata.version = lambda name: "0.9.0" if name == {library!r} else found(name)
+importlib.metadata.version = lambda name: {version!r} if name == {library!r} else found(name)
 import arcaligner.modeling_arcaligner
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    *_, error, remedy = run.stderr.splitlines()
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr.splitlines()[-2:]
+
+
+@pytest.mark.parametrize("library", ["transformers", "peft", "sentence-transformers"])
+def test_a_library_that_is_too_old_is_named_with_what_is_needed(library):
+    error, remedy = import_with(library, "0.9.0")
     assert re.match(rf"ImportError: {library}>=[\d.]+ is required .*, but found {library}==0.9.0.", error)
     assert re.match(rf'Install what this aligner needs: pip install "{library}>=[\d.]+"', remedy)
+
+
+def test_transformers_that_is_too_new_is_named_with_what_is_needed():
+    error, remedy = import_with("transformers", "5.24.0")
+    assert error.startswith("ImportError: transformers<5.24 is required") and "found transformers==5.24.0" in error
+    assert remedy == 'Install what this aligner needs: pip install "transformers<5.24"'
