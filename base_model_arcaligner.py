@@ -27,7 +27,13 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import ModelOutput
+
+# What the models and layers of the installed transformers call their cache: `cache` since 5.24. Users may say either.
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 # Kinds of attention with which a layer can be re-applied to its slot rows alone.
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -47,6 +53,22 @@ def _refuse(config: PreTrainedConfig, reason: str):
         "attention and dense layers, such as Llama, Mistral, Qwen2, Qwen3, Gemma 2 or 3, Phi-3, OLMo-2, SmolLM3, "
         "Granite or Cohere."
     )
+
+
+def one_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
+    """The cache that was given by one of its two names.
+
+    Raises:
+        `ValueError`: both were given.
+    """
+    if past_key_values is not None and cache is not None:
+        raise ValueError("Found both `past_key_values` and `cache`, two names of one argument; pass one of them.")
+    return past_key_values if cache is None else cache
+
+
+def cache_of(outputs: ModelOutput) -> Cache | None:
+    """The cache that a model returned."""
+    return getattr(outputs, CACHE)
 
 
 def check_backbone_config(config: PreTrainedConfig) -> None:
@@ -85,7 +107,7 @@ def find_decoder_layers(backbone: PreTrainedModel) -> nn.ModuleList:
     kinds = {parameter.kind for parameter in parameters.values()}
     if inspect.Parameter.VAR_KEYWORD not in kinds:
         _refuse(config, "its decoder layers take no further keyword arguments, so slot rows cannot reach them")
-    missing = {"attention_mask", "position_embeddings", "past_key_values"} - set(parameters)
+    missing = {"attention_mask", "position_embeddings", CACHE} - set(parameters)
     if missing:
         _refuse(config, f"its decoder layers take no {' and no '.join(f'`{name}`' for name in sorted(missing))}")
     if any(parameter.dim() > 2 for parameter in stacks[0].parameters()):

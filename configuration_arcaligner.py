@@ -19,8 +19,7 @@ from transformers.utils.versions import require_version
 
 # As in `pyproject.toml`, which remote code lacks. Before the other imports, which an older version may not know.
 REQUIREMENTS = ("torch>=2.9", "transformers>=5.10", "peft>=0.18.1", "sentence-transformers>=5.2", "spacy>=3.8")
-TOO_NEW = "transformers<5.24"  # which renames `past_key_values` of the layers
-for _needed in (*REQUIREMENTS, TOO_NEW):
+for _needed in REQUIREMENTS:
     require_version(_needed, f'Install what this aligner needs: pip install "{_needed}"')
 
 from transformers import AutoConfig, PreTrainedConfig  # noqa: E402

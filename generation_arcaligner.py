@@ -25,7 +25,7 @@ from transformers.generation.candidate_generator import CandidateGenerator, Prom
 from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 from transformers.utils import logging
 
-from .base_model_arcaligner import tensors_digest
+from .base_model_arcaligner import CACHE, cache_of, one_cache, tensors_digest
 from .configuration_arcaligner import REFINEMENT_SETTINGS, check_gates, check_ids, check_length
 from .slot_rows_arcaligner import (
     can_separate,
@@ -115,7 +115,7 @@ class SlotGenerationMixin(GenerationMixin):
             use_cache=True,
             **kwargs,
         )
-        return outputs.past_key_values
+        return cache_of(outputs)
 
     def prompt_positions(
         self,
@@ -150,26 +150,28 @@ class SlotGenerationMixin(GenerationMixin):
         max_refinement_steps=None,
         refinement_budget=None,
         context_mask=None,
+        cache=None,
         **kwargs,
     ):
+        cache = one_cache(past_key_values, cache)
         if context_passage_ids is not None and inputs_embeds is None:
             kwargs["position_ids"] = self.prompt_positions(input_ids, attention_mask, context_passage_ids)
         model_inputs = super().prepare_inputs_for_generation(
             input_ids,
-            past_key_values=past_key_values,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             is_first_iteration=is_first_iteration,
+            **{CACHE: cache},
             **kwargs,
         )
         # Slots are read once, with the prompt. What follows it, or a cached prefix, is text. Generated tokens, one at a
         # time, are not searched for slots: the host would have to wait for the device.
         new_ids = model_inputs.get("input_ids")
         is_one = new_ids is not None and new_ids.shape[1] == 1
-        if is_one and past_key_values is not None and not is_first_iteration:
+        if is_one and cache is not None and not is_first_iteration:
             model_inputs["is_generated"] = True
             return model_inputs
-        continues = past_key_values is not None and past_key_values.get_seq_length() > 0
+        continues = cache is not None and cache.get_seq_length() > 0
         has_slots = new_ids is not None and bool((new_ids == self.config.context_token_id).any())
         if context_embeds is not None and (has_slots or not continues):
             model_inputs["context_embeds"] = context_embeds
@@ -210,17 +212,18 @@ class SlotGenerationMixin(GenerationMixin):
                 setting of the gates or budget.
         """
         input_ids, mask = kwargs.get("input_ids", inputs), kwargs.get("attention_mask")
+        kwargs[CACHE] = cache = one_cache(kwargs.pop("past_key_values", None), kwargs.pop("cache", None))
         if input_ids is not None:
             check_ids(input_ids, vocab_size=self.config.text_config.vocab_size, others=(self.config.context_token_id,))
             if input_ids.numel() == 0 and kwargs.get("inputs_embeds") is None:
                 raise ValueError(f"`input_ids` has shape {tuple(input_ids.shape)}; expected a prompt in each row.")
-            if kwargs.get("context_embeds") is None and kwargs.get("past_key_values") is None:  # text alone
+            if kwargs.get("context_embeds") is None and cache is None:  # text alone
                 check_length(input_ids.shape[1], "The prompt", self.config.text_config)
         if mask is not None and not isinstance(mask, torch.Tensor | dict):
             raise ValueError(f"`attention_mask` is a {type(mask).__name__}; expected a tensor (batch, seq_len).")
         settings = {name: kwargs[name] for name in REFINEMENT_SETTINGS if kwargs.get(name) is not None}
         check_gates(**settings)
-        if settings and self._has_read_slots(kwargs.get("input_ids", inputs), kwargs.get("past_key_values")):
+        if settings and self._has_read_slots(input_ids, cache):
             logger.warning_once(
                 f"{', '.join(f'`{name}`' for name in settings)} of `generate` changes no slot that is in "
                 "`past_key_values` already. For other gates, give them to `store.prepare` or `prefill_context`."
@@ -391,7 +394,7 @@ def read_text(model, ids: Sequence[int]) -> torch.Tensor:
     if not ids:
         return torch.empty(entry_shape(model.config.text_config, 0), dtype=model.dtype, device=model.device)
     outputs = model.model(input_ids=torch.tensor([list(ids)], device=model.device), use_cache=True)
-    return keys_values_of(outputs.past_key_values, 0, 0, len(ids))
+    return keys_values_of(cache_of(outputs), 0, 0, len(ids))
 
 
 @torch.no_grad()
@@ -476,7 +479,7 @@ def _read_batch(model, head_ids, head, passages, batch: list[list[int]], entries
         first = start
         for number in members:
             end = first + len(passages[number].context_embeds)
-            entries[number] = keys_values_of(outputs.past_key_values, row, first, end)
+            entries[number] = keys_values_of(cache_of(outputs), row, first, end)
             first = end
 
 

@@ -24,6 +24,7 @@ from peft.tuners.lora.layer import LoraVariant
 from torch import nn
 
 from .base_model_arcaligner import (
+    CACHE,
     is_recording_outputs,
     not_recording_outputs,
 )
@@ -455,11 +456,11 @@ class SlotDecoderLayer(InPlaceMixin):
 
     def _run_compiled(self, hidden_states, slots, kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
         has_budget = slots is not None and slots.settings.budget is not None
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE)
         if has_budget or is_recording_outputs() or not LayerKeysValues.fits(cache, self.layer_idx):
             return self._algorithm_1(hidden_states, slots, kwargs)
         if cache is not None:
-            kwargs = {**kwargs, "past_key_values": LayerKeysValues(cache.layers[self.layer_idx])}
+            kwargs = {**kwargs, CACHE: LayerKeysValues(cache.layers[self.layer_idx])}
         if slots is not None:  # without the span: code would be compiled for each place of the slots
             slots = slots._replace(rows=slots.rows._replace(slot_span=None))
         return self._compiled_algorithm(hidden_states, slots, kwargs)
@@ -482,7 +483,7 @@ class SlotDecoderLayer(InPlaceMixin):
             inputs = step_inputs(step_rows, kwargs, hidden_states.dtype)
         # The rows that stay are projected to keys and values once, not in each step.
         cache = RefinementKeysValues(*self._fixed_keys_values(hidden_states, inputs, kwargs))
-        step_kwargs = {**kwargs, **inputs.for_slots, "past_key_values": cache}
+        step_kwargs = {**kwargs, **inputs.for_slots, CACHE: cache}
 
         def reapply(states: torch.Tensor) -> torch.Tensor:
             with lora_on(ALL_ROWS), not_recording_outputs():
@@ -498,7 +499,7 @@ class SlotDecoderLayer(InPlaceMixin):
             return None, None
         recorder = KeysValuesRecorder()
         fixed = take_rows(hidden_states, inputs.rows.fixed_positions)  # (batch, max_fixed, hidden)
-        fixed_kwargs = {**kwargs, **inputs.for_fixed, "past_key_values": recorder}
+        fixed_kwargs = {**kwargs, **inputs.for_fixed, CACHE: recorder}
         try:
             with lora_on(inputs.rows.fixed_slots), not_recording_outputs():
                 super().forward(fixed, **fixed_kwargs)
@@ -515,7 +516,7 @@ class SlotDecoderLayer(InPlaceMixin):
         batch, _, hidden = prefix.shape
         # Flat indices of the slots again, for rows that are shorter now.
         prefix_rows = rows.slot_rows // hidden_states.shape[1] * length + rows.slot_rows % hidden_states.shape[1]
-        step_kwargs = {**kwargs, "use_cache": False, "past_key_values": None}
+        step_kwargs = {**kwargs, "use_cache": False, CACHE: None}
         step_kwargs |= gather_rotary(kwargs, torch.arange(length, device=prefix.device).expand(batch, -1))
         if (mask := kwargs["attention_mask"]) is not None:
             step_kwargs["attention_mask"] = mask[:, :length] if mask.dim() == 2 else mask[..., :length, :length]

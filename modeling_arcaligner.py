@@ -18,11 +18,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from .base_model_arcaligner import (
+    CACHE,
+    cache_of,
     check_backbone_config,
     find_decoder_layers,
     frozen_head_nll,
     keep_positions,
     make_lm_head,
+    one_cache,
     postprocess_logits,
 )
 from .checkpoint_arcaligner import AlignerCheckpointMixin
@@ -69,8 +72,7 @@ FRESH_GATE_BIAS = -0.5
 
 @dataclass
 class ArcAlignerModelOutputWithPast(BaseModelOutputWithPast):
-    """
-    Adds to `BaseModelOutputWithPast`:
+    """Adds to `BaseModelOutputWithPast`:
 
     recursion_depth (`torch.LongTensor` of shape `(batch, num_layers, max_slots)`, *optional*):
         Refinement steps taken per layer and slot, -1 where there is no slot. Only when the input has slots.
@@ -159,7 +161,7 @@ class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["past_key_values", "cache"]
     # Missing aligner weights are fresh around a base model, and an error of our own in an aligner checkpoint.
     _keys_to_ignore_on_load_missing = [r"(^|\.)(projector|slot_gate|lora_A\.slot|lora_B\.slot)\."]
     # The aligner stays in fp32 under a bf16 backbone: at the paper's learning rates bf16 loses half of the updates.
@@ -272,6 +274,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         refinement_budget: float | None = None,
         is_generated: bool = False,
         context_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
         **kwargs,
     ) -> ArcAlignerModelOutputWithPast:
         r"""
@@ -284,6 +287,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             context_passage_ids (`torch.LongTensor` of shape `(batch, max_slots)`, *optional*):
                 With `config.passage_attention` `"separate"`: the number of each slot's passage, never falling along a
                 row. Without it, all slots of a row are of one passage.
+            cache (`Cache`, *optional*): `past_key_values` by the name that it has in transformers since 5.24.
             gate_mode, gate_threshold, max_refinement_steps (*optional*): Override the configuration for this forward.
             refinement_budget (`float`, *optional*):
                 Maximum number of operations of a row's refinement, as a share of those of the prefill up to its last
@@ -296,6 +300,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             `ValueError`: slots and embeddings that do not fit each other, slots after a non-empty cache, a prompt
                 longer than the backbone's context, an invalid setting of the gates or budget.
         """
+        cache = one_cache(past_key_values, cache)
         wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
         check_gates(*wanted)
         slot_mask = self._get_slot_mask(input_ids, context_embeds, context_mask, is_generated)  # (batch, seq_len)
@@ -308,7 +313,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             rows = self._find_slots(slot_mask, attention_mask, context_embeds)
             if self.config.passage_attention == "separate" and context_passage_ids is not None:
                 attention_mask, position_ids = self._keep_passages_apart(
-                    slot_mask, context_embeds, context_passage_ids, attention_mask, position_ids, past_key_values
+                    slot_mask, context_embeds, context_passage_ids, attention_mask, position_ids, cache
                 )
             check_length(slot_mask.shape[1], "The prompt", self.config.text_config, position_ids)
             if torch.compiler.is_compiling():
@@ -316,20 +321,20 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             inputs_embeds = self._embed(input_ids, inputs_embeds, slot_mask, context_embeds, context_word_ids)
             input_ids = None  # the backbone takes one of the two
             settings = resolve_settings(self.config, self.layer_costs, rows, self.training, *wanted)
-            self._check_slots_after_cache(rows, past_key_values, context_passage_ids, *wanted)
+            self._check_slots_after_cache(rows, cache, context_passage_ids, *wanted)
             kwargs["slots"] = slots = Slots(rows, settings, RecordedDepths(), SharedStepInputs())
         outputs = self.backbone(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            **{CACHE: cache},
             **kwargs,
         )
         return ArcAlignerModelOutputWithPast(
             last_hidden_state=outputs.last_hidden_state,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: cache_of(outputs)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             recursion_depth=self._stack_depths(slots) if has_slots else None,
@@ -377,9 +382,9 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             return None
         return slot_mask
 
-    def _check_slots_after_cache(self, rows: SlotRows, past_key_values, context_passage_ids, *wanted) -> None:
+    def _check_slots_after_cache(self, rows: SlotRows, cache, context_passage_ids, *wanted) -> None:
         """Refuses slots after cached text where that is not the same as reading both at once."""
-        if rows.slot_rows.shape[0] == 0 or past_key_values is None or past_key_values.get_seq_length() == 0:
+        if rows.slot_rows.shape[0] == 0 or cache is None or cache.get_seq_length() == 0:
             return
         if self.config.refines(*wanted):
             reason = "refinement needs the deeper states of earlier tokens, which a cache does not hold"
@@ -388,12 +393,12 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         else:
             return
         raise ValueError(
-            f"Found context tokens after {past_key_values.get_seq_length()} cached tokens, but {reason}. Start with an "
+            f"Found context tokens after {cache.get_seq_length()} cached tokens, but {reason}. Start with an "
             "empty cache, or continue a cached slot prefix with plain text."
         )
 
     def _keep_passages_apart(
-        self, slot_mask, context_embeds, passage_ids, attention_mask, position_ids, past_key_values
+        self, slot_mask, context_embeds, passage_ids, attention_mask, position_ids, cache
     ) -> tuple[torch.Tensor, torch.LongTensor]:
         """The mask and the positions of a prompt whose passages do not read each other."""
         check_passage_ids(passage_ids, context_embeds, slot_mask)
@@ -403,8 +408,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             is_2d = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
             is_real = attention_mask[:, : slot_mask.shape[1]] if is_2d else torch.ones_like(slot_mask)
             position_ids = passage_positions(placed, is_real)
-        is_static = past_key_values is not None and past_key_values.is_compileable
-        num_keys = past_key_values.get_max_cache_shape() if is_static else None
+        num_keys = cache.get_max_cache_shape() if cache is not None and cache.is_compileable else None
         return separate_passages(attention_mask, placed, self.dtype, num_keys), position_ids
 
     @torch.compiler.disable  # runs on the CPU
@@ -431,13 +435,10 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         is_real = torch.arange(context_embeds.shape[1], device=slot_mask.device) < slot_mask.sum(dim=1, keepdim=True)
         context_embeds = context_embeds.masked_fill(~is_real[:, :, None], 0.0)
         slot_embeds = self.project(context_embeds, context_word_ids)  # (batch, max_slots, hidden)
-        which_slot = slot_mask.cumsum(dim=1) - 1  # (batch, seq_len)
-        placed = take_rows(slot_embeds.to(inputs_embeds.dtype), which_slot)  # (batch, seq_len, hidden)
+        placed = take_rows(slot_embeds.to(inputs_embeds.dtype), slot_mask.cumsum(dim=1) - 1)  # as `inputs_embeds`
         return torch.where(slot_mask[:, :, None], placed, inputs_embeds)
 
-    def project(
-        self, context_embeds: torch.FloatTensor, context_word_ids: torch.LongTensor | None = None
-    ) -> torch.FloatTensor:
+    def project(self, context_embeds: torch.Tensor, context_word_ids: torch.LongTensor | None = None) -> torch.Tensor:
         """Slots (batch, max_slots, hidden) as the first layer reads them (Eq. 1), with their words where it has any."""
         if not self.config.word_parts:
             return self.projector(context_embeds)
@@ -505,7 +506,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             skip_logits (`bool`, defaults to `False`):
                 With `labels`, compute only the loss: the frozen head reads some labeled positions at a time, and no
                 logits are kept. For training.
-            kwargs: `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget` of
+            kwargs: `gate_mode`, `gate_threshold`, `max_refinement_steps`, `refinement_budget` and `cache` of
                 [`ArcAlignerModel`], and what the backbone takes.
         """
         if labels is not None:
@@ -541,7 +542,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         return ArcAlignerCausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: cache_of(outputs)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             recursion_depth=outputs.recursion_depth,

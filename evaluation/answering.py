@@ -17,7 +17,7 @@ from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from ..base_model_arcaligner import default_dtype, resolve_model
+from ..base_model_arcaligner import CACHE, cache_of, default_dtype, resolve_model
 from ..common.rows import Row
 from ..configuration_arcaligner import check_length
 from ..layers_arcaligner import ADAPTER_NAME, slot_lora_layers
@@ -130,7 +130,7 @@ class ApartAnswerer:
     @torch.inference_mode()
     def inputs(self, prompts: list[ApartText]) -> dict[str, Any]:
         """What `generate` goes on from: prompts (batch, seq_len), left-padded, all but the last token of which are in
-        `past_key_values`."""
+        the cache."""
         sides = {"batch_first": True, "padding_side": "left"}
         ids = pad_sequence([torch.tensor(prompt.ids) for prompt in prompts], **sides)
         numbers = pad_sequence([torch.tensor(prompt.passage_ids) for prompt in prompts], **sides, padding_value=-1)
@@ -147,7 +147,7 @@ class ApartAnswerer:
             logits_to_keep=1,
         )
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        return {name: each.to(device) for name, each in inputs.items()} | {"past_key_values": output.past_key_values}
+        return {name: each.to(device) for name, each in inputs.items()} | {CACHE: cache_of(output)}
 
 
 Answerer = TextAnswerer | SlotAnswerer | ApartAnswerer

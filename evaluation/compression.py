@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 from transformers import DynamicCache
 
+from ..base_model_arcaligner import CACHE
 from ..common.rows import Row
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.data import passages_text
@@ -67,7 +68,7 @@ class PairCacheModel:
 
     def __call__(self, input_ids, attention_mask, past_key_values, use_cache):
         cache = DynamicCache(past_key_values)  # one pair (batch, heads, seq_len, head_dim) per layer, or `None`
-        output = self.model(input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=use_cache)
+        output = self.model(input_ids, attention_mask=attention_mask, use_cache=use_cache, **{CACHE: cache})
         pairs = [(layer.keys, layer.values) for layer in cache.layers]
         return SimpleNamespace(logits=output.logits.float(), past_key_values=pairs)
 

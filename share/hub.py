@@ -32,7 +32,7 @@ from transformers.utils import logging
 from ..checkpoint_arcaligner import CODE_FILES, check_weights
 from ..common.data_sets import LICENCES, ON_GITHUB, TRAINING_FILES, Licence
 from ..common.files import ROOT, write_whole
-from ..configuration_arcaligner import REQUIREMENTS, TOO_NEW, ArcAlignerConfig
+from ..configuration_arcaligner import REQUIREMENTS, ArcAlignerConfig
 from ..encoder_arcaligner import ENCODER_FOLDER
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
@@ -121,7 +121,7 @@ def write_model_card(
         "name": name or "user/name",
         "generated": GENERATED,
         "recipe_file": RECIPE_FILE,
-        "needs": (*REQUIREMENTS, TOO_NEW),
+        "needs": REQUIREMENTS,
     }
     write_whole(card, f"{ModelCard.from_template(metadata, str(TEMPLATE), **given)}\n")
     return True

@@ -34,7 +34,7 @@ OLDEST = "torch==2.9.1 transformers==5.10.4 peft==0.18.1 sentence-transformers==
 # One library is older at a time, then all of them; and other Pythons.
 COMBINATIONS = [
     "",
-    *(f"transformers==5.{minor}.*" for minor in range(22, 9, -1)),
+    *(f"transformers==5.{minor}.*" for minor in range(23, 9, -1)),
     *(f"torch=={version}" for version in ("2.15.0", "2.14.1", "2.12.1", "2.11.0", "2.10.0", "2.9.1")),
     *(f"peft=={version}" for version in ("0.20.0", "0.19.1", "0.18.1")),
     *(f"sentence-transformers=={version}.*" for version in ("6.1", "6.0", "5.7", "5.6", "5.5", "5.4", "5.3", "5.2")),

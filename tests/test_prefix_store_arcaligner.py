@@ -179,6 +179,18 @@ def test_beams_continue_from_kept_prefixes(model, processor):
         assert torch.equal(answers[row], expected)
 
 
+def test_a_cache_is_taken_by_either_of_its_names(model, processor):
+    inputs = model.slot_prefix_store(processor).prepare(QUESTIONS[0], context_embeds=embeddings(3))
+    answers, logits = [], []
+    for name in ("past_key_values", "cache"):
+        given = {key: value for key, value in inputs.items() if key != "past_key_values"}
+        cache = {name: copy.deepcopy(inputs["past_key_values"])}
+        answers.append(model.generate(**given, **cache, **FIVE_TOKENS))
+        last, cache = given["input_ids"][:, -1:], {name: copy.deepcopy(inputs["past_key_values"])}
+        logits.append(model(input_ids=last, **cache).logits)
+    assert torch.equal(*answers) and torch.equal(*logits)
+
+
 def test_continuing_a_prefix_leaves_the_kept_one(model, processor):
     store = model.slot_prefix_store(processor)
     prefix = prefix_of(store, context_embeds=embeddings(3))
