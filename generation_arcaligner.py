@@ -164,8 +164,7 @@ class SlotGenerationMixin(GenerationMixin):
             **{CACHE: cache},
             **kwargs,
         )
-        # Slots are read once, with the prompt. What follows it, or a cached prefix, is text. Generated tokens, one at a
-        # time, are not searched for slots: the host would have to wait for the device.
+        # Slots are read once, with the prompt. A generated token is not searched for slots: the host would wait.
         new_ids = model_inputs.get("input_ids")
         is_one = new_ids is not None and new_ids.shape[1] == 1
         if is_one and cache is not None and not is_first_iteration:
@@ -212,7 +211,8 @@ class SlotGenerationMixin(GenerationMixin):
                 setting of the gates or budget.
         """
         input_ids, mask = kwargs.get("input_ids", inputs), kwargs.get("attention_mask")
-        kwargs[CACHE] = cache = one_cache(kwargs.pop("past_key_values", None), kwargs.pop("cache", None))
+        cache = one_cache(kwargs.pop("past_key_values", None), kwargs.pop("cache", None))
+        kwargs |= {} if cache is None else {CACHE: cache}
         if input_ids is not None:
             check_ids(input_ids, vocab_size=self.config.text_config.vocab_size, others=(self.config.context_token_id,))
             if input_ids.numel() == 0 and kwargs.get("inputs_embeds") is None:
