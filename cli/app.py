@@ -208,15 +208,18 @@ def serve_answers(
         return shared.load_engine(checkpoint, corpus, reranker, prefix_bytes=prefix_megabytes * 2**20, **asked)
 
     settings = ServerSettings(Path(checkpoint).resolve().name, host, port, api_key or None)
-    show_address = f"{settings.model} answers at http://{host}:{port}/v1, a page is at http://{host}:{port}/"
+
+    def show_address(port: int) -> None:
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        messages.print(f"{settings.model} answers at {address}/v1, a page is at {address}/", soft_wrap=True)
+
     if ray is not None:
         serve_on_ray(make_engine, settings, ray)
-        messages.print(show_address, soft_wrap=True)
+        show_address(port)
         signal.pause()
     with busy("Loading the aligner and its base model"):
         engine = make_engine()
-    messages.print(show_address, soft_wrap=True)
-    serve(engine, settings)
+    serve(engine, settings, on_listening=show_address)
 
 
 @app.command()

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -306,7 +307,15 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
 
 
 class Server(uvicorn.Server):
-    """Says that it stops."""
+    """Says that it listens, and that it stops."""
+
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[int], None]):
+        super().__init__(config)
+        self.on_listening = on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.on_listening(self.servers[0].sockets[0].getsockname()[1])
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         if not self.should_exit:
@@ -314,11 +323,13 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def serve(engine: Engine, settings: ServerSettings) -> None:
-    """Serves until it is asked to end; then what was begun is answered first."""
+def serve(engine: Engine, settings: ServerSettings, on_listening: Callable[[int], None]) -> None:
+    """Serves until it is asked to end; then what was begun is answered first. `on_listening` is called once, with the
+    port, when clients can connect."""
     app, timeout = create_app(engine, settings), int(engine.limits.seconds)
     limits = {"http": TimedConnection, "ws": "none", "timeout_graceful_shutdown": timeout}
-    server = Server(uvicorn.Config(app, host=settings.host, port=settings.port, log_level="warning", **limits))
+    config = uvicorn.Config(app, host=settings.host, port=settings.port, log_level="warning", **limits)
+    server = Server(config, on_listening)
     with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises again when it has ended
         server.run()
 

@@ -1,6 +1,9 @@
 """The official client of OpenAI asks, with passages or without; mistakes are told, and are nobody else's."""
 
 import json
+import re
+import signal
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -243,12 +246,31 @@ def test_the_command_serves_a_checkpoint_and_a_corpus(capsys, monkeypatch, check
     assert end.value.code == 1 and "there is no API key" in capsys.readouterr().err and not served
     with pytest.raises(SystemExit) as end:
         cli.main(options)
-    assert end.value.code == 0 and "http://127.0.0.1:8001/v1" in capsys.readouterr().err
+    assert end.value.code == 0
     (config,) = served
     assert (config.host, config.port, config.http) == ("127.0.0.1", 8001, TimedConnection)
     with TestClient(config.app, base_url="http://127.0.0.1:8001") as client:
         body = {"model": checkpoint_dir.name, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 2}
         assert client.post("/v1/chat/completions", json=body).json()["arcaligner"]["sources"]
+
+
+def test_the_command_tells_its_address_once_clients_can_connect_there(monkeypatch, checkpoint_dir):
+    told = []
+
+    def connect(text, **options):
+        if address := re.search(r"http://127\.0\.0\.1:(\d+)/v1", text):
+            told.append(text)
+            socket.create_connection(("127.0.0.1", int(address[1]))).close()
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(cli.messages, "print", connect)
+    command = ["serve", "--checkpoint", str(checkpoint_dir), "--port"]
+    with pytest.raises(SystemExit) as end:
+        cli.main([*command, "0"])
+    assert end.value.code == 0 and len(told) == 1
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(SystemExit) as end:
+        cli.main([*command, str(other.getsockname()[1])])
+    assert end.value.code != 0 and len(told) == 1
 
 
 def test_without_a_key_only_this_machine_may_ask(engine):
