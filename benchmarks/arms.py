@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from ..base_model_arcaligner import CACHE, cache_of
 from ..common.rows import Row
 from ..evaluation.analyses.speed import BUDGET
 from ..modeling_arcaligner import ArcAlignerForCausalLM
@@ -189,13 +190,13 @@ def read(model: PreTrainedModel, ids: TokenBatch, cache: Cache | None = None, **
         input_ids=ids.input_ids[:, cached:],
         attention_mask=ids.attention_mask,
         position_ids=ids.position_ids[:, cached:],
-        past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
+        **{CACHE: cache},
         **inputs,
     )
     # The bare base model's output has no depth.
-    return FirstToken(outputs.logits[:, -1].argmax(dim=-1), outputs.past_key_values, outputs.get("recursion_depth"))
+    return FirstToken(outputs.logits[:, -1].argmax(dim=-1), cache_of(outputs), outputs.get("recursion_depth"))
 
 
 @torch.no_grad()

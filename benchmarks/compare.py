@@ -26,6 +26,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+from ..base_model_arcaligner import cache_of
 from ..common.files import counted, describe_machine, markdown_table, read_json_lines, write_whole
 from ..common.rows import Row, contains_match, own_row, token_f1, usable_golds
 from ..evaluation.answering import count_tokens, load_aligner, load_text_lora
@@ -135,7 +136,7 @@ class Reader:
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
         def keep():
-            prefix = self.model(**as_inputs(prompt()[0]), use_cache=True, logits_to_keep=1).past_key_values
+            prefix = cache_of(self.model(**as_inputs(prompt()[0]), use_cache=True, logits_to_keep=1))
             return lambda: as_inputs(sum(prompt(), [])) | {"past_key_values": share(prefix)}
 
         return lambda: as_inputs(sum(prompt(), [])), count_tokens(processor.tokenizer, [passages_text(row)])[0], keep

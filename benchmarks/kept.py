@@ -32,6 +32,7 @@ import typer
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from ..base_model_arcaligner import CACHE, cache_of
 from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, describe_machine, digest, run_command, write_whole
 from ..common.rows import Row, read_rows
 from ..configuration_arcaligner import check_length
@@ -59,8 +60,8 @@ SPARE = 4  # known passages beyond those of the largest combination
 
 def first_token(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, cache: Cache | None) -> FirstToken:
     """Reads `ids` (1, num_new) at their `positions` behind all of `cache`."""
-    outputs = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return FirstToken(outputs.logits[:, -1].argmax(dim=-1), outputs.past_key_values)
+    outputs = model(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+    return FirstToken(outputs.logits[:, -1].argmax(dim=-1), cache_of(outputs))
 
 
 class TextReader:
