@@ -72,8 +72,8 @@ COMMANDS = [command for command in documented_commands() if why_not(command) is 
 def place(tmp_path_factory, installed) -> Path:
     """A folder with a reader's files. `arcaligner` is the wheel's."""
     folder = tmp_path_factory.mktemp("place")
-    for name in ("docs", "letters", "FOLDER"):
-        (folder / name).mkdir()
+    for name in ("docs", "letters", "FOLDER", "tests/data"):
+        (folder / name).mkdir(parents=True)
     shutil.copy(ROOT / "docs" / "precision.md", folder / "docs")
     (folder / "letters" / "letter.txt").write_text("It was written by Ada.")
     (folder / "mine.jsonl").write_text('{"question": "Who wrote it?", "answers": ["Ada"]}\n')
@@ -81,6 +81,7 @@ def place(tmp_path_factory, installed) -> Path:
     names = ("nq", "squad", "hotpotqa", "recon_train", "paragraphs", "FOLDER/squad", "FOLDER/nq")
     for name in names:
         (folder / f"{name}.jsonl.gz").write_bytes(gzip.compress(b"".join(rows)))
+    (folder / "tests" / "data" / "squad_dev_sample.jsonl").write_bytes(b"".join(rows))  # the README's, of a clone
     return folder
 
 

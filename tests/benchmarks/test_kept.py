@@ -7,6 +7,7 @@ import torch
 from training_rows import article_rows, write_rows
 
 from arcaligner import ArcAlignerProcessor
+from arcaligner.base_model_arcaligner import CACHE, cache_of
 from arcaligner.benchmarks.arms import load_models
 from arcaligner.benchmarks.kept import Known, know, main
 from arcaligner.evaluation.analyses import speed
@@ -36,7 +37,7 @@ def known(models, apart, tmp_path_factory):
 def assert_same_reading(found, expected):
     """The first token and the whole cache, but for rounding."""
     assert torch.equal(found.tokens, expected.logits[:, -1].argmax(dim=-1))
-    for layer, other in zip(found.cache.layers, expected.past_key_values.layers, strict=True):
+    for layer, other in zip(found.cache.layers, cache_of(expected).layers, strict=True):
         for name in ("keys", "values"):
             torch.testing.assert_close(getattr(layer, name), getattr(other, name), rtol=0, atol=1e-6)
 
@@ -51,7 +52,7 @@ def test_text_is_read_anew_behind_the_same_passages_and_behind_kept_ones(known, 
         assert_same_reading(known.arms[name](each), base(whole["input_ids"], use_cache=True))
     inputs = ApartAnswerer(base, apart).inputs([apart_text(apart, asked)])
     last = {name: inputs[name][:, -1:] for name in ("input_ids", "position_ids")}
-    expected = base(**last, past_key_values=inputs["past_key_values"])
+    expected = base(**last, **{CACHE: inputs[CACHE]})
     for name in ("text_apart", "text_apart_folder"):
         assert_same_reading(known.arms[name](asked), expected)
 
