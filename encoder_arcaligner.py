@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -546,8 +547,10 @@ def _check_room(
     count = sizes[document] if apart else sum(sizes.values())
     if room is not None and min(count, max_slots or count) > room:
         longest = f" (the longest, passage {document}, is {sizes[document]})" if len(sizes) > 1 else ""
+        fitting = sum(size <= room for size in (sizes.values() if apart else accumulate(sizes.values())))
+        fits = f": {fitting} of {len(sizes)} passages fit" if apart else f": the first {fitting} of {len(sizes)} fit"
         raise ValueError(
             f"The passages{whose} are {sum(sizes.values())} slots{longest}, but there is room for {max(0, room)} "
-            f"{'each ' * apart}beside the question. Pass a shorter question, fewer or shorter passages, or make a slot "
-            "stand for more text (`tokens_per_slot`)."
+            f"{'each ' * apart}beside the question{fits * (len(sizes) > 1)}. Pass a shorter question, fewer or shorter "
+            "passages, or make a slot stand for more text (`tokens_per_slot`)."
         )

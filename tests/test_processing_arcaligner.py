@@ -112,6 +112,7 @@ def test_more_slots_than_the_backbone_reads_are_refused_before_the_encoder_is_as
     monkeypatch.setattr(SlotEncoder, "encode_tokens", None)
     text = len(processor.tokenizer(PROMPT.format(slots="", question=QUESTION))["input_ids"])
     message = rf"question 1 are 603 slots \(the longest, passage 1, is 600\), but there is room for {512 - text} beside"
+    message += " the question: the first 1 of 2 fit"
     with pytest.raises(ValueError, match=message):
         processor(text=[QUESTION] * 2, documents=[["One."], ["One. " * 3, "One. " * 600]])
     with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"passages are 9 slots"):
