@@ -191,7 +191,10 @@ class SlotGenerationMixin(GenerationMixin):
     @contextlib.contextmanager
     def recorded_depths(self) -> Iterator[list[torch.Tensor]]:
         """Inside, `generate` adds to the list that this gives the `recursion_depth` of the slots it reads, (batch *
-        num_beams, num_layers, max_slots), as soon as they are read."""
+        num_beams, num_layers, max_slots), as soon as they are read.
+
+        A thread that generates, as for a `TextIteratorStreamer`, is started with the context of this one, or nothing is
+        added: `Thread(target=contextvars.copy_context().run, args=(model.generate,), kwargs=inputs)`."""
         depths: list[torch.Tensor] = []
         token = _recorded_depths.set(depths)
         try:

@@ -224,7 +224,7 @@ def serve_answers(
 
 @app.command()
 def demo(checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), tokens_per_slot: TokensPerSlot = None) -> None:
-    """Shows answers to the paper's three case studies and to three SQuAD questions."""
+    """Shows answers to the paper's case studies and to SQuAD questions, from slots and text, newly read and known."""
     from .demo import run_demo
 
     with busy("Loading the aligner and its base model"):

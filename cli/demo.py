@@ -1,16 +1,22 @@
 """`make demo`: questions answered from compressed passages, as a table.
 
 The three case studies of the paper's appendix, with their sentences as printed there, noise included, and the first
-three questions of the SQuAD sample in `tests/data`, each with the passages of the next four rows behind its own, as a
-search would find several. None was chosen by how it is answered. An aligner that was trained to refuse is also asked
+three questions of the SQuAD sample in `tests/data`, about 5, 10 and 20 passages: its own and those of the next rows, as
+a search would find several. None was chosen by how it is answered. An aligner that was trained to refuse is also asked
 the first of these about passages that do not answer it, and says how sure it is of each answer.
+
+Each passage is read by itself, so that what is kept of it serves any combination. Slots and text are compared twice:
+newly read, and with all passages known, each read before. Text is kept as slots are, which is more than a cache of what
+a prompt begins with can do: of a new combination that has nothing.
 """
 
+import contextlib
+import math
 import statistics
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from os.path import commonprefix
 from typing import Any, NamedTuple
 
 import torch
@@ -19,17 +25,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
 from rich.table import Column, Table
-from transformers import DynamicCache
+from transformers.cache_utils import Cache
 
-from ..common.files import CASE_STUDIES, SQUAD_SAMPLE, printable, read_json_lines
+from ..base_model_arcaligner import cache_of
+from ..common.files import CASE_STUDIES, SQUAD_SAMPLE, counted, printable, read_json_lines
 from ..common.rows import contains_match
+from ..generation_arcaligner import entry_shape, join_keys_values, keys_values_of, read_text
 from ..pipeline_arcaligner import ArcAlignerPipeline
-from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE
+from ..prefix_store_arcaligner import SlotPrefixStore
 
-NUM_SQUAD = 3
-NUM_PASSAGES = 5
+# Passages of each question of SQuAD, of as many that are known.
+SQUAD_PASSAGES = (5, 10, 20)
 MAX_NEW_TOKENS = 32
-TIMED_RUNS = 3
+# Runs of each way to read a question's passages, as long as they take no more seconds together.
+TIMED_RUNS, TIMED_SECONDS = 5, 1.0
 
 Row = dict[str, Any]
 Rate = int | str | None
@@ -50,116 +59,181 @@ def describe_passes(trajectories: list[list[str]]) -> str:
 
 
 class FirstTokens(NamedTuple):
-    """Median seconds to the first token of an answer, from slots and from text, newly read and kept."""
+    """Median seconds to the first token of an answer, from slots and from text, newly read and known."""
 
     slots: float
     text: float
-    kept_slots: float
-    kept_text: float
+    known_slots: float
+    known_text: float
 
 
 def demo_rows(no_answer: str | None = None) -> list[Row]:
     """The questions with their passages; with a `no_answer` also one that they do not answer."""
-    squad = list(islice(read_json_lines(SQUAD_SAMPLE), NUM_SQUAD + NUM_PASSAGES - 1))
-    rows = [
-        row | {"passages": [each for other in squad[number : number + NUM_PASSAGES] for each in other["passages"]]}
-        for number, row in enumerate(squad[:NUM_SQUAD])
-    ]
-    others = [each for row in squad[NUM_SQUAD:] for each in row["passages"]]
+    squad = list(islice(read_json_lines(SQUAD_SAMPLE), max(SQUAD_PASSAGES)))
+    rows = []
+    for number, size in enumerate(SQUAD_PASSAGES):
+        others = (squad + squad)[number : number + size]
+        rows.append(squad[number] | {"passages": [each for other in others for each in other["passages"]]})
+    others = [each for row in squad[len(rows) : len(rows) + 4] for each in row["passages"]]
     refused = [] if no_answer is None else [squad[0] | {"passages": others, "answers": [no_answer]}]
     return [*read_json_lines(CASE_STUDIES), *rows, *refused]
 
 
-def first_token_seconds(ask: ArcAlignerPipeline, row: Row, tokens_per_slot: Rate) -> FirstTokens:
-    """Times to the first token of the answer.
-
-    All use the same base model and the same words around the passages, and take turns. The passages' embeddings are
-    computed beforehand, as they are for passages that are asked about more than once. What is kept, of slots or of
-    text, are the keys and values of all before the question.
-    """
-    model, processor, documents = ask.model, ask.processor, row["passages"]
-    before = BACKGROUND_LINE + " ".join(passage["text"] for passage in documents) + QUESTION_LINE
-    asked = [(row["question"], {"documents": documents, "tokens_per_slot": tokens_per_slot})]
-    asked += [(before + row["question"], {}), (before, {})]
-    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    slots, full, other = [
-        processor.apply_chat_template([{"role": "user", "content": content}], **given, **options).to(ask.device)
-        for content, given in asked
-    ]
-    ids, other_ids = full["input_ids"][0].tolist(), other["input_ids"][0].tolist()
-    length, cache, store = len(commonprefix([ids, other_ids])), DynamicCache(), model.slot_prefix_store(processor)
-    model(input_ids=full["input_ids"][:, :length], past_key_values=cache, use_cache=True)
-
-    def kept_text() -> dict[str, Any]:
-        if surplus := cache.get_seq_length() - length:
-            cache.crop(-surplus)
-        return {**full, "past_key_values": cache}
-
-    kept_slots = partial(store.prepare, row["question"], documents, tokens_per_slot=tokens_per_slot)
-    arms = FirstTokens(lambda: slots, lambda: full, kept_slots, kept_text)
-    seconds = FirstTokens([], [], [], [])
-    for _ in range(1 + TIMED_RUNS):
-        for times, make_inputs in zip(seconds, arms, strict=True):
-            start = time.perf_counter()
-            model.generate(**make_inputs(), max_new_tokens=1, do_sample=False).tolist()
-            times.append(time.perf_counter() - start)
-    return FirstTokens(*(statistics.median(times[1:]) for times in seconds))  # the first warms up
+@contextlib.contextmanager
+def passages_apart(ask: ArcAlignerPipeline) -> Iterator[None]:
+    """Inside, each passage is read by itself, also by an aligner that was trained to read those of a question
+    jointly."""
+    trained = ask.model.config.passage_attention
+    ask.model.config.passage_attention = ask.processor.passage_attention = "separate"
+    try:
+        yield
+    finally:
+        ask.model.config.passage_attention = ask.processor.passage_attention = trained
 
 
-def answer_cells(row: Row, record: dict[str, Any], seconds: FirstTokens) -> list[str]:
-    """A row of the table, in rich markup; `seconds` as from `first_token_seconds`."""
+class Readers:
+    """Reads questions to the first token of the answer: from slots and from text, newly read and known. All run on the
+    same base model; the question goes on behind the longest passage."""
+
+    def __init__(self, ask: ArcAlignerPipeline, tokens_per_slot: Rate):
+        self.model, self.processor, self.rate = ask.model, ask.processor, tokens_per_slot
+        self.new, self.known = (ask.model.slot_prefix_store(ask.processor, max_bytes=size) for size in (0, 2**40))
+        self.head = self.processor.prompt_ids("?")[0]
+        self.kept_head = read_text(self.model, self.head)
+        self.kept_text: dict[str, torch.Tensor] = {}  # (num_layers, 2, heads, num_tokens, head_dim), by the text
+
+    def keep(self, row: Row) -> None:
+        """Reads the passages of a row, as slots and as text."""
+        config, start = self.model.config.text_config, len(self.head)
+        self.known.keep(row["question"], row["passages"], tokens_per_slot=self.rate)
+        for text in {each["text"] for each in row["passages"]} - self.kept_text.keys():
+            ids = torch.tensor([self.processor.tokenize_prompt(text)], device=self.model.device)
+            head = join_keys_values([[self.kept_head]], config)
+            outputs = self.model(input_ids=ids, past_key_values=head, use_cache=True, logits_to_keep=1)
+            self.kept_text[text] = keys_values_of(cache_of(outputs), 0, start, start + ids.shape[1])
+
+    def kept_bytes(self, row: Row, num_slots: int) -> tuple[int, int]:
+        """Of the passages of a row, as slots and as text."""
+        slots = math.prod(entry_shape(self.model.config.text_config, num_slots)) * self.model.dtype.itemsize
+        return slots, sum(self.kept_text[each["text"]].nbytes for each in row["passages"])
+
+    def seconds(self, row: Row) -> FirstTokens:
+        """Medians of each way to read a row whose passages are kept."""
+        slots, known_slots = (partial(self.slots, store, row) for store in (self.new, self.known))
+        new = _median_seconds(slots, partial(self.text, row))
+        return FirstTokens(*new, *_median_seconds(known_slots, partial(self.known_text, row)))
+
+    def slots(self, store: SlotPrefixStore, row: Row) -> torch.Tensor:
+        """Scores (vocab_size,) of the first token; `store` is `new` or `known`."""
+        inputs = store.prepare(row["question"], documents=row["passages"], tokens_per_slot=self.rate)
+        cache, ids, numbers = (inputs[name] for name in ("past_key_values", "input_ids", "context_passage_ids"))
+        new = slice(cache.get_seq_length(), None)
+        positions = self.model.prompt_positions(ids, inputs["attention_mask"], numbers)
+        return self._first_token(ids[:, new], positions[:, new], cache)
+
+    def text(self, row: Row) -> torch.Tensor:
+        """The same from text that is newly read."""
+        passages = " ".join(each["text"] for each in row["passages"])
+        ids = self.head + self.processor.tokenize_prompt(passages) + self._tail(row)
+        return self._first_token(*self._at(ids, 0), None)
+
+    def known_text(self, row: Row) -> torch.Tensor:
+        """The same from text that is known."""
+        parts = [self.kept_text[each["text"]] for each in row["passages"]]
+        cache = join_keys_values([[self.kept_head, *parts]], self.model.config.text_config)
+        start = len(self.head) + max(part.shape[3] for part in parts)
+        return self._first_token(*self._at(self._tail(row), start), cache)
+
+    def _tail(self, row: Row) -> list[int]:
+        return self.processor.prompt_ids(row["question"])[1]
+
+    def _at(self, ids: list[int], start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and their positions, both (1, num_new)."""
+        device = self.model.device
+        return torch.tensor([ids], device=device), torch.arange(start, start + len(ids), device=device)[None]
+
+    def _first_token(self, ids: torch.Tensor, positions: torch.Tensor, cache: Cache | None) -> torch.Tensor:
+        read = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        return self.model(input_ids=ids, position_ids=positions, **read).logits[0, -1].cpu()  # waits for the device
+
+
+def _median_seconds(*ways: Callable[[], Any]) -> list[float]:
+    """Median seconds of each of the ways, which take turns."""
+    found, began = [], time.perf_counter()
+    while len(found) < TIMED_RUNS and (not found or time.perf_counter() - began < TIMED_SECONDS):
+        times = [time.perf_counter()]
+        for way in ways:
+            way()
+            times.append(time.perf_counter())
+        found.append([end - start for start, end in zip(times, times[1:], strict=False)])
+    return [statistics.median(each) for each in zip(*found, strict=True)]
+
+
+def answer_cells(
+    row: Row, record: dict[str, Any], seconds: FirstTokens, kept_bytes: tuple[int, int], has_gates: bool = False
+) -> list[str]:
+    """A row of the table, in rich markup; `seconds` and `kept_bytes` as of `Readers`."""
     answer = escape(printable(record["generated_text"].strip()))
     gold = escape(printable(" / ".join(dict.fromkeys(row["answers"]))))
     color = "green" if contains_match(record["generated_text"], row["answers"]) else "yellow"
     size = record["statistics"]
     sure = f" [dim](confidence {size['confidence']:.2f})[/]" if "confidence" in size else ""
-    slots, text, kept_slots, kept_text = (
-        f"[green]{1000 * mine:.0f}[/]" if mine < other else f"{1000 * mine:.0f}"
-        for mine, other in zip(seconds, (seconds[1], seconds[0], seconds[3], seconds[2]), strict=True)
-    )
+    passes = f"\n[dim]{describe_passes(record['trajectories'])}[/]" if has_gates else ""
+
+    def pair(slots: float, text: float, shown: str) -> str:
+        """Both, that of slots green where it is less."""
+        mine = format(slots, shown)
+        return f"{f'[green]{mine}[/]' if slots < text else mine} slots\n{text:{shown}} text"
+
     return [
-        f"[bold]{escape(printable(row['question']))}[/]\n[{color}]{answer}[/]{sure}\n[dim]gold: {gold}[/]",
-        f"{size['tokens']} → {size['slots']}\n[bold]x{size['compression_rate']:.1f}[/]",
-        describe_passes(record["trajectories"]),
-        f"{slots} slots\n{text} text",
-        f"{kept_slots} slots\n{kept_text} text",
+        f"[bold]{escape(printable(row['question']))}[/]\n[{color}]{answer}[/]{sure}\n[dim]gold: {gold}[/]{passes}",
+        f"{size['tokens']:,} → {size['slots']:,}\n[bold]x{size['compression_rate']:.1f}[/]\n"
+        f"[dim]{counted(len(row['passages']), 'passage')}[/]",
+        pair(1000 * seconds.slots, 1000 * seconds.text, ",.0f"),
+        pair(1000 * seconds.known_slots, 1000 * seconds.known_text, ",.0f"),
+        pair(kept_bytes[0] / 1e6, kept_bytes[1] / 1e6, ",.1f"),
     ]
 
 
 @torch.inference_mode()
 def run_demo(ask: ArcAlignerPipeline, console: Console, tokens_per_slot: Rate = None) -> None:
     """Answers the questions and prints the table."""
-    rows, times = demo_rows(ask.processor.answer_probe and ask.processor.no_answer), []
+    config, trained = ask.model.config, ask.model.config.passage_attention
     table = Table(
         Column("Question, answer, gold"),
         Column("Tokens → slots", no_wrap=True),
-        Column("Passes of slots through layers", max_width=30),
         Column("First token, ms\nnewly read", no_wrap=True),
-        Column("\nkept", no_wrap=True),
+        Column("\nknown", no_wrap=True),
+        Column("Kept, MB", no_wrap=True),
         box=box.ROUNDED,
         show_lines=True,
         title="Answers from context slots",
     )
-    num_right = 0
-    for row in track(rows, "Answering", console=Console(stderr=True), transient=True):
-        question = {"question": row["question"], "documents": row["passages"]}
-        settings = {"max_new_tokens": MAX_NEW_TOKENS, "tokens_per_slot": tokens_per_slot}
+    with passages_apart(ask):
+        rows = demo_rows(ask.processor.answer_probe and ask.processor.no_answer)
+        readers, times, num_right = Readers(ask, tokens_per_slot), [], 0
+        settings = {"max_new_tokens": MAX_NEW_TOKENS, "tokens_per_slot": tokens_per_slot, "return_slots": True}
         if probe := ask.processor.answer_probe:  # fitted on other questions
             settings["min_confidence"] = probe["threshold"]
-        record = ask(question, return_slots=True, **settings)[0]
-        times.append(first_token_seconds(ask, row, tokens_per_slot))
-        table.add_row(*answer_cells(row, record, times[-1]))
-        num_right += int(contains_match(record["generated_text"], row["answers"]))
-    config = ask.model.config
+        for row in track(rows, "Reading the passages", console=Console(stderr=True), transient=True):
+            readers.keep(row)
+        readers.seconds(rows[0])  # warms up
+        for row in track(rows, "Answering", console=Console(stderr=True), transient=True):
+            record = ask({"question": row["question"], "documents": row["passages"]}, **settings)[0]
+            times.append(readers.seconds(row))
+            kept = readers.kept_bytes(row, record["statistics"]["slots"])
+            table.add_row(*answer_cells(row, record, times[-1], kept, config.gate_mode != "off"))
+            num_right += int(contains_match(record["generated_text"], row["answers"]))
     console.print(table)
+    apart = " This aligner was trained to read those of a question jointly." if trained == "joint" else ""
     console.print(
-        f"{num_right} of {len(rows)} answers contain a gold answer (green).\n"
-        "Each slot passes once through each layer, and again where a gate adds a pass.\n"
-        f"First token: median of {TIMED_RUNS} runs on {ask.device}, embeddings computed beforehand; kept: all before "
-        f"the question was read for an earlier one. Slots are faster (green) in "
-        f"{sum(each.slots < each.text for each in times)} newly read and "
-        f"{sum(each.kept_slots < each.kept_text for each in times)} kept of {len(rows)} cases; "
-        "short passages gain little.\n"
+        f"{num_right} of {len(rows)} answers contain a gold answer (green). Each passage is read by itself.{apart}\n"
+        f"First token: median of up to {TIMED_RUNS} runs on {ask.device}, from the words on. Known: each passage was "
+        "read before, for another question, and what was read of it, slots or text, is kept and joined. Slots are "
+        f"sooner (green) in {sum(each.slots < each.text for each in times)} of {len(rows)} cases newly read and "
+        f"{sum(each.known_slots < each.known_text for each in times)} known.\n"
+        "A cache of what a prompt begins with serves the same passages in the same order only: of a new combination "
+        "it has nothing, and the text is newly read.\n"
         f"Base model {config.base_model_name_or_path}, frozen; sentence encoder {config.encoder_name_or_path}.",
         style="dim",
         highlight=False,

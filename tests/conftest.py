@@ -193,6 +193,19 @@ def run_cli(capsys):
 
 
 @pytest.fixture
+def few_tokens(monkeypatch):
+    """Evaluation's answers of four tokens, and no model from or for another test."""
+    from arcaligner.benchmarks import compare  # of an extra, which not all tests need
+    from arcaligner.evaluation import answering
+
+    for module in (answering, compare):
+        monkeypatch.setattr(module, "MAX_NEW_TOKENS", 4)
+    answering.load_aligner.cache_clear()
+    yield
+    answering.load_aligner.cache_clear()
+
+
+@pytest.fixture
 def float64_model_code():
     """Model code that computes in float64 what it otherwise computes in float32."""
     with float64_throughout():

@@ -1,10 +1,12 @@
 """Generation with slots: every decoding method of transformers reads them once and never takes one for a token."""
 
+import contextvars
 import copy
 import importlib.util
 import pickle
 import sys
 import types
+from threading import Thread
 
 import pytest
 import torch
@@ -134,6 +136,16 @@ def test_copy_and_pickle_generate_the_same(model):
         again.config.gate_mode = "off"
         assert not again(**batch).recursion_depth.clamp(min=0).any()
     assert model(**batch).recursion_depth.clamp(min=0).any()
+
+
+def test_depths_are_recorded_in_a_thread_that_has_the_context_of_the_recorder(model):
+    batch = prompts(model, [3, 6, 0])
+    with model.recorded_depths() as depths:
+        for target in (model.generate, contextvars.copy_context().run):
+            thread = Thread(target=target, args=(model.generate,) * (target != model.generate), kwargs=batch)
+            assert depths == []
+            thread.start(), thread.join()
+    assert torch.equal(depths[0], model(**batch).recursion_depth) and len(depths) == 1
 
 
 class Products(TorchDispatchMode):

@@ -7,22 +7,15 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from arcaligner.benchmarks import compare
 from arcaligner.benchmarks.compare import COLUMNS, Reader, cells_of, html_page
 from arcaligner.common.rows import token_f1
-from arcaligner.evaluation import answering
 from arcaligner.train.data import full_text, text_prompt
 
 LETTER = "It was written by Ada. Nobody else knew. She wrote it in May."
 OTHER = {"title": "Ships", "text": "The ship left on Monday. It came back in June."}
 
 
-@pytest.fixture(autouse=True)
-def few_tokens(monkeypatch):
-    monkeypatch.setattr(compare, "MAX_NEW_TOKENS", 4)
-    answering.load_aligner.cache_clear()
-    yield
-    answering.load_aligner.cache_clear()
+pytestmark = pytest.mark.usefixtures("few_tokens")
 
 
 @pytest.fixture

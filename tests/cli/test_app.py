@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+import torch
 from conftest import edit_json
 from rich.console import Console
 from tiny_models import random_probe
@@ -188,7 +189,8 @@ def test_a_terminal_is_not_steered_by_documents_answers_and_mistakes(run_cli, mo
     row = CASES[0] | {"question": STEERING}
     record = {"generated_text": STEERING, "trajectories": [["L0."]]}
     record["statistics"] = {"tokens": 5, "slots": 1, "compression_rate": 5.0}
-    assert not {"\x1b", "\x07"} & {*demo.answer_cells(row, record, (0.01, 0.02, 0.005, 0.01))[0]}
+    cells = demo.answer_cells(row, record, demo.FirstTokens(0.01, 0.02, 0.005, 0.01), (1, 2), has_gates=True)
+    assert not {"\x1b", "\x07"} & {*cells[0]}
 
 
 @pytest.fixture
@@ -222,46 +224,78 @@ def test_mistakes_in_train_end_in_one_clear_line(run_cli, monkeypatch):
     assert run_cli("train")[0] == run_cli("train", "--recipe", "tiny", "--stage", "4")[0] == 2
 
 
-def test_demo_shows_every_question_answer_gold_and_rate(checkpoint_dir):
+@pytest.fixture
+def ask(checkpoint_dir, monkeypatch) -> ArcAlignerPipeline:
+    """The aligner of the demo, with room for twenty passages in as many tokens as a tiny tokenizer makes of them."""
     ask = shared.load_pipeline(str(checkpoint_dir))
-    ask.model.config.text_config.max_position_embeddings = 8192  # the whole text of a passage is asked about as well
-    console = Console(file=io.StringIO(), width=200)
-    demo.run_demo(ask, console)
-    shown = console.file.getvalue()
-    rows = demo.demo_rows()
-    assert rows[:3] == CASES and [len(row["passages"]) for row in rows] == [1, 1, 1, 5, 5, 5]
+    monkeypatch.setattr(ask.model.config.text_config, "max_position_embeddings", 2**15)
+    return ask
+
+
+def test_demo_shows_every_question_answer_gold_rate_and_what_is_kept(ask, monkeypatch):
+    monkeypatch.setattr(demo, "TIMED_RUNS", 1)
+    demo.run_demo(ask, console := Console(file=io.StringIO(), width=200))
+    shown, rows = " ".join(console.file.getvalue().split()), demo.demo_rows()
+    assert rows[:3] == CASES and [len(row["passages"]) for row in rows] == [1, 1, 1, 5, 10, 20]
     for row in rows:
         assert row["question"] in shown
         assert f"gold: {row['answers'][0]}" in shown
-        documents = {"question": row["question"], "documents": row["passages"]}
-        size = ask(documents, return_slots=True, max_new_tokens=1)[0]["statistics"]
-        assert f"{size['tokens']} → {size['slots']}" in shown
+        size = ask.processor.encode_documents(row["passages"])
+        size = ask.processor.statistics(row["passages"], size, has_budget=False)
+        assert f"{size['tokens']:,} → {size['slots']:,}" in shown
         assert f"x{size['compression_rate']:.1f}" in shown
-    assert "newly read" in shown and "kept" in shown and "Slots are faster (green) in" in shown
-    assert "of 6 answers contain a gold answer" in shown
+    assert "newly read" in shown and "known" in shown and "sooner (green) in" in shown
+    assert "of 6 answers contain a gold answer" in shown and "trained to read those of a question jointly" in shown
+    assert ask.model.config.passage_attention == ask.processor.passage_attention == "joint"  # as it was before
 
 
-def test_an_aligner_that_can_refuse_is_also_asked_what_its_passages_do_not_answer(checkpoint_dir, monkeypatch):
-    ask = shared.load_pipeline(str(checkpoint_dir))
+PASSAGES = [{"title": "", "text": text} for text in ("Ada wrote it.", "The ship left on Monday.", "It was long.")]
+
+
+@torch.inference_mode()
+def test_the_demo_reads_known_passages_in_another_combination(ask):
+    row = {"question": "When did it leave?", "passages": PASSAGES[::-1]}
+    with demo.passages_apart(ask):
+        readers = demo.Readers(ask, 2)
+        for two in (PASSAGES[:2], PASSAGES[1:]):
+            readers.keep({"question": "Who wrote it?", "passages": two})
+        assert readers.known.misses == 3 and len(readers.kept_text) == 3
+        torch.testing.assert_close(readers.slots(readers.known, row), readers.slots(readers.new, row))
+        assert readers.known.misses == 3 and readers.new.misses == 3
+        known = readers.known_text(row)
+        single, other = ({"question": row["question"], "passages": [each]} for each in PASSAGES[:2])
+    # Passages do not read each other, so their order changes nothing; one alone is read as ever.
+    torch.testing.assert_close(readers.known_text(row | {"passages": PASSAGES}), known)
+    torch.testing.assert_close(readers.known_text(single), readers.text(single))
+    assert not torch.allclose(readers.known_text(other), known) and not torch.allclose(readers.text(row), known)
+    tokens = len(ask.processor.tokenizer(PASSAGES[0]["text"], add_special_tokens=False)["input_ids"])
+    assert readers.kept_bytes(single, tokens) == (readers.kept_text[PASSAGES[0]["text"]].nbytes,) * 2
+
+
+def test_an_aligner_that_can_refuse_is_also_asked_what_its_passages_do_not_answer(ask, monkeypatch):
     monkeypatch.setattr(ask.processor, "no_answer", "unanswerable")
     monkeypatch.setattr(ask.processor, "answer_probe", random_probe(ask.model, threshold=1.0))
     seen = []
-    monkeypatch.setattr(
-        demo, "first_token_seconds", lambda ask, row, rate: seen.append(row) or demo.FirstTokens(1, 2, 3, 4)
-    )
+    monkeypatch.setattr(demo.Readers, "seconds", lambda readers, row: seen.append(row) or demo.FirstTokens(1, 2, 4, 3))
     demo.run_demo(ask, console := Console(file=io.StringIO(), width=200))
-    shown = console.file.getvalue()
-    assert seen == demo.demo_rows("unanswerable") and "of 7 answers contain" in shown
-    assert seen[-1]["question"] == seen[3]["question"] and seen[-1]["answers"] == ["unanswerable"]
-    texts = [each["text"] for each in seen[-1]["passages"]]
-    assert len(texts) == 4 and not any(gold in text for gold in seen[3]["answers"] for text in texts)
+    shown = " ".join(console.file.getvalue().split())
+    rows = seen[1:]  # the first warms up
+    assert rows == demo.demo_rows("unanswerable") and "of 7 answers contain" in shown
+    assert "sooner (green) in 7 of 7 cases newly read and 0 known" in shown
+    assert rows[-1]["question"] == rows[3]["question"] and rows[-1]["answers"] == ["unanswerable"]
+    texts = [each["text"] for each in rows[-1]["passages"]]
+    assert len(texts) == 4 and not any(gold in text for gold in rows[3]["answers"] for text in texts)
     assert len(re.findall(r"\(confidence [01]\.\d\d\)", shown)) == 7
-    assert shown.count("unanswerable") == 8 and "1 of 7" in shown  # as an answer to each, and once as the gold one
+    assert shown.count("unanswerable") == 8 and "1 of 7 answers" in shown  # to each, and once as the gold one
 
 
 def test_a_row_of_the_demo_has_passes_sizes_and_times():
     record = {"generated_text": " Canada", "statistics": {"tokens": 50, "slots": 2, "compression_rate": 25.0}}
+    record["trajectories"] = [["L0.", "L0."]] * 3
     seconds = demo.FirstTokens(0.01, 0.02, 0.006, 0.005)
-    cells = demo.answer_cells(CASES[0], record | {"trajectories": [["L0.", "L0."]] * 3}, seconds)
-    assert cells[1:3] == ["50 → 2\n[bold]x25.0[/]", "6 passes"]
-    assert cells[3:] == ["[green]10[/] slots\n20 text", "6 slots\n[green]5[/] text"]
+    cells = demo.answer_cells(CASES[0], record, seconds, (1_800_000, 3_600_000))
+    assert cells[1] == "50 → 2\n[bold]x25.0[/]\n[dim]1 passage[/]"
+    assert cells[2:4] == ["[green]10[/] slots\n20 text", "6 slots\n5 text"]
+    assert cells[4] == "[green]1.8[/] slots\n3.6 text"
+    with_gates = demo.answer_cells(CASES[0], record, seconds, (1, 2), has_gates=True)[0]
+    assert with_gates == f"{cells[0]}\n[dim]6 passes[/]"
