@@ -2,11 +2,12 @@
 
     python -m arcaligner.train.confidence --recipe train/recipes/smollm2_135m/2_grounding.yaml --aligner FOLDER
 
-The aligner reads questions of the recipe's training articles, half of them with the nearest passages that do not answer
-them, at its rates in turn. A logistic regression tells the two apart by the states of the prompt's last token; its
-strength is chosen by cross-validation. Then the questions of the held-out articles, a fifth of them unanswerable, give
-scale and offset and, at the aligner's own rate, the threshold: the confidence below which 6 % of the answerable
-questions fall, which lose 5 % of the F1. All of it is written to the folder's processor. No test set is read.
+The aligner reads questions of the recipe's training articles, half of them with passages that do not answer them (the
+nearest of all, or of the same article), at its rates in turn. A logistic regression tells the two apart by the states
+of the prompt's last token; its strength is chosen by cross-validation. Then the questions of the held-out articles, a
+fifth of them unanswerable, give scale and offset and, at the aligner's own rate, the threshold: the confidence below
+which 6 % of the answerable questions fall, which lose 5 % of the F1. All of it is written to the folder's processor. No
+test set is read.
 """
 
 from pathlib import Path
@@ -32,8 +33,9 @@ from .selection import ExampleSelector
 from .validate import BATCH, asked_rows, read_recipe
 
 # Of the backbone's layers: where the answer has been looked for, and not yet been turned into words.
-DEPTHS = (0.6, 0.73)
+DEPTHS = (0.54, 0.6, 0.67, 0.7, 0.77)
 STRENGTHS = (1e-3, 3e-3, 1e-2, 3e-2)
+IN_ARTICLE = 0.5  # of the passages that do not answer
 WRONGLY_REFUSED = 0.06  # share of answerable questions below the threshold
 RATES = (2, 4, 8, 16, "segment")
 
@@ -84,11 +86,11 @@ def fit_confidence(
     """The `answer_probe`, and how well it does on the held-out questions at each rate."""
     num_layers = model.config.text_config.num_hidden_layers
     layers = sorted({max(0, int(depth * num_layers) - 1) for depth in DEPTHS})
-    rows = asked_rows(selector, number, held_out=False, unanswerable=0.5)
+    rows = asked_rows(selector, number, held_out=False, unanswerable=0.5, in_article=IN_ARTICLE)
     parts = [rows[place :: len(rates)] for place in range(len(rates))]
     states = [last_states(model, processor, part, rate, layers) for part, rate in zip(parts, rates, strict=True)]
     weight, bias = fit_probe(np.concatenate(states), np.array([row["is_answered"] for part in parts for row in part]))
-    held_out = asked_rows(selector, number_held_out)
+    held_out = asked_rows(selector, number_held_out, in_article=IN_ARTICLE)
     is_answered = np.array([row["is_answered"] for row in held_out])
     odds = [last_states(model, processor, held_out, rate, layers) @ weight + bias for rate in rates]
     scale, offset = calibrate(np.concatenate(odds), np.tile(is_answered, len(rates)))

@@ -106,21 +106,26 @@ class NearestPassages:
     def __init__(self, rows: Iterable[Row]):
         unique = {(each["title"], each["text"]): each for row in rows for each in row["passages"] if each["text"]}
         self.passages = list(unique.values())
+        self.titles = np.array([each["title"] for each in self.passages])
         texts = [f"{each['title']} {each['text']}" for each in self.passages]
         self.index = bm25s.BM25()
         self.index.index(bm25s.tokenize(texts, stopwords="en", show_progress=False), show_progress=False)
 
-    def without_answer(self, question: str, answers: list[str], others: Sequence[dict], number: int) -> list[dict]:
-        """The `number` nearest passages, nearest first, that hold none of `answers` and are none of `others`."""
+    def without_answer(
+        self, question: str, answers: list[str], others: Sequence[dict], number: int, in_article: bool = False
+    ) -> list[dict]:
+        """The `number` nearest passages, nearest first, that hold none of `answers` and are none of `others`; with
+        `in_article` only those of the articles of `others`."""
         words = bm25s.tokenize([question], stopwords="en", show_progress=False, return_ids=False)
         depth = min(len(self.passages), CANDIDATES)
         if not words[0] or not depth:
             return []
-        found, _ = self.index.retrieve(words, k=depth, show_progress=False)
+        weights = np.isin(self.titles, [each["title"] for each in others]) if in_article else None
+        found, scores = self.index.retrieve(words, k=depth, show_progress=False, weight_mask=weights)
         taken, texts = [], {each["text"] for each in others}
-        for place in found[0].tolist():
+        for place, score in zip(found[0].tolist(), scores[0].tolist(), strict=True):
             passage = self.passages[place]
-            if passage["text"] not in texts and not contains_answer(passage, answers):
+            if (score > 0 or not in_article) and passage["text"] not in texts and not contains_answer(passage, answers):
                 taken.append(passage)
             if len(taken) == number:
                 break

@@ -52,11 +52,16 @@ def kind_of(row: Row) -> str:
 
 
 def asked_rows(
-    selector: ExampleSelector, number: int, held_out: bool = True, unanswerable: float = UNANSWERABLE
+    selector: ExampleSelector,
+    number: int,
+    held_out: bool = True,
+    unanswerable: float = UNANSWERABLE,
+    in_article: float = 0.0,
 ) -> list[Row]:
     """About `number` questions of the held-out articles, or of the others, with the passages that they are asked about,
     as many of each set as of the others where there are enough. `is_answered` says whether the passages answer them;
-    a share of `unanswerable` is asked about the nearest passage that does not."""
+    a share of `unanswerable` is asked about the nearest passage that does not, and a share `in_article` of these about
+    the nearest one of the same article, which is harder to tell."""
     by_kind: dict[str, list[Row]] = defaultdict(list)
     nearest = []
     for source in selector.recipe.train_files:
@@ -71,13 +76,16 @@ def asked_rows(
     for place, rows in enumerate(sorted(by_kind.values(), key=len)):
         taken = rows[: max(1, left // (len(by_kind) - place))]
         left -= len(taken)
-        chosen += [_as_asked(row, nearest[row["source"]], selector.recipe.no_answer, unanswerable) for row in taken]
+        settings = selector.recipe.no_answer, unanswerable, in_article
+        chosen += [_as_asked(row, nearest[row["source"]], *settings) for row in taken]
     return chosen
 
 
-def _as_asked(row: Row, nearest: NearestPassages, no_answer: str, share: float) -> Row:
+def _as_asked(row: Row, nearest: NearestPassages, no_answer: str, share: float, in_article: float) -> Row:
     if stable_number(f"unanswerable:{row['id']}", 100) < 100 * share:
-        near = nearest.without_answer(row["question"], row["answers"], row["passages"], 1)
+        asked = row["question"], row["answers"], row["passages"], 1
+        is_inside = stable_number(f"in article:{row['id']}", 100) < 100 * in_article
+        near = (is_inside and nearest.without_answer(*asked, in_article=True)) or nearest.without_answer(*asked)
         if near:
             return row | {"passages": near, "answers": [no_answer], "is_answered": False}
     return row | {"passages": own_passages(row)[0], "is_answered": True}

@@ -296,6 +296,16 @@ def test_the_nearest_passages_come_first_and_hold_no_answer():
     assert found.without_answer("?", ["x"], [], 3) == []
 
 
+def test_the_nearest_passages_of_an_article_are_of_no_other():
+    told = {"The tower of Oslo is tall.": "Oslo", "Oslo is old.": "Oslo", "The tower of Oslo burned.": "Norway"}
+    passages = [{"title": title, "text": text} for text, title in told.items()]
+    found = NearestPassages([{"passages": passages}])
+    asked = "the tower of oslo", ["tall"], passages[:1], 3
+    assert texts(found.without_answer(*asked)) == ["The tower of Oslo burned.", "Oslo is old."]
+    assert texts(found.without_answer(*asked, in_article=True)) == ["Oslo is old."]
+    assert found.without_answer("fjord", ["x"], passages[:1], 3, in_article=True) == []  # no word in common
+
+
 def test_a_row_keeps_its_passages_among_one_to_four_others_of_the_corpus(corpus, nearest):
     known = {text for row in corpus for text in texts(row["passages"])}
     numbers, places = set(), set()
