@@ -229,7 +229,7 @@ def run_demo(ask: ArcAlignerPipeline, console: Console, tokens_per_slot: Rate = 
     console.print(
         f"{num_right} of {len(rows)} answers contain a gold answer (green). Each passage is read by itself.{apart}\n"
         f"First token: median of up to {TIMED_RUNS} runs on {ask.device}, from the words on. Known: each passage was "
-        "read before, for another question, and what was read of it, slots or text, is kept and joined. Slots are "
+        "read ahead, and what was read of it, slots or text, is kept and joined. Slots are "
         f"sooner (green) in {sum(each.slots < each.text for each in times)} of {len(rows)} cases newly read and "
         f"{sum(each.known_slots < each.known_text for each in times)} known.\n"
         "A cache of what a prompt begins with serves the same passages in the same order only: of a new combination "
