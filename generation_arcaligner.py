@@ -38,7 +38,6 @@ from .slot_rows_arcaligner import (
 
 logger = logging.get_logger(__name__)
 
-
 # A variable of the context, not an argument of `generate`: threads that share a model do not see each other's.
 _recorded_depths: ContextVar[list[torch.Tensor] | None] = ContextVar("recorded_depths", default=None)
 
@@ -191,10 +190,8 @@ class SlotGenerationMixin(GenerationMixin):
     @contextlib.contextmanager
     def recorded_depths(self) -> Iterator[list[torch.Tensor]]:
         """Inside, `generate` adds to the list that this gives the `recursion_depth` of the slots it reads, (batch *
-        num_beams, num_layers, max_slots), as soon as they are read.
-
-        A thread that generates, as for a `TextIteratorStreamer`, is started with the context of this one, or nothing is
-        added: `Thread(target=contextvars.copy_context().run, args=(model.generate,), kwargs=inputs)`."""
+        num_beams, num_layers, max_slots), as soon as they are read. Another thread needs a copy of this context:
+        `Thread(target=contextvars.copy_context().run, args=(model.generate,), kwargs=inputs)`."""
         depths: list[torch.Tensor] = []
         token = _recorded_depths.set(depths)
         try:
@@ -292,7 +289,6 @@ class _CandidatesBlindToSlots(CandidateGenerator):
 
 # Slots of a batch of passages, padding included: large enough for fast products, small enough to hold little padding.
 SLOTS_PER_BATCH = 1024
-
 # Slots of a row that several passages share: attention across passages is computed and thrown away.
 SLOTS_PER_ROW = 256
 
