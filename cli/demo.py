@@ -2,7 +2,7 @@
 
 The three case studies of the paper's appendix, with their sentences as printed there, noise included, and the first
 three questions of the SQuAD sample in `tests/data`, about 5, 10 and 20 passages: its own and those of the next rows, as
-a search would find several. None was chosen by how it is answered. An aligner that was trained to refuse is also asked
+a search would find several. None was chosen by how it is answered. An aligner that has a confidence is also asked
 the first of these about passages that do not answer it, and says how sure it is of each answer.
 
 Each passage is read by itself, so that what is kept of it serves any combination. Slots and text are compared twice:

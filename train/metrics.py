@@ -65,7 +65,6 @@ class SwappedSlots:
         return self.collator(swapped)
 
 
-@torch.inference_mode()
 def generate_with_confidence(
     model, processor, inputs: dict[str, Any], **options: Any
 ) -> tuple[torch.LongTensor, list[float | None]]:
@@ -78,6 +77,7 @@ def generate_with_confidence(
     return ids, watch.confidence.tolist()
 
 
+@torch.inference_mode()
 def answer_questions(trainer, questions: datasets.Dataset, batch_size: int) -> dict[str, float]:
     """Greedy answers from slots, at the first rate of the recipe, to the first question of held-out examples, by the
     model, collator, encoder and tokenizer of an [`AlignerTrainer`]. Each process answers a part, `batch_size` at a
