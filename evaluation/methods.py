@@ -90,6 +90,11 @@ class Method:
     has_rates: bool = False  # whether it can be asked for with a rate
     tokens_per_slot: int | str | None = None  # the rate, if not the checkpoint's own
 
+    @property
+    def reads_aligner(self) -> bool:
+        """Whether the weights of the aligner decide the answers."""
+        return self.texts is None and self.checkpoint == "aligner"
+
     def at_rate(self, tokens_per_slot: int | str) -> "Method":
         """The same method with another rate, under its own name and title."""
         return dataclasses.replace(
@@ -207,16 +212,22 @@ def find_method(name: str) -> Method:
     )
 
 
-def base_name(method: Method) -> str:
-    """The name without the rate."""
-    return method.name.removesuffix(f"_x{method.tokens_per_slot}")
+def split_title(title: str) -> tuple[Method, int | str | None]:
+    """The method and the rate of a title in tables, as [`Method.at_rate`] makes it.
+
+    >>> split_title("ArcAligner, 4 tokens per slot")[1], split_title("ArcAligner")[1]
+    (4, None)
+    """
+    found = _RATE_IN_TITLE.search(title)
+    rate = None if found is None else int(found[1]) if found[1] else "segment"
+    return next(method for method in METHODS.values() if method.title == _RATE_IN_TITLE.sub("", title)), rate
 
 
 def title_order(title: str) -> tuple[int, float]:
     """The order of titles in tables: that of `METHODS`, each without a rate first, then by rate."""
-    found = _RATE_IN_TITLE.search(title)
-    rate = 0.0 if found is None else float(found[1] or "inf")
-    return [method.title for method in METHODS.values()].index(_RATE_IN_TITLE.sub("", title)), rate
+    method, rate = split_title(title)
+    numbers = {None: 0.0, "segment": float("inf")}
+    return list(METHODS.values()).index(method), numbers.get(rate, rate)
 
 
 def sort_key(name: str) -> tuple[int, float]:

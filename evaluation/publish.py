@@ -19,6 +19,7 @@ import typer
 from ..common.files import DEFAULT_CHECKPOINT, ROOT, markdown_table, printable, run_command, write_whole
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..share.hub import RESULTS_FILE, write_model_card
+from .analyses.rates import save_rates
 from .analyses.speed import (
     BUDGET,
     KNOWN,
@@ -31,7 +32,7 @@ from .analyses.speed import (
     size_lines,
 )
 from .methods import find_method, fingerprint
-from .results import results_page, write_results
+from .results import results_page, with_published, write_results
 from .runs import answer_files
 from .tasks import TASKS
 
@@ -59,7 +60,7 @@ The shipped aligner and what it is compared with, written by `python -m arcalign
 of `python -m arcaligner evaluate --recipe smollm2_135m`: the same frozen SmolLM2-135M-Instruct (4-bit weights of the
 default base model, Q4_1), chat template, questions and greedy decoding (24 new tokens) in all rows; "fine-tuned" is a
 LoRA that learned to read the text from 4,000 questions; xRAG and the projector alone saw 4,000 rows in each stage, the
-aligner far more. `evaluation/recipes/smollm2_135m.yaml` says which passages are read. [answers.md](answers.md) has
+aligner far more. Differences are paired with what was asked in the same run. `evaluation/recipes/smollm2_135m.yaml` says which passages are read. [answers.md](answers.md) has
 answers to read.
 """
 SPEED_INTRODUCTION = """\
@@ -107,11 +108,14 @@ def publish(
     if run is not None:
         check_weights(run, checkpoint)
         answers = answers_page(run)
-        write_whole(checkpoint / RESULTS_FILE, json.dumps(write_results(run), indent=1, ensure_ascii=False) + "\n")
+        published = json.loads((checkpoint / RESULTS_FILE).read_text(encoding="utf-8"))
+        found = with_published(write_results(run), published)
+        write_whole(checkpoint / RESULTS_FILE, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
         write_model_card(ArcAlignerConfig.from_pretrained(checkpoint), checkpoint)
         write_whole(DOCS / "answers.md", answers)
     results = json.loads((checkpoint / RESULTS_FILE).read_text(encoding="utf-8"))
     latency = json.loads((figures / "latency.json").read_text(encoding="utf-8"))
+    save_rates(figures, results)
     save_tradeoff(figures, latency, results["sets"])
     known = save_known(figures, results["sets"])
     shown = copy_figures(figures)

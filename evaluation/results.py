@@ -5,20 +5,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..common.files import markdown_table, write_whole
 from ..share.hub import METRIC_TITLES, RESULTS_FILE
 from .judge import judged_scores, judges_of
-from .methods import METHODS, find_method, sort_key, title_order
-from .metrics import METRICS, percent_interval, ratio_interval, shown_interval
+from .methods import METHODS, find_method, sort_key, split_title, title_order
+from .metrics import METRICS, percent_interval, shown_interval
 from .runs import AnswerFile, answer_files
 from .tasks import TASKS
 
 MAIN = "arcaligner"
 MAIN_TITLE = METHODS[MAIN].title
-# The two ends of retention: reads nothing, reads all of the text.
-FLOOR, CEILING = "naive", "full_text_lora"
 # Methods that read all of the text, or nothing of it.
 NOT_COMPRESSED = ("standard_rag", "full_text_lora", "text_apart", "empty_slot")
 PAPER = json.loads((Path(__file__).parent / "paper_results.json").read_text(encoding="utf-8"))
@@ -48,7 +44,7 @@ def summarize(run: Path) -> dict[str, Any]:
     Returns:
         `dict`: `{"machine", "questions", "sets": {title: {"passages", "questions", "recall", "compression_rate",
         "methods", "differences"}}}`. `methods` has, by title, `[mean, low, high]` of each metric with 95 % bootstrap
-        intervals over questions, `acc` by judge, `retention` (see [`retention`]) and the costs. `differences` has the
+        intervals over questions, `acc` by judge, and the costs. `differences` has the
         same of ArcAligner less a method, paired by question.
     """
     files = {(file.task, file.method): file for file in answer_files(run)}
@@ -69,6 +65,20 @@ def summarize(run: Path) -> dict[str, Any]:
         "questions": min(entry["questions"] for entry in sets.values()),
         "sets": sets,
     }
+
+
+def with_published(results: dict[str, Any], published: dict[str, Any]) -> dict[str, Any]:
+    """`results` of an aligner with what other methods answered to the same questions before: their answers do not
+    depend on its weights. A method that was asked again has its new numbers, and only these have paired differences."""
+    sets = {}
+    for title, entry in results["sets"].items():
+        before = published["sets"].get(title, {"methods": {}})
+        if any(before.get(key) != entry[key] for key in ("passages", "questions", "recall")):
+            before = {"methods": {}}
+        others = {name: each for name, each in before["methods"].items() if not split_title(name)[0].reads_aligner}
+        sets[title] = entry | {"methods": others | entry["methods"]}
+    machines = dict.fromkeys("; ".join((published["machine"], results["machine"])).split("; "))
+    return results | {"machine": "; ".join(sorted(machines)), "sets": sets}
 
 
 def judged(file: AnswerFile) -> list[dict[str, Any]]:
@@ -125,8 +135,6 @@ def _summarize_method(name: str, of_task: dict[str, Answers]) -> dict[str, Any]:
         judge: percent_interval([row["acc"][judge] for row in rows if judge in row["acc"]]) for judge in judges
     }
     numbers |= {metric: percent_interval([row[metric] for row in rows]) for metric in METRICS}
-    if name not in (FLOOR, CEILING) and (kept := retention(of_task[name], of_task)):
-        numbers["retention"] = kept
     return numbers
 
 
@@ -138,20 +146,6 @@ def compare(ours: Answers, other: Answers) -> dict[str, Any]:
     return {"questions": len(shared)} | {
         metric: percent_interval([ours[key][metric] - other[key][metric] for key in shared]) for metric in METRICS
     }
-
-
-def retention(found: Answers, of_task: dict[str, Answers]) -> list[float] | None:
-    """How much of what reading the text adds is kept: `(F1 - closed book) / (fine-tuned full text - closed book)`, in
-    percent, with the ends of its 95 % bootstrap interval over the questions that all three methods answered; `None`
-    where one of them is missing in `of_task`, or where reading the text adds nothing."""
-    floor, ceiling = of_task.get(FLOOR, {}), of_task.get(CEILING, {})
-    shared = [key for key in found if key in floor and key in ceiling]
-    gained = np.array([found[key]["f1"] - floor[key]["f1"] for key in shared])  # (num_questions,)
-    possible = np.array([ceiling[key]["f1"] - floor[key]["f1"] for key in shared])
-    if possible.sum() <= 0:
-        return None
-    ends = ratio_interval(gained, possible)
-    return [100 * float(each) for each in (gained.sum() / possible.sum(), *ends)]
 
 
 def _rate(rows) -> float:
@@ -168,7 +162,6 @@ def results_page(results: dict[str, Any]) -> str:
     lines: list[str] = []
     for metric in ("f1", "em", "em_raw"):
         lines += interval_table(METRIC_TITLES[metric], sets, "methods", metric)
-    lines += interval_table("Retention of F1", sets, "methods", "retention")
     for judge in sorted(
         {judge for entry in sets.values() for each in entry["methods"].values() for judge in each["acc"]}
     ):

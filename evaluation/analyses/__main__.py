@@ -8,10 +8,8 @@ import logging
 import typer
 
 from ...common.files import exit_on_user_error
-from .four_way import four_way
 from .gates import gates
 from .rates import rates
-from .reconstruction import reconstruction
 from .refusals import refusals
 
 app = typer.Typer(
@@ -20,7 +18,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (gates, reconstruction, four_way, rates, refusals):
+for command in (gates, rates, refusals):
     app.command()(command)
 
 

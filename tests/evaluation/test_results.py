@@ -16,6 +16,7 @@ from arcaligner.evaluation.results import (
     paper_table,
     results_page,
     summarize,
+    with_published,
     write_results,
 )
 from arcaligner.evaluation.runs import AnswerFile
@@ -133,21 +134,20 @@ def test_the_papers_numbers_stand_below(run):
     assert "| **ArcAligner** | 26.6 / 34.9 / 33.4 |" in paper_table(summarize(run)["sets"])
 
 
-def test_retention_is_the_share_kept_of_what_the_text_adds(run):
-    write(run, "full_text_lora", [1.0, 1.0, 0.5], context=60)  # three of the four
-    numbers = summarize(run)["sets"]["HotpotQA"]["methods"]
-    # Naive has 0, 0.5, 0 and the fine-tuned text 1, 1, 0.5: 2 could be gained, ArcAligner gains 1.
-    mean, low, high = numbers["ArcAligner"]["retention"]
-    assert mean == 50.0 and 0 <= low < mean < high
-    assert numbers["StandardRAG"]["retention"][0] == 100.0
-    assert not {"retention"} & (set(numbers["Naive"]) | set(numbers["StandardRAG, fine-tuned"]))
-    assert "| Retention of F1 | HotpotQA |" in results_page(summarize(run))
-
-
-def test_retention_needs_both_of_its_ends_and_something_to_gain(run):
-    assert "retention" not in summarize(run)["sets"]["HotpotQA"]["methods"]["ArcAligner"]
-    write(run, "full_text_lora", [0.0] * 4)
-    assert "retention" not in summarize(run)["sets"]["HotpotQA"]["methods"]["ArcAligner"]
+def test_what_other_methods_answered_before_stands_beside_new_answers_of_the_aligner(run, tmp_path):
+    published = summarize(run)
+    write(again := tmp_path / "again", "arcaligner", [1.0, 1.0, 0.0, 0.5])
+    write(again, "standard_rag", [0.0] * 4, context=60)
+    new = summarize(again)
+    found = with_published(new, published)["sets"]["HotpotQA"]
+    assert found["methods"]["Naive"] == published["sets"]["HotpotQA"]["methods"]["Naive"]
+    asked_again = {title: found["methods"][title] for title in ("ArcAligner", "StandardRAG")}
+    assert asked_again == new["sets"]["HotpotQA"]["methods"] and set(found["differences"]) == {"StandardRAG"}
+    published["sets"]["HotpotQA"]["methods"]["w/o Recursion"] = {}  # of the weights before
+    assert "w/o Recursion" not in with_published(new, published)["sets"]["HotpotQA"]["methods"]
+    for key, other in (("questions", 3), ("passages", "those that a search found"), ("recall", [50.0, 0.0, 100.0])):
+        entry = published["sets"]["HotpotQA"] | {key: other}
+        assert with_published(new, published | {"sets": {"HotpotQA": entry}})["sets"] == new["sets"]
 
 
 def test_rates_of_a_method_have_rows_of_their_own_after_it(run):

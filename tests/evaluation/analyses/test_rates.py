@@ -6,8 +6,8 @@ import pytest
 from answer_rows import write_answers
 
 from arcaligner.evaluation.analyses.__main__ import main
-from arcaligner.evaluation.analyses.rates import analyze, draw
-from arcaligner.evaluation.results import summarize
+from arcaligner.evaluation.analyses.rates import analyze, draw, rates, save_rates
+from arcaligner.evaluation.results import summarize, write_results
 
 SCORES = {"naive": 0.1, "full_text_lora": 0.9}
 RATES = {
@@ -30,60 +30,58 @@ def run(tmp_path):
         for method, f1 in SCORES.items():
             if (task, method) != ("nq", "full_text_lora"):
                 write(run, task, method, f1, 0 if method == "naive" else 48)
-        for method, rates in RATES.items():
-            for rate, (f1, context) in rates.items():
+        for method, asked in RATES.items():
+            for rate, (f1, context) in asked.items():
                 write(run, task, f"{method}_x{rate}", f1, context)
         write(run, task, "arcaligner", 0.4, 3)  # at the checkpoint's own rate
     return run
 
 
 def test_each_method_has_a_point_for_each_rate_from_fine_to_coarse(run):
-    found = analyze(run)["sets"]["SQuAD"]
+    found = analyze(summarize(run))["SQuAD"]
     assert list(found["curves"]) == ["truncated text", "ArcAligner"]
     points = found["curves"]["ArcAligner"]
     assert [point["tokens_per_slot"] for point in points] == [4, 16, None, "segment"]
     assert [point["compression_rate"] for point in points] == [4.0, 12.0, 16.0, 24.0]
     numbers = summarize(run)["sets"]["SQuAD"]["methods"]
     assert points[0]["f1"] == numbers["ArcAligner, 4 tokens per slot"]["f1"]
-    assert points[0]["retention"][0] == pytest.approx(100 * (0.6 - 0.1) / (0.9 - 0.1))
     assert found["bounds"]["StandardRAG, fine-tuned"] == numbers["StandardRAG, fine-tuned"]["f1"]
 
 
-def test_a_set_without_the_upper_end_has_no_retention(run):
-    found = analyze(run)["sets"]["NaturalQA"]
-    assert not any("retention" in point for curve in found["curves"].values() for point in curve)
-    assert list(found["bounds"]) == ["Naive"]
+def test_a_set_that_was_not_read_as_text_has_no_upper_bound(run):
+    assert list(analyze(summarize(run))["NaturalQA"]["bounds"]) == ["Naive"]
 
 
 def test_a_line_of_the_figure_goes_through_the_points_of_its_method(run):
-    sets = analyze(run)["sets"]
+    sets = analyze(summarize(run))
     figure = draw(sets)
-    assert [axes.get_title() for axes in figure.axes] == ["NaturalQA", "SQuAD", "", ""]
-    _, squad, no_retention, retention = figure.axes
+    assert [axes.get_title() for axes in figure.axes] == ["NaturalQA", "SQuAD"]
+    squad = figure.axes[1]
     line, (lower, upper), _ = squad.containers[1]
     points = sets["SQuAD"]["curves"]["ArcAligner"]
     assert list(line.get_xdata()) == [4.0, 12.0, 16.0, 24.0] and squad.get_xscale() == "log"
     assert list(line.get_ydata()) == [point["f1"][0] for point in points]
     assert list(lower.get_ydata()) == pytest.approx([point["f1"][1] for point in points])
     assert list(upper.get_ydata()) == pytest.approx([point["f1"][2] for point in points])
-    assert list(retention.containers[1][0].get_ydata()) == [point["retention"][0] for point in points]
-    assert not no_retention.containers
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["truncated text", "ArcAligner"]
 
 
 def test_the_command_writes_figure_data_and_caption(run, tmp_path, capsys):
+    write_results(run)
     with pytest.raises(SystemExit) as end:
         main(["rates", "--run", str(run), "--tasks", "squad", "--output", str(tmp_path / "figures")])
     assert end.value.code == 0
     data = json.loads((tmp_path / "figures" / "rates.json").read_text())
-    assert data["sets"] == {"SQuAD": analyze(run)["sets"]["SQuAD"]}
+    assert data["sets"] == {"SQuAD": analyze(summarize(run))["SQuAD"]}
     assert data["reading"] in capsys.readouterr().out.replace("\n", " ")
     files = {path.name for path in (tmp_path / "figures").iterdir()}
     assert files == {"rates.json", "rates.svg"}
 
 
 def test_a_run_at_one_rate_is_refused_with_the_command_that_adds_others(run):
+    with pytest.raises(ValueError, match="run has no results.json.*evaluate --output"):
+        rates(run)
     for path in run.glob("*/*_x*"):
         path.unlink()
-    with pytest.raises(ValueError, match="no method at several rates.*--tokens-per-slot 4,8,16,segment"):
-        analyze(run)
+    with pytest.raises(ValueError, match="No method was asked at several rates.*--tokens-per-slot 4,8,16,segment"):
+        save_rates(run, summarize(run))
