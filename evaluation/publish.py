@@ -60,8 +60,8 @@ The shipped aligner and what it is compared with, written by `python -m arcalign
 of `python -m arcaligner evaluate --recipe smollm2_135m`: the same frozen SmolLM2-135M-Instruct (4-bit weights of the
 default base model, Q4_1), chat template, questions and greedy decoding (24 new tokens) in all rows; "fine-tuned" is a
 LoRA that learned to read the text from 4,000 questions; xRAG and the projector alone saw 4,000 rows in each stage, the
-aligner far more. Differences are paired with what was asked in the same run. `evaluation/recipes/smollm2_135m.yaml` says which passages are read. [answers.md](answers.md) has
-answers to read.
+aligner far more. Differences are paired, with what was asked in the same run.
+`evaluation/recipes/smollm2_135m.yaml` says which passages are read. [answers.md](answers.md) has answers to read.
 """
 SPEED_INTRODUCTION = """\
 # Speed
@@ -102,14 +102,18 @@ are medians.
 def publish(
     run: Annotated[Path | None, typer.Option(help="Folder of an evaluation. Default: what is published.")] = None,
     checkpoint: Annotated[Path, typer.Option(help="The aligner that was measured.")] = DEFAULT_CHECKPOINT,
+    before: Annotated[
+        Path | None, typer.Option(help="The results.json of the weights before: what other methods answered stays.")
+    ] = None,
     figures: Annotated[Path, typer.Option(help="Folder of the analyses and latency.json.")] = DOCS / "figures",
 ) -> None:
     """Writes the pages and the README's table from a run, its figures and the timings."""
     if run is not None:
         check_weights(run, checkpoint)
         answers = answers_page(run)
-        published = json.loads((checkpoint / RESULTS_FILE).read_text(encoding="utf-8"))
-        found = with_published(write_results(run), published)
+        found = write_results(run)
+        if before is not None:
+            found = with_published(found, json.loads(before.read_text(encoding="utf-8")))
         write_whole(checkpoint / RESULTS_FILE, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
         write_model_card(ArcAlignerConfig.from_pretrained(checkpoint), checkpoint)
         write_whole(DOCS / "answers.md", answers)
