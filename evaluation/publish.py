@@ -18,6 +18,7 @@ import typer
 
 from ..common.files import DEFAULT_CHECKPOINT, ROOT, markdown_table, printable, run_command, write_whole
 from ..configuration_arcaligner import ArcAlignerConfig
+from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.hub import RESULTS_FILE, write_model_card
 from .analyses.rates import save_rates
 from .analyses.speed import (
@@ -110,7 +111,7 @@ def publish(
     """Writes the pages and the README's table from a run, its figures and the timings."""
     if run is not None:
         check_weights(run, checkpoint)
-        answers = answers_page(run)
+        answers = answers_page(run, ArcAlignerProcessor.from_pretrained(checkpoint))
         found = write_results(run)
         if before is not None:
             found = with_published(found, json.loads(before.read_text(encoding="utf-8")))
@@ -145,26 +146,31 @@ def check_weights(run: Path, checkpoint: Path) -> None:
             raise ValueError(f"{file.path} was answered by weights {found}, {checkpoint} has {expected}.")
 
 
-def answers_page(run: Path) -> str:
-    """The answers of the aligner to the first questions of each set, by their ids."""
+def answers_page(run: Path, processor: ArcAlignerProcessor) -> str:
+    """The answers of the aligner to the first questions of each set, by their ids, and how sure it is of each."""
+    no_answer, threshold = processor.no_answer, (processor.answer_probe or {"threshold": 0.0})["threshold"]
     lines = [
         "# Answers",
         "",
         "What the shipped aligner answers, at its finest rate and with greedy decoding: the first",
         f"{ANSWERS_PER_SET} questions of each set by their ids, none left out, of the run of [results.md](results.md).",
-        "",
     ]
+    if no_answer is not None:
+        lines.append(f'With `min_confidence={threshold}`, those marked as refused become "{no_answer}".')
     for file in answer_files(run):
         if file.method == "arcaligner" and file.task in TASKS:
             rows = sorted(file.read(), key=lambda row: row["id"])[:ANSWERS_PER_SET]
             cells = []
             for row in rows:
-                texts = row["question"], row["answers"][0], row["prediction"]
+                golds = row["answers"] or ["(not in the passages)"]
+                texts = row["question"], golds[0], row["prediction"]
                 shown = (_MARKDOWN.sub(r"\\\1", printable(" ".join(text.split()))) for text in texts)
-                cells.append([*shown, f"{100 * row['f1']:.0f}"])
-            table = markdown_table(["Question", "Expected", "Answer", "F1"], cells)
-            lines += [f"## {TASKS[file.task].title}", "", *table, ""]
-    return "\n".join(lines)
+                sure = row.get("confidence", 1.0)
+                said = ("refused, " if sure < threshold else "") + f"{sure:.2f}" if "confidence" in row else "-"
+                cells.append([*shown, f"{100 * row['f1']:.0f}" if row["answers"] else "-", said])
+            table = markdown_table(["Question", "Expected", "Answer", "F1", "Confidence"], cells)
+            lines += ["", f"## {TASKS[file.task].title}", "", *table]
+    return "\n".join([*lines, ""])
 
 
 def readme_table(results: dict[str, Any], latency: dict[str, Any]) -> str:

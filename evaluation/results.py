@@ -39,7 +39,7 @@ def write_results(run: Path) -> dict[str, Any]:
 
 def summarize(run: Path) -> dict[str, Any]:
     """
-    What a run found, in percent.
+    What a run found, in percent, of the questions that their passages answer.
 
     Returns:
         `dict`: `{"machine", "questions", "sets": {title: {"passages", "questions", "recall", "compression_rate",
@@ -51,7 +51,7 @@ def summarize(run: Path) -> dict[str, Any]:
     if not files:
         raise ValueError(f"{run} holds no answers. `python -m arcaligner evaluate` writes them.")
     sets = {}
-    for task in TASKS:
+    for task in (name for name, each in TASKS.items() if each.is_answered):
         names = sorted((method for name, method in files if name == task), key=sort_key)
         of_task = {name: {each["id"]: each for each in judged(files[task, name])} for name in names}
         of_task = {name: answers for name, answers in of_task.items() if answers}
@@ -62,7 +62,7 @@ def summarize(run: Path) -> dict[str, Any]:
     machines = sorted({file.settings()["machine"] for file in files.values()})
     return {
         "machine": "; ".join(machines),
-        "questions": min(entry["questions"] for entry in sets.values()),
+        "questions": min((entry["questions"] for entry in sets.values()), default=0),
         "sets": sets,
     }
 

@@ -87,6 +87,12 @@ def test_answers_to_other_passages_are_not_paired(run):
         summarize(run)
 
 
+def test_questions_without_an_answer_are_no_set_of_the_tables(run):
+    for folder, sets in ((run, ["HotpotQA"]), (run / "alone", [])):
+        write(folder, "arcaligner", [0.0], task="squad_unanswerable")
+        assert list(write_results(folder)["sets"]) == sets
+
+
 def test_a_folder_without_answers_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no answers"):
         summarize(tmp_path)
