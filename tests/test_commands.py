@@ -119,7 +119,8 @@ def test_the_server_of_the_documents_answers_what_they_ask(place, environment):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    serve, curl, benchmark = ([each for each in COMMANDS if part in each] for part in ("arcaligner serve", "curl", "benchmarks.serving"))
+    parts = "arcaligner serve", "curl", "benchmarks.serving"
+    serve, curl, benchmark = ([each for each in COMMANDS if part in each] for part in parts)
     shutil.copy(ROOT / "docs" / "server.md", place / "docs")
     for command in serve:
         server = subprocess.Popen(
