@@ -27,7 +27,7 @@ from ..common.rows import Row
 from ..evaluation.analyses.speed import BUDGET
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..slot_rows_arcaligner import pad_words
+from ..slot_rows_arcaligner import pad_passage_ids, pad_words, passage_positions
 from ..train.data import text_ids
 
 TOKENS_PER_PASSAGE = 150
@@ -63,21 +63,29 @@ def base_of(aligner: ArcAlignerForCausalLM, dtype: torch.dtype, device: str) -> 
 
 @dataclass
 class TokenBatch:
-    """Rows of ids, left-padded: `input_ids` and `attention_mask`, both (batch, seq_len)."""
+    """Rows of ids, left-padded: `input_ids` and `attention_mask`, both (batch, seq_len); where passages are read apart
+    also `passages`, the number of each slot's, -1 on text."""
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
+    passages: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, rows: list[list[int]], pad: int, device: str) -> "TokenBatch":
-        """Rows of different lengths."""
-        width = max(map(len, rows))
-        ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
-        return cls(ids, torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device))
+    def of(cls, rows: list[list[int]], pad: int, device: str, passages: list[list[int]] | None = None) -> "TokenBatch":
+        """Rows of different lengths, and the passages of each."""
+
+        def padded(rows: list[list[int]], value: int) -> torch.Tensor:
+            rows = [torch.tensor(row) for row in rows]
+            return pad_sequence(rows, batch_first=True, padding_value=value, padding_side="left").to(device)
+
+        mask = padded([[1] * len(row) for row in rows], 0)
+        return cls(padded(rows, pad), mask, None if passages is None else padded(passages, -1))
 
     @property
     def position_ids(self) -> torch.Tensor:
-        """Positions that do not count padding."""
+        """Positions that do not count padding, nor the slots of other passages that are read apart."""
+        if self.passages is not None:
+            return passage_positions(self.passages, self.attention_mask)
         return (self.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
 
     @property
@@ -88,7 +96,10 @@ class TokenBatch:
     def then(self, tail: "TokenBatch") -> "TokenBatch":
         """These columns followed by those of `tail`, for a `tail` that is read after a cache of these."""
         ids = torch.cat([self.input_ids, tail.input_ids], dim=1)
-        return TokenBatch(ids, torch.cat([self.attention_mask, tail.attention_mask], dim=1))
+        passages = self.passages
+        if passages is not None:  # a tail is text
+            passages = torch.cat([passages, torch.full_like(tail.input_ids, -1)], dim=1)
+        return TokenBatch(ids, torch.cat([self.attention_mask, tail.attention_mask], dim=1), passages)
 
 
 @dataclass
@@ -130,22 +141,28 @@ def both_prompts(
     processor: ArcAlignerProcessor, rows: list[Row], slots: dict[str, list[torch.Tensor]], device: str = "cpu"
 ) -> tuple[Prompts, Prompts]:
     """Prompts with the passages' text and with slots, of the same questions; `slots` are those of [`encoded_slots`]."""
-    text_prefixes, slot_prefixes, tails = [], [], []
-    for row, embeds in zip(rows, slots["context_embeds"], strict=True):
+    text_prefixes, slot_prefixes, tails, numbers = [], [], [], []
+    for number, (row, embeds) in enumerate(zip(rows, slots["context_embeds"], strict=True)):
         before, after = processor.prompt_ids(row["question"])
         text_prefixes.append(text_ids(processor, row)[0])
         slot_prefixes.append(before + [processor.context_token_id] * len(embeds))
         tails.append(after)
+        if "context_passage_ids" in slots:
+            numbers.append([-1] * len(before) + slots["context_passage_ids"][number].tolist())
     padded = {"context_embeds": pad_sequence(slots["context_embeds"], batch_first=True).to(device)}
     if "context_word_ids" in slots:
         padded["context_word_ids"] = pad_words(slots["context_word_ids"]).to(device)
+    if numbers:
+        padded["context_passage_ids"] = pad_passage_ids(slots["context_passage_ids"]).to(device)
     pad = processor.tokenizer.pad_token_id or 0
 
-    def prompts(prefixes: list[list[int]], slots: dict[str, torch.Tensor]) -> Prompts:
+    def prompts(prefixes: list[list[int]], slots: dict[str, torch.Tensor], numbers: list[list[int]]) -> Prompts:
         whole = [prefix + tail for prefix, tail in zip(prefixes, tails, strict=True)]
-        return Prompts(*(TokenBatch.of(part, pad, device) for part in (whole, prefixes, tails)), slots)
+        whole_numbers = [own + [-1] * len(tail) for own, tail in zip(numbers, tails, strict=True)] if numbers else None
+        parts = (whole, whole_numbers), (prefixes, numbers or None), (tails, None)
+        return Prompts(*(TokenBatch.of(rows, pad, device, own) for rows, own in parts), slots)
 
-    return prompts(text_prefixes, {}), prompts(slot_prefixes, padded)
+    return prompts(text_prefixes, {}, []), prompts(slot_prefixes, padded, numbers)
 
 
 def encoded_slots(
@@ -156,6 +173,8 @@ def encoded_slots(
     slots = {"context_embeds": [each.context_embeds for each in encoded]}
     if encoded[0].context_word_ids is not None:
         slots["context_word_ids"] = [each.context_word_ids for each in encoded]
+    if processor.passage_attention == "separate":
+        slots["context_passage_ids"] = [each.context_passage_ids for each in encoded]
     return slots
 
 

@@ -2,6 +2,8 @@
 
     text before the slots -> slots as input embeddings, adapter on -> [state kept] -> question and answer, adapter off
 
+Passages that are read apart are a sequence each, behind the same text, and then become one with that of the question.
+
 Gates decide within a layer, which llama.cpp cannot. With them the PyTorch model reads the slots instead, and its keys
 and values are written into the engine's state.
 
@@ -16,7 +18,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -84,6 +86,13 @@ def import_llama_cpp() -> Any:
     return api
 
 
+class State(NamedTuple):
+    """What was read, and how many cells of the context it takes: positions, but for passages that share them."""
+
+    data: bytes
+    used: int
+
+
 class Session:
     """
     One sequence of a GGUF model in llama.cpp, read piece by piece.
@@ -100,7 +109,7 @@ class Session:
 
     def __init__(self, path: Path, adapter: Path | None, context_length: int, cache_type: str = "f16"):
         self._api = api = import_llama_cpp()
-        self.context_length = context_length
+        self.context_length, self.used = context_length, 0  # cells of the context, and those that were read into
         params = api.llama_model_default_params()
         params.use_extra_bufts = False  # its AMX kernels crash on some virtual machines
         self._model = api.llama_model_load_from_file(str(path).encode(), params)
@@ -109,6 +118,7 @@ class Session:
         self._type, self._dtype = CACHE_TYPES[cache_type]
         params = api.llama_context_default_params()
         params.n_ctx = params.n_batch = context_length
+        params.n_seq_max, params.kv_unified = 2, True  # the question's, and that of a passage while it is read apart
         params.n_threads = params.n_threads_batch = torch.get_num_threads()
         params.type_k = params.type_v = self._type
         params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED  # on the CPU it computes in half precision
@@ -127,16 +137,25 @@ class Session:
         if not is_done:
             raise ValueError(f"llama.cpp: {what} ({said}).")
 
-    @property
-    def length(self) -> int:
-        """Positions read so far."""
-        return self._api.llama_memory_seq_pos_max(self._api.llama_get_memory(self._context), 0) + 1
-
     def clear(self) -> None:
         """Forgets what was read."""
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), False)
+        self.used = 0
 
-    def read(self, what: Sequence[int] | np.ndarray, adapter: bool = False, has_logits: bool = True) -> None:
+    def read_apart(self, passages: Sequence[np.ndarray]) -> None:
+        """Reads the slots of passages, each (num_slots, hidden), with the adapter: each behind what was read so far,
+        and none behind another. What follows reads all, and counts on from the longest."""
+        api, memory = self._api, self._api.llama_get_memory(self._context)
+        start = api.llama_memory_seq_pos_max(memory, 0) + 1
+        for slots in passages:
+            api.llama_memory_seq_cp(memory, 0, 1, 0, start)  # not the passages before: they stand from `start` on
+            self.read(slots, adapter=True, has_logits=False, sequence=1)
+            api.llama_memory_seq_cp(memory, 1, 0, start, -1)
+            api.llama_memory_seq_rm(memory, 1, -1, -1)
+
+    def read(
+        self, what: Sequence[int] | np.ndarray, adapter: bool = False, has_logits: bool = True, sequence: int = 0
+    ) -> None:
         """Reads on: ids, or embeddings (num_slots, hidden); the logits of the last position are computed if asked."""
         api, length = self._api, len(what)
         scale = (ctypes.c_float * 1)(1.0)
@@ -147,12 +166,16 @@ class Session:
         wanted = (ctypes.c_int8 * length)()
         wanted[length - 1] = has_logits
         batch = api.llama_batch(n_tokens=length, logits=wanted)
+        own = (api.llama_seq_id * 1)(sequence)
+        batch.n_seq_id = (ctypes.c_int32 * length)(*[1] * length)
+        batch.seq_id = (ctypes.POINTER(api.llama_seq_id) * length)(*[own] * length)
         if isinstance(what, np.ndarray):
             rows = np.ascontiguousarray(what, dtype=np.float32)
             batch.embd = rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         else:
             batch.token = (api.llama_token * length)(*what)
         self._check(api.llama_decode(self._context, batch) == 0, f"{length} more positions were not read")
+        self.used += length
 
     @property
     def logits(self) -> np.ndarray:
@@ -160,22 +183,25 @@ class Session:
         vocab_size = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
         return np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._context, -1), (vocab_size,))
 
-    def state(self) -> bytes:
+    def state(self) -> State:
         """All that was read, for `restore`."""
         size = self._api.llama_state_seq_get_size(self._context, 0)
         buffer = (ctypes.c_uint8 * size)()
         self._check(self._api.llama_state_seq_get_data(self._context, buffer, size, 0) == size, "no state was given")
-        return bytes(buffer)
+        return State(bytes(buffer), self.used)
 
-    def restore(self, state: bytes) -> None:
+    def restore(self, state: State) -> None:
         """Continues from a `state`."""
         self.clear()
-        buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
-        done = self._api.llama_state_seq_set_data(self._context, buffer, len(state), 0)
-        self._check(done == len(state), "a state of another model or version was not taken")
+        size = len(state.data)
+        buffer = (ctypes.c_uint8 * size).from_buffer_copy(state.data)
+        done = self._api.llama_state_seq_set_data(self._context, buffer, size, 0)
+        self._check(done == size, "a state of another model or version was not taken")
+        self.used = state.used
 
-    def state_of(self, keys: np.ndarray, values: np.ndarray) -> bytes:
-        """Keys and values (layers, heads, length, head_dim), in llama.cpp's order, as a `state`.
+    def state_of(self, keys: np.ndarray, values: np.ndarray, positions: np.ndarray) -> State:
+        """Keys and values (layers, heads, length, head_dim), in llama.cpp's order, of `positions` (length,), as a
+        `state`.
 
         Raises:
             `ValueError`: a version of llama.cpp whose layout of a state was not tested.
@@ -187,8 +213,8 @@ class Session:
             )
         num_layers, num_heads, length, head_dim = keys.shape
         self.clear()
-        positions = np.stack([np.arange(length), np.ones(length), np.zeros(length)], axis=1)  # and one sequence, 0
-        parts = [self.state()[:12], struct.pack("<I", length), positions.astype("<i4").tobytes()]
+        positions = np.stack([positions, np.ones(length), np.zeros(length)], axis=1)  # and one sequence, 0
+        parts = [self.state().data[:12], struct.pack("<I", length), positions.astype("<i4").tobytes()]
         parts += [struct.pack("<II", 1, num_layers)]  # values are transposed
         size, width = self._dtype().itemsize, num_heads * head_dim
         for layer in keys:
@@ -197,7 +223,7 @@ class Session:
         for layer in values:
             columns = layer.swapaxes(1, 2)  # (heads, head_dim, length)
             parts += [struct.pack("<iII", self._type, size, width), columns.astype(self._dtype).tobytes()]
-        return b"".join(parts)
+        return State(b"".join(parts), length)
 
 
 # Settings of a processor that decide which slots passages become.
@@ -263,7 +289,7 @@ class LlamaCppEngine:
         if self.gate_mode != "off":
             self._aligner = ArcAlignerForCausalLM.from_pretrained(folder).eval()
         self.max_bytes = max_bytes
-        self._kept: OrderedDict[str, bytes] = OrderedDict()  # least recently used first
+        self._kept: OrderedDict[str, State] = OrderedDict()  # least recently used first
         self._num_read = 0  # prompts; an answer ends where another is read
 
     def answer(self, question: str | list[dict], documents: Any, max_new_tokens: int = 256, **slots: Any) -> str:
@@ -311,23 +337,28 @@ class LlamaCppEngine:
         else:
             self.session.restore(state)
         self._keep(key, state)
-        self._check_length(self.session.length + len(after) + max_new_tokens)
+        self._check_length(self.session.used + len(after) + max_new_tokens)
         self.session.read(after)
         return self.session.logits
 
-    def _read_slots(self, before: list[int], documents: list, slots: dict[str, Any], num_after: int) -> bytes:
+    def _read_slots(self, before: list[int], documents: list, slots: dict[str, Any], num_after: int) -> State:
         """Reads text and slots of a prompt; the state after the last slot."""
         encoded = self.processor.encode_documents(documents, **slots)
-        embeds, words = encoded.context_embeds, encoded.context_word_ids
-        self._check_length(len(before) + len(embeds) + num_after)
+        self._check_length(len(before) + len(encoded.context_embeds) + num_after)
         if self._aligner is not None:
-            state = self.session.state_of(*self._refined(before, embeds, words))
+            state = self.session.state_of(*self._refined(before, encoded))
             self.session.restore(state)
             return state
         self.session.clear()
         self.session.read(before, has_logits=False)
-        self.session.read(self.project(encoded), adapter=True, has_logits=False)
+        self.session.read_apart(np.split(self.project(encoded), np.cumsum(self._sizes(encoded))[:-1]))
         return self.session.state()
+
+    def _sizes(self, encoded: EncodedDocuments) -> list[int]:
+        """How many slots are read together: those of each passage, or all."""
+        if self.config.passage_attention == "joint":
+            return [len(encoded.context_embeds)]
+        return encoded.context_passage_ids.unique_consecutive(return_counts=True)[1].tolist()
 
     @torch.no_grad()
     def project(self, encoded: EncodedDocuments) -> np.ndarray:
@@ -336,23 +367,29 @@ class LlamaCppEngine:
         parts = None if words is None else self._projector.average_words(words, self._table)
         return self._projector(encoded.context_embeds, parts).numpy()
 
-    def _refined(self, before: list[int], embeds: torch.Tensor, words: torch.Tensor | None) -> list[np.ndarray]:
-        """Keys and values of text and slots, as the PyTorch model makes them, in llama.cpp's order."""
-        config = self.config.text_config
+    def _refined(self, before: list[int], encoded: EncodedDocuments) -> list[np.ndarray]:
+        """Keys and values of text and slots, as the PyTorch model makes them, in llama.cpp's order, and positions."""
+        config, embeds, words = self.config.text_config, encoded.context_embeds, encoded.context_word_ids
         ids = torch.tensor([before + [self.config.context_token_id] * len(embeds)])
-        words = None if words is None else words[None]
-        cache = self._aligner.prefill_context(ids, embeds[None], context_word_ids=words, gate_mode=self.gate_mode)
+        cache = self._aligner.prefill_context(
+            ids,
+            embeds[None],
+            context_word_ids=None if words is None else words[None],
+            context_passage_ids=encoded.context_passage_ids[None],
+            gate_mode=self.gate_mode,
+        )
         keys = torch.cat([layer.keys for layer in cache.layers]).float().numpy()
         values = torch.cat([layer.values for layer in cache.layers]).float().numpy()
         # (head_dim, layers, heads, length): the values of a head are reordered
         keys = to_neighbors(np.moveaxis(keys, 3, 0), architecture_of(config), head_dim_of(config))
-        return [np.moveaxis(keys, 0, 3), values]
+        positions = [np.arange(len(before)), *(len(before) + np.arange(size) for size in self._sizes(encoded))]
+        return [np.moveaxis(keys, 0, 3), values, np.concatenate(positions)]
 
-    def _keep(self, key: str, state: bytes) -> None:
-        if len(state) > self.max_bytes:
+    def _keep(self, key: str, state: State) -> None:
+        if len(state.data) > self.max_bytes:
             return
         self._kept[key] = state
-        while sum(map(len, self._kept.values())) > self.max_bytes:
+        while sum(len(each.data) for each in self._kept.values()) > self.max_bytes:
             self._kept.popitem(last=False)
 
     def _check_length(self, length: int) -> None:

@@ -3,8 +3,9 @@
     python -m arcaligner.engines.reference --output reference.safetensors
 
 For each prompt, by its number: `before` and `after`, the ids around the slots; `slots` (num_slots, hidden), what the
-first layer reads; `keys` and `values` (layers, heads, length, head_dim) up to the last slot, rotated as in
-transformers; `logits` (vocab_size,) of the answer's first token; and `answer`, the ids of the greedy answer.
+first layer reads, and `passages` (num_slots,), the number of each slot's passage where passages are read apart, each
+from the position after `before`; `keys` and `values` (layers, heads, length, head_dim) up to the last slot, rotated as
+in transformers; `logits` (vocab_size,) of the answer's first token; and `answer`, the ids of the greedy answer.
 """
 
 from pathlib import Path
@@ -41,7 +42,8 @@ def reference_vectors(
     settings = {"gate_mode": gate_mode}
     cache = model.prefill_context(**inputs, **settings)
     answer = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, **settings)
-    return {
+    passages = inputs.get("context_passage_ids")
+    return ({} if passages is None else {"passages": passages[0]}) | {
         "before": ids[: slots[0]],
         "slots": model.model.project(inputs["context_embeds"], inputs.get("context_word_ids"))[0],
         "after": ids[slots[-1] + 1 :],

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import processor_with
 from training_rows import question_rows
 
 from arcaligner.benchmarks.arms import (
@@ -20,16 +21,23 @@ from arcaligner.train.data import full_text
 SAME_AS = {"standard_rag_cached": "standard_rag", "slots_cached": "adaptive"}
 
 
+@pytest.fixture(scope="module", params=["joint", "separate"])
+def attention(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def models(checkpoint_dir):
-    return load_models(str(checkpoint_dir), torch.float64, "cpu")
+def models(checkpoint_dir, attention):
+    return load_models(str(checkpoint_dir), torch.float64, "cpu", passage_attention=attention)
 
 
 @pytest.fixture(scope="module", params=[1, 3])
-def prompts(processor, request):
+def prompts(processor, attention, request):
     """Arms with text and with slots; the rows of the larger batch differ in length and in slots."""
+    processor = processor_with(processor, passage_attention=attention)
     rows = pick_rows(question_rows(6), processor, k=2, batch_size=request.param)
-    slots = {"context_embeds": [each.double() for each in encoded_slots(processor, rows)["context_embeds"]]}
+    slots = encoded_slots(processor, rows)
+    slots["context_embeds"] = [each.double() for each in slots["context_embeds"]]
     return both_prompts(processor, rows, slots)
 
 
@@ -107,6 +115,14 @@ def test_both_models_decode_from_the_aligners_cache_as_generate_does(models, pro
 
 
 # Prompts
+
+
+def test_slots_are_read_as_the_aligner_reads_them(models, prompts, read):
+    slots = prompts[1]
+    inputs = {"input_ids": slots.whole.input_ids, "attention_mask": slots.whole.attention_mask}
+    with torch.no_grad():
+        expected = models[0](**inputs, **slots.slots, gate_mode="off", logits_to_keep=1).logits[:, -1]
+    assert torch.equal(read["off"].tokens, expected.argmax(dim=-1))
 
 
 @pytest.fixture

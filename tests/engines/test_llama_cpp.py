@@ -29,13 +29,24 @@ needs_llama_cpp = pytest.mark.skipif(find_spec("llama_cpp") is None, reason="`pi
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory, base_model_dir, encoder_dir):
+def make_checkpoint(tmp_path_factory, base_model_dir, encoder_dir):
     """An aligner whose slots, three tokens each, have words; LoRA and gates are random."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    processor = new_processor(base_model_dir, encoder_dir, tokens_per_slot=3, context_words=True)
-    random_aligner(base_model_dir, processor, seed=2, word_parts=2).save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder
+
+    def make(passage_attention):
+        folder = tmp_path_factory.mktemp("checkpoint")
+        settings = {"tokens_per_slot": 3, "context_words": True, "passage_attention": passage_attention}
+        processor = new_processor(base_model_dir, encoder_dir, **settings)
+        settings = {"word_parts": 2, "passage_attention": passage_attention}
+        random_aligner(base_model_dir, processor, seed=2, **settings).save_pretrained(folder)
+        processor.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def checkpoint(make_checkpoint):
+    return make_checkpoint("joint")
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +116,36 @@ def test_a_prompt_has_pytorchs_logits_and_answer(gate_mode, make_engine, referen
 
 
 @needs_llama_cpp
+@pytest.mark.parametrize("gate_mode", ["off", "always"])
+def test_passages_apart_are_read_as_pytorch_does(gate_mode, make_checkpoint, base_model, tmp_path):
+    checkpoint = make_checkpoint("separate")
+    gguf_files.export_gguf(str(checkpoint), tmp_path / "exported")
+    model = ArcAlignerForCausalLM.from_pretrained(checkpoint).eval()
+    processor = ArcAlignerProcessor.from_pretrained(checkpoint)
+    row = {"question": QUESTION, "passages": [*DOCUMENTS, "It left on Monday.", LETTER]}
+    expected = reference_vectors(model, processor, row, gate_mode)
+    assert expected["passages"].max() == 3
+    model.config.passage_attention = processor.passage_attention = "joint"
+    assert not torch.allclose(
+        expected["logits"], reference_vectors(model, processor, row, gate_mode)["logits"], **CLOSE
+    )
+    engine = llama_cpp.LlamaCppEngine(
+        tmp_path / "exported", base_model, gate_mode=gate_mode, context_length=256, cache_type="f32"
+    )
+    for _ in range(2):  # the second time from what was kept
+        np.testing.assert_allclose(engine.read(QUESTION, row["passages"]), expected["logits"], **CLOSE)
+        pieces = engine.stream(QUESTION, row["passages"], max_new_tokens=len(expected["answer"]))
+        # A character whose bytes are not all there is no piece yet.
+        assert "".join(pieces) == processor.decode(expected["answer"], skip_special_tokens=True).rstrip("\ufffd")
+    # Passages share positions, and yet each slot takes a cell of the context.
+    num_slots, text = len(expected["slots"]), len(expected["before"]) + len(expected["after"])
+    engine.read(QUESTION, row["passages"])
+    assert engine.session.used == num_slots + text
+    with pytest.raises(ValueError, match="may have 257 positions, but the engine's context holds 256"):
+        engine.read(QUESTION, row["passages"], max_new_tokens=257 - num_slots - text)
+
+
+@needs_llama_cpp
 @pytest.mark.parametrize("gate_mode", ["off", "adaptive"])
 def test_the_vectors_in_a_file_are_enough_for_an_engine(gate_mode, exported, checkpoint, base_model, tmp_path):
     write_rows(tmp_path / "rows.jsonl", question_rows(2))
@@ -121,7 +162,8 @@ def test_the_vectors_in_a_file_are_enough_for_an_engine(gate_mode, exported, che
             session.read(expected["slots"], adapter=True, has_logits=False)
         else:
             keys = np.moveaxis(gguf_files.to_neighbors(np.moveaxis(expected["keys"], 3, 0), "llama", 8), 0, 3)
-            session.restore(session.state_of(keys, expected["values"]))
+            positions = np.arange(keys.shape[2])
+            session.restore(session.state_of(keys, expected["values"], positions))
         session.read(expected["after"].tolist())
         np.testing.assert_allclose(session.logits, expected["logits"], **CLOSE)
         answer = []
