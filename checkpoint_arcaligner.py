@@ -39,6 +39,7 @@ from .base_model_arcaligner import (
     find_model,
     read_tensors,
     resolve_model,
+    share_file,
     tensor_shapes,
     tensors_digest,
     weight_files,
@@ -396,6 +397,8 @@ def written_whole(folder: str | Path, last: str = "config.json") -> Iterator[Pat
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder, ignore_cleanup_errors=True) as temporary:
         yield Path(temporary)
+        for path in Path(temporary).rglob("*.safetensors"):
+            share_file(path)
         files = [path.relative_to(temporary) for path in Path(temporary).rglob("*") if path.is_file()]
         changed = [path for path in files if not _same_content(folder / path, Path(temporary, path))]
         if changed and (ending := Path(last)) in files:

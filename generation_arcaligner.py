@@ -25,7 +25,7 @@ from transformers.generation.candidate_generator import CandidateGenerator, Prom
 from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 from transformers.utils import logging
 
-from .base_model_arcaligner import CACHE, cache_of, one_cache, tensors_digest
+from .base_model_arcaligner import CACHE, cache_of, one_cache, share_file, tensors_digest
 from .configuration_arcaligner import REFINEMENT_SETTINGS, check_gates, check_ids, check_length
 from .slot_rows_arcaligner import (
     can_separate,
@@ -508,6 +508,7 @@ def save_keys_values(path: str | Path, keys_values: torch.Tensor, fingerprint: d
     try:
         metadata = {"format": FORMAT, "fingerprint": json.dumps(fingerprint), "payload": tensors_digest(tensors)}
         save_file(tensors, temporary, metadata=metadata)
+        share_file(temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

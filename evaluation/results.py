@@ -72,11 +72,11 @@ def with_published(results: dict[str, Any], published: dict[str, Any]) -> dict[s
     depend on its weights. A method that was asked again has its new numbers, and only these have paired differences."""
     sets = {}
     for title, entry in results["sets"].items():
-        before = published["sets"].get(title, {"methods": {}})
-        if any(before.get(key) != entry[key] for key in ("passages", "questions", "recall")):
-            before = {"methods": {}}
+        before = published["sets"].get(title, {})
+        if any(before.get(key) != entry[key] for key in ("questions", "recall")):
+            before = {"methods": {}, "passages": entry["passages"]}
         others = {name: each for name, each in before["methods"].items() if not split_title(name)[0].reads_aligner}
-        sets[title] = entry | {"methods": others | entry["methods"]}
+        sets[title] = entry | {"passages": before["passages"], "methods": others | entry["methods"]}
     machines = dict.fromkeys("; ".join((published["machine"], results["machine"])).split("; "))
     return results | {"machine": "; ".join(sorted(machines)), "sets": sets}
 

@@ -1,6 +1,7 @@
 """A checkpoint is whole, or it is refused by an error that says which part of it was changed."""
 
 import json
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -305,6 +306,19 @@ def test_what_changes_no_slot_may_be_changed_in_the_files(folder, base_model_dir
     for name in (CONFIG, "tokenizer.json"):  # as Git does on Windows
         (folder / name).write_bytes((folder / name).read_bytes().replace(b"\n", b"\r\n"))
     assert torch.equal(first_logits(folder), expected)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_whoever_may_read_a_new_file_may_read_the_weights(folder, tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        ArcAlignerForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "saved")
+        ArcAlignerProcessor.from_pretrained(folder).save_pretrained(tmp_path / "saved")
+    finally:
+        os.umask(before)
+    files = list((tmp_path / "saved").rglob("*.safetensors"))
+    assert len(files) == 2 and {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
 
 
 @pytest.mark.parametrize("model_first", [True, False])

@@ -249,8 +249,7 @@ KNOWN = "known_passages"
 KNOWN_PASSAGES = 5
 KNOWN_CAPTION = (
     "F1, mean over the sets of the results, across the median time to the first token of a new question over a new "
-    "combination of {k} known passages, kept in memory. Each point of slots is a rate, from one checkpoint; its F1 is "
-    "that of the shipped aligner, which was trained to read passages jointly."
+    "combination of {k} known passages, kept in memory. Each point of slots is a rate, from one checkpoint."
 )
 KEPT_INTRODUCTION = """\
 ## Passages that are known

@@ -151,7 +151,9 @@ def test_what_other_methods_answered_before_stands_beside_new_answers_of_the_ali
     assert asked_again == new["sets"]["HotpotQA"]["methods"] and set(found["differences"]) == {"StandardRAG"}
     published["sets"]["HotpotQA"]["methods"]["w/o Recursion"] = {}  # of the weights before
     assert "w/o Recursion" not in with_published(new, published)["sets"]["HotpotQA"]["methods"]
-    for key, other in (("questions", 3), ("passages", "those that a search found"), ("recall", [50.0, 0.0, 100.0])):
+    published["sets"]["HotpotQA"]["passages"] = "gold: two of ten"  # in words that somebody wrote
+    assert with_published(new, published)["sets"]["HotpotQA"]["passages"] == "gold: two of ten"
+    for key, other in (("questions", 3), ("recall", [50.0, 0.0, 100.0])):
         entry = published["sets"]["HotpotQA"] | {key: other}
         assert with_published(new, published | {"sets": {"HotpotQA": entry}})["sets"] == new["sets"]
 
