@@ -27,7 +27,7 @@ from ..common.rows import Row
 from ..evaluation.analyses.speed import BUDGET
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..slot_rows_arcaligner import pad_passage_ids, pad_words, passage_positions
+from ..slot_rows_arcaligner import pad_passage_ids, pad_words, passage_positions, place_passage_ids
 from ..train.data import text_ids
 
 TOKENS_PER_PASSAGE = 150
@@ -71,15 +71,11 @@ class TokenBatch:
     passages: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, rows: list[list[int]], pad: int, device: str, passages: list[list[int]] | None = None) -> "TokenBatch":
-        """Rows of different lengths, and the passages of each."""
-
-        def padded(rows: list[list[int]], value: int) -> torch.Tensor:
-            rows = [torch.tensor(row) for row in rows]
-            return pad_sequence(rows, batch_first=True, padding_value=value, padding_side="left").to(device)
-
-        mask = padded([[1] * len(row) for row in rows], 0)
-        return cls(padded(rows, pad), mask, None if passages is None else padded(passages, -1))
+    def of(cls, rows: list[list[int]], pad: int, device: str) -> "TokenBatch":
+        """Rows of different lengths."""
+        width = max(map(len, rows))
+        ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
+        return cls(ids, torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device))
 
     @property
     def position_ids(self) -> torch.Tensor:
@@ -141,28 +137,29 @@ def both_prompts(
     processor: ArcAlignerProcessor, rows: list[Row], slots: dict[str, list[torch.Tensor]], device: str = "cpu"
 ) -> tuple[Prompts, Prompts]:
     """Prompts with the passages' text and with slots, of the same questions; `slots` are those of [`encoded_slots`]."""
-    text_prefixes, slot_prefixes, tails, numbers = [], [], [], []
-    for number, (row, embeds) in enumerate(zip(rows, slots["context_embeds"], strict=True)):
+    text_prefixes, slot_prefixes, tails = [], [], []
+    for row, embeds in zip(rows, slots["context_embeds"], strict=True):
         before, after = processor.prompt_ids(row["question"])
         text_prefixes.append(text_ids(processor, row)[0])
         slot_prefixes.append(before + [processor.context_token_id] * len(embeds))
         tails.append(after)
-        if "context_passage_ids" in slots:
-            numbers.append([-1] * len(before) + slots["context_passage_ids"][number].tolist())
     padded = {"context_embeds": pad_sequence(slots["context_embeds"], batch_first=True).to(device)}
     if "context_word_ids" in slots:
         padded["context_word_ids"] = pad_words(slots["context_word_ids"]).to(device)
-    if numbers:
+    if "context_passage_ids" in slots:
         padded["context_passage_ids"] = pad_passage_ids(slots["context_passage_ids"]).to(device)
     pad = processor.tokenizer.pad_token_id or 0
 
-    def prompts(prefixes: list[list[int]], slots: dict[str, torch.Tensor], numbers: list[list[int]]) -> Prompts:
+    def prompts(prefixes: list[list[int]], slots: dict[str, torch.Tensor]) -> Prompts:
         whole = [prefix + tail for prefix, tail in zip(prefixes, tails, strict=True)]
-        whole_numbers = [own + [-1] * len(tail) for own, tail in zip(numbers, tails, strict=True)] if numbers else None
-        parts = (whole, whole_numbers), (prefixes, numbers or None), (tails, None)
-        return Prompts(*(TokenBatch.of(rows, pad, device, own) for rows, own in parts), slots)
+        parts = [TokenBatch.of(part, pad, device) for part in (whole, prefixes, tails)]
+        if "context_passage_ids" in slots:
+            for part in parts[:2]:  # a tail is text
+                is_slot = part.input_ids == processor.context_token_id
+                part.passages = place_passage_ids(is_slot, slots["context_passage_ids"])
+        return Prompts(*parts, slots)
 
-    return prompts(text_prefixes, {}, []), prompts(slot_prefixes, padded, numbers)
+    return prompts(text_prefixes, {}), prompts(slot_prefixes, padded)
 
 
 def encoded_slots(
