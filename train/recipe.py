@@ -49,6 +49,8 @@ _FROM_RECIPE = {
     *("tokens_per_slot", "trained_tokens_per_slot", "context_words", "trained_encoder", "chat_template"),
     *("passage_attention", "no_answer"),
 }
+# Distractors are drawn from so many of the nearest passages.
+MOST_DISTRACTORS = 12
 # Turns side by side need a custom mask, which other attention kernels do not take.
 _MASKED_ATTENTION = (None, "eager", "sdpa")
 
@@ -77,8 +79,9 @@ class RecipeArguments:
         max_tokens (`int`, *optional*): Longer examples are left out, as are those that the base model cannot read.
             Questions that share their passages become several examples rather than one that is too long.
         passage_words (`int`): Words of a passage that the texts of a corpus are cut into.
-        distractors (`float`): Share of question examples that get 1 to 4 of the passages nearest to their questions
-            (BM25) which do not hold the answer, in random order with their own.
+        distractors (`float`): Share of question examples that get 1 to `max_distractors` of the passages nearest to
+            their questions (BM25) which do not hold the answer, in random order with their own. With `max_questions`
+            above 1, a question about each of these joins.
         unanswerable (`float`): Share of questions that are asked about passages which do not answer them, the nearest
             ones.
         no_answer (`str`): The answer to these.
@@ -119,6 +122,7 @@ class RecipeArguments:
     max_tokens: int | None = None
     passage_words: int = 100
     distractors: float = 0.0
+    max_distractors: int = 4
     unanswerable: float = 0.0
     no_answer: str = "not in the text"
     validation_share: float = 0.0
@@ -157,6 +161,8 @@ class RecipeArguments:
             raise ValueError(f"`max_questions` is {self.max_questions}; an example needs at least 1.")
         if not 0.0 <= self.distractors <= 1.0:
             raise ValueError(f"`distractors` is {self.distractors}; expected a share of the examples, from 0 to 1.")
+        if not 1 <= self.max_distractors <= MOST_DISTRACTORS:
+            raise ValueError(f"`max_distractors` is {self.max_distractors}; expected 1 to {MOST_DISTRACTORS}.")
         for key in ("unanswerable", "validation_share"):
             if not 0.0 <= getattr(self, key) < 1.0:
                 raise ValueError(f"`{key}` is {getattr(self, key)}; expected a share of at least 0 and less than 1.")

@@ -31,7 +31,7 @@ from ..common.rows import Row, normalize_answer
 from . import corpora, data
 from .corpora import open_corpus
 from .data import EXAMPLE_FEATURES, Example, ExampleBuilder
-from .recipe import RecipeArguments
+from .recipe import MOST_DISTRACTORS, RecipeArguments
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +39,10 @@ ROWS_PER_BLOCK = 2048
 # Share of a training file's questions that may be equal to one of a test file.
 MOST_TESTED = 0.01
 NAMED_ROWS = 5  # ids in a report
-MAX_DISTRACTORS = 4
-# Distractors are drawn from so many of the nearest passages, and these found among so many.
-DRAWN_FROM, CANDIDATES = 12, 60
+# The nearest passages without an answer are found among so many of the nearest ones.
+CANDIDATES = 60
+# So many of the nearest passages are looked at for one that has a place for an unanswerable question.
+OFFERED = 4
 
 _GROUP_FEATURES = Features(numbers=List(Value("int64")), unanswered=List(Value("int64")))
 _BLOCK_FEATURES = Features(EXAMPLE_FEATURES | {"problem": Value("string")})
@@ -96,6 +97,10 @@ def check_not_tested(questions: Iterable[str], source: str, tested: set[str]) ->
         )
 
 
+def _key(passage: dict[str, str]) -> tuple[str, str]:
+    return passage["title"], passage["text"]
+
+
 class NearestPassages:
     """Finds, among the passages of rows, those nearest to a question that do not answer it (BM25).
 
@@ -104,12 +109,21 @@ class NearestPassages:
     """
 
     def __init__(self, rows: Iterable[Row]):
-        unique = {(each["title"], each["text"]): each for row in rows for each in row["passages"] if each["text"]}
+        unique, self._questions = {}, defaultdict(list)  # passages, and numbers of the rows asked about each alone
+        for number, row in enumerate(rows):
+            unique |= {_key(each): each for each in row["passages"] if each["text"]}
+            if len(own := own_passages(row)[0]) == 1 and not missing_part(row, needs_question=True):
+                self._questions[_key(own[0])].append(number)
         self.passages = list(unique.values())
         self.titles = np.array([each["title"] for each in self.passages])
         texts = [f"{each['title']} {each['text']}" for each in self.passages]
         self.index = bm25s.BM25()
         self.index.index(bm25s.tokenize(texts, stopwords="en", show_progress=False), show_progress=False)
+
+    def question_about(self, passage: dict[str, str], draw: int) -> int | None:
+        """The number of a row whose answer needs this passage alone, one of them for each `draw`; none without any."""
+        numbers = self._questions.get(_key(passage))
+        return numbers and numbers[draw % len(numbers)]
 
     def without_answer(
         self, question: str, answers: list[str], others: Sequence[dict], number: int, in_article: bool = False
@@ -135,7 +149,7 @@ class NearestPassages:
 @dataclass
 class Distractors:
     """
-    Adds 1 to `MAX_DISTRACTORS` of the passages nearest to the questions, which do not hold the answer, to some rows.
+    Adds 1 to `most` of the passages nearest to the questions, which do not hold the answer, to some rows.
 
     The draw depends on the seed and the row's id only, so a row has the same passages in each run and process.
 
@@ -144,12 +158,14 @@ class Distractors:
         share (`float`): Share of rows that get some.
         seed (`int`): Another one draws others.
         without_own (`float`): Share of these rows that lose their own passages, and with them the answer.
+        most (`int`): The most that a row gets.
     """
 
     nearest: NearestPassages
     share: float
     seed: int
     without_own: float = 0.0
+    most: int = 4
 
     def __call__(self, rows: list[Row]) -> tuple[list[dict[str, str]], bool]:
         """The passages for `rows`, which share theirs, in random order, and whether these still hold the answers.
@@ -158,16 +174,23 @@ class Distractors:
         draw = random.Random(f"distractors:{self.seed}:{rows[0]['id']}")
         if draw.random() >= self.share:
             return own, True
-        number = draw.randint(1, MAX_DISTRACTORS)
+        number = draw.randint(1, self.most)
         question = " ".join(row["question"] for row in rows)
         answers = [answer for row in rows for answer in row["answers"]]
         near = [each for each in others if not contains_answer(each, answers)]  # a retriever chose them already
-        near = near or self.nearest.without_answer(question, answers, own, DRAWN_FROM)
+        near = near or self.nearest.without_answer(question, answers, own, MOST_DISTRACTORS)
         drawn = draw.sample(near, min(number, len(near)))
         is_alone = bool(drawn) and draw.random() < self.without_own
         passages = drawn if is_alone else [*own, *drawn]
         draw.shuffle(passages)
         return passages, not is_alone
+
+    def questions_about(self, passages: list[dict[str, str]], row: Row) -> list[int]:
+        """The numbers of rows asked about those of `passages` that are not the row's own, at most one about each."""
+        own = own_passages(row)[0]
+        draw = stable_number(f"joined:{self.seed}:{row['id']}", 2**32)
+        numbers = [self.nearest.question_about(each, draw) for each in passages if each not in own]
+        return [number for number in numbers if number is not None]
 
 
 @dataclass
@@ -253,12 +276,16 @@ class ExampleSelector:
         make = functools.partial(
             _examples_of_rows,
             corpus=corpus,
-            mix=nearest and Distractors(nearest, recipe.distractors, self.seed, recipe.unanswerable),
+            mix=nearest
+            and Distractors(nearest, recipe.distractors, self.seed, recipe.unanswerable, recipe.max_distractors),
+            joins=recipe.max_questions > 1,
             builder=self.builder,
             no_answer=recipe.no_answer,
             asks=asks,
         )
-        drawn = nearest and (recipe.distractors, recipe.unanswerable, recipe.no_answer, self.seed)
+        drawn = nearest and (
+            *(recipe.distractors, recipe.max_distractors, recipe.unanswerable, recipe.no_answer, self.seed),
+        )
         settings = Hasher.hash((_CODE, corpus._fingerprint, self.builder, asks, recipe.max_questions, drawn))
         left_out: dict[str, list[str]] = defaultdict(list)  # ids of rows, by what is wrong with them
         taken = [datasets.Dataset.from_dict({name: [] for name in EXAMPLE_FEATURES}, features=EXAMPLE_FEATURES)]
@@ -319,7 +346,7 @@ class ExampleSelector:
         else:
             groups = defaultdict(list)
             for number, row in enumerate(corpus):
-                groups[tuple((passage["title"], passage["text"]) for passage in row["passages"])].append(number)
+                groups[tuple(map(_key, row["passages"]))].append(number)
             keys = sorted(groups)  # so that the draw depends on the seed and not on the order of the file
             draw.shuffle(keys)
             order = []
@@ -343,7 +370,7 @@ class ExampleSelector:
             row = corpus[number]
             if missing_part(row, needs_question=True):
                 continue
-            near = nearest.without_answer(row["question"], row["answers"], row["passages"], MAX_DISTRACTORS)
+            near = nearest.without_answer(row["question"], row["answers"], row["passages"], OFFERED)
             groups = next((groups_of[each["text"]] for each in near if each["text"] in groups_of), None)
             if groups:  # the one with the fewest such questions
                 min(groups, key=lambda group: len(group[1]))[1].append(number)
@@ -385,7 +412,7 @@ def _writable(folder: Path) -> Path:
     return folder
 
 
-def _examples_of_rows(batch: dict, *, corpus, mix, builder, no_answer: str, asks: bool) -> dict[str, list]:
+def _examples_of_rows(batch: dict, *, corpus, mix, joins: bool, builder, no_answer: str, asks: bool) -> dict[str, list]:
     """Columns of `_BLOCK_FEATURES`. A row that lacks a part gives an empty example with a `problem`."""
     columns = {name: [] for name in _BLOCK_FEATURES}
     for numbers, unanswered in zip(batch["numbers"], batch["unanswered"], strict=True):
@@ -397,11 +424,13 @@ def _examples_of_rows(batch: dict, *, corpus, mix, builder, no_answer: str, asks
                 whole.append(row)
         if whole and asks:
             others = [corpus[number] for number in unanswered]
-            passages, is_answered = own_passages(whole[0])[0], True
+            passages, is_answered, joined = own_passages(whole[0])[0], True, []
             if mix is not None:  # one draw: no distractor may hold an answer to any of the questions
                 passages, is_answered = mix([*whole, *others])
+                joined = mix.questions_about(passages, whole[0]) if joins else []
             whole = [row if is_answered else row | {"answers": [no_answer]} for row in whole]
             whole += [row | {"answers": [no_answer]} for row in others]
+            whole += [corpus[number] for number in joined]  # a further question costs its turn, and no slot
             whole = [row | {"passages": passages} for row in whole]
         if whole:
             of_rows = builder.question_examples(whole) if asks else builder.reconstruction_examples(whole)

@@ -15,7 +15,7 @@ import dataclasses
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,11 +57,13 @@ def asked_rows(
     held_out: bool = True,
     unanswerable: float = UNANSWERABLE,
     in_article: float = 0.0,
+    among: Sequence[int] = (1,),
 ) -> list[Row]:
     """About `number` questions of the held-out articles, or of the others, with the passages that they are asked about,
     as many of each set as of the others where there are enough. `is_answered` says whether the passages answer them;
     a share of `unanswerable` is asked about the nearest passage that does not, and a share `in_article` of these about
-    the nearest one of the same article, which is harder to tell."""
+    the nearest one of the same article, which is harder to tell. Each has one of the numbers of passages in `among`:
+    where it has fewer, the nearest ones that hold no answer are added."""
     by_kind: dict[str, list[Row]] = defaultdict(list)
     nearest = []
     for source in selector.recipe.train_files:
@@ -77,8 +79,22 @@ def asked_rows(
         taken = rows[: max(1, left // (len(by_kind) - place))]
         left -= len(taken)
         settings = selector.recipe.no_answer, unanswerable, in_article
-        chosen += [_as_asked(row, nearest[row["source"]], *settings) for row in taken]
+        for row in taken:
+            row = _as_asked(row, near := nearest[row["source"]], *settings)
+            size = among[stable_number(f"size:{row['id']}", len(among))]
+            chosen.append(row | {"passages": _among_others(row, near, size)})
     return chosen
+
+
+def _among_others(row: Row, nearest: NearestPassages, number: int) -> list[dict[str, str]]:
+    """The row's passages in one piece somewhere among the nearest to the question, `number` in all."""
+    passages = row["passages"]
+    if number <= len(passages):
+        return passages
+    answers = row["answers"] if row["is_answered"] else row["own_answers"]
+    others = nearest.without_answer(row["question"], answers, passages, number - len(passages))
+    place = stable_number(f"among:{row['id']}", len(others) + 1)
+    return [*others[:place], *passages, *others[place:]]
 
 
 def _as_asked(row: Row, nearest: NearestPassages, no_answer: str, share: float, in_article: float) -> Row:
@@ -87,7 +103,8 @@ def _as_asked(row: Row, nearest: NearestPassages, no_answer: str, share: float, 
         is_inside = stable_number(f"in article:{row['id']}", 100) < 100 * in_article
         near = (is_inside and nearest.without_answer(*asked, in_article=True)) or nearest.without_answer(*asked)
         if near:
-            return row | {"passages": near, "answers": [no_answer], "is_answered": False}
+            asked = {"passages": near, "answers": [no_answer], "own_answers": row["answers"]}
+            return row | asked | {"is_answered": False}
     return row | {"passages": own_passages(row)[0], "is_answered": True}
 
 
@@ -163,9 +180,20 @@ def refusal_scores(found: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def validate(model, processor, selector: ExampleSelector, rates: Iterable[int | str], number: int, num_answers: int):
-    """Everything, by rate."""
-    rows, texts = asked_rows(selector, number), held_out_texts(selector, number // 4)
+def validate(
+    model, processor, selector: ExampleSelector, rates: Sequence[int | str], number: int, num_answers: int, among=(1,)
+) -> dict[str, dict]:
+    """Everything, by rate and, for each number of `among` but 1, by the number of passages."""
+    results = {}
+    for passages in among:
+        found = _validate_among(model, processor, selector, rates, number, num_answers, passages)
+        results |= {rate if passages == 1 else f"{rate}, {passages} passages": each for rate, each in found.items()}
+    return results
+
+
+def _validate_among(model, processor, selector, rates, number, num_answers, among: int) -> dict[str, dict]:
+    rows = asked_rows(selector, number, among=(among,))
+    texts = held_out_texts(selector, number // 4 if among == 1 else 0)
     builder = ExampleBuilder(processor, max_segments=8, tokens_per_slot=(2,))
     examples = [
         (kind_of(row) if row["is_answered"] else "unanswerable", asdict(example))
@@ -222,6 +250,7 @@ def main(
     number: Annotated[int, typer.Option("-n", help="Questions; a quarter as many texts.")] = 1000,
     num_answers: Annotated[int, typer.Option("--answers", help="Questions to answer as well; 0 for none.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Folder for the mean.")] = None,
+    among: Annotated[str, typer.Option(help="Passages of a question, the nearest others added; commas between.")] = "1",
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
     dtype: Annotated[str, typer.Option(help="The dtype of the backbone.")] = "float32",
 ) -> None:
@@ -233,7 +262,9 @@ def main(
     model, processor = load_mean(folders, dtype)
     selector = ExampleSelector(data, ExampleBuilder(processor))
     wanted = [int(rate) if rate.isdecimal() else rate for rate in rates.split(",")]
-    results = validate(model, processor, selector, wanted, number, num_answers)
+    results = validate(
+        model, processor, selector, wanted, number, num_answers, [int(each) for each in among.split(",")]
+    )
     print(table(results))
     if output is not None:
         save_stage(output, model, processor, recipe.read_text(encoding="utf-8"))

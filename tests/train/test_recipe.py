@@ -68,6 +68,7 @@ def test_settings_that_lose_slots_are_refused(tmp_path, setting):
         ({"reconstruction_share": 0.5}, "`reconstruction_files` names none"),
         ({"distractors": -0.1}, "`distractors` is .*; expected a share"),
         ({"distractors": 1.5}, "`distractors` is .*; expected a share"),
+        ({"max_distractors": 13}, "`max_distractors` is 13; expected 1 to 12"),
         ({"distractors": 0.5, "stage": "reconstruction"}, "stage `reconstruction` asks none"),
         ({"max_questions": 0}, "`max_questions` is 0"),
         ({"tokens_per_slot": [0]}, "`tokens_per_slot` is .*expected a whole number"),

@@ -194,12 +194,36 @@ def test_questions_that_share_a_row_share_distractors_that_answer_none_of_them(s
 
     for seed in range(4):  # in some, the question whose answer is Rome comes second
         select(path, builder=Recording(), seed=seed, max_questions=2, distractors=1.0)
-    for first, second in (group for group in drawn if len(group) == 2):
+    shared = [group for group in drawn if group[0]["id"] in CITIES[:2]]
+    for first, second in shared:
         assert first["passages"] == second["passages"] and own[0] in first["passages"]
         others = [passage for passage in first["passages"] if passage not in own]
         # The first passages of the other cities name Rome, too.
         assert 1 <= len(others) <= 4 and all(passage["text"].startswith("A second passage") for passage in others)
-    assert {group[0]["id"] for group in drawn if len(group) == 2} == set(CITIES[:2])
+    assert {group[0]["id"] for group in shared} == set(CITIES[:2])
+
+
+@pytest.mark.parametrize("max_questions, joined", [(1, 0), (2, 3)])
+def test_a_question_about_each_distractor_joins_where_questions_share_a_row(select, tmp_path, max_questions, joined):
+    rows = question_rows(8)
+    for number, row in enumerate(rows):
+        row |= {"id": str(number), "question": f"Which text has number {number}?", "answers": [f"n{number}"]}
+        row |= {"passages": [{"title": "", "text": f"The text has the number n{number}."}]}
+    drawn = []
+
+    class Recording(OneExample):
+        def question_examples(self, rows):
+            drawn.append(rows)
+            yield from super().question_examples(rows)
+
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    select(path, builder=Recording(), max_questions=max_questions, distractors=1.0, max_distractors=3)
+    assert max(len(group) - 1 for group in drawn) == joined
+    for group in drawn:
+        told = {passage["text"] for passage in group[0]["passages"]}
+        assert 2 <= len(told) <= 4 and all(row["passages"] == group[0]["passages"] for row in group)
+        asked = {f"The text has the number {row['answers'][0]}." for row in group}
+        assert asked == told if joined else len(asked) == 1 and asked < told
 
 
 # Blocks
@@ -288,9 +312,14 @@ def texts(passages):
     return [passage["text"] for passage in passages]
 
 
+def nearest_of(passages):
+    """Passages that no question is about."""
+    return NearestPassages([{"question": "", "answers": [], "passages": passages, "gold": []}])
+
+
 def test_the_nearest_passages_come_first_and_hold_no_answer():
     told = ["The tower of Oslo is tall.", "Oslo has a tower.", "A tower.", "Nothing."]
-    found = NearestPassages([{"passages": [{"title": "", "text": text} for text in told]}])
+    found = nearest_of([{"title": "", "text": text} for text in told])
     assert texts(found.without_answer("the tower of oslo", ["tall"], [], 2)) == told[1:3]
     assert texts(found.without_answer("the tower of oslo", ["x"], [{"text": told[1]}], 1)) == told[:1]
     assert found.without_answer("?", ["x"], [], 3) == []
@@ -299,7 +328,7 @@ def test_the_nearest_passages_come_first_and_hold_no_answer():
 def test_the_nearest_passages_of_an_article_are_of_no_other():
     told = {"The tower of Oslo is tall.": "Oslo", "Oslo is old.": "Oslo", "The tower of Oslo burned.": "Norway"}
     passages = [{"title": title, "text": text} for text, title in told.items()]
-    found = NearestPassages([{"passages": passages}])
+    found = nearest_of(passages)
     asked = "the tower of oslo", ["tall"], passages[:1], 3
     assert texts(found.without_answer(*asked)) == ["The tower of Oslo burned.", "Oslo is old."]
     assert texts(found.without_answer(*asked, in_article=True)) == ["Oslo is old."]
@@ -342,6 +371,8 @@ def test_the_draw_depends_on_seed_and_row_only(corpus, nearest):
     backwards = [Distractors(nearest, 0.5, seed=0)([row]) for row in reversed(corpus)]
     assert draws == backwards[::-1]
     assert draws != [Distractors(nearest, 0.5, seed=1)([row]) for row in corpus]
+    numbers = Distractors(nearest, 1.0, seed=0, most=7)([corpus[0]])[0]
+    assert len(numbers) > 2 + 4  # more than by default
 
 
 def test_of_a_row_that_says_which_passages_it_needs_the_others_are_distractors(nearest):

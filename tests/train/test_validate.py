@@ -9,7 +9,7 @@ from training_rows import article_rows, write_rows
 from arcaligner import ArcAlignerProcessor
 from arcaligner.train.data import ExampleBuilder
 from arcaligner.train.recipe import RecipeArguments
-from arcaligner.train.selection import ExampleSelector
+from arcaligner.train.selection import ExampleSelector, contains_answer
 from arcaligner.train.validate import asked_rows, main, refusal_scores, table
 
 
@@ -34,6 +34,19 @@ def test_questions_are_held_out_and_some_passages_do_not_answer(keys, processor)
     assert 0.05 < sum(not row["is_answered"] for row in rows) / len(rows) < 0.5
 
 
+def test_passages_of_a_question_stand_among_the_nearest_that_hold_no_answer(keys, processor):
+    selector = ExampleSelector(RecipeArguments(**keys, model_name_or_path="base"), ExampleBuilder(processor))
+    alone = asked_rows(selector, 40)
+    rows, places = asked_rows(selector, 40, among=[4]), set()
+    for row, one in zip(rows, alone, strict=True):
+        assert row | {"passages": one["passages"]} == one and len(row["passages"]) == 4
+        places.add(row["passages"].index(one["passages"][0]))
+        answers = row["answers"] if row["is_answered"] else row["own_answers"]
+        others = [each for each in row["passages"] if each not in one["passages"]]
+        assert len(others) == 3 and not any(contains_answer(each, answers) for each in others)
+    assert places == {0, 1, 2, 3}
+
+
 def test_refusals_are_counted_with_the_f1_they_lose():
     def answer(is_answered, is_refused, f1=0.0):
         return {"is_answered": is_answered, "is_refused": is_refused, "f1": f1}
@@ -48,11 +61,17 @@ def test_the_command_measures_and_writes_the_mean(keys, checkpoint_dir, tmp_path
     processor = ArcAlignerProcessor.from_pretrained(checkpoint_dir)
     processor.no_answer = "not in the text"
     monkeypatch.setattr(ArcAlignerProcessor, "from_pretrained", lambda *_: processor)
-    main(recipe, str(checkpoint_dir), rates="segment,4", number=20, num_answers=8, output=tmp_path / "out")
+    main(recipe, str(checkpoint_dir), rates="segment,4", number=20, num_answers=8, among="1,3", output=tmp_path / "out")
     printed = capsys.readouterr().out
     results = json.loads((tmp_path / "out" / "validation.json").read_text())
-    assert table(results).strip() == printed.strip() and set(results) == {"segment", "4"}
+    assert table(results).strip() == printed.strip() and set(results) == {
+        "segment",
+        "4",
+        "segment, 3 passages",
+        "4, 3 passages",
+    }
     assert {"town", "unanswerable", "read back"} <= set(results["4"]["loss"])
+    assert "read back" not in results["4, 3 passages"]["loss"]
     assert all(loss > 0 for each in results.values() for loss in each["loss"].values())
     saved = json.loads((tmp_path / "out" / "processor_config.json").read_text())
     assert saved["no_answer"] == "not in the text"
