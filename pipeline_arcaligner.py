@@ -10,17 +10,24 @@ configuration -> processing (passages to slots) -> modeling (slots to logits) ->
 
 import contextlib
 import functools
-import threading
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, LogitsProcessor, TextGenerationPipeline
+from transformers import GenerationConfig, TextGenerationPipeline
 from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
-from .configuration_arcaligner import SLOT_SETTINGS, check_conversation, longest_prompt
+from .confidence_arcaligner import (
+    AnswerConfidence,
+    check_max_passages,
+    check_min_confidence,
+    likeliest,
+    rank_passages,
+)
+from .configuration_arcaligner import REFINEMENT_SETTINGS, SLOT_SETTINGS, check_conversation, longest_prompt
 from .slot_rows_arcaligner import pad_passage_ids, pad_words
 
 # Options of a call that go to the processor.
@@ -39,100 +46,6 @@ def format_trajectory(depth: int) -> str:
     ['L0.', 'LL', 'LLL']
     """
     return "L0." if depth == 0 else "L" * (depth + 1)
-
-
-# How likely it is that passages answer a question
-
-
-def check_min_confidence(processor, min_confidence: float) -> None:
-    """Raises `ValueError` unless it is a share, of an aligner that tells how sure it is."""
-    is_number = isinstance(min_confidence, int | float) and not isinstance(min_confidence, bool)
-    if not is_number or not 0.0 <= min_confidence <= 1.0:
-        raise ValueError(f"`min_confidence` is {min_confidence!r}; expected a number from 0 to 1.")
-    _check_probe(processor, "`min_confidence`")
-    if not isinstance(processor.no_answer, str):
-        raise ValueError(f"The processor's `no_answer` is {processor.no_answer!r}; expected what is answered instead.")
-
-
-def _check_probe(processor, what: str) -> None:
-    if processor.answer_probe is None:
-        raise ValueError(
-            f"{what} needs an aligner whose confidence was fitted, and this one's processor has no `answer_probe`. Fit "
-            "it with `python -m arcaligner.train.confidence`, or leave it out."
-        )
-
-
-class AnswerConfidence(LogitsProcessor):
-    """
-    Watches one call of `generate` and tells how likely it is that the passages answer the question.
-
-    Beyond the paper. A frozen model that has read passages and question shows in its middle layers whether it found an
-    answer, also where it goes on to invent one. A logistic regression reads this from the states of the last token of
-    the prompt, so the confidence is known before the first token and is the same for all beams and samples. It does not
-    say that the answer is right. Changes no score. Not with `guidance_scale`, prompt lookup or an assistant model,
-    which have more than the prompt read.
-
-    Args:
-        model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): The aligner; the processor's
-            `answer_probe` has the regression.
-
-    Example:
-
-    ```python
-    >>> with AnswerConfidence(model, processor) as watch:
-    ...     ids = model.generate(**inputs, logits_processor=[watch])
-    >>> watch.confidence  # (batch,)
-    tensor([0.9312])
-    ```
-
-    Raises:
-        `ValueError`: a processor without `answer_probe`, or with that of another model.
-    """
-
-    def __init__(self, model, processor):
-        _check_probe(processor, "A confidence")
-        probe, width = processor.answer_probe, model.config.text_config.hidden_size
-        layers = model.model.decoder_layers
-        self.weight = torch.tensor(probe["weight"], dtype=torch.float32, device=model.device)
-        self.bias = probe["bias"]
-        if max(probe["layers"]) >= len(layers) or len(self.weight) != len(probe["layers"]) * width:
-            raise ValueError(
-                f"`answer_probe` has {len(self.weight)} weights for layers {probe['layers']}; expected {width} for "
-                f"each, of {len(layers)} layers. It was fitted for another model: fit it again."
-            )
-        self.layers = [layers[layer] for layer in probe["layers"]]
-        self.confidence: torch.Tensor | None = None  # (batch * beams or samples,)
-        # Of each thread, as others may use the same model, and each layer, (batch, hidden).
-        self._states: dict[tuple[int, int], torch.Tensor] = {}
-
-    def __enter__(self) -> "AnswerConfidence":
-        self.confidence = None
-        self._hooks = [
-            layer.register_forward_hook(functools.partial(self._see, place)) for place, layer in enumerate(self.layers)
-        ]
-        return self
-
-    def __exit__(self, *error) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._states = {}
-
-    def _see(self, place: int, layer, inputs, states: torch.Tensor) -> None:
-        """Keeps the last token's states (batch, hidden). Passages that are read apart come first, then the prompt."""
-        if self.confidence is None:
-            self._states[threading.get_ident(), place] = states[:, -1].float()
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        if self.confidence is None:
-            states = [self._states.get((threading.get_ident(), place)) for place in range(len(self.layers))]
-            if any(each is None for each in states):
-                raise ValueError(
-                    "No states of the prompt's last token were seen. Generate in `with AnswerConfidence(...)`, with "
-                    "a model that is not compiled as a whole, and without prompt lookup or an assistant model."
-                )
-            states = torch.cat([each.to(self.weight.device) for each in states], dim=1)
-            self.confidence = torch.sigmoid(states @ self.weight + self.bias)
-        return scores
 
 
 class ArcAlignerPipeline(TextGenerationPipeline):
@@ -173,6 +86,11 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             processor.max_prompt_length = longest_prompt(model.config.text_config)
         super().__init__(model=model, processor=processor, tokenizer=tokenizer, **kwargs)
 
+    @functools.cached_property
+    def _passages(self):
+        """What was read of passages that were asked about one by one."""
+        return self.model.slot_prefix_store(self.processor)
+
     def check_model_type(self, supported_models):
         super().check_model_type(["ArcAlignerForCausalLM"])
 
@@ -187,6 +105,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             tokens_per_slot (`int` or `"segment"`, *optional*): How much text a slot stands for, in tokens. Default: the
                 processor's.
             max_slots (`int`, *optional*): Maximum number of slots per input, the first ones.
+            max_passages (`int`, *optional*):
+                Of more documents, only those that most likely answer are read, in their order: each is first asked
+                about by itself. See [`rank_passages`].
             min_confidence (`float`, *optional*):
                 Where it is less likely, from 0 to 1, that the passages answer the question, the answer becomes the
                 processor's `no_answer`. See [`AnswerConfidence`]. Not with a `streamer`, which would be told the
@@ -209,7 +130,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
               `format_trajectory`.
             - **statistics** (`dict`) -- With `return_slots`, `tokens` of the passages, `slots` and
               `compression_rate`, the measured tokens per slot; with `max_slots`, how many segments are `dropped`;
-              `confidence`, how likely it is that the passages answer, where that was fitted.
+              `confidence`, how likely it is that the passages answer, where that was fitted; with `max_passages`,
+              `passage_confidences`, that of each document by itself, `None` where it has no text.
 
         Raises:
             `ValueError`: an input of another kind, an empty question, documents that are not text, an option that
@@ -219,12 +141,22 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             raise ValueError("The list of inputs is empty; expected a chat, a string or a question with its passages.")
         return super().__call__(text_inputs, **kwargs)
 
-    def _sanitize_parameters(self, return_slots: bool | None = None, min_confidence: float | None = None, **kwargs):
+    def _sanitize_parameters(
+        self,
+        return_slots: bool | None = None,
+        min_confidence: float | None = None,
+        max_passages: int | None = None,
+        **kwargs,
+    ):
         given = {name: kwargs.pop(name, None) for name in _SLOT_OPTIONS} | {"return_slots": return_slots}
         preprocess, forward, postprocess = super()._sanitize_parameters(**kwargs)
         preprocess |= {name: value for name, value in given.items() if value is not None}
         if return_slots is not None:
             forward["return_slots"] = return_slots
+        if max_passages is not None:
+            check_max_passages(self.processor, max_passages)
+            gates = {name: kwargs[name] for name in REFINEMENT_SETTINGS if name in kwargs}
+            preprocess |= {"max_passages": max_passages, "gates": gates}
         if min_confidence is not None:
             check_min_confidence(self.processor, min_confidence)
             given = [name for name in ("streamer", "return_tensors") if kwargs.get(name)]
@@ -238,6 +170,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         prompt_text: str | dict | Chat,
         documents: list | None = None,
         return_slots: bool = False,
+        max_passages: int | None = None,
+        gates: dict[str, Any] | None = None,
         **kwargs,
     ) -> dict[str, Any]:
         """`input_ids`, `attention_mask` (1, seq_len) and, in `row`, what is not padded."""
@@ -245,6 +179,15 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         prompt, documents, is_question = _read_input(prompt_text, documents)
         if isinstance(prompt, Chat):
             check_conversation(prompt.messages)
+        numbers, confidences = range(len(documents or [])), None
+        if max_passages is not None and len(numbers) > max_passages:
+            asked = prompt.messages if isinstance(prompt, Chat) else prompt
+            settings = {name: slots[name] for name in SLOT_SETTINGS if name in slots} | (gates or {})
+            ranked = rank_passages(self._passages, asked, documents, **settings)
+            sure = {number: each.confidence for number, each in ranked.items()}
+            confidences = [sure.get(number) for number in numbers]
+            numbers = likeliest(sure, max_passages)
+            documents = [documents[number] for number in numbers]
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
         else:
@@ -254,7 +197,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         return {
             "input_ids": encoded["input_ids"],
             "attention_mask": encoded["attention_mask"],
-            "row": self._describe_row(encoded, is_question, return_slots),
+            "row": self._describe_row(encoded, is_question, return_slots, numbers, confidences),
             "prompt_text": Chat([_user_turn(prompt)]) if is_question else prompt,
         }
 
@@ -353,9 +296,12 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         slots = {"segments": row["segments"], "trajectories": trajectories, "statistics": statistics}
         return [record | slots for record in records]
 
-    def _describe_row(self, encoded: dict, is_question: bool, return_slots: bool) -> dict[str, Any]:
+    def _describe_row(
+        self, encoded: dict, is_question: bool, return_slots: bool, numbers: Sequence[int], confidences: list | None
+    ) -> dict[str, Any]:
         """A row's embeddings (num_slots, encoder_hidden_size), words (num_slots, max_words) and passages (num_slots,),
-        without rows where there are none, and what its slots stand for."""
+        without rows where there are none, and what its slots stand for: `numbers` are those of the documents that are
+        read, `confidences` of all where they were asked about one by one."""
         no_embeds, no_words = torch.zeros(1, 0, self.model.config.encoder_hidden_size), torch.full((1, 0, 1), -1)
         no_passages = torch.full((1, 0), -1)
         row = {
@@ -366,9 +312,12 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             "context_passage_ids": encoded.get("context_passage_ids", no_passages)[0],
         }
         if return_slots:
-            row["segments"] = [asdict(each) for each in encoded.get("segments", [[]])[0]]
+            segments = encoded.get("segments", [[]])[0]
+            row["segments"] = [asdict(each) | {"document": numbers[each.document]} for each in segments]
             no_slots = {"tokens": 0, "slots": 0, "compression_rate": None}
             row["statistics"] = encoded.get("statistics", [no_slots])[0]
+            if confidences is not None:
+                row["statistics"] |= {"passage_confidences": confidences}
         return row
 
     def save_pretrained(self, save_directory: str, **kwargs):

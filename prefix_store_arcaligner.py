@@ -52,7 +52,7 @@ from .generation_arcaligner import (
     read_text,
     save_keys_values,
 )
-from .segmentation_arcaligner import GivenSlots, passages_of_questions, text_of
+from .segmentation_arcaligner import GivenSlots, passages_apart, passages_of_questions
 from .slot_rows_arcaligner import check_can_separate, pad_passage_ids
 
 logger = logging.get_logger(__name__)
@@ -234,7 +234,8 @@ class SlotPrefixStore:
         asked = []
         for question, own in zip(questions, passages, strict=True):
             head, tail = self.processor.prompt_ids(question, **template_kwargs)
-            units = [_Unit(tuple(head), passage) for passage in (_apart(own) if self._is_separate else [own])]
+            apart = passages_apart(own).values() if self._is_separate else [own]
+            units = [_Unit(tuple(head), passage) for passage in apart]
             asked.append(_Question([_Unit(tuple(head)), *units], tail))
             if len(units) > 1:
                 check_can_separate(self.model.config.text_config, in_one_row=False)
@@ -425,20 +426,6 @@ def to_int8(keys_values: torch.Tensor) -> torch.Tensor:
     """Keys and values (..., head_dim) as bytes for `from_int8`: steps of a slot and head, as many as bytes tell."""
     step = keys_values.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 127
     return torch.cat([(keys_values.float() / step).round().to(torch.int8), step.contiguous().view(torch.int8)], dim=-1)
-
-
-def _apart(passages: list | GivenSlots) -> list:
-    """Each passage of a question by itself; a question without passages has one that is empty."""
-    if not isinstance(passages, GivenSlots):
-        with_text = [each for number, each in enumerate(passages) if text_of(each, number).strip()]
-        return [[each] for each in with_text] or [[]]
-    if passages.context_passage_ids is None:
-        return [passages]
-    embeds, words, numbers = passages
-    sizes = numbers.unique_consecutive(return_counts=True)[1].tolist()
-    # As wide as each needs by itself, or it would be another passage beside one with longer slots.
-    words = [None] * len(sizes) if words is None else [own[:, (own >= 0).any(dim=0)] for own in words.split(sizes)]
-    return [GivenSlots(*parts) for parts in zip(embeds.split(sizes), words, strict=True)]
 
 
 def _first_slots(parts: list[torch.Tensor], most: int | None) -> list[torch.Tensor]:

@@ -456,3 +456,25 @@ def _tokenize_document(tokenizer, document: str | dict, number: int) -> tuple[np
         ends = [end for end, each in zip(ends, read_as_text, strict=True) for _ in each]
         ids = [each for row in read_as_text for each in row]
     return np.array(ids, dtype=np.int64), np.array(ends, dtype=np.int64) - len(title)
+
+
+def passages_apart(passages: list | GivenSlots) -> dict[int, list | GivenSlots]:
+    """Each passage of a question by itself, by its number; those without text are left out, unless all are.
+
+    Raises:
+        `ValueError`: slots of one passage that do not stand together.
+    """
+    if not isinstance(passages, GivenSlots):
+        return {number: [each] for number, each in enumerate(passages) if text_of(each, number).strip()} or {0: []}
+    embeds, words, ids = passages
+    if ids is None:
+        return {0: passages}
+    numbers, sizes = (each.tolist() for each in ids.unique_consecutive(return_counts=True))
+    # As wide as each needs by itself, or it would be another passage beside one with longer slots.
+    words = [None] * len(sizes) if words is None else [own[:, (own >= 0).any(dim=0)] for own in words.split(sizes)]
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(
+            f"`context_passage_ids` has runs of {numbers}; expected the slots of a passage to stand together."
+        )
+    apart = map(GivenSlots, embeds.split(sizes), words)
+    return dict(zip(numbers, apart, strict=True))

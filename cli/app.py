@@ -30,6 +30,7 @@ from .corpus import corpus_app
 from .shared import (
     Checkpoint,
     CorpusFolder,
+    MaxPassages,
     MinConfidence,
     Reranker,
     TokensPerSlot,
@@ -98,6 +99,7 @@ def answer(
     max_new_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens of the answer.", min=1)] = None,
     tokens_per_slot: TokensPerSlot = None,
     min_confidence: MinConfidence = None,
+    max_passages: MaxPassages = None,
     max_slots: Annotated[
         int | None, typer.Option(help="Maximum number of slots. Later text is ignored.", min=1)
     ] = None,
@@ -122,6 +124,8 @@ def answer(
             raise ValueError("`--show-slots` needs the passes of each slot, which llama.cpp does not tell.")
         if min_confidence is not None:
             raise ValueError("`--min-confidence` needs an answer's confidence, which llama.cpp does not tell.")
+        if max_passages is not None:
+            raise ValueError("`--max-passages` needs each passage's confidence, which llama.cpp does not tell.")
         shared.check_there(checkpoint)
         from ..engines.llama_cpp import LlamaCppEngine
 
@@ -136,6 +140,7 @@ def answer(
         ask = shared.load_pipeline(checkpoint)
     settings |= {} if gate_mode is None else {"gate_mode": gate_mode}
     settings |= {} if min_confidence is None else {"min_confidence": min_confidence}
+    settings |= {} if max_passages is None else {"max_passages": max_passages}
     with busy("Reading the documents"):
         record = ask({"question": question, "documents": documents}, return_slots=True, **settings)[0]
     show(record["generated_text"].strip())
@@ -155,6 +160,7 @@ def ask_corpus(
     reranker: Reranker = None,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the answer.", min=1)] = 256,
     min_confidence: MinConfidence = None,
+    max_passages: MaxPassages = None,
 ) -> None:
     """Answers a question from a corpus, and lists the passages that were read."""
     from ..server.answers import Request
@@ -162,6 +168,7 @@ def ask_corpus(
     with busy("Loading the aligner and its base model"):
         engine = shared.load_engine(checkpoint, corpus, reranker, tokens_per_slot=tokens_per_slot)
     settings = {"top_k": top_k, "max_new_tokens": max_new_tokens, "min_confidence": min_confidence}
+    settings["max_passages"] = max_passages
     request = Request([{"role": "user", "content": question}], **settings)
     found = engine.submit(request).result()
     show(found.text.strip())
@@ -189,6 +196,7 @@ def serve_answers(
     top_k: Annotated[int, typer.Option(help="Passages of the corpus that are read.", min=0, max=100)] = 5,
     tokens_per_slot: TokensPerSlot = None,
     min_confidence: MinConfidence = None,
+    max_passages: MaxPassages = None,
     reranker: Reranker = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
@@ -204,7 +212,7 @@ def serve_answers(
 
     def make_engine():
         asked = {"top_k": top_k, "tokens_per_slot": tokens_per_slot, "min_confidence": min_confidence}
-        asked |= {"max_batch": max_batch}
+        asked |= {"max_batch": max_batch, "max_passages": max_passages}
         return shared.load_engine(checkpoint, corpus, reranker, prefix_bytes=prefix_megabytes * 2**20, **asked)
 
     settings = ServerSettings(Path(checkpoint).resolve().name, host, port, api_key or None)

@@ -39,6 +39,10 @@ MinConfidence = Annotated[
     float | None,
     typer.Option(help="An answer with less confidence becomes the aligner's refusal.", min=0, max=1),
 ]
+MaxPassages = Annotated[
+    int | None,
+    typer.Option(help="Of more passages, only those that most likely answer are read. Default: all.", min=1),
+]
 CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder of the corpus.")]
 
 

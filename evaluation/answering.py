@@ -25,7 +25,7 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..slot_rows_arcaligner import check_can_separate, passage_positions, separate_passages
 from ..train.data import ApartText, passages_text, slot_inputs, text_inputs, text_prompt
-from ..train.metrics import MAX_NEW_TOKENS, generate_with_confidence
+from ..train.metrics import MAX_NEW_TOKENS, generate_with_confidence, with_likeliest
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,7 @@ class SlotAnswerer:
         use_lora (`bool`): `False` reads the slots with the projector alone.
         with_passages (`bool`): `False` gives each question the one slot of "no passages".
         tokens_per_slot (`int` or `"segment"`, *optional*): Default: the checkpoint's.
+        max_passages (`int`, *optional*): Of more passages, only those that most likely answer are read.
         refinement (`Any`): Settings of the gates and the budget, of `generate`.
     """
 
@@ -96,14 +97,19 @@ class SlotAnswerer:
         use_lora: bool = True,
         with_passages: bool = True,
         tokens_per_slot: int | str | None = None,
+        max_passages: int | None = None,
         **refinement: Any,
     ):
         self.model, self.processor, self.use_lora, self.refinement = model, processor, use_lora, refinement
-        self.with_passages, self.tokens_per_slot = with_passages, tokens_per_slot
+        self.with_passages, self.tokens_per_slot, self.max_passages = with_passages, tokens_per_slot, max_passages
 
     def answer(self, rows: list[Row]) -> list[Answer]:
         """One answer per row, in order."""
-        inputs = slot_inputs(self.processor, rows, self.with_passages, self.tokens_per_slot).to(self.model.device)
+        read = rows
+        if self.max_passages is not None:
+            settings = {"tokens_per_slot": self.tokens_per_slot, **self.refinement}
+            read = with_likeliest(self.model, self.processor, rows, self.max_passages, **settings)
+        inputs = slot_inputs(self.processor, read, self.with_passages, self.tokens_per_slot).to(self.model.device)
         num_slots = (inputs["input_ids"] == self.model.config.context_token_id).sum(dim=1).tolist()
         with contextlib.nullcontext() if self.use_lora else lora_off(self.model):
             return _generate(self.model, self.processor, inputs, rows, num_slots, **self.refinement)

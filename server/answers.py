@@ -11,9 +11,10 @@ import torch
 from transformers import LogitsProcessor, StoppingCriteria, TemperatureLogitsWarper, TopPLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
+from ..confidence_arcaligner import AnswerConfidence
 from ..configuration_arcaligner import longest_prompt
 from ..corpus.retrieve import SlotPassages
-from ..pipeline_arcaligner import AnswerConfidence, format_trajectory
+from ..pipeline_arcaligner import format_trajectory
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Request:
         stop (`list[str]`): Texts that end the answer; they are no part of it.
         min_confidence (`float`, *optional*): Where it is less likely that the passages answer, the answer is the
             processor's `no_answer`. Default: the engine's.
+        max_passages (`int`, *optional*): Of more passages, only those that most likely answer are read. Default: the
+            engine's, which reads all if it has none.
         full_text (`bool`): Reads the passages as text, to compare. Only what the last such request has read and this
             one begins with is kept.
         return_slots (`bool`): Whether the passes of each slot are reported. Where gates are on, those of a kept prefix
@@ -60,6 +63,7 @@ class Request:
     seed: int | None = None
     stop: list[str] = field(default_factory=list)
     min_confidence: float | None = None
+    max_passages: int | None = None
     full_text: bool = False
     return_slots: bool = False
     on_text: Callable[[str], Any] = lambda text: None
@@ -68,14 +72,14 @@ class Request:
     cancelled: bool = False
     passages: SlotPassages | None = None
     seconds: dict[str, float] = field(default_factory=lambda: {"retrieval": 0.0, "slots": 0.0})
-    kept: int = 0
+    kept: int | None = None  # of the passages, once that is known
 
 
 @dataclass
 class Answer:
-    """The result of a request. `seconds` since it arrived: `waiting`, `retrieval`, `slots`, `model` add up to
-    `first_token`. `kept` of its passages did not have to be read: they were, ahead or for an earlier question.
-    `confidence` is how likely it is that the passages answer, where that was fitted."""
+    """The result of a request. `seconds` since it arrived: `waiting`, `retrieval` (finding passages, and which of them
+    to read), `slots`, `model` add up to `first_token`. `kept` of its passages did not have to be read: they were, ahead
+    or for an earlier question. `confidence` is how likely it is that the passages answer, where that was fitted."""
 
     text: str
     finish_reason: str
@@ -244,7 +248,7 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
                 seconds={**parts, "first_token": first_token, "total": time.monotonic() - request.arrived},
                 documents=request.documents,
                 passages=passages,
-                kept=request.kept,
+                kept=request.kept or 0,
                 confidence=None if self.watch is None else self.watch.confidence[row].item(),
                 statistics=statistics,
                 trajectories=layers,

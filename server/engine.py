@@ -17,11 +17,18 @@ from typing import Any
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from ..confidence_arcaligner import (
+    AnswerConfidence,
+    check_max_passages,
+    check_min_confidence,
+    likeliest,
+    rank_passages,
+)
 from ..configuration_arcaligner import check_length
 from ..corpus.kept import kept_folder
 from ..corpus.retrieve import Retriever, SlotPassages
 from ..encoder_arcaligner import EncodedDocuments
-from ..pipeline_arcaligner import AnswerConfidence, ArcAlignerPipeline, check_min_confidence
+from ..pipeline_arcaligner import ArcAlignerPipeline
 from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE
 from .answers import Answer, AnswerStream, Limits, Request, RowSampler
 
@@ -41,7 +48,8 @@ class Engine:
         ask ([`ArcAlignerPipeline`]): Model and processor.
         retriever ([`Retriever`], *optional*):
             For requests without documents. Passages of its corpus that were read ahead are not read again.
-        top_k (`int`), tokens_per_slot (`int` or `"segment"`, *optional*): Of requests that name none.
+        top_k (`int`), tokens_per_slot (`int` or `"segment"`), min_confidence (`float`), max_passages (`int`):
+            Of requests that name none.
         max_batch (`int`): The most requests computed at a time.
         batch_seconds (`float`): How long the first request of a batch waits for others.
         prefix_bytes (`int`): Memory for slot prefixes kept between requests.
@@ -56,6 +64,7 @@ class Engine:
         top_k: int = 5,
         tokens_per_slot: int | str | None = None,
         min_confidence: float | None = None,
+        max_passages: int | None = None,
         max_batch: int = 8,
         batch_seconds: float = 0.01,
         prefix_bytes: int = 2**29,
@@ -67,7 +76,10 @@ class Engine:
         ask.processor.check_slot_settings(tokens_per_slot=tokens_per_slot)
         if min_confidence is not None:
             check_min_confidence(ask.processor, min_confidence)
+        if max_passages is not None:
+            check_max_passages(ask.processor, max_passages)
         self.top_k, self.tokens_per_slot, self.min_confidence = top_k, tokens_per_slot, min_confidence
+        self.max_passages = max_passages
         self.max_batch, self.batch_seconds, self.limits = max_batch, batch_seconds, limits or Limits()
         folder = None if retriever is None else kept_folder(retriever.corpus)
         self.store = self.model.slot_prefix_store(self.processor, max_bytes=prefix_bytes, folder=folder, read_only=True)
@@ -99,6 +111,10 @@ class Engine:
             request.min_confidence = self.min_confidence
         else:
             check_min_confidence(self.processor, request.min_confidence)
+        if request.max_passages is None:
+            request.max_passages = self.max_passages
+        else:
+            check_max_passages(self.processor, request.max_passages)
         with self._arrival:
             if self._closed or len(self._waiting) >= self.limits.waiting:
                 raise BusyError(
@@ -160,7 +176,7 @@ class Engine:
                     if request.full_text:
                         self._put_text(request)
                     else:
-                        request.passages = self._passages(request)
+                        request.passages = self._likeliest(request, self._passages(request))
                         request.documents = [] if request.passages is None else request.passages.documents
                     read.append(request)
                 except Exception as error:  # one request's mistake is its own
@@ -185,6 +201,21 @@ class Engine:
             raise ValueError(f"The passages have {num_slots} slots; expected at most {most}. Pass a lower `top_k`.")
         return passages
 
+    def _likeliest(self, request: Request, passages: SlotPassages | None) -> SlotPassages | None:
+        """The passages that most likely answer, each asked about by itself, where there are more than are wanted."""
+        most = request.max_passages
+        if passages is None or most is None or len(passages.documents) <= most:
+            return passages
+        began = time.perf_counter()
+        ranked = rank_passages(self.store, self._chat(request), **passages.inputs)
+        numbers = likeliest({number: each.confidence for number, each in ranked.items()}, most)
+        request.kept = sum(ranked[number].is_kept for number in numbers)
+        passages = passages.only(numbers)
+        for document, number in zip(passages.documents, numbers, strict=True):
+            document["confidence"] = ranked[number].confidence
+        passages.seconds["retrieval"] += time.perf_counter() - began
+        return passages
+
     def _search(self, request: Request) -> SlotPassages | None:
         """The passages of the corpus for the last question, if there is a corpus and any are asked for."""
         top_k = self.top_k if request.top_k is None else request.top_k
@@ -199,7 +230,7 @@ class Engine:
             found = self._search(request)
             request.documents = [] if found is None else found.documents
             request.seconds |= {} if found is None else found.seconds
-        request.documents = _as_passages(request.documents)
+        request.documents, request.kept = _as_passages(request.documents), 0
         text = " ".join(f"{each['title']}: {each['text']}".removeprefix(": ") for each in request.documents)
         first = next((number for number, each in enumerate(request.messages) if each["role"] == "user"), None)
         if text and first is not None:
@@ -234,10 +265,7 @@ class Engine:
 
     def _inputs(self, group: list[Request]) -> dict[str, Any]:
         """What `generate` needs, for a batch."""
-        has_template = self.processor.chat_template is not None
-        if not has_template and any(len(request.messages) > 1 for request in group):
-            raise ValueError("This base model has no chat template; expected one user message.")
-        chats = [request.messages if has_template else request.messages[0]["content"] for request in group]
+        chats = [self._chat(request) for request in group]
         slots: dict[str, Any] = {}
         if group[0].passages is not None:
             rows = [request.passages.inputs for request in group]
@@ -245,10 +273,11 @@ class Engine:
         if slots and not self._records(group[0]):
             inputs = self.store.prepare(chats, **slots)
             for request, kept, parts in zip(group, inputs.num_kept, inputs.num_passages, strict=True):
-                request.kept = len(request.passages.documents) * kept // parts
+                if request.kept is None:  # else known before they were asked about one by one
+                    request.kept = len(request.passages.documents) * kept // parts
             return inputs
         padding = {"padding": True, "padding_side": "left"}
-        if has_template:
+        if self.processor.chat_template is not None:
             inputs = self.processor.apply_chat_template(
                 chats,
                 **slots,
@@ -265,6 +294,14 @@ class Engine:
         if group[0].full_text:
             return {**inputs, "past_key_values": self._continue_text(group[0], inputs["input_ids"][0].tolist())}
         return {**inputs}
+
+    def _chat(self, request: Request) -> list[dict[str, str]] | str:
+        """What is asked, as the processor takes it."""
+        if self.processor.chat_template is not None:
+            return request.messages
+        if len(request.messages) > 1:
+            raise ValueError("This base model has no chat template; expected one user message.")
+        return request.messages[0]["content"]
 
     def _continue_text(self, request: Request, ids: list[int]) -> DynamicCache:
         """Keys and values of what this prompt has in common with the last one that was read as text."""

@@ -22,7 +22,7 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-from tiny_models import backbone_config, float64_throughout, randomize, tiny_aligner
+from tiny_models import backbone_config, float64_throughout, random_probe, randomize, tiny_aligner
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -210,6 +210,14 @@ def float64_model_code():
     """Model code that computes in float64 what it otherwise computes in float32."""
     with float64_throughout():
         yield
+
+
+@pytest.fixture
+def separate(processor) -> tuple[ArcAlignerForCausalLM, ArcAlignerProcessor]:
+    """A random aligner that reads passages apart, with a confidence, and its processor."""
+    model = aligner_for(processor, passage_attention="separate")
+    settings = {"no_answer": "not in the text", "answer_probe": random_probe(model)}
+    return model, processor_with(processor, passage_attention="separate", **settings)
 
 
 def chat_inputs(processor, asked: str | list[dict], documents: list | None = None, **options) -> dict:

@@ -7,7 +7,9 @@ import torch
 from conftest import chat_inputs, processor_with
 from tiny_models import random_probe
 
-from arcaligner.pipeline_arcaligner import AnswerConfidence, ArcAlignerPipeline
+from arcaligner import confidence_arcaligner
+from arcaligner.confidence_arcaligner import AnswerConfidence, rank_passages
+from arcaligner.pipeline_arcaligner import ArcAlignerPipeline
 
 DOCUMENTS = ["It was written by Ada. Nobody knew how to read it aloud."]
 TOKENS = {"max_new_tokens": 6, "do_sample": False}
@@ -204,3 +206,96 @@ def test_whole_numbers_are_weights(model, fitted):
     width = model.config.text_config.hidden_size
     fitted.answer_probe = random_probe(model, layers=[0], weight=[0] * width, bias=0)
     assert watched(model, fitted, chat_inputs(fitted, "Who?", DOCUMENTS)).tolist() == [0.0]
+
+
+def asked_alone(model, processor, question, document):
+    return torch.sigmoid(watched(model, processor, chat_inputs(processor, question, [document]))).item()
+
+
+PASSAGES = ["It was written by Ada.", {"title": "Loom", "text": "The loom wove. It was loud."}, " ", "Nobody read it."]
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_of_more_passages_the_likeliest_are_read_in_their_order(separate, most):
+    model, fitted = separate
+    ask = ArcAlignerPipeline(model=model, processor=fitted, task="text-generation", device="cpu")
+    sure = [None if each == " " else asked_alone(model, fitted, "Who wrote it?", each) for each in PASSAGES]
+    best = sorted(sorted((0, 1, 3), key=lambda number: -sure[number])[:most])
+    expected = ask({"question": "Who wrote it?", "documents": [PASSAGES[n] for n in best]}, return_slots=True, **TOKENS)
+    row = {"question": "Who wrote it?", "documents": PASSAGES}
+    (record,) = ask(row, return_slots=True, max_passages=most, **TOKENS)
+    assert record["statistics"].pop("passage_confidences") == pytest.approx(sure, abs=1e-4)
+    for segment in expected[0]["segments"]:
+        segment["document"] = best[segment["document"]]
+    assert record == expected[0]
+
+
+def test_fewer_passages_than_are_wanted_are_all_read(separate):
+    model, fitted = separate
+    ask = ArcAlignerPipeline(model=model, processor=fitted, task="text-generation", device="cpu")
+    row = {"question": "Who wrote it?", "documents": PASSAGES}
+    assert ask(row, return_slots=True, max_passages=4, **TOKENS) == ask(row, return_slots=True, **TOKENS)
+
+
+def test_passages_are_ranked_at_the_rate_and_with_the_gates_that_are_asked_for(separate):
+    model, fitted = separate
+    settings = {"tokens_per_slot": 2, "gate_mode": "always", "max_refinement_steps": 1}
+    store = model.slot_prefix_store(fitted)
+    ranked = rank_passages(store, "Who wrote it?", PASSAGES, **settings)
+    other = rank_passages(store, "Who wrote it?", PASSAGES)
+    for number in (0, 1, 3):
+        inputs = chat_inputs(fitted, "Who wrote it?", [PASSAGES[number]], tokens_per_slot=2)
+        alone = watched(model, fitted, inputs, gate_mode="always", max_refinement_steps=1)
+        assert ranked[number].confidence == pytest.approx(torch.sigmoid(alone).item(), abs=1e-4)
+        assert ranked[number].confidence != pytest.approx(other[number].confidence, abs=1e-4)
+
+
+def test_precomputed_slots_are_ranked_as_their_passages_and_kept_for_the_answer(separate):
+    model, fitted = separate
+    store = model.slot_prefix_store(fitted)
+    (encoded,) = fitted.encode_batch([PASSAGES])
+    slots = {"context_embeds": encoded.context_embeds, "context_passage_ids": encoded.context_passage_ids}
+    first, again = (rank_passages(store, "Who wrote it?", **slots) for _ in range(2))
+    expected = rank_passages(store, "Who wrote it?", PASSAGES)
+    assert list(first) == list(expected) == [0, 1, 3]
+    for number, passage in first.items():
+        assert passage.confidence == pytest.approx(expected[number].confidence, abs=1e-4)
+        assert not passage.is_kept and again[number].is_kept
+    assert store.prepare("Who?", **slots).num_kept == [3]
+
+
+def test_many_passages_are_ranked_a_few_at_a_time(separate, monkeypatch):
+    model, fitted = separate
+    store, documents = model.slot_prefix_store(fitted), [f"Passage {'more ' * number}text." for number in range(5)]
+    expected = rank_passages(store, "Who?", documents)
+    monkeypatch.setattr(confidence_arcaligner, "RANKED_AT_ONCE", 2)
+    found = rank_passages(store, "Who?", documents)
+    assert {n: each.confidence for n, each in found.items()} == pytest.approx(
+        {n: each.confidence for n, each in expected.items()}, abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("given", [0, -1, 1.5, True, "2"])
+def test_a_number_of_passages_that_is_none_is_refused(separate, given):
+    model, fitted = separate
+    ask = ArcAlignerPipeline(model=model, processor=fitted, task="text-generation", device="cpu")
+    with pytest.raises(ValueError, match="`max_passages` is .*; expected a whole number of at least 1"):
+        ask({"question": "Who?", "documents": DOCUMENTS}, max_passages=given)
+
+
+def test_passages_that_are_read_jointly_are_not_ranked(ask, model, fitted):
+    with pytest.raises(ValueError, match="this aligner was trained to read those of a question jointly"):
+        ask({"question": "Who?", "documents": PASSAGES}, max_passages=1)
+    with pytest.raises(ValueError, match="this aligner was trained to read those of a question jointly"):
+        rank_passages(model.slot_prefix_store(fitted), "Who?", PASSAGES)
+
+
+def test_slots_of_a_passage_that_do_not_stand_together_are_refused(separate):
+    model, fitted = separate
+    slots = {
+        "context_embeds": torch.ones(3, fitted.encoder_hidden_size),
+        "context_passage_ids": torch.tensor([0, 1, 0]),
+    }
+    for use in (rank_passages, type(model.slot_prefix_store(fitted)).prepare):
+        with pytest.raises(ValueError, match="expected the slots of a passage to stand together"):
+            use(model.slot_prefix_store(fitted), "Who?", **slots)

@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device, tqdm
 from transformers import LogitsProcessorList
 
-from ..common.rows import contains_match, token_f1
-from ..pipeline_arcaligner import AnswerConfidence
+from ..common.rows import Row, contains_match, token_f1
+from ..confidence_arcaligner import AnswerConfidence, likeliest, rank_passages
 from .data import ContextCollator
 
 MAX_NEW_TOKENS = 24
@@ -63,6 +63,21 @@ class SwappedSlots:
             swapped.append(row | {"segments": other})
         self._spare = segments[0]
         return self.collator(swapped)
+
+
+@torch.inference_mode()
+def with_likeliest(model, processor, rows: list[Row], max_passages: int, **settings: Any) -> list[Row]:
+    """The rows, each with those of its passages that most likely answer. `settings` of slots and gates are those of
+    [`rank_passages`]."""
+    store, found = model.slot_prefix_store(processor, max_bytes=0), []
+    for row in tqdm(rows, desc=f"finding the likeliest {max_passages} passages", leave=False):
+        passages = row["passages"]
+        if len(passages) > max_passages:
+            ranked = rank_passages(store, row["question"], passages, **settings)
+            numbers = likeliest({number: each.confidence for number, each in ranked.items()}, max_passages)
+            row = row | {"passages": [passages[number] for number in numbers]}
+        found.append(row)
+    return found
 
 
 def generate_with_confidence(

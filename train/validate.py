@@ -8,6 +8,8 @@ sets are asked for a finished aligner only. The held-out rows are the same for e
 `train_files` and `reconstruction_files` whose articles it does not train on. A fifth of the questions is asked about
 the nearest passage that does not answer them.
 
+With `--among 5 --max-passages 1,2` the questions are asked among other passages, and of these the likeliest are read.
+
 With `--output`, the mean of the checkpoints is written there; `train/confidence.py` then fits its confidence.
 """
 
@@ -30,7 +32,7 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.export import save_stage
 from .data import ContextCollator, ExampleBuilder, encode_slots, slot_inputs
-from .metrics import MAX_NEW_TOKENS, generate_with_confidence
+from .metrics import MAX_NEW_TOKENS, generate_with_confidence, with_likeliest
 from .recipe import RecipeArguments
 from .run import last_checkpoints, mean_of_checkpoints, read_keys
 from .selection import ExampleSelector, NearestPassages, own_passages
@@ -181,17 +183,33 @@ def refusal_scores(found: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def validate(
-    model, processor, selector: ExampleSelector, rates: Sequence[int | str], number: int, num_answers: int, among=(1,)
+    model,
+    processor,
+    selector: ExampleSelector,
+    rates: Sequence[int | str],
+    number: int,
+    num_answers: int,
+    among: Sequence[int] = (1,),
+    max_passages: Sequence[int] = (),
 ) -> dict[str, dict]:
-    """Everything, by rate and, for each number of `among` but 1, by the number of passages."""
+    """Everything, by rate and, for each number of `among` but 1, by the number of passages; of the answers also where
+    only the likeliest `max_passages` of these are read."""
     results = {}
     for passages in among:
-        found = _validate_among(model, processor, selector, rates, number, num_answers, passages)
-        results |= {rate if passages == 1 else f"{rate}, {passages} passages": each for rate, each in found.items()}
+        most = [each for each in max_passages if each < passages]
+        found = _validate_among(model, processor, selector, rates, number, num_answers, passages, most)
+        results |= {_name(passages, *key): each for key, each in found.items()}
     return results
 
 
-def _validate_among(model, processor, selector, rates, number, num_answers, among: int) -> dict[str, dict]:
+def _name(passages: int, rate: int | str, most: int | None) -> str:
+    among = "" if passages == 1 else f", {passages} passages"
+    return f"{rate}{among}" + ("" if most is None else f", {most} read")
+
+
+def _validate_among(
+    model, processor, selector, rates, number, num_answers, among: int, max_passages: list[int]
+) -> dict[tuple, dict]:
     rows = asked_rows(selector, number, among=(among,))
     texts = held_out_texts(selector, number // 4 if among == 1 else 0)
     builder = ExampleBuilder(processor, max_segments=8, tokens_per_slot=(2,))
@@ -203,17 +221,22 @@ def _validate_among(model, processor, selector, rates, number, num_answers, amon
     examples += [("read back", asdict(example)) for example in builder.reconstruction_examples(texts)]
     results = {}
     for rate in rates:
-        results[str(rate)] = {"loss": mean_losses(model, processor, examples, rate)}
+        results[rate, None] = {"loss": mean_losses(model, processor, examples, rate)}
         if num_answers:
-            share = max(1, len(rows) // num_answers)
-            found = answers(model, processor, rows[::share], rate)
-            by_kind = defaultdict(list)
-            for each in found:
-                if each["is_answered"]:
-                    by_kind[each["kind"]].append(100 * each["f1"])
-            f1 = {kind: sum(each) / len(each) for kind, each in sorted(by_kind.items())}
-            results[str(rate)] |= {"f1": f1, **refusal_scores(found)}
+            asked = rows[:: max(1, len(rows) // num_answers)]
+            results[rate, None] |= _scores(answers(model, processor, asked, rate))
+            for most in max_passages:
+                likely = with_likeliest(model, processor, asked, most, tokens_per_slot=rate)
+                results[rate, most] = _scores(answers(model, processor, likely, rate))
     return results
+
+
+def _scores(found: list[dict[str, Any]]) -> dict[str, Any]:
+    by_kind = defaultdict(list)
+    for each in found:
+        if each["is_answered"]:
+            by_kind[each["kind"]].append(100 * each["f1"])
+    return {"f1": {kind: sum(each) / len(each) for kind, each in sorted(by_kind.items())}, **refusal_scores(found)}
 
 
 def table(results: dict[str, dict]) -> str:
@@ -251,6 +274,7 @@ def main(
     num_answers: Annotated[int, typer.Option("--answers", help="Questions to answer as well; 0 for none.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Folder for the mean.")] = None,
     among: Annotated[str, typer.Option(help="Passages of a question, the nearest others added; commas between.")] = "1",
+    max_passages: Annotated[str, typer.Option(help="How many of these are read, the likeliest; commas between.")] = "",
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
     dtype: Annotated[str, typer.Option(help="The dtype of the backbone.")] = "float32",
 ) -> None:
@@ -262,9 +286,8 @@ def main(
     model, processor = load_mean(folders, dtype)
     selector = ExampleSelector(data, ExampleBuilder(processor))
     wanted = [int(rate) if rate.isdecimal() else rate for rate in rates.split(",")]
-    results = validate(
-        model, processor, selector, wanted, number, num_answers, [int(each) for each in among.split(",")]
-    )
+    sizes, most = ([int(each) for each in given.split(",") if each] for given in (among, max_passages))
+    results = validate(model, processor, selector, wanted, number, num_answers, sizes, most)
     print(table(results))
     if output is not None:
         save_stage(output, model, processor, recipe.read_text(encoding="utf-8"))

@@ -25,6 +25,7 @@ from arcaligner.evaluation.answering import (
     text_inputs,
 )
 from arcaligner.train.data import full_text, passages_text, text_prompt
+from arcaligner.train.metrics import with_likeliest
 
 ROWS = question_rows(5)
 NEW_TOKENS = 4
@@ -191,6 +192,17 @@ def test_slots_with_words_are_read_with_them(base_model_dir, processor):
         inputs = slot_inputs(processor, [row], tokens_per_slot=4)
         assert inputs["context_word_ids"].shape[1] == answer.context_tokens
         assert answer.text == greedy_answer(model, processor, inputs, NEW_TOKENS).strip()
+
+
+def test_of_more_passages_the_likeliest_are_read_and_all_counted(separate):
+    model, reader = separate
+    passages = [{"title": "", "text": text} for text in ("Ada wrote it.", "The loom wove. It was loud.", "Nobody.")]
+    row = ROWS[0] | {"passages": passages}
+    (likely,) = with_likeliest(model, reader, [row], 2, gate_mode="off")
+    (found,) = SlotAnswerer(model, reader, gate_mode="off", max_passages=2).answer([row])
+    (expected,) = SlotAnswerer(model, reader, gate_mode="off").answer([likely])
+    assert len(likely["passages"]) == 2 and found.prompt_ids == expected.prompt_ids and found.text == expected.text
+    assert found.passage_tokens > expected.passage_tokens
 
 
 def test_slots_are_the_same_on_any_machine(checkpoint_dir, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_models import random_probe
 
+from arcaligner import ArcAlignerPipeline
 from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.table import Corpus
@@ -233,6 +234,46 @@ def test_an_aligner_without_a_probe_answers_without_a_confidence(engine_of):
         engine.submit(asked("Who?", min_confidence=0.5))
     with pytest.raises(ValueError, match="`min_confidence` needs an aligner whose confidence was fitted"):
         engine_of(min_confidence=0.5)
+
+
+PASSAGES = ["Ada wrote it.", {"title": "Loom", "text": "The loom wove. It was loud."}, "Nobody read it."]
+
+
+@pytest.fixture
+def apart(separate):
+    """A pipeline of an aligner that reads passages apart."""
+    model, reader = separate
+    return ArcAlignerPipeline(model=model, processor=reader, task="text-generation", device="cpu")
+
+
+def test_of_more_passages_the_likeliest_are_read_and_told(apart):
+    engine = Engine(apart)
+    settings = {"max_new_tokens": 6, "min_confidence": 0.0}
+    records = apart({"question": "Who wrote it?", "documents": PASSAGES}, return_slots=True, max_passages=2, **settings)
+    read = sorted({segment["document"] for segment in records[0]["segments"]})
+    sure = records[0]["statistics"]["passage_confidences"]
+    new, known = (engine.submit(Request(CHAT, list(PASSAGES), max_passages=2, **settings)).result() for _ in range(2))
+    engine.close()
+    assert new.text.strip() == records[0]["generated_text"].strip() and known.text == new.text
+    assert [each["text"] for each in new.sources] == [PASSAGES[n]["text"] if n == 1 else PASSAGES[n] for n in read]
+    assert [each["confidence"] for each in new.sources] == pytest.approx([sure[number] for number in read], abs=1e-4)
+    assert [each.document for each in new.passages.encoded.segments] == [
+        read.index(segment["document"]) for segment in records[0]["segments"]
+    ]
+    assert (new.kept, known.kept) == (0, 2) and new.statistics["slots"] == records[0]["statistics"]["slots"]
+
+
+def test_a_request_names_its_own_number_of_passages_and_the_engine_one_for_the_others(apart):
+    engine = Engine(apart, max_passages=1)
+    few, all_of_them = (
+        engine.submit(Request(CHAT, list(PASSAGES), max_passages=most, max_new_tokens=2)).result() for most in (None, 9)
+    )
+    engine.close()
+    assert len(few.sources) == 1 and len(all_of_them.sources) == 3
+    with pytest.raises(ValueError, match="`max_passages` is 0; expected a whole number of at least 1"):
+        Engine(apart, max_passages=0)
+    with pytest.raises(ValueError, match="`max_passages` is 0; expected a whole number of at least 1"):
+        engine.submit(Request(CHAT, list(PASSAGES), max_passages=0))
 
 
 def test_passages_are_read_as_text_and_what_the_next_question_has_in_common_is_kept(engine_of, ask, retriever):

@@ -7,10 +7,12 @@ import yaml
 from training_rows import article_rows, write_rows
 
 from arcaligner import ArcAlignerProcessor
+from arcaligner.confidence_arcaligner import rank_passages
 from arcaligner.train.data import ExampleBuilder
+from arcaligner.train.metrics import with_likeliest
 from arcaligner.train.recipe import RecipeArguments
 from arcaligner.train.selection import ExampleSelector, contains_answer
-from arcaligner.train.validate import asked_rows, main, refusal_scores, table
+from arcaligner.train.validate import _scores, answers, asked_rows, main, refusal_scores, table, validate
 
 
 @pytest.fixture
@@ -45,6 +47,21 @@ def test_passages_of_a_question_stand_among_the_nearest_that_hold_no_answer(keys
         others = [each for each in row["passages"] if each not in one["passages"]]
         assert len(others) == 3 and not any(contains_answer(each, answers) for each in others)
     assert places == {0, 1, 2, 3}
+
+
+def test_of_passages_among_others_the_likeliest_are_read_and_their_answers_scored(keys, separate):
+    model, reader = separate
+    selector = ExampleSelector(RecipeArguments(**keys, model_name_or_path="base"), ExampleBuilder(reader))
+    results = validate(model, reader, selector, [4], 12, 12, among=[1, 3], max_passages=[1, 2, 3])
+    assert list(results) == ["4", "4, 3 passages", "4, 3 passages, 1 read", "4, 3 passages, 2 read"]
+    rows = asked_rows(selector, 12, among=[3])
+    likely = with_likeliest(model, reader, rows, 1, tokens_per_slot=4)
+    for row, one in zip(rows, likely, strict=True):
+        ranked = rank_passages(model.slot_prefix_store(reader), row["question"], row["passages"], tokens_per_slot=4)
+        best = max(ranked, key=lambda number: ranked[number].confidence)
+        assert one == row | {"passages": [row["passages"][best]]}
+    scores = [{"f1": results["4, 3 passages, 1 read"]["f1"]}, {"f1": _scores(answers(model, reader, likely, 4))["f1"]}]
+    assert scores[0] == scores[1]
 
 
 def test_refusals_are_counted_with_the_f1_they_lose():

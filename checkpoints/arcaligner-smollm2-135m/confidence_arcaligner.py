@@ -1,0 +1,1 @@
+../../confidence_arcaligner.py
