@@ -63,7 +63,6 @@ CODE_FILES = (
     "modeling_arcaligner.py",
     "generation_arcaligner.py",
     "prefix_store_arcaligner.py",
-    "confidence_arcaligner.py",
     "pipeline_arcaligner.py",
 )
 

@@ -11,10 +11,9 @@ import torch
 from transformers import LogitsProcessor, StoppingCriteria, TemperatureLogitsWarper, TopPLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
-from ..confidence_arcaligner import AnswerConfidence
 from ..configuration_arcaligner import longest_prompt
 from ..corpus.retrieve import SlotPassages
-from ..pipeline_arcaligner import format_trajectory
+from ..pipeline_arcaligner import AnswerConfidence, format_trajectory
 
 
 @dataclass(frozen=True)

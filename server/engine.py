@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from ..confidence_arcaligner import (
+from ..configuration_arcaligner import check_length
+from ..corpus.kept import kept_folder
+from ..corpus.retrieve import Retriever, SlotPassages
+from ..encoder_arcaligner import EncodedDocuments
+from ..pipeline_arcaligner import (
     AnswerConfidence,
+    ArcAlignerPipeline,
     check_max_passages,
     check_min_confidence,
     likeliest,
     rank_passages,
 )
-from ..configuration_arcaligner import check_length
-from ..corpus.kept import kept_folder
-from ..corpus.retrieve import Retriever, SlotPassages
-from ..encoder_arcaligner import EncodedDocuments
-from ..pipeline_arcaligner import ArcAlignerPipeline
 from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE
 from .answers import Answer, AnswerStream, Limits, Request, RowSampler
 

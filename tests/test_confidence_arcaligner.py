@@ -7,9 +7,8 @@ import torch
 from conftest import chat_inputs, processor_with
 from tiny_models import random_probe
 
-from arcaligner import confidence_arcaligner
-from arcaligner.confidence_arcaligner import AnswerConfidence, rank_passages
-from arcaligner.pipeline_arcaligner import ArcAlignerPipeline
+from arcaligner import pipeline_arcaligner
+from arcaligner.pipeline_arcaligner import AnswerConfidence, ArcAlignerPipeline, rank_passages
 
 DOCUMENTS = ["It was written by Ada. Nobody knew how to read it aloud."]
 TOKENS = {"max_new_tokens": 6, "do_sample": False}
@@ -268,7 +267,7 @@ def test_many_passages_are_ranked_a_few_at_a_time(separate, monkeypatch):
     model, fitted = separate
     store, documents = model.slot_prefix_store(fitted), [f"Passage {'more ' * number}text." for number in range(5)]
     expected = rank_passages(store, "Who?", documents)
-    monkeypatch.setattr(confidence_arcaligner, "RANKED_AT_ONCE", 2)
+    monkeypatch.setattr(pipeline_arcaligner, "RANKED_AT_ONCE", 2)
     found = rank_passages(store, "Who?", documents)
     assert {n: each.confidence for n, each in found.items()} == pytest.approx(
         {n: each.confidence for n, each in expected.items()}, abs=1e-5

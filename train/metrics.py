@@ -12,7 +12,7 @@ from accelerate.utils import gather_object, send_to_device, tqdm
 from transformers import LogitsProcessorList
 
 from ..common.rows import Row, contains_match, token_f1
-from ..confidence_arcaligner import AnswerConfidence, likeliest, rank_passages
+from ..pipeline_arcaligner import AnswerConfidence, likeliest, rank_passages
 from .data import ContextCollator
 
 MAX_NEW_TOKENS = 24

@@ -7,7 +7,7 @@ import yaml
 from training_rows import article_rows, write_rows
 
 from arcaligner import ArcAlignerProcessor
-from arcaligner.confidence_arcaligner import rank_passages
+from arcaligner.pipeline_arcaligner import rank_passages
 from arcaligner.train.data import ExampleBuilder
 from arcaligner.train.metrics import with_likeliest
 from arcaligner.train.recipe import RecipeArguments

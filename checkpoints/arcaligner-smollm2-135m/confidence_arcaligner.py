@@ -1,1 +1,0 @@
-../../confidence_arcaligner.py
