@@ -25,7 +25,7 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..slot_rows_arcaligner import check_can_separate, passage_positions, separate_passages
 from ..train.data import ApartText, passages_text, slot_inputs, text_inputs, text_prompt
-from ..train.metrics import MAX_NEW_TOKENS, generate_with_confidence, with_likeliest
+from ..train.metrics import MAX_NEW_TOKENS, generate_with_confidence, passage_confidences, with_likeliest
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,8 @@ class SlotAnswerer:
         read = rows
         if self.max_passages is not None:
             settings = {"tokens_per_slot": self.tokens_per_slot, **self.refinement}
-            read = with_likeliest(self.model, self.processor, rows, self.max_passages, **settings)
+            sure = passage_confidences(self.model, self.processor, rows, **settings)
+            read = with_likeliest(rows, sure, self.max_passages)
         inputs = slot_inputs(self.processor, read, self.with_passages, self.tokens_per_slot).to(self.model.device)
         num_slots = (inputs["input_ids"] == self.model.config.context_token_id).sum(dim=1).tolist()
         with contextlib.nullcontext() if self.use_lora else lora_off(self.model):

@@ -66,18 +66,21 @@ class SwappedSlots:
 
 
 @torch.inference_mode()
-def with_likeliest(model, processor, rows: list[Row], max_passages: int, **settings: Any) -> list[Row]:
-    """The rows, each with those of its passages that most likely answer. `settings` of slots and gates are those of
-    [`rank_passages`]."""
+def passage_confidences(model, processor, rows: list[Row], **settings: Any) -> list[dict[int, float]]:
+    """Of each row how likely each of its passages by itself answers, by number; `settings` as for `rank_passages`."""
     store, found = model.slot_prefix_store(processor, max_bytes=0), []
-    for row in tqdm(rows, desc=f"finding the likeliest {max_passages} passages", leave=False):
-        passages = row["passages"]
-        if len(passages) > max_passages:
-            ranked = rank_passages(store, row["question"], passages, **settings)
-            numbers = likeliest({number: each.confidence for number, each in ranked.items()}, max_passages)
-            row = row | {"passages": [passages[number] for number in numbers]}
-        found.append(row)
+    for row in tqdm(rows, desc="asking about each passage", leave=False):
+        ranked = rank_passages(store, row["question"], row["passages"], **settings)
+        found.append({number: each.confidence for number, each in ranked.items()})
     return found
+
+
+def with_likeliest(rows: list[Row], confidences: list[dict[int, float]], max_passages: int) -> list[Row]:
+    """The rows, each with those of its passages that most likely answer."""
+    return [
+        row | {"passages": [row["passages"][number] for number in likeliest(sure, max_passages)]}
+        for row, sure in zip(rows, confidences, strict=True)
+    ]
 
 
 def generate_with_confidence(

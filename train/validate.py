@@ -32,7 +32,7 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.export import save_stage
 from .data import ContextCollator, ExampleBuilder, encode_slots, slot_inputs
-from .metrics import MAX_NEW_TOKENS, generate_with_confidence, with_likeliest
+from .metrics import MAX_NEW_TOKENS, generate_with_confidence, passage_confidences, with_likeliest
 from .recipe import RecipeArguments
 from .run import last_checkpoints, mean_of_checkpoints, read_keys
 from .selection import ExampleSelector, NearestPassages, own_passages
@@ -225,9 +225,9 @@ def _validate_among(
         if num_answers:
             asked = rows[:: max(1, len(rows) // num_answers)]
             results[rate, None] |= _scores(answers(model, processor, asked, rate))
+            sure = passage_confidences(model, processor, asked, tokens_per_slot=rate) if max_passages else []
             for most in max_passages:
-                likely = with_likeliest(model, processor, asked, most, tokens_per_slot=rate)
-                results[rate, most] = _scores(answers(model, processor, likely, rate))
+                results[rate, most] = _scores(answers(model, processor, with_likeliest(asked, sure, most), rate))
     return results
 
 

@@ -9,7 +9,7 @@ from training_rows import article_rows, write_rows
 from arcaligner import ArcAlignerProcessor
 from arcaligner.pipeline_arcaligner import rank_passages
 from arcaligner.train.data import ExampleBuilder
-from arcaligner.train.metrics import with_likeliest
+from arcaligner.train.metrics import passage_confidences, with_likeliest
 from arcaligner.train.recipe import RecipeArguments
 from arcaligner.train.selection import ExampleSelector, contains_answer
 from arcaligner.train.validate import _scores, answers, asked_rows, main, refusal_scores, table, validate
@@ -55,7 +55,7 @@ def test_of_passages_among_others_the_likeliest_are_read_and_their_answers_score
     results = validate(model, reader, selector, [4], 12, 12, among=[1, 3], max_passages=[1, 2, 3])
     assert list(results) == ["4", "4, 3 passages", "4, 3 passages, 1 read", "4, 3 passages, 2 read"]
     rows = asked_rows(selector, 12, among=[3])
-    likely = with_likeliest(model, reader, rows, 1, tokens_per_slot=4)
+    likely = with_likeliest(rows, passage_confidences(model, reader, rows, tokens_per_slot=4), 1)
     for row, one in zip(rows, likely, strict=True):
         ranked = rank_passages(model.slot_prefix_store(reader), row["question"], row["passages"], tokens_per_slot=4)
         best = max(ranked, key=lambda number: ranked[number].confidence)
