@@ -23,7 +23,7 @@ from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
 from .configuration_arcaligner import REFINEMENT_SETTINGS, SLOT_SETTINGS, check_conversation, longest_prompt
-from .segmentation_arcaligner import passages_apart, passages_of_questions
+from .segmentation_arcaligner import documents_of, passages_apart, passages_of_questions
 from .slot_rows_arcaligner import pad_passage_ids, pad_words
 
 # Options of a call that go to the processor.
@@ -68,10 +68,15 @@ def check_max_passages(processor, max_passages: int) -> None:
     is_whole = isinstance(max_passages, Integral) and not isinstance(max_passages, bool)
     if not is_whole or max_passages < 1:
         raise ValueError(f"`max_passages` is {max_passages!r}; expected a whole number of at least 1.")
-    _check_probe(processor, "`max_passages`")
+    check_can_rank(processor, "`max_passages`")
+
+
+def check_can_rank(processor, what: str) -> None:
+    """Raises `ValueError`, about `what`, unless the aligner can be asked about each passage by itself."""
+    _check_probe(processor, what)
     if processor.passage_attention != "separate":
         raise ValueError(
-            "`max_passages` asks about each passage by itself, and this aligner was trained to read those of a "
+            f"{what} needs passages that are read by themselves, and this aligner was trained to read those of a "
             'question jointly. Pass fewer documents, or take an aligner with `passage_attention` "separate".'
         )
 
@@ -198,10 +203,12 @@ def rank_passages(
     Returns:
         `dict[int, RankedPassage]`: By the number of the passage, without those that have no text.
     """
-    check_max_passages(store.processor, 1)
+    check_can_rank(store.processor, "Ranking passages")
     given = (documents, context_embeds, context_word_ids, context_passage_ids)
     (passages,) = passages_of_questions(*given, True, 1, store.processor.context_words)
     alone, watch, ranked = passages_apart(passages), AnswerConfidence(store.model, store.processor), {}
+    if documents is not None and alone == {0: []}:  # none has a text
+        return {}
     for start in range(0, len(alone), RANKED_AT_ONCE):
         numbers = list(alone)[start : start + RANKED_AT_ONCE]
         own = [alone[number] for number in numbers]
@@ -281,7 +288,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             max_slots (`int`, *optional*): Maximum number of slots per input, the first ones.
             max_passages (`int`, *optional*):
                 Of more documents, only those that most likely answer are read, in their order: each is first asked
-                about by itself. See [`rank_passages`].
+                about by itself, and has to fit by itself. See [`rank_passages`]. What was read for this is kept for
+                further questions, in at most 1 GiB.
             min_confidence (`float`, *optional*):
                 Where it is less likely, from 0 to 1, that the passages answer the question, the answer becomes the
                 processor's `no_answer`. See [`AnswerConfidence`]. Not with a `streamer`, which would be told the
@@ -304,8 +312,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
               `format_trajectory`.
             - **statistics** (`dict`) -- With `return_slots`, `tokens` of the passages, `slots` and
               `compression_rate`, the measured tokens per slot; with `max_slots`, how many segments are `dropped`;
-              `confidence`, how likely it is that the passages answer, where that was fitted; with `max_passages`,
-              `passage_confidences`, that of each document by itself, `None` where it has no text.
+              `confidence`, how likely it is that the passages answer, where that was fitted; where
+              `max_passages` left some out, `passage_confidences`, that of each document with a text, by its number.
 
         Raises:
             `ValueError`: an input of another kind, an empty question, documents that are not text, an option that
@@ -329,8 +337,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             forward["return_slots"] = return_slots
         if max_passages is not None:
             check_max_passages(self.processor, max_passages)
-            gates = {name: kwargs[name] for name in REFINEMENT_SETTINGS if name in kwargs}
-            preprocess |= {"max_passages": max_passages, "gates": gates}
+            preprocess["max_passages"] = max_passages
+        preprocess |= {name: kwargs[name] for name in REFINEMENT_SETTINGS if name in kwargs}  # to ask about passages
         if min_confidence is not None:
             check_min_confidence(self.processor, min_confidence)
             given = [name for name in ("streamer", "return_tensors") if kwargs.get(name)]
@@ -345,29 +353,31 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         documents: list | None = None,
         return_slots: bool = False,
         max_passages: int | None = None,
-        gates: dict[str, Any] | None = None,
         **kwargs,
     ) -> dict[str, Any]:
         """`input_ids`, `attention_mask` (1, seq_len) and, in `row`, what is not padded."""
         slots = {name: kwargs.pop(name) for name in _SLOT_OPTIONS if name in kwargs}
+        gates = {name: kwargs.pop(name) for name in REFINEMENT_SETTINGS if name in kwargs}
         prompt, documents, is_question = _read_input(prompt_text, documents)
         if isinstance(prompt, Chat):
             check_conversation(prompt.messages)
+        documents = None if documents is None else documents_of(documents, "`documents`")
         numbers, confidences = range(len(documents or [])), None
-        if max_passages is not None and len(numbers) > max_passages:
-            asked = prompt.messages if isinstance(prompt, Chat) else prompt
-            settings = {name: slots[name] for name in SLOT_SETTINGS if name in slots} | (gates or {})
-            ranked = rank_passages(self._passages, asked, documents, **settings)
-            sure = {number: each.confidence for number, each in ranked.items()}
-            confidences = [sure.get(number) for number in numbers]
-            numbers = likeliest(sure, max_passages)
-            documents = [documents[number] for number in numbers]
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
         else:
+            asked = Chat([_user_turn(prompt)]) if is_question and self.processor.chat_template is not None else prompt
+            template = {name: kwargs.pop(name, None) for name in ("continue_final_message", "tools")}
+            if isinstance(asked, Chat) and template["continue_final_message"] is None:
+                template["continue_final_message"] = asked.messages[-1]["role"] == "assistant"
+            template["add_generation_prompt"] = not template["continue_final_message"]
             slots = {"sanitize_control_tokens": True} | slots
-            slots |= {"documents": documents, "return_segments": return_slots, "return_tensors": "pt"}
-            encoded = self._encode(prompt, slots, **kwargs)
+            if max_passages is not None and len(numbers) > max_passages:
+                confidences = self._ask_of_each(asked, documents, slots | template | gates)
+                numbers = likeliest(confidences, max_passages)
+            slots |= {"documents": documents and [documents[number] for number in numbers]}
+            slots |= {"return_segments": return_slots, "return_tensors": "pt"}
+            encoded = self._encode(asked, slots, template, **kwargs)
         return {
             "input_ids": encoded["input_ids"],
             "attention_mask": encoded["attention_mask"],
@@ -375,20 +385,24 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             "prompt_text": Chat([_user_turn(prompt)]) if is_question else prompt,
         }
 
+    def _ask_of_each(self, prompt: str | Chat, documents: list, settings: dict[str, Any]) -> dict[int, float]:
+        """How likely each document that has a text answers by itself, by its number."""
+        asked = prompt.messages if isinstance(prompt, Chat) else prompt
+        return {n: each.confidence for n, each in rank_passages(self._passages, asked, documents, **settings).items()}
+
     def _encode(
         self,
         prompt: str | Chat,
         slots: dict[str, Any],
+        template: dict[str, Any],
         truncation: bool | str | None = None,
         padding: bool | str | None = None,
         max_length: int | None = None,
-        continue_final_message: bool | None = None,
         handle_long_generation: str | None = None,
         tokenizer_encode_kwargs: dict | None = None,
-        tools: list | None = None,
         **generate_kwargs,
     ) -> dict[str, Any]:
-        """Runs the processor on a question or chat; a question becomes a chat if there is a template."""
+        """Runs the processor on a chat or, without a chat template, on a question."""
         if handle_long_generation is not None:
             raise ValueError(
                 f"`handle_long_generation={handle_long_generation!r}` cuts the beginning of the prompt, where the "
@@ -398,21 +412,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         options = {name: value for name, value in options.items() if value is not None}
         options |= tokenizer_encode_kwargs or {}
         if isinstance(prompt, str):
-            if self.processor.chat_template is None:
-                return self.processor(text=prompt, **slots, **options)
-            prompt = Chat([_user_turn(prompt)])
-        if continue_final_message is None:
-            continue_final_message = prompt.messages[-1]["role"] == "assistant"
-        return self.processor.apply_chat_template(
-            prompt.messages,
-            add_generation_prompt=not continue_final_message,
-            continue_final_message=continue_final_message,
-            tokenize=True,
-            return_dict=True,
-            tools=tools,
-            processor_kwargs=options,
-            **slots,
-        )
+            return self.processor(text=prompt, **slots, **options)
+        asked = {"tokenize": True, "return_dict": True, "processor_kwargs": options}
+        return self.processor.apply_chat_template(prompt.messages, **asked, **template, **slots)
 
     def _forward(
         self, model_inputs: dict, return_slots: bool = False, min_confidence: float | None = None, **generate_kwargs
@@ -471,7 +473,12 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         return [record | slots for record in records]
 
     def _describe_row(
-        self, encoded: dict, is_question: bool, return_slots: bool, numbers: Sequence[int], confidences: list | None
+        self,
+        encoded: dict,
+        is_question: bool,
+        return_slots: bool,
+        numbers: Sequence[int],
+        confidences: dict[int, float] | None,
     ) -> dict[str, Any]:
         """A row's embeddings (num_slots, encoder_hidden_size), words (num_slots, max_words) and passages (num_slots,),
         without rows where there are none, and what its slots stand for: `numbers` are those of the documents that are

@@ -105,15 +105,20 @@ class SlotAnswerer:
 
     def answer(self, rows: list[Row]) -> list[Answer]:
         """One answer per row, in order."""
-        read = rows
-        if self.max_passages is not None:
-            settings = {"tokens_per_slot": self.tokens_per_slot, **self.refinement}
-            sure = passage_confidences(self.model, self.processor, rows, **settings)
-            read = with_likeliest(rows, sure, self.max_passages)
-        inputs = slot_inputs(self.processor, read, self.with_passages, self.tokens_per_slot).to(self.model.device)
-        num_slots = (inputs["input_ids"] == self.model.config.context_token_id).sum(dim=1).tolist()
         with contextlib.nullcontext() if self.use_lora else lora_off(self.model):
+            read = rows if self.max_passages is None else self._likeliest(rows, self.max_passages)
+            inputs = slot_inputs(self.processor, read, self.with_passages, self.tokens_per_slot).to(self.model.device)
+            num_slots = (inputs["input_ids"] == self.model.config.context_token_id).sum(dim=1).tolist()
             return _generate(self.model, self.processor, inputs, rows, num_slots, **self.refinement)
+
+    def _likeliest(self, rows: list[Row], max_passages: int) -> list[Row]:
+        settings = {"tokens_per_slot": self.tokens_per_slot, **self.refinement}
+        return with_likeliest(rows, passage_confidences(self._store, rows, **settings), max_passages)
+
+    @functools.cached_property
+    def _store(self):
+        """Reads passages one by one, and keeps none."""
+        return self.model.slot_prefix_store(self.processor, max_bytes=0)
 
 
 class ApartAnswerer:

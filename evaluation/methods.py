@@ -20,6 +20,7 @@ from transformers.utils import CONFIG_NAME
 from ..common.files import digest_files
 from ..common.rows import Row
 from ..configuration_arcaligner import ArcAlignerConfig
+from ..pipeline_arcaligner import check_max_passages
 from ..train.data import passages_text
 from .answering import (
     Answerer,
@@ -149,6 +150,11 @@ class Method:
                 f"{path} has a LoRA of rank {model.config.lora_r}; for `--{self.checkpoint.replace('_', '-')}` "
                 "expected an aligner of a projector alone, trained with `aligner: {lora_r: 0, gate_layers: []}`."
             )
+        if max_passages := self.slots.get("max_passages"):
+            try:
+                check_max_passages(processor, max_passages)
+            except ValueError as error:
+                raise MissingMethodError(str(error)) from error
         return SlotAnswerer(model, processor, tokens_per_slot=self.tokens_per_slot, **self.slots)
 
 
@@ -183,6 +189,7 @@ METHODS = {
         Method("xrag", "xRAG (our training)", slots=_OFF, checkpoint="xrag", made_by=f"{_TRAIN} xrag"),
         Method("projector_only", "projector only", slots=_OFF, has_rates=True, **_PROJECTOR),
         Method("arcaligner", "ArcAligner", slots=_ADAPTIVE, **_OURS),
+        Method("one_passage", "ArcAligner, the likeliest passage", slots=_OFF | {"max_passages": 1}, **_OURS),
         Method("no_recursion", "w/o Recursion", slots=_OFF, **_OURS),
         Method("max_loop", "w/o Gate (Max Loop)", slots={"gate_mode": "always"}, **_OURS),
         Method("no_lora", "w/o LoRA & Recursion", slots=_OFF | {"use_lora": False}, **_OURS),

@@ -150,11 +150,12 @@ class Engine:
 
     def _kind(self, request: Request) -> tuple:
         """Requests of one kind can share a batch."""
-        return request.passages is None, self._records(request), request if request.full_text else None
+        records = self._records(request, request.passages)
+        return request.passages is None, records, request if request.full_text else None
 
-    def _records(self, request: Request) -> bool:
+    def _records(self, request: Request, passages: SlotPassages | None) -> bool:
         """Whether the passes of its slots have to be counted while they are read. Without gates each is one."""
-        return request.passages is not None and request.return_slots and self.model.config.gate_mode != "off"
+        return passages is not None and request.return_slots and self.model.config.gate_mode != "off"
 
     def _take(self) -> list[Request]:
         """The next requests, in the order of their arrival; none when the engine is closed."""
@@ -209,7 +210,8 @@ class Engine:
         began = time.perf_counter()
         ranked = rank_passages(self.store, self._chat(request), **passages.inputs)
         numbers = likeliest({number: each.confidence for number, each in ranked.items()}, most)
-        request.kept = sum(ranked[number].is_kept for number in numbers)
+        if not self._records(request, passages):  # else all are read again
+            request.kept = sum(ranked[number].is_kept for number in numbers)
         passages = passages.only(numbers)
         for document, number in zip(passages.documents, numbers, strict=True):
             document["confidence"] = ranked[number].confidence
@@ -270,7 +272,7 @@ class Engine:
         if group[0].passages is not None:
             rows = [request.passages.inputs for request in group]
             slots = {name: [row[name] for row in rows] for name in rows[0]}
-        if slots and not self._records(group[0]):
+        if slots and not self._records(group[0], group[0].passages):
             inputs = self.store.prepare(chats, **slots)
             for request, kept, parts in zip(group, inputs.num_kept, inputs.num_passages, strict=True):
                 if request.kept is None:  # else known before they were asked about one by one

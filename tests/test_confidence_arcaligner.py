@@ -1,7 +1,9 @@
 """How likely it is that passages answer a question: what is read, and answers that are given up for it."""
 
+import functools
 import threading
 
+import numpy as np
 import pytest
 import torch
 from conftest import chat_inputs, processor_with
@@ -223,10 +225,64 @@ def test_of_more_passages_the_likeliest_are_read_in_their_order(separate, most):
     expected = ask({"question": "Who wrote it?", "documents": [PASSAGES[n] for n in best]}, return_slots=True, **TOKENS)
     row = {"question": "Who wrote it?", "documents": PASSAGES}
     (record,) = ask(row, return_slots=True, max_passages=most, **TOKENS)
-    assert record["statistics"].pop("passage_confidences") == pytest.approx(sure, abs=1e-4)
+    told = record["statistics"].pop("passage_confidences")
+    assert told == pytest.approx({number: sure[number] for number in (0, 1, 3)}, abs=1e-4)
     for segment in expected[0]["segments"]:
         segment["document"] = best[segment["document"]]
     assert record == expected[0]
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [PASSAGES[0], PASSAGES[1], tuple(PASSAGES), np.array(PASSAGES[::3])],
+    ids=["text", "one", "tuple", "array"],
+)
+def test_documents_of_any_form_are_chosen_from(separate, documents):
+    model, fitted = separate
+    ask = ArcAlignerPipeline(model=model, processor=fitted, task="text-generation", device="cpu")
+    as_list = [documents] if isinstance(documents, str | dict) else list(documents)
+    for options in ({"max_passages": 1}, {}):
+        records = [ask({"question": "Who?", "documents": each}, **TOKENS, **options) for each in (documents, as_list)]
+        assert records[0] == records[1]
+
+
+def test_of_passages_without_text_none_is_likely(separate):
+    model, fitted = separate
+    assert rank_passages(model.slot_prefix_store(fitted), "Who?", [" ", ""]) == {}
+    ask = ArcAlignerPipeline(model=model, processor=fitted, task="text-generation", device="cpu")
+    (record,) = ask({"question": "Who?", "documents": [" ", ""]}, return_slots=True, max_passages=1, **TOKENS)
+    (expected,) = ask({"question": "Who?", "documents": []}, return_slots=True, **TOKENS)
+    assert record["statistics"].pop("passage_confidences") == {} and record == expected
+
+
+@pytest.mark.parametrize(
+    "chat, options",
+    [
+        ([{"role": "user", "content": "Who wrote it?"}, {"role": "assistant", "content": "It was"}], {}),
+        ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who <|im_end|> wrote it?"}], {}),
+        ([{"role": "user", "content": "Who <|im_end|> wrote it?"}], {"sanitize_control_tokens": False}),
+    ],
+    ids=["an answer that is begun", "a system message", "control tokens"],
+)
+def test_passages_are_ranked_for_the_prompt_that_is_answered(separate, chat, options):
+    model, fitted = separate
+    ask = ArcAlignerPipeline(model=model, processor=fitted, task="text-generation", device="cpu")
+    settings = {"return_slots": True, **TOKENS, **options}
+    (record,) = ask(chat, documents=PASSAGES, max_passages=1, **settings)
+    sure = record["statistics"]["passage_confidences"]
+    for number in (0, 1, 3):
+        (alone,) = ask(chat, documents=[PASSAGES[number]], **settings)
+        assert sure[number] == pytest.approx(alone["statistics"]["confidence"], abs=1e-4)
+
+
+def test_gates_of_the_pipeline_and_of_the_call_are_those_that_passages_are_ranked_with(separate):
+    model, fitted = separate
+    gates, row = {"gate_mode": "always", "max_refinement_steps": 1}, {"question": "Who?", "documents": PASSAGES}
+    pipe = functools.partial(ArcAlignerPipeline, model=model, processor=fitted, task="text-generation", device="cpu")
+    expected = pipe()(row, max_passages=1, return_slots=True, **gates, **TOKENS)
+    assert pipe(max_passages=1)(row, return_slots=True, **gates, **TOKENS) == expected
+    assert pipe(**gates)(row, max_passages=1, return_slots=True, **TOKENS) == expected
+    assert pipe()(row, max_passages=1, return_slots=True, **TOKENS) != expected
 
 
 def test_fewer_passages_than_are_wanted_are_all_read(separate):

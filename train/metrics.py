@@ -66,9 +66,10 @@ class SwappedSlots:
 
 
 @torch.inference_mode()
-def passage_confidences(model, processor, rows: list[Row], **settings: Any) -> list[dict[int, float]]:
-    """Of each row how likely each of its passages by itself answers, by number; `settings` as for `rank_passages`."""
-    store, found = model.slot_prefix_store(processor, max_bytes=0), []
+def passage_confidences(store, rows: list[Row], **settings: Any) -> list[dict[int, float]]:
+    """Of each row how likely each of its passages by itself answers, by number; `store` and `settings` as for
+    `rank_passages`."""
+    found = []
     for row in tqdm(rows, desc="asking about each passage", leave=False):
         ranked = rank_passages(store, row["question"], row["passages"], **settings)
         found.append({number: each.confidence for number, each in ranked.items()})
@@ -76,9 +77,11 @@ def passage_confidences(model, processor, rows: list[Row], **settings: Any) -> l
 
 
 def with_likeliest(rows: list[Row], confidences: list[dict[int, float]], max_passages: int) -> list[Row]:
-    """The rows, each with those of its passages that most likely answer."""
+    """The rows, each with those of its passages that most likely answer, where it has more."""
     return [
         row | {"passages": [row["passages"][number] for number in likeliest(sure, max_passages)]}
+        if len(row["passages"]) > max_passages
+        else row
         for row, sure in zip(rows, confidences, strict=True)
     ]
 

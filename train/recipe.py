@@ -89,8 +89,9 @@ class RecipeArguments:
             which: of a file that is in `eval_files` as well, they are what is evaluated.
         test_files (`list[str]`): Files of rows whose questions may not be trained on; a training file of such questions
             is refused.
-        max_questions (`int`): Maximum number of questions about the same passages in one example. They share the slots,
-            so a passage is computed once for all of them; each reads the slots and itself.
+        max_questions (`int`): Maximum number of questions about the same passages in one example, beside those about
+            its distractors. They share the slots, so a passage is computed once for all of them; each reads the slots
+            and itself.
         reconstruction_files (`dict[str, float]`), reconstruction_share (`float`): Share of reconstruction examples in a
             later stage's training set, and where they come from.
         tokens_per_slot (`list`): Rates of slots, whole numbers of tokens or `"segment"`; each batch draws one, and one

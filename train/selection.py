@@ -178,7 +178,9 @@ class Distractors:
         question = " ".join(row["question"] for row in rows)
         answers = [answer for row in rows for answer in row["answers"]]
         near = [each for each in others if not contains_answer(each, answers)]  # a retriever chose them already
-        near = near or self.nearest.without_answer(question, answers, own, MOST_DISTRACTORS)
+        # What another question's passages say may answer it in other words.
+        avoided = [each for row in rows for each in own_passages(row)[0]]
+        near = near or self.nearest.without_answer(question, answers, avoided, MOST_DISTRACTORS)
         drawn = draw.sample(near, min(number, len(near)))
         is_alone = bool(drawn) and draw.random() < self.without_own
         passages = drawn if is_alone else [*own, *drawn]
@@ -283,9 +285,8 @@ class ExampleSelector:
             no_answer=recipe.no_answer,
             asks=asks,
         )
-        drawn = nearest and (
-            *(recipe.distractors, recipe.max_distractors, recipe.unanswerable, recipe.no_answer, self.seed),
-        )
+        drawn = nearest and [recipe.distractors, recipe.max_distractors, MOST_DISTRACTORS]
+        drawn = drawn and [*drawn, recipe.unanswerable, recipe.no_answer, self.seed]
         settings = Hasher.hash((_CODE, corpus._fingerprint, self.builder, asks, recipe.max_questions, drawn))
         left_out: dict[str, list[str]] = defaultdict(list)  # ids of rows, by what is wrong with them
         taken = [datasets.Dataset.from_dict({name: [] for name in EXAMPLE_FEATURES}, features=EXAMPLE_FEATURES)]

@@ -8,7 +8,8 @@ sets are asked for a finished aligner only. The held-out rows are the same for e
 `train_files` and `reconstruction_files` whose articles it does not train on. A fifth of the questions is asked about
 the nearest passage that does not answer them.
 
-With `--among 5 --max-passages 1,2` the questions are asked among other passages, and of these the likeliest are read.
+With `--answers 300 --among 5 --max-passages 1,2` the questions are asked among other passages, and of these the
+likeliest are read.
 
 With `--output`, the mean of the checkpoints is written there; `train/confidence.py` then fits its confidence.
 """
@@ -29,6 +30,7 @@ from tqdm.auto import tqdm
 from ..common.files import markdown_table, run_command, stable_number, write_whole
 from ..common.rows import Row, token_f1
 from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..pipeline_arcaligner import check_max_passages
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.export import save_stage
 from .data import ContextCollator, ExampleBuilder, encode_slots, slot_inputs
@@ -94,7 +96,8 @@ def _among_others(row: Row, nearest: NearestPassages, number: int) -> list[dict[
     if number <= len(passages):
         return passages
     answers = row["answers"] if row["is_answered"] else row["own_answers"]
-    others = nearest.without_answer(row["question"], answers, passages, number - len(passages))
+    own = row.get("own_passages", [])  # may answer without holding the answer's words, such as "yes"
+    others = nearest.without_answer(row["question"], answers, [*passages, *own], number - len(passages))
     place = stable_number(f"among:{row['id']}", len(others) + 1)
     return [*others[:place], *passages, *others[place:]]
 
@@ -105,8 +108,8 @@ def _as_asked(row: Row, nearest: NearestPassages, no_answer: str, share: float, 
         is_inside = stable_number(f"in article:{row['id']}", 100) < 100 * in_article
         near = (is_inside and nearest.without_answer(*asked, in_article=True)) or nearest.without_answer(*asked)
         if near:
-            asked = {"passages": near, "answers": [no_answer], "own_answers": row["answers"]}
-            return row | asked | {"is_answered": False}
+            own = {"own_answers": row["answers"], "own_passages": row["passages"]}
+            return row | {"passages": near, "answers": [no_answer], "is_answered": False} | own
     return row | {"passages": own_passages(row)[0], "is_answered": True}
 
 
@@ -194,6 +197,13 @@ def validate(
 ) -> dict[str, dict]:
     """Everything, by rate and, for each number of `among` but 1, by the number of passages; of the answers also where
     only the likeliest `max_passages` of these are read."""
+    if max_passages and (not num_answers or min(max_passages) >= max(among)):
+        raise ValueError(
+            f"`max_passages` is {list(max_passages)} for {num_answers} answers among {list(among)} passages; expected "
+            "answers (`--answers`), among more passages (`--among`)."
+        )
+    for each in max_passages:
+        check_max_passages(processor, each)
     results = {}
     for passages in among:
         most = [each for each in max_passages if each < passages]
@@ -225,7 +235,8 @@ def _validate_among(
         if num_answers:
             asked = rows[:: max(1, len(rows) // num_answers)]
             results[rate, None] |= _scores(answers(model, processor, asked, rate))
-            sure = passage_confidences(model, processor, asked, tokens_per_slot=rate) if max_passages else []
+            store = model.slot_prefix_store(processor, max_bytes=0)
+            sure = passage_confidences(store, asked, tokens_per_slot=rate) if max_passages else []
             for most in max_passages:
                 results[rate, most] = _scores(answers(model, processor, with_likeliest(asked, sure, most), rate))
     return results

@@ -198,7 +198,8 @@ def test_of_more_passages_the_likeliest_are_read_and_all_counted(separate):
     model, reader = separate
     passages = [{"title": "", "text": text} for text in ("Ada wrote it.", "The loom wove. It was loud.", "Nobody.")]
     row = ROWS[0] | {"passages": passages}
-    (likely,) = with_likeliest([row], passage_confidences(model, reader, [row], gate_mode="off"), 2)
+    sure = passage_confidences(model.slot_prefix_store(reader), [row], gate_mode="off")
+    (likely,) = with_likeliest([row], sure, 2)
     (found,) = SlotAnswerer(model, reader, gate_mode="off", max_passages=2).answer([row])
     (expected,) = SlotAnswerer(model, reader, gate_mode="off").answer([likely])
     assert len(likely["passages"]) == 2 and found.prompt_ids == expected.prompt_ids and found.text == expected.text

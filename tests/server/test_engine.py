@@ -263,6 +263,16 @@ def test_of_more_passages_the_likeliest_are_read_and_told(apart):
     assert (new.kept, known.kept) == (0, 2) and new.statistics["slots"] == records[0]["statistics"]["slots"]
 
 
+def test_passages_that_are_read_again_for_the_passes_of_their_slots_were_not_kept(apart):
+    apart.model.config.gate_mode, engine = "adaptive", Engine(apart)
+    settings = {"max_passages": 1, "max_new_tokens": 2}
+    kept = [
+        engine.submit(Request(CHAT, list(PASSAGES), return_slots=each, **settings)).result() for each in (False, True)
+    ]
+    engine.close()
+    assert [each.kept for each in kept] == [0, 0] and kept[1].trajectories is not None
+
+
 def test_a_request_names_its_own_number_of_passages_and_the_engine_one_for_the_others(apart):
     engine = Engine(apart, max_passages=1)
     few, all_of_them = (

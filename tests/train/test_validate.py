@@ -55,13 +55,27 @@ def test_of_passages_among_others_the_likeliest_are_read_and_their_answers_score
     results = validate(model, reader, selector, [4], 12, 12, among=[1, 3], max_passages=[1, 2, 3])
     assert list(results) == ["4", "4, 3 passages", "4, 3 passages, 1 read", "4, 3 passages, 2 read"]
     rows = asked_rows(selector, 12, among=[3])
-    likely = with_likeliest(rows, passage_confidences(model, reader, rows, tokens_per_slot=4), 1)
+    likely = with_likeliest(rows, passage_confidences(model.slot_prefix_store(reader), rows, tokens_per_slot=4), 1)
     for row, one in zip(rows, likely, strict=True):
         ranked = rank_passages(model.slot_prefix_store(reader), row["question"], row["passages"], tokens_per_slot=4)
         best = max(ranked, key=lambda number: ranked[number].confidence)
         assert one == row | {"passages": [row["passages"][best]]}
-    scores = [{"f1": results["4, 3 passages, 1 read"]["f1"]}, {"f1": _scores(answers(model, reader, likely, 4))["f1"]}]
-    assert scores[0] == scores[1]
+    of_all, of_one = results["4, 3 passages"], results["4, 3 passages, 1 read"]
+    assert of_one == _scores(answers(model, reader, likely, 4)) != {name: of_all[name] for name in of_one}
+    for options in ({"num_answers": 0, "among": [3]}, {"num_answers": 12, "among": [1]}):
+        with pytest.raises(ValueError, match="expected answers .*, among more passages"):
+            validate(model, reader, selector, [4], 12, max_passages=[1], **options)
+
+
+def test_a_question_without_an_answer_is_asked_about_none_of_its_own_passages(keys, processor, tmp_path):
+    rows = article_rows(40)
+    for row in rows:
+        row["answers"] = ["yes"]  # which stands in no passage
+    file = write_rows(tmp_path / "yes.jsonl", [row | {"id": f"town_{row['id']}"} for row in rows])
+    keys |= {"train_files": {file: 1.0}}
+    selector = ExampleSelector(RecipeArguments(**keys, model_name_or_path="base"), ExampleBuilder(processor))
+    asked = [row for row in asked_rows(selector, 40, unanswerable=1.0, among=[4]) if not row["is_answered"]]
+    assert asked and not any(each in row["passages"] for row in asked for each in row["own_passages"])
 
 
 def test_refusals_are_counted_with_the_f1_they_lose():
