@@ -65,7 +65,7 @@ async def ask_all(url: str, key: str, questions: list[str], clients: int) -> lis
             if response.is_success:
                 report = response.json()["arcaligner"]
                 answer |= {"batch_size": report["batch_size"]}
-                answer |= {"kept": report["kept"] / max(1, len(report["sources"]))}
+                answer |= {"kept": report["kept"] / max(1, sum(each["read"] for each in report["sources"]))}
             answers.append(answer)
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}

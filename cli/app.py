@@ -24,7 +24,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..common.files import DEFAULT_CHECKPOINT, ROOT, exit_on_user_error, printable
+from ..common.files import DEFAULT_CHECKPOINT, ROOT, counted, exit_on_user_error, printable
 from . import shared
 from .corpus import corpus_app
 from .shared import (
@@ -99,7 +99,9 @@ def answer(
     max_new_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens of the answer.", min=1)] = None,
     tokens_per_slot: TokensPerSlot = None,
     min_confidence: MinConfidence = None,
-    max_passages: MaxPassages = None,
+    max_passages: Annotated[
+        int | None, typer.Option(help="Of more documents, only those that most likely answer are read.", min=1)
+    ] = None,
     max_slots: Annotated[
         int | None, typer.Option(help="Maximum number of slots. Later text is ignored.", min=1)
     ] = None,
@@ -162,30 +164,33 @@ def ask_corpus(
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,
 ) -> None:
-    """Answers a question from a corpus, and lists the passages that were read."""
+    """Answers a question from a corpus, and lists the passages that were read, those that most likely answer."""
     from ..server.answers import Request
 
     with busy("Loading the aligner and its base model"):
-        engine = shared.load_engine(checkpoint, corpus, reranker, tokens_per_slot=tokens_per_slot)
+        options = {"tokens_per_slot": tokens_per_slot, "max_passages": max_passages}
+        engine = shared.load_engine(checkpoint, corpus, reranker, **options)
     settings = {"top_k": top_k, "max_new_tokens": max_new_tokens, "min_confidence": min_confidence}
-    settings["max_passages"] = max_passages
     request = Request([{"role": "user", "content": question}], **settings)
     found = engine.submit(request).result()
     show(found.text.strip())
-    for each in found.sources:
+    read = [each for each in found.sources if each["read"]]
+    for each in read:
         title = f" {each['title']}" if each["title"] else ""
         if each.get("page"):
             title += f", page {each['page']}"
         if place := each["answer"]:
             title += f", the answer at {each['start'] + place['start']}-{each['start'] + place['end']}"
         show(one_line(f"{each['document']}:{each['start']}-{each['end']}{title}"))
-    if not any(each["answer"] for each in found.sources):
+    if not any(each["answer"] for each in read):
         messages.print("The answer stands in none of these passages word for word: check it.")
+    if others := len(found.sources) - len(read):
+        messages.print(f"[dim]{counted(others, 'passage')} more found, less likely to answer (--max-passages)[/]")
     milliseconds = ", ".join(f"{name} {1000 * found.seconds[name]:.0f}" for name in ("retrieval", "slots", "model"))
     times = f"First token after {1000 * found.seconds['first_token']:.0f} ms: {milliseconds}"
     if found.confidence is not None:
         messages.print(f"Confidence {found.confidence:.2f}")
-    times += f"; {found.kept} of {len(found.sources)} passages kept, not read again"
+    times += f"; {found.kept} of {counted(len(read), 'passage')} kept, not read again"
     messages.print(f"[dim]{compression_summary(found.statistics)}\n{times}[/]")
 
 

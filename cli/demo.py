@@ -2,8 +2,9 @@
 
 The three case studies of the paper's appendix, with their sentences as printed there, noise included, and the first
 three questions of the SQuAD sample in `tests/data`, about 5, 10 and 20 passages: its own and those of the next rows, as
-a search would find several. None was chosen by how it is answered. An aligner that has a confidence is also asked
-the first of these about passages that do not answer it, and says how sure it is of each answer.
+a search would find several. None was chosen by how it is answered. An aligner that has a confidence reads the passage
+of several that most likely answers, says how sure it is, and is also asked the first of these about passages that do
+not answer it.
 
 Each passage is read by itself, so that what is kept of it serves any combination. Slots and text are compared twice:
 newly read, and with all passages known, each read before. Text is kept as slots are, which is more than a cache of what
@@ -31,12 +32,14 @@ from ..base_model_arcaligner import cache_of
 from ..common.files import CASE_STUDIES, SQUAD_SAMPLE, counted, printable, read_json_lines
 from ..common.rows import contains_match
 from ..generation_arcaligner import entry_shape, join_keys_values, keys_values_of, read_text
-from ..pipeline_arcaligner import ArcAlignerPipeline
+from ..pipeline_arcaligner import ArcAlignerPipeline, likeliest, rank_passages
 from ..prefix_store_arcaligner import SlotPrefixStore
 
 # Passages of each question of SQuAD, of as many that are known.
 SQUAD_PASSAGES = (5, 10, 20)
 MAX_NEW_TOKENS = 32
+# Of several passages, where the aligner tells which of them answer.
+READ_PASSAGES = 1
 # Runs of each way to read a question's passages, as long as they take no more seconds together.
 TIMED_RUNS, TIMED_SECONDS = 5, 1.0
 
@@ -100,6 +103,7 @@ class Readers:
         self.new, self.known = (ask.model.slot_prefix_store(ask.processor, max_bytes=size) for size in (0, 2**40))
         self.head = self.processor.prompt_ids("?")[0]
         self.kept_head = read_text(self.model, self.head)
+        self.most = None if ask.processor.answer_probe is None else READ_PASSAGES
         self.kept_text: dict[str, torch.Tensor] = {}  # (num_layers, 2, heads, num_tokens, head_dim), by the text
 
     def keep(self, row: Row) -> None:
@@ -111,6 +115,11 @@ class Readers:
             head = join_keys_values([[self.kept_head]], config)
             outputs = self.model(input_ids=ids, past_key_values=head, use_cache=True, logits_to_keep=1)
             self.kept_text[text] = keys_values_of(cache_of(outputs), 0, start, start + ids.shape[1])
+
+    def size(self, row: Row) -> dict[str, Any]:
+        """Tokens and slots of all passages of a row, whether the answer was read from all or not."""
+        (encoded,) = self.processor.encode_batch([row["passages"]], tokens_per_slot=self.rate)
+        return self.processor.statistics(row["passages"], encoded, has_budget=False)
 
     def kept_bytes(self, row: Row, num_slots: int) -> tuple[int, int]:
         """Of the passages of a row, as slots and as text."""
@@ -124,8 +133,14 @@ class Readers:
         return FirstTokens(*new, *_median_seconds(known_slots, partial(self.known_text, row)))
 
     def slots(self, store: SlotPrefixStore, row: Row) -> torch.Tensor:
-        """Scores (vocab_size,) of the first token; `store` is `new` or `known`."""
-        inputs = store.prepare(row["question"], documents=row["passages"], tokens_per_slot=self.rate)
+        """Scores (vocab_size,) of the first token; `store` is `new` or `known`. Of several passages the likeliest are
+        found first."""
+        passages = row["passages"]
+        if self.most is not None and len(passages) > self.most:
+            ranked = rank_passages(store, row["question"], passages, tokens_per_slot=self.rate)
+            numbers = likeliest({number: each.confidence for number, each in ranked.items()}, self.most)
+            passages = [passages[number] for number in numbers]
+        inputs = store.prepare(row["question"], documents=passages, tokens_per_slot=self.rate)
         cache, ids, numbers = (inputs[name] for name in ("past_key_values", "input_ids", "context_passage_ids"))
         new = slice(cache.get_seq_length(), None)
         positions = self.model.prompt_positions(ids, inputs["attention_mask"], numbers)
@@ -214,20 +229,23 @@ def run_demo(ask: ArcAlignerPipeline, console: Console, tokens_per_slot: Rate = 
         readers, times, num_right = Readers(ask, tokens_per_slot), [], 0
         settings = {"max_new_tokens": MAX_NEW_TOKENS, "tokens_per_slot": tokens_per_slot, "return_slots": True}
         if probe := ask.processor.answer_probe:  # fitted on other questions
-            settings["min_confidence"] = probe["threshold"]
+            settings |= {"min_confidence": probe["threshold"], "max_passages": READ_PASSAGES}
         for row in track(rows, "Reading the passages", console=Console(stderr=True), transient=True):
             readers.keep(row)
         readers.seconds(rows[0])  # warms up
         for row in track(rows, "Answering", console=Console(stderr=True), transient=True):
             record = ask({"question": row["question"], "documents": row["passages"]}, **settings)[0]
+            record["statistics"] |= readers.size(row)
             times.append(readers.seconds(row))
             kept = readers.kept_bytes(row, record["statistics"]["slots"])
             table.add_row(*answer_cells(row, record, times[-1], kept, config.gate_mode != "off"))
             num_right += int(contains_match(record["generated_text"], row["answers"]))
     console.print(table)
+    chosen = "" if readers.most is None else " Of several, each is asked about first, and the likeliest one answers."
     apart = " This aligner was trained to read those of a question jointly." if trained == "joint" else ""
     console.print(
-        f"{num_right} of {len(rows)} answers contain a gold answer (green). Each passage is read by itself.{apart}\n"
+        f"{num_right} of {len(rows)} answers contain a gold answer (green). Each passage is read by itself."
+        f"{chosen}{apart}\n"
         f"First token: median of up to {TIMED_RUNS} runs on {ask.device}, from the words on. Known: each passage was "
         "read ahead, and what was read of it, slots or text, is kept and joined. Slots are "
         f"sooner (green) in {sum(each.slots < each.text for each in times)} of {len(rows)} cases newly read and "

@@ -39,9 +39,15 @@ MinConfidence = Annotated[
     float | None,
     typer.Option(help="An answer with less confidence becomes the aligner's refusal.", min=0, max=1),
 ]
+# Of the passages that are found, so many are read: held-out questions are answered better than from all of them.
+READ_PASSAGES = 1
 MaxPassages = Annotated[
     int | None,
-    typer.Option(help="Of more passages, only those that most likely answer are read. Default: all.", min=1),
+    typer.Option(
+        help="How many of the passages are read, those that most likely answer. "
+        f"Default: {READ_PASSAGES}, or all where the aligner cannot tell.",
+        min=1,
+    ),
 ]
 CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder of the corpus.")]
 
@@ -151,6 +157,9 @@ def load_engine(checkpoint: str, corpus: Path | None, reranker: str | None, **se
     opened = None if corpus is None else Corpus(corpus)
     with ThreadPoolExecutor(1) as loading:
         ask = loading.submit(load_pipeline, checkpoint).result()
+    can_tell = ask.processor.answer_probe is not None and ask.processor.passage_attention == "separate"
+    if settings.get("max_passages") is None and can_tell:
+        settings["max_passages"] = READ_PASSAGES
     engine = Engine(ask, None if opened is None else Retriever(opened, ask.processor, reranker), **settings)
     engine.warm_up()
     return engine

@@ -8,7 +8,8 @@ Search is LanceDB's: vectors and full text, joined by reciprocal rank fusion, or
 """
 
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,18 +48,15 @@ class SlotPassages:
         inputs = {"context_embeds": slots.context_embeds, "context_passage_ids": slots.context_passage_ids}
         return inputs if slots.context_word_ids is None else inputs | {"context_word_ids": slots.context_word_ids}
 
-    def only(self, numbers: list[int]) -> "SlotPassages":
-        """The passages of these numbers, which rise, and their slots."""
+    def only(self, numbers: Collection[int]) -> "SlotPassages":
+        """The same with the slots of these passages alone; `read` says of each document whether it is one of them."""
         segments, embeds, words, ids, dropped = self.encoded
-        is_in, places = torch.isin(ids, torch.tensor(numbers)), {number: place for place, number in enumerate(numbers)}
-        segments, dropped = (
-            [replace(each, document=places[each.document]) for each in some if each.document in places]
-            for some in (segments, dropped)
-        )
+        is_in = torch.isin(ids, torch.tensor(list(numbers)))
+        segments, dropped = ([each for each in some if each.document in numbers] for some in (segments, dropped))
         words = None if words is None else words[is_in]
-        ids = torch.tensor([places[number] for number in ids[is_in].tolist()])
-        encoded = EncodedDocuments(segments, embeds[is_in], words, ids, dropped)
-        return SlotPassages([dict(self.documents[number]) for number in numbers], encoded, dict(self.seconds))
+        documents = [each | {"read": number in numbers} for number, each in enumerate(self.documents)]
+        encoded = EncodedDocuments(segments, embeds[is_in], words, ids[is_in], dropped)
+        return SlotPassages(documents, encoded, dict(self.seconds))
 
 
 class Retriever:

@@ -77,8 +77,9 @@ class Request:
 @dataclass
 class Answer:
     """The result of a request. `seconds` since it arrived: `waiting`, `retrieval` (finding passages, and which of them
-    to read), `slots`, `model` add up to `first_token`. `kept` of its passages did not have to be read: they were, ahead
-    or for an earlier question. `confidence` is how likely it is that the passages answer, where that was fitted."""
+    to read), `slots`, `model` add up to `first_token`. Of the passages that the answer was read from, `kept` did not
+    have to be read: they were, ahead or for an earlier question. `confidence` is how likely it is that they answer,
+    where that was fitted."""
 
     text: str
     finish_reason: str
@@ -95,8 +96,9 @@ class Answer:
 
     @property
     def sources(self) -> list[dict[str, Any]]:
-        """The passages, each with `answer`: the first characters of its text where the answer stands, or `None`."""
-        return [each | {"answer": find_answer(self.text, each["text"])} for each in self.documents]
+        """The passages, each with `read`, whether the answer was read from it, and `answer`: the first characters of
+        its text where the answer stands, or `None`."""
+        return [{"read": True, **each, "answer": find_answer(self.text, each["text"])} for each in self.documents]
 
 
 def find_answer(answer: str, text: str) -> dict[str, int] | None:
@@ -228,7 +230,8 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
             statistics: dict[str, Any] = {"tokens": sum(map(len, ids)), "slots": 0, "compression_rate": None}
         else:
             parts = dict(passages.seconds)
-            statistics = self.engine.processor.statistics(passages.documents, passages.encoded, has_budget=False)
+            read = [each for each in passages.documents if each.get("read", True)]
+            statistics = self.engine.processor.statistics(read, passages.encoded, has_budget=False)
         first_token = self.first_token - request.arrived
         parts["model"] = self.first_token - self.began
         parts["waiting"] = first_token - sum(parts.values())

@@ -213,8 +213,8 @@ class Engine:
         if not self._records(request, passages):  # else all are read again
             request.kept = sum(ranked[number].is_kept for number in numbers)
         passages = passages.only(numbers)
-        for document, number in zip(passages.documents, numbers, strict=True):
-            document["confidence"] = ranked[number].confidence
+        for number, each in ranked.items():
+            passages.documents[number]["confidence"] = each.confidence
         passages.seconds["retrieval"] += time.perf_counter() - began
         return passages
 

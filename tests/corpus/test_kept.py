@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import random_aligner
+from conftest import processor_with, random_aligner
 from safetensors import SafetensorError
+from tiny_models import random_probe
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor
+from arcaligner.common.files import counted
 from arcaligner.corpus import kept
 from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.kept import kept_folder, plan, read_corpus
@@ -106,6 +108,21 @@ def test_from_the_command_line(run_cli, corpus, apart_dir, apart):
     assert num_slots * bytes_per_slot / 4 < per_passage < num_slots * bytes_per_slot / 4 + 6000  # and what it is of
     code, out, err = run_cli("ask", "Who?", *aligner, "--top-k", 2, "--max-new-tokens", 2)
     assert code == 0 and "2 of 2 passages kept, not read again" in re.sub(r"\s+", " ", err)
+
+
+def test_the_command_reads_the_likeliest_passage_and_more_where_asked(run_cli, corpus, apart_dir, apart, tmp_path):
+    model, processor = apart
+    folder = shutil.copytree(apart_dir, tmp_path / "sure")
+    settings = {"answer_probe": random_probe(model), "no_answer": "not in the text"}
+    processor_with(processor, passage_attention="separate", **settings).save_pretrained(folder)
+    ask = ("ask", "Who?", "--corpus", corpus.path, "--checkpoint", folder, "--top-k", 3, "--max-new-tokens", 2)
+    for options, read in (((), 1), (("--max-passages", 2), 2), (("--max-passages", 9), 3)):
+        code, out, err = run_cli(*ask, *options)
+        err = re.sub(r"\s+", " ", err)
+        assert (
+            code == 0 and len(re.findall(r":\d+-\d+", out)) == read and f"0 of {counted(read, 'passage')} kept" in err
+        )
+        assert (f"{counted(3 - read, 'passage')} more found, less likely to answer" in err) == (read < 3)
 
 
 def test_what_cannot_be_read_ahead_is_refused(run_cli, corpus, apart, checkpoint_dir, monkeypatch):

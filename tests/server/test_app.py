@@ -36,7 +36,8 @@ def test_documents_of_a_request_are_read_as_the_pipeline_reads_them(client, ask)
     assert report["trajectories"] == expected["trajectories"] and report["statistics"] == expected["statistics"]
     places = [{key: each[key] for key in ("document", "start", "end")} for each in expected["segments"]]
     assert report["segments"] == places
-    assert report["sources"] == [{"title": "", "text": DOCUMENTS[0], "answer": None}, DOCUMENTS[1] | {"answer": None}]
+    sources = [{"title": "", "text": DOCUMENTS[0]}, DOCUMENTS[1]]
+    assert report["sources"] == [each | {"answer": None, "read": True} for each in sources]
     kept = ask_server(client, documents=DOCUMENTS)
     assert kept.choices[0].message.content == answer.choices[0].message.content
     assert kept.usage == answer.usage and kept.model_extra["arcaligner"]["trajectories"] is None
@@ -49,7 +50,9 @@ def test_documents_of_a_request_are_read_as_the_pipeline_reads_them(client, ask)
 def test_the_corpus_is_read_where_a_request_has_no_documents(client, retriever, ask):
     answer = ask_server(client, top_k=1)
     found = retriever(QUESTION, top_k=1)
-    assert answer.model_extra["arcaligner"]["sources"] == [each | {"answer": None} for each in found.documents]
+    assert answer.model_extra["arcaligner"]["sources"] == [
+        each | {"answer": None, "read": True} for each in found.documents
+    ]
     expected = ask({"question": QUESTION, "documents": found.documents}, max_new_tokens=8)[0]["generated_text"]
     assert answer.choices[0].message.content == expected.lstrip()
     steering = f"{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
