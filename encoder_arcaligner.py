@@ -454,10 +454,11 @@ class SlotEncoder:
         tokens_per_slot: int | str | None = None,
         room: Sequence[int] | None = None,
         apart: bool = False,
+        names: Sequence[str] | None = None,
     ) -> list[EncodedDocuments]:
         """The passages of several questions, all documents or all precomputed slots, as slots. `room` is the
         maximum number of slots of each or, `apart`, of each of its passages; more raise an error before anything is
-        encoded."""
+        encoded, which calls them by one of `names`."""
         rate = self.check_settings(max_slots, tokens_per_slot)
         if isinstance(passages[0], GivenSlots):
             return [self._first_slots(row, number, max_slots) for number, row in enumerate(passages)]
@@ -469,8 +470,9 @@ class SlotEncoder:
         ]
         counts = [sum(len(segment.runs(rate)) for segment in row) for row in tokens]  # slots of each question
         for number, row in enumerate(tokens):
-            whose = f" of question {number}" if len(passages) > 1 else ""
-            _check_room(whose, row, rate, max_slots, None if room is None else room[number], apart)
+            name = "The passages are" if len(passages) == 1 else f"The passages of question {number} are"
+            name = name if names is None else names[number]
+            _check_room(name, row, rate, max_slots, None if room is None else room[number], apart)
         # All questions at once: the encoder sorts texts by length, so more of them means less padding.
         encoded = self.encode_tokens([segment for row in tokens for segment in row], rate).split(counts)
         rows = []
@@ -536,9 +538,9 @@ class SlotEncoder:
 
 
 def _check_room(
-    whose: str, row: list[SegmentTokens], rate: int | str, max_slots: int | None, room: int | None, apart: bool
+    name: str, row: list[SegmentTokens], rate: int | str, max_slots: int | None, room: int | None, apart: bool
 ) -> None:
-    """Refuses the passages of a question (named `whose`) with more slots than there is room for; where they are read
+    """Refuses passages, "The passages are" in `name`, with more slots than there is room for; where they are read
     `apart`, each has that room."""
     sizes: dict[int, int] = defaultdict(int)
     for tokens in row:
@@ -550,7 +552,7 @@ def _check_room(
         fitting = sum(size <= room for size in (sizes.values() if apart else accumulate(sizes.values())))
         fits = f": {fitting} of {len(sizes)} passages fit" if apart else f": the first {fitting} of {len(sizes)} fit"
         raise ValueError(
-            f"The passages{whose} are {sum(sizes.values())} slots{longest}, but there is room for {max(0, room)} "
+            f"{name} {sum(sizes.values())} slots{longest}, but there is room for {max(0, room)} "
             f"{'each ' * apart}beside the question{fits * (len(sizes) > 1)}. Pass a shorter question, fewer or shorter "
             "passages, or make a slot stand for more text (`tokens_per_slot`)."
         )

@@ -60,10 +60,12 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class _Unit:
-    """What is read at once: passages behind the text `head`, or that text alone; `key` is that of its entry."""
+    """What is read at once: passages behind the text `head`, or that text alone; `key` is that of its entry, and an
+    error begins with `name`."""
 
     head: tuple[int, ...]
     passages: list | GivenSlots | None = None
+    name: str = ""
     fingerprint: dict[str, Any] = field(default_factory=dict)
     key: str = ""
 
@@ -232,10 +234,14 @@ class SlotPrefixStore:
         passages = passages_of_questions(*given, is_single, len(questions), self.processor.context_words)
         settings, template_kwargs = _split_settings(self.processor, kwargs)
         asked = []
-        for question, own in zip(questions, passages, strict=True):
+        for place, (question, own) in enumerate(zip(questions, passages, strict=True)):
             head, tail = self.processor.prompt_ids(question, **template_kwargs)
-            apart = passages_apart(own).values() if self._is_separate else [own]
-            units = [_Unit(tuple(head), passage) for passage in apart]
+            whose = f" of question {place}" if len(questions) > 1 else ""
+            if self._is_separate:
+                apart = {f"Passage {number}{whose} is": passage for number, passage in passages_apart(own).items()}
+            else:
+                apart = {f"The passages{whose} are": own}
+            units = [_Unit(tuple(head), passage, name) for name, passage in apart.items()]
             asked.append(_Question([_Unit(tuple(head)), *units], tail))
             if len(units) > 1:
                 check_can_separate(self.model.config.text_config, in_one_row=False)
@@ -348,7 +354,8 @@ class SlotPrefixStore:
         longest, encoded = longest_prompt(self.model.config.text_config), []
         if units:  # all heads' passages at once: the encoder is fastest with many texts of like length
             room = longest and [longest - len(unit.head) - tail_length for unit in units]
-            encoded = self.processor.encode_batch([unit.passages for unit in units], **slot_settings, room=room)
+            named = {"room": room, "names": [unit.name for unit in units]}
+            encoded = self.processor.encode_batch([unit.passages for unit in units], **slot_settings, **named)
         read: dict[str, torch.Tensor] = {}
         for head, kept in heads.items():  # mostly one, as questions have the same system message
             heads[head] = read_text(self.model, head) if kept is None else kept

@@ -348,9 +348,11 @@ def test_a_question_too_long_for_the_longest_kept_passage_is_refused_and_nothing
     store.prepare("Who?", PASSAGES)
     with pytest.raises(ValueError, match="The prompt has .* positions but the backbone llama reads 300"):
         store.prepare("Who? " * 150, PASSAGES)
-    with pytest.raises(ValueError, match="there is room for"):
-        store.prepare("Who?", [*PASSAGES, "He is tall. " * 300])
-    assert store.misses == 4 and len(store) == 4  # the fourth was neither read nor kept
+    with pytest.raises(ValueError, match=r"^Passage 4 is \d+ slots, but there is room for \d+ beside the question"):
+        store.prepare("Who?", [*PASSAGES, " ", "He is tall. " * 300])
+    with pytest.raises(ValueError, match="^Passage 1 of question 1 is 300 slots"):
+        store.prepare(["Who?", "When?"], [PASSAGES, ["Short.", "He is tall. " * 300]])
+    assert store.misses == 6 and len(store) == 4  # the last three were neither read nor kept
 
 
 def test_a_checkpoint_trained_jointly_is_read_apart_by_name_with_one_warning(processor, model, tmp_path, caplog):
