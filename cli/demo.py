@@ -32,7 +32,7 @@ from ..base_model_arcaligner import cache_of
 from ..common.files import CASE_STUDIES, SQUAD_SAMPLE, counted, printable, read_json_lines
 from ..common.rows import contains_match
 from ..generation_arcaligner import entry_shape, join_keys_values, keys_values_of, read_text
-from ..pipeline_arcaligner import ArcAlignerPipeline, likeliest, rank_passages
+from ..pipeline_arcaligner import ArcAlignerPipeline, rank_passages
 from ..prefix_store_arcaligner import SlotPrefixStore
 
 # Passages of each question of SQuAD, of as many that are known.
@@ -68,6 +68,7 @@ class FirstTokens(NamedTuple):
     text: float
     known_slots: float
     known_text: float
+    choosing: float | None = None  # which of several known passages is the likeliest to answer
 
 
 def demo_rows(no_answer: str | None = None) -> list[Row]:
@@ -103,7 +104,7 @@ class Readers:
         self.new, self.known = (ask.model.slot_prefix_store(ask.processor, max_bytes=size) for size in (0, 2**40))
         self.head = self.processor.prompt_ids("?")[0]
         self.kept_head = read_text(self.model, self.head)
-        self.most = None if ask.processor.answer_probe is None else READ_PASSAGES
+        self.chooses = ask.processor.answer_probe is not None
         self.kept_text: dict[str, torch.Tensor] = {}  # (num_layers, 2, heads, num_tokens, head_dim), by the text
 
     def keep(self, row: Row) -> None:
@@ -130,17 +131,15 @@ class Readers:
         """Medians of each way to read a row whose passages are kept."""
         slots, known_slots = (partial(self.slots, store, row) for store in (self.new, self.known))
         new = _median_seconds(slots, partial(self.text, row))
-        return FirstTokens(*new, *_median_seconds(known_slots, partial(self.known_text, row)))
+        known = _median_seconds(known_slots, partial(self.known_text, row))
+        if not self.chooses or len(row["passages"]) <= READ_PASSAGES:
+            return FirstTokens(*new, *known)
+        choose = partial(rank_passages, self.known, row["question"], row["passages"], tokens_per_slot=self.rate)
+        return FirstTokens(*new, *known, *_median_seconds(choose))
 
     def slots(self, store: SlotPrefixStore, row: Row) -> torch.Tensor:
-        """Scores (vocab_size,) of the first token; `store` is `new` or `known`. Of several passages the likeliest are
-        found first."""
-        passages = row["passages"]
-        if self.most is not None and len(passages) > self.most:
-            ranked = rank_passages(store, row["question"], passages, tokens_per_slot=self.rate)
-            numbers = likeliest({number: each.confidence for number, each in ranked.items()}, self.most)
-            passages = [passages[number] for number in numbers]
-        inputs = store.prepare(row["question"], documents=passages, tokens_per_slot=self.rate)
+        """Scores (vocab_size,) of the first token; `store` is `new` or `known`."""
+        inputs = store.prepare(row["question"], documents=row["passages"], tokens_per_slot=self.rate)
         cache, ids, numbers = (inputs[name] for name in ("past_key_values", "input_ids", "context_passage_ids"))
         new = slice(cache.get_seq_length(), None)
         positions = self.model.prompt_positions(ids, inputs["attention_mask"], numbers)
@@ -193,6 +192,7 @@ def answer_cells(
     color = "green" if contains_match(record["generated_text"], row["answers"]) else "yellow"
     size = record["statistics"]
     sure = f" [dim](confidence {size['confidence']:.2f})[/]" if "confidence" in size else ""
+    chosen = "" if seconds.choosing is None else f",\none read: chosen\nin {1000 * seconds.choosing:,.0f} ms"
     passes = f"\n[dim]{describe_passes(record['trajectories'])}[/]" if has_gates else ""
 
     def pair(slots: float, text: float, shown: str) -> str:
@@ -203,7 +203,7 @@ def answer_cells(
     return [
         f"[bold]{escape(printable(row['question']))}[/]\n[{color}]{answer}[/]{sure}\n[dim]gold: {gold}[/]{passes}",
         f"{size['tokens']:,} → {size['slots']:,}\n[bold]x{size['compression_rate']:.1f}[/]\n"
-        f"[dim]{counted(len(row['passages']), 'passage')}[/]",
+        f"[dim]{counted(len(row['passages']), 'passage')}{chosen}[/]",
         pair(1000 * seconds.slots, 1000 * seconds.text, ",.0f"),
         pair(1000 * seconds.known_slots, 1000 * seconds.known_text, ",.0f"),
         pair(kept_bytes[0] / 1e6, kept_bytes[1] / 1e6, ",.1f"),
@@ -241,13 +241,13 @@ def run_demo(ask: ArcAlignerPipeline, console: Console, tokens_per_slot: Rate = 
             table.add_row(*answer_cells(row, record, times[-1], kept, config.gate_mode != "off"))
             num_right += int(contains_match(record["generated_text"], row["answers"]))
     console.print(table)
-    chosen = "" if readers.most is None else " Of several, each is asked about first, and the likeliest one answers."
+    chosen = " Of several, each is asked about, and the likeliest one answers." * readers.chooses
     apart = " This aligner was trained to read those of a question jointly." if trained == "joint" else ""
     console.print(
         f"{num_right} of {len(rows)} answers contain a gold answer (green). Each passage is read by itself."
         f"{chosen}{apart}\n"
         f"First token: median of up to {TIMED_RUNS} runs on {ask.device}, from the words on. Known: each passage was "
-        "read ahead, and what was read of it, slots or text, is kept and joined. Slots are "
+        "read ahead, and what was read of it, slots or text, is kept and joined. Both are of all passages. Slots are "
         f"sooner (green) in {sum(each.slots < each.text for each in times)} of {len(rows)} cases newly read and "
         f"{sum(each.known_slots < each.known_text for each in times)} known.\n"
         "A cache of what a prompt begins with serves the same passages in the same order only: of a new combination "

@@ -297,5 +297,7 @@ def test_a_row_of_the_demo_has_passes_sizes_and_times():
     assert cells[1] == "50 → 2\n[bold]x25.0[/]\n[dim]1 passage[/]"
     assert cells[2:4] == ["[green]10[/] slots\n20 text", "6 slots\n5 text"]
     assert cells[4] == "[green]1.8[/] slots\n3.6 text"
+    of_several = demo.answer_cells(CASES[0], record, seconds._replace(choosing=0.12), (1, 2))[1]
+    assert "1 passage,\none read: chosen\nin 120 ms" in of_several and "chosen" not in cells[1]
     with_gates = demo.answer_cells(CASES[0], record, seconds, (1, 2), has_gates=True)[0]
     assert with_gates == f"{cells[0]}\n[dim]6 passes[/]"
