@@ -218,12 +218,8 @@ def rank_passages(
         else:
             slots = {"documents": own}
         inputs = store.prepare([question] * len(own), **slots, **kwargs)
-        ids, mask, cache = (inputs.pop(name) for name in ("input_ids", "attention_mask", "past_key_values"))
-        positions = store.model.prompt_positions(ids, mask, inputs["context_passage_ids"])
-        new = {"input_ids": ids, "position_ids": positions}
-        new = {name: each[:, cache.get_seq_length() :] for name, each in new.items()}
         with watch:
-            store.model.model(**new, attention_mask=mask, past_key_values=cache)
+            store.read_question(inputs)
             sure = watch.of_states().tolist()
         ranked |= zip(numbers, map(RankedPassage, sure, map(bool, inputs.num_kept)), strict=True)
     return ranked

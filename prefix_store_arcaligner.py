@@ -222,6 +222,15 @@ class SlotPrefixStore:
         entries, _ = self._fetch(asked, settings)
         return [] if self.folder is None else [self._path(key) for key in entries]
 
+    def read_question(self, inputs: Prepared):
+        """Reads the text after the slots, behind what is kept: the model's output, its scores those of the first token
+        of the answer, (batch, 1, vocab_size)."""
+        ids, mask, cache = (inputs[name] for name in ("input_ids", "attention_mask", "past_key_values"))
+        positions = self.model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
+        new = slice(cache.get_seq_length(), None)
+        read = {"attention_mask": mask, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        return self.model(input_ids=ids[:, new], position_ids=positions[:, new], **read)
+
     def _ask(
         self, questions, documents, context_embeds=None, context_word_ids=None, context_passage_ids=None, **kwargs
     ) -> tuple[list[_Question], dict[str, Any]]:

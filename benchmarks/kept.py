@@ -124,11 +124,8 @@ class TextReader:
 
 def ask_store(store: SlotPrefixStore, row: Row, rate: int | str) -> FirstToken:
     """From the kept slots of a row's passages."""
-    inputs = store.prepare(row["question"], documents=row["passages"], tokens_per_slot=rate)
-    cache, ids, numbers = (inputs[name] for name in ("past_key_values", "input_ids", "context_passage_ids"))
-    new = slice(cache.get_seq_length(), None)
-    positions = store.model.prompt_positions(ids, inputs["attention_mask"], numbers)
-    return first_token(store.model, ids[:, new], positions[:, new], cache)
+    outputs = store.read_question(store.prepare(row["question"], documents=row["passages"], tokens_per_slot=rate))
+    return FirstToken(outputs.logits[:, -1].argmax(dim=-1), cache_of(outputs))
 
 
 def drop_from_memory(folder: Path) -> None:

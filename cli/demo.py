@@ -140,10 +140,7 @@ class Readers:
     def slots(self, store: SlotPrefixStore, row: Row) -> torch.Tensor:
         """Scores (vocab_size,) of the first token; `store` is `new` or `known`."""
         inputs = store.prepare(row["question"], documents=row["passages"], tokens_per_slot=self.rate)
-        cache, ids, numbers = (inputs[name] for name in ("past_key_values", "input_ids", "context_passage_ids"))
-        new = slice(cache.get_seq_length(), None)
-        positions = self.model.prompt_positions(ids, inputs["attention_mask"], numbers)
-        return self._first_token(ids[:, new], positions[:, new], cache)
+        return store.read_question(inputs).logits[0, -1].cpu()
 
     def text(self, row: Row) -> torch.Tensor:
         """The same from text that is newly read."""
