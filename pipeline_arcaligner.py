@@ -23,7 +23,7 @@ from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
 from .configuration_arcaligner import REFINEMENT_SETTINGS, SLOT_SETTINGS, check_conversation, longest_prompt
-from .segmentation_arcaligner import documents_of, passages_apart, passages_of_questions
+from .segmentation_arcaligner import documents_of
 from .slot_rows_arcaligner import pad_passage_ids, pad_words
 
 # Options of a call that go to the processor.
@@ -48,9 +48,6 @@ def format_trajectory(depth: int) -> str:
 # shows in its middle layers whether it found an answer, also where it goes on to invent one. A logistic regression, the
 # processor's `answer_probe`, reads this from the states of the prompt's last token. Asked of all passages together, it
 # says whether to believe the answer; asked of each passage by itself, which of them to read.
-
-# Passages that a question is asked about at once, each by itself.
-RANKED_AT_ONCE = 16
 
 
 def check_min_confidence(processor, min_confidence: float) -> None:
@@ -181,47 +178,29 @@ class RankedPassage(NamedTuple):
 
 
 @torch.no_grad()
-def rank_passages(
-    store,
-    question: str | list[dict],
-    documents: list | None = None,
-    context_embeds: torch.Tensor | None = None,
-    context_word_ids: torch.Tensor | None = None,
-    context_passage_ids: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> dict[int, RankedPassage]:
-    """How likely each passage by itself answers a question; `likeliest` then says which ones to read.
+def rank_passages(store, questions: list, documents: list | None = None, **kwargs: Any) -> list[dict]:
+    """How likely each passage by itself answers its question; `likeliest` then says which ones to read.
 
-    The question is read behind each passage. What is read of the passages is the store's: `prepare` finds it there.
+    Each question is read behind each of its passages. What is read of the passages is the store's: `prepare` finds it
+    there.
 
     Args:
         store ([`SlotPrefixStore`]): Of an aligner that reads passages apart and whose confidence was fitted.
-        question (`str` or chat): One question.
-        documents, context_embeds, context_word_ids, context_passage_ids, kwargs: As for `SlotPrefixStore.prepare`, of
-            one question.
+        questions (`list`), documents (`list`, *optional*), kwargs: As for `SlotPrefixStore.prepare`, of several
+            questions.
 
     Returns:
-        `dict[int, RankedPassage]`: By the number of the passage, without those that have no text.
+        `list[dict[int, RankedPassage]]`: For each question, by the number of the passage, without those that have no
+        text.
     """
     check_can_rank(store.processor, "Ranking passages")
-    given = (documents, context_embeds, context_word_ids, context_passage_ids)
-    (passages,) = passages_of_questions(*given, True, 1, store.processor.context_words)
-    alone, watch, ranked = passages_apart(passages), AnswerConfidence(store.model, store.processor), {}
-    if documents is not None and alone == {0: []}:  # none has a text
-        return {}
-    for start in range(0, len(alone), RANKED_AT_ONCE):
-        numbers = list(alone)[start : start + RANKED_AT_ONCE]
-        own = [alone[number] for number in numbers]
-        if documents is None:
-            words = None if context_word_ids is None else [each.context_word_ids for each in own]
-            slots = {"context_embeds": [each.context_embeds for each in own], "context_word_ids": words}
-        else:
-            slots = {"documents": own}
-        inputs = store.prepare([question] * len(own), **slots, **kwargs)
+    watch, ranked = AnswerConfidence(store.model, store.processor), [{} for _ in questions]
+    for rows, inputs in store.each_alone(questions, documents, **kwargs):
         with watch:
             store.read_question(inputs)
             sure = watch.of_states().tolist()
-        ranked |= zip(numbers, map(RankedPassage, sure, map(bool, inputs.num_kept)), strict=True)
+        for (question, passage, is_kept), confidence in zip(rows, sure, strict=True):
+            ranked[question][passage] = RankedPassage(confidence, is_kept)
     return ranked
 
 
@@ -384,7 +363,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     def _ask_of_each(self, prompt: str | Chat, documents: list, settings: dict[str, Any]) -> dict[int, float]:
         """How likely each document that has a text answers by itself, by its number."""
         asked = prompt.messages if isinstance(prompt, Chat) else prompt
-        return {n: each.confidence for n, each in rank_passages(self._passages, asked, documents, **settings).items()}
+        (ranked,) = rank_passages(self._passages, [asked], [documents], **settings)
+        return {number: each.confidence for number, each in ranked.items()}
 
     def _encode(
         self,

@@ -18,13 +18,11 @@ logits (not those kept as int8); where passages are read apart, `position_ids` g
 Shapes: keys and values (num_layers, 2, key_value_heads, num_slots, head_dim); rows of a batch left-padded.
 """
 
-import functools
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,10 +50,13 @@ from .generation_arcaligner import (
     read_text,
     save_keys_values,
 )
-from .segmentation_arcaligner import GivenSlots, passages_apart, passages_of_questions
+from .segmentation_arcaligner import GivenSlots, passages_apart, passages_of_questions, spacy_version
 from .slot_rows_arcaligner import check_can_separate, pad_passage_ids
 
 logger = logging.get_logger(__name__)
+
+# Rows that `each_alone` makes of passages at once: enough for fast products, few enough to hold in memory.
+ROWS_AT_ONCE = 16
 
 
 @dataclass
@@ -66,6 +67,7 @@ class _Unit:
     head: tuple[int, ...]
     passages: list | GivenSlots | None = None
     name: str = ""
+    number: int = 0  # of the passage in its question
     fingerprint: dict[str, Any] = field(default_factory=dict)
     key: str = ""
 
@@ -208,6 +210,24 @@ class SlotPrefixStore:
         return inputs
 
     @torch.no_grad()
+    def each_alone(self, questions, documents=None, **kwargs) -> Iterator[tuple[list[tuple[int, int, bool]], Prepared]]:
+        """Each question with each of its passages by itself, some rows at a time: the numbers of question and passage,
+        whether it was kept, and what `prepare` would return for these rows. Passages without text have no row.
+
+        Args:
+            questions, documents, kwargs: As for `prepare`.
+        """
+        asked, settings = self._ask(questions, documents, **kwargs)
+        most = settings.pop("max_slots", None)
+        entries, missing = self._fetch(asked, settings)
+        rows = [(place, unit) for place, each in enumerate(asked) for unit in each.units[1:] if unit.passages != []]
+        for some in (rows[start : start + ROWS_AT_ONCE] for start in range(0, len(rows), ROWS_AT_ONCE)):
+            alone = [_Question([asked[place].units[0], unit], asked[place].tail) for place, unit in some]
+            parts = [_first_slots([entries[unit.key] for unit in each.units], most) for each in alone]
+            named = [(place, unit.number, unit.key not in missing) for place, unit in some]
+            yield named, self._batch(alone, parts)
+
+    @torch.no_grad()
     def keep(self, questions, documents=None, **kwargs) -> list[Path]:
         """Reads passages ahead, where they are not kept yet. What is kept serves any question with the same text before
         its slots, such as the same system message.
@@ -247,10 +267,12 @@ class SlotPrefixStore:
             head, tail = self.processor.prompt_ids(question, **template_kwargs)
             whose = f" of question {place}" if len(questions) > 1 else ""
             if self._is_separate:
-                apart = {f"Passage {number}{whose} is": passage for number, passage in passages_apart(own).items()}
+                units = [
+                    _Unit(tuple(head), passage, f"Passage {number}{whose} is", number)
+                    for number, passage in passages_apart(own).items()
+                ]
             else:
-                apart = {f"The passages{whose} are": own}
-            units = [_Unit(tuple(head), passage, name) for name, passage in apart.items()]
+                units = [_Unit(tuple(head), own, f"The passages{whose} are")]
             asked.append(_Question([_Unit(tuple(head)), *units], tail))
             if len(units) > 1:
                 check_can_separate(self.model.config.text_config, in_one_row=False)
@@ -533,9 +555,3 @@ def _passages_digest(passages: Sequence) -> str:
         return tensors_digest({str(i): tensor for i, tensor in enumerate(passages) if tensor is not None})
     # Scores and ids of a retriever do not change how a passage is read.
     return json_digest([[d.get("title"), d.get("text")] if isinstance(d, dict) else [None, d] for d in passages])
-
-
-@functools.cache
-def spacy_version() -> str:
-    """The version of spaCy, which splits passages."""
-    return version("spacy")

@@ -10,6 +10,7 @@ import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from importlib.metadata import version
 from numbers import Integral
 from typing import NamedTuple
 
@@ -478,3 +479,9 @@ def passages_apart(passages: list | GivenSlots) -> dict[int, list | GivenSlots]:
         )
     apart = map(GivenSlots, embeds.split(sizes), words)
     return dict(zip(numbers, apart, strict=True))
+
+
+@functools.cache
+def spacy_version() -> str:
+    """The version of spaCy, which splits passages."""
+    return version("spacy")

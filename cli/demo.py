@@ -134,7 +134,7 @@ class Readers:
         known = _median_seconds(known_slots, partial(self.known_text, row))
         if not self.chooses or len(row["passages"]) <= READ_PASSAGES:
             return FirstTokens(*new, *known)
-        choose = partial(rank_passages, self.known, row["question"], row["passages"], tokens_per_slot=self.rate)
+        choose = partial(rank_passages, self.known, [row["question"]], [row["passages"]], tokens_per_slot=self.rate)
         return FirstTokens(*new, *known, *_median_seconds(choose))
 
     def slots(self, store: SlotPrefixStore, row: Row) -> torch.Tensor:

@@ -150,12 +150,11 @@ class Engine:
 
     def _kind(self, request: Request) -> tuple:
         """Requests of one kind can share a batch."""
-        records = self._records(request, request.passages)
-        return request.passages is None, records, request if request.full_text else None
+        return request.passages is None, self._records(request), request if request.full_text else None
 
-    def _records(self, request: Request, passages: SlotPassages | None) -> bool:
+    def _records(self, request: Request) -> bool:
         """Whether the passes of its slots have to be counted while they are read. Without gates each is one."""
-        return passages is not None and request.return_slots and self.model.config.gate_mode != "off"
+        return request.passages is not None and request.return_slots and self.model.config.gate_mode != "off"
 
     def _take(self) -> list[Request]:
         """The next requests, in the order of their arrival; none when the engine is closed."""
@@ -177,12 +176,27 @@ class Engine:
                     if request.full_text:
                         self._put_text(request)
                     else:
-                        request.passages = self._likeliest(request, self._passages(request))
-                        request.documents = [] if request.passages is None else request.passages.documents
+                        request.passages = self._passages(request)
                     read.append(request)
                 except Exception as error:  # one request's mistake is its own
                     request.future.set_exception(error)
+        read = self._chosen(read)
+        for request in read:
+            if not request.full_text:
+                request.documents = [] if request.passages is None else request.passages.documents
         return read
+
+    def _chosen(self, batch: list[Request]) -> list[Request]:
+        """Those of a batch whose passages could be chosen; a request that cannot be read fails alone."""
+        try:
+            self._choose(batch)
+        except Exception as error:
+            if len(batch) > 1:
+                middle = len(batch) // 2
+                return self._chosen(batch[:middle]) + self._chosen(batch[middle:])
+            batch[0].future.set_exception(error)
+            return []
+        return batch
 
     def _passages(self, request: Request) -> SlotPassages | None:
         began, most = time.perf_counter(), self.limits.max_slots
@@ -202,21 +216,24 @@ class Engine:
             raise ValueError(f"The passages have {num_slots} slots; expected at most {most}. Pass a lower `top_k`.")
         return passages
 
-    def _likeliest(self, request: Request, passages: SlotPassages | None) -> SlotPassages | None:
-        """The passages that most likely answer, each asked about by itself, where there are more than are wanted."""
-        most = request.max_passages
-        if passages is None or most is None or len(passages.documents) <= most:
-            return passages
+    def _choose(self, group: list[Request]) -> None:
+        """Leaves each the passages that most likely answer, each asked about by itself, where it has more than it
+        wants."""
+        group = [each for each in group if each.passages and len(each.passages.documents) > (each.max_passages or 1e9)]
+        if not group:
+            return
         began = time.perf_counter()
-        ranked = rank_passages(self.store, self._chat(request), **passages.inputs)
-        numbers = likeliest({number: each.confidence for number, each in ranked.items()}, most)
-        if not self._records(request, passages):  # else all are read again
-            request.kept = sum(ranked[number].is_kept for number in numbers)
-        passages = passages.only(numbers)
-        for number, each in ranked.items():
-            passages.documents[number]["confidence"] = each.confidence
-        passages.seconds["retrieval"] += time.perf_counter() - began
-        return passages
+        chats, rows = [self._chat(request) for request in group], [request.passages.inputs for request in group]
+        asked = rank_passages(self.store, chats, **{name: [row[name] for row in rows] for name in rows[0]})
+        seconds = time.perf_counter() - began
+        for request, ranked in zip(group, asked, strict=True):
+            numbers = likeliest({number: each.confidence for number, each in ranked.items()}, request.max_passages)
+            if not self._records(request):  # else all are read again
+                request.kept = sum(ranked[number].is_kept for number in numbers)
+            request.passages = request.passages.only(numbers)
+            request.passages.seconds["retrieval"] += seconds
+            for number, each in ranked.items():
+                request.passages.documents[number]["confidence"] = each.confidence
 
     def _search(self, request: Request) -> SlotPassages | None:
         """The passages of the corpus for the last question, if there is a corpus and any are asked for."""
@@ -272,7 +289,7 @@ class Engine:
         if group[0].passages is not None:
             rows = [request.passages.inputs for request in group]
             slots = {name: [row[name] for row in rows] for name in rows[0]}
-        if slots and not self._records(group[0], group[0].passages):
+        if slots and not self._records(group[0]):
             inputs = self.store.prepare(chats, **slots)
             for request, kept, parts in zip(group, inputs.num_kept, inputs.num_passages, strict=True):
                 if request.kept is None:  # else known before they were asked about one by one

@@ -9,7 +9,8 @@ import torch
 from conftest import chat_inputs, processor_with
 from tiny_models import random_probe
 
-from arcaligner import pipeline_arcaligner
+from arcaligner import prefix_store_arcaligner
+from arcaligner.generation_arcaligner import read_passages as read
 from arcaligner.pipeline_arcaligner import AnswerConfidence, ArcAlignerPipeline, rank_passages
 
 DOCUMENTS = ["It was written by Ada. Nobody knew how to read it aloud."]
@@ -248,7 +249,7 @@ def test_documents_of_any_form_are_chosen_from(separate, documents):
 
 def test_of_passages_without_text_none_is_likely(separate):
     model, fitted = separate
-    assert rank_passages(model.slot_prefix_store(fitted), "Who?", [" ", ""]) == {}
+    assert rank_passages(model.slot_prefix_store(fitted), ["Who?"], [[" ", ""]]) == [{}]
     ask = ArcAlignerPipeline(model=model, processor=fitted, task="text-generation", device="cpu")
     (record,) = ask({"question": "Who?", "documents": [" ", ""]}, return_slots=True, max_passages=1, **TOKENS)
     (expected,) = ask({"question": "Who?", "documents": []}, return_slots=True, **TOKENS)
@@ -296,8 +297,8 @@ def test_passages_are_ranked_at_the_rate_and_with_the_gates_that_are_asked_for(s
     model, fitted = separate
     settings = {"tokens_per_slot": 2, "gate_mode": "always", "max_refinement_steps": 1}
     store = model.slot_prefix_store(fitted)
-    ranked = rank_passages(store, "Who wrote it?", PASSAGES, **settings)
-    other = rank_passages(store, "Who wrote it?", PASSAGES)
+    (ranked,) = rank_passages(store, ["Who wrote it?"], [PASSAGES], **settings)
+    (other,) = rank_passages(store, ["Who wrote it?"], [PASSAGES])
     for number in (0, 1, 3):
         inputs = chat_inputs(fitted, "Who wrote it?", [PASSAGES[number]], tokens_per_slot=2)
         alone = watched(model, fitted, inputs, gate_mode="always", max_refinement_steps=1)
@@ -309,25 +310,33 @@ def test_precomputed_slots_are_ranked_as_their_passages_and_kept_for_the_answer(
     model, fitted = separate
     store = model.slot_prefix_store(fitted)
     (encoded,) = fitted.encode_batch([PASSAGES])
-    slots = {"context_embeds": encoded.context_embeds, "context_passage_ids": encoded.context_passage_ids}
-    first, again = (rank_passages(store, "Who wrote it?", **slots) for _ in range(2))
-    expected = rank_passages(store, "Who wrote it?", PASSAGES)
+    slots = {"context_embeds": [encoded.context_embeds], "context_passage_ids": [encoded.context_passage_ids]}
+    (first,), (again,) = (rank_passages(store, ["Who wrote it?"], **slots) for _ in range(2))
+    (expected,) = rank_passages(store, ["Who wrote it?"], [PASSAGES])
     assert list(first) == list(expected) == [0, 1, 3]
     for number, passage in first.items():
         assert passage.confidence == pytest.approx(expected[number].confidence, abs=1e-4)
         assert not passage.is_kept and again[number].is_kept
-    assert store.prepare("Who?", **slots).num_kept == [3]
+    assert store.prepare(["Who?"], **slots).num_kept == [3]
 
 
-def test_many_passages_are_ranked_a_few_at_a_time(separate, monkeypatch):
+def test_passages_of_several_questions_are_read_at_once_and_ranked_some_at_a_time(separate, monkeypatch):
     model, fitted = separate
-    store, documents = model.slot_prefix_store(fitted), [f"Passage {'more ' * number}text." for number in range(5)]
-    expected = rank_passages(store, "Who?", documents)
-    monkeypatch.setattr(pipeline_arcaligner, "RANKED_AT_ONCE", 2)
-    found = rank_passages(store, "Who?", documents)
-    assert {n: each.confidence for n, each in found.items()} == pytest.approx(
-        {n: each.confidence for n, each in expected.items()}, abs=1e-5
+    documents = [[f"Passage {'more ' * number}text." for number in range(5)], PASSAGES, [" "], PASSAGES[:2]]
+    questions = ["Who?", "Who wrote it, and when?", "Why?", "Where?"]
+    expected = [
+        {n: each.confidence for n, each in rank_passages(model.slot_prefix_store(fitted), [question], [own])[0].items()}
+        for question, own in zip(questions, documents, strict=True)
+    ]
+    monkeypatch.setattr(prefix_store_arcaligner, "ROWS_AT_ONCE", 3)
+    store, calls = model.slot_prefix_store(fitted), []
+    monkeypatch.setattr(
+        prefix_store_arcaligner, "read_passages", lambda *args, **kw: calls.append(0) or read(*args, **kw)
     )
+    found = rank_passages(store, questions, documents)
+    assert len(calls) == 1 and store.misses == 9  # equal passages once, and one that is empty
+    for one, other in zip(found, expected, strict=True):
+        assert {number: each.confidence for number, each in one.items()} == pytest.approx(other, abs=1e-5)
 
 
 @pytest.mark.parametrize("given", [0, -1, 1.5, True, "2"])
@@ -342,15 +351,13 @@ def test_passages_that_are_read_jointly_are_not_ranked(ask, model, fitted):
     with pytest.raises(ValueError, match="this aligner was trained to read those of a question jointly"):
         ask({"question": "Who?", "documents": PASSAGES}, max_passages=1)
     with pytest.raises(ValueError, match="this aligner was trained to read those of a question jointly"):
-        rank_passages(model.slot_prefix_store(fitted), "Who?", PASSAGES)
+        rank_passages(model.slot_prefix_store(fitted), ["Who?"], [PASSAGES])
 
 
 def test_slots_of_a_passage_that_do_not_stand_together_are_refused(separate):
     model, fitted = separate
-    slots = {
-        "context_embeds": torch.ones(3, fitted.encoder_hidden_size),
-        "context_passage_ids": torch.tensor([0, 1, 0]),
-    }
+    embeds, numbers = torch.ones(3, fitted.encoder_hidden_size), torch.tensor([0, 1, 0])
+    slots = {"context_embeds": [embeds], "context_passage_ids": [numbers]}
     for use in (rank_passages, type(model.slot_prefix_store(fitted)).prepare):
         with pytest.raises(ValueError, match="expected the slots of a passage to stand together"):
-            use(model.slot_prefix_store(fitted), "Who?", **slots)
+            use(model.slot_prefix_store(fitted), ["Who?"], **slots)

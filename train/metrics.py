@@ -71,7 +71,7 @@ def passage_confidences(store, rows: list[Row], **settings: Any) -> list[dict[in
     `rank_passages`."""
     found = []
     for row in tqdm(rows, desc="asking about each passage", leave=False):
-        ranked = rank_passages(store, row["question"], row["passages"], **settings)
+        (ranked,) = rank_passages(store, [row["question"]], [row["passages"]], **settings)
         found.append({number: each.confidence for number, each in ranked.items()})
     return found
 

@@ -264,6 +264,17 @@ def test_of_more_passages_the_likeliest_are_read_and_told(apart):
     assert (new.kept, known.kept) == (0, 2) and new.statistics == records[0]["statistics"]
 
 
+def test_passages_of_a_batch_are_chosen_together_and_a_request_that_cannot_be_read_fails_alone(apart):
+    engine = Engine(apart, max_passages=1, batch_seconds=0.5, max_batch=3)
+    long = [{"role": "user", "content": "Who? " * 400}]
+    alone = engine.submit(Request(CHAT, list(PASSAGES), max_new_tokens=3)).result()
+    requests = [Request(chat, list(PASSAGES), max_new_tokens=3) for chat in (CHAT, long, CHAT)]
+    first, failed, last = [engine.submit(request) for request in requests]
+    assert first.result().text == last.result().text == alone.text and first.result().batch_size == 2
+    assert first.result().sources == alone.sources and "The prompt has" in str(failed.exception())
+    engine.close()
+
+
 def test_passages_that_are_read_again_for_the_passes_of_their_slots_were_not_kept(apart):
     apart.model.config.gate_mode, engine = "adaptive", Engine(apart)
     settings = {"max_passages": 1, "max_new_tokens": 2}

@@ -57,7 +57,8 @@ def test_of_passages_among_others_the_likeliest_are_read_and_their_answers_score
     rows = asked_rows(selector, 12, among=[3])
     likely = with_likeliest(rows, passage_confidences(model.slot_prefix_store(reader), rows, tokens_per_slot=4), 1)
     for row, one in zip(rows, likely, strict=True):
-        ranked = rank_passages(model.slot_prefix_store(reader), row["question"], row["passages"], tokens_per_slot=4)
+        asked = [row["question"]], [row["passages"]]
+        (ranked,) = rank_passages(model.slot_prefix_store(reader), *asked, tokens_per_slot=4)
         best = max(ranked, key=lambda number: ranked[number].confidence)
         assert one == row | {"passages": [row["passages"][best]]}
     of_all, of_one = results["4, 3 passages"], results["4, 3 passages, 1 read"]
