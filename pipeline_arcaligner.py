@@ -106,6 +106,8 @@ class AnswerConfidence(LogitsProcessor):
     Args:
         model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): The aligner; the processor's
             `answer_probe` has the regression.
+        stops (`bool`, defaults to `False`): Raises `SeenError` in the last layer that is watched: what comes after it says
+            nothing about the confidence.
 
     Example:
 
@@ -120,7 +122,10 @@ class AnswerConfidence(LogitsProcessor):
         `ValueError`: a processor without `answer_probe`, or with that of another model.
     """
 
-    def __init__(self, model, processor):
+    class SeenError(Exception):
+        """All states that are needed have been seen."""
+
+    def __init__(self, model, processor, stops: bool = False):
         _check_probe(processor, "A confidence")
         probe, width = processor.answer_probe, model.config.text_config.hidden_size
         layers = model.model.decoder_layers
@@ -132,6 +137,7 @@ class AnswerConfidence(LogitsProcessor):
                 f"each, of {len(layers)} layers. It was fitted for another model: fit it again."
             )
         self.layers = [layers[layer] for layer in probe["layers"]]
+        self.last = probe["layers"].index(max(probe["layers"])) if stops else None
         self.confidence: torch.Tensor | None = None  # (batch * beams or samples,)
         # Of each thread, as others may use the same model, and each layer, (batch, hidden).
         self._states: dict[tuple[int, int], torch.Tensor] = {}
@@ -152,6 +158,8 @@ class AnswerConfidence(LogitsProcessor):
         """Keeps the last token's states (batch, hidden). Passages that are read apart come first, then the prompt."""
         if self.confidence is None:
             self._states[threading.get_ident(), place] = states[:, -1].float()
+            if place == self.last:
+                raise self.SeenError
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         if self.confidence is None:
@@ -194,10 +202,11 @@ def rank_passages(store, questions: list, documents: list | None = None, **kwarg
         text.
     """
     check_can_rank(store.processor, "Ranking passages")
-    watch, ranked = AnswerConfidence(store.model, store.processor), [{} for _ in questions]
+    watch, ranked = AnswerConfidence(store.model, store.processor, stops=True), [{} for _ in questions]
     for rows, inputs in store.each_alone(questions, documents, **kwargs):
         with watch:
-            store.read_question(inputs)
+            with contextlib.suppress(watch.SeenError):
+                store.read_question(inputs)
             sure = watch.of_states().tolist()
         for (question, passage, is_kept), confidence in zip(rows, sure, strict=True):
             ranked[question][passage] = RankedPassage(confidence, is_kept)
