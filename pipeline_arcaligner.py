@@ -106,8 +106,8 @@ class AnswerConfidence(LogitsProcessor):
     Args:
         model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): The aligner; the processor's
             `answer_probe` has the regression.
-        stops (`bool`, defaults to `False`): Raises `SeenError` in the last layer that is watched: what comes after it says
-            nothing about the confidence.
+        stops (`bool`, defaults to `False`): Raises `SeenError` in the last layer that is watched, as what comes after
+            it says nothing about the confidence.
 
     Example:
 

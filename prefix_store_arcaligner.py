@@ -221,6 +221,7 @@ class SlotPrefixStore:
         most = settings.pop("max_slots", None)
         entries, missing = self._fetch(asked, settings)
         rows = [(place, unit) for place, each in enumerate(asked) for unit in each.units[1:] if unit.passages != []]
+        rows.sort(key=lambda row: entries[row[1].key].shape[3])  # those of about one length together: little padding
         for some in (rows[start : start + ROWS_AT_ONCE] for start in range(0, len(rows), ROWS_AT_ONCE)):
             alone = [_Question([asked[place].units[0], unit], asked[place].tail) for place, unit in some]
             parts = [_first_slots([entries[unit.key] for unit in each.units], most) for each in alone]
