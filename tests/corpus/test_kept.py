@@ -122,7 +122,7 @@ def test_the_command_reads_the_likeliest_passage_and_more_where_asked(run_cli, c
         assert (
             code == 0 and len(re.findall(r":\d+-\d+", out)) == read and f"0 of {counted(read, 'passage')} kept" in err
         )
-        assert (f"{counted(3 - read, 'passage')} more found, less likely to answer" in err) == (read < 3)
+        assert (f"{3 - read} more found, less likely to answer" in err) == (read < 3)
 
 
 def test_what_cannot_be_read_ahead_is_refused(run_cli, corpus, apart, checkpoint_dir, monkeypatch):
