@@ -186,7 +186,8 @@ def ask_corpus(
         messages.print("The answer stands in none of these passages word for word: check it.")
     if others := len(found.sources) - len(read):
         messages.print(f"[dim]{others} more found, less likely to answer (--max-passages)[/]")
-    milliseconds = ", ".join(f"{name} {1000 * found.seconds[name]:.0f}" for name in ("retrieval", "slots", "model"))
+    parts = ("retrieval", "slots", "choosing", "model")
+    milliseconds = ", ".join(f"{name} {1000 * found.seconds[name]:.0f}" for name in parts)
     times = f"First token after {1000 * found.seconds['first_token']:.0f} ms: {milliseconds}"
     if found.confidence is not None:
         messages.print(f"Confidence {found.confidence:.2f}")

@@ -76,9 +76,9 @@ class Request:
 
 @dataclass
 class Answer:
-    """The result of a request. `seconds` since it arrived: `waiting`, `retrieval` (finding passages, and which of them
-    to read), `slots`, `model` add up to `first_token`. Of the passages that the answer was read from, `kept` did not
-    have to be read: they were, ahead or for an earlier question. `confidence` is how likely it is that they answer,
+    """The result of a request. `seconds` since it arrived: `waiting`, `retrieval`, `slots`, `choosing` (passages are
+    read and each is asked about), `model` add up to `first_token`. `kept` is how many of the passages that the answer
+    was read from were read before, ahead or for an earlier question. `confidence` is how likely it is that they answer,
     where that was fitted."""
 
     text: str
@@ -233,6 +233,7 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
             read = [each for each in passages.documents if each.get("read", True)]
             statistics = self.engine.processor.statistics(read, passages.encoded, has_budget=False)
         first_token = self.first_token - request.arrived
+        parts.setdefault("choosing", 0.0)
         parts["model"] = self.first_token - self.began
         parts["waiting"] = first_token - sum(parts.values())
         layers = None

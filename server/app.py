@@ -109,7 +109,7 @@ class Metrics:
         self.tokens.labels("written").inc(answer.completion_tokens)
         self.slots.inc(answer.statistics["slots"])
         self.batch.observe(answer.batch_size)
-        for part in ("waiting", "retrieval", "slots", "model", "first_token", "total"):
+        for part in ("waiting", "retrieval", "slots", "choosing", "model", "first_token", "total"):
             self.seconds.labels(part).observe(answer.seconds[part])
 
 

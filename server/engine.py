@@ -231,7 +231,7 @@ class Engine:
             if not self._records(request):  # else all are read again
                 request.kept = sum(ranked[number].is_kept for number in numbers)
             request.passages = request.passages.only(numbers)
-            request.passages.seconds["retrieval"] += seconds
+            request.passages.seconds["choosing"] = seconds
             for number, each in ranked.items():
                 request.passages.documents[number]["confidence"] = each.confidence
 

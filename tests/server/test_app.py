@@ -43,7 +43,7 @@ def test_documents_of_a_request_are_read_as_the_pipeline_reads_them(client, ask)
     assert kept.usage == answer.usage and kept.model_extra["arcaligner"]["trajectories"] is None
     assert [ask_server(client, documents=DOCUMENTS[::-1]).model_extra["arcaligner"]["kept"] for _ in "12"] == [0, 2]
     seconds = report["seconds"]
-    parts = sum(seconds[name] for name in ("waiting", "retrieval", "slots", "model"))
+    parts = sum(seconds[name] for name in ("waiting", "retrieval", "slots", "choosing", "model"))
     assert parts == pytest.approx(seconds["first_token"]) and seconds["first_token"] <= seconds["total"]
 
 

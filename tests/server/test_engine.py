@@ -261,6 +261,8 @@ def test_of_more_passages_the_likeliest_are_read_and_told(apart):
     assert {n: each["confidence"] for n, each in enumerate(new.sources)} == pytest.approx(sure, abs=1e-4)
     assert [asdict(each) for each in new.passages.encoded.segments] == records[0]["segments"]
     records[0]["statistics"].pop("passage_confidences"), records[0]["statistics"].pop("confidence")
+    parts = sum(new.seconds[name] for name in ("waiting", "retrieval", "slots", "choosing", "model"))
+    assert parts == pytest.approx(new.seconds["first_token"]) and new.seconds["choosing"] > 0
     assert (new.kept, known.kept) == (0, 2) and new.statistics == records[0]["statistics"]
 
 
