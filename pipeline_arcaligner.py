@@ -210,7 +210,7 @@ def rank_passages(store, questions: list, documents: list | None = None, **kwarg
             sure = watch.of_states().tolist()
         for (question, passage, is_kept), confidence in zip(rows, sure, strict=True):
             ranked[question][passage] = RankedPassage(confidence, is_kept)
-    return ranked
+    return [dict(sorted(each.items())) for each in ranked]
 
 
 class ArcAlignerPipeline(TextGenerationPipeline):
@@ -345,7 +345,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         prompt, documents, is_question = _read_input(prompt_text, documents)
         if isinstance(prompt, Chat):
             check_conversation(prompt.messages)
-        documents = None if documents is None else documents_of(documents, "`documents`")
+        documents = None if documents is None else documents_of(documents, "`documents` of row 0")
         numbers, confidences = range(len(documents or [])), None
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
