@@ -34,12 +34,11 @@ from ..common.rows import contains_match
 from ..generation_arcaligner import entry_shape, join_keys_values, keys_values_of, read_text
 from ..pipeline_arcaligner import ArcAlignerPipeline, rank_passages
 from ..prefix_store_arcaligner import SlotPrefixStore
+from .shared import READ_PASSAGES
 
 # Passages of each question of SQuAD, of as many that are known.
 SQUAD_PASSAGES = (5, 10, 20)
 MAX_NEW_TOKENS = 32
-# Of several passages, where the aligner tells which of them answer.
-READ_PASSAGES = 1
 # Runs of each way to read a question's passages, as long as they take no more seconds together.
 TIMED_RUNS, TIMED_SECONDS = 5, 1.0
 
