@@ -30,6 +30,7 @@ from .corpus import corpus_app
 from .shared import (
     Checkpoint,
     CorpusFolder,
+    Dtype,
     MaxPassages,
     MinConfidence,
     Reranker,
@@ -163,13 +164,14 @@ def ask_corpus(
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the answer.", min=1)] = 256,
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,
+    dtype: Dtype = None,
 ) -> None:
     """Answers a question from a corpus, and lists the passages that were read, those that most likely answer."""
     from ..server.answers import Request
 
     with busy("Loading the aligner and its base model"):
         options = {"tokens_per_slot": tokens_per_slot, "max_passages": max_passages}
-        engine = shared.load_engine(checkpoint, corpus, reranker, **options)
+        engine = shared.load_engine(checkpoint, corpus, reranker, dtype, **options)
     settings = {"top_k": top_k, "max_new_tokens": max_new_tokens, "min_confidence": min_confidence}
     request = Request([{"role": "user", "content": question}], **settings)
     found = engine.submit(request).result()
@@ -203,6 +205,7 @@ def serve_answers(
     tokens_per_slot: TokensPerSlot = None,
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,
+    dtype: Dtype = None,
     reranker: Reranker = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
@@ -219,7 +222,7 @@ def serve_answers(
     def make_engine():
         asked = {"top_k": top_k, "tokens_per_slot": tokens_per_slot, "min_confidence": min_confidence}
         asked |= {"max_batch": max_batch, "max_passages": max_passages}
-        return shared.load_engine(checkpoint, corpus, reranker, prefix_bytes=prefix_megabytes * 2**20, **asked)
+        return shared.load_engine(checkpoint, corpus, reranker, dtype, prefix_bytes=prefix_megabytes * 2**20, **asked)
 
     settings = ServerSettings(Path(checkpoint).resolve().name, host, port, api_key or None)
 

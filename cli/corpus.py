@@ -9,7 +9,7 @@ import typer
 
 from ..common.files import DEFAULT_CHECKPOINT, counted
 from . import shared
-from .shared import Checkpoint, CorpusFolder, TokensPerSlot, busy, messages, one_line, show
+from .shared import Checkpoint, CorpusFolder, Dtype, TokensPerSlot, busy, messages, one_line, show
 
 corpus_app = typer.Typer(help="Builds, changes and describes a corpus: passages encoded once.", no_args_is_help=True)
 
@@ -115,14 +115,15 @@ def add(
 
 
 @corpus_app.command("read")
-def read(corpus: CorpusFolder, checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT)) -> None:
-    """Reads all passages of a corpus ahead, and keeps their keys and values, so that no question has to."""
+def read(corpus: CorpusFolder, checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), dtype: Dtype = None) -> None:
+    """Reads all passages of a corpus ahead, and keeps their keys and values, so that no question has to: of `ask` and
+    `serve` in the same precision."""
     from ..corpus.kept import plan, read_corpus
     from ..corpus.table import Corpus
 
     opened = Corpus(corpus)
     with busy("Loading the aligner and its base model"):
-        ask = shared.load_pipeline(checkpoint)
+        ask = shared.load_pipeline(checkpoint, dtype)
     messages.print(plan(opened, ask.model, ask.processor))
     with busy("Reading passages"):
         report = read_corpus(opened, ask.model, ask.processor, lambda report: messages.print(f"[dim]{report}[/]"))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -47,6 +47,13 @@ MaxPassages = Annotated[
         help="How many of the passages are read, those that most likely answer. "
         f"Default: {READ_PASSAGES}, or all where the aligner cannot tell.",
         min=1,
+    ),
+]
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "auto"] | None,
+    typer.Option(
+        help="Precision of the base model; `auto` is bfloat16 where products are much faster in it. "
+        "Default: float32 on a CPU, the checkpoint's on an accelerator."
     ),
 ]
 CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder of the corpus.")]
@@ -121,8 +128,8 @@ def silence_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def load_pipeline(checkpoint: str):
-    """The pipeline of a checkpoint, from this package's own code.
+def load_pipeline(checkpoint: str, dtype: str | None = None):
+    """The pipeline of a checkpoint, from this package's own code, in the precision of the option [`Dtype`].
 
     Raises:
         `ValueError`: something else than an aligner checkpoint, or a broken one.
@@ -130,6 +137,9 @@ def load_pipeline(checkpoint: str):
     """
     check_there(checkpoint)
     # Here, so that `--help` and mistakes in the options do not wait for them.
+    import torch
+
+    from ..encoder_arcaligner import fastest_dtype
     from ..modeling_arcaligner import ArcAlignerForCausalLM
     from ..pipeline_arcaligner import ArcAlignerPipeline
     from ..processing_arcaligner import ArcAlignerProcessor
@@ -138,11 +148,14 @@ def load_pipeline(checkpoint: str):
     silence_transformers()
     read_aligner_config(checkpoint)
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
-    model = ArcAlignerForCausalLM.from_pretrained(checkpoint).eval()
+    if dtype == "auto":
+        device = torch.accelerator.current_accelerator()
+        dtype = fastest_dtype("cpu" if device is None else device.type)
+    model = ArcAlignerForCausalLM.from_pretrained(checkpoint, **({"dtype": dtype} if dtype else {})).eval()
     return ArcAlignerPipeline(model=model, processor=processor, task="text-generation")
 
 
-def load_engine(checkpoint: str, corpus: Path | None, reranker: str | None, **settings):
+def load_engine(checkpoint: str, corpus: Path | None, reranker: str | None, dtype: str | None = None, **settings):
     """An engine that has answered a request, so that nobody waits for what is loaded on first use.
 
     The model is loaded by a thread that ends. PyTorch keeps a team of threads for each thread that has computed, and
@@ -156,7 +169,7 @@ def load_engine(checkpoint: str, corpus: Path | None, reranker: str | None, **se
 
     opened = None if corpus is None else Corpus(corpus)
     with ThreadPoolExecutor(1) as loading:
-        ask = loading.submit(load_pipeline, checkpoint).result()
+        ask = loading.submit(load_pipeline, checkpoint, dtype).result()
     can_tell = ask.processor.answer_probe is not None and ask.processor.passage_attention == "separate"
     if settings.get("max_passages") is None and can_tell:
         settings["max_passages"] = READ_PASSAGES

@@ -110,6 +110,21 @@ def test_from_the_command_line(run_cli, corpus, apart_dir, apart):
     assert code == 0 and "2 of 2 passages kept, not read again" in re.sub(r"\s+", " ", err)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "auto"])
+def test_passages_serve_commands_in_the_precision_they_were_read_in(
+    run_cli, corpus, apart_dir, apart, monkeypatch, dtype
+):
+    monkeypatch.setattr("arcaligner.encoder_arcaligner.fastest_dtype", lambda device: torch.bfloat16)
+    aligner = ("--corpus", corpus.path, "--checkpoint", apart_dir)
+    code, _, err = run_cli("corpus", "read", *aligner, "--dtype", dtype)
+    assert code == 0 and f"{corpus.info()['slots']} slots of 0.2 KB" in err.replace("\n", " ")
+    ask = ("ask", "Who?", *aligner, "--top-k", 2, "--max-new-tokens", 2)
+    for options, kept in ((("--dtype", "bfloat16"), 2), (("--dtype", "float32"), 0), ((), 0)):
+        code, _, err = run_cli(*ask, *options)
+        assert code == 0 and f"{kept} of 2 passages kept" in re.sub(r"\s+", " ", err)
+    assert run_cli(*ask, "--dtype", "int8")[0] != 0
+
+
 def test_the_command_reads_the_likeliest_passage_and_more_where_asked(run_cli, corpus, apart_dir, apart, tmp_path):
     model, processor = apart
     folder = shutil.copytree(apart_dir, tmp_path / "sure")
