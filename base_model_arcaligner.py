@@ -5,6 +5,7 @@ A model that a checkpoint names, its base model or sentence encoder, is looked f
 `$ARCALIGNER_MODELS`, and on the Hub.
 """
 
+import contextlib
 import hashlib
 import inspect
 import json
@@ -297,34 +298,30 @@ def missing_model_message(kind: str, name: str, error: Exception) -> str:
 # Files that are read
 
 
+@contextlib.contextmanager
+def _opened(file: str | Path) -> Iterator[safe_open]:
+    """A safetensors file; raises `ValueError` for one that is another, or only a part of one."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise ValueError(f"{file} cannot be read ({error}). Save it again, or download it again.") from error
+
+
 def read_tensors(files: Iterable[str | Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and values of the tensors in safetensors files, one after the other.
-
-    Raises:
-        `ValueError`: a file that is not safetensors, or only a part of it.
-    """
+    """Names and values of the tensors in safetensors files, one after the other."""
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for key in tensors.keys():
-                    yield key, tensors.get_tensor(key)
-        except SafetensorError as error:
-            raise ValueError(f"{file} cannot be read ({error}). Save it again, or download it again.") from error
+        with _opened(file) as tensors:
+            for key in tensors.keys():
+                yield key, tensors.get_tensor(key)
 
 
-def tensor_shapes(checkpoint_files: list[str]) -> dict[str, list[int]]:
-    """Names and shapes of the tensors in `checkpoint_files`, read from their headers.
-
-    Raises:
-        `ValueError`: a file that is not safetensors, or only a part of it.
-    """
+def tensor_shapes(files: Iterable[str | Path]) -> dict[str, list[int]]:
+    """Names and shapes of the tensors in safetensors files, read from their headers."""
     shapes = {}
-    for file in checkpoint_files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                shapes |= {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}
-        except SafetensorError as error:
-            raise ValueError(f"{file} cannot be read ({error}). Save it again, or download it again.") from error
+    for file in files:
+        with _opened(file) as tensors:
+            shapes |= {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}
     return shapes
 
 
@@ -336,15 +333,14 @@ def weight_files(folder: Path) -> list[str]:
     """
     names, index = {"model.safetensors"}, folder / "model.safetensors.index.json"
     if index.is_file() and not (folder / "model.safetensors").is_file():
-        check_json_file(index, "weight_map")
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(read_json(index, "weight_map")["weight_map"].values())
     if missing := sorted(name for name in names if not (folder / name).is_file()):
         raise FileNotFoundError(f"{folder} has no {missing[0]}. Name a complete copy of the model, in safetensors.")
     return [str(folder / name) for name in sorted(names)]
 
 
-def check_json_file(path: Path, key: str | None = None) -> None:
-    """Raises `ValueError` for a file that is missing, or is not a JSON object with `key`."""
+def read_json(path: Path, key: str | None = None) -> dict[str, Any]:
+    """The JSON object in a file; raises `ValueError` for one that is missing, or is no object with `key`."""
     advice = "Save it again, or download it again."
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -352,6 +348,7 @@ def check_json_file(path: Path, key: str | None = None) -> None:
         raise ValueError(f"{path} is not JSON ({error}). {advice}") from error
     if not isinstance(content, dict) or (key is not None and key not in content):
         raise ValueError(f"{path} is not an object{f' with `{key}`' if key else ''}. {advice}")
+    return content
 
 
 _BASE_MODEL_SIZES = (

@@ -34,9 +34,9 @@ from .base_model_arcaligner import (
     base_model_files,
     base_model_names,
     check_base_model_loaded,
-    check_json_file,
     default_dtype,
     find_model,
+    read_json,
     read_tensors,
     resolve_model,
     share_file,
@@ -104,7 +104,7 @@ class AlignerCheckpointMixin:
         name = pretrained_model_name_or_path
         if name is not None:
             if (path := Path(name, "generation_config.json")).is_file():
-                check_json_file(path)
+                read_json(path)
             resolved = resolve_model(str(name))
             if resolved != str(name) and kwargs.get("config") is None:
                 config, _ = PreTrainedConfig.get_config_dict(resolved)
@@ -241,8 +241,7 @@ class AlignerCheckpointMixin:
         """Writes the code of model, processor and pipeline, and warns about files that it does not find."""
         missing = []
         for name in CODE_FILES:
-            source = _find_code(name, self.config._name_or_path)
-            if source is None:
+            if (source := _find_code(name, self.config._name_or_path)) is None:
                 missing.append(name)
             else:
                 shutil.copyfile(source, folder / name)
@@ -447,9 +446,7 @@ _FREE_SETTINGS = (
 
 
 def _processor_settings(path: Path) -> dict[str, Any]:
-    check_json_file(path)
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return {name: value for name, value in content.items() if name not in _FREE_SETTINGS}
+    return {name: value for name, value in read_json(path).items() if name not in _FREE_SETTINGS}
 
 
 def _text_digest(path: Path) -> str:
@@ -487,10 +484,10 @@ def write_config(path: Path, config: dict[str, Any]) -> None:
 
 def check_processor_is_readable(folder: Path) -> None:
     """Raises `ValueError` for a file of a processor that is missing or broken, by its name."""
-    check_json_file(folder / "tokenizer_config.json", "tokenizer_class")
+    read_json(folder / "tokenizer_config.json", "tokenizer_class")
     for name, key in (("processor_config.json", "encoder_name_or_path"), ("tokenizer.json", "model")):
         if (path := folder / name).is_file():
-            check_json_file(path, key)
+            read_json(path, key)
     if not list(folder.glob("tokenizer.*")) + list(folder.glob("vocab.*")):
         raise ValueError(f"{folder} has no tokenizer.json. Save the processor again, or download it again.")
     try:
@@ -507,10 +504,7 @@ def check_processor_files(folder: Path) -> None:
         `ValueError`: the file that was changed, and which of its settings.
     """
     path = folder / "config.json"
-    if not path.is_file():  # a processor alone
-        return
-    check_json_file(path)
-    digests = json.loads(path.read_text(encoding="utf-8")).get("digests") or {}
+    digests = read_json(path).get("digests") or {} if path.is_file() else {}  # else a processor alone
     for name in _PROCESSOR_FILES:
         if name not in digests:
             continue

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Sequence
 from numbers import Integral, Real
+from types import UnionType
 from typing import Any, Literal
 
 import numpy as np
@@ -84,17 +85,17 @@ def check_gates(
     """Raises `ValueError` for invalid settings of the gates; `None` is valid."""
     if gate_mode is not None and gate_mode not in GATE_MODES:
         raise ValueError(f"`gate_mode` is {gate_mode!r}; expected one of {', '.join(GATE_MODES)}.")
-    if gate_threshold is not None and not (_is_number(gate_threshold, Real) and 0.0 < gate_threshold <= 1.0):
+    if gate_threshold is not None and not (is_number(gate_threshold, Real) and 0.0 < gate_threshold <= 1.0):
         raise ValueError(
             f"`gate_threshold` is {gate_threshold!r}; a gate's probability is compared with it, so it must "
             "lie in (0, 1]."
         )
     steps = max_refinement_steps
-    if steps is not None and not (_is_number(steps, Integral) and steps >= 0):
+    if steps is not None and not (is_number(steps, Integral) and steps >= 0):
         raise ValueError(
             f"`max_refinement_steps` is {steps!r}; it counts extra passes, so it must be a whole number of at least 0."
         )
-    if refinement_budget is not None and not (_is_number(refinement_budget, Real) and refinement_budget >= 0):
+    if refinement_budget is not None and not (is_number(refinement_budget, Real) and refinement_budget >= 0):
         raise ValueError(
             f"`refinement_budget` is {refinement_budget!r}; expected a share of the prefill of at least 0, such as "
             "0.1 for 10 % more operations. 0 switches refinement off, infinity leaves it to the gates."
@@ -112,7 +113,8 @@ def normalize_budget(gate_mode: str | None, refinement_budget: float | None) -> 
     return gate_mode, None if refinement_budget == math.inf else refinement_budget
 
 
-def _is_number(value: Any, kind: type) -> bool:
+def is_number(value: Any, kind: type | UnionType) -> bool:
+    """Whether it is a number of this kind and no truth value."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
@@ -331,17 +333,12 @@ def check_settings(file: str, settings: dict[str, Any], digests: Any) -> None:
     found = settings_digests(settings)
     changed = sorted(name for name in saved | found if saved.get(name) != found.get(name))
     if changed:
-        shown = ", ".join(f"`{name}` {_describe_setting(settings, name)}" for name in changed)
+        told = {name: "was changed" if isinstance(value, dict) else f"is {value!r}" for name, value in settings.items()}
+        shown = ", ".join(f"`{name}` {told.get(name, 'is missing')}" for name in changed)
         raise ValueError(
             f"The {file} is not as it was saved: {shown}. Undo the change, or download the checkpoint again. To change "
             "a setting, pass it to `from_pretrained` and save what was loaded."
         )
-
-
-def _describe_setting(settings: dict[str, Any], name: str) -> str:
-    if name not in settings:
-        return "is missing"
-    return "was changed" if isinstance(settings[name], dict) else f"is {settings[name]!r}"
 
 
 def longest_prompt(config: PreTrainedConfig) -> int | None:
@@ -389,7 +386,7 @@ def check_answer_probe(probe: Any) -> None:
     """Raises `ValueError` unless it is a regression as `train/confidence.py` writes it."""
 
     def is_finite(value) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return is_number(value, int | float) and math.isfinite(value)
 
     given = probe if isinstance(probe, dict) else {}
     layers, weight = given.get("layers"), given.get("weight")

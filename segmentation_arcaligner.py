@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
-from .configuration_arcaligner import check_text
+from .configuration_arcaligner import check_text, is_number
 
 logger = logging.get_logger(__name__)
 
@@ -87,9 +87,8 @@ def run_ends(start: int, word_ends: Sequence[int], tokens_per_slot: int | str) -
 
 def check_tokens_per_slot(tokens_per_slot: int | str) -> None:
     """Raises `ValueError` unless it is `"segment"` or a whole number of at least 1."""
-    is_number = isinstance(tokens_per_slot, int) and not isinstance(tokens_per_slot, bool)
     is_segment = isinstance(tokens_per_slot, str) and tokens_per_slot == "segment"
-    if not is_segment and not (is_number and tokens_per_slot >= 1):
+    if not is_segment and not (is_number(tokens_per_slot, int) and tokens_per_slot >= 1):
         raise ValueError(
             f'`tokens_per_slot` is {tokens_per_slot!r}; expected a whole number of tokens of at least 1, or "segment" '
             "for one slot per segment."
@@ -408,8 +407,7 @@ def segment_document(
 
 def check_max_slots(max_slots: int | None) -> None:
     """Raises `ValueError` for a maximum that holds no slot."""
-    is_whole = isinstance(max_slots, Integral) and not isinstance(max_slots, bool)
-    if max_slots is not None and not (is_whole and max_slots >= 1):
+    if max_slots is not None and not (is_number(max_slots, Integral) and max_slots >= 1):
         raise ValueError(
             f"`max_slots` is {max_slots!r}; expected a whole number of at least 1, the maximum number of slots, or "
             "None for all."

@@ -1,4 +1,4 @@
-"""The ways to read k passages that the latency benchmark compares, from the same prompts.
+"""The ways to read k passages that the latency benchmark compares, from the same prompts of one question.
 
 standard_rag           the passages' text, read by the bare base model of transformers
 standard_rag_cached    the same, with cached keys and values of everything before the question
@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -27,8 +26,7 @@ from ..common.rows import Row
 from ..evaluation.analyses.speed import BUDGET
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..slot_rows_arcaligner import pad_passage_ids, pad_words, passage_positions, place_passage_ids
-from ..train.data import text_ids
+from ..train.data import slot_inputs, text_ids
 
 TOKENS_PER_PASSAGE = 150
 
@@ -62,117 +60,61 @@ def base_of(aligner: ArcAlignerForCausalLM, dtype: torch.dtype, device: str) -> 
 
 
 @dataclass
-class TokenBatch:
-    """Rows of ids, left-padded: `input_ids` and `attention_mask`, both (batch, seq_len); where passages are read apart
-    also `passages`, the number of each slot's, -1 on text."""
+class Prompt:
+    """A prompt of one question: `ids` and their `positions`, both (1, seq_len), the number of them before the question,
+    and what the model reads in the slots, if there are any."""
 
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
-    passages: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, rows: list[list[int]], pad: int, device: str) -> "TokenBatch":
-        """Rows of different lengths."""
-        width = max(map(len, rows))
-        ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
-        return cls(ids, torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device))
-
-    @property
-    def position_ids(self) -> torch.Tensor:
-        """Positions that do not count padding, nor the slots of other passages that are read apart."""
-        if self.passages is not None:
-            return passage_positions(self.passages, self.attention_mask)
-        return (self.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Real tokens of each row."""
-        return self.attention_mask.sum(dim=1).tolist()
-
-    def then(self, tail: "TokenBatch") -> "TokenBatch":
-        """These columns followed by those of `tail`, for a `tail` that is read after a cache of these."""
-        ids = torch.cat([self.input_ids, tail.input_ids], dim=1)
-        passages = self.passages
-        if passages is not None:  # a tail is text
-            passages = torch.cat([passages, torch.full_like(tail.input_ids, -1)], dim=1)
-        return TokenBatch(ids, torch.cat([self.attention_mask, tail.attention_mask], dim=1), passages)
-
-
-@dataclass
-class Prompts:
-    """A batch of prompts, whole and in two parts, and what the model reads in their slots, if there are any."""
-
-    whole: TokenBatch
-    prefix: TokenBatch
-    tail: TokenBatch
+    ids: torch.Tensor
+    positions: torch.Tensor
+    num_before: int
     slots: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def prefix(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and positions of what does not depend on the question."""
+        return self.ids[:, : self.num_before], self.positions[:, : self.num_before]
 
-def pick_rows(rows: list[Row], processor: ArcAlignerProcessor, k: int, batch_size: int) -> list[Row]:
-    """`batch_size` rows with `k` passages each: those nearest to `TOKENS_PER_PASSAGE`, each with its own question; the
-    passages of the next rows follow it.
+    @property
+    def tail(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and positions of the rest."""
+        return self.ids[:, self.num_before :], self.positions[:, self.num_before :]
+
+
+def pick_rows(rows: list[Row], processor: ArcAlignerProcessor, number: int) -> list[Row]:
+    """`number` passages with a question: those nearest to `TOKENS_PER_PASSAGE`, a row each.
 
     Raises:
-        `ValueError`: fewer than `k` passages.
+        `ValueError`: there are fewer.
     """
-    own = [(row, passage) for row in rows if row["question"] for passage in row["passages"]]
-    if len(own) < k:
+    own = [row | {"passages": [passage]} for row in rows if row["question"] for passage in row["passages"]]
+    if len(own) < number:
         raise ValueError(
-            f"Found {len(own)} passages with a question; {k} passages in a prompt need at least as many. Name larger "
-            "`--data`, or fewer passages in `--sizes`."
+            f"Found {len(own)} passages with a question, but {number} are wanted. Name larger `--data`, or fewer "
+            "passages in `--sizes`."
         )
-    counts = [len(ids) for ids in processor.tokenizer([passage["text"] for _, passage in own])["input_ids"]]
+    texts = [row["passages"][0]["text"] for row in own]
+    counts = [len(ids) for ids in processor.tokenizer(texts)["input_ids"]]
     nearest = sorted(range(len(own)), key=lambda index: (abs(counts[index] - TOKENS_PER_PASSAGE), index))
-    own = [own[index] for index in nearest[: k + batch_size - 1]]
-    return [
-        {
-            "question": own[number % len(own)][0]["question"],
-            "passages": [own[(number + offset) % len(own)][1] for offset in range(k)],
-        }
-        for number in range(batch_size)
-    ]
+    return [own[index] for index in nearest[:number]]
+
+
+def join_rows(rows: list[Row]) -> Row:
+    """The question of the first row about the passages of all."""
+    return {"question": rows[0]["question"], "passages": [each for row in rows for each in row["passages"]]}
 
 
 def both_prompts(
-    processor: ArcAlignerProcessor, rows: list[Row], slots: dict[str, list[torch.Tensor]], device: str = "cpu"
-) -> tuple[Prompts, Prompts]:
-    """Prompts with the passages' text and with slots, of the same questions; `slots` are those of [`encoded_slots`]."""
-    text_prefixes, slot_prefixes, tails = [], [], []
-    for row, embeds in zip(rows, slots["context_embeds"], strict=True):
-        before, after = processor.prompt_ids(row["question"])
-        text_prefixes.append(text_ids(processor, row)[0])
-        slot_prefixes.append(before + [processor.context_token_id] * len(embeds))
-        tails.append(after)
-    padded = {"context_embeds": pad_sequence(slots["context_embeds"], batch_first=True).to(device)}
-    if "context_word_ids" in slots:
-        padded["context_word_ids"] = pad_words(slots["context_word_ids"]).to(device)
-    if "context_passage_ids" in slots:
-        padded["context_passage_ids"] = pad_passage_ids(slots["context_passage_ids"]).to(device)
-    pad = processor.tokenizer.pad_token_id or 0
-
-    def prompts(prefixes: list[list[int]], slots: dict[str, torch.Tensor]) -> Prompts:
-        whole = [prefix + tail for prefix, tail in zip(prefixes, tails, strict=True)]
-        parts = [TokenBatch.of(part, pad, device) for part in (whole, prefixes, tails)]
-        if "context_passage_ids" in slots:
-            for part in parts[:2]:  # a tail is text
-                is_slot = part.input_ids == processor.context_token_id
-                part.passages = place_passage_ids(is_slot, slots["context_passage_ids"])
-        return Prompts(*parts, slots)
-
-    return prompts(text_prefixes, {}), prompts(slot_prefixes, padded)
-
-
-def encoded_slots(
-    processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: int | str | None = None
-) -> dict[str, list[torch.Tensor]]:
-    """What the aligner reads for the passages of each row, as `both_prompts` takes it."""
-    encoded = [processor.encode_documents(row["passages"], tokens_per_slot=tokens_per_slot) for row in rows]
-    slots = {"context_embeds": [each.context_embeds for each in encoded]}
-    if encoded[0].context_word_ids is not None:
-        slots["context_word_ids"] = [each.context_word_ids for each in encoded]
-    if processor.passage_attention == "separate":
-        slots["context_passage_ids"] = [each.context_passage_ids for each in encoded]
-    return slots
+    aligner: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, row: Row, rate: int | str | None = None
+) -> tuple[Prompt, Prompt]:
+    """The prompts of a row with the passages' text and with their slots."""
+    prefix, tail = text_ids(processor, row)
+    ids = torch.tensor([prefix + tail], device=aligner.device)
+    text = Prompt(ids, aligner.prompt_positions(ids), len(prefix))
+    slots = slot_inputs(processor, [row], tokens_per_slot=rate).to(aligner.device)
+    ids, _ = slots.pop("input_ids"), slots.pop("attention_mask")  # all of a single row is real
+    positions = aligner.prompt_positions(ids, context_passage_ids=slots.get("context_passage_ids"))
+    last = int((ids[0] == processor.context_token_id).nonzero().max())
+    return text, Prompt(ids, positions, last + 1, {**slots})
 
 
 # Arms
@@ -180,11 +122,11 @@ def encoded_slots(
 
 @dataclass
 class FirstToken:
-    """What an arm has read: the first token of each answer (batch,), the cache, and refinement steps."""
+    """What an arm has read: the first token of the answer (1,), the cache, and refinement steps."""
 
-    tokens: torch.Tensor
+    token: torch.Tensor
     cache: Cache | None
-    recursion_depth: torch.Tensor | None = None  # (batch, num_layers, max_slots), -1 where there is no slot
+    recursion_depth: torch.Tensor | None = None  # (1, num_layers, num_slots)
 
 
 def share(cache: Cache) -> Cache:
@@ -199,75 +141,58 @@ def cache_bytes(cache: Cache) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
-def read(model: PreTrainedModel, ids: TokenBatch, cache: Cache | None = None, **inputs: Any) -> FirstToken:
-    """Reads the columns of `ids` that are not in `cache`, and scores the last of them."""
-    cached = 0 if cache is None else cache.get_seq_length()
-    outputs = model(
-        input_ids=ids.input_ids[:, cached:],
-        attention_mask=ids.attention_mask,
-        position_ids=ids.position_ids[:, cached:],
-        use_cache=True,
-        logits_to_keep=1,
-        **{CACHE: cache},
-        **inputs,
-    )
+def read(
+    model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, cache: Cache | None = None, **inputs: Any
+) -> FirstToken:
+    """Reads `ids` (1, num_new) at their `positions` behind all of `cache`, and scores the last of them."""
+    given = {"input_ids": ids, "position_ids": positions, CACHE: cache}
+    outputs = model(**given, use_cache=True, logits_to_keep=1, **inputs)
     # The bare base model's output has no depth.
     return FirstToken(outputs.logits[:, -1].argmax(dim=-1), cache_of(outputs), outputs.get("recursion_depth"))
 
 
 @torch.no_grad()
 def make_arms(
-    aligner: ArcAlignerForCausalLM, base: PreTrainedModel, text: Prompts, slots: Prompts
+    aligner: ArcAlignerForCausalLM, base: PreTrainedModel, text: Prompt, slots: Prompt
 ) -> tuple[dict[str, Callable[[], FirstToken]], dict[str, Cache]]:
-    """The arms of a batch by name, and by the names of two of them the caches of the prefixes that these start from."""
-    text_prefix = read(base, text.prefix).cache
-    prefix = slots.prefix
-    slot_prefix = aligner.prefill_context(
-        prefix.input_ids,
-        attention_mask=prefix.attention_mask,
-        position_ids=prefix.position_ids,
-        gate_mode="adaptive",
-        **slots.slots,
-    )
-    text_after, slots_after = text.prefix.then(text.tail), slots.prefix.then(slots.tail)
+    """The arms of a question by name, and by the names of two of them the caches of the prefixes that they start
+    from."""
+    text_prefix = read(base, *text.prefix).cache
+    slot_prefix = read(aligner, *slots.prefix, **slots.slots, gate_mode="adaptive").cache
 
     def read_slots(**settings: Any) -> Callable[[], FirstToken]:
-        return lambda: read(aligner, slots.whole, **slots.slots, **settings)
+        return lambda: read(aligner, slots.ids, slots.positions, **slots.slots, **settings)
 
     arms = {
-        "standard_rag": lambda: read(base, text.whole),
-        "standard_rag_cached": lambda: read(base, text_after, share(text_prefix)),
+        "standard_rag": lambda: read(base, text.ids, text.positions),
+        "standard_rag_cached": lambda: read(base, *text.tail, share(text_prefix)),
         "off": read_slots(gate_mode="off"),
         "adaptive": read_slots(gate_mode="adaptive"),
         "budgeted": read_slots(gate_mode="adaptive", refinement_budget=BUDGET),
         "always": read_slots(gate_mode="always"),
-        "slots_cached": lambda: read(aligner, slots_after, share(slot_prefix)),
+        "slots_cached": lambda: read(aligner, *slots.tail, share(slot_prefix)),
     }
     return arms, {"standard_rag_cached": text_prefix, "slots_cached": slot_prefix}
 
 
 @dataclass
 class Decoding:
-    """Greedy decoding after a prompt, one token at a time, with `model` called as in `generate`."""
+    """Greedy decoding after a `prompt` that was `read`, one token at a time, with `model` called as in `generate`."""
 
     model: PreTrainedModel
-    prompt: TokenBatch
+    prompt: Prompt
     read: FirstToken
-    ids: TokenBatch = field(init=False)
+    tokens: list[torch.Tensor] = field(init=False)  # each (1,)
+    position: torch.Tensor = field(init=False)  # (1, 1)
     cache: Cache = field(init=False)
 
     def restart(self) -> None:
         """Back to the first token."""
-        self.cache = share(self.read.cache)
-        self.ids = self._with(self.prompt, self.read.tokens)
+        self.cache, self.tokens = share(self.read.cache), [self.read.token]
+        self.position = self.prompt.positions[:, -1:]
 
     def step(self) -> None:
-        """The next token of each row."""
+        """The next token."""
         own = {"is_generated": True} if isinstance(self.model, ArcAlignerForCausalLM) else {}
-        found = read(self.model, self.ids, self.cache, **own)
-        self.ids = self._with(self.ids, found.tokens)
-
-    @staticmethod
-    def _with(ids: TokenBatch, tokens: torch.Tensor) -> TokenBatch:
-        column = tokens[:, None]
-        return ids.then(TokenBatch(column, torch.ones_like(column)))
+        self.position = self.position + 1
+        self.tokens.append(read(self.model, self.tokens[-1][:, None], self.position, self.cache, **own).token)

@@ -17,10 +17,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -31,7 +31,7 @@ from ..common.files import counted, describe_machine, markdown_table, read_json_
 from ..common.rows import Row, contains_match, own_row, token_f1, usable_golds
 from ..evaluation.answering import count_tokens, load_aligner, load_text_lora
 from ..evaluation.methods import RATE_TITLES
-from ..train.data import passages_text, text_ids
+from ..train.data import passages_text, slot_inputs, text_ids
 from ..train.metrics import MAX_NEW_TOKENS
 from .arms import cache_bytes, share
 from .measuring import wait_for
@@ -97,35 +97,36 @@ def find_passages(
 # Readers
 
 
+class Asked(NamedTuple):
+    """An answer, the positions that stand for the passages, seconds to the first token of new passages and of kept
+    ones, and the bytes of these."""
+
+    answer: str
+    positions: int
+    seconds: float
+    seconds_kept: float
+    kept_bytes: int
+
+
 @dataclass
 class Reader:
-    """A way to read passages, and what it did."""
+    """A way to read passages."""
 
     title: str
     rate: int | str | None  # tokens of text per slot; `None` reads text
     model: Any  # of transformers; an aligner reads text as its bare base model
-    answers: list[str] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    seconds_kept: list[float] = field(default_factory=list)
-    kept_bytes: list[int] = field(default_factory=list)
 
-    def ask(self, processor, row: Row) -> None:
+    def ask(self, processor, row: Row) -> Asked:
         """Reads a row's passages, keeps what was read, and answers from that."""
         inputs, num_positions, keep = (self._text if self.rate is None else self._slots)(processor, row)
-        self.seconds.append(self._time_first_token(inputs))
+        seconds = self._time_first_token(inputs)
         kept = keep()
-        self.seconds_kept.append(self._time_first_token(kept))
+        seconds_kept = self._time_first_token(kept)
         given = kept()
-        self.kept_bytes.append(cache_bytes(given["past_key_values"]))
+        num_bytes = cache_bytes(given["past_key_values"])
         new = self._generate(given, MAX_NEW_TOKENS)[0, given["input_ids"].shape[1] :]
-        self.answers.append(processor.decode(new, skip_special_tokens=True).strip())
-        self.positions.append(num_positions)
-
-    def forget(self) -> None:
-        """Drops all that was noted, after a warm-up."""
-        for noted in (self.answers, self.positions, self.seconds, self.seconds_kept, self.kept_bytes):
-            noted.clear()
+        answer = processor.decode(new, skip_special_tokens=True).strip()
+        return Asked(answer, num_positions, seconds, seconds_kept, num_bytes)
 
     def _text(self, processor, row: Row):
         """What makes the prompt, its positions for the text, and what keeps the part before the question."""
@@ -143,15 +144,13 @@ class Reader:
 
     def _slots(self, processor, row: Row):
         """The same with slots, which are kept by a store of the model's."""
-        question, documents, rate = row["question"], row["passages"], {"tokens_per_slot": self.rate}
 
         def inputs() -> dict[str, torch.Tensor]:
-            chat = [{"role": "user", "content": question}]
-            options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-            return processor.apply_chat_template(chat, documents=documents, **rate, **options).to(self.model.device)
+            return slot_inputs(processor, [row], tokens_per_slot=self.rate).to(self.model.device)
 
         def keep():
-            prepare = partial(self.model.slot_prefix_store(processor).prepare, question, documents, **rate)
+            store = self.model.slot_prefix_store(processor)
+            prepare = partial(store.prepare, row["question"], row["passages"], tokens_per_slot=self.rate)
             prepare()
             return prepare
 
@@ -170,26 +169,23 @@ class Reader:
 
 
 @torch.inference_mode()
-def compare(rows: list[Row], readers: list[Reader], processor) -> list[list[str]]:
-    """Lets all readers answer all rows, and returns the cells of the table, a row for each reader."""
+def compare(rows: list[Row], readers: list[Reader], processor) -> dict[str, list[Asked]]:
+    """Lets all readers answer all rows; by their titles."""
     readers[0].ask(processor, rows[0]), readers[-1].ask(processor, rows[0])  # warm up text and slots
-    for reader in readers:
-        reader.forget()
+    found: dict[str, list[Asked]] = {reader.title: [] for reader in readers}
     for number, row in enumerate(track(rows, "Answering", console=Console(stderr=True), transient=True)):
         first = number % len(readers)
         for reader in readers[first:] + readers[:first]:
-            reader.ask(processor, row)
-    return [cells_of(reader, readers[0], rows) for reader in readers]
+            found[reader.title].append(reader.ask(processor, row))
+    return found
 
 
-def cells_of(reader: Reader, text: Reader, rows: list[Row]) -> list[str]:
+def cells_of(title: str, found: list[Asked], text: list[Asked], rows: list[Row]) -> list[str]:
     """The row of a reader; agreement is to the answers of `text`."""
     known = [
-        (answer, row["answers"])
-        for answer, row in zip(reader.answers, rows, strict=True)
-        if usable_golds(row["answers"])
+        (each.answer, row["answers"]) for each, row in zip(found, rows, strict=True) if usable_golds(row["answers"])
     ]
-    pairs = zip(reader.answers, text.answers, strict=True)
+    pairs = ((one.answer, other.answer) for one, other in zip(found, text, strict=True))
     agreement = [token_f1(one, [other]) if usable_golds([other]) else float(one == other) for one, other in pairs]
 
     def percent(scores: Iterable[float]) -> str:
@@ -197,14 +193,14 @@ def cells_of(reader: Reader, text: Reader, rows: list[Row]) -> list[str]:
         return f"{100 * statistics.mean(scores):.1f}" if scores else "-"
 
     return [
-        reader.title,
-        f"{statistics.mean(reader.positions):.0f}",
+        title,
+        f"{statistics.mean(each.positions for each in found):.0f}",
         percent(token_f1(*each) for each in known),
         percent(contains_match(*each) for each in known),
         percent(agreement),
-        f"{1000 * statistics.median(reader.seconds):.0f} ms",
-        f"{1000 * statistics.median(reader.seconds_kept):.0f} ms",
-        f"{statistics.mean(reader.kept_bytes) / 2**20:.1f} MiB",
+        f"{1000 * statistics.median(each.seconds for each in found):.0f} ms",
+        f"{1000 * statistics.median(each.seconds_kept for each in found):.0f} ms",
+        f"{statistics.mean(each.kept_bytes for each in found) / 2**20:.1f} MiB",
     ]
 
 
@@ -241,7 +237,8 @@ def run_compare(
             Reader("text, by the fine-tuned base model", None, load_text_lora(checkpoint, full_text_lora, device)[0])
         )
     readers += [Reader(f"slots, {RATE_TITLES.get(rate, f'{rate} tokens per slot')}", rate, aligner) for rate in rates]
-    cells = compare(rows, readers, processor)
+    found = compare(rows, readers, processor)
+    cells = [cells_of(title, each, found[readers[0].title], rows) for title, each in found.items()]
     known = sum(bool(usable_golds(row["answers"])) for row in rows)
     machine = describe_machine(device)
     about = f"{counted(len(rows), 'question')}, {known} with answers. {machine['cpu']}, {machine['threads']} threads, "
@@ -251,7 +248,7 @@ def run_compare(
     write_whole(output / "comparison.html", html_page(cells, [REMARKS, about]))
     answers = [
         {"question": row["question"], "answers": row["answers"]}
-        | {reader.title: reader.answers[number] for reader in readers}
+        | {title: each[number].answer for title, each in found.items()}
         for number, row in enumerate(rows)
     ]
     write_whole(output / "answers.jsonl", "".join(f"{json.dumps(each, ensure_ascii=False)}\n" for each in answers))

@@ -25,14 +25,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
-from ..base_model_arcaligner import CACHE, cache_of
+from ..base_model_arcaligner import cache_of
 from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, describe_machine, digest, run_command, write_whole
 from ..common.rows import Row, read_rows
 from ..configuration_arcaligner import check_length
@@ -51,17 +50,11 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..prefix_store_arcaligner import SlotPrefixStore
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.data import text_ids
-from .arms import FirstToken, load_models, pick_rows, share
-from .latency import DTYPES, MIN_ROUNDS
+from .arms import FirstToken, join_rows, load_models, pick_rows, read, share
+from .latency import MIN_ROUNDS, parse_sizes
 from .measuring import quartiles, ratio, time_interleaved
 
 SPARE = 4  # known passages beyond those of the largest combination
-
-
-def first_token(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, cache: Cache | None) -> FirstToken:
-    """Reads `ids` (1, num_new) at their `positions` behind all of `cache`."""
-    outputs = model(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **{CACHE: cache})
-    return FirstToken(outputs.logits[:, -1].argmax(dim=-1), cache_of(outputs))
 
 
 class TextReader:
@@ -83,25 +76,25 @@ class TextReader:
         start = len(prompt.head)
         for passage, ids in zip(row["passages"], prompt.passages, strict=True):
             cache = join_keys_values([[self.head]], self.base.config)
-            read = first_token(self.base, *self._new(ids, start), cache).cache
-            self.kept[passage["text"]] = keys_values_of(read, 0, start, start + len(ids))
+            own = read(self.base, *self._new(ids, start), cache).cache
+            self.kept[passage["text"]] = keys_values_of(own, 0, start, start + len(ids))
             save_keys_values(self._path(passage), self.kept[passage["text"]], {})
 
     def anew(self, row: Row) -> FirstToken:
         """From the whole text."""
         prefix, tail = text_ids(self.processor, row)
         check_length(len(prefix) + len(tail), "The prompt of text", self.base.config)
-        read = first_token(self.base, *self._new(prefix + tail, 0), None)
-        self._last = row, read
-        return read
+        found = read(self.base, *self._new(prefix + tail, 0))
+        self._last = row, found
+        return found
 
     def same_set(self, row: Row) -> FirstToken:
         """The question of `row` about the passages that text was read of last."""
-        asked, read = self._last
+        asked, before = self._last
         prefix, tail = text_ids(self.processor, row | {"passages": asked["passages"]})
-        cache = share(read.cache)
+        cache = share(before.cache)
         cache.crop(len(prefix) - cache.get_seq_length())
-        return first_token(self.base, *self._new(tail, len(prefix)), cache)
+        return read(self.base, *self._new(tail, len(prefix)), cache)
 
     def apart(self, row: Row, from_folder: bool) -> FirstToken:
         """From kept passages; the question goes on behind the longest."""
@@ -112,7 +105,7 @@ class TextReader:
             parts.append(load_keys_values(*file) if from_folder else self.kept[passage["text"]])
         start = self.head.shape[3] + max(part.shape[3] for part in parts[1:])
         cache = join_keys_values([parts], self.base.config)
-        return first_token(self.base, *self._new(after, start), cache)
+        return read(self.base, *self._new(after, start), cache)
 
     def _new(self, ids: list[int], start: int) -> tuple[torch.Tensor, torch.Tensor]:
         device = self.base.device
@@ -182,7 +175,7 @@ class Known:
     def draw(self, k: int, number: int) -> Row:
         """A question over `k` of the passages, the same for a `number` in each run."""
         rows = random.Random(number).sample(self.rows, k)
-        return {"question": rows[-1]["question"], "passages": [row["passages"][0] for row in rows]}
+        return join_rows(rows[-1:] + rows[:-1])
 
     @torch.no_grad()
     def measure(self, k: int, rounds: int, seconds: float) -> dict[str, Any]:
@@ -210,7 +203,7 @@ class Known:
 def know(rows: list[Row], processor: ArcAlignerProcessor, number: int) -> list[Row]:
     """`number` rows of a passage each, all different; see [`pick_rows`]."""
     unique = {passage["text"]: row | {"passages": [passage]} for row in rows for passage in row["passages"]}
-    return pick_rows(list(unique.values()), processor, 1, min(number, len(unique)))
+    return pick_rows(list(unique.values()), processor, min(number, len(unique)))
 
 
 def main(
@@ -218,23 +211,15 @@ def main(
     checkpoint: Annotated[str, typer.Option(help="An aligner: a folder or a Hub id.")] = str(DEFAULT_CHECKPOINT),
     sizes: Annotated[str, typer.Option(help="Passages of a question, separated by commas.")] = "1,5,10,20",
     tokens_per_slot: Annotated[str, typer.Option(help="Numbers or `segment`, by commas.")] = "2,4,8,16,segment",
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the models.")] = "float32",
     device: Annotated[str, typer.Option(help="Where the models run: cpu, cuda.")] = "cpu",
     rounds: Annotated[int, typer.Option(help="Maximum number of rounds of a size.")] = 15,
     seconds: Annotated[float, typer.Option(help="Seconds of a size after which no further round begins.")] = 60.0,
     data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = SQUAD_SAMPLE,
 ) -> None:
     """Measures the time to the first token of a new question over known passages, kept as slots and as text."""
-    try:
-        asked = [int(size) for size in sizes.split(",")]
-    except ValueError:
-        asked = []
-    if not asked or min(asked) < 1 or dtype not in DTYPES:
-        raise ValueError(
-            f"`--sizes` is {sizes!r} and `--dtype` {dtype!r}; expected numbers of passages, separated by commas, such "
-            f"as 1,5, and one of {', '.join(DTYPES)}."
-        )
-    models = load_models(checkpoint, DTYPES[dtype], device, passage_attention="separate")
+    asked = parse_sizes(sizes)
+    models = load_models(checkpoint, getattr(torch, dtype), device, passage_attention="separate")
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
     processor.passage_attention = "separate"
     rows = know(read_rows(data), processor, max(asked) + SPARE)

@@ -24,6 +24,7 @@ from .analyses.rates import save_rates
 from .analyses.speed import (
     BUDGET,
     KNOWN,
+    SHORT_PASSAGES,
     find_size,
     first_token_ms,
     first_token_table,
@@ -48,7 +49,6 @@ README_ROWS = (
     ("**slots**", "8", "arcaligner_x8", 8),
     ("**slots**", "a sentence", "arcaligner_xsegment", "segment"),
 )
-README_PASSAGES = 5, 20
 CUT_SHORTER = {"a quarter": "truncated_lora_x4", "an eighth": "truncated_lora_x8"}
 ANSWERS_PER_SET = 13
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|&])")  # what could become structure of a page
@@ -187,15 +187,15 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any]) -> str:
         if timed is not None:
             arms = ("standard_rag", "standard_rag_cached") if timed == "text" else ("off", "slots_cached")
             rate = latency["own_tokens_per_slot"] if timed == "text" else timed
-            sizes = [find_size(latency, k, rate) for k in README_PASSAGES]
+            sizes = [find_size(latency, k, rate) for k in SHORT_PASSAGES]
             cells = [" / ".join(f"{first_token_ms(size, arm):,.0f}" for size in sizes) for arm in arms]
             cells.append(" / ".join(f"{size['arms'][arms[1]]['cache_bytes'] / 2**20:.0f}" for size in sizes))
         rows.append([read, tokens, *f1(method), *cells])
     columns = ["The model reads", "Rate", *sets, "First token, ms", "Kept, ms", "Kept, MiB"]
     counts = " to ".join(map(str, sorted({each["questions"] for each in sets.values()})))
     shorter = "; ".join(f"to {part}, {', '.join(f1(method))}" for part, method in CUT_SHORTER.items())
-    passages = " / ".join(map(str, README_PASSAGES))
-    own = [find_size(latency, k, latency["own_tokens_per_slot"]) for k in README_PASSAGES]
+    passages = " / ".join(map(str, SHORT_PASSAGES))
+    own = [find_size(latency, k, latency["own_tokens_per_slot"]) for k in SHORT_PASSAGES]
     lengths = [each["methods"][find_method("full_text_lora").title]["context_tokens"] for each in sets.values()]
     return "\n".join(
         [
@@ -220,8 +220,7 @@ def speed_results_page(latency: dict[str, Any]) -> str:
     """`docs/speed_results.md`: the time to the first token of every size, and folded, all numbers of each."""
     folded: dict[str, list[str]] = {}
     for size in latency["sizes"]:
-        title = f"{rate_title(size)}, {size['dtype']}, questions at a time: {size['batch_size']}"
-        folded.setdefault(title, []).extend(size_lines(size))
+        folded.setdefault(f"{rate_title(size)}, {size['dtype']}", []).extend(size_lines(size))
     lines = [SPEED_DETAILS, *first_token_table(latency, every_size=True), ""]
     for title, tables in folded.items():
         lines += [f"<details><summary>{title}</summary>", "", *tables, "</details>", ""]

@@ -1,6 +1,5 @@
 """The sets of questions: the paper's six, in its order, then three more."""
 
-import difflib
 import json
 import logging
 from collections import Counter
@@ -11,12 +10,12 @@ from pathlib import Path
 import datasets
 
 from ..common.data_sets import HOTPOTQA, MUSIQUE, SQUAD, hotpotqa_row, musique_row, squad_row
-from ..common.rows import Row, read_rows
+from ..common.files import refuse_unknown
+from ..common.rows import JSON_LINES, Row, read_rows
 from .metrics import usable_golds
 
 logger = logging.getLogger(__name__)
 
-LOCAL_SUFFIXES = (".jsonl.gz", ".jsonl")
 SAMPLE_SEED = 0
 MOST_PAGE_VIEWS = 100  # a month, of a subject in the long tail
 
@@ -64,11 +63,11 @@ class Task:
         return asked[:num_questions]
 
     def _local_file(self, data: Path) -> Path:
-        for suffix in LOCAL_SUFFIXES:
+        for suffix in reversed(JSON_LINES):  # gzipped first
             if (path := data / f"{self.name}{suffix}").is_file():
                 return path
         raise FileNotFoundError(
-            f"There is no {self.name}{LOCAL_SUFFIXES[0]} in {data}. Put it there, name another folder with `--data`, "
+            f"There is no {self.name}.jsonl.gz in {data}. Put it there, name another folder with `--data`, "
             f"or leave `data` out to take {self.hub_id} of the Hub."
         )
 
@@ -78,7 +77,7 @@ class Task:
         except (OSError, ValueError) as error:
             raise OSError(
                 f"{self.title} is neither on this machine nor available from the Hub ({self.hub_id}: "
-                f"{type(error).__name__}). Put {self.name}{LOCAL_SUFFIXES[0]} into the folder named with `--data`, "
+                f"{type(error).__name__}). Put {self.name}.jsonl.gz into the folder named with `--data`, "
                 'one line per question: {"id", "question", "answers", "passages": [{"title", "text"}]}.'
             ) from error
         return [row for row in map(self.to_row, dataset.shuffle(seed=SAMPLE_SEED)) if row is not None]
@@ -86,20 +85,12 @@ class Task:
 
 def choose_passages(rows: list[Row], passages: str = "given", top_k: int | None = None) -> list[Row]:
     """Rows with the first `top_k` of the passages that are read: `"given"`, those of the row, or `"gold"`, those that
-    the answer needs where the row says which (`meta.gold`, their numbers).
-
-    Raises:
-        `ValueError`: a number in `meta.gold` that no passage has.
-    """
+    the answer needs where the row says which (`meta.gold`, their numbers)."""
     chosen = []
     for row in rows:
         found = row["passages"]
         gold = (row.get("meta") or {}).get("gold")
         if passages == "gold" and gold is not None:
-            if not all(index in range(len(found)) for index in gold):
-                raise ValueError(
-                    f"Row {row['id']!r} has {len(found)} passages, but `meta.gold` {gold}: expected their numbers."
-                )
             found = [found[index] for index in gold]
         chosen.append(row | {"passages": found[:top_k]})
     return chosen
@@ -170,8 +161,5 @@ def find_task(name: str) -> Task:
     Raises:
         `ValueError`: there is none, with the nearest one.
     """
-    if name in TASKS:
-        return TASKS[name]
-    close = difflib.get_close_matches(name, TASKS, n=1)
-    hint = f" Did you mean {close[0]}?" if close else ""
-    raise ValueError(f"There is no task {name!r}.{hint} Known: {', '.join(TASKS)}.")
+    refuse_unknown("the tasks", [name], TASKS)
+    return TASKS[name]

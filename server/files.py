@@ -2,7 +2,6 @@
 path; and questions to begin with, which fit the texts of the corpus."""
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from ..common.reading import read_file
@@ -19,26 +18,12 @@ _SAYS_WHAT = re.compile(
     r"(?:#.*\n+)*(?P<thing>(?:(?:The|An?) )?(?:[\w.'’-]+ ){0,4}?[\w'’-]+)"
     r"(?: \([^()\n]*\))? (?P<verb>is|are|was|were) (?:an?|the|one) \w"
 )
-_NO_NAMES = "there this that these those what which who one each all both some another other first here we you i not"
-_NO_NAMES = frozenset(
-    [
-        *_NO_NAMES.split(),
-        "everything",
-        "nothing",
-        "when",
-        "where",
-        "how",
-        "why",
-        "as",
-        "in",
-        "at",
-        "on",
-        "if",
-        "for",
-        "with",
-    ]
-)
 _STAND_FOR_A_NAME = ("He", "She", "It", "They")
+_NO_NAMES = (
+    "there this that these those what which who one each all both some another other first here we you i not he "
+)
+_NO_NAMES += "she it they everything nothing when where how why as in at on if for with"
+_NO_NAMES = frozenset(_NO_NAMES.split())
 
 
 def read_passages(name: str, data: bytes, passage_words: int, spacy_model: str) -> dict[str, Any]:
@@ -78,7 +63,7 @@ def ask_what(title: str, text: str) -> str | None:
         if not 1 <= len(thing.split()) <= 5:
             return None
     first, *others = thing.split()
-    if first.lower() in (*_NO_NAMES, *map(str.lower, _STAND_FOR_A_NAME)) or not first[0].isupper():
+    if first.lower() in _NO_NAMES or not first[0].isupper():
         return None
     if first in ("The", "A", "An") or others and not any(each[0].isupper() for each in others):
         return f"What {verb} {' '.join([first.lower(), *others])}?" if others else None
@@ -93,9 +78,6 @@ def example_questions(corpus: Corpus, most: int = 3) -> list[str]:
     for row in rows:
         if row["document"] not in found and (question := ask_what(row["title"], row["text"])):
             found[row["document"]] = question
-    return _spread(dict.fromkeys(found.values()), most)
-
-
-def _spread(values: Iterable[str], most: int) -> list[str]:
-    values = list(values)
-    return [values[number * len(values) // most] for number in range(most)] if len(values) > most else values
+    questions = list(dict.fromkeys(found.values()))
+    number = min(most, len(questions))
+    return [questions[place * len(questions) // number] for place in range(number)]

@@ -127,15 +127,15 @@ def trains(checkpoint: str) -> dict:
     return {"loss": float(re.search(r"'train_loss': '?([\d.]+)", run.stdout + run.stderr)[1])}
 
 
-def attempt(combination: str, always: list[str]) -> dict:
+def attempt(combination: str) -> dict:
     """Makes an environment for a combination, and what `probe` finds in it."""
-    wanted = dict(each.split("==") for each in (*always, *combination.split()))
+    wanted = dict(each.split("==") for each in combination.split())
     python = wanted.pop("python", f"{sys.version_info.major}.{sys.version_info.minor}")
     with tempfile.TemporaryDirectory(prefix="versions-") as temporary:
         folder, checkpoint = Path(temporary), Path(temporary, "checkpoint")
         shutil.copytree(CHECKPOINT, checkpoint)  # with files in place of links
         subprocess.run([*TOOLS, "venv", "--python", python, folder / "env"], check=True)
-        made = install(folder, f"{ROOT}[train]", [f"{name}=={version}" for name, version in wanted.items()])
+        made = install(folder, f"{ROOT}[train]", *(f"{name}=={version}" for name, version in wanted.items()))
         if made.returncode != 0:
             return dict.fromkeys(STEPS, False) | {"error": f"cannot be installed: {made.stderr.strip()[-1000:]}"}
         conflicts = subprocess.run([*TOOLS, "pip", "check", "--python", folder / "env"]).returncode
@@ -146,7 +146,7 @@ def attempt(combination: str, always: list[str]) -> dict:
         return json.loads(run.stdout.splitlines()[-1]) | {"pip check": conflicts == 0}
 
 
-def install(folder: Path, package: str, pins: list[str]) -> subprocess.CompletedProcess:
+def install(folder: Path, package: str, *pins: str) -> subprocess.CompletedProcess:
     """Installs into the environment `env` in a folder."""
     (folder / "build.cfg").write_text(f"[build]\nbuild_base={folder}/build\n[egg_info]\negg_base={folder}\n")
     os.environ["DIST_EXTRA_CONFIG"] = str(folder / "build.cfg")  # or setuptools would leave files in the tree
@@ -154,13 +154,13 @@ def install(folder: Path, package: str, pins: list[str]) -> subprocess.Completed
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def sizes(pins: list[str]) -> dict[str, float]:
+def sizes() -> dict[str, float]:
     """MiB of each package that this one brings without extras, beside torch and what torch needs; the largest first."""
     with tempfile.TemporaryDirectory(prefix="sizes-") as temporary:
         folder, found = Path(temporary), []
         subprocess.run([*TOOLS, "venv", folder / "env"], check=True)
         for package in ("torch", str(ROOT)):  # one after the other
-            install(folder, package, pins).check_returncode()
+            install(folder, package).check_returncode()
             found.append({})
             for each in distributions(path=[str(path) for path in folder.glob("env/lib/*/site-packages")]):
                 paths = (Path(each.locate_file(path)) for path in each.files or ())
@@ -196,7 +196,6 @@ def main() -> None:
     """The command; fails when a combination does."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("combinations", nargs="*", help="Pins such as 'torch==2.11.0 peft==0.20.0'. Default: all.")
-    parser.add_argument("--always", default="", help="Pins for what a combination does not name.")
     parser.add_argument("--table", type=Path, help="Document to write the table to, between its marks.")
     parser.add_argument("--sizes", action="store_true", help="Prints how large the package without extras is.")
     parser.add_argument("--probe", help=argparse.SUPPRESS)
@@ -204,7 +203,7 @@ def main() -> None:
     if options.probe:
         return probe(options.probe)
     if options.sizes:
-        found = sizes(options.always.split())
+        found = sizes()
         print(f"{sum(found.values()):.0f} MiB", *(f"{name} {size:.1f}" for name, size in found.items()), sep="\n")
         return None
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -213,7 +212,7 @@ def main() -> None:
     for combination in wanted:
         path = RESULTS / f"{slug(combination)}.json"
         if options.combinations or not path.exists():
-            found = attempt(combination, options.always.split())
+            found = attempt(combination)
             path.write_text(json.dumps(found))
             print(combination or "newest", found.get("error", "works"), flush=True)
             failed |= "error" in found

@@ -97,14 +97,6 @@ def test_a_budget_without_end_leaves_the_gates_to_themselves(model):
     assert (free.recursion_depth == 2).any()
 
 
-def test_slots_of_equal_confidence_are_taken_in_order(model):
-    batch = collate([random_row(model, 8, contiguous=True)])
-    for share in SHARES[2:5]:
-        depth = read(model, batch, share, gate_mode="always").recursion_depth[0, 0]
-        assert torch.equal(depth, depth.sort(descending=True).values)
-    assert 0 < (read(model, batch, 0.3, gate_mode="always").recursion_depth[0, 0] > 0).sum() < 8
-
-
 def test_training_with_a_budget_is_refused():
     model = tiny_aligner("llama").train()
     with pytest.raises(ValueError, match=r"`refinement_budget` is 0.1 in training.*`model.eval\(\)`"):

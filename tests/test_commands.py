@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # In an order in which each finds what those before have made.
 PAGES = ("docs/training.md", "README.md", "docs/corpus.md", "docs/evaluation.md", "docs/speed.md", "docs/server.md")
-PAGES += ("docs/engines.md", "docs/other_engines.md")
+PAGES += ("docs/engines.md",)
 # What is added to a command, by its beginning, so that it ends within a minute.
 SHORTER = {
     "python -m arcaligner train --recipe tiny --output": "--max_train_samples 4",
@@ -29,10 +29,9 @@ SHORTER = {
     "python -m arcaligner evaluate": "--data FOLDER -n 2",
     "python -m arcaligner.evaluation.retrieval": "-n 2",
     "python -m arcaligner.evaluation.analyses gates": "--tasks squad -n 2",
-    "python -m arcaligner.benchmarks.latency": "--sizes 1x1 --tokens-per-slot 2 --rounds 2 --seconds 1",
+    "python -m arcaligner.benchmarks.latency": "--sizes 1 --tokens-per-slot 2 --rounds 2 --seconds 1",
     "python -m arcaligner.benchmarks.kept": "--sizes 1 --tokens-per-slot 2 --rounds 2 --seconds 1",
     "python -m arcaligner.benchmarks.serving": "--requests 4 --clients 2",
-    "python -m arcaligner.engines.reference": "-n 1",
     "arcaligner compare": "--tokens-per-slot 2 -n 2",
 }
 # Commands that are not run here, by what stands in them.

@@ -28,6 +28,13 @@ def ask(model, fitted):
     return ArcAlignerPipeline(model=model, processor=fitted, task="text-generation", device="cpu")
 
 
+@pytest.fixture
+def ask_apart(separate):
+    """The pipeline of the aligner that reads passages apart."""
+    model, fitted = separate
+    return ArcAlignerPipeline(model=model, processor=fitted, task="text-generation", device="cpu")
+
+
 def watched(model, processor, inputs, **options):
     """The log-odds (batch,) that the passages answer."""
     with AnswerConfidence(model, processor) as watch:
@@ -165,20 +172,6 @@ def test_an_answer_that_would_be_told_before_it_is_refused_is_an_error(ask, opti
         ask({"question": "Who?", "documents": DOCUMENTS}, min_confidence=0.5, **option)
 
 
-def test_a_watch_is_used_again_and_by_a_thread(model, fitted):
-    questions = [chat_inputs(fitted, question, DOCUMENTS) for question in ("Who wrote it?", "When, and where?")]
-    expected = [watched(model, fitted, inputs) for inputs in questions]
-    watch, found = AnswerConfidence(model, fitted), []
-    for inputs in questions:
-        with watch:
-            options = {**inputs, **TOKENS, "logits_processor": [watch]}
-            thread = threading.Thread(target=model.generate, kwargs=options)
-            thread.start()
-            thread.join()
-        found.append(torch.logit(watch.confidence))
-    torch.testing.assert_close(found, expected)
-
-
 def test_a_refusal_needs_its_words(ask):
     ask.processor.no_answer = None
     with pytest.raises(ValueError, match="`no_answer` is None; expected what is answered instead"):
@@ -189,11 +182,8 @@ def test_a_refusal_needs_its_words(ask):
     "changes",
     [
         {"layers": []},
-        {"layers": [True]},
         {"layers": [-1]},
-        {"weight": None},
         {"weight": [float("nan")]},
-        {"weight": ["1"]},
         {"bias": "0"},
         {"threshold": None},
     ],
@@ -204,12 +194,6 @@ def test_a_probe_that_is_none_is_refused_on_loading(processor, model, changes):
         processor_with(processor, answer_probe=random_probe(model, **changes))
 
 
-def test_whole_numbers_are_weights(model, fitted):
-    width = model.config.text_config.hidden_size
-    fitted.answer_probe = random_probe(model, layers=[0], weight=[0] * width, bias=0)
-    assert watched(model, fitted, chat_inputs(fitted, "Who?", DOCUMENTS)).tolist() == [0.0]
-
-
 def asked_alone(model, processor, question, document):
     return torch.sigmoid(watched(model, processor, chat_inputs(processor, question, [document]))).item()
 
@@ -218,19 +202,19 @@ PASSAGES = ["It was written by Ada.", {"title": "Loom", "text": "The loom wove. 
 
 
 @pytest.mark.parametrize("most", [1, 2])
-def test_of_more_passages_the_likeliest_are_read_in_their_order(separate, most):
+def test_of_more_passages_the_likeliest_are_read_in_their_order(ask_apart, separate, most):
     model, fitted = separate
-    ask = ArcAlignerPipeline(model=model, processor=fitted, task="text-generation", device="cpu")
     sure = [None if each == " " else asked_alone(model, fitted, "Who wrote it?", each) for each in PASSAGES]
     best = sorted(sorted((0, 1, 3), key=lambda number: -sure[number])[:most])
-    expected = ask({"question": "Who wrote it?", "documents": [PASSAGES[n] for n in best]}, return_slots=True, **TOKENS)
     row = {"question": "Who wrote it?", "documents": PASSAGES}
-    (record,) = ask(row, return_slots=True, max_passages=most, **TOKENS)
+    expected = ask_apart(row | {"documents": [PASSAGES[n] for n in best]}, return_slots=True, **TOKENS)
+    (record,) = ask_apart(row, return_slots=True, max_passages=most, **TOKENS)
     told = record["statistics"].pop("passage_confidences")
     assert told == pytest.approx({number: sure[number] for number in (0, 1, 3)}, abs=1e-4)
     for segment in expected[0]["segments"]:
         segment["document"] = best[segment["document"]]
     assert record == expected[0]
+    assert ask_apart(row, max_passages=4, **TOKENS) == ask_apart(row, **TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -238,21 +222,18 @@ def test_of_more_passages_the_likeliest_are_read_in_their_order(separate, most):
     [PASSAGES[0], PASSAGES[1], tuple(PASSAGES), np.array(PASSAGES[::3])],
     ids=["text", "one", "tuple", "array"],
 )
-def test_documents_of_any_form_are_chosen_from(separate, documents):
-    model, fitted = separate
-    ask = ArcAlignerPipeline(model=model, processor=fitted, task="text-generation", device="cpu")
+def test_documents_of_any_form_are_chosen_from(ask_apart, documents):
     as_list = [documents] if isinstance(documents, str | dict) else list(documents)
+    rows = [{"question": "Who?", "documents": each} for each in (documents, as_list)]
     for options in ({"max_passages": 1}, {}):
-        records = [ask({"question": "Who?", "documents": each}, **TOKENS, **options) for each in (documents, as_list)]
-        assert records[0] == records[1]
+        assert ask_apart(rows[0], **TOKENS, **options) == ask_apart(rows[1], **TOKENS, **options)
 
 
-def test_of_passages_without_text_none_is_likely(separate):
+def test_of_passages_without_text_none_is_likely(ask_apart, separate):
     model, fitted = separate
     assert rank_passages(model.slot_prefix_store(fitted), ["Who?"], [[" ", ""]]) == [{}]
-    ask = ArcAlignerPipeline(model=model, processor=fitted, task="text-generation", device="cpu")
-    (record,) = ask({"question": "Who?", "documents": [" ", ""]}, return_slots=True, max_passages=1, **TOKENS)
-    (expected,) = ask({"question": "Who?", "documents": []}, return_slots=True, **TOKENS)
+    (record,) = ask_apart({"question": "Who?", "documents": [" ", ""]}, return_slots=True, max_passages=1, **TOKENS)
+    (expected,) = ask_apart({"question": "Who?", "documents": []}, return_slots=True, **TOKENS)
     assert record["statistics"].pop("passage_confidences") == {} and record == expected
 
 
@@ -265,14 +246,12 @@ def test_of_passages_without_text_none_is_likely(separate):
     ],
     ids=["an answer that is begun", "a system message", "control tokens"],
 )
-def test_passages_are_ranked_for_the_prompt_that_is_answered(separate, chat, options):
-    model, fitted = separate
-    ask = ArcAlignerPipeline(model=model, processor=fitted, task="text-generation", device="cpu")
+def test_passages_are_ranked_for_the_prompt_that_is_answered(ask_apart, chat, options):
     settings = {"return_slots": True, **TOKENS, **options}
-    (record,) = ask(chat, documents=PASSAGES, max_passages=1, **settings)
+    (record,) = ask_apart(chat, documents=PASSAGES, max_passages=1, **settings)
     sure = record["statistics"]["passage_confidences"]
     for number in (0, 1, 3):
-        (alone,) = ask(chat, documents=[PASSAGES[number]], **settings)
+        (alone,) = ask_apart(chat, documents=[PASSAGES[number]], **settings)
         assert sure[number] == pytest.approx(alone["statistics"]["confidence"], abs=1e-4)
 
 
@@ -284,13 +263,6 @@ def test_gates_of_the_pipeline_and_of_the_call_are_those_that_passages_are_ranke
     assert pipe(max_passages=1)(row, return_slots=True, **gates, **TOKENS) == expected
     assert pipe(**gates)(row, max_passages=1, return_slots=True, **TOKENS) == expected
     assert pipe()(row, max_passages=1, return_slots=True, **TOKENS) != expected
-
-
-def test_fewer_passages_than_are_wanted_are_all_read(separate):
-    model, fitted = separate
-    ask = ArcAlignerPipeline(model=model, processor=fitted, task="text-generation", device="cpu")
-    row = {"question": "Who wrote it?", "documents": PASSAGES}
-    assert ask(row, return_slots=True, max_passages=4, **TOKENS) == ask(row, return_slots=True, **TOKENS)
 
 
 def test_passages_are_ranked_at_the_rate_and_with_the_gates_that_are_asked_for(separate):
@@ -340,11 +312,9 @@ def test_passages_of_several_questions_are_read_at_once_and_ranked_some_at_a_tim
 
 
 @pytest.mark.parametrize("given", [0, -1, 1.5, True, "2"])
-def test_a_number_of_passages_that_is_none_is_refused(separate, given):
-    model, fitted = separate
-    ask = ArcAlignerPipeline(model=model, processor=fitted, task="text-generation", device="cpu")
+def test_a_number_of_passages_that_is_none_is_refused(ask_apart, given):
     with pytest.raises(ValueError, match="`max_passages` is .*; expected a whole number of at least 1"):
-        ask({"question": "Who?", "documents": DOCUMENTS}, max_passages=given)
+        ask_apart({"question": "Who?", "documents": DOCUMENTS}, max_passages=given)
 
 
 def test_passages_that_are_read_jointly_are_not_ranked(ask, model, fitted):

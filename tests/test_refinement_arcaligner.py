@@ -35,13 +35,6 @@ def test_rows_are_those_that_a_loop_over_tokens_finds(kind, spare):
     assert found.slot_span == ((flat[0], flat[-1] + 1) if stand_together else None)
 
 
-@given(kinds)
-def test_where_slots_are_picks_the_same_rows_by_a_slice_or_by_indices(kind):
-    found = find_slot_rows(kind == SLOT, kind == TEXT, kind.shape[1], torch.device("cpu"))
-    flat = torch.arange(kind.size)
-    assert torch.equal(flat[found.row_index()], flat[found.slot_rows])
-
-
 def test_flags_of_any_shapes_are_read_as_they_are():
     flags = [torch.rand(*shape) > 0.5 for shape in ((2, 3), (4,), (0, 5), (1, 2, 2))]
     found = to_numpy_in_one_sync(*flags)

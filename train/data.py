@@ -367,7 +367,7 @@ class ContextCollator:
         row_ids = [row["row_id"] for row in rows]
         # One rate for a batch, so that its rows are about as long; drawn by ids, as no generator has to be kept then.
         rate = self.tokens_per_slot[stable_number("rate:" + ":".join(row_ids), len(self.tokens_per_slot))]
-        slots = [_words_of_slots(row, rate) for row in rows]
+        slots = [_slots(row, rate) for row in rows]
         ids, labels, turns = [], [], []
         for row, row_slots in zip(rows, slots, strict=True):
             before = row["head"] + [self.context_token_id] * len(row_slots)
@@ -387,11 +387,11 @@ class ContextCollator:
             "encoder_starts": [segment["encoder_start"] for segment in segments],
             "encoder_ends": None if rate == "segment" else ends,
             "num_slots": [len(row_slots) for row_slots in slots],
-            "context_passage_ids": _padded([_passages_of_slots(row, rate) for row in rows], -1),
+            "context_passage_ids": _padded([[passage for passage, _ in row_slots] for row_slots in slots], -1),
             "row_ids": row_ids,
         }
         if self.context_words:
-            words = [_padded(row_slots, -1) for row_slots in slots]  # each (num_slots, max_words)
+            words = [_padded([own for _, own in row_slots], -1) for row_slots in slots]  # each (num_slots, max_words)
             batch["context_word_ids"] = pad_words(words)
         return batch
 
@@ -403,18 +403,13 @@ def encode_slots(processor: ArcAlignerProcessor, batch: dict[str, Any]) -> torch
     return pad_sequence(embeds.split(batch["num_slots"]), batch_first=True)
 
 
-def _words_of_slots(row: dict[str, Any], rate: int | str) -> list[list[int]]:
-    """The words of each slot of a row."""
+def _slots(row: dict[str, Any], rate: int | str) -> list[tuple[int, list[int]]]:
+    """The number of the passage and the words of each slot of a row."""
     return [
-        segment["word_ids"][start:end]
+        (segment["document"], segment["word_ids"][start:end])
         for segment in row["segments"]
         for start, end in equal_runs(len(segment["word_ids"]), rate)
     ]
-
-
-def _passages_of_slots(row: dict[str, Any], rate: int | str) -> list[int]:
-    """The number of the passage of each slot of a row."""
-    return [segment["document"] for segment in row["segments"] for _ in equal_runs(len(segment["word_ids"]), rate)]
 
 
 def _padded(rows: list[list[int]], value: int, side: str = "right") -> torch.LongTensor:

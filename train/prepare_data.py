@@ -10,15 +10,14 @@
     recon_heldout   the same, of further articles that are not in train_qa
 
 By default there are about as many rows of each as the shipped aligner was trained on. The sets are streamed: a limit
-also limits what is downloaded. Rows are kept as they come, so a run that broke off goes on where it was, with the same
-version of the set. A finished file is left alone. `README.md` beside the files says what they hold, and the licences.
+also limits what is downloaded. A set that was read to its end is kept, so a run that broke off goes on with the next.
+A finished file is left alone. `README.md` beside the files says what they hold, and the licences.
 """
 
 import contextlib
 import gzip
 import itertools
 import json
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -46,12 +45,11 @@ from ..common.data_sets import (
     squad_row,
     wikipedia_row,
 )
-from ..common.files import counted, digest, markdown_table, read_json_lines, refuse_unknown, run_command, write_whole
+from ..common.files import digest, markdown_table, read_json_lines, refuse_unknown, run_command, write_whole
 from ..common.rows import Row, own_row
 
 HELD_OUT = 2000  # paragraphs
 PARTS = ".parts"  # folder of what is not finished, and of notes
-ROWS_PER_NOTE = 2000  # rows of a set between two notes of how far it was read
 
 
 @dataclass(frozen=True)
@@ -105,80 +103,64 @@ SOURCES = (
 
 
 def fetch(source: Source, folder: Path, copies: Path | None) -> None:
-    """Writes the rows of a set to `folder/NAME.jsonl`, or goes on with what is there. With a limit, each of the set's
-    files gives as many as the others; later ones give what earlier ones lack.
+    """Writes the rows of a set to a file in `folder`, unless they are there, and a note of what they are.
 
     Raises:
-        `OSError`: a set that cannot be reached, or no longer; what was read stays.
+        `OSError`: a set that cannot be reached, or no longer.
         `ValueError`: a row of another form.
     """
     part, note = paths_of(source, folder)
-    version, done = source.version(copies), read_note(note)
-    if done.get("made_with") != version or not part.exists():
-        done = {"made_with": version, "rows": 0, "bytes": 0, "file": 0, "files": None, "state": None}
-    if done["file"] == done["files"]:
+    version = source.version(copies)
+    if part.exists() and read_note(note).get("made_with") == version:
         return
-    part.parent.mkdir(parents=True, exist_ok=True)
-    with _reaching(source, done):
-        done["revision"] = done.get("revision") or source.revision(copies)
-        whole = source.open(copies, done["revision"])
-    done["files"] = 1 if source.limit is None else whole.num_shards
-    with part.open("ab") as lines, tqdm(total=source.limit, initial=done["rows"], desc=source.name) as bar:
-        lines.truncate(done["bytes"])  # without what was written after the last note
-        while done["file"] < done["files"]:
-            stream = whole.shard(done["files"], done["file"])
-            if done["state"] is not None:
-                stream.load_state_dict(done["state"])
-            most = None if source.limit is None else source.limit * (done["file"] + 1) // done["files"]
-            for number, rows in enumerate(_converted(source, stream, done), start=1):
-                rows = rows if most is None else rows[: most - done["rows"]]
-                lines.writelines((json.dumps(row, ensure_ascii=False) + "\n").encode() for row in rows)
-                done["rows"] += len(rows)
-                bar.update(len(rows))
-                if done["rows"] == most:
-                    break
-                if number % ROWS_PER_NOTE == 0:
-                    done["state"] = stream.state_dict()
-                    _write_note(note, done, lines)
-            done |= {"file": done["file"] + 1, "state": None}
-            _write_note(note, done, lines)
+    with _reaching(source):
+        revision = source.revision(copies)
+        stream = source.open(copies, revision)
+    number = write_file(part, tqdm(_limited(source, stream), total=source.limit, desc=source.name))
+    write_whole(note, json.dumps({"made_with": version, "rows": number, "revision": revision}))
+
+
+def _limited(source: Source, stream: datasets.IterableDataset) -> Iterator[Row]:
+    """The first rows of a set. With a limit, each of its files gives as many as the others; later ones give what
+    earlier ones lack."""
+    if source.limit is None:
+        yield from _converted(source, stream)
+        return
+    taken = 0
+    for file in range(stream.num_shards):
+        most = source.limit * (file + 1) // stream.num_shards
+        for row in itertools.islice(_converted(source, stream.shard(stream.num_shards, file)), most - taken):
+            taken += 1
+            yield row
 
 
 def paths_of(source: Source, folder: Path) -> tuple[Path, Path]:
-    """The rows of a set until its file is made, and a note of how far it was read."""
-    return folder / f"{source.name}.jsonl", folder / f"{source.name}.json"
+    """The rows of a set until its file is made, and a note of what they are."""
+    return folder / f"{source.name}.jsonl.gz", folder / f"{source.name}.json"
 
 
 def read_note(path: Path) -> dict[str, Any]:
-    """How far a set was read; empty if it was not."""
+    """What was read of a set; empty if it was not."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def _write_note(path: Path, done: dict[str, Any], part: BinaryIO) -> None:
-    """Keeps how far a set was read, once the rows are on the disk."""
-    part.flush()
-    os.fsync(part.fileno())
-    done["bytes"] = part.tell()
-    write_whole(path, json.dumps(done))
-
-
-def _converted(source: Source, stream: datasets.IterableDataset, done: dict[str, Any]) -> Iterator[list[Row]]:
-    """The rows of ours that each row of a stream becomes."""
+def _converted(source: Source, stream: datasets.IterableDataset) -> Iterator[Row]:
+    """The rows of ours that those of a stream become."""
     stored = iter(stream)
     while True:
-        with _reaching(source, done):
+        with _reaching(source):
             row = next(stored, None)
         if row is None:
             return
         try:
             read = source.to_rows(row) or ()
             rows = [_own(each, source) for each in ([read] if isinstance(read, dict) else read)]
-            yield [each for each in rows if any(passage["text"].strip() for passage in each["passages"])]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{source.place} has a row of another form than the one known here ({type(error).__name__}: {error}), "
                 f"with {sorted(row)}. Leave the set out with `--limit {source.name}=0`, or name another version."
             ) from error
+        yield from (each for each in rows if any(passage["text"].strip() for passage in each["passages"]))
 
 
 def _own(row: Row, source: Source) -> Row:
@@ -189,29 +171,33 @@ def _own(row: Row, source: Source) -> Row:
 
 
 @contextlib.contextmanager
-def _reaching(source: Source, done: dict[str, Any]) -> Iterator[None]:
+def _reaching(source: Source) -> Iterator[None]:
     """Says of an error in reading a set what it means and what to do."""
     try:
         yield
     except Exception as error:  # of whichever library reads the files
         raise OSError(
-            f"{source.place} cannot be reached ({type(error).__name__}: {error}). {counted(done['rows'], 'row')} of it "
-            "were written; run the command again to go on there, or put a copy of the set into a folder and name "
-            "that with `--copies`."
+            f"{source.place} cannot be reached ({type(error).__name__}: {error}). Run the command again to go on with "
+            "it, or put a copy of the set into a folder and name that with `--copies`."
         ) from error
 
 
 # Files
 
 
-def write_file(path: Path, rows: Iterable[Row]) -> None:
-    """Writes rows to a gzipped file, whole or not at all; the same rows give the same bytes."""
+def write_file(path: Path, rows: Iterable[Row]) -> int:
+    """Writes rows to a gzipped file, whole or not at all, and says how many; the same rows give the same bytes."""
+    number = 0
 
     def write(file: BinaryIO) -> None:
+        nonlocal number
         with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed:
-            packed.writelines((json.dumps(row, ensure_ascii=False) + "\n").encode() for row in rows)
+            for row in rows:
+                packed.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
+                number += 1
 
     write_whole(path, write)
+    return number
 
 
 def split_paragraphs(rows: Iterable[Row], known_titles: set[str]) -> tuple[list[Row], list[Row]]:
@@ -229,7 +215,7 @@ def prepare(output: Path, sources: Sequence[Source], copies: Path | None = None)
     """Makes the files of `TRAINING_FILES` in `output`, and its `README.md`; what is finished is left alone.
 
     Raises:
-        `OSError`: a set that cannot be reached; what was read stays.
+        `OSError`: a set that cannot be reached; those that were read stay.
         `ValueError`: a file that is there and was made of something else.
     """
     for name in ("train_qa.jsonl.gz", "train_extra.jsonl.gz", "recon_train.jsonl.gz"):

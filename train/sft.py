@@ -38,12 +38,6 @@ KINDS = (RecipeArguments, AlignerTrainingConfig)
 RARITY_EXAMPLES = 50_000
 
 
-def is_aligner(model_name_or_path: str) -> bool:
-    """Whether a name is that of an aligner checkpoint rather than a base model."""
-    config, _ = PreTrainedConfig.get_config_dict(resolve_model(model_name_or_path))
-    return config.get("model_type") == ArcAlignerConfig.model_type
-
-
 def load_processor(recipe: RecipeArguments, chat_template_path: str | None) -> ArcAlignerProcessor:
     """The previous stage's processor or, for a base model, a new one; with the recipe's rates and chat template.
 
@@ -51,7 +45,8 @@ def load_processor(recipe: RecipeArguments, chat_template_path: str | None) -> A
         `ValueError`: a start that the stage cannot have, see [`check_start`].
     """
     name = recipe.model_name_or_path
-    if is_aligner(name):
+    config, _ = PreTrainedConfig.get_config_dict(resolve_model(name))
+    if config.get("model_type") == ArcAlignerConfig.model_type:
         processor = ArcAlignerProcessor.from_pretrained(name)
         processor.answer_probe = None  # other weights have other states
         check_start(recipe, processor, ArcAlignerConfig.from_pretrained(name))

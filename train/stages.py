@@ -82,14 +82,18 @@ def read_stages(
     _check_overrides(overrides, only)
     stages: list[Stage] = []
     for path in sorted(folder.glob(STAGE_FILES)):
-        _check_recipe(path)
         arguments = ["--config", os.path.relpath(path)]
         if output is not None:
             arguments += ["--output_dir", str(Path(output, path.stem))]
             if stages:
                 arguments += ["--model_name_or_path", str(stages[-1].output_dir)]
         arguments += overrides
-        keys = read_keys(run_settings(SCRIPT, arguments))
+        try:
+            keys = read_keys(run_settings(SCRIPT, arguments))
+        except (yaml.YAMLError, AttributeError, TypeError) as error:
+            raise ValueError(f"{path} is not YAML with a key and a value on each line: {error}") from error
+        if "output_dir" not in keys:
+            raise ValueError(f"{path} has no `output_dir`; a stage needs a folder for its result.")
         named = Path(str(keys.get("model_name_or_path")))
         start = next((stage for stage in stages if stage.output_dir == named), None)
         stages.append(Stage(int(path.name[0]), path.stem, arguments, Path(keys["output_dir"]), start))
@@ -160,15 +164,6 @@ def _check_overrides(overrides: list[str], only: int | None) -> None:
     }.items():
         if key in keys and not (key == "--model_name_or_path" and only is not None):
             raise ValueError(f"`{key}` cannot be given for the stages of a recipe. {remedy}.")
-
-
-def _check_recipe(path: Path) -> None:
-    try:
-        keys = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
-    if not isinstance(keys, dict) or "output_dir" not in keys:
-        raise ValueError(f"{path} has no `output_dir`; a stage needs a folder for its result.")
 
 
 def _launcher(accelerate: str | None) -> list[str]:

@@ -204,41 +204,29 @@ def validate(
         )
     for each in max_passages:
         check_max_passages(processor, each)
-    results = {}
-    for passages in among:
-        most = [each for each in max_passages if each < passages]
-        found = _validate_among(model, processor, selector, rates, number, num_answers, passages, most)
-        results |= {_name(passages, *key): each for key, each in found.items()}
-    return results
-
-
-def _name(passages: int, rate: int | str, most: int | None) -> str:
-    among = "" if passages == 1 else f", {passages} passages"
-    return f"{rate}{among}" + ("" if most is None else f", {most} read")
-
-
-def _validate_among(
-    model, processor, selector, rates, number, num_answers, among: int, max_passages: list[int]
-) -> dict[tuple, dict]:
-    rows = asked_rows(selector, number, among=(among,))
-    texts = held_out_texts(selector, number // 4 if among == 1 else 0)
     builder = ExampleBuilder(processor, max_segments=8, tokens_per_slot=(2,))
-    examples = [
-        (kind_of(row) if row["is_answered"] else "unanswerable", asdict(example))
-        for row in rows
-        for example in builder.question_examples([row])
-    ]
-    examples += [("read back", asdict(example)) for example in builder.reconstruction_examples(texts)]
+    store = model.slot_prefix_store(processor, max_bytes=0)
     results = {}
-    for rate in rates:
-        results[rate, None] = {"loss": mean_losses(model, processor, examples, rate)}
-        if num_answers:
-            asked = rows[:: max(1, len(rows) // num_answers)]
-            results[rate, None] |= _scores(answers(model, processor, asked, rate))
-            store = model.slot_prefix_store(processor, max_bytes=0)
-            sure = passage_confidences(store, asked, tokens_per_slot=rate) if max_passages else []
-            for most in max_passages:
-                results[rate, most] = _scores(answers(model, processor, with_likeliest(asked, sure, most), rate))
+    for size in among:
+        rows = asked_rows(selector, number, among=(size,))
+        asked = rows[:: max(1, len(rows) // num_answers)] if num_answers else []
+        fewer = [each for each in max_passages if each < size]
+        examples = [
+            (kind_of(row) if row["is_answered"] else "unanswerable", asdict(example))
+            for row in rows
+            for example in builder.question_examples([row])
+        ]
+        texts = builder.reconstruction_examples(held_out_texts(selector, number // 4 if size == 1 else 0))
+        examples += [("read back", asdict(example)) for example in texts]
+        for rate in rates:
+            name = str(rate) if size == 1 else f"{rate}, {size} passages"
+            results[name] = {"loss": mean_losses(model, processor, examples, rate)}
+            if asked:
+                results[name] |= _scores(answers(model, processor, asked, rate))
+            sure = passage_confidences(store, asked, tokens_per_slot=rate) if fewer else []
+            for most in fewer:
+                likely = with_likeliest(asked, sure, most)
+                results[f"{name}, {most} read"] = _scores(answers(model, processor, likely, rate))
     return results
 
 

@@ -17,8 +17,6 @@ from matplotlib.figure import Figure
 from ...share.hub import RESULTS_FILE
 from ..methods import METHODS, split_title
 from ..results import MAIN, method_titles
-from ..settings import split_names
-from ..tasks import TASKS, find_task
 from .figures import COLORS, FIGURES, Folder, draw_curve, new_figure, save_analysis, use_powers_of_two
 
 # The ends of what can be reached, drawn as horizontal lines.
@@ -30,14 +28,13 @@ CAPTION = (
 )
 
 
-def analyze(results: dict[str, Any], tasks: list[str] | None = None) -> dict[str, Any]:
-    """The points of each method that was asked at several rates, of `tasks` or all that the `results` have.
+def analyze(results: dict[str, Any]) -> dict[str, Any]:
+    """The points of each method that was asked at several rates.
 
     Returns:
         `dict`: `{title: {"curves": {title: [point, ...]}, "bounds": {title: [mean, low, high]}}}`, a point with
         `tokens_per_slot` (`None`: the aligner's own rate), `compression_rate`, `f1` and `em`.
     """
-    wanted = {find_task(name).title for name in tasks or TASKS}
     sets = {}
     for title, entry in results["sets"].items():
         curves: dict[str, list[dict[str, Any]]] = {}
@@ -51,7 +48,7 @@ def analyze(results: dict[str, Any], tasks: list[str] | None = None) -> dict[str
             for name, points in curves.items()
             if len(points) > 1
         }
-        if curves and title in wanted:
+        if curves:
             titles = [METHODS[name].title for name in BOUNDS]
             bounds = {each: entry["methods"][each]["f1"] for each in titles if each in entry["methods"]}
             sets[title] = {"curves": curves, "bounds": bounds}
@@ -78,13 +75,13 @@ def draw(sets: dict[str, dict[str, Any]]) -> Figure:
     return figure
 
 
-def save_rates(folder: Path, results: dict[str, Any], tasks: list[str] | None = None) -> None:
+def save_rates(folder: Path, results: dict[str, Any]) -> None:
     """Writes `rates.svg` and `rates.json`.
 
     Raises:
         `ValueError`: no method at several rates, with the command that makes them.
     """
-    sets = analyze(results, tasks)
+    sets = analyze(results)
     if not sets:
         raise ValueError(
             "No method was asked at several rates. `python -m arcaligner evaluate --tokens-per-slot 4,8,16,segment`, "
@@ -95,7 +92,6 @@ def save_rates(folder: Path, results: dict[str, Any], tasks: list[str] | None = 
 
 def rates(
     run: Annotated[Path, typer.Option(help="Folder of a run, with its results.")] = Path("runs/evaluation"),
-    tasks: Annotated[str | None, typer.Option(help="Tasks, separated by commas. Default: all of the run.")] = None,
     folder: Folder = FIGURES,
 ) -> None:
     """F1 against the measured compression rate."""
@@ -105,5 +101,5 @@ def rates(
         raise ValueError(
             f"{run} has no {RESULTS_FILE}. `python -m arcaligner evaluate --output {run}` makes it."
         ) from error
-    save_rates(folder, results, split_names(tasks))
+    save_rates(folder, results)
     typer.echo(CAPTION)

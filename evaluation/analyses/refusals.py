@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from ...common.files import markdown_table
 from ...processing_arcaligner import ArcAlignerProcessor
 from ..methods import find_method
-from ..metrics import ratio_interval
+from ..metrics import percent_interval, shown_interval
 from ..runs import AnswerFile
 from ..settings import split_names
 from ..tasks import find_task
@@ -63,7 +63,6 @@ def summarize(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """Refusals, their price in points of F1 and the curve of one method; shares in percent, with 95 % intervals."""
     asked = {kind: [each for each in answers if each["is_answered"] == kind] for kind in (True, False)}
     refused = {kind: np.array([each["is_refused"] for each in some], dtype=float) for kind, some in asked.items()}
-    shares = {kind: _share(each) for kind, each in refused.items()}
     f1 = np.array([each["f1"] for each in asked[True]])
     sure = {kind: np.array([each["confidence"] for each in some]) for kind, some in asked.items()}
     above = np.sign(sure[True][:, None] - sure[False]).mean()
@@ -72,8 +71,8 @@ def summarize(answers: list[dict[str, Any]]) -> dict[str, Any]:
     said = np.array([not each["is_refused"] for each in answers])
     kept = np.unique(np.linspace(1, len(answers), 200).astype(int))  # a curve needs no more points
     return {
-        "refused": shares[False],
-        "wrongly_refused": shares[True],
+        "refused": percent_interval(refused[False]),
+        "wrongly_refused": percent_interval(refused[True]),
         "f1": 100 * f1.mean(),
         "f1_lost": 100 * (f1 * refused[True]).mean(),
         "auroc": (1 + above) / 2,
@@ -81,11 +80,6 @@ def summarize(answers: list[dict[str, Any]]) -> dict[str, Any]:
         "risk": (100 * wrong.cumsum()[kept - 1] / kept).round(3).tolist(),
         "own": [100 * said.mean(), 100 * (wrong[np.argsort(order)] & said).sum() / max(1, said.sum())],
     }
-
-
-def _share(flags: np.ndarray) -> list[float]:
-    """The mean of 0 and 1 in percent, with its interval."""
-    return [100 * flags.mean(), *(100 * ratio_interval(flags, np.ones_like(flags))).tolist()]
 
 
 def draw(methods: dict[str, dict[str, Any]]) -> Figure:
@@ -111,13 +105,8 @@ def refusals(
     found = {find_method(name).title: summarize(read_answers(run, names, name)) for name in split_names(methods)}
     save_analysis(folder, "refusals", draw(found), {"tasks": names, "methods": found}, CAPTION)
     lines = [
-        [
-            title,
-            *(f"{mean:.1f} [{low:.1f}, {high:.1f}]" for mean, low, high in (each["refused"], each["wrongly_refused"])),
-            f"{each['f1']:.1f}",
-            f"{each['f1_lost']:.1f}",
-            f"{each['auroc']:.3f}",
-        ]
+        [title, *(shown_interval(each[name]) for name in ("refused", "wrongly_refused"))]
+        + [f"{each['f1']:.1f}", f"{each['f1_lost']:.1f}", f"{each['auroc']:.3f}"]
         for title, each in found.items()
     ]
     columns = ["", "refused, %", "wrongly refused, %", "F1", "F1 lost", "AUROC"]

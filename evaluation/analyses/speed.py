@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, ScalarFormatter
 
-from ...common.files import markdown_table
+from ...common.files import counted, markdown_table
 from ..methods import find_method
 from ..results import MAIN, MAIN_TITLE
 from .figures import draw_curve, new_figure, save_analysis
@@ -41,9 +41,9 @@ SHORT_PASSAGES = 5, 20
 
 
 def size_title(size: dict[str, Any]) -> str:
-    """How many passages and questions there are, and how long they are as text and as slots."""
-    title = f"{size['k']} passages x {size['batch_size']} questions, {rate_title(size)}, {size['dtype']}: "
-    return title + f"{size['text_tokens']:.0f} tokens of text or {size['slots']:.0f} slots per question"
+    """How many passages there are, and how long they are as text and as slots."""
+    title = f"{counted(size['k'], 'passage')}, {rate_title(size)}, {size['dtype']}: "
+    return title + f"{size['text_tokens']:.0f} tokens of text or {size['slots']:.0f} slots"
 
 
 def rate_title(size: dict[str, Any]) -> str:
@@ -99,8 +99,7 @@ def size_lines(size: dict[str, Any]) -> list[str]:
 def first_token_table(report: dict[str, Any], every_size: bool = False) -> list[str]:
     """Markdown lines: milliseconds to the first token of one question, and times faster than text without and with
     encoding, a row for each k of `SHORT_PASSAGES` at the first, second and last rate, or for every size."""
-    dtype = report["sizes"][0]["dtype"]
-    sizes = [size for size in report["sizes"] if (size["batch_size"], size["dtype"]) == (1, dtype)]
+    sizes = report["sizes"]
     if not every_size:
         sizes = [size for size in sizes if size["k"] in SHORT_PASSAGES]
         rates = list(dict.fromkeys(size["tokens_per_slot"] for size in sizes))
@@ -135,9 +134,8 @@ CAPTION = (
 
 
 def draw_figure(report: dict[str, Any]) -> Figure:
-    """A panel for each rate and dtype, of the sizes with the smallest batch."""
-    smallest = min(size["batch_size"] for size in report["sizes"])
-    sizes = sorted((size for size in report["sizes"] if size["batch_size"] == smallest), key=lambda size: size["k"])
+    """A panel for each rate."""
+    sizes = sorted(report["sizes"], key=lambda size: size["k"])
     titles = list(dict.fromkeys(f"{rate_title(size)}, {size['dtype']}" for size in sizes))
     figure, panels = new_figure(3.6 * len(titles) + 1.2, 4.0, ncols=len(titles), sharey=True, squeeze=False)
     for axes, title in zip(panels[0], titles, strict=True):
@@ -174,18 +172,17 @@ TRADEOFF_CAPTION = (
 
 
 def find_size(report: dict[str, Any], k: int, rate: int | str) -> dict[str, Any]:
-    """The part of a report on one question about `k` passages at a rate, in the first dtype.
+    """The part of a report on a question about `k` passages at a rate.
 
     Raises:
         `ValueError`: it was not measured.
     """
-    wanted = {"k": k, "batch_size": 1, "dtype": report["sizes"][0]["dtype"], "tokens_per_slot": rate}
     for size in report["sizes"]:
-        if wanted.items() <= size.items():
+        if (size["k"], size["tokens_per_slot"]) == (k, rate):
             return size
     raise ValueError(
-        f"The report on latency has no {k} passages with one question at the rate {rate}. Measure again: "
-        f"`python -m arcaligner.benchmarks.latency --sizes {k}x1 --tokens-per-slot {rate}`, with its other sizes."
+        f"The report on latency has no {k} passages at the rate {rate}. Measure again: "
+        f"`python -m arcaligner.benchmarks.latency --sizes {k} --tokens-per-slot {rate}`, with its other sizes."
     )
 
 
@@ -296,7 +293,7 @@ def kept_lines(report: dict[str, Any]) -> list[str]:
             cells.append(f"{1000 * arm['first_token']['median']:.0f}{times}")
         rows.append([_kept_title(name), *cells])
     columns = ["First token, ms (times sooner than text)", "kept of a passage"]
-    counts = [f"{size['k']} passage{'s' if size['k'] > 1 else ''}" for size in sizes]
+    counts = [counted(size["k"], "passage") for size in sizes]
     note = f"A passage has {report['tokens_per_passage']:.0f} tokens; medians of {sizes[-1]['rounds']} rounds or more"
     note += f"; {report['model']}, {report['dtype']}, one question; {machine_line(report)}."
     return [*markdown_table([*columns, *counts], rows), "", note]

@@ -4,15 +4,20 @@ import contextlib
 import json
 
 import pytest
+from conftest import chat_inputs, greedy_answer
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from arcaligner.benchmarks.compare import COLUMNS, Reader, cells_of, html_page
+from arcaligner.benchmarks.compare import COLUMNS, Asked, cells_of, html_page
 from arcaligner.common.rows import token_f1
-from arcaligner.train.data import full_text, text_prompt
+from arcaligner.train.data import full_text
 
 LETTER = "It was written by Ada. Nobody else knew. She wrote it in May."
 OTHER = {"title": "Ships", "text": "The ship left on Monday. It came back in June."}
+ROWS = [
+    {"question": "Who wrote it?", "answers": ["Ada"], "passages": [{"title": "", "text": LETTER}, OTHER]},
+    {"question": "When did it leave?", "passages": [OTHER]},
+]
 
 
 pytestmark = pytest.mark.usefixtures("few_tokens")
@@ -32,11 +37,7 @@ def ask(run_cli, checkpoint_dir, tmp_path):
 
 
 def test_questions_with_passages_are_answered_by_each_reader(ask, tmp_path, model, processor):
-    rows = [
-        {"question": "Who wrote it?", "answers": ["Ada"], "passages": [{"title": "", "text": LETTER}, OTHER]},
-        {"question": "When did it leave?", "passages": [OTHER]},
-    ]
-    code, out, err = ask(rows)
+    code, out, err = ask(ROWS)
     assert code == 0, err
     lines = out.splitlines()
     assert lines[0] == f"| {' | '.join(COLUMNS)} |"
@@ -45,43 +46,30 @@ def test_questions_with_passages_are_answered_by_each_reader(ask, tmp_path, mode
     assert lines[2].split(" | ")[4] == "100.0" and "2 questions, 1 with answers." in lines[-1]
     page = (tmp_path / "out" / "comparison.md").read_text()
     assert out.strip() in page
-    table = (tmp_path / "out" / "comparison.html").read_text()
-    assert all(f"<td>{cell.strip()}</td>" in table for cell in lines[3].strip("| ").split("|"))
     answers = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
-    for row, answer in zip(rows, answers, strict=True):
-        text = " ".join(f"{p['title']}: {p['text']}" if p["title"] else p["text"] for p in row["passages"])
-        slots = {"documents": row["passages"], "tokens_per_slot": 2}
-        asked = [("text, by the base model", text_prompt(row, text), {})]
-        for title, content, given in (*asked, ("slots, 2 tokens per slot", row["question"], slots)):
-            options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-            inputs = processor.apply_chat_template([{"role": "user", "content": content}], **given, **options)
-            new = model.generate(**inputs, max_new_tokens=4, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-            assert answer[title] == processor.decode(new, skip_special_tokens=True).strip()
+    for row, answer in zip(ROWS, answers, strict=True):
+        text = chat_inputs(processor, full_text(row))
+        slots = chat_inputs(processor, row["question"], row["passages"], tokens_per_slot=2)
+        for title, inputs in (("text, by the base model", text), ("slots, 2 tokens per slot", slots)):
+            assert answer[title] == greedy_answer(model, processor, inputs, 4).strip()
 
 
 def test_a_fine_tuned_reader_of_the_text_has_a_row_of_its_own(ask, tmp_path, base_model_dir, tokenizer):
     lora = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     reader = get_peft_model(AutoModelForCausalLM.from_pretrained(base_model_dir), lora)
     reader.save_pretrained(tmp_path / "lora")
-    rows = [
-        {"question": "Who wrote it?", "answers": ["Ada"], "passages": [{"title": "", "text": LETTER}, OTHER]},
-        {"question": "When did it leave?", "passages": [OTHER]},
-    ]
-    code, out, err = ask(rows, "--full-text-lora", tmp_path / "lora")
+    code, out, err = ask(ROWS, "--full-text-lora", tmp_path / "lora")
     assert code == 0, err
     table = [line.strip("| ").split(" | ") for line in out.splitlines()[2:6]]
     plain, tuned = "text, by the base model", "text, by the fine-tuned base model"
     assert [cells[0] for cells in table] == [plain, tuned, "slots, 2 tokens per slot", "slots, one slot per segment"]
     assert table[0][1] == table[1][1] and table[0][4] == "100.0"  # the same text; agreement is to the plain reader
     answers = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
-    for row, answer in zip(rows, answers, strict=True):
-        chat = [{"role": "user", "content": full_text(row)}]
-        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-        inputs = tokenizer.apply_chat_template(chat, **options)
+    for row, answer in zip(ROWS, answers, strict=True):
+        inputs = chat_inputs(tokenizer, full_text(row))
         for title, as_tuned in ((tuned, contextlib.nullcontext()), (plain, reader.disable_adapter())):
             with as_tuned:
-                new = reader.generate(**inputs, max_new_tokens=4, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-            assert answer[title] == tokenizer.decode(new, skip_special_tokens=True).strip()
+                assert answer[title] == greedy_answer(reader, tokenizer, inputs, 4).strip()
     assert any(answer[plain] != answer[tuned] for answer in answers)
 
 
@@ -123,11 +111,13 @@ def test_what_cannot_be_compared_ends_in_one_line(ask, tmp_path, rows, has_docum
 
 
 def test_scores_are_of_the_questions_with_answers_and_agreement_of_all():
-    noted = {"positions": [8, 4], "seconds": [0.2, 0.4], "seconds_kept": [0.1, 0.1], "kept_bytes": [2**20, 0]}
-    text = Reader("text", None, None, answers=["by Ada", "June"], **noted)
-    slots = Reader("slots", 2, None, answers=["Ada", "May"], **noted)
+    noted = (8, 0.2, 0.1, 2**20), (4, 0.4, 0.1, 0)
+    text, slots = (
+        [Asked(answer, *each) for answer, each in zip(answers, noted, strict=True)]
+        for answers in (("by Ada", "June"), ("Ada", "May"))
+    )
     rows = [{"answers": ["Ada"]}, {"answers": []}]
-    cells = dict(zip(COLUMNS, cells_of(slots, text, rows), strict=True))
+    cells = dict(zip(COLUMNS, cells_of("slots", slots, text, rows), strict=True))
     agreement = f"{50 * token_f1('Ada', ['by Ada']):.1f}"
     expected = {"what is read": "slots", "positions": "6", "F1": "100.0", "EM": "100.0", "agreement": agreement}
     assert cells == expected | {"first token": "300 ms", "from kept passages": "100 ms", "kept": "0.5 MiB"}

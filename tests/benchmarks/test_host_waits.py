@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arcaligner import modeling_arcaligner
-from arcaligner.benchmarks.arms import Decoding, TokenBatch, base_of, read
+from arcaligner.benchmarks.arms import Decoding, Prompt, base_of, read
 
 aten = torch.ops.aten
 OPERATORS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2}
@@ -45,15 +45,14 @@ def test_slots_are_found_with_one_wait_for_all_layers_and_a_decoded_token_needs_
     monkeypatch.setattr(modeling_arcaligner, "check_ids", lambda *_: None)  # looks at ids on the CPU alone
     aligner = tiny_aligner(backbone_config("llama", num_hidden_layers=9), dtype=torch.float32)
     base = base_of(aligner, torch.float32, "cpu")
-    batch = collate(random_rows(aligner, [3, 2], contiguous=True), padding_side="left")
-    ids = TokenBatch(batch["input_ids"], batch["attention_mask"])
-    text = TokenBatch(ids.input_ids.clamp(max=5), ids.attention_mask)
+    batch = collate(random_rows(aligner, [3], contiguous=True))
+    ids, positions = batch["input_ids"], batch["position_ids"]
 
     def read_slots():
-        return read(aligner, ids, gate_mode="off", context_embeds=batch["context_embeds"])
+        return read(aligner, ids, positions, gate_mode="off", context_embeds=batch["context_embeds"])
 
-    assert 0 <= waits(read_slots) - waits(lambda: read(base, text)) <= 1
-    decoding = [Decoding(model, ids, read_slots()) for model in (aligner, base)]
+    assert 0 <= waits(read_slots) - waits(lambda: read(base, ids.clamp(max=5), positions)) <= 1
+    decoding = [Decoding(model, Prompt(ids, positions, 0), read_slots()) for model in (aligner, base)]
     for decoder in decoding:
         decoder.restart()
     assert waits(decoding[0].step) <= waits(decoding[1].step)

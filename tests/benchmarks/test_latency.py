@@ -7,8 +7,8 @@ import pytest
 import torch
 from training_rows import question_rows, write_rows
 
-from arcaligner.benchmarks.arms import load_models, pick_rows
-from arcaligner.benchmarks.latency import main, make_prompts, measure_rounds, measure_size
+from arcaligner.benchmarks.arms import join_rows, load_models, pick_rows
+from arcaligner.benchmarks.latency import main, measure_rounds, measure_size, parse_sizes
 from arcaligner.benchmarks.measuring import flop_counter, peak_memory, quartiles, ratio, time_interleaved
 from arcaligner.evaluation.analyses import speed
 
@@ -74,26 +74,25 @@ def models(checkpoint_dir):
 
 @pytest.fixture(scope="module")
 def size(models, processor):
-    found = measure_size(models, processor, question_rows(6), (3, 2), "segment", rounds=3, seconds=0.0)
+    found = measure_size(models, processor, question_rows(6), 3, "segment", rounds=3, seconds=0.0)
     return {"dtype": "float32", **found}
 
 
-def test_a_size_has_all_numbers_of_all_arms(size, models, processor):
+def test_a_size_has_all_numbers_of_all_arms(size, processor):
     arms = size["arms"]
-    assert list(arms) == list(speed.ARM_TITLES) and (size["k"], size["batch_size"], size["rounds"]) == (3, 2, 3)
+    assert list(arms) == list(speed.ARM_TITLES) and (size["k"], size["rounds"]) == (3, 3)
     for name, arm in arms.items():
         assert arm["first_token"]["lower"] <= arm["first_token"]["median"] <= arm["first_token"]["upper"]
         assert arm["per_token"]["median"] > 0 and arm["questions_per_second"]["median"] > 0
-        length = size["text_tokens" if name.startswith("standard") else "slot_tokens"]
+        length = size["text_tokens" if name.startswith("standard") else "slots"]
         assert arm["cache_bytes"] >= 3 * 2 * 2 * 8 * 4 * length  # layers, keys and values, heads, head_dim, float32
     assert set(size["encoder"]) == {"segmenting", "encoding"}
     assert arms["standard_rag"]["speed_up"] == {"lower": 1.0, "median": 1.0, "upper": 1.0}
     flops = {name: arm["flops_counted"] for name, arm in arms.items()}
     assert flops["slots_cached"] < flops["off"] < flops["adaptive"] < flops["always"]
     assert flops["standard_rag_cached"] < flops["standard_rag"] and flops["off"] < flops["standard_rag"]
-    _, slots = make_prompts(models[1], processor, pick_rows(question_rows(6), processor, 3, 2), "segment")
-    is_slot = slots.whole.input_ids == processor.context_token_id
-    assert size["slots"] == int(is_slot.sum()) / 2 and 0 < size["open_share"] < 1
+    row = join_rows(pick_rows(question_rows(6), processor, 3))
+    assert size["slots"] == len(processor.segment_documents(row["passages"])) and 0 < size["open_share"] < 1
     assert size["prefix_bytes_ratio"] > 1
     table = [line for line in speed.size_lines(size) if line.startswith("| ")]
     assert [line.split(" | ")[0] for line in table][1:] == [f"| {title}" for title in speed.ARM_TITLES.values()]
@@ -101,37 +100,28 @@ def test_a_size_has_all_numbers_of_all_arms(size, models, processor):
 
 def test_a_prompt_longer_than_the_backbones_context_is_refused(models, processor, monkeypatch):
     monkeypatch.setattr(models[1].config, "max_position_embeddings", 64)
-    with pytest.raises(ValueError, match="A prompt with 3 passages and its answer have .* tokens, but"):
-        measure_size(models, processor, question_rows(6), (3, 1), "segment", rounds=3, seconds=0.0)
+    with pytest.raises(ValueError, match="The text with its answer has .* positions but the backbone llama reads 64"):
+        measure_size(models, processor, question_rows(6), 3, "segment", rounds=3, seconds=0.0)
 
 
 def test_the_command_writes_one_json_line_tables_and_a_picture(tmp_path, checkpoint_dir, capsys):
     data, output = tmp_path / "rows.jsonl", tmp_path / "found"
     write_rows(data, question_rows(6))
-    options = {"sizes": "2x1", "dtype": "float32", "tokens_per_slot": "4,segment", "device": "cpu"}
+    options = {"sizes": "2", "dtype": "float32", "tokens_per_slot": "4,segment", "device": "cpu"}
     main(str(checkpoint_dir), rounds=3, seconds=0.0, data=data, output=output, **options)
     printed = capsys.readouterr().out
     (line,) = [line for line in printed.splitlines() if line.startswith("{")]
     found = json.loads(line)
     assert found["data"] == "rows.jsonl"
     fine, coarse = found["sizes"]
-    shape = [(each["tokens_per_slot"], each["k"], each["batch_size"]) for each in (fine, coarse)]
-    assert shape == [(4, 2, 1), ("segment", 2, 1)]
+    assert [(each["tokens_per_slot"], each["k"]) for each in (fine, coarse)] == [(4, 2), ("segment", 2)]
     assert fine["slots"] > coarse["slots"]
-    assert "## 2 passages x 1 questions, 4 tokens per slot, float32" in printed
+    assert "## 2 passages, 4 tokens per slot, float32" in printed
     assert json.loads((output / "latency.json").read_text("utf-8"))["sizes"] == found["sizes"]
     assert {path.name for path in output.iterdir()} == {f"latency.{end}" for end in ("json", "svg")}
 
 
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        ({"sizes": "0x1"}, "expected passages x questions of a batch"),
-        ({"sizes": "5x1x1"}, "expected passages x questions of a batch"),
-        ({"sizes": "5x1,"}, "expected passages x questions of a batch"),
-        ({"dtype": "float32,float64"}, "`--dtype` names float64; expected float32, bfloat16"),
-    ],
-)
-def test_sizes_and_dtypes_that_are_none_are_refused(given, message):
-    with pytest.raises(ValueError, match=message):
-        main("checkpoint", **{"sizes": "1x1", "dtype": "float32"} | given)
+@pytest.mark.parametrize("sizes", ["0", "5x1", "5,", "-1"])
+def test_sizes_that_are_none_are_refused(sizes):
+    with pytest.raises(ValueError, match=f"`--sizes` is '{sizes}'; expected numbers of passages"):
+        parse_sizes(sizes)

@@ -19,7 +19,7 @@ from arcaligner import ArcAlignerProcessor
 from arcaligner.corpus import build
 from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import Retriever, slot_passages
-from arcaligner.corpus.sources import Document, cut_passages, read_documents
+from arcaligner.corpus.sources import cut_passages, read_documents
 from arcaligner.corpus.table import LOCK, METADATA, Corpus
 
 
@@ -378,8 +378,3 @@ def test_a_broken_file_ends_in_a_clear_error(corpus):
         file.write_bytes(b"broken")
     with pytest.raises(OSError, match="cannot be read: .*Build it anew"):
         Corpus(corpus.path).info()
-
-
-def test_a_document_changes_its_digest_with_its_text_and_title():
-    digests = {Document("a", title, text).digest for title, text in (("", "b"), ("b", ""), ("", "c"))}
-    assert len(digests) == 3

@@ -119,9 +119,9 @@ def test_passages_serve_commands_in_the_precision_they_were_read_in(
     code, _, err = run_cli("corpus", "read", *aligner, "--dtype", dtype)
     assert code == 0 and f"{corpus.info()['slots']} slots of 0.2 KB" in err.replace("\n", " ")
     ask = ("ask", "Who?", *aligner, "--top-k", 2, "--max-new-tokens", 2)
-    for options, kept in ((("--dtype", "bfloat16"), 2), (("--dtype", "float32"), 0), ((), 0)):
+    for options, found in ((("--dtype", "bfloat16"), 2), (("--dtype", "float32"), 0), ((), 0)):
         code, _, err = run_cli(*ask, *options)
-        assert code == 0 and f"{kept} of 2 passages kept" in re.sub(r"\s+", " ", err)
+        assert code == 0 and f"{found} of 2 passages kept" in re.sub(r"\s+", " ", err)
     assert run_cli(*ask, "--dtype", "int8")[0] != 0
 
 

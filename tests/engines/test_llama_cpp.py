@@ -7,25 +7,33 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from conftest import new_processor, random_aligner
+from conftest import chat_inputs, new_processor, random_aligner
 from gguf_base_model import write_base_model
-from safetensors.numpy import load_file
 from tiny_models import ENCODER_HIDDEN_SIZE, backbone_config, tiny_aligner
-from training_rows import question_rows, write_rows
 from transformers import AutoModelForCausalLM
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.engines import gguf_files, llama_cpp
-from arcaligner.engines.reference import main as write_vectors
-from arcaligner.engines.reference import reference_vectors
 
 QUESTION = "Who wrote it?"
 LETTER = {"title": "Letter", "text": "It was written by Ada, and nobody else knew."}
 DOCUMENTS = [LETTER, "Radik has competed since 2003."]
-ROW = {"question": QUESTION, "passages": DOCUMENTS}
 CLOSE = {"rtol": 0, "atol": 1e-3}
 
 needs_llama_cpp = pytest.mark.skipif(find_spec("llama_cpp") is None, reason="`pip install -e '.[llama-cpp]'`")
+
+
+@torch.no_grad()
+def reference_of(model, processor, documents, gate_mode):
+    """What PyTorch computes for the question: the length of the prompt, logits of the answer's first token, and the
+    greedy answer."""
+    inputs, settings = chat_inputs(processor, QUESTION, documents), {"gate_mode": gate_mode}
+    answer = model.generate(**inputs, max_new_tokens=16, do_sample=False, **settings)
+    return {
+        "length": inputs["input_ids"].shape[1],
+        "logits": model(**inputs, logits_to_keep=1, **settings).logits[0, 0],
+        "answer": answer[0, inputs["input_ids"].shape[1] :],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +83,10 @@ def make_engine(exported, base_model):
 
 @pytest.fixture(scope="module")
 def reference(checkpoint):
-    """The vectors of `ROW` with these gates."""
+    """What PyTorch computes with these gates."""
     model = ArcAlignerForCausalLM.from_pretrained(checkpoint).eval()
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
-    return lambda gate_mode: reference_vectors(model, processor, ROW, gate_mode)
+    return lambda gate_mode: reference_of(model, processor, DOCUMENTS, gate_mode)
 
 
 @needs_llama_cpp
@@ -122,55 +130,24 @@ def test_passages_apart_are_read_as_pytorch_does(gate_mode, make_checkpoint, bas
     gguf_files.export_gguf(str(checkpoint), tmp_path / "exported")
     model = ArcAlignerForCausalLM.from_pretrained(checkpoint).eval()
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
-    row = {"question": QUESTION, "passages": [*DOCUMENTS, "It left on Monday.", LETTER]}
-    expected = reference_vectors(model, processor, row, gate_mode)
-    assert expected["passages"].max() == 3
+    documents = [*DOCUMENTS, "It left on Monday.", LETTER]
+    expected = reference_of(model, processor, documents, gate_mode)
     model.config.passage_attention = processor.passage_attention = "joint"
-    assert not torch.allclose(
-        expected["logits"], reference_vectors(model, processor, row, gate_mode)["logits"], **CLOSE
-    )
+    jointly = reference_of(model, processor, documents, gate_mode)
+    assert not torch.allclose(expected["logits"], jointly["logits"], **CLOSE)
     engine = llama_cpp.LlamaCppEngine(
         tmp_path / "exported", base_model, gate_mode=gate_mode, context_length=256, cache_type="f32"
     )
     for _ in range(2):  # the second time from what was kept
-        np.testing.assert_allclose(engine.read(QUESTION, row["passages"]), expected["logits"], **CLOSE)
-        pieces = engine.stream(QUESTION, row["passages"], max_new_tokens=len(expected["answer"]))
+        np.testing.assert_allclose(engine.read(QUESTION, documents), expected["logits"], **CLOSE)
+        pieces = engine.stream(QUESTION, documents, max_new_tokens=len(expected["answer"]))
         # A character whose bytes are not all there is no piece yet.
         assert "".join(pieces) == processor.decode(expected["answer"], skip_special_tokens=True).rstrip("\ufffd")
     # Passages share positions, and yet each slot takes a cell of the context.
-    num_slots, text = len(expected["slots"]), len(expected["before"]) + len(expected["after"])
-    engine.read(QUESTION, row["passages"])
-    assert engine.session.used == num_slots + text
+    engine.read(QUESTION, documents)
+    assert engine.session.used == expected["length"]
     with pytest.raises(ValueError, match="may have 257 positions, but the engine's context holds 256"):
-        engine.read(QUESTION, row["passages"], max_new_tokens=257 - num_slots - text)
-
-
-@needs_llama_cpp
-@pytest.mark.parametrize("gate_mode", ["off", "adaptive"])
-def test_the_vectors_in_a_file_are_enough_for_an_engine(gate_mode, exported, checkpoint, base_model, tmp_path):
-    write_rows(tmp_path / "rows.jsonl", question_rows(2))
-    path = tmp_path / "reference.safetensors"
-    write_vectors(path, str(checkpoint), gate_mode, tmp_path / "rows.jsonl", num_prompts=2)
-    found = load_file(path)
-    session = llama_cpp.Session(base_model, exported / "adapter.gguf", 256, "f32")
-    for number in range(2):
-        names = ("before", "slots", "after", "keys", "values", "logits")
-        expected = {name: found[f"{number}.{name}"] for name in names}
-        if gate_mode == "off":
-            session.clear()
-            session.read(expected["before"].tolist(), has_logits=False)
-            session.read(expected["slots"], adapter=True, has_logits=False)
-        else:
-            keys = np.moveaxis(gguf_files.to_neighbors(np.moveaxis(expected["keys"], 3, 0), "llama", 8), 0, 3)
-            positions = np.arange(keys.shape[2])
-            session.restore(session.state_of(keys, expected["values"], positions))
-        session.read(expected["after"].tolist())
-        np.testing.assert_allclose(session.logits, expected["logits"], **CLOSE)
-        answer = []
-        for token in found[f"{number}.answer"]:
-            answer.append(session.logits.argmax())
-            session.read([token])
-        np.testing.assert_array_equal(answer, found[f"{number}.answer"])
+        engine.read(QUESTION, documents, max_new_tokens=257 - expected["length"])
 
 
 @needs_llama_cpp

@@ -15,16 +15,17 @@ def copied(checkpoint_dir, tmp_path):
     return shutil.copytree(checkpoint_dir, tmp_path / "copied")
 
 
-def test_a_copy_is_the_same_checkpoint(checkpoint_dir, copied):
+def test_a_copy_is_the_same_checkpoint_and_a_folder_without_weights_none(checkpoint_dir, copied):
     (copied / "README.md").write_text("another card")
     assert fingerprint(str(copied)) == fingerprint(str(checkpoint_dir))
     assert backbone_fingerprint(str(copied)) == backbone_fingerprint(str(checkpoint_dir))
+    with pytest.raises(ValueError, match="There is no checkpoint in"):
+        fingerprint(str(copied / "nowhere"))
 
 
-CHANGES = [("config", {"gate_threshold": 0.9}), ("processor_config", {"sentences_per_segment": 3})]
-
-
-@pytest.mark.parametrize("file, changes", CHANGES)
+@pytest.mark.parametrize(
+    "file, changes", [("config", {"gate_threshold": 0.9}), ("processor_config", {"sentences_per_segment": 3})]
+)
 def test_other_settings_are_another_checkpoint(checkpoint_dir, copied, file, changes):
     edit_json(copied / f"{file}.json", **changes)
     assert fingerprint(str(copied)) != fingerprint(str(checkpoint_dir))
@@ -50,11 +51,6 @@ def test_a_checkpoint_of_the_hub_is_named_with_its_commit(monkeypatch):
     found = "hub/models--user--name/snapshots/abc/config.json"
     monkeypatch.setattr(methods, "try_to_load_from_cache", lambda name, file: f"{name}/{file}" and found)
     assert fingerprint("user/name") == "user/name@abc" and asked == ["user/name"]
-
-
-def test_a_folder_without_weights_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="There is no checkpoint in"):
-        fingerprint(str(tmp_path / "nowhere"))
 
 
 def test_a_name_with_a_rate_is_a_method_of_its_own():

@@ -49,12 +49,12 @@ def test_the_pages_of_speed_are_those_of_the_latency_report():
 
 
 def test_f1_stands_over_the_time_at_the_same_rate():
-    def size(rate, first, k=20, batch_size=1):
+    def size(rate, first, k=20):
         seconds = {"standard_rag": 1.0, "standard_rag_cached": 0.1, "off": first, "slots_cached": first / 8}
         arms = {name: {"first_token": {"median": each}} for name, each in seconds.items()}
-        return {"k": k, "batch_size": batch_size, "dtype": "float32", "tokens_per_slot": rate, "arms": arms}
+        return {"k": k, "tokens_per_slot": rate, "arms": arms}
 
-    sizes = [size(4, 0.5), size(8, 9.0, k=1), size(8, 9.0, batch_size=8), size(8, 0.25), size(2, 0.7)]
+    sizes = [size(4, 0.5), size(8, 9.0, k=1), size(8, 0.25), size(2, 0.7)]
     methods = {"ArcAligner": 40.0, "ArcAligner, 8 tokens per slot": 20.0, "StandardRAG, fine-tuned": 60.0}
     sets = {
         name: {"methods": {method: {"f1": [f1 + add]} for method, f1 in methods.items()}}
@@ -67,7 +67,7 @@ def test_f1_stands_over_the_time_at_the_same_rate():
         "text, fine-tuned": [{"rate": "text", "ms": 1000.0, "f1": 61.0}],
         "text, fine-tuned, kept": [{"rate": "text", "ms": 100.0, "f1": 61.0}],
     }
-    with pytest.raises(ValueError, match="has no 20 passages with one question at the rate 16"):
+    with pytest.raises(ValueError, match="has no 20 passages at the rate 16"):
         find_size(report, 20, 16)
 
 

@@ -6,14 +6,12 @@ import re
 import pytest
 from answer_rows import write_answers
 
-from arcaligner.common.files import digest
-from arcaligner.evaluation.judge import judge_prompt, verdict_file
+from arcaligner.evaluation.judge import judge_answers, verdict_file
 from arcaligner.evaluation.metrics import bootstrap_interval
 from arcaligner.evaluation.results import (
     compare,
     interval_table,
     method_titles,
-    paper_table,
     results_page,
     summarize,
     with_published,
@@ -26,17 +24,6 @@ from arcaligner.share.hub import write_model_card
 def write(run, method: str, f1s: list[float], task: str = "hotpotqa", context: int = 2) -> None:
     """Writes answers of a method with these scores."""
     write_answers(run, task, method, ({"f1": f1, "context_tokens": context} for f1 in f1s))
-
-
-def judge_all(run, method: str, verdicts: dict[str, str]) -> None:
-    """Writes what a judge said of a method's answers."""
-    file = AnswerFile(run, "hotpotqa", method)
-    rows = {row["id"]: row for row in file.read()}
-    lines = [
-        {"id": row_id, "prompt": digest(judge_prompt(rows[row_id])), "verdict": verdict, "reply": verdict}
-        for row_id, verdict in verdicts.items()
-    ]
-    verdict_file(file, "org/judge").path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.fixture
@@ -55,7 +42,8 @@ def test_a_mean_has_the_bootstrap_interval_of_its_questions(run):
 
 
 def test_verdicts_become_accuracy_over_the_answers_that_are_judged(run):
-    judge_all(run, "arcaligner", {"0": "yes", "1": "no", "2": "unreadable"})
+    file = AnswerFile(run, "hotpotqa", "arcaligner")
+    judge_answers(lambda prompts: iter(("Yes", "No", "Hmm")), file.read()[:3], verdict_file(file, "org/judge"))
     results = summarize(run)
     numbers = results["sets"]["HotpotQA"]["methods"]["ArcAligner"]
     assert numbers["acc"] == {"org--judge": [pytest.approx(100 / 3), *bootstrap_interval([100.0, 0.0, 0.0])]}
@@ -93,12 +81,9 @@ def test_questions_without_an_answer_are_no_set_of_the_tables(run):
         assert list(write_results(folder)["sets"]) == sets
 
 
-def test_a_folder_without_answers_is_refused(tmp_path):
+def test_a_page_has_no_heading_without_anything_below(tmp_path):
     with pytest.raises(ValueError, match="holds no answers"):
         summarize(tmp_path)
-
-
-def test_a_page_has_no_heading_without_anything_below(tmp_path):
     write(tmp_path, "naive", [0.5], task="adversarialqa")
     page = results_page(summarize(tmp_path))
     headings = [line for line in page.splitlines() if line.startswith("## ")]
@@ -114,6 +99,7 @@ def test_results_are_written_for_machines_and_for_people(run, tmp_path):
     low, high = bootstrap_interval([100.0, 0.0, 0.0, 50.0])
     assert f"| Naive | +37.5 [{low:+.1f}, {high:+.1f}] |" in page
     assert "| StandardRAG | 60.0, 0.50 s |" in page and "| **ArcAligner** | 2.0, x30.0, 0.50 s |" in page
+    assert "## The paper's numbers" in page and "| **ArcAligner** | 26.6 / 34.9 / 33.4 |" in page
     assert "Questions: HotpotQA 4." in page and "A gold stands in the passages read: HotpotQA 100 %." in page
 
 
@@ -134,10 +120,6 @@ def test_a_table_leaves_out_methods_without_a_number_and_marks_single_gaps():
     rows = ["| Naive | 1.0 [0.0, 2.0] | - |", "| StandardRAG | - | 3.0 [2.0, 4.0] |"]
     assert interval_table("F1", sets, "methods", "f1") == ["| F1 | A | B |", "|---|---|---|", *rows, ""]
     assert interval_table("Acc", sets, "methods", "acc", "judge") == []
-
-
-def test_the_papers_numbers_stand_below(run):
-    assert "| **ArcAligner** | 26.6 / 34.9 / 33.4 |" in paper_table(summarize(run)["sets"])
 
 
 def test_what_other_methods_answered_before_stands_beside_new_answers_of_the_aligner(run, tmp_path):

@@ -69,10 +69,10 @@ def test_a_line_of_the_figure_goes_through_the_points_of_its_method(run):
 def test_the_command_writes_figure_data_and_caption(run, tmp_path, capsys):
     write_results(run)
     with pytest.raises(SystemExit) as end:
-        main(["rates", "--run", str(run), "--tasks", "squad", "--output", str(tmp_path / "figures")])
+        main(["rates", "--run", str(run), "--output", str(tmp_path / "figures")])
     assert end.value.code == 0
     data = json.loads((tmp_path / "figures" / "rates.json").read_text())
-    assert data["sets"] == {"SQuAD": analyze(summarize(run))["SQuAD"]}
+    assert data["sets"] == analyze(summarize(run))
     assert data["reading"] in capsys.readouterr().out.replace("\n", " ")
     files = {path.name for path in (tmp_path / "figures").iterdir()}
     assert files == {"rates.json", "rates.svg"}
