@@ -29,6 +29,7 @@ from tqdm.auto import tqdm
 
 from ..common.files import markdown_table, run_command, stable_number, write_whole
 from ..common.rows import Row, token_f1
+from ..configuration_arcaligner import check_gates
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..pipeline_arcaligner import check_max_passages
 from ..processing_arcaligner import ArcAlignerProcessor
@@ -274,15 +275,18 @@ def main(
     output: Annotated[Path | None, typer.Option(help="Folder for the mean.")] = None,
     among: Annotated[str, typer.Option(help="Passages of a question, the nearest others added; commas between.")] = "1",
     max_passages: Annotated[str, typer.Option(help="How many of these are read, the likeliest; commas between.")] = "",
+    gate_mode: Annotated[str | None, typer.Option(help="off, adaptive or always, instead of the aligner's.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
     dtype: Annotated[str, typer.Option(help="The dtype of the backbone.")] = "float32",
 ) -> None:
     """Prints losses, answers and refusals on held-out articles."""
+    check_gates(gate_mode=gate_mode)
     data = read_recipe(recipe, data_dir)
     folders = [Path(each) for each in runs.split(",")]
     if last:
         folders = [checkpoint for folder in folders for checkpoint in last_checkpoints(folder, last)]
     model, processor = load_mean(folders, dtype)
+    model.config.gate_mode = gate_mode or model.config.gate_mode
     selector = ExampleSelector(data, ExampleBuilder(processor))
     wanted = [int(rate) if rate.isdecimal() else rate for rate in rates.split(",")]
     sizes, most = ([int(each) for each in given.split(",") if each] for given in (among, max_passages))

@@ -107,3 +107,15 @@ def test_the_command_measures_and_writes_the_mean(keys, checkpoint_dir, tmp_path
     assert all(loss > 0 for each in results.values() for loss in each["loss"].values())
     saved = json.loads((tmp_path / "out" / "processor_config.json").read_text())
     assert saved["no_answer"] == "not in the text"
+
+
+def test_gates_are_judged_as_they_are_shut_and_all_open(keys, checkpoint_dir, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(keys | {"model_name_or_path": str(checkpoint_dir), "output_dir": "unused"}))
+    tables = {}
+    for mode in (None, "off", "adaptive", "always"):
+        main(recipe, str(checkpoint_dir), rates="4", number=12, gate_mode=mode)
+        tables[mode] = capsys.readouterr().out
+    assert tables[None] == tables["adaptive"] and len(set(tables.values())) == 3
+    with pytest.raises(ValueError, match="`gate_mode` is 'none'; expected one of"):
+        main(recipe, str(checkpoint_dir), gate_mode="none")
