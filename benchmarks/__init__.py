@@ -2,4 +2,4 @@
 
 from ..common.files import require_extra
 
-require_extra("evaluation", "datasets", "matplotlib", "openai", "trl", "typer")
+require_extra("evaluation", "datasets", "matplotlib", "trl", "typer")

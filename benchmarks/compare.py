@@ -230,7 +230,7 @@ def run_compare(
     aligner, processor = load_aligner(checkpoint, device)
     processor.encoder.device = device
     rows = find_passages(rows, sources, processor, top_k, tell)
-    rates = rates or processor.trained_tokens_per_slot or [processor.tokens_per_slot]
+    rates = list(dict.fromkeys(rates or processor.trained_tokens_per_slot or [processor.tokens_per_slot]))
     readers = [Reader("text, by the base model", None, aligner)]
     if full_text_lora is not None:
         readers.append(

@@ -81,7 +81,10 @@ def measure_size(
     (aligner, base), device = models, str(models[0].device)
     row = join_rows(pick_rows(rows, processor, k))
     text, slots = both_prompts(aligner, processor, row, rate)
-    check_length(text.ids.shape[1] + NEW_TOKENS, "The text with its answer", base.config)
+    try:
+        check_length(text.ids.shape[1] + NEW_TOKENS, "The text with its answer", base.config)
+    except ValueError as error:
+        raise ValueError(f"{k} passages are too many: name fewer in `--sizes`. {error}") from error
     for model in models:  # weights are read from the disk at their first use, which is no memory of an arm
         model(torch.zeros(1, 1, dtype=torch.long, device=device))
     arms, prefixes = make_arms(aligner, base, text, slots)

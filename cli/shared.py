@@ -149,7 +149,7 @@ def load_pipeline(checkpoint: str, dtype: str | None = None):
     read_aligner_config(checkpoint)
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
     if dtype == "auto":
-        device = torch.accelerator.current_accelerator()
+        device = torch.accelerator.current_accelerator(check_available=True)
         dtype = fastest_dtype("cpu" if device is None else device.type)
     model = ArcAlignerForCausalLM.from_pretrained(checkpoint, **({"dtype": dtype} if dtype else {})).eval()
     return ArcAlignerPipeline(model=model, processor=processor, task="text-generation")

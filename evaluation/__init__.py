@@ -13,4 +13,4 @@ lm_eval_adapter        the aligner in lm-evaluation-harness
 
 from ..common.files import require_extra
 
-require_extra("evaluation", "datasets", "matplotlib", "openai", "trl", "typer")
+require_extra("evaluation", "datasets", "matplotlib", "trl", "typer")

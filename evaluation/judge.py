@@ -6,15 +6,16 @@
 The judge is behind an OpenAI-compatible endpoint, such as that of vLLM, llama.cpp or `transformers serve`; it answers
 greedily. It reads the question, the golds and the answer, and not the passages. The paper prints no prompt; this one is
 of OpenQA-eval (Kamalloo et al., 2023). A reply that begins with neither yes nor no is unreadable: counted, and scored
-as wrong.
+as wrong. A question without a reply stays unjudged: counted, and left out of the mean.
 
     <run>/<task>/<method>.<judge>.verdicts.jsonl   id, digest of the prompt, verdict, reply: one line per verdict
 
-Verdicts are appended as they come. A second run, also after a kill or where the server failed, asks only for those that
-are missing or that belong to answers that have changed.
+Verdicts are appended as they come. A second run, also after a kill, asks only for those that are missing or that belong
+to answers that have changed.
 """
 
 import dataclasses
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
-import openai
 import typer
 from rich.console import Console
 from rich.progress import track
@@ -33,6 +33,8 @@ from ..common.rows import Row
 from .metrics import percent_interval, shown_interval, usable_golds
 from .runs import AnswerFile, answer_files
 
+logger = logging.getLogger(__name__)
+
 YES, UNREADABLE = "yes", "unreadable"
 VERDICTS = ".verdicts"
 MAX_NEW_TOKENS = 8  # a yes or a no, and what may stand before it
@@ -40,8 +42,8 @@ RETRIES = 2
 KEY_VARIABLE = "OPENAI_API_KEY"
 _FIRST_WORD = re.compile(r"\W*(yes|no)\b", re.IGNORECASE)
 
-# Prompts to what the judge says of each, in order.
-Judge = Callable[[list[str]], Iterator[str]]
+# Prompts to what the judge says of each, in order; `None` where it says nothing.
+Judge = Callable[[list[str]], Iterator[str | None]]
 
 
 def judge_prompt(row: Row) -> str:
@@ -97,38 +99,59 @@ def judge_answers(judge: Judge, rows: Sequence[Row], file: AnswerFile) -> None:
     bar = {"description": file.method, "total": len(todo), "transient": True, "console": Console(stderr=True)}
     with file.claim():
         for (row_id, prompt), reply in zip(todo, track(judge([prompt for _, prompt in todo]), **bar), strict=True):
-            file.append([{"id": row_id, "prompt": digest(prompt), "verdict": parse_verdict(reply), "reply": reply}])
+            if reply is not None:
+                verdict = {"prompt": digest(prompt), "verdict": parse_verdict(reply), "reply": reply}
+                file.append([{"id": row_id, **verdict}])
 
 
 def ask_endpoint(
     prompts: list[str], model: str, url: str, timeout: float = 60.0, concurrency: int = 16
-) -> Iterator[str]:
-    """What a chat model, by its name at an address such as `http://localhost:8000/v1`, says to each prompt, in order.
-    `$OPENAI_API_KEY` is its key if it wants one.
+) -> Iterator[str | None]:
+    """What a chat model, by its name at an address such as `http://localhost:8000/v1`, says to each prompt, in order;
+    `None` after some attempts that time out or fail on the server. `$OPENAI_API_KEY` is its key if it wants one.
 
     Raises:
-        `ConnectionError`: after some attempts there is no reply, or one that is no chat completion.
+        `ImportError`: the package `openai` is not installed.
+        `ConnectionError`: the server cannot be reached.
+        `ValueError`: a server that refuses the request, or anything but the address of a server.
     """
-    client = openai.OpenAI(
-        base_url=url, api_key=os.environ.get(KEY_VARIABLE) or "none", timeout=timeout, max_retries=RETRIES
-    )
-
-    def ask(prompt: str) -> str:
-        message = {"role": "user", "content": prompt}
-        completion = client.chat.completions.create(
-            model=model, messages=[message], max_tokens=MAX_NEW_TOKENS, temperature=0.0
-        )
-        return completion.choices[0].message.content or ""
-
     try:
-        with ThreadPoolExecutor(concurrency) as pool:
-            yield from pool.map(ask, prompts)
-    except (openai.OpenAIError, ValueError, TypeError, LookupError, AttributeError) as error:
-        why = error.__cause__ if isinstance(error, openai.APIConnectionError) else error
-        raise ConnectionError(
-            f"`{model}` at {url} does not judge ({type(error).__name__}: {why}). Check that the server runs, the "
-            f"address, the model's name there, and the key in ${KEY_VARIABLE}. Verdicts so far are kept."
-        ) from error
+        import openai
+    except ImportError as error:
+        raise ImportError("A judge is asked by the package openai: `pip install 'arcaligner[evaluation]'`.") from error
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"The endpoint is {url!r}; expected an address, such as http://localhost:8000/v1.")
+    key = os.environ.get(KEY_VARIABLE) or "none"
+    client = openai.OpenAI(base_url=url, api_key=key, timeout=timeout, max_retries=RETRIES)
+
+    def ask(prompt: str) -> str | None:
+        message = {"role": "user", "content": prompt}
+        try:
+            completion = client.chat.completions.create(
+                model=model, messages=[message], max_tokens=MAX_NEW_TOKENS, temperature=0.0
+            )
+            return completion.choices[0].message.content or ""
+        except openai.APITimeoutError:
+            problem = f"no reply within {timeout:g} seconds"
+        except openai.APIConnectionError as error:
+            raise ConnectionError(
+                f"There is no endpoint at {url} that can be reached ({error.__cause__}). Start the server, or name "
+                "another with `--endpoint`; verdicts so far are kept."
+            ) from error
+        except (openai.InternalServerError, openai.RateLimitError) as error:
+            problem = f"status {error.status_code}"
+        except openai.APIStatusError as error:
+            raise ValueError(
+                f"{url} refuses to let `{model}` judge (status {error.status_code}: {error.response.text[:300]}). "
+                f"Check the address, the model's name there, and the key in ${KEY_VARIABLE}."
+            ) from error
+        except (openai.OpenAIError, ValueError, TypeError, LookupError, AttributeError) as error:
+            problem = f"no chat completion ({type(error).__name__}: {error})"
+        logger.warning("an answer stays unjudged: %s", problem)
+        return None
+
+    with ThreadPoolExecutor(concurrency) as pool:
+        yield from pool.map(ask, prompts)
 
 
 def main(
@@ -139,18 +162,18 @@ def main(
     ] = "http://localhost:8000/v1",
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to wait for a reply.")] = 60.0,
 ) -> None:
-    """Judges all answers of a run and prints their accuracy."""
+    """Judges all answers of a run and prints their accuracy. The same command asks again for unjudged ones."""
     rows = {file: found for file in answer_files(run) if (found := file.read())}
     if not rows:
         raise ValueError(f"{run} holds no answers. `python -m arcaligner evaluate` writes them.")
-    table = Table("task", "method", "Acc [95 %]", "judged", "unreadable", title=f"judged by {model}")
+    table = Table("task", "method", "Acc [95 %]", "judged", "unreadable", "unjudged", title=f"judged by {model}")
     for file, found in rows.items():
         verdicts = verdict_file(file, model)
         if None in read_verdicts(verdicts, found).values():
             judge_answers(lambda prompts: ask_endpoint(prompts, model, endpoint, timeout), found, verdicts)
-        said = [*read_verdicts(verdicts, found).values()]
-        shown = shown_interval(percent_interval([float(verdict == YES) for verdict in said]))
-        table.add_row(file.task, file.method, shown, str(len(said)), str(said.count(UNREADABLE)))
+        scores, said = [*judged_scores(file, model).values()], [*read_verdicts(verdicts, found).values()]
+        shown = shown_interval(percent_interval(scores)) if scores else "-"
+        table.add_row(file.task, file.method, shown, *map(str, (len(scores), said.count(UNREADABLE), said.count(None))))
     Console().print(table)
 
 

@@ -1,5 +1,6 @@
 """The sets of questions: the paper's six, in its order, then three more."""
 
+import difflib
 import json
 import logging
 from collections import Counter
@@ -10,7 +11,6 @@ from pathlib import Path
 import datasets
 
 from ..common.data_sets import HOTPOTQA, MUSIQUE, SQUAD, hotpotqa_row, musique_row, squad_row
-from ..common.files import refuse_unknown
 from ..common.rows import JSON_LINES, Row, read_rows
 from .metrics import usable_golds
 
@@ -161,5 +161,8 @@ def find_task(name: str) -> Task:
     Raises:
         `ValueError`: there is none, with the nearest one.
     """
-    refuse_unknown("the tasks", [name], TASKS)
-    return TASKS[name]
+    if name in TASKS:
+        return TASKS[name]
+    close = difflib.get_close_matches(name, TASKS, n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    raise ValueError(f"There is no task {name!r}.{hint} Known: {', '.join(TASKS)}.")

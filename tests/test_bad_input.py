@@ -165,9 +165,8 @@ WORDS = torch.tensor([[[1, 2, -1], [3, -1, -1], [4, 4, 4], [5, -1, -1]]])
         (None, "is missing: with `config.word_parts` 2"),
     ],
 )
-def test_words_of_slots_are_checked_as_ids_are(reader, model, words, message):
+def test_words_of_slots_are_checked_as_ids_are(reader, words, message):
     batch = inputs(reader, 4)
-    assert_refused(model, "`config.word_parts` is 0", **batch, context_word_ids=WORDS)
     assert_refused(reader, "`context_word_ids` .*" + message, **batch, context_word_ids=words)
     with pytest.raises(ValueError, match=message):
         reader.prefill_context(**batch, context_word_ids=words)
@@ -232,6 +231,18 @@ def test_prefilling_without_slots_or_rows_whose_slots_end_apart_is_refused(model
         model.prefill_context(batch["input_ids"], batch["context_embeds"], batch["attention_mask"])
 
 
+@pytest.mark.parametrize("stop", ["input_ids", "context_embeds"])
+def test_refused_call_leaves_no_trace(model, stop):
+    """The next good call gives what it gave before."""
+    good, bad = inputs(model, 4), inputs(model, 4)
+    bad[stop] = bad[stop][:, 2:] if stop == "context_embeds" else torch.full_like(bad[stop], SLOT)
+    with torch.no_grad():
+        before = model(**good).logits
+        with pytest.raises(ValueError):
+            model(**bad)
+        assert torch.equal(model(**good).logits, before)
+
+
 # --- Merging --------------------------------------------------------------------------------------
 
 
@@ -259,6 +270,7 @@ def test_lora_cannot_be_merged(model, safe):
         ({"gate_layers": [0, 3]}, r"(?s)`gate_layers` is \[0, 3\].*0 to 2"),
         ({"gate_layers": [-1]}, r"(?s)`gate_layers` is \[-1\].*0 to 2"),
         ({"gate_layers": "some"}, r"(?s)`gate_layers`.*'some'.*\"all\""),
+        ({"gate_threshold": 1.5}, r"(?s)`gate_threshold` is 1.5.*\(0, 1\]"),
         ({"gate_mode": "sometimes"}, r"(?s)sometimes"),
         ({"lora_r": "eight"}, r"(?s)lora_r.*eight"),
         ({"lora_r": -1}, "`lora_r` is -1; expected a rank, or 0"),

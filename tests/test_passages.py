@@ -14,6 +14,7 @@ from tiny_models import random_rows, tiny_aligner
 
 from arcaligner.generation_arcaligner import read_passages, read_text
 from arcaligner.pipeline_arcaligner import ArcAlignerPipeline
+from arcaligner.slot_rows_arcaligner import passage_positions, place_passage_ids
 
 pytestmark = pytest.mark.usefixtures("float64_model_code")
 FIVE_TOKENS = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
@@ -78,6 +79,15 @@ def test_a_joint_model_reads_the_passages_before_and_a_separate_one_does_not(apa
     assert torch.allclose(last_logits(PASSAGES), last_logits(PASSAGES[::-1]), rtol=0, atol=1e-9)
     monkeypatch.setattr(model.config, "passage_attention", "joint")
     assert (last_logits(PASSAGES) - last_logits(PASSAGES[::-1])).abs().max() > 1e-3
+
+
+def test_positions_of_padded_rows_count_on_from_the_longest_passage():
+    is_slot = torch.tensor([[0, 0, 1, 1, 1, 0, 0], [0, 1, 1, 1, 0, 0, 0]]).bool()
+    placed = place_passage_ids(is_slot, torch.tensor([[4, 4, 7], [0, 1, 2]]))
+    assert placed.tolist() == [[-1, -1, 4, 4, 7, -1, -1], [-1, 0, 1, 2, -1, -1, -1]]
+    is_real = torch.tensor([[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0]])
+    assert passage_positions(placed, is_real)[0].tolist() == [0, 0, 1, 2, 1, 3, 4]
+    assert passage_positions(placed, is_real)[1, :6].tolist() == [0, 1, 1, 1, 2, 3]
 
 
 # Read once, joined for any question

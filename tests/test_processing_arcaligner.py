@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ENCODER_WIDTH, chat_inputs, edit_json, processor_with, tiny_tokenizer
+from transformers import AutoConfig, PreTrainedConfig
 
 from arcaligner import ArcAlignerProcessor
 from arcaligner.encoder_arcaligner import SentenceEncoder, SlotEncoder
@@ -155,6 +156,13 @@ def test_chat_content_may_be_parts_and_chats_may_come_in_batches(processor):
     torch.testing.assert_close(both["context_embeds"][1], one["context_embeds"][0])
 
 
+def test_chat_ids_are_the_ids_of_the_chat_text(processor):
+    chat = [{"role": "user", "content": "Is <context> it?"}]
+    ids = processor.apply_chat_template(chat, documents=["One. Two."], tokenize=True)[0]
+    assert slots_in(processor, ids) == 2
+    assert processor.decode(ids) == processor.apply_chat_template(chat, documents=["One. Two."])
+
+
 def test_precomputed_embeddings_need_no_encoder(processor):
     embeds = torch.randn(2, ENCODER_WIDTH)
     blind = copy.deepcopy(processor)
@@ -260,6 +268,21 @@ def test_a_text_that_becomes_the_context_tokens_id_is_refused(processor, tokeniz
     taken = ArcAlignerProcessor(tokenizer, context_token_id=tokenizer("?")["input_ids"][0], encoder_hidden_size=2)
     with pytest.raises(ValueError, match=rf"which is `context_token_id`.*Set it to {len(tokenizer)} or more"):
         taken(text="Why?", context_embeds=np.zeros((1, 2)))
+
+
+def test_loading_a_processor_does_not_read_the_aligners_configuration(checkpoint_dir, processor, monkeypatch):
+    """The tokenizer has no need of it, and would complain of its type."""
+    read = []
+
+    def noted(path, *args, **kwargs):
+        read.append(path)
+        return PreTrainedConfig()
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", noted)
+    monkeypatch.setattr(PreTrainedConfig, "from_pretrained", noted)
+    loaded = ArcAlignerProcessor.from_pretrained(checkpoint_dir)
+    assert read == []
+    assert loaded(text=QUESTION)["input_ids"] == processor(text=QUESTION)["input_ids"]
 
 
 def test_a_copied_processor_shares_its_encoder(processor):

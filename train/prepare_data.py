@@ -116,6 +116,7 @@ def fetch(source: Source, folder: Path, copies: Path | None) -> None:
     with _reaching(source):
         revision = source.revision(copies)
         stream = source.open(copies, revision)
+    note.unlink(missing_ok=True)  # it is not of these rows
     number = write_file(part, tqdm(_limited(source, stream), total=source.limit, desc=source.name))
     write_whole(note, json.dumps({"made_with": version, "rows": number, "revision": revision}))
 

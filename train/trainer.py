@@ -1,6 +1,6 @@
 """TRL's `SFTTrainer` for ArcAligner: what a stage freezes, its loss, its logs, and clear errors.
 
-Settings that would silently train something else, a `peft_config` and those that cut or mix sequences, are refused.
+Settings that would silently train something else are refused: a `peft_config`, and settings that cut or mix sequences.
 
 The encoder runs in the training step: it is small beside the backbone, and no embeddings of a corpus have to be kept.
 The loss is the model's own, of the labeled positions only. Where there is no Triton, TRL's fused head scores the prompt
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object, send_to_device
 from torch.utils.data import DataLoader, RandomSampler, Sampler
-from transformers import TrainerState
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig, SFTTrainer
 
@@ -67,8 +67,14 @@ class AlignerTrainingConfig(SFTConfig):
 
     def __post_init__(self):
         self.dataset_kwargs = {"skip_prepare_dataset": True} | (self.dataset_kwargs or {})
-        refused = ("packing", "padding_free", "max_length", "remove_unused_columns")
-        if wrong := [f"`{name}={value}`" for name in refused if (value := getattr(self, name))]:
+        refused = {
+            "packing": self.packing,
+            "padding_free": self.padding_free,
+            "max_length": self.max_length,
+            "remove_unused_columns": self.remove_unused_columns,
+        }
+        wrong = [f"`{name}={value}`" for name, value in refused.items() if value]
+        if wrong:
             raise ValueError(
                 f"{', '.join(wrong)} would separate context tokens from their embeddings. Leave "
                 "these settings out; `max_tokens` leaves out rows that are too long."
@@ -173,6 +179,7 @@ class AlignerTrainer(SFTTrainer):
         model.encoder_weights = torch.nn.ParameterList(encoder_weights)
         super().__init__(model, **kwargs)
         model.register_load_state_dict_post_hook(_expect_aligner_alone)
+        self.add_callback(GradientCheck(self))
         if encoder_weights and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError(
                 "The encoder can be trained jointly on one device or with DDP; FSDP and DeepSpeed would spread its "
@@ -181,6 +188,7 @@ class AlignerTrainer(SFTTrainer):
             )
         # A head that is spread over processes is gathered for its own call only.
         self.skip_logits = not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        self._num_tokens: float | None = None
         self._gates = GateCounter()
         self._eval_loss = torch.zeros(2, dtype=torch.float64)  # summed over targets, number of targets
         self._rows_of_step: list[str] = []
@@ -215,12 +223,21 @@ class AlignerTrainer(SFTTrainer):
         )
         return self.accelerator.prepare(batches)
 
+    def train(self, *args, **kwargs):
+        self._num_tokens = None
+        return super().train(*args, **kwargs)
+
+    def _tokens_so_far(self) -> float:
+        """Tokens trained on, by earlier runs that this one continues as well."""
+        if self._num_tokens is None:
+            counts = [entry["num_tokens"] for entry in self.state.log_history if "num_tokens" in entry]
+            self._num_tokens = counts[-1] if counts else 0.0
+        return self._num_tokens
+
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """As in the parent class, with a check of the gradients before each step, and learning rates of their own for
-        gates and encoder if they are set."""
+        """As in the parent class, with separate learning rates for gates and encoder if they are set."""
         # Its groups are parted and not made anew, so that what has weight decay stays as `Trainer` decides.
         optimizer = super().create_optimizer(model)
-        optimizer.register_step_pre_hook(lambda *_: self.check_gradients())
         rates = {".slot_gate.": self.args.gate_learning_rate, "encoder_weights.": self.args.encoder_learning_rate}
         for part, rate in rates.items():
             members = {parameter for name, parameter in self.model.named_parameters() if part in name}
@@ -245,10 +262,7 @@ class AlignerTrainer(SFTTrainer):
     def _answer_step(self, model, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None):
         """The NLL of a batch's targets (Eq. 10), and how many there are."""
         if inputs["max_turns"] > 1:
-            is_slot = inputs["input_ids"] == self.model.config.context_token_id
-            is_separate = self.model.config.passage_attention == "separate"
-            placed = place_passage_ids(is_slot, inputs["context_passage_ids"] if is_separate else None)
-            mask, position_ids = turn_mask(inputs["turn_ids"], placed, self.model.dtype)
+            mask, position_ids = turn_mask(inputs["turn_ids"], self._placed_passages(inputs), self.model.dtype)
         else:  # a plain mask, which all attention kernels and sliding windows take
             mask, position_ids = (inputs["turn_ids"] >= 0).long(), None
         outputs = model(
@@ -274,6 +288,13 @@ class AlignerTrainer(SFTTrainer):
         if self.model.config.passage_attention == "separate":
             slots["context_passage_ids"] = inputs["context_passage_ids"]
         return slots
+
+    def _placed_passages(self, inputs: dict[str, Any]) -> torch.LongTensor:
+        """The passage of each position of a batch (batch, seq_len), -1 on text; one for all slots of a row in
+        `joint` attention."""
+        is_slot = inputs["input_ids"] == self.model.config.context_token_id
+        is_separate = self.model.config.passage_attention == "separate"
+        return place_passage_ids(is_slot, inputs["context_passage_ids"] if is_separate else None)
 
     def _encode(self, inputs: dict[str, Any]) -> torch.FloatTensor:
         """Context embeddings of a batch, (batch, max_slots, encoder_hidden_size)."""
@@ -305,19 +326,21 @@ class AlignerTrainer(SFTTrainer):
     @torch.no_grad()
     def _keep_metrics(self, inputs: dict[str, Any], outputs, num_targets: torch.Tensor) -> None:
         if not self.model.training:
-            pair = torch.stack([outputs.loss.detach() * num_targets, num_targets]).double()
-            self._eval_loss += self.accelerator.gather(pair[None]).sum(dim=0).cpu()
+            self._eval_loss += self._summed(torch.stack([outputs.loss.detach() * num_targets, num_targets]))
             return
         self._rows_of_step += inputs["row_ids"]
-        num_tokens = (inputs["turn_ids"] >= 0).sum().reshape(1)
-        # A run that is resumed counts on from here.
-        self.state.num_input_tokens_seen += self.accelerator.gather(num_tokens).sum().item()
+        num_tokens = self.accelerator.gather((inputs["turn_ids"] >= 0).sum().reshape(1)).sum().item()
+        self._num_tokens = self._tokens_so_far() + num_tokens
         if self.model.config.gate_mode != "off" and outputs.recursion_depth is not None:
             self._gates.add(outputs.recursion_depth)  # (batch, num_layers, max_slots)
 
+    def _summed(self, pair: torch.Tensor) -> torch.Tensor:
+        """A pair of numbers, (2,), summed over all processes."""
+        return self.accelerator.gather(pair.double()[None]).sum(dim=0).cpu()
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training and "loss" in logs:
-            logs["num_tokens"] = self.state.num_input_tokens_seen
+            logs["num_tokens"] = self._tokens_so_far()
             logs |= self._gates.pop(self.accelerator)
         super().log(logs, start_time)
 
@@ -360,6 +383,16 @@ class AlignerTrainer(SFTTrainer):
         with torch.no_grad():
             loss = self.compute_loss(model, send_to_device(inputs, self.args.device))
         return loss.detach(), None, None
+
+
+class GradientCheck(TrainerCallback):
+    """Has a trainer check its gradients before each step of the optimizer."""
+
+    def __init__(self, trainer: AlignerTrainer):
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
+        self.trainer.check_gradients()
 
 
 def _expect_aligner_alone(model: ArcAlignerForCausalLM, keys) -> None:

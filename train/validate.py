@@ -286,13 +286,14 @@ def main(
     if last:
         folders = [checkpoint for folder in folders for checkpoint in last_checkpoints(folder, last)]
     model, processor = load_mean(folders, dtype)
-    model.config.gate_mode = gate_mode or model.config.gate_mode
+    own_mode, model.config.gate_mode = model.config.gate_mode, gate_mode or model.config.gate_mode
     selector = ExampleSelector(data, ExampleBuilder(processor))
     wanted = [int(rate) if rate.isdecimal() else rate for rate in rates.split(",")]
     sizes, most = ([int(each) for each in given.split(",") if each] for given in (among, max_passages))
     results = validate(model, processor, selector, wanted, number, num_answers, sizes, most)
     print(table(results))
     if output is not None:
+        model.config.gate_mode = own_mode
         save_stage(output, model, processor, recipe.read_text(encoding="utf-8"))
         write_whole(output / "validation.json", json.dumps(results, indent=1))
 

@@ -114,7 +114,9 @@ def test_from_the_command_line(run_cli, corpus, apart_dir, apart):
 def test_passages_serve_commands_in_the_precision_they_were_read_in(
     run_cli, corpus, apart_dir, apart, monkeypatch, dtype
 ):
-    monkeypatch.setattr("arcaligner.encoder_arcaligner.fastest_dtype", lambda device: torch.bfloat16)
+    device = torch.accelerator.current_accelerator(check_available=True)
+    fastest = {"cpu" if device is None else device.type: torch.bfloat16}
+    monkeypatch.setattr("arcaligner.encoder_arcaligner.fastest_dtype", fastest.__getitem__)
     aligner = ("--corpus", corpus.path, "--checkpoint", apart_dir)
     code, _, err = run_cli("corpus", "read", *aligner, "--dtype", dtype)
     assert code == 0 and f"{corpus.info()['slots']} slots of 0.2 KB" in err.replace("\n", " ")

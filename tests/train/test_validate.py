@@ -114,7 +114,8 @@ def test_gates_are_judged_as_they_are_shut_and_all_open(keys, checkpoint_dir, tm
     recipe.write_text(yaml.safe_dump(keys | {"model_name_or_path": str(checkpoint_dir), "output_dir": "unused"}))
     tables = {}
     for mode in (None, "off", "adaptive", "always"):
-        main(recipe, str(checkpoint_dir), rates="4", number=12, gate_mode=mode)
+        main(recipe, str(checkpoint_dir), rates="4", number=12, gate_mode=mode, output=tmp_path / "out")
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["gate_mode"] == "adaptive"
         tables[mode] = capsys.readouterr().out
     assert tables[None] == tables["adaptive"] and len(set(tables.values())) == 3
     with pytest.raises(ValueError, match="`gate_mode` is 'none'; expected one of"):
