@@ -44,7 +44,7 @@ def test_the_papers_recipe_is_the_papers():
 @pytest.mark.parametrize(
     "given, of_tasks, message",
     [
-        ({"tasks": ["squat"]}, {}, "Unknown key `squat` in the tasks. Did you mean `squad`?"),
+        ({"tasks": ["squat"]}, {}, r"no task 'squat'\. Did you mean squad\? Known: 2wikimultihopqa, hotpotqa"),
         ({"methods": ["arcalinger"]}, {}, "no method 'arcalinger'. Known: naive"),
         ({"methods": []}, {}, "No method is named"),
         ({"color": "red"}, {}, "Unknown key `color` in the evaluation"),
