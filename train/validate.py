@@ -206,7 +206,6 @@ def validate(
     for each in max_passages:
         check_max_passages(processor, each)
     builder = ExampleBuilder(processor, max_segments=8, tokens_per_slot=(2,))
-    store = model.slot_prefix_store(processor, max_bytes=0)
     results = {}
     for size in among:
         rows = asked_rows(selector, number, among=(size,))
@@ -224,7 +223,10 @@ def validate(
             results[name] = {"loss": mean_losses(model, processor, examples, rate)}
             if asked:
                 results[name] |= _scores(answers(model, processor, asked, rate))
-            sure = passage_confidences(store, asked, tokens_per_slot=rate) if fewer else []
+            sure = []
+            if fewer:
+                store = model.slot_prefix_store(processor, max_bytes=0)
+                sure = passage_confidences(store, asked, tokens_per_slot=rate)
             for most in fewer:
                 likely = with_likeliest(asked, sure, most)
                 results[f"{name}, {most} read"] = _scores(answers(model, processor, likely, rate))
