@@ -8,6 +8,9 @@ sets are asked for a finished aligner only. The held-out rows are the same for e
 `train_files` and `reconstruction_files` whose articles it does not train on. A fifth of the questions is asked about
 the nearest passage that does not answer them.
 
+Losses come with their standard errors. `--against FOLDER` asks another aligner the same: the error of the difference,
+which decides between the two, is several times smaller than that of either.
+
 With `--answers 300 --among 5 --max-passages 1,2` the questions are asked among other passages, and of these the
 likeliest are read.
 
@@ -23,6 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from tqdm.auto import tqdm
@@ -121,18 +125,19 @@ def held_out_texts(selector: ExampleSelector, number: int) -> list[Row]:
 
 
 @torch.inference_mode()
-def mean_losses(
-    model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, examples: list[tuple[str, dict]], rate: int | str
-) -> dict[str, float]:
-    """The NLL of a target token (Eq. 10), by kind, from slots at a rate."""
+def target_losses(
+    model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, examples: Sequence[dict], rate: int | str
+) -> np.ndarray:
+    """From slots at a rate the NLL of each example's target tokens (Eq. 10), summed, and their number:
+    (num_examples, 2)."""
     collator = ContextCollator(
         processor.context_token_id, processor.tokenizer.pad_token_id or 0, (rate,), bool(model.config.word_parts)
     )
-    totals = defaultdict(lambda: torch.zeros(2, dtype=torch.float64))
-    examples = sorted(examples, key=lambda pair: pair[1]["length"])
+    losses = np.zeros((len(examples), 2))
+    shortest_first = sorted(range(len(examples)), key=lambda number: examples[number]["length"])
     for start in tqdm(range(0, len(examples), BATCH), desc=f"losses, rate {rate}", leave=False):
-        some = examples[start : start + BATCH]
-        batch = collator([example for _, example in some])
+        some = shortest_first[start : start + BATCH]
+        batch = collator([examples[number] for number in some])
         slots = {"context_embeds": encode_slots(processor, batch)}
         if model.config.word_parts:
             slots["context_word_ids"] = batch["context_word_ids"]
@@ -140,12 +145,31 @@ def mean_losses(
             slots["context_passage_ids"] = batch["context_passage_ids"]
         labels, mask = batch["labels"][:, 1:], (batch["turn_ids"] >= 0).long()
         hidden = model.model(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False, **slots)
-        for row, (kind, _) in enumerate(some):
+        for row, number in enumerate(some):
             is_target = labels[row] != -100
             logits = model.lm_head(hidden.last_hidden_state[row, :-1][is_target]).float()
             nll = torch.nn.functional.cross_entropy(logits, labels[row][is_target], reduction="sum")
-            totals[kind] += torch.tensor([nll.item(), is_target.sum().item()])
-    return {kind: (total[0] / total[1]).item() for kind, total in sorted(totals.items())}
+            losses[number] = nll.item(), is_target.sum().item()
+    return losses
+
+
+def means_and_errors(losses: np.ndarray, kinds: list[str], articles: list[str]) -> dict[str, tuple[float, float]]:
+    """By kind the mean of `losses` (num_examples, 2) per target token, and its standard error: that of drawing articles,
+    since questions about one are alike (infinite for one alone).
+
+    >>> means_and_errors(np.array([[1.0, 1], [3.0, 1], [4.0, 2]]), ["squad"] * 3, ["a", "b", "c"])
+    {'squad': (2.0, 0.43301270189221935)}
+    """
+    sums: dict[str, dict[str, np.ndarray]] = defaultdict(lambda: defaultdict(lambda: np.zeros(2)))
+    for loss, kind, article in zip(losses, kinds, articles, strict=True):
+        sums[kind][article] += loss
+    found = {}
+    for kind, by_article in sorted(sums.items()):
+        nll, tokens = np.array([*by_article.values()]).T
+        mean, number = nll.sum() / tokens.sum(), len(tokens)
+        spread = np.square(nll - mean * tokens).sum() * number / (number - 1) if number > 1 else math.inf
+        found[kind] = float(mean), math.sqrt(spread) / float(tokens.sum())
+    return found
 
 
 @torch.inference_mode()
@@ -195,9 +219,11 @@ def validate(
     num_answers: int,
     among: Sequence[int] = (1,),
     max_passages: Sequence[int] = (),
+    other: tuple[ArcAlignerForCausalLM, ArcAlignerProcessor] | None = None,
 ) -> dict[str, dict]:
     """Everything, by rate and, for each number of `among` but 1, by the number of passages; of the answers also where
-    only the likeliest `max_passages` of these are read."""
+    only the likeliest `max_passages` of these are read. Losses are pairs of a mean and its standard error, also those
+    by which the losses are above the ones of an `other` aligner."""
     if max_passages and (not num_answers or min(max_passages) >= max(among)):
         raise ValueError(
             f"`max_passages` is {list(max_passages)} for {num_answers} answers among {list(among)} passages; expected "
@@ -205,22 +231,27 @@ def validate(
         )
     for each in max_passages:
         check_max_passages(processor, each)
-    builder = ExampleBuilder(processor, max_segments=8, tokens_per_slot=(2,))
+    asked_too = [(model, processor)] if other is None else [(model, processor), other]
     results = {}
     for size in among:
         rows = asked_rows(selector, number, among=(size,))
         asked = rows[:: max(1, len(rows) // num_answers)] if num_answers else []
         fewer = [each for each in max_passages if each < size]
-        examples = [
-            (kind_of(row) if row["is_answered"] else "unanswerable", asdict(example))
-            for row in rows
-            for example in builder.question_examples([row])
-        ]
-        texts = builder.reconstruction_examples(held_out_texts(selector, number // 4 if size == 1 else 0))
-        examples += [("read back", asdict(example)) for example in texts]
+        texts = held_out_texts(selector, number // 4 if size == 1 else 0)
+        examples = [_examples(each, rows, texts) for _, each in asked_too]
+        kinds, articles = ([each[part] for each in examples[0]] for part in (0, 1))
         for rate in rates:
             name = str(rate) if size == 1 else f"{rate}, {size} passages"
-            results[name] = {"loss": mean_losses(model, processor, examples, rate)}
+            losses = [
+                target_losses(*each, [example for *_, example in some], rate)
+                for each, some in zip(asked_too, examples, strict=True)
+            ]
+            results[name] = {"loss": means_and_errors(losses[0], kinds, articles)}
+            if other is not None:
+                if not np.array_equal(losses[0][:, 1:], losses[1][:, 1:]):
+                    raise ValueError("The aligner of `--against` has other target tokens; expected the same tokenizer.")
+                losses[0][:, 0] -= losses[1][:, 0]
+                results[name]["difference"] = means_and_errors(losses[0], kinds, articles)
             if asked:
                 results[name] |= _scores(answers(model, processor, asked, rate))
             sure = []
@@ -231,6 +262,19 @@ def validate(
                 likely = with_likeliest(asked, sure, most)
                 results[f"{name}, {most} read"] = _scores(answers(model, processor, likely, rate))
     return results
+
+
+def _examples(processor: ArcAlignerProcessor, rows: list[Row], texts: list[Row]) -> list[tuple[str, str, dict]]:
+    """Kind, article and example of each question, then of each part of a text to read back."""
+    builder = ExampleBuilder(processor, max_segments=8, tokens_per_slot=(2,))
+    kinds = [kind_of(row) if row["is_answered"] else "unanswerable" for row in rows]
+    made = [(kind, row, builder.question_examples([row])) for kind, row in zip(kinds, rows, strict=True)]
+    made += [("read back", row, builder.reconstruction_examples([row])) for row in texts]
+    return [
+        (kind, row["passages"][0]["title"] or row["passages"][0]["text"], asdict(example))
+        for kind, row, examples in made
+        for example in examples
+    ]
 
 
 def _scores(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -244,12 +288,12 @@ def _scores(found: list[dict[str, Any]]) -> dict[str, Any]:
 def table(results: dict[str, dict]) -> str:
     """The results as Markdown."""
     lines = []
-    for measure, digits in (("loss", 3), ("f1", 1)):
-        kinds = sorted({kind for each in results.values() for kind in each.get(measure, ())})
+    for measure, shown in (("loss", "{:.3f} ± {:.3f}"), ("difference", "{:+.3f} ± {:.3f}"), ("f1", "{:.1f}")):
+        measured = {rate: each[measure] for rate, each in results.items() if measure in each}
+        kinds = sorted({kind for each in measured.values() for kind in each})
         cells = [
-            [rate, *(f"{each[measure].get(kind, math.nan):.{digits}f}" for kind in kinds)]
-            for rate, each in results.items()
-            if measure in each
+            [rate, *(shown.format(*np.atleast_1d(each[kind])) if kind in each else "-" for kind in kinds)]
+            for rate, each in measured.items()
         ]
         lines += [*markdown_table([measure, *kinds], cells), ""] if cells else []
     names = ("refused", "wrongly refused", "F1 lost")
@@ -277,6 +321,7 @@ def main(
     output: Annotated[Path | None, typer.Option(help="Folder for the mean.")] = None,
     among: Annotated[str, typer.Option(help="Passages of a question, the nearest others added; commas between.")] = "1",
     max_passages: Annotated[str, typer.Option(help="How many of these are read, the likeliest; commas between.")] = "",
+    against: Annotated[Path | None, typer.Option(help="Folder of an aligner that is asked the same.")] = None,
     gate_mode: Annotated[str | None, typer.Option(help="off, adaptive or always, instead of the aligner's.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
     dtype: Annotated[str, typer.Option(help="The dtype of the backbone.")] = "float32",
@@ -292,7 +337,8 @@ def main(
     selector = ExampleSelector(data, ExampleBuilder(processor))
     wanted = [int(rate) if rate.isdecimal() else rate for rate in rates.split(",")]
     sizes, most = ([int(each) for each in given.split(",") if each] for given in (among, max_passages))
-    results = validate(model, processor, selector, wanted, number, num_answers, sizes, most)
+    other = None if against is None else load_mean([against], dtype)
+    results = validate(model, processor, selector, wanted, number, num_answers, sizes, most, other)
     print(table(results))
     if output is not None:
         model.config.gate_mode = own_mode

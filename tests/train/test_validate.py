@@ -1,8 +1,11 @@
 """Validation on held-out articles: which rows, and what is measured."""
 
+import copy
 import json
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from training_rows import article_rows, write_rows
 
@@ -12,7 +15,16 @@ from arcaligner.train.data import ExampleBuilder
 from arcaligner.train.metrics import passage_confidences, with_likeliest
 from arcaligner.train.recipe import RecipeArguments
 from arcaligner.train.selection import ExampleSelector, contains_answer
-from arcaligner.train.validate import _scores, answers, asked_rows, main, refusal_scores, table, validate
+from arcaligner.train.validate import (
+    _scores,
+    answers,
+    asked_rows,
+    main,
+    means_and_errors,
+    refusal_scores,
+    table,
+    validate,
+)
 
 
 @pytest.fixture
@@ -79,6 +91,32 @@ def test_a_question_without_an_answer_is_asked_about_none_of_its_own_passages(ke
     assert asked and not any(each in row["passages"] for row in asked for each in row["own_passages"])
 
 
+def test_a_loss_is_a_mean_over_tokens_with_the_error_of_drawing_articles():
+    losses = np.array([[2.0, 1], [4.0, 1], [3.0, 2], [9.0, 3], [5.0, 1]])
+    found = means_and_errors(losses, ["squad"] * 4 + ["nq"], ["a", "a", "b", "c", "d"])
+    residuals = np.array([6 - 2 * 18 / 7, 3 - 2 * 18 / 7, 9 - 3 * 18 / 7])  # of articles, at the mean of 18 / 7
+    assert found["squad"] == (18 / 7, pytest.approx(np.sqrt(3 / 2 * (residuals**2).sum()) / 7))
+    assert found["nq"] == (5.0, np.inf)  # one article says nothing of others
+
+
+def test_two_aligners_are_compared_question_by_question(keys, separate):
+    model, reader = separate
+    selector = ExampleSelector(RecipeArguments(**keys, model_name_or_path="base"), ExampleBuilder(reader))
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.projector.out.weight.mul_(3.0)
+    ours = validate(model, reader, selector, [4], 12, 0)["4"]
+    theirs = validate(other, reader, selector, [4], 12, 0)["4"]
+    both = validate(model, reader, selector, [4], 12, 0, other=(other, reader))["4"]
+    assert both["loss"] == ours["loss"] and "difference" not in ours
+    for kind, (mean, error) in both["difference"].items():
+        assert mean == pytest.approx(ours["loss"][kind][0] - theirs["loss"][kind][0], abs=1e-9)
+        assert mean != 0 and error > 0
+    same = validate(model, reader, selector, [4], 12, 0, other=(model, reader))["4"]
+    assert set(same["difference"].values()) <= {(0.0, 0.0), (0.0, np.inf)}
+    assert "+0.000 ± 0.000" in table({"4": same})
+
+
 def test_refusals_are_counted_with_the_f1_they_lose():
     def answer(is_answered, is_refused, f1=0.0):
         return {"is_answered": is_answered, "is_refused": is_refused, "f1": f1}
@@ -104,7 +142,7 @@ def test_the_command_measures_and_writes_the_mean(keys, checkpoint_dir, tmp_path
     }
     assert {"town", "unanswerable", "read back"} <= set(results["4"]["loss"])
     assert "read back" not in results["4, 3 passages"]["loss"]
-    assert all(loss > 0 for each in results.values() for loss in each["loss"].values())
+    assert all(loss > 0 for each in results.values() for loss, _ in each["loss"].values())
     saved = json.loads((tmp_path / "out" / "processor_config.json").read_text())
     assert saved["no_answer"] == "not in the text"
 
