@@ -154,11 +154,11 @@ def target_losses(
 
 
 def means_and_errors(losses: np.ndarray, kinds: list[str], articles: list[str]) -> dict[str, tuple[float, float]]:
-    """By kind the mean of `losses` (num_examples, 2) per target token, and its standard error: that of drawing articles,
+    """By kind the mean of `losses` (num_examples, 2) per target token, and its standard error, of drawing articles,
     since questions about one are alike (infinite for one alone).
 
     >>> means_and_errors(np.array([[1.0, 1], [3.0, 1], [4.0, 2]]), ["squad"] * 3, ["a", "b", "c"])
-    {'squad': (2.0, 0.43301270189221935)}
+    {'squad': (2.0, 0.4330127018922193)}
     """
     sums: dict[str, dict[str, np.ndarray]] = defaultdict(lambda: defaultdict(lambda: np.zeros(2)))
     for loss, kind, article in zip(losses, kinds, articles, strict=True):
