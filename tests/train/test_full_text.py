@@ -102,6 +102,25 @@ def test_a_run_leaves_a_lora_that_changes_what_the_backbone_says(whole_run, base
         assert not torch.allclose(PeftModel.from_pretrained(base, whole_run).eval()(**inputs).logits, plain)
 
 
+def test_the_loss_is_trls_without_the_columns_that_have_no_target(tmp_path, base_model_dir, monkeypatch):
+    trainers = []
+    monkeypatch.setattr(script.AnswerTrainer, "train", lambda trainer, **_: trainers.append(trainer))
+    run(arguments(tmp_path, base_model_dir, tmp_path / "run"))
+    (trainer,) = trainers
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert (batch["labels"] == -100).any(dim=0).sum() > 0
+    losses = []
+    for compute in (SFTTrainer.compute_loss, script.AnswerTrainer.compute_loss):
+        for number in (None, torch.tensor(50)):
+            trainer.model.zero_grad()
+            loss = compute(trainer, trainer.model, dict(batch), num_items_in_batch=number)
+            loss.backward()
+            gradients = [each.grad.clone() for each in trainer.model.parameters() if each.requires_grad]
+            losses.append((loss.detach(), *gradients))
+    for theirs, ours in zip(losses[:2], losses[2:], strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_a_broken_run_ends_as_if_unbroken_and_then_rests(tmp_path, base_model_dir, whole_run, caplog):
     options = arguments(tmp_path, base_model_dir, tmp_path / "run")
     run_until(1, options, run, SFTTrainer)
