@@ -25,7 +25,7 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..slot_rows_arcaligner import check_can_separate, passage_positions, separate_passages
 from ..train.data import ApartText, passages_text, slot_inputs, text_inputs, text_prompt
-from ..train.metrics import MAX_NEW_TOKENS, generate_with_confidence, passage_confidences, with_likeliest
+from ..train.metrics import greedy_answers, passage_confidences, with_likeliest
 
 logger = logging.getLogger(__name__)
 
@@ -165,18 +165,14 @@ class ApartAnswerer:
 Answerer = TextAnswerer | SlotAnswerer | ApartAnswerer
 
 
-@torch.inference_mode()
 def _generate(model, processor, inputs, rows: list[Row], context_tokens: list[int], **refinement: Any) -> list[Answer]:
     """Greedy answers to left-padded prompts, `input_ids` (batch, seq_len)."""
-    options = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False}
-    output, sure = generate_with_confidence(model, processor, inputs, **refinement, **options)
-    new_ids = output[:, inputs["input_ids"].shape[1] :]
-    texts = processor.batch_decode(new_ids, skip_special_tokens=True)
+    texts, sure = greedy_answers(model, processor, inputs, **refinement)
     prompts = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
     prompt_ids = [ids[is_real].tolist() for ids, is_real in prompts]
     passage_tokens = count_tokens(processor.tokenizer, [passages_text(row) for row in rows])
     columns = zip(texts, prompt_ids, context_tokens, passage_tokens, sure, strict=True)
-    return [Answer(text.strip(), *rest) for text, *rest in columns]
+    return [Answer(*column) for column in columns]
 
 
 # Models

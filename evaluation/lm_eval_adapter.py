@@ -19,7 +19,8 @@ from lm_eval.api.registry import register_model
 from rich.progress import track
 
 from ..common.rows import Row
-from .answering import MAX_NEW_TOKENS, SlotAnswerer, in_batches, load_aligner, longest_first
+from ..train.metrics import MAX_NEW_TOKENS
+from .answering import SlotAnswerer, in_batches, load_aligner, longest_first
 
 TASKS_DIRECTORY = Path(__file__).parent / "lm_eval_tasks"
 DECODING = {"do_sample": False, "max_gen_toks": MAX_NEW_TOKENS, "until": []}

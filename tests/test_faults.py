@@ -26,9 +26,10 @@ from training_rows import question_rows, write_rows
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor
 from arcaligner.checkpoint_arcaligner import written_whole
 from arcaligner.common.files import write_whole
-from arcaligner.evaluation import answering, evaluate, settings
+from arcaligner.evaluation import evaluate, settings
 from arcaligner.generation_arcaligner import load_keys_values, save_keys_values
 from arcaligner.share import export, hub
+from arcaligner.train import metrics
 
 # A killed child would keep the lock that tqdm shares between processes.
 tqdm.tqdm.set_lock(threading.RLock())
@@ -104,7 +105,7 @@ def test_killed_export_leaves_a_whole_checkpoint_or_none(checkpoint_dir, tmp_pat
 
 
 def test_killed_evaluation_goes_on_where_it_was(checkpoint_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(answering, "MAX_NEW_TOKENS", 4)
+    monkeypatch.setattr(metrics, "MAX_NEW_TOKENS", 4)
     write_rows(tmp_path / "squad.jsonl.gz", question_rows(6))
     keys = {"checkpoint": str(checkpoint_dir), "data": tmp_path, "output": tmp_path / "run", "batch_size": 1}
     wanted = settings.read_settings(None, keys | {"tasks": ["squad"], "methods": ["arcaligner"]}, {})

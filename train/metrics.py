@@ -86,16 +86,19 @@ def with_likeliest(rows: list[Row], confidences: list[dict[int, float]], max_pas
     ]
 
 
-def generate_with_confidence(
-    model, processor, inputs: dict[str, Any], **options: Any
-) -> tuple[torch.LongTensor, list[float | None]]:
-    """What `generate` returns, and of each row how likely it is that its passages answer: `None` without slots, or
-    where that was not fitted. See [`AnswerConfidence`]."""
+@torch.inference_mode()
+def greedy_answers(model, processor, inputs: dict[str, Any], **refinement: Any) -> tuple[list[str], list[float | None]]:
+    """Greedy answers to left-padded prompts, and of each how likely it is that its passages answer: `None` without
+    slots, or where that was not fitted. See [`AnswerConfidence`]."""
+    options = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, **refinement}
     if processor.answer_probe is None or "context_embeds" not in inputs:
-        return model.generate(**inputs, **options), [None] * len(inputs["input_ids"])
-    with AnswerConfidence(model, processor) as watch:
-        ids = model.generate(**inputs, **options, logits_processor=LogitsProcessorList([watch]))
-    return ids, watch.confidence.tolist()
+        ids, sure = model.generate(**inputs, **options), [None] * len(inputs["input_ids"])
+    else:
+        with AnswerConfidence(model, processor) as watch:
+            ids = model.generate(**inputs, **options, logits_processor=LogitsProcessorList([watch]))
+        sure = watch.confidence.tolist()
+    texts = processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return [text.strip() for text in texts], sure
 
 
 @torch.inference_mode()

@@ -39,7 +39,7 @@ from ..pipeline_arcaligner import check_max_passages
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.export import save_stage
 from .data import ContextCollator, ExampleBuilder, encode_slots, slot_inputs
-from .metrics import MAX_NEW_TOKENS, generate_with_confidence, passage_confidences, with_likeliest
+from .metrics import greedy_answers, passage_confidences, with_likeliest
 from .recipe import RecipeArguments
 from .run import last_checkpoints, mean_of_checkpoints, read_keys
 from .selection import ExampleSelector, NearestPassages, own_passages
@@ -172,7 +172,6 @@ def means_and_errors(losses: np.ndarray, kinds: list[str], articles: list[str]) 
     return found
 
 
-@torch.inference_mode()
 def answers(
     model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: list[Row], rate: int | str
 ) -> list[dict[str, Any]]:
@@ -182,11 +181,9 @@ def answers(
     for start in tqdm(range(0, len(rows), BATCH), desc=f"answers, rate {rate}", leave=False):
         some = rows[start : start + BATCH]
         inputs = slot_inputs(processor, some, tokens_per_slot=rate)
-        options = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False}
-        ids, sure = generate_with_confidence(model, processor, inputs, **options)
-        texts = processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        texts, sure = greedy_answers(model, processor, inputs)
         least = processor.answer_probe["threshold"] if processor.answer_probe else 0.0
-        for row, text, confidence in zip(some, map(str.strip, texts), sure, strict=True):
+        for row, text, confidence in zip(some, texts, sure, strict=True):
             found.append(
                 {
                     "kind": kind_of(row),
