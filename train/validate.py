@@ -9,7 +9,7 @@ sets are asked for a finished aligner only. The held-out rows are the same for e
 the nearest passage that does not answer them.
 
 Losses come with their standard errors. `--against FOLDER` asks another aligner the same: the error of the difference,
-which decides between the two, is several times smaller than that of either.
+which is what decides between the two.
 
 With `--answers 300 --among 5 --max-passages 1,2` the questions are asked among other passages, and of these the
 likeliest are read.
