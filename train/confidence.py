@@ -3,13 +3,14 @@
     python -m arcaligner.train.confidence --recipe train/recipes/smollm2_135m/2_grounding.yaml --aligner FOLDER
 
 The aligner reads questions of the recipe's training articles, half of them with passages that do not answer them (the
-nearest of all, or of the same article), half with one passage and half with two to eight, at its rates in turn. A
-logistic regression tells the two apart by the states of the prompt's last token; its strength is chosen by
-cross-validation. Then the questions of the held-out articles, a fifth of them unanswerable, give scale and offset and,
-with one passage and at the aligner's own rate, the threshold: the confidence below which 6 % of the answerable
-questions fall, which lose 5 % of the F1. All of it is written to the folder's processor. No test set is read.
+nearest of all, or of the same article), at its rates in turn. A logistic regression tells the two apart by the states
+of the prompt's last token; its strength is chosen by cross-validation. Then the questions of the held-out articles, a
+fifth of them unanswerable, give scale and offset and, at the aligner's own rate, the threshold: the confidence below
+which 6 % of the answerable questions fall, which lose 5 % of the F1. All of it is written to the folder's processor. No
+test set is read.
 """
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,12 +33,10 @@ from .data import ExampleBuilder, slot_inputs
 from .selection import ExampleSelector
 from .validate import BATCH, asked_rows, read_recipe
 
-# Of the backbone's layers: where the answer has been looked for, and not yet been turned into words.
-DEPTHS = (0.54, 0.6, 0.67, 0.7, 0.77)
+# From and to which of the backbone's layers: where the answer has been looked for, and not yet been turned into words.
+DEPTHS = (0.45, 0.8)
 STRENGTHS = (1e-3, 3e-3, 1e-2, 3e-2)
 IN_ARTICLE = 0.5  # of the passages that do not answer
-AMONG = (1, 1, 1, 2, 4, 8)  # passages of a question
-MANY = 5  # passages of the held-out questions that are asked once more
 WRONGLY_REFUSED = 0.06  # share of answerable questions below the threshold
 RATES = (2, 4, 8, 16, "segment")
 
@@ -85,27 +84,25 @@ def fit_confidence(
     number_held_out: int,
     rates: tuple[int | str, ...] = RATES,
 ) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
-    """The `answer_probe`, and how well it does on the held-out questions: at each rate, and at the aligner's own among
-    `MANY` passages."""
+    """The `answer_probe`, and how well it does on the held-out questions at each rate."""
     num_layers = model.config.text_config.num_hidden_layers
-    layers = sorted({max(0, int(depth * num_layers) - 1) for depth in DEPTHS})
-    rows = asked_rows(selector, number, held_out=False, unanswerable=0.5, in_article=IN_ARTICLE, among=AMONG)
+    layers = list(range(math.floor(DEPTHS[0] * num_layers), math.ceil(DEPTHS[1] * num_layers)))
+    rows = asked_rows(selector, number, held_out=False, unanswerable=0.5, in_article=IN_ARTICLE)
     parts = [rows[place :: len(rates)] for place in range(len(rates))]
     states = [last_states(model, processor, part, rate, layers) for part, rate in zip(parts, rates, strict=True)]
     weight, bias = fit_probe(np.concatenate(states), np.array([row["is_answered"] for part in parts for row in part]))
-    alone, among = (asked_rows(selector, number_held_out, in_article=IN_ARTICLE, among=(k,)) for k in (1, MANY))
+    rows = asked_rows(selector, number_held_out, in_article=IN_ARTICLE)
+    is_answered = np.array([row["is_answered"] for row in rows])
+    odds = [last_states(model, processor, rows, rate, layers) @ weight + bias for rate in rates]
+    scale, offset = calibrate(np.concatenate(odds), np.tile(is_answered, len(rates)))
+    confidences = {str(rate): expit(scale * some + offset) for rate, some in zip(rates, odds, strict=True)}
     own_rate = processor.tokens_per_slot if processor.tokens_per_slot in rates else rates[0]
-    asked = {str(rate): (alone, rate) for rate in rates} | {f"{own_rate}, {MANY} passages": (among, own_rate)}
-    is_answered = np.array([row["is_answered"] for row in alone])
-    odds = [last_states(model, processor, rows, rate, layers) @ weight + bias for rows, rate in asked.values()]
-    scale, offset = calibrate(np.concatenate(odds), np.tile(is_answered, len(asked)))
-    confidences = {name: expit(scale * some + offset) for name, some in zip(asked, odds, strict=True)}
     own = confidences[str(own_rate)]
     threshold = float(np.quantile(own[is_answered], WRONGLY_REFUSED))
     results = {}
-    for name, sure in confidences.items():
+    for rate, sure in confidences.items():
         is_refused = sure < threshold
-        results[name] = {
+        results[rate] = {
             "refused": 100 * is_refused[~is_answered].mean(),
             "wrongly refused": 100 * is_refused[is_answered].mean(),
             "AUROC": roc_auc_score(is_answered, sure),

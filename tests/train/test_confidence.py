@@ -48,7 +48,7 @@ def test_the_command_writes_a_probe_that_the_pipeline_takes(checkpoint_dir, tmp_
     main(recipe, aligner, number=40, held_out=20)
     saved = ArcAlignerProcessor.from_pretrained(aligner)
     printed = capsys.readouterr().out
-    assert all(f"| {name} |" in printed for name in ("segment", "segment, 5 passages"))
+    assert "| segment |" in printed
     assert f"threshold {saved.answer_probe['threshold']}" in printed
     assert saved.no_answer == "nobody knows" and 0 < saved.answer_probe["threshold"] < 1
     width = json.loads((aligner / "config.json").read_text())["text_config"]["hidden_size"]
