@@ -21,6 +21,7 @@ from huggingface_hub.errors import HFValidationError
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -160,14 +161,12 @@ def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tens
 
 
 def postprocess_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
-    """What backbones do to logits after the head: Cohere scales, Granite divides, Gemma 2 and 3 cap softly.
-
-    The same configuration fields are read by TRL's fused loss, so both give the same numbers.
-    """
+    """What backbones do to logits after the head: Cohere scales, Granite divides where HyperCLOVA X multiplies, Gemma 2
+    and 3 cap softly."""
     if (scale := getattr(config, "logit_scale", None)) is not None:
         logits = logits * scale
     if (scaling := getattr(config, "logits_scaling", None)) is not None:
-        logits = logits / scaling
+        logits = logits * scaling if config.model_type == "hyperclovax" else logits / scaling
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
         logits = torch.tanh(logits / cap) * cap
     return logits
@@ -177,50 +176,24 @@ def postprocess_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.
 HEAD_ROWS = 256
 
 
-class _FrozenHeadLoss(torch.autograd.Function):
-    """The summed cross-entropy through a frozen head. The gradient for the hidden states is made in the forward pass, a
-    few rows at a time, so that the logits of all rows never exist at once: on CPUs they and their softmax cost more
-    than all decoder layers of a small backbone, on GPUs they take most of the memory."""
-
-    @staticmethod
-    def forward(ctx, hidden_states, targets, weight, bias, text_config):
-        gradient = torch.empty_like(hidden_states)
-        total = hidden_states.new_zeros((), dtype=torch.promote_types(hidden_states.dtype, torch.float32))
-        for start in range(0, len(hidden_states), HEAD_ROWS):
-            rows = slice(start, start + HEAD_ROWS)
-            logits = nn.functional.linear(hidden_states[rows], weight, bias).to(total.dtype)  # (rows, vocab_size)
-            logits = postprocess_logits(logits, text_config)
-            cap = getattr(text_config, "final_logit_softcapping", None)
-            slope = None if cap is None else 1 - (logits / cap) ** 2
-            top, target = logits.amax(dim=1, keepdim=True), targets[rows, None]  # (rows, 1)
-            picked = logits.gather(1, target)
-            weights = logits.sub_(top).exp_()  # in place, as all of this: a copy would cost as much as the product
-            mass = weights.sum(dim=1, keepdim=True)
-            total += (mass.log() + top - picked).sum()
-            d_logits = weights.div_(mass).scatter_add_(1, target, weights.new_full(target.shape, -1.0))
-            if slope is not None:
-                d_logits *= slope
-            gradient[rows] = d_logits.to(weight.dtype) @ weight
-        scale = getattr(text_config, "logit_scale", None) or 1.0
-        scale /= getattr(text_config, "logits_scaling", None) or 1.0
-        ctx.save_for_backward(gradient.mul_(scale) if scale != 1.0 else gradient)
-        return total
-
-    @staticmethod
-    def backward(ctx, d_total):
-        (gradient,) = ctx.saved_tensors
-        return gradient * d_total.to(gradient.dtype), None, None, None, None
-
-
-def frozen_head_nll(
+def head_nll(
     hidden_states: torch.Tensor, targets: torch.LongTensor, head: nn.Linear, text_config: PreTrainedConfig
 ) -> torch.Tensor:
-    """Sum of the negative log-likelihoods of `targets` (rows,) through a frozen head, from `hidden_states`
-    (rows, hidden).
+    """Sum of the negative log-likelihoods of `targets` (rows,) through a head, from `hidden_states` (rows, hidden).
 
-    The head gets no gradient, and the loss cannot be differentiated twice.
+    The logits of all rows never exist at once, and are computed again for the gradient: on CPUs they and their softmax
+    cost more than all decoder layers of a small backbone, on GPUs they take most of the memory.
     """
-    return _FrozenHeadLoss.apply(hidden_states, targets, head.weight, head.bias, text_config)
+
+    def some_nll(hidden_states: torch.Tensor, targets: torch.LongTensor) -> torch.Tensor:
+        logits = head(hidden_states)  # (rows, vocab_size)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return nn.functional.cross_entropy(postprocess_logits(logits, text_config), targets, reduction="sum")
+
+    parts = zip(hidden_states.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True)
+    return torch.stack(
+        [checkpoint(some_nll, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    ).sum()
 
 
 def default_dtype(device_map: Any = None) -> torch.dtype | str:

@@ -22,7 +22,7 @@ from .base_model_arcaligner import (
     cache_of,
     check_backbone_config,
     find_decoder_layers,
-    frozen_head_nll,
+    head_nll,
     keep_positions,
     make_lm_head,
     one_cache,
@@ -553,7 +553,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         targets = labels[:, 1:].flatten()  # (batch * (seq_len - 1),)
         is_target = (targets != -100) & (targets != self.config.context_token_id)
         predicting = hidden_states[:, :-1].flatten(0, 1)[is_target]  # (num_targets, hidden)
-        nll = frozen_head_nll(predicting, targets[is_target], self.lm_head, self.config.text_config)
+        nll = head_nll(predicting, targets[is_target], self.lm_head, self.config.text_config)
         return nll / (is_target.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
 
 

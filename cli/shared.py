@@ -1,5 +1,6 @@
 """What commands share: options, the checkpoint that they name, and how they print."""
 
+import os.path
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +19,8 @@ HUB_SECONDS = 1.5
 output = Console()
 messages = Console(stderr=True)
 
-Checkpoint = Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.")]
+# A shell leaves the tilde of `--checkpoint=~/mine`.
+Checkpoint = Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.", callback=os.path.expanduser)]
 Reranker = Annotated[str | None, typer.Option(help="CrossEncoder that reorders the passages found.")]
 
 

@@ -8,6 +8,7 @@ memory, and become Markdown: scripts are dropped, nothing is run or fetched.
 """
 
 import codecs
+import contextlib
 import io
 import json
 import re
@@ -153,8 +154,9 @@ def _limit_memory() -> None:
         import resource
     except ImportError:  # Windows
         return
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
 
 def html_to_markdown(html: bytes | str) -> str:

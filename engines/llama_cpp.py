@@ -34,7 +34,7 @@ from ..configuration_arcaligner import DEFAULT_BASE_MODEL, SLOT_SETTINGS, ArcAli
 from ..encoder_arcaligner import EncodedDocuments
 from ..modeling_arcaligner import ArcAlignerForCausalLM, ContextProjector
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..segmentation_arcaligner import documents_of
+from ..segmentation_arcaligner import documents_of, text_of, title_of
 from .gguf_files import ADAPTER_FILE, architecture_of, check_base_model, head_dim_of, to_neighbors
 
 TESTED_VERSION = "0.3.36"
@@ -330,7 +330,7 @@ class LlamaCppEngine:
         before, after = self.processor.prompt_ids(question)
         documents = documents_of(documents, "`documents`")
         self._num_read += 1
-        texts = [[each.get("title"), each["text"]] if isinstance(each, dict) else each for each in documents]
+        texts = [[title_of(each), text_of(each, number)] for number, each in enumerate(documents)]
         key = digest([before, texts, slots, {name: getattr(self.processor, name) for name in _SEGMENTING}])
         if (state := self._kept.pop(key, None)) is None:
             state = self._read_slots(before, documents, slots, len(after) + max_new_tokens)

@@ -132,7 +132,7 @@ class RowSampler(LogitsProcessor):
         rows = list(scores.float().split(1))
         for number, (request, generator) in enumerate(zip(self.group, self.generators, strict=True)):
             if request.temperature:
-                row = TemperatureLogitsWarper(request.temperature)(input_ids, rows[number])
+                row = TemperatureLogitsWarper(float(request.temperature))(input_ids, rows[number])
                 row = TopPLogitsWarper(request.top_p)(input_ids, row)
                 draws = torch.rand(row.shape, generator=generator, dtype=torch.float64)
                 rows[number] = row - torch.log(-torch.log(draws)).to(row)

@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..common.files import stable_number
 from ..common.rows import Row
+from ..configuration_arcaligner import ArcAlignerConfig
 from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE, ArcAlignerProcessor
 from ..segmentation_arcaligner import EMPTY_SEGMENT, SegmentTokens, equal_runs, run_ends
 from ..slot_rows_arcaligner import pad_words
@@ -394,6 +395,16 @@ class ContextCollator:
             words = [_padded([own for _, own in row_slots], -1) for row_slots in slots]  # each (num_slots, max_words)
             batch["context_word_ids"] = pad_words(words)
         return batch
+
+
+def read_slots(config: ArcAlignerConfig, batch: dict[str, Any], embeds: torch.FloatTensor) -> dict[str, torch.Tensor]:
+    """What a model of `config` reads in the slots of a batch with `embeds`, as its keyword arguments."""
+    slots = {"context_embeds": embeds}
+    if config.word_parts:
+        slots["context_word_ids"] = batch["context_word_ids"]
+    if config.passage_attention == "separate":
+        slots["context_passage_ids"] = batch["context_passage_ids"]
+    return slots
 
 
 def encode_slots(processor: ArcAlignerProcessor, batch: dict[str, Any]) -> torch.FloatTensor:

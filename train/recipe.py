@@ -190,8 +190,8 @@ class RecipeArguments:
         """What the recipe trains on."""
         return [*self.train_files, *self.reconstruction_files]
 
-    def test_questions(self) -> set[str]:
-        """The questions of `test_files`, normalized."""
+    def forbidden_questions(self) -> set[str]:
+        """The questions of `test_files`, normalized: not to be trained on."""
         paths = [find_file(path, self.data_dir) for path in self.test_files]
         return {normalize_answer(row["question"]) for path in paths for row in read_rows(path)}
 
@@ -219,14 +219,17 @@ class RecipeArguments:
 class RecipeParser(TrlParser):
     """`TrlParser` that says what an unknown key may have meant."""
 
+    @property
+    def keys(self) -> list[str]:
+        return [field.name for kind in self.dataclass_types for field in dataclasses.fields(kind)]
+
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
-        refuse_unknown("the recipe", kwargs, [action.dest for action in self._actions])
+        refuse_unknown("the recipe", kwargs, self.keys)
         return super().set_defaults_with_config(**kwargs)
 
     def parse_args_into_dataclasses(self, args: list[str], **kwargs: Any) -> tuple:
-        flags = [argument.split("=")[0].removeprefix("--") for argument in args if argument.startswith("--")]
-        known = [option.removeprefix("--") for action in self._actions for option in action.option_strings]
-        refuse_unknown("the command line", flags, known)
+        flags = [argument.split("=")[0][2:].replace("-", "_") for argument in args if argument.startswith("--")]
+        refuse_unknown("the command line", flags, ["config", *self.keys, *(f"no_{key}" for key in self.keys)])
         return super().parse_args_into_dataclasses(args=args, **kwargs)
 
 

@@ -326,7 +326,7 @@ class ExampleSelector:
                 f"{share}. Change it, or name other files."
             )
         if recipe.test_files and not held_out:
-            check_not_tested(corpus["question"], source, recipe.test_questions())
+            check_not_tested(corpus["question"], source, recipe.forbidden_questions())
         return corpus
 
     def _report(self, source: str, problem: str, row_ids: list[str]) -> None:

@@ -22,7 +22,7 @@ from trl import SFTConfig, SFTTrainer
 from ..layers_arcaligner import SlotDecoderLayer
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..slot_rows_arcaligner import passage_positions, place_passage_ids
-from .data import encode_slots
+from .data import encode_slots, read_slots
 from .metrics import GateCounter, SwappedSlots, answer_questions
 
 
@@ -282,12 +282,7 @@ class AlignerTrainer(SFTTrainer):
 
     def slots_of(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """What the model reads in the slots of a batch, as its keyword arguments."""
-        slots = {"context_embeds": self._encode(inputs)}
-        if self.model.config.word_parts:
-            slots["context_word_ids"] = inputs["context_word_ids"]
-        if self.model.config.passage_attention == "separate":
-            slots["context_passage_ids"] = inputs["context_passage_ids"]
-        return slots
+        return read_slots(self.model.config, inputs, self._encode(inputs))
 
     def _placed_passages(self, inputs: dict[str, Any]) -> torch.LongTensor:
         """The passage of each position of a batch (batch, seq_len), -1 on text; one for all slots of a row in

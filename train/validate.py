@@ -31,6 +31,7 @@ import torch
 import typer
 from tqdm.auto import tqdm
 
+from ..base_model_arcaligner import head_nll
 from ..common.files import markdown_table, run_command, stable_number, write_whole
 from ..common.rows import Row, token_f1
 from ..configuration_arcaligner import check_gates
@@ -38,7 +39,7 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..pipeline_arcaligner import check_max_passages
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.export import save_stage
-from .data import ContextCollator, ExampleBuilder, encode_slots, slot_inputs
+from .data import ContextCollator, ExampleBuilder, encode_slots, read_slots, slot_inputs
 from .metrics import greedy_answers, passage_confidences, with_likeliest
 from .recipe import RecipeArguments
 from .run import last_checkpoints, mean_of_checkpoints, read_keys
@@ -138,17 +139,13 @@ def target_losses(
     for start in tqdm(range(0, len(examples), BATCH), desc=f"losses, rate {rate}", leave=False):
         some = shortest_first[start : start + BATCH]
         batch = collator([examples[number] for number in some])
-        slots = {"context_embeds": encode_slots(processor, batch)}
-        if model.config.word_parts:
-            slots["context_word_ids"] = batch["context_word_ids"]
-        if model.config.passage_attention == "separate":
-            slots["context_passage_ids"] = batch["context_passage_ids"]
+        slots = read_slots(model.config, batch, encode_slots(processor, batch))
         labels, mask = batch["labels"][:, 1:], (batch["turn_ids"] >= 0).long()
         hidden = model.model(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False, **slots)
         for row, number in enumerate(some):
             is_target = labels[row] != -100
-            logits = model.lm_head(hidden.last_hidden_state[row, :-1][is_target]).float()
-            nll = torch.nn.functional.cross_entropy(logits, labels[row][is_target], reduction="sum")
+            states, targets = hidden.last_hidden_state[row, :-1][is_target], labels[row][is_target]
+            nll = head_nll(states, targets, model.lm_head, model.config.text_config)
             losses[number] = nll.item(), is_target.sum().item()
     return losses
 

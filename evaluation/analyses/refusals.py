@@ -62,6 +62,11 @@ def read_answers(run: Path, tasks: list[str], method: str) -> list[dict[str, Any
 def summarize(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """Refusals, their price in points of F1 and the curve of one method; shares in percent, with 95 % intervals."""
     asked = {kind: [each for each in answers if each["is_answered"] == kind] for kind in (True, False)}
+    if not all(asked.values()):
+        raise ValueError(
+            f"The tasks have {len(asked[True])} answerable questions and {len(asked[False])} unanswerable ones; "
+            "expected both. Name them with `--tasks`."
+        )
     refused = {kind: np.array([each["is_refused"] for each in some], dtype=float) for kind, some in asked.items()}
     f1 = np.array([each["f1"] for each in asked[True]])
     sure = {kind: np.array([each["confidence"] for each in some]) for kind, some in asked.items()}

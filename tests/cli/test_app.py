@@ -6,6 +6,7 @@ import re
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,10 +45,13 @@ def wide_terminal_and_models_loaded_once(monkeypatch):
         monkeypatch.setattr(console, "width", 160)
 
 
-def test_answer_prints_the_pipelines_answer_and_nothing_else(run_cli, checkpoint_dir, document, model, processor):
+def test_answer_prints_the_pipelines_answer_and_nothing_else(
+    run_cli, checkpoint_dir, document, model, processor, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(Path(checkpoint_dir).parent))  # a shell leaves the tilde behind an equals sign
     ask = ArcAlignerPipeline(model=model, processor=processor, task="text-generation", device="cpu")
     record = ask({"question": QUESTION, "documents": [TEXT, TEXT]}, return_slots=True)[0]
-    options = ("--document", document, "--document", document, "--checkpoint", checkpoint_dir)
+    options = ("--document", document, "--document", document, f"--checkpoint=~/{Path(checkpoint_dir).name}")
     code, out, err = run_cli("answer", "--question", QUESTION, *options)
     assert code == 0
     assert out == printable(record["generated_text"].strip()) + "\n"
@@ -260,14 +264,17 @@ def test_the_demo_reads_known_passages_in_another_combination(ask):
         for two in (PASSAGES[:2], PASSAGES[1:]):
             readers.keep({"question": "Who wrote it?", "passages": two})
         assert readers.known.misses == 3 and len(readers.kept_text) == 3
-        torch.testing.assert_close(readers.slots(readers.known, row), readers.slots(readers.new, row))
+        # Of random weights, whose logits are of some tenths; kernels differ from CPU to CPU.
+        assert_same = functools.partial(torch.testing.assert_close, rtol=1e-3, atol=1e-4)
+        assert_same(readers.slots(readers.known, row), readers.slots(readers.new, row))
         assert readers.known.misses == 3 and readers.new.misses == 3
         known = readers.known_text(row)
         single, other = ({"question": row["question"], "passages": [each]} for each in PASSAGES[:2])
     # Passages do not read each other, so their order changes nothing; one alone is read as ever.
-    torch.testing.assert_close(readers.known_text(row | {"passages": PASSAGES}), known)
-    torch.testing.assert_close(readers.known_text(single), readers.text(single))
-    assert not torch.allclose(readers.known_text(other), known) and not torch.allclose(readers.text(row), known)
+    assert_same(readers.known_text(row | {"passages": PASSAGES}), known)
+    assert_same(readers.known_text(single), readers.text(single))
+    for different in (readers.known_text(other), readers.text(row)):
+        assert not torch.allclose(different, known, rtol=1e-3, atol=1e-4)
     tokens = len(ask.processor.tokenizer(PASSAGES[0]["text"], add_special_tokens=False)["input_ids"])
     assert readers.kept_bytes(single, tokens) == (readers.kept_text[PASSAGES[0]["text"]].nbytes,) * 2
 

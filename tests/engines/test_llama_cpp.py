@@ -228,6 +228,8 @@ def test_what_misfits_is_refused(exported, base_model, base_model_dir, tokenizer
         llama_cpp.Session(base_model, tmp_path / "adapter.gguf", 64)
     with pytest.raises(ValueError, match="may have [0-9]+ positions, but the engine's context holds 256"):
         make_engine().answer(QUESTION, DOCUMENTS * 20)
+    with pytest.raises(ValueError, match="Document 0 is of type dict with a `text` of type NoneType"):
+        make_engine().answer(QUESTION, [{"title": "Ada"}])
     with pytest.raises(ValueError, match="Unknown key `refinement_budget` in the settings of an answer"):
         make_engine().answer(QUESTION, DOCUMENTS, refinement_budget=0.1)
 

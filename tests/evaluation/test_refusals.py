@@ -67,6 +67,13 @@ def test_the_command_writes_a_table_and_a_figure_for_an_aligner_that_can_refuse(
     assert written["auroc"] == 1.0 and (tmp_path / "refusals.svg").stat().st_size > 1000
 
 
+@pytest.mark.parametrize("tasks", ["squad", "squad_unanswerable"])
+def test_both_kinds_of_questions_are_needed(checkpoint, tmp_path, tasks):
+    write_answers(tmp_path, tasks, checkpoint)
+    with pytest.raises(ValueError, match="expected both. Name them with `--tasks`"):
+        summarize(read_answers(tmp_path, [tasks], "arcaligner_x4"))
+
+
 def test_answers_without_a_confidence_are_refused_with_the_command_that_makes_them(checkpoint_dir, tmp_path):
     write_answers(tmp_path, "squad", checkpoint_dir)
     file = AnswerFile(tmp_path, "squad", "arcaligner_x4")

@@ -138,6 +138,8 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
     found = drawn[:-1].argmax(dim=1).bincount(minlength=4) / rows
     torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
     assert torch.equal(drawn[-1], scores[0])
+    whole = [RowSampler([Request(CHAT, temperature=each, seed=1)])(None, scores) for each in (1, 1.0)]
+    assert torch.equal(*whole)
 
 
 @pytest.mark.parametrize(

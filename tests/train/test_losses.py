@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, normalize
 from transformers import PreTrainedConfig
 
 from arcaligner import base_model_arcaligner
-from arcaligner.base_model_arcaligner import frozen_head_nll, postprocess_logits
+from arcaligner.base_model_arcaligner import head_nll, postprocess_logits
 
 
 @pytest.mark.parametrize("rows_at_a_time", [3, 256])
@@ -21,6 +21,7 @@ from arcaligner.base_model_arcaligner import frozen_head_nll, postprocess_logits
         {},
         {"logit_scale": 0.0625},
         {"logits_scaling": 8.0},
+        {"logits_scaling": 8.0, "model_type": "hyperclovax"},
         {"final_logit_softcapping": 2.0},
         {"logit_scale": 3.0, "final_logit_softcapping": 2.0},
     ],
@@ -37,7 +38,7 @@ def test_the_frozen_head_gives_loss_and_gradient_of_cross_entropy(monkeypatch, s
     for own in (True, False):
         states = hidden.clone().requires_grad_()
         if own:
-            loss = frozen_head_nll(states, targets, head, config)
+            loss = head_nll(states, targets, head, config)
         else:
             loss = cross_entropy(postprocess_logits(head(states), config), targets, reduction="sum")
         (loss * 0.7).backward()

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from training_rows import article_rows, write_rows
 
 from arcaligner import ArcAlignerProcessor
 from arcaligner.pipeline_arcaligner import rank_passages
-from arcaligner.train.data import ExampleBuilder
+from arcaligner.train.data import ContextCollator, ExampleBuilder, encode_slots, read_slots
 from arcaligner.train.metrics import passage_confidences, with_likeliest
 from arcaligner.train.recipe import RecipeArguments
 from arcaligner.train.selection import ExampleSelector, contains_answer
@@ -23,6 +24,7 @@ from arcaligner.train.validate import (
     means_and_errors,
     refusal_scores,
     table,
+    target_losses,
     validate,
 )
 
@@ -97,6 +99,22 @@ def test_a_loss_is_a_mean_over_tokens_with_the_error_of_drawing_articles():
     residuals = np.array([6 - 2 * 18 / 7, 3 - 2 * 18 / 7, 9 - 3 * 18 / 7])  # of articles, at the mean of 18 / 7
     assert found["squad"] == (18 / 7, pytest.approx(np.sqrt(3 / 2 * (residuals**2).sum()) / 7))
     assert found["nq"] == (5.0, np.inf)  # one article says nothing of others
+
+
+def test_a_loss_is_that_of_the_logits_which_a_backbone_makes_of_its_heads(separate):
+    model, reader = separate
+    row = {"id": "1", "question": "Who?", "answers": ["Ada"], "passages": [{"title": "", "text": "It was Ada."}]}
+    (example,) = ExampleBuilder(reader, tokens_per_slot=(2,)).question_examples([row])
+    model.config.text_config.final_logit_softcapping = 0.5
+    ((loss, tokens),) = target_losses(model, reader, [asdict(example)], 2)
+    batch = ContextCollator(reader.context_token_id, 0, (2,), False)([asdict(example)])
+    slots = read_slots(model.config, batch, encode_slots(reader, batch))
+    with torch.no_grad():
+        logits = model(input_ids=batch["input_ids"], **slots).logits
+    labels = batch["labels"][0, 1:]
+    expected = torch.nn.functional.cross_entropy(logits[0, :-1], labels, reduction="sum")
+    assert logits.abs().max() <= 0.5 and tokens == (labels != -100).sum()
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_two_aligners_are_compared_question_by_question(keys, separate):
