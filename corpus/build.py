@@ -244,10 +244,9 @@ def passage_rows(passages: list[Passage], processor, corpus: Corpus) -> pa.Table
         columns["words"] = [
             [[word for word in words if word >= 0] for words in each.context_word_ids.tolist()] for each in encoded
         ]
-    wanted = {field.name: field for field in corpus.schema}  # fewer in a corpus of an older version
-    checksum = wanted.pop("checksum", None)
-    rows = pa.table({name: columns[name] for name in wanted}, schema=pa.schema(wanted.values(), corpus.schema.metadata))
-    return rows if checksum is None else rows.append_column(checksum, [passage_checksums(rows)])
+    checksum = corpus.schema.field("checksum")
+    rows = pa.table(columns, schema=pa.schema([*corpus.schema][:-1], corpus.schema.metadata))
+    return rows.append_column(checksum, [passage_checksums(rows)])
 
 
 def _search_vectors(read: list[list[dict]], encoded: list, processor) -> torch.Tensor:

@@ -85,8 +85,8 @@ class Retriever:
                 raise ValueError(f"The re-ranker is {reranker!r}; expected a folder or a Hub id, or nothing.")
             folder = find_model("re-ranker", reranker, ENCODER_FILES)
             self.reranker = CrossEncoder(str(folder), device=processor.encoder.device)
-        read = ("document", "title", "text", "start", "end", "page", "segments", "slots", "words", "checksum")
-        self.columns = [name for name in corpus.table.schema.names if name in read]
+        unread = ("id", "digest", "vector")
+        self.columns = [name for name in corpus.schema.names if name not in unread]
 
     def __call__(self, question: str, top_k: int = 5) -> SlotPassages:
         """The `top_k` passages for a question, the best first; fewer where the corpus has fewer.
@@ -120,8 +120,6 @@ class Retriever:
         return passages
 
     def _check(self, rows) -> None:
-        if "checksum" not in self.columns:  # a corpus of an older version
-            return
         for row, checksum in zip(
             rows.select(["document", "checksum"]).to_pylist(), passage_checksums(rows), strict=True
         ):

@@ -34,7 +34,7 @@ from ..common.files import digest
 from ..segmentation_arcaligner import Segment, SegmentTokens
 from .sources import Document, Passage, passages_of
 
-FORMAT = 1
+FORMAT = 2
 NAME = "passages"
 LOCK = ".writer.lock"
 KEPT = "read"  # the folder of passages that were read ahead, see `kept.py`
@@ -56,7 +56,7 @@ def table_schema(settings: dict[str, Any]) -> pa.Schema:
     columns |= {"slots": pa.list_(vector), "vector": vector}
     if settings["context_words"]:
         columns["words"] = pa.list_(pa.list_(pa.int32()))
-    columns |= {"page": pa.int32(), "checksum": pa.int64()}  # which older corpora lack
+    columns |= {"page": pa.int32(), "checksum": pa.int64()}
     return pa.schema(columns, metadata={METADATA: json.dumps(settings).encode()})
 
 
@@ -154,7 +154,7 @@ class Corpus:
             `ValueError`: the first setting that differs, with both values.
         """
         found = slot_settings(processor) | {"tokens_per_slot": self.settings["tokens_per_slot"]} | wanted
-        known = {"encoder_dtype": "float32"} | self.settings  # which older ones do not tell
+        known = dict(self.settings)
         probes = [torch.tensor(each.pop("probe")) for each in (found, known)]
         is_same = probes[0].shape == probes[1].shape and float(probes[0] @ probes[1]) >= MIN_SIMILARITY
         if not is_same:
@@ -178,7 +178,7 @@ class Corpus:
 
     @property
     def schema(self) -> pa.Schema:
-        """Columns of this corpus, which may be of an older version."""
+        """Columns of this corpus."""
         return self.table.schema
 
     def cut(self, documents: list[Document]) -> list[Passage]:

@@ -262,18 +262,7 @@ def read_aligner_config(checkpoint: str | Path) -> ArcAlignerConfig:
             f"{checkpoint} is a checkpoint of type {config.text_config.model_type!r}; expected 'arcaligner', that is a "
             "folder or a Hub id that an ArcAligner model was saved to."
         )
-    if flattened := [name for name in CODE_FILES if _is_flattened_link(Path(checkpoint, name))]:
-        logger.warning(
-            f"{len(flattened)} files of code in {checkpoint}, first {flattened[0]}, hold a path: links that were "
-            "copied as text, as on Windows. `trust_remote_code=True` fails there; `save_pretrained` of this model "
-            "writes a whole one."
-        )
     return config
-
-
-def _is_flattened_link(path: Path) -> bool:
-    """Whether a file of code holds the target of a link instead."""
-    return path.is_file() and path.stat().st_size < 256 and path.read_text("utf-8").strip().endswith(f"/{path.name}")
 
 
 def check_checkpoint(folder: Path) -> ArcAlignerConfig:

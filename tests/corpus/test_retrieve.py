@@ -9,7 +9,6 @@ from training_rows import write_rows
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
 from arcaligner import ArcAlignerProcessor
-from arcaligner.corpus import table
 from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.table import Corpus
@@ -81,17 +80,6 @@ def test_a_slot_that_has_changed_on_the_disk_is_not_read(corpus, processor):
         path.write_bytes(path.read_bytes().replace(slots, bytes(8) + slots[8:]))
     with pytest.raises(OSError, match="is damaged: a passage of .*letter.txt is not what was written"):
         Retriever(Corpus(corpus.path), processor)("Toronto", top_k=1)
-
-
-def test_a_corpus_of_a_version_without_checksums_is_read(tmp_path, letters, processor, corpus, monkeypatch):
-    schema = table.table_schema
-    monkeypatch.setattr(table, "table_schema", lambda settings: schema(settings).remove(11).remove(10))
-    old = Corpus.create(tmp_path / "old", processor, passage_words=16)
-    build_corpus([str(letters)], old, processor)
-    assert "checksum" in corpus.table.schema.names and "checksum" not in old.table.schema.names
-    found, expected = (Retriever(each, processor)("Toronto", top_k=9) for each in (old, corpus))
-    assert [each | {"page": None} for each in found.documents] == expected.documents
-    assert torch.equal(found.encoded.context_embeds, expected.encoded.context_embeds)
 
 
 def test_mistakes_are_clear(corpus, processor, tmp_path):

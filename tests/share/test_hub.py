@@ -243,13 +243,3 @@ def test_the_readmes_push_runs(fake_hub, folder, run_cli):
     ours = {"user/name": REPO, "checkpoints/mine": str(folder)}
     assert run_cli(*(ours.get(argument, argument) for argument in line.partition("#")[0].split()[3:]))[0] == 0
     assert fake_hub.files.keys() == CHECKPOINT
-
-
-def test_links_that_became_text_files_are_named(folder, caplog):
-    code = folder / "modeling_arcaligner.py"
-    hub.read_aligner_config(folder)
-    assert not caplog.records
-    code.unlink()
-    code.write_text("../../modeling_arcaligner.py")
-    hub.read_aligner_config(folder)
-    assert "1 files of code in" in caplog.text and "modeling_arcaligner.py, hold a path: links" in caplog.text
