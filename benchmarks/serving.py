@@ -4,8 +4,7 @@
 
 It asks a running server: each client sends its next question when it has the answer to the last. Lengths are mixed:
 the number of passages changes with the question, the longest answer from request to request. `--distinct 24` asks that
-many questions again and again, once before it measures, so that their passages are kept. `--write docs/server.md --name
-kept` puts the table between `<!-- load kept -->` and the next `<!-- end -->` there.
+many questions again and again, once before it measures, so that their passages are kept.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ import httpx
 import numpy as np
 import typer
 
-from ..common.files import describe_machine, markdown_table, run_command, write_whole
+from ..common.files import describe_machine, markdown_table, run_command
 from ..common.rows import read_rows
 
 # Passages that are read, by the length of the question, and tokens of an answer, of requests in turn.
@@ -35,19 +34,6 @@ def memory(url: str, key: str) -> float:
         raise OSError(f"There is no server at {url}. Start one: `arcaligner serve`.") from error
     found = re.search(r"^process_resident_memory_bytes (\S+)$", text, re.MULTILINE)
     return float(found[1]) / 1e6 if found else float("nan")
-
-
-def write_table(path: Path, name: str, lines: list[str]) -> None:
-    """Replaces the table of a document that stands between `<!-- load NAME -->` and `<!-- end -->`.
-
-    Raises:
-        `ValueError`: a document without this place.
-    """
-    place = re.compile(rf"(<!-- load {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
-    text, count = place.subn(lambda found: found[1] + "\n".join(["", *lines, "", found[2]]), path.read_text("utf-8"))
-    if count != 1:
-        raise ValueError(f"{path} has {count} places `<!-- load {name} -->` to `<!-- end -->`; expected one.")
-    write_whole(path, text)
 
 
 async def ask_all(url: str, key: str, questions: list[str], clients: int) -> list[dict[str, Any]]:
@@ -87,8 +73,6 @@ def main(
         int | None,
         typer.Option(help="Ask so many questions only, once before. Default: all, from the first on.", min=1),
     ] = None,
-    write: Annotated[Path | None, typer.Option(help="A document whose table is replaced.")] = None,
-    name: Annotated[str, typer.Option(help="Which of its tables: `new` or `kept`.")] = "new",
     api_key: Annotated[str, typer.Option(envvar="ARCALIGNER_API_KEY", help="The server's key.")] = "",
 ) -> None:
     """Prints answers per second and the quantiles of their time, and a JSON line."""
@@ -110,10 +94,7 @@ def main(
         found[count] |= {"kept": kept, "megabytes": [before, after]}
         row = [str(count), f"{rate:.2f}", *(f"{each:.2f}" for each in quantiles), f"{batch:.1f}", f"{kept:.0%}"]
         rows.append([*row, f"{before:,.0f} to {after:,.0f}", str(len(answers) - len(good))])
-    table = markdown_table(columns, rows)
-    typer.echo("\n".join(table))
-    if write is not None:
-        write_table(write, name, table)
+    typer.echo("\n".join(markdown_table(columns, rows)))
     typer.echo(json.dumps({"load": found, "machine": describe_machine()}))
 
 
