@@ -170,10 +170,13 @@ def require_extra(extra: str, *modules: str) -> None:
 
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Inside, a user's mistake ends in one clear line on standard error and exit code 1."""
+    """Inside, a user's mistake ends in one clear line on standard error and exit code 1; with `$ARCALIGNER_TRACEBACK`
+    set, in a traceback."""
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
+        if os.environ.get("ARCALIGNER_TRACEBACK"):
+            raise
         print(f"Error: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(1) from error
 

@@ -17,7 +17,7 @@ from tiny_models import random_probe
 from arcaligner import ArcAlignerPipeline
 from arcaligner.cli import app as cli
 from arcaligner.cli import demo, shared
-from arcaligner.common.files import printable, read_json_lines
+from arcaligner.common.files import exit_on_user_error, printable, read_json_lines
 from arcaligner.train import stages
 
 CASES = list(read_json_lines(demo.CASE_STUDIES))
@@ -134,6 +134,12 @@ def test_mistakes_end_in_one_clear_line(run_cli, checkpoint_dir, base_model_dir,
         assert code == 1 and out == ""
         assert err.splitlines()[-1].startswith("Error: ") and message in err.splitlines()[-1]
         assert "Traceback" not in err
+
+
+def test_a_traceback_is_shown_where_it_is_asked_for(monkeypatch):
+    monkeypatch.setenv("ARCALIGNER_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="^a mistake$"), exit_on_user_error():
+        raise ValueError("a mistake")
 
 
 def cut_in_half(path) -> None:
