@@ -15,6 +15,7 @@ Answers go to standard output, all else to standard error. What documents and mo
 characters as visible escapes.
 """
 
+import contextlib
 import logging
 import signal
 from pathlib import Path
@@ -52,6 +53,8 @@ app = typer.Typer(
 )
 app.add_typer(corpus_app, name="corpus")
 
+# A passage of so many words is longer than almost all that an aligner was trained on.
+MANY_WORDS = 400
 Document = typer.Option(help="A text file; can be repeated.", exists=True, dir_okay=False)
 
 
@@ -66,6 +69,12 @@ def read_document(path: Path) -> str:
     text, _ = read_text(path)
     if not text.strip():
         raise ValueError(f"{path} holds no text. Name a file that says something, or leave it out.")
+    if (words := len(text.split())) > MANY_WORDS:
+        messages.print(
+            f"{one_line(str(path))} has {words:,} words and is read as one passage; the aligner knows passages of some "
+            "100. `arcaligner corpus build` cuts it into such, and `ask` answers from them.",
+            markup=False,
+        )
     return text
 
 
@@ -150,6 +159,8 @@ def answer(
     if show_slots:
         output.print(slots_table(record))
         messages.print("[dim]A slot passes once through each layer, and again where a gate adds a pass.[/]")
+    if "confidence" in record["statistics"]:
+        messages.print(f"Confidence {record['statistics']['confidence']:.2f}")
     messages.print(f"[dim]{compression_summary(record['statistics'])}[/]")
 
 
@@ -158,7 +169,7 @@ def ask_corpus(
     question: Annotated[str, typer.Argument(help="What to ask.")],
     corpus: CorpusFolder,
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
-    top_k: Annotated[int, typer.Option(help="Number of passages read.", min=1)] = 5,
+    top_k: Annotated[int, typer.Option(help="Passages to find. The likeliest are read: `--max-passages`.", min=1)] = 5,
     tokens_per_slot: TokensPerSlot = None,
     reranker: Reranker = None,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the answer.", min=1)] = 256,
@@ -174,7 +185,8 @@ def ask_corpus(
         engine = shared.load_engine(checkpoint, corpus, reranker, dtype, **options)
     settings = {"top_k": top_k, "max_new_tokens": max_new_tokens, "min_confidence": min_confidence}
     request = Request([{"role": "user", "content": question}], **settings)
-    found = engine.submit(request).result()
+    with contextlib.closing(engine):  # else Python may end while the engine's thread computes, which aborts it
+        found = engine.submit(request).result()
     show(found.text.strip())
     read = [each for each in found.sources if each["read"]]
     for each in read:
@@ -184,7 +196,7 @@ def ask_corpus(
         if place := each["answer"]:
             title += f", the answer at {each['start'] + place['start']}-{each['start'] + place['end']}"
         show(one_line(f"{each['document']}:{each['start']}-{each['end']}{title}"))
-    if not any(each["answer"] for each in read):
+    if found.text != engine.processor.no_answer and not any(each["answer"] for each in read):
         messages.print("The answer stands in none of these passages word for word: check it.")
     if others := len(found.sources) - len(read):
         messages.print(f"[dim]{others} more found, less likely to answer (--max-passages)[/]")
@@ -201,7 +213,10 @@ def ask_corpus(
 def serve_answers(
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     corpus: Annotated[Path | None, typer.Option(help="Folder of a corpus, for requests without documents.")] = None,
-    top_k: Annotated[int, typer.Option(help="Passages of the corpus that are read.", min=0, max=100)] = 5,
+    top_k: Annotated[
+        int,
+        typer.Option(help="Passages of the corpus to find. The likeliest are read: `--max-passages`.", min=0, max=100),
+    ] = 5,
     tokens_per_slot: TokensPerSlot = None,
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,

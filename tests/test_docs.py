@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 METHOD = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
-NO_SOURCES = ("tests", "checkpoints")  # nor what begins with a dot
+NO_SOURCES = ("tests", "checkpoints", "runs", "data")  # nor what begins with a dot
 SOURCES = [*sorted(ROOT.glob("*.py")), *sorted(ROOT.glob("[a-z]*/**/*.py"))]
 SOURCES = [path for path in SOURCES if path.relative_to(ROOT).parts[0] not in NO_SOURCES]
 WITH_EXAMPLES = [path.relative_to(ROOT).with_suffix("") for path in SOURCES if "    >>> " in path.read_text("utf-8")]

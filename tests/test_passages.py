@@ -188,16 +188,17 @@ def test_words_of_a_kept_passage_are_the_same_beside_longer_ones(processor):
     """A corpus hands over the words of all passages found, padded to the longest."""
     reader = processor_with(processor, passage_attention="separate", context_words=True)
     model = aligner_for(processor, passage_attention="separate", word_parts=2)
-    store, short, long = model.slot_prefix_store(reader), "Ada.", "Nobody knew how to read it aloud."
-
-    def given(*passages):
-        found = reader.encode_documents(passages)
-        return dict(zip(("context_embeds", "context_word_ids", "context_passage_ids"), found[1:4], strict=True))
-
-    store.prepare("Who?", **given(short))
-    inputs = store.prepare("Who?", **given(long, short))
+    store = model.slot_prefix_store(reader)
+    _, embeds, words, passage_ids, *_ = reader.encode_documents(["Nobody knew how to read it aloud.", "Ada."])
+    is_short = passage_ids == 1
+    own = words[is_short][:, (words[is_short] >= 0).any(dim=0)]  # as long as its own words
+    assert own.shape[1] < words.shape[1]
+    alone = {"context_word_ids": own, "context_passage_ids": passage_ids[is_short]}
+    store.prepare("Who?", context_embeds=embeds[is_short], **alone)
+    both = {"context_embeds": embeds, "context_word_ids": words, "context_passage_ids": passage_ids}
+    inputs = store.prepare("Who?", **both)
     assert (store.hits, store.misses) == (1, 2) and inputs.num_kept == [1]
-    expected = model.generate(**chat_inputs(reader, "Who?", **given(long, short)), **FIVE_TOKENS)
+    expected = model.generate(**chat_inputs(reader, "Who?", **both), **FIVE_TOKENS)
     assert torch.equal(model.generate(**inputs, **FIVE_TOKENS), expected)
 
 

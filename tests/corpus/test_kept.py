@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -140,6 +141,19 @@ def test_the_command_reads_the_likeliest_passage_and_more_where_asked(run_cli, c
             code == 0 and len(re.findall(r":\d+-\d+", out)) == read and f"0 of {counted(read, 'passage')} kept" in err
         )
         assert (f"{3 - read} more found, less likely to answer" in err) == (read < 3)
+
+
+def test_a_refusal_says_nothing_of_words_and_leaves_no_thread_behind(run_cli, corpus, apart_dir, apart, tmp_path):
+    """Python aborts when it ends while a thread computes: exit code 134 after the answer."""
+    model, processor = apart
+    folder = shutil.copytree(apart_dir, tmp_path / "unsure")
+    settings = {"answer_probe": random_probe(model), "no_answer": "not in the text"}
+    processor_with(processor, passage_attention="separate", **settings).save_pretrained(folder)
+    before = set(threading.enumerate())
+    ask = ("ask", "Who?", "--corpus", corpus.path, "--checkpoint", folder, "--min-confidence", 1.0)
+    code, out, err = run_cli(*ask)
+    assert code == 0 and out.startswith("not in the text\n") and "word for word" not in err.replace("\n", " ")
+    assert not [each for each in set(threading.enumerate()) - before if each.name == "arcaligner-engine"]
 
 
 def test_what_cannot_be_read_ahead_is_refused(run_cli, corpus, apart, checkpoint_dir, monkeypatch):
