@@ -318,7 +318,9 @@ def read_json(path: Path, key: str | None = None) -> dict[str, Any]:
     advice = "Save it again, or download it again."
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, FileNotFoundError) as error:
+    except FileNotFoundError as error:
+        raise ValueError(f"There is no file {path}: its folder is no whole checkpoint. {advice}") from error
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}). {advice}") from error
     if not isinstance(content, dict) or (key is not None and key not in content):
         raise ValueError(f"{path} is not an object{f' with `{key}`' if key else ''}. {advice}")

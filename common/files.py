@@ -150,12 +150,13 @@ def describe_machine(device: str = "cpu") -> dict[str, Any]:
 
 
 def refuse_unknown(place: str, keys: Iterable[str], known: Iterable[str]) -> None:
-    """Raises `ValueError` for the first of `keys` that is not `known`, with the nearest one that is."""
+    """Raises `ValueError` for the first of `keys` that is not `known`, with the one that was meant, or all."""
     known = list(known)
     for key in keys:
         if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"Unknown key `{key}` in {place}. Did you mean `{nearest}`?")
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"Did you mean `{nearest[0]}`?" if nearest else f"Known: {', '.join(sorted(known))}."
+            raise ValueError(f"Unknown key `{key}` in {place}. {hint}")
 
 
 def require_extra(extra: str, *modules: str) -> None:
