@@ -21,7 +21,6 @@ from huggingface_hub.errors import HFValidationError
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -176,24 +175,41 @@ def postprocess_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.
 HEAD_ROWS = 256
 
 
+class _HeadLoss(torch.autograd.Function):
+    """The gradient for the hidden states is made in the forward pass, a few rows at a time, so that the logits of all
+    rows never exist at once: on CPUs they and their softmax cost more than all decoder layers of a small backbone, on
+    GPUs they take most of the memory."""
+
+    @staticmethod
+    def forward(ctx, hidden_states, targets, head, text_config):
+        total, gradients = torch.zeros((), device=hidden_states.device), []
+        for states, wanted in zip(hidden_states.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True):
+            states = states.detach().requires_grad_(ctx.needs_input_grad[0])
+            with torch.set_grad_enabled(states.requires_grad):
+                logits = head(states)  # (rows, vocab_size)
+                logits = postprocess_logits(logits.to(torch.promote_types(logits.dtype, torch.float32)), text_config)
+                nll = nn.functional.cross_entropy(logits, wanted, reduction="sum")
+            gradients += torch.autograd.grad(nll, states) if states.requires_grad else ()
+            total = total + nll.detach()
+        if gradients:
+            ctx.save_for_backward(torch.cat(gradients))
+        return total
+
+    @staticmethod
+    def backward(ctx, d_total):
+        (gradient,) = ctx.saved_tensors
+        return gradient * d_total.to(gradient.dtype), None, None, None
+
+
 def head_nll(
     hidden_states: torch.Tensor, targets: torch.LongTensor, head: nn.Linear, text_config: PreTrainedConfig
 ) -> torch.Tensor:
-    """Sum of the negative log-likelihoods of `targets` (rows,) through a head, from `hidden_states` (rows, hidden).
+    """Sum of the negative log-likelihoods of `targets` (rows,) through a frozen head, from `hidden_states`
+    (rows, hidden).
 
-    The logits of all rows never exist at once, and are computed again for the gradient: on CPUs they and their softmax
-    cost more than all decoder layers of a small backbone, on GPUs they take most of the memory.
+    The head gets no gradient, and the loss cannot be differentiated twice.
     """
-
-    def some_nll(hidden_states: torch.Tensor, targets: torch.LongTensor) -> torch.Tensor:
-        logits = head(hidden_states)  # (rows, vocab_size)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return nn.functional.cross_entropy(postprocess_logits(logits, text_config), targets, reduction="sum")
-
-    parts = zip(hidden_states.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True)
-    return torch.stack(
-        [checkpoint(some_nll, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
-    ).sum()
+    return _HeadLoss.apply(hidden_states, targets, head, text_config)
 
 
 def default_dtype(device_map: Any = None) -> torch.dtype | str:

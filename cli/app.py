@@ -298,9 +298,15 @@ def evaluate(
     tokens_per_slot: Annotated[
         str | None, typer.Option(help="Tokens per slot to compare, separated by commas, such as 4,16,segment.")
     ] = None,
-    checkpoint: Annotated[str | None, typer.Option(help="The aligner: a folder or a Hub id.")] = None,
-    xrag: Annotated[str | None, typer.Option(help="Aligner for the method xrag, of recipe xrag.")] = None,
-    projector_only: Annotated[str | None, typer.Option(help="Aligner for the method projector_only.")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="The aligner: a folder or a Hub id.", callback=shared.expand_home)
+    ] = None,
+    xrag: Annotated[
+        str | None, typer.Option(help="Aligner for the method xrag, of recipe xrag.", callback=shared.expand_home)
+    ] = None,
+    projector_only: Annotated[
+        str | None, typer.Option(help="Aligner for the method projector_only.", callback=shared.expand_home)
+    ] = None,
     full_text_lora: Annotated[str | None, typer.Option(help="LoRA for full_text_lora, of train/full_text.py.")] = None,
     text_apart: Annotated[str | None, typer.Option(help="LoRA for text_apart, of train/full_text.py.")] = None,
     folder: Annotated[Path | None, typer.Option("--output", help="Folder for answers and tables.")] = None,
@@ -369,9 +375,9 @@ def compare(
 @app.command("export-gguf")
 def export_gguf_adapter(
     folder: Annotated[Path, typer.Option("--output", help="Folder to write.")],
-    checkpoint: Annotated[str, typer.Argument(help="Aligner checkpoint: a folder or a Hub id.")] = str(
-        DEFAULT_CHECKPOINT
-    ),
+    checkpoint: Annotated[
+        str, typer.Argument(help="Aligner checkpoint: a folder or a Hub id.", callback=shared.expand_home)
+    ] = str(DEFAULT_CHECKPOINT),
 ) -> None:
     """Exports an aligner for llama.cpp: the checkpoint, with its LoRA as a GGUF adapter."""
     shared.check_there(checkpoint)

@@ -19,8 +19,13 @@ HUB_SECONDS = 1.5
 output = Console()
 messages = Console(stderr=True)
 
-# A shell leaves the tilde of `--checkpoint=~/mine`.
-Checkpoint = Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.", callback=os.path.expanduser)]
+
+def expand_home(name: str | None) -> str | None:
+    """A shell leaves the tilde of `--checkpoint=~/mine`."""
+    return name and os.path.expanduser(name)
+
+
+Checkpoint = Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.", callback=expand_home)]
 Reranker = Annotated[str | None, typer.Option(help="CrossEncoder that reorders the passages found.")]
 
 
@@ -66,7 +71,7 @@ def check_there(checkpoint: str) -> None:
     answers: transformers would ask for each of its files six times, for minutes."""
     if not checkpoint:
         raise ValueError("`--checkpoint` is empty; expected a folder or a Hub id, or nothing for the shipped aligner.")
-    path = Path(checkpoint).expanduser()
+    path = Path(checkpoint)
     is_folder = path.is_absolute() or len(path.parts) > 2 or checkpoint.startswith(".") or Path(path.parts[0]).is_dir()
     if is_folder and not path.exists():
         raise FileNotFoundError(
