@@ -18,6 +18,7 @@ characters as visible escapes.
 import contextlib
 import logging
 import signal
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -46,36 +47,70 @@ from .shared import (
 RECIPES = ", ".join(sorted(folder.name for folder in (ROOT / "train" / "recipes").glob("*")))
 
 app = typer.Typer(
-    help="Answers questions from passages that are read as context slots.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(corpus_app, name="corpus")
 
-# A passage of so many words is longer than almost all that an aligner was trained on.
-MANY_WORDS = 400
+
+def show_version(is_asked: bool) -> None:
+    if is_asked:
+        show(f"arcaligner {version('arcaligner')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    shows_version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Answers questions from passages that are read as context slots."""
+
+
+# A passage of so many words is longer than almost all that an aligner was trained on: a file of more is cut.
+MANY_WORDS, PASSAGE_WORDS = 400, 100
+# More passages are for a corpus, which keeps what was read of them.
+MANY_PASSAGES = 100
 Document = typer.Option(help="A text file; can be repeated.", exists=True, dir_okay=False)
 
 
-def read_document(path: Path) -> str:
-    """The text of a file.
+def read_passages(path: Path) -> list[dict[str, Any]]:
+    """The passages of a file, each with its `place`: a short text is one, a longer one is cut as for a corpus.
 
     Raises:
-        `ValueError`: a file that cannot be read, or has no text.
+        `ValueError`: a file that cannot be read, has no text, or is too long.
+        `ImportError`: a long file where `corpus` is not installed.
     """
-    from ..common.reading import read_text
+    from ..common.reading import read_file
 
-    text, _ = read_text(path)
+    title, text, sections = read_file(path)
     if not text.strip():
         raise ValueError(f"{path} holds no text. Name a file that says something, or leave it out.")
-    if (words := len(text.split())) > MANY_WORDS:
-        messages.print(
-            f"{one_line(str(path))} has {words:,} words and is read as one passage; the aligner knows passages of some "
-            "100. `arcaligner corpus build` cuts it into such, and `ask` answers from them.",
-            markup=False,
+    if len(text.split()) <= MANY_WORDS:
+        return [{"title": title, "text": text, "place": str(path)}]
+    from ..corpus.sources import Document, passages_of
+
+    found = passages_of([Document(str(path), title, text, sections)], PASSAGE_WORDS)
+    if len(found) > MANY_PASSAGES:
+        raise ValueError(
+            f"{path} is cut into {len(found):,} passages, and `answer` reads at most {MANY_PASSAGES} of a file. "
+            "`arcaligner corpus build` keeps what is read of them, and `ask` answers from them."
         )
-    return text
+    places = [f"{path}:{each.start}-{each.end}" for each in found]
+    texts = [(each.title, text[each.start : each.end]) for each in found]
+    return [{"title": title, "text": text, "place": place} for (title, text), place in zip(texts, places, strict=True)]
+
+
+def tell_passages(record: dict[str, Any], passages: list[dict[str, Any]]) -> None:
+    """Which passages were read, where others were left out."""
+    read = sorted({segment["document"] for segment in record["segments"]})
+    for number in read:
+        messages.print(
+            one_line(f"{passages[number]['place']} {passages[number]['title']}"), markup=False, soft_wrap=True
+        )
+    messages.print(f"[dim]{len(passages) - len(read)} more, less likely to answer (--max-passages)[/]")
 
 
 def slots_table(record: dict[str, Any]) -> Table:
@@ -109,9 +144,7 @@ def answer(
     max_new_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens of the answer.", min=1)] = None,
     tokens_per_slot: TokensPerSlot = None,
     min_confidence: MinConfidence = None,
-    max_passages: Annotated[
-        int | None, typer.Option(help="Of more documents, only those that most likely answer are read.", min=1)
-    ] = None,
+    max_passages: MaxPassages = None,
     max_slots: Annotated[
         int | None, typer.Option(help="Maximum number of slots. Later text is ignored.", min=1)
     ] = None,
@@ -127,8 +160,9 @@ def answer(
         Path | None, typer.Option(help="For llama.cpp: GGUF file of the base model. Not needed for the default one.")
     ] = None,
 ) -> None:
-    """Answers a question from your own text files."""
-    documents = [read_document(path) for path in document]
+    """Answers a question from your own text files. Long ones are cut, and the likeliest passage is read."""
+    passages = [each for path in document for each in read_passages(path)]
+    documents = [{"title": each["title"], "text": each["text"]} for each in passages]
     settings = {"max_new_tokens": max_new_tokens, "tokens_per_slot": tokens_per_slot, "max_slots": max_slots}
     settings = {name: each for name, each in settings.items() if each is not None}
     if engine == "llama.cpp":
@@ -152,6 +186,7 @@ def answer(
         ask = shared.load_pipeline(checkpoint)
     settings |= {} if gate_mode is None else {"gate_mode": gate_mode}
     settings |= {} if min_confidence is None else {"min_confidence": min_confidence}
+    max_passages = max_passages or shared.passages_to_read(ask.processor)
     settings |= {} if max_passages is None else {"max_passages": max_passages}
     with busy("Reading the documents"):
         record = ask({"question": question, "documents": documents}, return_slots=True, **settings)[0]
@@ -159,6 +194,8 @@ def answer(
     if show_slots:
         output.print(slots_table(record))
         messages.print("[dim]A slot passes once through each layer, and again where a gate adds a pass.[/]")
+    if max_passages is not None and len(passages) > max_passages:
+        tell_passages(record, passages)
     if "confidence" in record["statistics"]:
         messages.print(f"Confidence {record['statistics']['confidence']:.2f}")
     messages.print(f"[dim]{compression_summary(record['statistics'])}[/]")

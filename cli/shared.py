@@ -177,12 +177,17 @@ def load_engine(checkpoint: str, corpus: Path | None, reranker: str | None, dtyp
     opened = None if corpus is None else Corpus(corpus)
     with ThreadPoolExecutor(1) as loading:
         ask = loading.submit(load_pipeline, checkpoint, dtype).result()
-    can_tell = ask.processor.answer_probe is not None and ask.processor.passage_attention == "separate"
-    if settings.get("max_passages") is None and can_tell:
-        settings["max_passages"] = READ_PASSAGES
+    if settings.get("max_passages") is None:
+        settings["max_passages"] = passages_to_read(ask.processor)
     engine = Engine(ask, None if opened is None else Retriever(opened, ask.processor, reranker), **settings)
     engine.warm_up()
     return engine
+
+
+def passages_to_read(processor) -> int | None:
+    """How many of several passages are read by default; `None`, all, where the aligner cannot tell the likeliest."""
+    can_tell = processor.answer_probe is not None and processor.passage_attention == "separate"
+    return READ_PASSAGES if can_tell else None
 
 
 def load_processor(checkpoint: str):

@@ -202,7 +202,7 @@ class Passage(NamedTuple):
     page: int | None
 
 
-def passages_of(documents: Iterable[Document], passage_words: int, spacy_model: str) -> list[Passage]:
+def passages_of(documents: Iterable[Document], passage_words: int, spacy_model: str = "en") -> list[Passage]:
     """The passages of documents. Headings that a passage stands under are part of its title."""
     passages = []
     for document in documents:

@@ -6,6 +6,8 @@ import re
 import shutil
 import threading
 import time
+import types
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -97,11 +99,14 @@ def test_options_of_answer_reach_the_pipeline(run_cli, monkeypatch, document):
     asked = []
     record = {"generated_text": "Ada", "statistics": {"tokens": 14, "slots": 1, "compression_rate": 7.0, "dropped": 1}}
 
-    def ask(row, **settings):
-        asked.append((row, settings))
-        return [record]
+    class Ask:
+        processor = types.SimpleNamespace(answer_probe=None)
 
-    monkeypatch.setattr(shared, "load_pipeline", {"here": ask}.get)
+        def __call__(self, row, **settings):
+            asked.append((row, settings))
+            return [record]
+
+    monkeypatch.setattr(shared, "load_pipeline", {"here": Ask()}.get)
     given = ("answer", "--question", QUESTION, "--document", document, "--checkpoint", "here", "--max-new-tokens", 3)
     options = ("--max-slots", 1, "--gate-mode", "always", "--tokens-per-slot")
     for rate in ("segment", 3):
@@ -109,10 +114,48 @@ def test_options_of_answer_reach_the_pipeline(run_cli, monkeypatch, document):
         assert (code, out) == (0, "Ada\n")
         assert err.splitlines()[-1] == "7 of 14 tokens of text read as one slot, x7.0"
         settings = {"return_slots": True, "max_new_tokens": 3, "max_slots": 1, "gate_mode": "always"}
-        assert asked.pop() == ({"question": QUESTION, "documents": [TEXT]}, settings | {"tokens_per_slot": rate})
+        row = {"question": QUESTION, "documents": [{"title": "", "text": TEXT}]}
+        assert asked.pop() == (row, settings | {"tokens_per_slot": rate})
     for name, value in (("--tokens-per-slot", "many"), ("--gate-mode", "never"), ("--max-slots", 0)):
         code, _, err = run_cli(*given, name, value)
         assert code == 2 and name in err and not asked
+
+
+def test_a_long_file_is_cut_and_the_likeliest_passage_is_read_and_named(run_cli, checkpoint_dir, monkeypatch, tmp_path):
+    ask = shared.load_pipeline(str(checkpoint_dir))
+    path, words = tmp_path / "long.md", "One two three four five six seven eight nine ten. "
+    path.write_text(f"# Numbers\n\n{20 * words}\n\n## Letters\n\n{25 * words}", encoding="utf-8")
+    given = ("answer", "--question", QUESTION, "--document", path, "--checkpoint", checkpoint_dir)
+    code, _, err = run_cli(*given)
+    assert code == 0 and "less likely" not in err  # this aligner cannot tell the likeliest, and reads all
+    for name in ("passage_attention", "answer_probe"):
+        value = "separate" if name == "passage_attention" else random_probe(ask.model)
+        monkeypatch.setattr(ask.processor, name, value)
+    monkeypatch.setattr(ask.model.config, "passage_attention", "separate")
+    code, out, err = run_cli(*given, "--max-passages", "2")
+    passages = cli.read_passages(path)
+    texts = [{"title": each["title"], "text": each["text"]} for each in passages]
+    assert [each["title"] for each in passages] == ["Numbers"] * 2 + ["Numbers › Letters"] * 3
+    record = ask({"question": QUESTION, "documents": texts}, return_slots=True, max_passages=2)[0]
+    read = sorted({each["document"] for each in record["segments"]})
+    assert code == 0 and out == printable(record["generated_text"].strip()) + "\n" and len(read) == 2
+    told = [line for line in err.splitlines() if line.startswith(str(path))]
+    assert told == [f"{passages[number]['place']} {passages[number]['title']}" for number in read]
+    assert "3 more, less likely to answer" in err
+    first = re.fullmatch(rf"{re.escape(str(path))}:(\d+)-(\d+)", passages[0]["place"])
+    assert path.read_text("utf-8")[slice(*map(int, first.groups()))] == passages[0]["text"]
+
+
+def test_the_version_is_that_of_the_package(run_cli):
+    assert run_cli("--version") == (0, f"arcaligner {metadata.version('arcaligner')}\n", "")
+
+
+def test_a_file_for_a_corpus_is_not_answered_from(run_cli, checkpoint_dir, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "MANY_PASSAGES", 4)
+    path = tmp_path / "long.txt"
+    path.write_text("One two three four five six seven eight nine ten. " * 41, encoding="utf-8")
+    code, _, err = run_cli("answer", "--question", QUESTION, "--document", path, "--checkpoint", checkpoint_dir)
+    assert code == 1 and "is cut into 5 passages" in err and "corpus build" in err.replace("\n", " ")
 
 
 def test_mistakes_end_in_one_clear_line(run_cli, checkpoint_dir, base_model_dir, document, tmp_path):
