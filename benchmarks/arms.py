@@ -81,11 +81,7 @@ class Prompt:
 
 
 def pick_rows(rows: list[Row], processor: ArcAlignerProcessor, number: int) -> list[Row]:
-    """`number` passages with a question: those nearest to `TOKENS_PER_PASSAGE`, a row each.
-
-    Raises:
-        `ValueError`: there are fewer.
-    """
+    """`number` passages with a question: those nearest to `TOKENS_PER_PASSAGE`, a row each."""
     own = [row | {"passages": [passage]} for row in rows if row["question"] for passage in row["passages"]]
     if len(own) < number:
         raise ValueError(

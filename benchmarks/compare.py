@@ -49,11 +49,7 @@ REMARKS = (
 
 
 def read_questions(path: Path) -> list[Row]:
-    """The questions of a JSON Lines file, gzipped or not.
-
-    Raises:
-        `ValueError`: a line that is not of the form at the top, or none with a question.
-    """
+    """The questions of a JSON Lines file, gzipped or not."""
     rows = [own_row(row, index, where=f"{path}, line {index + 1}") for index, row in enumerate(read_json_lines(path))]
     found = [row for row in rows if row["question"].strip()]
     if not found:
@@ -67,11 +63,7 @@ def read_questions(path: Path) -> list[Row]:
 def find_passages(
     rows: list[Row], sources: list[str], processor, top_k: int, tell: Callable[[str], Any] = lambda text: None
 ) -> list[Row]:
-    """Rows with the passages that are read: their own, else the `top_k` that a search of the sources finds.
-
-    Raises:
-        `ValueError`: documents without a text; a question that has no passages, where no documents are named.
-    """
+    """Rows with the passages that are read: their own, else the `top_k` that a search of the sources finds."""
     alone = [row for row in rows if not any(each["text"].strip() for each in row["passages"])]
     if not alone:
         return rows
@@ -222,9 +214,6 @@ def run_compare(
 ) -> list[str]:
     """Compares, and writes `comparison.md`, `comparison.html` and `answers.jsonl` to the folder `output`; the lines of
     the first.
-
-    Raises:
-        `ValueError`: no questions, no passages; see `read_questions` and `find_passages`.
     """
     rows = read_questions(questions)[:num_questions]
     aligner, processor = load_aligner(checkpoint, device)

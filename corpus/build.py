@@ -178,11 +178,7 @@ def _read_part(path: Path) -> pa.Table:
 
 
 def new_documents(sources: list[str], corpus: Corpus, strict: bool) -> Iterator[Batch]:
-    """Documents that the corpus does not have, or has with another text, in batches.
-
-    Raises:
-        `ValueError`: with `strict`, the first thing that cannot be read, and a second text under one id.
-    """
+    """Documents that the corpus does not have, or has with another text, in batches."""
     batch, num_characters = Batch(), 0
 
     def skip(what: str, may_hold_documents: bool = True, id: str | None = None) -> None:

@@ -45,12 +45,7 @@ def kept_folder(corpus: Corpus) -> Path | None:
 
 
 def plan(corpus: Corpus, model, processor) -> str:
-    """What reading a corpus ahead takes on disk.
-
-    Raises:
-        `ValueError`: a checkpoint that reads passages jointly, so that none stands alone; a corpus that was made with
-            other settings.
-    """
+    """What reading a corpus ahead takes on disk."""
     if processor.passage_attention != "separate":
         raise ValueError(
             "This checkpoint reads the passages of a question jointly (`passage_attention`), so none can be read "
@@ -69,10 +64,6 @@ def read_corpus(
 ) -> ReadReport:
     """Reads all passages of a corpus that are not kept yet, behind the text that a question without a system message
     has before its slots. A killed reading continues where it stopped. `on_batch` is told what was done.
-
-    Raises:
-        `ValueError`: as [`plan`]; another process writes to the corpus.
-        `OSError`: too little space; a disk that cannot be written to.
     """
     plan(corpus, model, processor)
     report, used = ReadReport(), set()

@@ -55,10 +55,6 @@ def read_documents(sources: Iterable[str], skip: Callable[..., None]) -> Iterato
         skip (`Callable`): Is told what cannot be read, and why: a file, a row, with the `id` of its one document, if
             that is known; with `may_hold_documents=False` also what is read and gives none: a document without a text,
             a file of another kind.
-
-    Raises:
-        `FileNotFoundError`: no such file or folder.
-        `ValueError`: a source without a name or with an unknown option, a data set that cannot be opened.
     """
     for source in sources:
         for document in _read_source(source, skip):
@@ -74,12 +70,7 @@ def read_documents(sources: Iterable[str], skip: Callable[..., None]) -> Iterato
 
 
 def check_source(source: str) -> str | None:
-    """Refuses a source that is neither on this machine nor the name of a data set of the Hub, which is returned.
-
-    Raises:
-        `FileNotFoundError`: no such file or folder.
-        `ValueError`: a source without a name or with an unknown option.
-    """
+    """Refuses a source that is neither on this machine nor the name of a data set of the Hub, which is returned."""
     path, _ = parse_source(source)
     if not path.strip():  # such as a variable that is not set; else it would be this folder
         raise ValueError(f"A source is {source!r}; expected a file, a folder or a data set of the Hub.")

@@ -30,11 +30,7 @@ SIZES = {  # in GGUF metadata, after the architecture's name, and in the backbon
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
-    """llama.cpp's name for the architecture of a backbone.
-
-    Raises:
-        `ValueError`: a backbone that is not translated.
-    """
+    """llama.cpp's name for the architecture of a backbone."""
     if config.model_type not in ARCHITECTURES or config.to_dict().get("sliding_window"):
         raise ValueError(
             f"Backbone `{config.model_type}` has no GGUF export here; expected one of {', '.join(ARCHITECTURES)}, "
@@ -57,9 +53,6 @@ def to_neighbors(states: np.ndarray, architecture: str, head_dim: int) -> np.nda
 def export_gguf(checkpoint: str, output: str | Path) -> None:
     """Writes an aligner, a folder or a Hub id, for llama.cpp: the checkpoint, and its slot LoRA as `adapter.gguf`. Each
     file of `output` appears whole.
-
-    Raises:
-        `ValueError`: a backbone that llama.cpp or this export does not know.
     """
     model = ArcAlignerForCausalLM.from_pretrained(checkpoint)
     architecture_of(model.config.text_config)

@@ -48,11 +48,7 @@ _warnings: list[str] = []  # from llama.cpp, since the last call that was checke
 
 @functools.cache
 def import_llama_cpp() -> Any:
-    """The module `llama_cpp`; warnings of llama.cpp go to `_warnings`.
-
-    Raises:
-        `ImportError`: it is not installed; says how to install it.
-    """
+    """The module `llama_cpp`; warnings of llama.cpp go to `_warnings`."""
     try:
         api = importlib.import_module("llama_cpp")
     except ImportError as error:
@@ -102,9 +98,6 @@ class Session:
         adapter (`Path`, *optional*): The GGUF file of the slot LoRA.
         context_length (`int`): Positions of prompt and answer.
         cache_type (`str`): The type of keys and values, `"f16"` or `"f32"`.
-
-    Raises:
-        `ValueError`: files that llama.cpp cannot read or that do not fit, with what it says.
     """
 
     def __init__(self, path: Path, adapter: Path | None, context_length: int, cache_type: str = "f16"):
@@ -202,9 +195,6 @@ class Session:
     def state_of(self, keys: np.ndarray, values: np.ndarray, positions: np.ndarray) -> State:
         """Keys and values (layers, heads, length, head_dim), in llama.cpp's order, of `positions` (length,), as a
         `state`.
-
-        Raises:
-            `ValueError`: a version of llama.cpp whose layout of a state was not tested.
         """
         if self._api.__version__ != TESTED_VERSION:
             raise ValueError(

@@ -124,9 +124,6 @@ class SlotAnswerer:
 class ApartAnswerer:
     """A model of transformers reads the text of passages that do not read each other: one of [`load_text_lora`], with a
     LoRA that was trained so (`passage_attention: separate` of `train/full_text.py`).
-
-    Raises:
-        `ValueError`: a backbone or an attention kernel with which passages cannot be read apart.
     """
 
     def __init__(self, model, processor: ArcAlignerProcessor):

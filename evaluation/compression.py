@@ -74,11 +74,7 @@ class PairCacheModel:
 
 
 def llmlingua_compressor(model, tokenizer) -> Compress:
-    """LLMLingua whose scores come from `model`, a causal language model of transformers, with its `tokenizer`.
-
-    Raises:
-        `MissingMethodError`: the package is not installed.
-    """
+    """LLMLingua whose scores come from `model`, a causal language model of transformers, with its `tokenizer`."""
     try:
         from llmlingua import PromptCompressor
     except ModuleNotFoundError as error:

@@ -32,11 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def evaluate(settings: EvaluationSettings) -> dict[str, Any]:
-    """Answers what is not answered yet, writes the tables, and returns the content of `results.json`.
-
-    Raises:
-        `ValueError`: the folder has answers that were made with other settings.
-    """
+    """Answers what is not answered yet, writes the tables, and returns the content of `results.json`."""
     rows = {name: load_rows(name, task, settings) for name, task in settings.tasks.items()}
     for method in map(find_method, settings.methods):
         try:

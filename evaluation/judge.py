@@ -109,11 +109,6 @@ def ask_endpoint(
 ) -> Iterator[str | None]:
     """What a chat model, by its name at an address such as `http://localhost:8000/v1`, says to each prompt, in order;
     `None` after some attempts that time out or fail on the server. `$OPENAI_API_KEY` is its key if it wants one.
-
-    Raises:
-        `ImportError`: the package `openai` is not installed.
-        `ConnectionError`: the server cannot be reached.
-        `ValueError`: a server that refuses the request, or anything but the address of a server.
     """
     try:
         import openai

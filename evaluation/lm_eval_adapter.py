@@ -80,11 +80,7 @@ _ANSWERS_ONLY = (
 
 
 def parse_prompt(prompt: str) -> Row:
-    """Question and passages of a prompt.
-
-    Raises:
-        `ValueError`: a prompt in another format.
-    """
+    """Question and passages of a prompt."""
     try:
         request = json.loads(prompt)
         return {"question": request["question"], "passages": request["documents"]}

@@ -53,12 +53,7 @@ class Checkpoints:
 
 
 def fingerprint(checkpoint: str) -> str:
-    """The digest of a folder's weights and settings, or the name and commit of a checkpoint on the Hub.
-
-    Raises:
-        `ValueError`: a folder without weights.
-        `OSError`: a Hub id that cannot be found.
-    """
+    """The digest of a folder's weights and settings, or the name and commit of a checkpoint on the Hub."""
     folder = Path(checkpoint)
     if any(folder.glob("*.safetensors")):
         return digest_files([path for pattern in CHECKPOINT_FILES for path in sorted(folder.glob(pattern))])[:16]
@@ -107,11 +102,7 @@ class Method:
         )
 
     def answer_settings(self, checkpoints: Checkpoints) -> dict[str, Any]:
-        """What the answers of this method depend on.
-
-        Raises:
-            `MissingMethodError`: a checkpoint that is not named, or not there.
-        """
+        """What the answers of this method depend on."""
         path, option = getattr(checkpoints, self.checkpoint or "aligner"), f"--{self.checkpoint}".replace("_", "-")
         if path is None:
             raise MissingMethodError(f"name its checkpoint with `{option}`; `{self.made_by}` makes one")
@@ -130,11 +121,7 @@ class Method:
         return found | {"tokens_per_slot": self.tokens_per_slot}
 
     def load(self, checkpoints: Checkpoints) -> Answerer:
-        """What answers.
-
-        Raises:
-            `ValueError`: an aligner with a LoRA where one of a projector alone is expected.
-        """
+        """What answers."""
         if self.checkpoint == "text_apart":
             return ApartAnswerer(*load_text_lora(checkpoints.aligner, checkpoints.text_apart, checkpoints.device))
         if self.texts is not None:
@@ -204,9 +191,6 @@ def find_method(name: str) -> Method:
 
     >>> find_method("arcaligner_x4").tokens_per_slot, find_method("truncated_xsegment").tokens_per_slot
     (4, 'segment')
-
-    Raises:
-        `ValueError`: there is none, with the nearest one.
     """
     base, _, rate = name.rpartition("_x")
     if name in METHODS:

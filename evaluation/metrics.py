@@ -58,9 +58,6 @@ def bootstrap_interval(scores: Sequence[float]) -> tuple[float, float]:
 
     >>> bootstrap_interval([1.0, 1.0, 1.0])
     (1.0, 1.0)
-
-    Raises:
-        `ValueError`: no scores.
     """
     if not len(scores):
         raise ValueError("Got no scores; an interval needs at least one.")

@@ -136,11 +136,7 @@ def publish(
 
 
 def check_weights(run: Path, checkpoint: Path) -> None:
-    """Refuses a run of another aligner.
-
-    Raises:
-        `ValueError`: with both fingerprints.
-    """
+    """Refuses a run of another aligner."""
     expected = fingerprint(str(checkpoint))
     for file in answer_files(run):
         if find_method(file.method).checkpoint == "aligner" and (found := file.settings()["weights"]) != expected:
@@ -228,11 +224,7 @@ def speed_results_page(latency: dict[str, Any]) -> str:
 
 
 def with_block(text: str, block: str, marks: tuple[str, str]) -> str:
-    """`text` with the part between two marks replaced.
-
-    Raises:
-        `ValueError`: the marks are not there once each, in order.
-    """
+    """`text` with the part between two marks replaced."""
     start, end = marks
     if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
         raise ValueError(f"Expected {start!r} and after it {end!r}, each once, to know where the tables go.")

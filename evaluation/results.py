@@ -26,11 +26,7 @@ Answers = dict[str, dict[str, Any]]  # by question id
 
 
 def write_results(run: Path) -> dict[str, Any]:
-    """Writes `results.json` and `results.md` of all answers in a run's folder, and returns the former.
-
-    Raises:
-        `ValueError`: there are none.
-    """
+    """Writes `results.json` and `results.md` of all answers in a run's folder, and returns the former."""
     results = summarize(run)
     write_whole(run / RESULTS_FILE, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     write_whole(run / "results.md", results_page(results))

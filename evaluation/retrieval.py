@@ -32,11 +32,6 @@ KS = (1, 5, 20)
 def retrieve(rows: list[Row], corpus: str | Path, checkpoint: str, reranker: str | None, top_k: int) -> list[Row]:
     """Rows with the `top_k` passages of a corpus, made by the aligner `checkpoint`, that are found for their questions,
     the best first; `reranker` is a CrossEncoder.
-
-    Raises:
-        `FileNotFoundError`: there is no corpus.
-        `ValueError`: a corpus that another encoder made, or an empty one.
-        `OSError`: a re-ranker that is not there, with how to get it.
     """
     retriever = Retriever(Corpus(corpus), ArcAlignerProcessor.from_pretrained(checkpoint), reranker)
     num_passages = max(top_k, MIN_CANDIDATES // CANDIDATES)

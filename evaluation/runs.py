@@ -54,12 +54,7 @@ class AnswerFile:
         return json.loads(self.settings_path.read_text(encoding="utf-8"))
 
     def open(self, settings: dict[str, Any], rows: list[Row]) -> list[Row]:
-        """Prepares the file for the rows that are not answered yet, and returns these.
-
-        Raises:
-            `ValueError`: the file's answers were made with other settings, or to rows of the same ids with another
-                question, gold or passage.
-        """
+        """Prepares the file for the rows that are not answered yet, and returns these."""
         known = {answer["id"]: answer["row"] for answer in self.read()}
         if known:
             self._check(settings, rows, known)
@@ -70,11 +65,7 @@ class AnswerFile:
 
     @contextlib.contextmanager
     def claim(self) -> Iterator[None]:
-        """Inside, only this process appends; a last line that was cut is removed.
-
-        Raises:
-            `ValueError`: another process appends.
-        """
+        """Inside, only this process appends; a last line that was cut is removed."""
         try:
             with FileLock(self.path.with_suffix(".lock"), timeout=0):
                 if self.path.exists():

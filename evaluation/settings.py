@@ -73,9 +73,6 @@ def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str,
         given (`dict`): Keys of the command line, which override those of the recipe; `None` is not given. With
             `tokens_per_slot`, a list of numbers and `"segment"`, each method that has rates is run at each of them.
         of_tasks (`dict`): Keys of `TaskSettings` of the command line, for all tasks.
-
-    Raises:
-        `ValueError`: an unknown recipe, key, task or method, with the nearest known one.
     """
     keys = read_recipe(recipe) if recipe else {}
     of_recipe = _by_name(keys.get("tasks", {}))

@@ -41,10 +41,6 @@ class Task:
         Args:
             data (`Path`, *optional*): Folder with a file `<name>.jsonl.gz` or `<name>.jsonl` that replaces the Hub.
             num_questions (`int`, *optional*): Maximum number of questions, instead of the task's own number.
-
-        Raises:
-            `ValueError`: no row to ask; a row of another schema; two rows of the same id.
-            `OSError`: no such file in `data`; without `data`, the Hub does not have it or cannot be reached.
         """
         num_questions = num_questions or self.num_questions
         path = self._local_file(data) if data else None
@@ -156,11 +152,7 @@ TASKS = {
 
 
 def find_task(name: str) -> Task:
-    """A task by its name.
-
-    Raises:
-        `ValueError`: there is none, with the nearest one.
-    """
+    """A task by its name."""
     if name in TASKS:
         return TASKS[name]
     close = difflib.get_close_matches(name, TASKS, n=1)

@@ -63,11 +63,7 @@ UNION_KINDS = ("constrained-", "literal[")
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How the server is reached: its model's name, where it listens, the key that clients send, the longest request.
-
-    Raises:
-        `ValueError`: an address that others can reach, without a key.
-    """
+    """How the server is reached: its model's name, where it listens, the key that clients send, the longest request."""
 
     model: str = "arcaligner"
     host: str = "127.0.0.1"
@@ -141,9 +137,6 @@ def refuse(request: Request, error: Exception) -> JSONResponse:
 async def while_connected(request: Request, result: Awaitable[Any]) -> Any:
     """
     Waits for a result as long as the client does.
-
-    Raises:
-        `ClientLeftError`: the client has left.
     """
 
     async def client_leaves() -> None:

@@ -32,10 +32,6 @@ def read_passages(name: str, data: bytes, passage_words: int, spacy_model: str) 
     Returns:
         `dict`: The `name` without folders, `passages` with `title`, `text` and `page` (or `None`), the `characters` of
         the text, and how many of these were `read`.
-
-    Raises:
-        `ValueError`: a file that cannot be read, or holds no text.
-        `ImportError`: a library is missing.
     """
     name = name.replace("\\", "/").rstrip("/").rpartition("/")[2][-255:] or "file"
     title, text, sections = read_file(name, data)

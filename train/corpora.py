@@ -47,10 +47,6 @@ def open_corpus(
 
     Returns:
         `datasets.Dataset`: Rows of our schema; what is missing or null in a row is empty.
-
-    Raises:
-        `ValueError`: columns of none of the three kinds, a source that cannot be read, is empty or has no questions.
-        `FileNotFoundError`: no such file, with the folder it was looked for in.
     """
     path, options = parse_source(source)
     if path.endswith(FILES):

@@ -186,9 +186,6 @@ class ExampleBuilder:
         continues (`bool`): Whether a reconstruction example has a second turn, which continues with the next segment.
         tokens_per_slot (`Sequence`): The rates that batches will have. The finest decides how long examples are.
         max_tokens (`int`, *optional*): Questions about the same passages share an example up to this length.
-
-    Raises:
-        `ValueError`: `max_segments` below 1; a chat template whose prompt is not the beginning of the conversation.
     """
 
     processor: ArcAlignerProcessor

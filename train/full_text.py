@@ -53,9 +53,6 @@ class FullTextArguments:
         lora_r (`int`), lora_alpha (`int`): Rank and scale of the LoRA on all linears.
         passage_attention (`str`): `"separate"` keeps the passages of a prompt from reading each other.
         distractors (`float`): Share of rows that get 1 to 4 of the nearest passages that do not answer.
-
-    Raises:
-        `ValueError`: another `passage_attention`, a share outside [0, 1].
     """
 
     model_name_or_path: str
@@ -92,11 +89,7 @@ KINDS = (FullTextArguments, SFTConfig)
 
 
 def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.Dataset:
-    """The first of the shuffled rows that fit, as `input_ids` and `labels`.
-
-    Raises:
-        `ValueError`: no row that fits; a chat template whose prompt is not the beginning of the whole conversation.
-    """
+    """The first of the shuffled rows that fit, as `input_ids` and `labels`."""
     examples, num_long = [], 0
     corpus = open_corpus(recipe.train_file, data_dir=recipe.data_dir)
     mix = recipe.distractors and Distractors(NearestPassages(corpus), recipe.distractors, seed)

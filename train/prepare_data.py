@@ -103,12 +103,7 @@ SOURCES = (
 
 
 def fetch(source: Source, folder: Path, copies: Path | None) -> None:
-    """Writes the rows of a set to a file in `folder`, unless they are there, and a note of what they are.
-
-    Raises:
-        `OSError`: a set that cannot be reached, or no longer.
-        `ValueError`: a row of another form.
-    """
+    """Writes the rows of a set to a file in `folder`, unless they are there, and a note of what they are."""
     part, note = paths_of(source, folder)
     version = source.version(copies)
     if part.exists() and read_note(note).get("made_with") == version:
@@ -213,12 +208,7 @@ def split_paragraphs(rows: Iterable[Row], known_titles: set[str]) -> tuple[list[
 
 
 def prepare(output: Path, sources: Sequence[Source], copies: Path | None = None) -> None:
-    """Makes the files of `TRAINING_FILES` in `output`, and its `README.md`; what is finished is left alone.
-
-    Raises:
-        `OSError`: a set that cannot be reached; those that were read stay.
-        `ValueError`: a file that is there and was made of something else.
-    """
+    """Makes the files of `TRAINING_FILES` in `output`, and its `README.md`; what is finished is left alone."""
     for name in ("train_qa.jsonl.gz", "train_extra.jsonl.gz", "recon_train.jsonl.gz"):
         own = {source.name: source for source in sources if source.place in TRAINING_FILES[name]}
         others = [each for each in SOURCES if each.place in TRAINING_FILES[name] and each.name not in own]
@@ -272,11 +262,7 @@ def describe(sources: Sequence[Source], parts: Path) -> str:
 
 
 def read_limits(given: Iterable[str]) -> list[Source]:
-    """The sources with the limits of a command line, `NAME=ROWS`; those of 0 rows are left out.
-
-    Raises:
-        `ValueError`: a source that there is not, or no whole number.
-    """
+    """The sources with the limits of a command line, `NAME=ROWS`; those of 0 rows are left out."""
     limits = dict(each.partition("=")[::2] for each in given)
     refuse_unknown("`--limit`", limits, [source.name for source in SOURCES])
     if bad := [name for name, number in limits.items() if not number.isdecimal()]:

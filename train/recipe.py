@@ -101,10 +101,6 @@ class RecipeArguments:
         compile_layers (`bool`): Whether the decoder layers are compiled, which takes a minute once and saves time in
             long runs.
         examples_cache_dir (`str`): Where tokenized examples are kept, for all stages.
-
-    Raises:
-        `ValueError`: a share out of its range, or a share without files; unknown keys in
-            `aligner` or `processor`; an attention kernel that cannot read several turns side by side.
     """
 
     stage: Literal["reconstruction", "grounding", "gating"]
@@ -253,11 +249,7 @@ def run_script(script: str, kinds: tuple[type, type], main: Callable) -> None:
 
 
 def resolve_dtype(name: str, device: torch.device, checkpoint: str | None = None) -> torch.dtype:
-    """The dtype of a recipe, the same in all processes and, for `"auto"`, that of the checkpoint to resume from.
-
-    Raises:
-        `ValueError`: a name that torch does not have, or a dtype that the device cannot train in.
-    """
+    """The dtype of a recipe, the same in all processes and, for `"auto"`, that of the checkpoint to resume from."""
     if name == "auto" and checkpoint is not None:
         return ArcAlignerConfig.from_pretrained(checkpoint).dtype
     if name == "auto":
@@ -278,9 +270,6 @@ def resolve_dtype(name: str, device: torch.device, checkpoint: str | None = None
 def check_start(recipe: RecipeArguments, processor: ArcAlignerProcessor, start: ArcAlignerConfig | None) -> None:
     """Refuses a stage out of order, and a start, `None` for a base model, with another encoder or segmentation than the
     recipe says.
-
-    Raises:
-        `ValueError`: what was found, what was expected, and what to change.
     """
     name = recipe.model_name_or_path
     found = BASE_MODEL if start is None else start.training_stage

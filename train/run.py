@@ -75,11 +75,7 @@ def has_begun(folder: Path) -> bool:
 
 
 def check_settings(folder: Path, settings: str) -> None:
-    """Refuses a run that has begun with other settings than `settings`, except for `MAY_CHANGE_ON_RESUME`.
-
-    Raises:
-        `ValueError`: the keys that differ, with both values; a folder without `recipe.yaml`.
-    """
+    """Refuses a run that has begun with other settings than `settings`, except for `MAY_CHANGE_ON_RESUME`."""
     if not has_begun(folder):
         return
     if not (folder / RECIPE_FILE).exists():
@@ -161,9 +157,6 @@ def _without_folder(source: str) -> str:
 def claim_folder(output_dir: str, settings: str, is_main: bool) -> Iterator[None]:
     """Keeps other trainers out of a folder, and writes its `settings`, of [`run_settings`], before anything else is
     there. Only the first of a run's processes, `is_main`, does so.
-
-    Raises:
-        `ValueError`: a folder that another run trains in, or that was begun with other settings.
     """
     if not is_main:
         yield
@@ -231,11 +224,7 @@ def _find_fault(checkpoint: Path) -> str | None:
 
 
 def last_checkpoints(output_dir: str | Path, number: int) -> list[Path]:
-    """The last `number` whole checkpoints of a run, or all there are, the last one first.
-
-    Raises:
-        `ValueError`: no checkpoint there has the aligner's weights in one file.
-    """
+    """The last `number` whole checkpoints of a run, or all there are, the last one first."""
     whole = (each for each in _checkpoints(output_dir) if _find_fault(each) is None)
     folders = [each for each in whole if (each / SAFE_WEIGHTS_NAME).exists()][:number]
     if not folders:

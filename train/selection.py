@@ -216,10 +216,6 @@ class ExampleSelector:
     def training_examples(self) -> datasets.Dataset:
         """The stage's examples, a row per [`Example`], with reconstruction examples mixed in when the recipe says so.
         None is about an article that is held out.
-
-        Raises:
-            `ValueError`: a weight that is not positive, a source without questions where they are needed, no examples
-                at all.
         """
         share, limit = self.recipe.reconstruction_share, self.recipe.max_train_samples
         examples = self.select(self.recipe.train_files, None if limit is None else round(limit * (1 - share)))
@@ -308,11 +304,7 @@ class ExampleSelector:
         return examples
 
     def part(self, source: str, held_out: bool) -> datasets.Dataset:
-        """The rows of a source that may be used: those of its validation part, or the others.
-
-        Raises:
-            `ValueError`: no row is left; a source of the questions of a test file.
-        """
+        """The rows of a source that may be used: those of its validation part, or the others."""
         recipe = self.recipe
         corpus = open_corpus(source, recipe.passage_words, self.num_proc, recipe.data_dir, recipe.asks_questions)
         share, seed = recipe.validation_share, recipe.validation_seed
@@ -396,11 +388,7 @@ class ExampleSelector:
 
 
 def _writable(folder: Path) -> Path:
-    """The folder, made if it is missing.
-
-    Raises:
-        `OSError`: one that cannot be written to.
-    """
+    """The folder, made if it is missing."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):

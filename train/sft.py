@@ -39,11 +39,7 @@ RARITY_EXAMPLES = 50_000
 
 
 def load_processor(recipe: RecipeArguments, chat_template_path: str | None) -> ArcAlignerProcessor:
-    """The previous stage's processor or, for a base model, a new one; with the recipe's rates and chat template.
-
-    Raises:
-        `ValueError`: a start that the stage cannot have, see [`check_start`].
-    """
+    """The previous stage's processor or, for a base model, a new one; with the recipe's rates and chat template."""
     name = recipe.model_name_or_path
     config, _ = PreTrainedConfig.get_config_dict(resolve_model(name))
     if config.get("model_type") == ArcAlignerConfig.model_type:

@@ -47,11 +47,7 @@ class Stage:
 
 
 def find_recipe(recipe: str) -> Path:
-    """The folder of a recipe, by its name or path.
-
-    Raises:
-        `ValueError`: no such recipe; the message names those there are.
-    """
+    """The folder of a recipe, by its name or path."""
     for folder in (RECIPES / recipe, Path(recipe)):
         if any(folder.glob(STAGE_FILES)):
             return folder
@@ -73,10 +69,6 @@ def read_stages(
             start from what is there.
         overrides (`list[str]`, *optional*): Keys and values for every stage, such as `["--seed", "2"]`.
         only (`int`, *optional*): Number of the one stage that is wanted.
-
-    Raises:
-        `ValueError`: no such stage, a recipe that is not YAML or has no `output_dir`, a key that all stages cannot
-            share.
     """
     overrides = overrides or []
     _check_overrides(overrides, only)
@@ -109,11 +101,6 @@ def run_stages(stages: list[Stage], accelerate: str | None = None) -> None:
     Args:
         stages (`list[Stage]`): From `read_stages`.
         accelerate (`str`, *optional*): A config of `train/accelerate` by name, or a file, for `accelerate launch`.
-
-    Raises:
-        `ValueError`: an unknown accelerate config, a stage that was begun with other settings than it has now, or one
-            whose start is not finished.
-        `ChildProcessError`: a stage failed; its own message is on standard error.
     """
     launcher = _launcher(accelerate)
     for before, stage in zip([None, *stages], stages, strict=False):

@@ -47,10 +47,6 @@ class AlignerTrainingConfig(SFTConfig):
         eval_slot_gap (`bool`): Also evaluate with the slots of other rows, for `eval_slot_gap`.
         eval_answers (`int`): Held-out questions to answer at each evaluation, at the first rate of the recipe, for
             `eval_em` and `eval_f1`.
-
-    Raises:
-        `ValueError`: packing, padding-free batches, a `max_length` or dropped columns; `eval_slot_gap` with
-            batches of one row; fewer checkpoints kept than are averaged.
     """
 
     max_length: int | None = None
@@ -146,10 +142,6 @@ class AlignerTrainer(SFTTrainer):
       and `eval_f1` of greedy answers.
 
     `metric_for_best_model: eval_f1` with `load_best_model_at_end: true` keeps the best checkpoint and ends with it.
-
-    Raises:
-        `ValueError`: a `peft_config`, a model on the meta device, an encoder to train with FSDP or DeepSpeed; in all
-            processes, a loss or gradient of one of them that is not finite.
     """
 
     _tag_names = ["trl", "sft", "arcaligner"]

@@ -76,11 +76,7 @@ def draw(sets: dict[str, dict[str, Any]]) -> Figure:
 
 
 def save_rates(folder: Path, results: dict[str, Any]) -> None:
-    """Writes `rates.svg` and `rates.json`.
-
-    Raises:
-        `ValueError`: no method at several rates, with the command that makes them.
-    """
+    """Writes `rates.svg` and `rates.json`."""
     sets = analyze(results)
     if not sets:
         raise ValueError(

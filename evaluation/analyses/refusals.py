@@ -33,11 +33,7 @@ CAPTION = (
 
 
 def read_answers(run: Path, tasks: list[str], method: str) -> list[dict[str, Any]]:
-    """The answers of a method to tasks, with `is_answered` and, of each, `is_refused` and its `confidence`.
-
-    Raises:
-        `ValueError`: no answers, or those of an aligner without a confidence.
-    """
+    """The answers of a method to tasks, with `is_answered` and, of each, `is_refused` and its `confidence`."""
     found = []
     for task in map(find_task, tasks):
         file = AnswerFile(run, task.name, method)

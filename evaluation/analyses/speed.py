@@ -172,11 +172,7 @@ TRADEOFF_CAPTION = (
 
 
 def find_size(report: dict[str, Any], k: int, rate: int | str) -> dict[str, Any]:
-    """The part of a report on a question about `k` passages at a rate.
-
-    Raises:
-        `ValueError`: it was not measured.
-    """
+    """The part of a report on a question about `k` passages at a rate."""
     for size in report["sizes"]:
         if (size["k"], size["tokens_per_slot"]) == (k, rate):
             return size
