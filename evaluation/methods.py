@@ -8,7 +8,6 @@ that read text keep one token for each of these slots. So one run compares sever
 """
 
 import dataclasses
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +36,6 @@ from .compression import compressed, truncated
 _CONFIGS = ("config.json", "adapter_config.json", "processor_config.json")
 CHECKPOINT_FILES = ("*.safetensors", *_CONFIGS, "chat_template.jinja")
 RATE_TITLES = {"segment": "one slot per segment"}
-_RATE_IN_TITLE = re.compile(r", (?:(\d+) tokens per slot|one slot per segment)$")
 
 
 @dataclass(frozen=True)
@@ -185,42 +183,32 @@ METHODS = {
 }
 
 
-def find_method(name: str) -> Method:
+def split_name(name: str) -> tuple[Method, int | str | None]:
     """
-    A method by its name, with or without a rate.
+    A method by its name, and the rate that the name ends in.
 
-    >>> find_method("arcaligner_x4").tokens_per_slot, find_method("truncated_xsegment").tokens_per_slot
-    (4, 'segment')
+    >>> method, rate = split_name("arcaligner_x4")
+    >>> method.title, rate
+    ('ArcAligner', 4)
     """
     base, _, rate = name.rpartition("_x")
     if name in METHODS:
-        return METHODS[name]
+        return METHODS[name], None
     if base in METHODS and METHODS[base].has_rates and (rate == "segment" or (rate.isdecimal() and int(rate))):
-        return METHODS[base].at_rate(rate if rate == "segment" else int(rate))
+        return METHODS[base], rate if rate == "segment" else int(rate)
     rates = ", ".join(method.name for method in METHODS.values() if method.has_rates)
     raise ValueError(
         f"There is no method {name!r}. Known: {', '.join(METHODS)}; with a rate, such as `_x4` or `_xsegment`: {rates}."
     )
 
 
-def split_title(title: str) -> tuple[Method, int | str | None]:
-    """The method and the rate of a title in tables, as [`Method.at_rate`] makes it.
-
-    >>> split_title("ArcAligner, 4 tokens per slot")[1], split_title("ArcAligner")[1]
-    (4, None)
-    """
-    found = _RATE_IN_TITLE.search(title)
-    rate = None if found is None else int(found[1]) if found[1] else "segment"
-    return next(method for method in METHODS.values() if method.title == _RATE_IN_TITLE.sub("", title)), rate
-
-
-def title_order(title: str) -> tuple[int, float]:
-    """The order of titles in tables: that of `METHODS`, each without a rate first, then by rate."""
-    method, rate = split_title(title)
-    numbers = {None: 0.0, "segment": float("inf")}
-    return list(METHODS.values()).index(method), numbers.get(rate, rate)
+def find_method(name: str) -> Method:
+    """A method by its name, with or without a rate."""
+    method, rate = split_name(name)
+    return method if rate is None else method.at_rate(rate)
 
 
 def sort_key(name: str) -> tuple[int, float]:
-    """The order of names in tables."""
-    return title_order(find_method(name).title)
+    """The order of names in tables: that of `METHODS`, each without a rate first, then by rate."""
+    method, rate = split_name(name)
+    return list(METHODS).index(method.name), {None: 0.0, "segment": float("inf")}.get(rate, rate)

@@ -175,7 +175,7 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any]) -> str:
     sets = {name: results["sets"][name] for name in README_SETS}
 
     def f1(method: str) -> list[str]:
-        return [f"{each['methods'][find_method(method).title]['f1'][0]:.1f}" for each in sets.values()]
+        return [f"{each['methods'][method]['f1'][0]:.1f}" for each in sets.values()]
 
     rows = []
     for read, tokens, method, timed in README_ROWS:
@@ -192,7 +192,7 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any]) -> str:
     shorter = "; ".join(f"to {part}, {', '.join(f1(method))}" for part, method in CUT_SHORTER.items())
     passages = " / ".join(map(str, SHORT_PASSAGES))
     own = [find_size(latency, k, latency["own_tokens_per_slot"]) for k in SHORT_PASSAGES]
-    lengths = [each["methods"][find_method("full_text_lora").title]["context_tokens"] for each in sets.values()]
+    lengths = [each["methods"]["full_text_lora"]["context_tokens"] for each in sets.values()]
     return "\n".join(
         [
             *markdown_table(columns, rows),

@@ -8,7 +8,7 @@ from typing import Any
 from ..common.files import markdown_table, write_whole
 from ..share.hub import METRIC_TITLES, RESULTS_FILE
 from .judge import judged_scores, judges_of
-from .methods import METHODS, find_method, sort_key, split_title, title_order
+from .methods import METHODS, find_method, sort_key, split_name
 from .metrics import METRICS, percent_interval, shown_interval
 from .runs import AnswerFile, answer_files
 from .tasks import TASKS
@@ -39,7 +39,7 @@ def summarize(run: Path) -> dict[str, Any]:
 
     Returns:
         `dict`: `{"machine", "questions", "sets": {title: {"passages", "questions", "recall", "compression_rate",
-        "methods", "differences"}}}`. `methods` has, by title, `[mean, low, high]` of each metric with 95 % bootstrap
+        "methods", "differences"}}}`. `methods` has, by name, `[mean, low, high]` of each metric with 95 % bootstrap
         intervals over questions, `acc` by judge, and the costs. `differences` has the
         same of ArcAligner less a method, paired by question.
     """
@@ -71,7 +71,7 @@ def with_published(results: dict[str, Any], published: dict[str, Any]) -> dict[s
         before = published["sets"].get(title, {})
         if any(before.get(key) != entry[key] for key in ("questions", "recall")):
             before = {"methods": {}, "passages": entry["passages"]}
-        others = {name: each for name, each in before["methods"].items() if not split_title(name)[0].reads_aligner}
+        others = {name: each for name, each in before["methods"].items() if not split_name(name)[0].reads_aligner}
         sets[title] = entry | {"passages": before["passages"], "methods": others | entry["methods"]}
     machines = dict.fromkeys("; ".join((published["machine"], results["machine"])).split("; "))
     return results | {"machine": "; ".join(sorted(machines)), "sets": sets}
@@ -104,15 +104,13 @@ def _summarize_task(task: str, of_task: dict[str, Answers]) -> dict[str, Any]:
         "task": task,
         "questions": max(len(answers) for answers in of_task.values()),
         "recall": percent_interval([each["recall"] for each in first]),
-        "methods": {find_method(name).title: _summarize_method(name, of_task) for name in of_task},
+        "methods": {name: _summarize_method(name, of_task) for name in of_task},
     }
     if MAIN in of_task:
         answers = of_task[MAIN].values()
         entry["compression_rate"] = _rate(answers)
         entry["slots_per_question"] = sum(each["context_tokens"] for each in answers) / len(answers)
-        entry["differences"] = {
-            find_method(name).title: compare(of_task[MAIN], other) for name, other in of_task.items() if name != MAIN
-        }
+        entry["differences"] = {name: compare(of_task[MAIN], each) for name, each in of_task.items() if name != MAIN}
     return entry
 
 
@@ -172,9 +170,10 @@ def results_page(results: dict[str, Any]) -> str:
     return "\n".join([*lines, *footnote(results), ""])
 
 
-def method_titles(sets: dict) -> list[str]:
-    """Titles of all methods in `sets`, in the order of `METHODS`, each followed by its rates."""
-    return sorted({title for entry in sets.values() for title in entry["methods"]}, key=title_order)
+def method_titles(sets: dict) -> dict[str, str]:
+    """Titles of all methods in `sets` by their names, in the order of `METHODS`, each followed by its rates."""
+    names = sorted({name for entry in sets.values() for name in entry["methods"]}, key=sort_key)
+    return {name: find_method(name).title for name in names}
 
 
 def _section(title: str, *parts: list[str]) -> list[str]:
@@ -217,7 +216,7 @@ def cost_table(sets: dict) -> list[str]:
 def paper_table(sets: dict) -> list[str]:
     """EM / F1 / Acc of the paper, for the sets that were measured here."""
     shared = {name: {"paper": PAPER["sets"][name]} for name in sets if name in PAPER["sets"]}
-    methods = list(dict.fromkeys(method for entry in shared.values() for method in entry["paper"]))
+    methods = {method: method for entry in shared.values() for method in entry["paper"]}
 
     def show(entry: dict, method: str) -> str | None:
         numbers = entry["paper"].get(method)
@@ -243,9 +242,10 @@ def footnote(results: dict) -> list[str]:
     ]
 
 
-def table(title: str, rows: list[str], sets: dict, show: Callable[[dict, str], str | None]) -> list[str]:
-    """Lines of a Markdown table without empty rows; `show` makes a cell of a set's entry and a row's title."""
-    cells = {row: [show(entry, row) for entry in sets.values()] for row in rows}
+def table(title: str, rows: dict[str, str], sets: dict, show: Callable[[dict, str], str | None]) -> list[str]:
+    """Lines of a Markdown table without empty rows; `rows` has their titles, `show` makes a cell of a set's entry and a
+    row's name."""
+    cells = {row: [show(entry, name) for entry in sets.values()] for name, row in rows.items()}
     shown = {row: shown_cells for row, shown_cells in cells.items() if any(cell is not None for cell in shown_cells)}
     if not shown:
         return []

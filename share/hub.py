@@ -48,10 +48,10 @@ GENERATED = (
     "<!-- Written from the files beside it, and again when they change. Remove this line to edit it yourself. -->"
 )
 
-_MAIN_METHOD = "ArcAligner"
-# Rows of the card's table by the beginning of a method's title, with what a reader of the card calls it. Of all rates
+_MAIN_METHOD = "arcaligner"
+# Rows of the card's table by a method's name, of any rate, with what a reader of the card calls it. Of all rates
 # of the second only the finest is shown, which reads as many positions as the finest aligner.
-_FULL_TEXT, _CUT_TEXT, _NOTHING = "StandardRAG, fine-tuned", "truncated text, fine-tuned", "Naive"
+_FULL_TEXT, _CUT_TEXT, _NOTHING = "full_text_lora", "truncated_lora", "naive"
 _CARD_TITLES = {
     _FULL_TEXT: "the whole text, by the base model fine-tuned to read it",
     _CUT_TEXT: "the first tokens of the text, by the same",
@@ -224,19 +224,19 @@ def _result_rows(sets: dict[str, Any]) -> list[list[str]]:
             rates[method] += [numbers["compression_rate"]] if "compression_rate" in numbers else []
     finest = {method: min(found, default=0.0) for method, found in rates.items()}
 
-    def of(beginning: str) -> list[str]:
-        found = (method for method in rates if method == beginning or method.startswith(f"{beginning}, "))
+    def of(name: str) -> list[str]:
+        found = (method for method in rates if method == name or method.startswith(f"{name}_x"))
         return sorted(found, key=finest.get)
 
     shown = {_FULL_TEXT: of(_FULL_TEXT), _CUT_TEXT: of(_CUT_TEXT)[:1], _MAIN_METHOD: of(_MAIN_METHOD)}
     shown[_NOTHING] = of(_NOTHING)
     rows = []
-    for beginning, methods in shown.items():
+    for name, methods in shown.items():
         for method in methods:
             ends = [f"x{rate:.1f}" for rate in (min(rates[method]), max(rates[method]))] if rates[method] else ["-"]
             cells = [_shown_scores(each["methods"].get(method, {})) for each in sets.values()]
-            rate = "x1" if beginning == _FULL_TEXT else " to ".join(dict.fromkeys(ends))
-            rows.append([_CARD_TITLES[beginning], rate, *cells])
+            rate = "x1" if name == _FULL_TEXT else " to ".join(dict.fromkeys(ends))
+            rows.append([_CARD_TITLES[name], rate, *cells])
     return rows
 
 

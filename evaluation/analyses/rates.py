@@ -15,7 +15,7 @@ import typer
 from matplotlib.figure import Figure
 
 from ...share.hub import RESULTS_FILE
-from ..methods import METHODS, split_title
+from ..methods import METHODS, split_name
 from ..results import MAIN, method_titles
 from .figures import COLORS, FIGURES, Folder, draw_curve, new_figure, save_analysis, use_powers_of_two
 
@@ -39,7 +39,7 @@ def analyze(results: dict[str, Any]) -> dict[str, Any]:
     for title, entry in results["sets"].items():
         curves: dict[str, list[dict[str, Any]]] = {}
         for name in method_titles({title: entry}):
-            numbers, (method, rate) = entry["methods"][name], split_title(name)
+            numbers, (method, rate) = entry["methods"][name], split_name(name)
             if rate is not None or method.name == MAIN:
                 point = {key: numbers[key] for key in ("compression_rate", "f1", "em")}
                 curves.setdefault(method.title, []).append({"tokens_per_slot": rate, **point})
@@ -49,8 +49,8 @@ def analyze(results: dict[str, Any]) -> dict[str, Any]:
             if len(points) > 1
         }
         if curves:
-            titles = [METHODS[name].title for name in BOUNDS]
-            bounds = {each: entry["methods"][each]["f1"] for each in titles if each in entry["methods"]}
+            known = [name for name in BOUNDS if name in entry["methods"]]
+            bounds = {METHODS[name].title: entry["methods"][name]["f1"] for name in known}
             sets[title] = {"curves": curves, "bounds": bounds}
     return sets
 

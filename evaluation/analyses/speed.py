@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, ScalarFormatter
 
 from ...common.files import counted, markdown_table
-from ..methods import find_method
-from ..results import MAIN, MAIN_TITLE
+from ..results import MAIN
 from .figures import draw_curve, new_figure, save_analysis
 
 BUDGET = 0.2  # of refinement, where it has one
@@ -187,9 +186,9 @@ def first_token_ms(size: dict[str, Any], arm: str) -> float:
     return 1000 * size["arms"][arm]["first_token"]["median"]
 
 
-def mean_f1(sets: dict[str, Any], title: str) -> float | None:
+def mean_f1(sets: dict[str, Any], method: str) -> float | None:
     """The mean F1 of a method over `sets` of the results, if all have it."""
-    f1 = [each["methods"][title]["f1"][0] for each in sets.values() if title in each["methods"]]
+    f1 = [each["methods"][method]["f1"][0] for each in sets.values() if method in each["methods"]]
     return sum(f1) / len(f1) if f1 and len(f1) == len(sets) else None
 
 
@@ -199,18 +198,18 @@ def tradeoff(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[dic
     own = report["own_tokens_per_slot"]
     curves: dict[str, list[dict[str, Any]]] = {}
 
-    def add(curve: str, title: str, rate: int | str, ms: float) -> None:
-        if (f1 := mean_f1(sets, title)) is not None:
+    def add(curve: str, method: str, rate: int | str, ms: float) -> None:
+        if (f1 := mean_f1(sets, method)) is not None:
             curves.setdefault(curve, []).append({"rate": rate, "ms": ms, "f1": f1})
 
     for rate in dict.fromkeys(size["tokens_per_slot"] for size in report["sizes"]):
         size = find_size(report, TRADEOFF_PASSAGES, rate)
-        title = MAIN_TITLE if rate == own else find_method(f"{MAIN}_x{rate}").title
-        add("slots, encoded before", title, rate, first_token_ms(size, "off"))
-        add("slots, kept", title, rate, first_token_ms(size, "slots_cached"))
-    size, title = find_size(report, TRADEOFF_PASSAGES, own), find_method("full_text_lora").title
-    add("text, fine-tuned", title, "text", first_token_ms(size, "standard_rag"))
-    add("text, fine-tuned, kept", title, "text", first_token_ms(size, "standard_rag_cached"))
+        method = MAIN if rate == own else f"{MAIN}_x{rate}"
+        add("slots, encoded before", method, rate, first_token_ms(size, "off"))
+        add("slots, kept", method, rate, first_token_ms(size, "slots_cached"))
+    size = find_size(report, TRADEOFF_PASSAGES, own)
+    add("text, fine-tuned", "full_text_lora", "text", first_token_ms(size, "standard_rag"))
+    add("text, fine-tuned, kept", "full_text_lora", "text", first_token_ms(size, "standard_rag_cached"))
     return curves
 
 
@@ -306,8 +305,8 @@ def known_points(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list
         method = titles.get(name, f"{MAIN}_x{rate}")
         if name.endswith("_folder") or method is None:
             continue
-        title = MAIN_TITLE if rate == str(report["own_tokens_per_slot"]) else find_method(method).title
-        if (f1 := mean_f1(sets, title)) is not None:
+        method = MAIN if rate == str(report["own_tokens_per_slot"]) else method
+        if (f1 := mean_f1(sets, method)) is not None:
             curve = "slots, kept" if rate != name else f"{_KEPT_TITLES[name]} (fine-tuned)"
             point = {"rate": rate if rate != name else "", "ms": 1000 * arm["first_token"]["median"], "f1": f1}
             curves.setdefault(curve, []).append(point)

@@ -55,7 +55,7 @@ def test_f1_stands_over_the_time_at_the_same_rate():
         return {"k": k, "tokens_per_slot": rate, "arms": arms}
 
     sizes = [size(4, 0.5), size(8, 9.0, k=1), size(8, 0.25), size(2, 0.7)]
-    methods = {"ArcAligner": 40.0, "ArcAligner, 8 tokens per slot": 20.0, "StandardRAG, fine-tuned": 60.0}
+    methods = {"arcaligner": 40.0, "arcaligner_x8": 20.0, "full_text_lora": 60.0}
     sets = {
         name: {"methods": {method: {"f1": [f1 + add]} for method, f1 in methods.items()}}
         for name, add in (("A", 0.0), ("B", 2.0))

@@ -36,7 +36,7 @@ def run(tmp_path):
 
 
 def test_a_mean_has_the_bootstrap_interval_of_its_questions(run):
-    numbers = summarize(run)["sets"]["HotpotQA"]["methods"]["ArcAligner"]
+    numbers = summarize(run)["sets"]["HotpotQA"]["methods"]["arcaligner"]
     assert numbers["f1"] == [50.0, *bootstrap_interval([100.0, 50.0, 0.0, 50.0])]
     assert numbers["questions"] == 4 and numbers["seconds"] == 0.5 and numbers["context_tokens"] == 2
 
@@ -45,27 +45,27 @@ def test_verdicts_become_accuracy_over_the_answers_that_are_judged(run):
     file = AnswerFile(run, "hotpotqa", "arcaligner")
     judge_answers(lambda prompts: iter(("Yes", "No", "Hmm")), file.read()[:3], verdict_file(file, "org/judge"))
     results = summarize(run)
-    numbers = results["sets"]["HotpotQA"]["methods"]["ArcAligner"]
+    numbers = results["sets"]["HotpotQA"]["methods"]["arcaligner"]
     assert numbers["acc"] == {"org--judge": [pytest.approx(100 / 3), *bootstrap_interval([100.0, 0.0, 0.0])]}
-    assert results["sets"]["HotpotQA"]["methods"]["Naive"]["acc"] == {}
+    assert results["sets"]["HotpotQA"]["methods"]["naive"]["acc"] == {}
     page = results_page(results)
     assert page.count("| Acc, judged by org--judge | HotpotQA |") == 1 and "| **ArcAligner** | 33.3 [" in page
 
 
 def test_the_rate_is_measured_and_full_text_has_none(run):
     entry = summarize(run)["sets"]["HotpotQA"]
-    assert entry["compression_rate"] == entry["methods"]["ArcAligner"]["compression_rate"] == 30.0
+    assert entry["compression_rate"] == entry["methods"]["arcaligner"]["compression_rate"] == 30.0
     assert entry["slots_per_question"] == 2 and entry["questions"] == 4
-    assert "compression_rate" not in entry["methods"]["Naive"] | entry["methods"]["StandardRAG"]
+    assert "compression_rate" not in entry["methods"]["naive"] | entry["methods"]["standard_rag"]
 
 
 def test_a_difference_is_paired_over_the_questions_that_both_answered(run):
     differences = summarize(run)["sets"]["HotpotQA"]["differences"]
-    assert set(differences) == {"Naive", "StandardRAG"}
+    assert set(differences) == {"naive", "standard_rag"}
     pairs = [100.0, 0.0, 0.0, 50.0]
-    assert differences["Naive"]["f1"] == [37.5, *bootstrap_interval(pairs)]
-    assert differences["StandardRAG"]["questions"] == 3
-    assert differences["StandardRAG"]["f1"][0] == pytest.approx(-100 / 3)
+    assert differences["naive"]["f1"] == [37.5, *bootstrap_interval(pairs)]
+    assert differences["standard_rag"]["questions"] == 3
+    assert differences["standard_rag"]["f1"][0] == pytest.approx(-100 / 3)
     assert compare({"a": {}}, {"b": {}}) == {"questions": 0}
 
 
@@ -114,8 +114,8 @@ def test_the_model_card_shows_them(run, tmp_path, model):
 
 def test_a_table_leaves_out_methods_without_a_number_and_marks_single_gaps():
     sets = {
-        "A": {"questions": 5, "methods": {"Naive": {"questions": 5, "f1": [1.0, 0.0, 2.0]}}},
-        "B": {"questions": 5, "methods": {"StandardRAG": {"questions": 5, "f1": [3, 2, 4]}}},
+        "A": {"questions": 5, "methods": {"naive": {"questions": 5, "f1": [1.0, 0.0, 2.0]}}},
+        "B": {"questions": 5, "methods": {"standard_rag": {"questions": 5, "f1": [3, 2, 4]}}},
     }
     rows = ["| Naive | 1.0 [0.0, 2.0] | - |", "| StandardRAG | - | 3.0 [2.0, 4.0] |"]
     assert interval_table("F1", sets, "methods", "f1") == ["| F1 | A | B |", "|---|---|---|", *rows, ""]
@@ -128,11 +128,11 @@ def test_what_other_methods_answered_before_stands_beside_new_answers_of_the_ali
     write(again, "standard_rag", [0.0] * 4, context=60)
     new = summarize(again)
     found = with_published(new, published)["sets"]["HotpotQA"]
-    assert found["methods"]["Naive"] == published["sets"]["HotpotQA"]["methods"]["Naive"]
-    asked_again = {title: found["methods"][title] for title in ("ArcAligner", "StandardRAG")}
-    assert asked_again == new["sets"]["HotpotQA"]["methods"] and set(found["differences"]) == {"StandardRAG"}
-    published["sets"]["HotpotQA"]["methods"]["w/o Recursion"] = {}  # of the weights before
-    assert "w/o Recursion" not in with_published(new, published)["sets"]["HotpotQA"]["methods"]
+    assert found["methods"]["naive"] == published["sets"]["HotpotQA"]["methods"]["naive"]
+    asked_again = {name: found["methods"][name] for name in ("arcaligner", "standard_rag")}
+    assert asked_again == new["sets"]["HotpotQA"]["methods"] and set(found["differences"]) == {"standard_rag"}
+    published["sets"]["HotpotQA"]["methods"]["no_recursion"] = {}  # of the weights before
+    assert "no_recursion" not in with_published(new, published)["sets"]["HotpotQA"]["methods"]
     published["sets"]["HotpotQA"]["passages"] = "gold: two of ten"  # in words that somebody wrote
     assert with_published(new, published)["sets"]["HotpotQA"]["passages"] == "gold: two of ten"
     for key, other in (("questions", 3), ("recall", [50.0, 0.0, 100.0])):
@@ -144,7 +144,9 @@ def test_rates_of_a_method_have_rows_of_their_own_after_it(run):
     for rate, f1 in (("segment", 0.2), ("16", 0.4), ("4", 0.6)):
         write(run, f"arcaligner_x{rate}", [f1] * 4)
     sets = summarize(run)["sets"]
-    rates = [f"ArcAligner, {rate}" for rate in ("4 tokens per slot", "16 tokens per slot", "one slot per segment")]
-    assert method_titles(sets) == ["Naive", "StandardRAG", "ArcAligner", *rates]
-    assert sets["HotpotQA"]["methods"][rates[0]]["f1"][0] == pytest.approx(60.0)
-    assert sets["HotpotQA"]["differences"][rates[0]]["f1"][0] == pytest.approx(-10.0)
+    rates = {"4": "4 tokens per slot", "16": "16 tokens per slot", "segment": "one slot per segment"}
+    plain = {"naive": "Naive", "standard_rag": "StandardRAG", "arcaligner": "ArcAligner"}
+    rates = {f"arcaligner_x{rate}": f"ArcAligner, {title}" for rate, title in rates.items()}
+    assert list(method_titles(sets).items()) == [*plain.items(), *rates.items()]
+    assert sets["HotpotQA"]["methods"]["arcaligner_x4"]["f1"][0] == pytest.approx(60.0)
+    assert sets["HotpotQA"]["differences"]["arcaligner_x4"]["f1"][0] == pytest.approx(-10.0)

@@ -24,7 +24,7 @@ RECIPES = {
     "2_grounding": "# II\nstage: grounding\ntrain_files: {someone/questions: 1.0}\n\n",
     "3_gating": "# III\nstage: gating\ntrain_files: {../data/questions.jsonl: 1.0}\n",
 }
-RESULTS = {"questions": 5, "sets": {"NQ": {"methods": {"ArcAligner": {"f1": [9.7, 6.5, 13.2]}}}}}
+RESULTS = {"questions": 5, "sets": {"NQ": {"methods": {"arcaligner": {"f1": [9.7, 6.5, 13.2]}}}}}
 
 
 @pytest.fixture

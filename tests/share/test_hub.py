@@ -23,7 +23,7 @@ CHECKPOINT = set(CODE_FILES) | {
     *("config.json", "generation_config.json", "model.safetensors", "README.md", "recipe.yaml", "results.json"),
     *("processor_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
 }
-RESULTS = {"questions": 500, "sets": {"squad": {"methods": {"ArcAligner": {"f1": [9.7, 6.5, 13.2]}}}}}
+RESULTS = {"questions": 500, "sets": {"squad": {"methods": {"arcaligner": {"f1": [9.7, 6.5, 13.2]}}}}}
 RECIPE = "stage: grounding\ntrain_files: {hotpotqa/hotpot_qa: 0.5, ../data/train_qa.jsonl.gz: 0.5}\n"
 
 

@@ -23,20 +23,20 @@ RESULTS = {
             "recall": [99.6, 99.0, 100.0],
             "compression_rate": 33.57,
             "methods": {
-                "Naive": {"em": [3.0, 1.0, 5.5], "f1": [4.1, 3.1, 5.3], "seconds": 33.0},
-                "StandardRAG": {"f1": [11.0, 11.0, 11.0]},
-                "ArcAligner, one slot per segment": {"f1": [6.0, 5.0, 7.0], "compression_rate": 30.04},
-                "ArcAligner": {"em": [5.0, 2.0, 8.5], "f1": [9.6512, 6.5, 13.2], "compression_rate": 2.0},
-                "ArcAligner, 4 tokens per slot": {"f1": [7.0, 6.0, 8.0], "compression_rate": 3.96},
-                "truncated text, fine-tuned, 4 tokens per slot": {"f1": [1.0, 1.0, 1.0], "compression_rate": 3.9},
-                "truncated text, fine-tuned, 2 tokens per slot": {"f1": [8.0, 7.0, 9.0], "compression_rate": 1.97},
-                "StandardRAG, fine-tuned": {"em": [20.0, 19.0, 21.0], "f1": [30.0, 29.0, 31.0]},
+                "naive": {"em": [3.0, 1.0, 5.5], "f1": [4.1, 3.1, 5.3], "seconds": 33.0},
+                "standard_rag": {"f1": [11.0, 11.0, 11.0]},
+                "arcaligner_xsegment": {"f1": [6.0, 5.0, 7.0], "compression_rate": 30.04},
+                "arcaligner": {"em": [5.0, 2.0, 8.5], "f1": [9.6512, 6.5, 13.2], "compression_rate": 2.0},
+                "arcaligner_x4": {"f1": [7.0, 6.0, 8.0], "compression_rate": 3.96},
+                "truncated_lora_x4": {"f1": [1.0, 1.0, 1.0], "compression_rate": 3.9},
+                "truncated_lora_x2": {"f1": [8.0, 7.0, 9.0], "compression_rate": 1.97},
+                "full_text_lora": {"em": [20.0, 19.0, 21.0], "f1": [30.0, 29.0, 31.0]},
             },
         },
         "NQ": {
             "methods": {
-                "ArcAligner": {"f1": [8.0, 6.0, 10.0], "em_raw": [1.0, 0.0, 2.0], "compression_rate": 2.04},
-                "ArcAligner, one slot per segment": {"f1": [5.0, 4.0, 6.0], "compression_rate": 8.4},
+                "arcaligner": {"f1": [8.0, 6.0, 10.0], "em_raw": [1.0, 0.0, 2.0], "compression_rate": 2.04},
+                "arcaligner_xsegment": {"f1": [5.0, 4.0, 6.0], "compression_rate": 8.4},
             }
         },
     },
@@ -201,8 +201,8 @@ def test_quick_start_loads_a_name_of_the_hub_and_installs_what_the_package_needs
         "[]",
         '{"sets": {}}',
         '{"questions": 5, "sets": {"NQ": []}}',
-        '{"questions": 5, "sets": {"NQ": {"methods": {"ArcAligner": {"f1": 3.0}}}}}',
-        '{"questions": 5, "sets": {"NQ": {"methods": {"ArcAligner": {"f1": [3.0, 2.0]}}}}}',
+        '{"questions": 5, "sets": {"NQ": {"methods": {"arcaligner": {"f1": 3.0}}}}}',
+        '{"questions": 5, "sets": {"NQ": {"methods": {"arcaligner": {"f1": [3.0, 2.0]}}}}}',
     ],
 )
 def test_malformed_results_are_refused_and_no_card_is_written(config, folder, results):
