@@ -10,6 +10,7 @@ import functools
 import json
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from os.path import commonprefix
 from typing import Any
@@ -180,23 +181,11 @@ class Engine:
                     read.append(request)
                 except Exception as error:  # one request's mistake is its own
                     request.future.set_exception(error)
-        read = self._chosen(read)
+        read = [request for part, _ in _each_fails_alone(read, self._choose) for request in part]
         for request in read:
             if not request.full_text:
                 request.documents = [] if request.passages is None else request.passages.documents
         return read
-
-    def _chosen(self, batch: list[Request]) -> list[Request]:
-        """Those of a batch whose passages could be chosen; a request that cannot be read fails alone."""
-        try:
-            self._choose(batch)
-        except Exception as error:
-            if len(batch) > 1:
-                middle = len(batch) // 2
-                return self._chosen(batch[:middle]) + self._chosen(batch[middle:])
-            batch[0].future.set_exception(error)
-            return []
-        return batch
 
     def _passages(self, request: Request) -> SlotPassages | None:
         began, most = time.perf_counter(), self.limits.max_slots
@@ -267,23 +256,13 @@ class Engine:
         return encoded
 
     def _answer(self, group: list[Request]) -> None:
-        began = time.monotonic()
-        try:
-            inputs = self._inputs(group)
-        except Exception as error:
-            if len(group) == 1:
-                group[0].future.set_exception(error)
-            else:  # a request that cannot be read fails alone
-                middle = len(group) // 2
-                self._answer(group[:middle])
-                self._answer(group[middle:])
-            return
-        try:
-            self._generate(group, inputs, began)
-        except Exception as error:
-            for request in group:
-                if not request.future.done():
-                    request.future.set_exception(error)
+        for part, (began, inputs) in _each_fails_alone(group, lambda part: (time.monotonic(), self._inputs(part))):
+            try:
+                self._generate(part, inputs, began)
+            except Exception as error:
+                for request in part:
+                    if not request.future.done():
+                        request.future.set_exception(error)
 
     def _inputs(self, group: list[Request]) -> dict[str, Any]:
         """What `generate` needs, for a batch."""
@@ -363,6 +342,21 @@ class Engine:
             )
         if group[0].full_text:
             self._text = inputs["input_ids"][0].tolist(), inputs["past_key_values"]
+
+
+def _each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) -> Iterator[tuple[list[Request], Any]]:
+    """Runs a group, and where that fails its halves, so that a request that cannot be read fails alone. Gives the parts
+    that could be run, each with its result."""
+    try:
+        result = run(group)
+    except Exception as error:
+        if len(group) == 1:
+            group[0].future.set_exception(error)
+            return
+        for part in (group[: len(group) // 2], group[len(group) // 2 :]):
+            yield from _each_fails_alone(part, run)
+    else:
+        yield group, result
 
 
 def _as_passages(documents: list[Any]) -> list[dict[str, Any]]:
