@@ -21,6 +21,7 @@ from huggingface_hub.errors import HFValidationError
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from torch.autograd.function import once_differentiable
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -196,9 +197,11 @@ class _HeadLoss(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, d_total):
         (gradient,) = ctx.saved_tensors
-        return gradient * d_total.to(gradient.dtype), None, None, None
+        # In float32 at least: a scaler's factor may be more than float16 holds.
+        return (gradient.to(d_total.dtype) * d_total).to(gradient.dtype), None, None, None
 
 
 def head_nll(
@@ -207,8 +210,13 @@ def head_nll(
     """Sum of the negative log-likelihoods of `targets` (rows,) through a frozen head, from `hidden_states`
     (rows, hidden).
 
-    The head gets no gradient, and the loss cannot be differentiated twice.
+    The loss cannot be differentiated twice.
+
+    Raises:
+        `ValueError`: a head that is trained: it gets no gradient here.
     """
+    if any(parameter.requires_grad for parameter in head.parameters()):
+        raise ValueError("The head is trained, but without logits it gets no gradient. Freeze it, or keep the logits.")
     return _HeadLoss.apply(hidden_states, targets, head, text_config)
 
 

@@ -30,7 +30,7 @@ from ..base_model_arcaligner import cache_of
 from ..common.files import counted, describe_machine, markdown_table, read_json_lines, write_whole
 from ..common.rows import Row, contains_match, own_row, token_f1, usable_golds
 from ..evaluation.answering import count_tokens, load_aligner, load_text_lora
-from ..evaluation.methods import RATE_TITLES
+from ..evaluation.methods import rate_title
 from ..train.data import passages_text, slot_inputs, text_ids
 from ..train.metrics import MAX_NEW_TOKENS
 from .arms import cache_bytes, share
@@ -213,8 +213,7 @@ def run_compare(
     tell: Callable[[str], Any] = lambda text: None,
 ) -> list[str]:
     """Compares, and writes `comparison.md`, `comparison.html` and `answers.jsonl` to the folder `output`; the lines of
-    the first.
-    """
+    the first."""
     rows = read_questions(questions)[:num_questions]
     aligner, processor = load_aligner(checkpoint, device)
     processor.encoder.device = device
@@ -225,7 +224,7 @@ def run_compare(
         readers.append(
             Reader("text, by the fine-tuned base model", None, load_text_lora(checkpoint, full_text_lora, device)[0])
         )
-    readers += [Reader(f"slots, {RATE_TITLES.get(rate, f'{rate} tokens per slot')}", rate, aligner) for rate in rates]
+    readers += [Reader(f"slots, {rate_title(rate)}", rate, aligner) for rate in rates]
     found = compare(rows, readers, processor)
     cells = [cells_of(title, each, found[readers[0].title], rows) for title, each in found.items()]
     known = sum(bool(usable_golds(row["answers"])) for row in rows)

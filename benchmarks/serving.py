@@ -27,13 +27,16 @@ TOP_K, MAX_TOKENS = (1, 3, 5, 10), (4, 16, 64)
 
 def memory(url: str, key: str) -> float:
     """MB that the server has in memory, where its system tells."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        text = httpx.get(f"{url}/metrics", headers=headers, timeout=60).text
+        text = httpx.get(f"{url}/metrics", headers=headers_of(key), timeout=60).text
     except httpx.ConnectError as error:
         raise OSError(f"There is no server at {url}. Start one: `arcaligner serve`.") from error
     found = re.search(r"^process_resident_memory_bytes (\S+)$", text, re.MULTILINE)
     return float(found[1]) / 1e6 if found else float("nan")
+
+
+def headers_of(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 async def ask_all(url: str, key: str, questions: list[str], clients: int) -> list[dict[str, Any]]:
@@ -54,12 +57,8 @@ async def ask_all(url: str, key: str, questions: list[str], clients: int) -> lis
                 answer |= {"kept": report["kept"] / max(1, sum(each["read"] for each in report["sources"]))}
             answers.append(answer)
 
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    async with httpx.AsyncClient(base_url=url, timeout=600, headers=headers) as client:
-        try:
-            model = (await client.get("/health")).json()["model"]
-        except httpx.ConnectError as error:
-            raise OSError(f"There is no server at {url}. Start one: `arcaligner serve`.") from error
+    async with httpx.AsyncClient(base_url=url, timeout=600, headers=headers_of(key)) as client:
+        model = (await client.get("/health")).json()["model"]
         await asyncio.gather(*(ask(client) for _ in range(clients)))
     return answers
 
@@ -77,6 +76,7 @@ def main(
 ) -> None:
     """Prints answers per second and the quantiles of their time, and a JSON line."""
     texts = [row["question"] for row in read_rows(questions)][:distinct]
+    memory(url, api_key)  # which names a server that is not there
     if distinct is not None:
         asyncio.run(ask_all(url, api_key, texts, 1))
     columns = ["Clients", "Answers/s", "p50 s", "p95 s", "p99 s", "Batch", "Passages kept", "Memory, MB", "Failed"]

@@ -18,7 +18,6 @@ characters as visible escapes.
 import contextlib
 import logging
 import signal
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,10 +25,13 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from .. import __version__
 from ..common.files import DEFAULT_CHECKPOINT, ROOT, counted, exit_on_user_error, printable
+from ..common.passages import Document, Passage, passages_of
 from . import shared
 from .corpus import corpus_app
 from .shared import (
+    READ_PASSAGES,
     Checkpoint,
     CorpusFolder,
     Dtype,
@@ -56,7 +58,7 @@ app.add_typer(corpus_app, name="corpus")
 
 def show_version(is_asked: bool) -> None:
     if is_asked:
-        show(f"arcaligner {version('arcaligner')}")
+        show(f"arcaligner {__version__}")
         raise typer.Exit
 
 
@@ -73,39 +75,44 @@ def options(
 MANY_WORDS, PASSAGE_WORDS = 400, 100
 # More passages are for a corpus, which keeps what was read of them.
 MANY_PASSAGES = 100
-Document = typer.Option(help="A text file; can be repeated.", exists=True, dir_okay=False)
 
 
-def read_passages(path: Path) -> list[dict[str, Any]]:
-    """The passages of a file, each with its `place`: a short text is one, a longer one is cut as for a corpus."""
+def read_document(path: Path) -> Document:
+    """A text file; one that says nothing is refused."""
     from ..common.reading import read_file
 
-    title, text, sections = read_file(path)
-    if not text.strip():
+    document = Document(str(path), *read_file(path))
+    if not document.text.strip():
         raise ValueError(f"{path} holds no text. Name a file that says something, or leave it out.")
-    if len(text.split()) <= MANY_WORDS:
-        return [{"title": title, "text": text, "place": str(path)}]
-    from ..corpus.sources import Document, passages_of
-
-    found = passages_of([Document(str(path), title, text, sections)], PASSAGE_WORDS)
-    if len(found) > MANY_PASSAGES:
-        raise ValueError(
-            f"{path} is cut into {len(found):,} passages, and `answer` reads at most {MANY_PASSAGES} of a file. "
-            "`arcaligner corpus build` keeps what is read of them, and `ask` answers from them."
-        )
-    places = [f"{path}:{each.start}-{each.end}" for each in found]
-    texts = [(each.title, text[each.start : each.end]) for each in found]
-    return [{"title": title, "text": text, "place": place} for (title, text), place in zip(texts, places, strict=True)]
+    return document
 
 
-def tell_passages(record: dict[str, Any], passages: list[dict[str, Any]]) -> None:
-    """Which passages were read, where others were left out."""
-    read = sorted({segment["document"] for segment in record["segments"]})
-    for number in read:
-        messages.print(
-            one_line(f"{passages[number]['place']} {passages[number]['title']}"), markup=False, soft_wrap=True
-        )
-    messages.print(f"[dim]{len(passages) - len(read)} more, less likely to answer (--max-passages)[/]")
+def cut(documents: list[Document], spacy_model: str) -> tuple[list[Passage], list[dict[str, str]]]:
+    """The passages of files, and the same as an aligner takes them: a short text is one, a longer one is cut as for a
+    corpus."""
+    passages = []
+    for document in documents:
+        if len(document.text.split()) <= MANY_WORDS:
+            passages.append(Passage(document, 0, 0, len(document.text), document.title, None))
+            continue
+        found = passages_of([document], PASSAGE_WORDS, spacy_model)
+        if len(found) > MANY_PASSAGES:
+            raise ValueError(
+                f"{document.id} is cut into {len(found):,} passages, and `answer` reads at most {MANY_PASSAGES} of a "
+                "file. `arcaligner corpus build` keeps what is read of them, and `ask` answers from them."
+            )
+        passages += found
+    return passages, [{"title": each.title, "text": each.document.text[each.start : each.end]} for each in passages]
+
+
+def source_line(source: dict[str, Any]) -> str:
+    """Where a passage stands: its document and characters, its title and page, and the answer's characters."""
+    line = f"{source['document']}:{source['start']}-{source['end']}"
+    line += f" {source['title']}" if source["title"] else ""
+    line += f", page {source['page']}" if source.get("page") else ""
+    if place := source.get("answer"):
+        line += f", the answer at {source['start'] + place['start']}-{source['start'] + place['end']}"
+    return one_line(line)
 
 
 def slots_table(record: dict[str, Any]) -> Table:
@@ -133,13 +140,22 @@ def compression_summary(statistics: dict[str, Any]) -> str:
 @app.command()
 def answer(
     question: Annotated[str, typer.Option(help="What to ask.")],
-    document: Annotated[list[Path], Document],
+    document: Annotated[
+        list[Path], typer.Option(help="A text file; can be repeated. A long one is cut.", exists=True, dir_okay=False)
+    ],
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     show_slots: Annotated[bool, typer.Option("--show-slots", help="Show each slot's text and passes.")] = False,
     max_new_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens of the answer.", min=1)] = None,
     tokens_per_slot: TokensPerSlot = None,
     min_confidence: MinConfidence = None,
-    max_passages: MaxPassages = None,
+    max_passages: Annotated[
+        int | None,
+        typer.Option(
+            help="Of more passages, only those that most likely answer are read. "
+            f"Default: {READ_PASSAGES} where a file was cut, else all.",
+            min=1,
+        ),
+    ] = None,
     max_slots: Annotated[
         int | None, typer.Option(help="Maximum number of slots. Later text is ignored.", min=1)
     ] = None,
@@ -155,9 +171,8 @@ def answer(
         Path | None, typer.Option(help="For llama.cpp: GGUF file of the base model. Not needed for the default one.")
     ] = None,
 ) -> None:
-    """Answers a question from your own text files. Long ones are cut, and the likeliest passage is read."""
-    passages = [each for path in document for each in read_passages(path)]
-    documents = [{"title": each["title"], "text": each["text"]} for each in passages]
+    """Answers a question from your own text files. A long one is cut, and the likeliest passage is read."""
+    files = [read_document(path) for path in document]
     settings = {"max_new_tokens": max_new_tokens, "tokens_per_slot": tokens_per_slot, "max_slots": max_slots}
     settings = {name: each for name, each in settings.items() if each is not None}
     if engine == "llama.cpp":
@@ -173,6 +188,7 @@ def answer(
         shared.silence_transformers()
         with busy("Loading the aligner and its base model"):
             loaded = LlamaCppEngine(checkpoint, base_model, gate_mode=gate_mode)
+        _, documents = cut(files, loaded.processor.spacy_model)
         show(loaded.answer(question, documents, **settings).strip())
         return
     if base_model is not None:
@@ -181,7 +197,9 @@ def answer(
         ask = shared.load_pipeline(checkpoint)
     settings |= {} if gate_mode is None else {"gate_mode": gate_mode}
     settings |= {} if min_confidence is None else {"min_confidence": min_confidence}
-    max_passages = max_passages or shared.passages_to_read(ask.processor)
+    passages, documents = cut(files, ask.processor.spacy_model)
+    if max_passages is None and len(passages) > len(files):
+        max_passages = shared.passages_to_read(ask.processor)
     settings |= {} if max_passages is None else {"max_passages": max_passages}
     with busy("Reading the documents"):
         record = ask({"question": question, "documents": documents}, return_slots=True, **settings)[0]
@@ -189,8 +207,12 @@ def answer(
     if show_slots:
         output.print(slots_table(record))
         messages.print("[dim]A slot passes once through each layer, and again where a gate adds a pass.[/]")
-    if max_passages is not None and len(passages) > max_passages:
-        tell_passages(record, passages)
+    read = sorted({segment["document"] for segment in record["segments"]})
+    if len(read) < len(passages):
+        for each in (passages[number] for number in read):
+            found = {"document": each.document.id, "start": each.start, "end": each.end, "title": each.title}
+            messages.print(source_line(found | {"page": each.page}), markup=False, soft_wrap=True)
+        messages.print(f"[dim]{len(passages) - len(read)} more, less likely to answer (--max-passages)[/]")
     if "confidence" in record["statistics"]:
         messages.print(f"Confidence {record['statistics']['confidence']:.2f}")
     messages.print(f"[dim]{compression_summary(record['statistics'])}[/]")
@@ -222,12 +244,7 @@ def ask_corpus(
     show(found.text.strip())
     read = [each for each in found.sources if each["read"]]
     for each in read:
-        title = f" {each['title']}" if each["title"] else ""
-        if each.get("page"):
-            title += f", page {each['page']}"
-        if place := each["answer"]:
-            title += f", the answer at {each['start'] + place['start']}-{each['start'] + place['end']}"
-        show(one_line(f"{each['document']}:{each['start']}-{each['end']}{title}"))
+        show(source_line(each))
     if found.text != engine.processor.no_answer and not any(each["answer"] for each in read):
         messages.print("The answer stands in none of these passages word for word: check it.")
     if others := len(found.sources) - len(read):
@@ -339,8 +356,12 @@ def evaluate(
     projector_only: Annotated[
         str | None, typer.Option(help="Aligner for the method projector_only.", callback=shared.expand_home)
     ] = None,
-    full_text_lora: Annotated[str | None, typer.Option(help="LoRA for full_text_lora, of train/full_text.py.")] = None,
-    text_apart: Annotated[str | None, typer.Option(help="LoRA for text_apart, of train/full_text.py.")] = None,
+    full_text_lora: Annotated[
+        str | None, typer.Option(help="LoRA for full_text_lora, of train/full_text.py.", callback=shared.expand_home)
+    ] = None,
+    text_apart: Annotated[
+        str | None, typer.Option(help="LoRA for text_apart, of train/full_text.py.", callback=shared.expand_home)
+    ] = None,
     folder: Annotated[Path | None, typer.Option("--output", help="Folder for answers and tables.")] = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder with TASK.jsonl.gz for each task. Default: the Hub.")
@@ -388,7 +409,9 @@ def compare(
         str | None,
         typer.Option(help="Tokens per slot to compare, such as 4,segment. Default: all it was trained with."),
     ] = None,
-    full_text_lora: Annotated[str | None, typer.Option(help="A reader of text too, of train/full_text.py.")] = None,
+    full_text_lora: Annotated[
+        str | None, typer.Option(help="A reader of text too, of train/full_text.py.", callback=shared.expand_home)
+    ] = None,
     top_k: Annotated[int, typer.Option(help="Number of passages read.", min=1)] = 5,
     num_questions: Annotated[int | None, typer.Option("-n", help="Maximum number of questions.", min=1)] = None,
     device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
@@ -423,7 +446,9 @@ def export_gguf_adapter(
 @app.command()
 def push(
     repo_id: Annotated[str, typer.Option(help="Repository on the Hub, user/name. Created if it does not exist.")],
-    checkpoint: Annotated[Path, typer.Option(help="Aligner checkpoint: a folder.")] = DEFAULT_CHECKPOINT,
+    checkpoint: Annotated[str, typer.Option(help="Aligner checkpoint: a folder.", callback=shared.expand_home)] = str(
+        DEFAULT_CHECKPOINT
+    ),
     private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
 ) -> None:
     """Uploads a trained aligner to the Hub, in one commit."""

@@ -43,15 +43,8 @@ class FileText(NamedTuple):
 
 
 def read_file(path: str | Path, data: bytes | None = None) -> FileText:
-    """As `read_text`, with title and sections."""
-    text, pages = read_text(path, data)
-    is_markdown = Path(path).suffix.lower() in (*MARKDOWN, *CONVERTED) and not pages
-    return read_markdown(text) if is_markdown else FileText("", text, pages)
-
-
-def read_text(path: str | Path, data: bytes | None = None) -> tuple[str, list[tuple[int, int]]]:
     """
-    The text of a file, and for each page its first character and number.
+    A file as text.
 
     Args:
         path (`str` or `Path`): Its name, whose suffix says how it is read; text, if it is none of `CONVERTED`.
@@ -65,7 +58,9 @@ def read_text(path: str | Path, data: bytes | None = None) -> tuple[str, list[tu
     if suffix in CONVERTED and size > LARGEST_CONVERTED:
         raise ValueError(f"{path} has {size / 2**20:.0f} MiB; at most {LARGEST_CONVERTED // 2**20} are read. Split it")
     data = Path(path).read_bytes() if data is None else data
-    return convert(data, suffix, path) if suffix in CONVERTED else (decode(data, path), [])
+    text, pages = convert(data, suffix, path) if suffix in CONVERTED else (decode(data, path), [])
+    is_markdown = suffix in (*MARKDOWN, *CONVERTED) and not pages
+    return read_markdown(text) if is_markdown else FileText("", text, pages)
 
 
 def decode(data: bytes, path: str | Path) -> str:

@@ -19,7 +19,8 @@ import pyarrow as pa
 import torch
 
 from ..common.files import counted, digest, write_whole
-from .sources import Document, Passage, read_documents
+from ..common.passages import Document, Passage
+from .sources import read_documents
 from .table import Corpus, passage_checksums
 
 logger = logging.getLogger(__name__)

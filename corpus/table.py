@@ -31,8 +31,8 @@ from filelock import FileLock, Timeout
 from lancedb.index import FTS, BTree, IvfSq
 
 from ..common.files import digest
+from ..common.passages import Document, Passage, passages_of
 from ..segmentation_arcaligner import Segment, SegmentTokens
-from .sources import Document, Passage, passages_of
 
 FORMAT = 2
 NAME = "passages"

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 YES, UNREADABLE = "yes", "unreadable"
 VERDICTS = ".verdicts"
+CONCURRENCY = 16  # prompts that are asked at a time
 MAX_NEW_TOKENS = 8  # a yes or a no, and what may stand before it
 RETRIES = 2
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -104,12 +105,9 @@ def judge_answers(judge: Judge, rows: Sequence[Row], file: AnswerFile) -> None:
                 file.append([{"id": row_id, **verdict}])
 
 
-def ask_endpoint(
-    prompts: list[str], model: str, url: str, timeout: float = 60.0, concurrency: int = 16
-) -> Iterator[str | None]:
+def ask_endpoint(prompts: list[str], model: str, url: str, timeout: float = 60.0) -> Iterator[str | None]:
     """What a chat model, by its name at an address such as `http://localhost:8000/v1`, says to each prompt, in order;
-    `None` after some attempts that time out or fail on the server. `$OPENAI_API_KEY` is its key if it wants one.
-    """
+    `None` after some attempts that time out or fail on the server. `$OPENAI_API_KEY` is its key if it wants one."""
     try:
         import openai
     except ImportError as error:
@@ -145,7 +143,7 @@ def ask_endpoint(
         logger.warning("an answer stays unjudged: %s", problem)
         return None
 
-    with ThreadPoolExecutor(concurrency) as pool:
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
         yield from pool.map(ask, prompts)
 
 

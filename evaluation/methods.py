@@ -35,7 +35,15 @@ from .compression import compressed, truncated
 # The files of a checkpoint's folder that decide its answers.
 _CONFIGS = ("config.json", "adapter_config.json", "processor_config.json")
 CHECKPOINT_FILES = ("*.safetensors", *_CONFIGS, "chat_template.jinja")
-RATE_TITLES = {"segment": "one slot per segment"}
+
+
+def rate_title(tokens_per_slot: int | str) -> str:
+    """A rate in tables.
+
+    >>> rate_title("segment"), rate_title(4)
+    ('one slot per segment', '4 tokens per slot')
+    """
+    return "one slot per segment" if tokens_per_slot == "segment" else f"{tokens_per_slot} tokens per slot"
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,7 @@ class Method:
         return dataclasses.replace(
             self,
             name=f"{self.name}_x{tokens_per_slot}",
-            title=f"{self.title}, {RATE_TITLES.get(tokens_per_slot, f'{tokens_per_slot} tokens per slot')}",
+            title=f"{self.title}, {rate_title(tokens_per_slot)}",
             checkpoint=self.checkpoint or "aligner",  # its segments and tokens decide how many slots there are
             tokens_per_slot=tokens_per_slot,
         )

@@ -28,12 +28,11 @@ from .analyses.speed import (
     find_size,
     first_token_ms,
     first_token_table,
-    rate_title,
     save_known,
     save_tradeoff,
     size_lines,
 )
-from .methods import find_method, fingerprint
+from .methods import find_method, fingerprint, rate_title
 from .results import results_page, with_published, write_results
 from .runs import answer_files
 from .tasks import TASKS
@@ -216,7 +215,7 @@ def speed_results_page(latency: dict[str, Any]) -> str:
     """`docs/speed_results.md`: the time to the first token of every size, and folded, all numbers of each."""
     folded: dict[str, list[str]] = {}
     for size in latency["sizes"]:
-        folded.setdefault(f"{rate_title(size)}, {size['dtype']}", []).extend(size_lines(size))
+        folded.setdefault(f"{rate_title(size['tokens_per_slot'])}, {size['dtype']}", []).extend(size_lines(size))
     lines = [SPEED_DETAILS, *first_token_table(latency, every_size=True), ""]
     for title, tables in folded.items():
         lines += [f"<details><summary>{title}</summary>", "", *tables, "</details>", ""]

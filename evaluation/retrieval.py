@@ -18,9 +18,9 @@ from rich.progress import track
 from rich.table import Table
 
 from ..common.files import DEFAULT_CHECKPOINT, run_command
+from ..common.passages import Document
 from ..common.rows import Row, read_rows
 from ..corpus.retrieve import CANDIDATES, Retriever
-from ..corpus.sources import Document
 from ..corpus.table import Corpus
 from ..processing_arcaligner import ArcAlignerProcessor
 from .metrics import percent_interval, shown_interval

@@ -201,11 +201,8 @@ class Engine:
             texts = [{name: each[name] for name in ("title", "text")} for each in passages.documents]
             passages.encoded = self._encode(json.dumps(texts), rate)
             passages.seconds["slots"] += time.perf_counter() - began
-        # Of passages to choose from, each is read by itself: the longest that may be chosen have to fit.
-        sizes = passages.encoded.context_passage_ids.unique(return_counts=True)[1].sort(descending=True).values
-        if (num_slots := sizes[: request.max_passages].sum().item()) > most:
-            what = "Pass a lower `top_k` or `max_passages`."
-            raise ValueError(f"The passages have {num_slots} slots; expected at most {most}. {what}")
+        if (num_slots := len(passages.encoded.context_embeds)) > most:  # read or only asked about: it is work
+            raise ValueError(f"The passages have {num_slots} slots; expected at most {most}. Pass a lower `top_k`.")
         return passages
 
     def _choose(self, group: list[Request]) -> None:

@@ -4,8 +4,8 @@ path; and questions to begin with, which fit the texts of the corpus."""
 import re
 from typing import Any
 
+from ..common.passages import Document, passages_of
 from ..common.reading import read_file
-from ..corpus.sources import Document, passages_of
 from ..corpus.table import Corpus
 
 MAX_FILE_BYTES = 16 * 2**20

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ..common.files import refuse_unknown
-from ..corpus.sources import LONGEST_TITLE
+from ..common.reading import LONGEST_TITLE
 from .answers import Answer, Request
 
 # Of an answer, where a client names no number.

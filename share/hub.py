@@ -4,7 +4,7 @@ The card (`model_card.md.jinja`) says what the configuration, `recipe.yaml` and 
 are those of an evaluation, in percent with 95 % intervals:
 
     {"questions": 500, "sets": {"SQuAD": {"questions": 500, "passages": "gold", "recall": [100.0, 100.0, 100.0],
-    "methods": {"ArcAligner": {"compression_rate": 2.0, "f1": [9.7, 6.5, 13.2], "em": [5.0, 2.0, 8.5]}}}}}
+    "methods": {"arcaligner": {"compression_rate": 2.0, "f1": [9.7, 6.5, 13.2], "em": [5.0, 2.0, 8.5]}}}}}
 
 An upload is one commit, which is there whole or not at all. `HfApi.upload_folder` commits in several steps where hf_xet
 is installed, which could leave new code beside old weights.
@@ -199,12 +199,14 @@ def _read_results(folder: Path) -> dict[str, Any] | None:
             if metric in each["methods"].get(_MAIN_METHOD, {})
         ]
         found = {"sets": list(sets), "described": described, "rows": _result_rows(sets), "listed": listed or None}
+        if not found["rows"] and any(each["methods"] for each in sets.values()):
+            raise ValueError("no method has a known name")
         return found | {"machine": results.get("machine")}
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} does not hold results of an evaluation. Expected "
-            '{"questions": number, "sets": {set: {"methods": {method: {"f1": [value, low, high], "em": [...], '
-            '"compression_rate": number}}}}}. Write them again, or remove the file.'
+            '{"questions": number, "sets": {set: {"methods": {name: {"f1": [value, low, high], "em": [...], '
+            '"compression_rate": number}}}}}, with names such as `arcaligner_x4`. Write them again, or remove the file.'
         ) from error
 
 

@@ -9,6 +9,7 @@ import torch
 from reference import EXACT, assert_matches_reference, loss_gradients, stock_model
 from tiny_models import (
     BACKBONES,
+    COMMON,
     ENCODER_HIDDEN_SIZE,
     VOCAB_SIZE,
     collate,
@@ -65,6 +66,16 @@ def test_text_without_slots_is_the_base_model_bit_for_bit(backbone, dtype, atten
         assert torch.equal(model(**batch, logits_to_keep=1).logits, base(**batch, logits_to_keep=1).logits)
     settings = {"max_new_tokens": 8, "do_sample": False, "min_new_tokens": 8}
     assert torch.equal(model.generate(**batch, **settings), base.generate(**batch, **settings))
+
+
+def test_logits_of_a_backbone_that_multiplies_by_its_scaling_are_its_own():
+    pytest.importorskip("transformers.models.hyperclovax")
+    settings = COMMON | {"logits_scaling": 3.0, "embedding_multiplier": 1.0, "residual_multiplier": 1.0}
+    model = tiny_aligner(AutoConfig.for_model("hyperclovax", **settings), dtype=torch.float32)
+    base = stock_model(model, torch.float32, "sdpa").requires_grad_(True)
+    batch = for_generate(collate(random_rows(model, [0, 0], num_text=10), "left"))
+    with torch.no_grad():
+        assert torch.equal(model(**batch).logits, base(**batch).logits)
 
 
 # --- Algorithm 1 ----------------------------------------------------------------------------------

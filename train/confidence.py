@@ -82,7 +82,7 @@ def fit_confidence(
     selector: ExampleSelector,
     number: int,
     number_held_out: int,
-    rates: tuple[int | str, ...] = RATES,
+    rates: tuple[int | str, ...],
 ) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
     """The `answer_probe`, and how well it does on the held-out questions at each rate."""
     num_layers = model.config.text_config.num_hidden_layers
@@ -96,8 +96,7 @@ def fit_confidence(
     odds = [last_states(model, processor, rows, rate, layers) @ weight + bias for rate in rates]
     scale, offset = calibrate(np.concatenate(odds), np.tile(is_answered, len(rates)))
     confidences = {str(rate): expit(scale * some + offset) for rate, some in zip(rates, odds, strict=True)}
-    own_rate = processor.tokens_per_slot if processor.tokens_per_slot in rates else rates[0]
-    own = confidences[str(own_rate)]
+    own = confidences[str(processor.tokens_per_slot)]
     threshold = float(np.quantile(own[is_answered], WRONGLY_REFUSED))
     results = {}
     for rate, sure in confidences.items():

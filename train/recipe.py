@@ -225,7 +225,8 @@ class RecipeParser(TrlParser):
 
     def parse_args_into_dataclasses(self, args: list[str], **kwargs: Any) -> tuple:
         flags = [argument.split("=")[0][2:].replace("-", "_") for argument in args if argument.startswith("--")]
-        refuse_unknown("the command line", flags, ["config", *self.keys, *(f"no_{key}" for key in self.keys)])
+        flags = [flag for flag in flags if flag != "help" and flag.removeprefix("no_") not in self.keys]
+        refuse_unknown("the command line", flags, self.keys)
         return super().parse_args_into_dataclasses(args=args, **kwargs)
 
 

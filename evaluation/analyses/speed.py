@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, ScalarFormatter
 
 from ...common.files import counted, markdown_table
+from ..methods import rate_title
 from ..results import MAIN
 from .figures import draw_curve, new_figure, save_analysis
 
@@ -41,13 +42,8 @@ SHORT_PASSAGES = 5, 20
 
 def size_title(size: dict[str, Any]) -> str:
     """How many passages there are, and how long they are as text and as slots."""
-    title = f"{counted(size['k'], 'passage')}, {rate_title(size)}, {size['dtype']}: "
+    title = f"{counted(size['k'], 'passage')}, {rate_title(size['tokens_per_slot'])}, {size['dtype']}: "
     return title + f"{size['text_tokens']:.0f} tokens of text or {size['slots']:.0f} slots"
-
-
-def rate_title(size: dict[str, Any]) -> str:
-    rate = size["tokens_per_slot"]
-    return f"one slot per {rate}" if rate == "segment" else f"{rate} tokens per slot"
 
 
 def encoded_speed_up(size: dict[str, Any], name: str) -> float | None:
@@ -135,10 +131,10 @@ CAPTION = (
 def draw_figure(report: dict[str, Any]) -> Figure:
     """A panel for each rate."""
     sizes = sorted(report["sizes"], key=lambda size: size["k"])
-    titles = list(dict.fromkeys(f"{rate_title(size)}, {size['dtype']}" for size in sizes))
+    titles = list(dict.fromkeys(f"{rate_title(size['tokens_per_slot'])}, {size['dtype']}" for size in sizes))
     figure, panels = new_figure(3.6 * len(titles) + 1.2, 4.0, ncols=len(titles), sharey=True, squeeze=False)
     for axes, title in zip(panels[0], titles, strict=True):
-        own = [size for size in sizes if f"{rate_title(size)}, {size['dtype']}" == title]
+        own = [size for size in sizes if f"{rate_title(size['tokens_per_slot'])}, {size['dtype']}" == title]
         passages = [size["k"] for size in own]
         for arm in ARM_TITLES:
             first = [(size["k"], size["arms"][arm]["first_token"]) for size in own]
@@ -253,8 +249,8 @@ are. *From disk*: no process has the files in memory. What was read of the *same
 other combination. Times are from the words of the question on: tokenizing, finding, joining and reading.
 With `slot_prefix_store(processor, dtype="int8")` passages take 27 % of the bytes. At x2, F1 of 235 held-out questions
 is 43.9 instead of 43.2 (standard error of the difference 0.5), 98 % of the answers are the same, and joining twenty
-passages takes 1.5 times as long. How many times sooner depends on the machine: on two busier cores of a Xeon it was 29,
-35, 38, 41 and 42 for twenty passages from memory, and 24 for text apart.
+passages takes 1.5 times as long. How many times sooner depends on the machine: on two cores of a Xeon it was 29, 35,
+38, 41 and 42 for twenty passages from memory, and 24 for text apart.
 
 ```bash
 python -m arcaligner.benchmarks.kept --output runs/figures    # before `evaluation.publish`; three minutes
@@ -271,7 +267,7 @@ def _kept_title(name: str) -> str:
     """The title of an arm of `kept.py`."""
     kept = name.removesuffix("_folder")
     rate = kept.removeprefix("slots_x")
-    title = _KEPT_TITLES.get(kept) or "**slots**, kept: " + rate_title({"tokens_per_slot": rate})
+    title = _KEPT_TITLES.get(kept) or "**slots**, kept: " + rate_title(rate)
     return title + (", from disk" if name != kept else "")
 
 

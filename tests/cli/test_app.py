@@ -97,10 +97,11 @@ def test_show_slots_lists_each_sentence_with_its_place(run_cli, checkpoint_dir, 
 
 def test_options_of_answer_reach_the_pipeline(run_cli, monkeypatch, document):
     asked = []
-    record = {"generated_text": "Ada", "statistics": {"tokens": 14, "slots": 1, "compression_rate": 7.0, "dropped": 1}}
+    record = {"generated_text": "Ada", "segments": [{"document": 0}]}
+    record["statistics"] = {"tokens": 14, "slots": 1, "compression_rate": 7.0, "dropped": 1}
 
     class Ask:
-        processor = types.SimpleNamespace(answer_probe=None)
+        processor = types.SimpleNamespace(answer_probe=None, spacy_model="en")
 
         def __call__(self, row, **settings):
             asked.append((row, settings))
@@ -121,29 +122,47 @@ def test_options_of_answer_reach_the_pipeline(run_cli, monkeypatch, document):
         assert code == 2 and name in err and not asked
 
 
-def test_a_long_file_is_cut_and_the_likeliest_passage_is_read_and_named(run_cli, checkpoint_dir, monkeypatch, tmp_path):
+@pytest.fixture
+def chooser(checkpoint_dir, monkeypatch):
+    """The pipeline of an aligner that can tell which passage answers."""
     ask = shared.load_pipeline(str(checkpoint_dir))
-    path, words = tmp_path / "long.md", "One two three four five six seven eight nine ten. "
-    path.write_text(f"# Numbers\n\n{20 * words}\n\n## Letters\n\n{25 * words}", encoding="utf-8")
+    for owner in (ask.processor, ask.model.config):
+        monkeypatch.setattr(owner, "passage_attention", "separate")
+    monkeypatch.setattr(ask.processor, "answer_probe", random_probe(ask.model))
+    return ask
+
+
+LONG = "One two three four five six seven eight nine ten. "
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_long_file_is_cut_and_the_likeliest_passages_are_read_and_named(
+    run_cli, chooser, checkpoint_dir, tmp_path, number
+):
+    path = tmp_path / "long.md"
+    path.write_text(f"# Numbers\n\n{20 * LONG}\n\n## Letters\n\n{25 * LONG}", encoding="utf-8")
     given = ("answer", "--question", QUESTION, "--document", path, "--checkpoint", checkpoint_dir)
-    code, _, err = run_cli(*given)
-    assert code == 0 and "less likely" not in err  # this aligner cannot tell the likeliest, and reads all
-    for name in ("passage_attention", "answer_probe"):
-        value = "separate" if name == "passage_attention" else random_probe(ask.model)
-        monkeypatch.setattr(ask.processor, name, value)
-    monkeypatch.setattr(ask.model.config, "passage_attention", "separate")
-    code, out, err = run_cli(*given, "--max-passages", "2")
-    passages = cli.read_passages(path)
-    texts = [{"title": each["title"], "text": each["text"]} for each in passages]
-    assert [each["title"] for each in passages] == ["Numbers"] * 2 + ["Numbers › Letters"] * 3
-    record = ask({"question": QUESTION, "documents": texts}, return_slots=True, max_passages=2)[0]
+    code, out, err = run_cli(*given, *(() if number == 1 else ("--max-passages", number)))  # one is the default
+    passages, documents = cli.cut([cli.read_document(path)], "en")
+    assert [each.title for each in passages] == ["Numbers"] * 2 + ["Numbers › Letters"] * 3
+    record = chooser({"question": QUESTION, "documents": documents}, return_slots=True, max_passages=number)[0]
     read = sorted({each["document"] for each in record["segments"]})
-    assert code == 0 and out == printable(record["generated_text"].strip()) + "\n" and len(read) == 2
+    assert code == 0 and out == printable(record["generated_text"].strip()) + "\n" and len(read) == number
     told = [line for line in err.splitlines() if line.startswith(str(path))]
-    assert told == [f"{passages[number]['place']} {passages[number]['title']}" for number in read]
-    assert "3 more, less likely to answer" in err
-    first = re.fullmatch(rf"{re.escape(str(path))}:(\d+)-(\d+)", passages[0]["place"])
-    assert path.read_text("utf-8")[slice(*map(int, first.groups()))] == passages[0]["text"]
+    spans = [(passages[place].start, passages[place].end, passages[place].title) for place in read]
+    assert told == [f"{path}:{start}-{end} {title}" for start, end, title in spans]
+    assert f"{5 - number} more, less likely to answer" in err
+    start, end, _ = spans[0]
+    assert path.read_text("utf-8")[start:end] == documents[read[0]]["text"]
+
+
+def test_all_of_several_short_files_are_read(run_cli, chooser, checkpoint_dir, document, tmp_path):
+    (other := tmp_path / "other.txt").write_text("The ship left on Monday.", encoding="utf-8")
+    given = ("answer", "--question", QUESTION, "--document", document, "--document", other)
+    code, out, err = run_cli(*given, "--checkpoint", checkpoint_dir, "--show-slots")
+    assert code == 0 and "It was written by" in out and "The ship left" in out and "less likely" not in err
+    code, out, err = run_cli(*given, "--checkpoint", checkpoint_dir, "--max-passages", 1)
+    assert code == 0 and "1 more, less likely" in err
 
 
 def test_the_version_is_that_of_the_package(run_cli):

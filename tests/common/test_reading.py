@@ -8,7 +8,7 @@ import pytest
 from pdf_files import line, pdf
 
 from arcaligner.common import reading
-from arcaligner.common.reading import read_file, read_markdown, read_text
+from arcaligner.common.reading import read_file, read_markdown
 
 pytest.importorskip("pdfplumber")
 pytest.importorskip("mammoth")
@@ -52,7 +52,7 @@ def test_a_pdf_gives_its_pages_with_headings_and_tables_in_their_places():
 def test_two_columns_are_read_one_after_the_other():
     sides = (("left", 50), ("right", 350))
     columns = [line(x, 700 - 12 * row, f"{side} {row}.") for side, x in sides for row in range(9)]
-    text = read_text("a.pdf", pdf("".join(columns)))[0]
+    text = read_file("a.pdf", pdf("".join(columns))).text
     assert text.split() == " ".join(f"{side} {row}." for side in ("left", "right") for row in range(9)).split()
 
 
@@ -124,7 +124,7 @@ def test_a_pdf_with_a_password_is_named():
 
 
 def test_a_pdf_of_pictures_gives_no_text():
-    assert read_text("a.pdf", pdf("50 50 100 100 re f"))[0].strip() == ""
+    assert read_file("a.pdf", pdf("50 50 100 100 re f")).text.strip() == ""
 
 
 def test_size_and_time_of_a_conversion_are_bounded(monkeypatch, tmp_path):

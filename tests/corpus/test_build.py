@@ -16,10 +16,11 @@ from pdf_files import line, pdf
 from training_rows import write_rows
 
 from arcaligner import ArcAlignerProcessor
+from arcaligner.common.passages import cut_passages
 from arcaligner.corpus import build
 from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import Retriever, slot_passages
-from arcaligner.corpus.sources import cut_passages, read_documents
+from arcaligner.corpus.sources import read_documents
 from arcaligner.corpus.table import LOCK, METADATA, Corpus
 
 
@@ -345,6 +346,10 @@ def test_what_is_no_corpus_and_a_second_writer_are_refused(corpus, processor, le
     (tmp_path / "half" / "passages.lance" / "data").mkdir(parents=True)
     schema = corpus.table.schema.with_metadata({METADATA: b"{}"})
     lancedb.connect(tmp_path / "odd").create_table("passages", schema=schema)
+    schema = corpus.table.schema.with_metadata({METADATA: b'{"format": 1}'})
+    lancedb.connect(tmp_path / "old").create_table("passages", schema=schema)
+    with pytest.raises(ValueError, match="has format 1; this version reads 2. Build it anew"):
+        Corpus(tmp_path / "old")
     for folder in (letters, tmp_path, tmp_path / "half", tmp_path / "odd"):
         with pytest.raises(ValueError, match="is not a corpus of ArcAligner, or a broken one: .* remove the broken"):
             Corpus.create(folder, processor)

@@ -7,6 +7,7 @@ import pytest
 from answer_rows import write_answers
 from chat_server import running_chat_server
 
+from arcaligner.evaluation import judge
 from arcaligner.evaluation.judge import (
     MAX_NEW_TOKENS,
     RETRIES,
@@ -203,10 +204,11 @@ def test_after_some_attempts_there_is_no_reply_and_others_go_on(failure, problem
 
 
 @pytest.mark.parametrize("status", [401, 404])
-def test_a_request_that_is_refused_is_an_error_at_once(status):
+def test_a_request_that_is_refused_is_an_error_at_once(status, monkeypatch):
+    monkeypatch.setattr(judge, "CONCURRENCY", 1)
     with running_chat_server(lambda prompt: status) as chat:
         with pytest.raises(ValueError, match=rf"`judge` judge \(status {status}: .*so it is.*OPENAI_API_KEY"):
-            list(ask_endpoint(PROMPTS, "judge", chat.url, concurrency=1))
+            list(ask_endpoint(PROMPTS, "judge", chat.url))
     assert len(chat.requests) < len(PROMPTS)
 
 

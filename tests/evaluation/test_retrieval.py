@@ -7,9 +7,9 @@ import arcaligner.corpus  # noqa: F401 (quiets lancedb, which reads its settings
 
 pytest.importorskip("lancedb")
 
+from arcaligner.common.passages import Document
 from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import Retriever
-from arcaligner.corpus.sources import Document
 from arcaligner.corpus.table import Corpus
 from arcaligner.evaluation import retrieval
 from arcaligner.evaluation.evaluate import load_rows

@@ -182,18 +182,6 @@ def test_too_many_slots_are_refused_before_any_is_encoded(engine_of, processor, 
     assert isinstance(error, ValueError) and "slots, but there is room for 40" in str(error)
 
 
-def test_of_a_corpus_more_may_be_found_than_there_is_room_to_read(engine_of, retriever, processor, monkeypatch):
-    sizes = retriever("ship?", top_k=2).encoded.context_passage_ids.bincount().tolist()
-    engine = engine_of(retriever, limits=Limits(max_slots=max(sizes)))
-    refused = engine.submit(Request(CHAT, top_k=2, max_new_tokens=2)).exception()
-    assert f"have {sum(sizes)} slots; expected at most {max(sizes)}" in str(refused)
-    for owner in (processor, engine.model.config):
-        monkeypatch.setattr(owner, "passage_attention", "separate")
-    monkeypatch.setattr(processor, "answer_probe", random_probe(engine.model))
-    answer = engine.submit(Request(CHAT, top_k=2, max_passages=1, max_new_tokens=2)).result()
-    assert sorted(each["read"] for each in answer.sources) == [False, True]
-
-
 def test_a_warm_engine_has_searched_its_corpus(engine_of, retriever, monkeypatch):
     asked, search = [], Retriever.__call__
     monkeypatch.setattr(Retriever, "__call__", lambda self, each, **k: asked.append(each) or search(self, each, **k))

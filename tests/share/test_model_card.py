@@ -202,6 +202,7 @@ def test_quick_start_loads_a_name_of_the_hub_and_installs_what_the_package_needs
         '{"sets": {}}',
         '{"questions": 5, "sets": {"NQ": []}}',
         '{"questions": 5, "sets": {"NQ": {"methods": {"arcaligner": {"f1": 3.0}}}}}',
+        '{"questions": 5, "sets": {"NQ": {"methods": {"ArcAligner": {"f1": [9.7, 6.5, 13.2]}}}}}',  # by its title
         '{"questions": 5, "sets": {"NQ": {"methods": {"arcaligner": {"f1": [3.0, 2.0]}}}}}',
     ],
 )

@@ -21,7 +21,6 @@ from arcaligner.base_model_arcaligner import head_nll, postprocess_logits
         {},
         {"logit_scale": 0.0625},
         {"logits_scaling": 8.0},
-        {"logits_scaling": 8.0, "model_type": "hyperclovax"},
         {"final_logit_softcapping": 2.0},
         {"logit_scale": 3.0, "final_logit_softcapping": 2.0},
     ],
@@ -44,6 +43,26 @@ def test_the_frozen_head_gives_loss_and_gradient_of_cross_entropy(monkeypatch, s
         (loss * 0.7).backward()
         results.append((loss.detach(), states.grad))
     torch.testing.assert_close(results[0], results[1], rtol=1e-10, atol=1e-12)
+
+
+def test_a_head_that_is_trained_and_a_second_derivative_are_refused():
+    states, targets = torch.randn(4, 6, requires_grad=True), torch.randint(11, (4,))
+    with pytest.raises(ValueError, match="The head is trained"):
+        head_nll(states, targets, nn.Linear(6, 11), PreTrainedConfig())
+    loss = head_nll(states, targets, nn.Linear(6, 11).requires_grad_(False), PreTrainedConfig()) ** 2
+    (gradient,) = torch.autograd.grad(loss, states, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_a_scaled_loss_of_float16_states_has_a_finite_gradient():
+    head = nn.Linear(6, 11, bias=False, dtype=torch.float16).requires_grad_(False)
+    states = torch.full((1, 6), 0.01, dtype=torch.float16, requires_grad=True)
+    (head_nll(states, torch.tensor([3]), head, PreTrainedConfig()) * 65536.0).backward()
+    expected = states.detach().float().requires_grad_()
+    (cross_entropy(expected @ head.weight.float().T, torch.tensor([3])) * 65536.0).backward()
+    assert states.grad.isfinite().all()
+    torch.testing.assert_close(states.grad.float(), expected.grad, rtol=5e-3, atol=1.0)
 
 
 @pytest.mark.parametrize("backbone", list(BACKBONES))

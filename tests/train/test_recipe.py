@@ -98,6 +98,16 @@ def test_no_example_is_longer_than_the_backbone_reads(base_model_dir, max_tokens
     assert recipe(model_name_or_path=str(base_model_dir), max_tokens=max_tokens).token_limit() == limit
 
 
+def test_help_tells_the_keys_and_an_unknown_option_is_named(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(["--help"])
+    assert ended.value.code == 0 and "--tokens_per_slot" in capsys.readouterr().out
+    for option, message in (("--foo_bar_x", "Unknown key `foo_bar_x` in the command line"), ("--no_foo", "`no_foo`")):
+        with pytest.raises(ValueError, match=message) as refused:
+            parse([option, "1"])
+        assert " no_tokens_per_slot" not in str(refused.value)  # what argparse makes of keys is none
+
+
 # Starts
 
 
