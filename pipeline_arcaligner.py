@@ -10,6 +10,7 @@ configuration -> processing (passages to slots) -> modeling (slots to logits) ->
 
 import contextlib
 import functools
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -78,13 +79,30 @@ def check_can_rank(processor, what: str) -> None:
         )
 
 
-def likeliest(confidences: Mapping[int, float], most: int) -> list[int]:
+# What a passage's place in a search is worth beside its confidence, in log-odds for each factor of e. Of held-out
+# questions with five passages that were found: 0.25 to 1 were better than 0.
+PLACE_WEIGHT = 0.5
+
+
+def likeliest(confidences: Mapping[int, float], most: int, are_ranked: bool = False) -> list[int]:
     """The numbers of the passages that most likely answer, at most `most` of them, in the order of the passages.
+
+    Args:
+        confidences (`Mapping[int, float]`): Of each passage by its number.
+        most (`int`): How many are wanted.
+        are_ranked (`bool`): Whether a search has put the passages in order, the best first, which then counts, too.
 
     >>> likeliest({0: 0.2, 1: 0.9, 3: 0.5}, most=2)
     [1, 3]
+    >>> likeliest({0: 0.6, 4: 0.7}, most=1), likeliest({0: 0.6, 4: 0.7}, most=1, are_ranked=True)
+    ([4], [0])
     """
-    return sorted(sorted(confidences, key=confidences.__getitem__, reverse=True)[:most])
+
+    def log_odds(number: int) -> float:
+        sure = min(max(confidences[number], 1e-9), 1 - 1e-9)
+        return math.log(sure / (1 - sure)) - are_ranked * PLACE_WEIGHT * math.log(1 + number)
+
+    return sorted(sorted(confidences, key=log_odds, reverse=True)[:most])
 
 
 def _check_probe(processor, what: str) -> None:

@@ -216,7 +216,8 @@ class Engine:
         asked = rank_passages(self.store, chats, **{name: [row[name] for row in rows] for name in rows[0]})
         seconds = time.perf_counter() - began
         for request, ranked in zip(group, asked, strict=True):
-            numbers = likeliest({number: each.confidence for number, each in ranked.items()}, request.max_passages)
+            sure = {number: each.confidence for number, each in ranked.items()}
+            numbers = likeliest(sure, request.max_passages, are_ranked=request.documents is None)
             if not self._records(request):  # else all are read again
                 request.kept = sum(ranked[number].is_kept for number in numbers)
             request.passages = request.passages.only(numbers)

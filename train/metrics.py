@@ -78,12 +78,13 @@ def passage_confidences(store, rows: list[Row], **settings: Any) -> list[dict[in
 
 def with_likeliest(rows: list[Row], confidences: list[dict[int, float]], max_passages: int) -> list[Row]:
     """The rows, each with those of its passages that most likely answer, where it has more."""
-    return [
-        row | {"passages": [row["passages"][number] for number in likeliest(sure, max_passages)]}
-        if len(row["passages"]) > max_passages
-        else row
-        for row, sure in zip(rows, confidences, strict=True)
-    ]
+    chosen = []
+    for row, sure in zip(rows, confidences, strict=True):
+        if len(row["passages"]) > max_passages:
+            numbers = likeliest(sure, max_passages, are_ranked="score" in (row.get("meta") or {}))
+            row = row | {"passages": [row["passages"][number] for number in numbers]}
+        chosen.append(row)
+    return chosen
 
 
 @torch.inference_mode()

@@ -14,6 +14,8 @@ from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.table import Corpus
 from arcaligner.encoder_arcaligner import SlotEncoder
+from arcaligner.pipeline_arcaligner import RankedPassage
+from arcaligner.server import engine as server_engine
 from arcaligner.server.answers import Limits, Request, RowSampler, find_answer
 from arcaligner.server.app import describe_error
 from arcaligner.server.engine import BusyError, Engine
@@ -247,6 +249,21 @@ def apart(separate):
     """A pipeline of an aligner that reads passages apart."""
     model, reader = separate
     return ArcAlignerPipeline(model=model, processor=reader, task="text-generation", device="cpu")
+
+
+def test_of_a_corpus_the_order_of_the_search_counts(apart, tmp_path, monkeypatch):
+    for name in ("ada", "bob"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} wrote it.")
+    corpus = Corpus.create(tmp_path / "corpus", apart.processor)
+    build_corpus([str(tmp_path / "ada.txt"), str(tmp_path / "bob.txt")], corpus, apart.processor)
+    engine = Engine(apart, Retriever(corpus, apart.processor), max_passages=1)
+    sure = {0: RankedPassage(0.60, True), 1: RankedPassage(0.65, True)}
+    monkeypatch.setattr(server_engine, "rank_passages", lambda store, chats, **passages: [sure])
+    for documents, read in ((None, 0), (["Ada wrote it.", "Bob wrote it."], 1)):
+        sources = engine.submit(Request(CHAT, documents, max_new_tokens=2)).result().sources
+        assert [each["read"] for each in sources] == [read == 0, read == 1]
+        assert [each["confidence"] for each in sources] == [0.60, 0.65]
+    engine.close()
 
 
 def test_of_more_passages_the_likeliest_are_read_and_told(apart):
