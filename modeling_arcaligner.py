@@ -456,12 +456,11 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
 class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
     """A frozen language model that reads passages as context slots.
 
-    Example:
-
     ```python
     >>> processor = AutoProcessor.from_pretrained(path, trust_remote_code=True)
     >>> model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
-    >>> inputs = processor(text="Who wrote it?", documents=["It was written by Ada."], return_tensors="pt")
+    >>> options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    >>> inputs = processor.apply_chat_template([{"role": "user", "content": "Who?"}], documents=["Ada did."], **options)
     >>> answer = model.generate(**inputs, max_new_tokens=16)
     ```
     """

@@ -526,7 +526,7 @@ def _read_input(given: Any, documents: list | None) -> tuple[str | Chat, list | 
     """An input as (prompt, its documents or `None` for no slots, whether it is a question)."""
     if isinstance(given, dict):
         documents = given.get("documents", documents)
-        others = ", ".join(f"`{key}`" for key in given if key not in ("question", "messages"))
+        others = ", ".join(f"`{key}`" for key in given if key not in ("question", "messages", "documents"))
         if documents is None and others and ("question" in given or "messages" in given):
             raise ValueError(  # passages under another name would be ignored
                 f"A row has no `documents` but {others}. Passages go in `documents`, a list of strings or "

@@ -3,15 +3,15 @@
     arcaligner compare --questions mine.jsonl --documents folder --output comparison
 
 A line of the questions is `{"question": str, "answers"?: [str], "passages"?: [{"title", "text"}]}`. Passages of a
-question without its own are searched for in the documents, as `ask` does. Each question is answered from the same
-passages by each reader, with greedy decoding; the first token is timed while its passages are new and once more while
-what was read of them is kept. Readers take turns, and their medians over the questions are reported.
+question without its own are searched for in the documents, as `ask` does. Text is read of all of them, slots of the
+likeliest, as by `ask`: of one where the aligner can tell. Answers are made with greedy decoding; the first token is
+timed while a question's passages are new, and once more while what was read of them is kept. Readers take turns, and
+their medians over the questions are reported.
 
 F1 and non-strict EM are of the questions with answers. Agreement is F1 to the answer of the first row, which reads the
 text: it says how often slots change an answer, not which one is right.
 """
 
-import html
 import json
 import statistics
 import tempfile
@@ -31,8 +31,10 @@ from ..common.files import counted, describe_machine, markdown_table, read_json_
 from ..common.rows import Row, contains_match, own_row, token_f1, usable_golds
 from ..evaluation.answering import count_tokens, load_aligner, load_text_lora
 from ..evaluation.methods import rate_title
+from ..pipeline_arcaligner import check_max_passages
+from ..prefix_store_arcaligner import SlotPrefixStore
 from ..train.data import passages_text, slot_inputs, text_ids
-from ..train.metrics import MAX_NEW_TOKENS
+from ..train.metrics import MAX_NEW_TOKENS, passage_confidences, with_likeliest
 from .arms import cache_bytes, share
 from .measuring import wait_for
 
@@ -83,6 +85,7 @@ def find_passages(
         for row in track(alone, "Searching", console=Console(stderr=True), transient=True):
             found = search(row["question"], top_k=top_k).documents
             row["passages"] = [{"title": each["title"], "text": each["text"]} for each in found]
+            row["meta"] = {"score": [each["score"] for each in found]}
     return rows
 
 
@@ -107,21 +110,28 @@ class Reader:
     title: str
     rate: int | str | None  # tokens of text per slot; `None` reads text
     model: Any  # of transformers; an aligner reads text as its bare base model
+    max_passages: int | None = None  # of more, slots are read of those that most likely answer
 
     def ask(self, processor, row: Row) -> Asked:
         """Reads a row's passages, keeps what was read, and answers from that."""
-        inputs, num_positions, keep = (self._text if self.rate is None else self._slots)(processor, row)
+        if self.rate is None:
+            inputs, keep = self._text(processor, row)
+        else:
+            inputs, keep = partial(self._slots, processor, row), partial(self._keep_slots, processor, row)
         seconds = self._time_first_token(inputs)
-        kept = keep()
+        kept, num_bytes = keep()
         seconds_kept = self._time_first_token(kept)
         given = kept()
-        num_bytes = cache_bytes(given["past_key_values"])
+        if self.rate is None:
+            num_positions = count_tokens(processor.tokenizer, [passages_text(row)])[0]
+        else:
+            num_positions = int((given["input_ids"] == processor.context_token_id).sum())
         new = self._generate(given, MAX_NEW_TOKENS)[0, given["input_ids"].shape[1] :]
         answer = processor.decode(new, skip_special_tokens=True).strip()
         return Asked(answer, num_positions, seconds, seconds_kept, num_bytes)
 
     def _text(self, processor, row: Row):
-        """What makes the prompt, its positions for the text, and what keeps the part before the question."""
+        """What makes the prompt, and what keeps the part before the question: what makes that prompt, and its bytes."""
         prompt = partial(text_ids, processor, row)
 
         def as_inputs(ids: list[int]) -> dict[str, torch.Tensor]:
@@ -130,24 +140,26 @@ class Reader:
 
         def keep():
             prefix = cache_of(self.model(**as_inputs(prompt()[0]), use_cache=True, logits_to_keep=1))
-            return lambda: as_inputs(sum(prompt(), [])) | {"past_key_values": share(prefix)}
+            return lambda: as_inputs(sum(prompt(), [])) | {"past_key_values": share(prefix)}, cache_bytes(prefix)
 
-        return lambda: as_inputs(sum(prompt(), [])), count_tokens(processor.tokenizer, [passages_text(row)])[0], keep
+        return lambda: as_inputs(sum(prompt(), [])), keep
 
-    def _slots(self, processor, row: Row):
-        """The same with slots, which are kept by a store of the model's."""
-
-        def inputs() -> dict[str, torch.Tensor]:
+    def _slots(self, processor, row: Row, store: SlotPrefixStore | None = None):
+        """A prompt with slots, of passages that are new or kept by `store`."""
+        if self.max_passages is not None and len(row["passages"]) > self.max_passages:
+            store = store or self.model.slot_prefix_store(processor)
+            (row,) = with_likeliest(
+                [row], passage_confidences(store, [row], tokens_per_slot=self.rate), self.max_passages
+            )
+        if store is None:
             return slot_inputs(processor, [row], tokens_per_slot=self.rate).to(self.model.device)
+        return store.prepare(row["question"], row["passages"], tokens_per_slot=self.rate)
 
-        def keep():
-            store = self.model.slot_prefix_store(processor)
-            prepare = partial(store.prepare, row["question"], row["passages"], tokens_per_slot=self.rate)
-            prepare()
-            return prepare
-
-        num_slots = int((inputs()["input_ids"] == processor.context_token_id).sum())
-        return inputs, num_slots, keep
+    def _keep_slots(self, processor, row: Row):
+        """What makes the prompt of passages that are kept, and the bytes that they take."""
+        store = self.model.slot_prefix_store(processor)
+        store.keep(row["question"], row["passages"], tokens_per_slot=self.rate)
+        return partial(self._slots, processor, row, store), store.bytes
 
     def _time_first_token(self, make_inputs: Callable[[], dict[str, Any]]) -> float:
         wait_for(self.model.device)
@@ -208,15 +220,17 @@ def run_compare(
     rates: list[int | str] | None = None,
     full_text_lora: str | None = None,
     top_k: int = 5,
+    max_passages: int | None = None,
     num_questions: int | None = None,
     device: str = "cpu",
     tell: Callable[[str], Any] = lambda text: None,
 ) -> list[str]:
-    """Compares, and writes `comparison.md`, `comparison.html` and `answers.jsonl` to the folder `output`; the lines of
-    the first."""
+    """Compares, and writes `comparison.md` and `answers.jsonl` to the folder `output`; the lines of the first."""
     rows = read_questions(questions)[:num_questions]
     aligner, processor = load_aligner(checkpoint, device)
     processor.encoder.device = device
+    if max_passages is not None:
+        check_max_passages(processor, max_passages)
     rows = find_passages(rows, sources, processor, top_k, tell)
     rates = list(dict.fromkeys(rates or processor.trained_tokens_per_slot or [processor.tokens_per_slot]))
     readers = [Reader("text, by the base model", None, aligner)]
@@ -224,16 +238,20 @@ def run_compare(
         readers.append(
             Reader("text, by the fine-tuned base model", None, load_text_lora(checkpoint, full_text_lora, device)[0])
         )
-    readers += [Reader(f"slots, {rate_title(rate)}", rate, aligner) for rate in rates]
+    readers += [Reader(f"slots, {rate_title(rate)}", rate, aligner, max_passages) for rate in rates]
     found = compare(rows, readers, processor)
     cells = [cells_of(title, each, found[readers[0].title], rows) for title, each in found.items()]
     known = sum(bool(usable_golds(row["answers"])) for row in rows)
     machine = describe_machine(device)
     about = f"{counted(len(rows), 'question')}, {known} with answers. {machine['cpu']}, {machine['threads']} threads, "
     about += f"{machine['device']}, torch {machine['torch']}. Base model {aligner.config.base_model_name_or_path}."
-    lines = [*markdown_table(COLUMNS, cells), "", REMARKS, "", about]
+    remarks = REMARKS
+    if max_passages is not None and any(len(row["passages"]) > max_passages for row in rows):
+        remarks += (
+            f" Of more passages slots read the {max_passages} that most likely answer; asking each takes time, too."
+        )
+    lines = [*markdown_table(COLUMNS, cells), "", remarks, "", about]
     write_whole(output / "comparison.md", "\n".join(["# Text and slots", "", *lines, ""]))
-    write_whole(output / "comparison.html", html_page(cells, [REMARKS, about]))
     answers = [
         {"question": row["question"], "answers": row["answers"]}
         | {title: each[number].answer for title, each in found.items()}
@@ -241,16 +259,3 @@ def run_compare(
     ]
     write_whole(output / "answers.jsonl", "".join(f"{json.dumps(each, ensure_ascii=False)}\n" for each in answers))
     return lines
-
-
-def html_page(cells: list[list[str]], remarks: list[str]) -> str:
-    """The table as a page that stands alone."""
-
-    def line(kind: str, each: Iterable[str]) -> str:
-        return "<tr>" + "".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in each) + "</tr>"
-
-    table = "\n".join([line("th", COLUMNS), *(line("td", each) for each in cells)])
-    text = "\n".join(f"<p>{html.escape(each)}</p>" for each in remarks)
-    style = "body{font:16px sans-serif;max-width:60em;margin:2em auto}td,th{padding:.3em .6em;text-align:left}"
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Text and slots</title><style>{style}</style>'
-    return f"{head}\n<h1>Text and slots</h1>\n<table>\n{table}\n</table>\n{text}\n</html>\n"

@@ -27,7 +27,8 @@ from rich.table import Table
 
 from .. import __version__
 from ..common.files import DEFAULT_CHECKPOINT, ROOT, counted, exit_on_user_error, printable
-from ..common.passages import Document, Passage, passages_of
+from ..common.passages import Document, Passage, count_words, no_text, passages_of
+from ..common.rows import find_answer
 from . import shared
 from .corpus import corpus_app
 from .shared import (
@@ -78,12 +79,14 @@ MANY_PASSAGES = 100
 
 
 def read_document(path: Path) -> Document:
-    """A text file; one that says nothing is refused."""
+    """A text file; one that says nothing, or holds rows, is refused."""
     from ..common.reading import read_file
 
+    if path.name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
+        raise ValueError(f"{path} holds rows. `arcaligner corpus build` reads them, and `ask` answers from them.")
     document = Document(str(path), *read_file(path))
     if not document.text.strip():
-        raise ValueError(f"{path} holds no text. Name a file that says something, or leave it out.")
+        raise ValueError(f"{no_text(str(path))}. Name a file that says something, or leave it out.")
     return document
 
 
@@ -92,16 +95,16 @@ def cut(documents: list[Document], spacy_model: str) -> tuple[list[Passage], lis
     corpus."""
     passages = []
     for document in documents:
-        if len(document.text.split()) <= MANY_WORDS:
+        if count_words(document.text) > MANY_WORDS:
+            passages += passages_of([document], PASSAGE_WORDS, spacy_model)
+        else:
             passages.append(Passage(document, 0, 0, len(document.text), document.title, None))
-            continue
-        found = passages_of([document], PASSAGE_WORDS, spacy_model)
-        if len(found) > MANY_PASSAGES:
-            raise ValueError(
-                f"{document.id} is cut into {len(found):,} passages, and `answer` reads at most {MANY_PASSAGES} of a "
-                "file. `arcaligner corpus build` keeps what is read of them, and `ask` answers from them."
-            )
-        passages += found
+    if len(passages) > max(MANY_PASSAGES, len(documents)):
+        raise ValueError(
+            f"{documents[0].id}{' and the others are' if len(documents) > 1 else ' is'} cut into {len(passages):,} "
+            f"passages; `answer` reads at most {MANY_PASSAGES}. `arcaligner corpus build` keeps what is read of them, "
+            "and `ask` answers from them."
+        )
     return passages, [{"title": each.title, "text": each.document.text[each.start : each.end]} for each in passages]
 
 
@@ -115,15 +118,28 @@ def source_line(source: dict[str, Any]) -> str:
     return one_line(line)
 
 
-def slots_table(record: dict[str, Any]) -> Table:
+def warn_of_words(answer: str, read: list[dict[str, Any]], no_answer: str | None) -> None:
+    """Says so where an answer is not word for word in what was read: a name or a number may be garbled."""
+    if answer != no_answer and not any(each["answer"] for each in read):
+        messages.print("The answer is not word for word in what was read: check it.")
+
+
+def tell_confidence(confidence: float | None) -> None:
+    if confidence is not None:
+        messages.print(f"Confidence {confidence:.2f} [dim]that what was read answers, not that the answer is right[/]")
+
+
+def slots_table(record: dict[str, Any], passages: list[Passage]) -> Table:
     """One row per slot: where its text stands, and its passes through all layers."""
     from .demo import describe_passes
 
     table = Table("Slot", "Document", "Characters", "Text", "Passes through layers")
-    segments = record["segments"] or [{"document": "-", "start": 0, "end": 0, "text": ""}]
+    segments = record["segments"] or [{"document": 0, "start": 0, "end": 0, "text": ""}]
     slots = zip(segments, zip(*record["trajectories"], strict=True), strict=True)
     for number, (segment, passes) in enumerate(slots):
-        place = str(number), str(segment["document"]), f"{segment['start']}-{segment['end']}"
+        passage = passages[segment["document"]]
+        start, end = passage.start + segment["start"], passage.start + segment["end"]
+        place = str(number), escape(one_line(Path(passage.document.id).name)), f"{start}-{end}"
         text = escape(printable(segment["text"])) or ("[dim]title[/]" if record["segments"] else "")
         table.add_row(*place, text, describe_passes([[each] for each in passes]))
     return table
@@ -205,16 +221,21 @@ def answer(
         record = ask({"question": question, "documents": documents}, return_slots=True, **settings)[0]
     show(record["generated_text"].strip())
     if show_slots:
-        output.print(slots_table(record))
+        output.print(slots_table(record, passages))
         messages.print("[dim]A slot passes once through each layer, and again where a gate adds a pass.[/]")
-    read = sorted({segment["document"] for segment in record["segments"]})
-    if len(read) < len(passages):
-        for each in (passages[number] for number in read):
-            found = {"document": each.document.id, "start": each.start, "end": each.end, "title": each.title}
-            messages.print(source_line(found | {"page": each.page}), markup=False, soft_wrap=True)
-        messages.print(f"[dim]{len(passages) - len(read)} more, less likely to answer (--max-passages)[/]")
-    if "confidence" in record["statistics"]:
-        messages.print(f"Confidence {record['statistics']['confidence']:.2f}")
+    read = []
+    for number in sorted({segment["document"] for segment in record["segments"]}):
+        each, place = passages[number], find_answer(record["generated_text"], documents[number]["text"])
+        read.append({"document": each.document.id, "start": each.start, "end": each.end, "title": each.title})
+        read[-1] |= {"page": each.page, "answer": place}
+    if len(passages) > 1:
+        for each in read:
+            messages.print(source_line(each), markup=False, soft_wrap=True)
+    if left := len(passages) - len(read):
+        why = "for which there was no room (--max-slots), or " * ("dropped" in record["statistics"])
+        messages.print(f"[dim]{counted(left, 'passage')} not read, {why}less likely to answer (--max-passages)[/]")
+    warn_of_words(record["generated_text"].strip(), read, ask.processor.no_answer)
+    tell_confidence(record["statistics"].get("confidence"))
     messages.print(f"[dim]{compression_summary(record['statistics'])}[/]")
 
 
@@ -245,15 +266,13 @@ def ask_corpus(
     read = [each for each in found.sources if each["read"]]
     for each in read:
         show(source_line(each))
-    if found.text != engine.processor.no_answer and not any(each["answer"] for each in read):
-        messages.print("The answer stands in none of these passages word for word: check it.")
+    warn_of_words(found.text, read, engine.processor.no_answer)
     if others := len(found.sources) - len(read):
         messages.print(f"[dim]{others} more found, less likely to answer (--max-passages)[/]")
     parts = ("retrieval", "slots", "choosing", "model")
     milliseconds = ", ".join(f"{name} {1000 * found.seconds[name]:.0f}" for name in parts)
     times = f"First token after {1000 * found.seconds['first_token']:.0f} ms: {milliseconds}"
-    if found.confidence is not None:
-        messages.print(f"Confidence {found.confidence:.2f}")
+    tell_confidence(found.confidence)
     times += f"; {found.kept} of {counted(len(read), 'passage')} kept, not read again"
     messages.print(f"[dim]{compression_summary(found.statistics)}\n{times}[/]")
 
@@ -412,7 +431,8 @@ def compare(
     full_text_lora: Annotated[
         str | None, typer.Option(help="A reader of text too, of train/full_text.py.", callback=shared.expand_home)
     ] = None,
-    top_k: Annotated[int, typer.Option(help="Number of passages read.", min=1)] = 5,
+    top_k: Annotated[int, typer.Option(help="Passages to find. Of slots the likeliest are read.", min=1)] = 5,
+    max_passages: MaxPassages = None,
     num_questions: Annotated[int | None, typer.Option("-n", help="Maximum number of questions.", min=1)] = None,
     device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
 ) -> None:
@@ -423,6 +443,7 @@ def compare(
 
     shared.silence_transformers()
     options = {"full_text_lora": full_text_lora, "top_k": top_k, "num_questions": num_questions, "device": device}
+    options["max_passages"] = max_passages or shared.passages_to_read(shared.load_processor(checkpoint))
     options |= {"rates": split_rates(tokens_per_slot), "tell": lambda text: messages.print(f"[dim]{text}[/]")}
     show("\n".join(run_compare(questions, documents or [], folder, checkpoint, **options)))
 

@@ -31,6 +31,8 @@ Reranker = Annotated[str | None, typer.Option(help="CrossEncoder that reorders t
 
 def parse_tokens_per_slot(value: str) -> int | str:
     """A rate from the command line: a whole number, or `"segment"`."""
+    if value != "segment" and not value.isdecimal():
+        raise typer.BadParameter(f"{value!r} is neither a whole number nor `segment`.")
     return value if value == "segment" else int(value)
 
 

@@ -26,6 +26,24 @@ class Document(NamedTuple):
         return digest([self.title, self.text])
 
 
+def count_words(text: str) -> int:
+    """Words as passages count them: a long one, or text without spaces, is several.
+
+    >>> count_words("Ada wrote."), count_words("x" * 40)
+    (2, 3)
+    """
+    return sum(1 for _ in _WORD.finditer(text))
+
+
+def no_text(name: str) -> str:
+    """Says that a file has no text, and why that may be.
+
+    >>> no_text("a.PDF")
+    'a.PDF holds no text; its pages may be pictures'
+    """
+    return f"{name} holds no text{'; its pages may be pictures' * name.lower().endswith('.pdf')}"
+
+
 def cut_passages(
     text: str, passage_words: int, spacy_model: str = "en", sections: Sequence[tuple[int, Any]] = ()
 ) -> list[tuple[int, int]]:

@@ -157,3 +157,19 @@ def _f1(predicted: Counter, gold: str) -> float:
         return 0.0
     precision, recall = common / predicted.total(), common / expected.total()
     return 2 * precision * recall / (precision + recall)
+
+
+def find_answer(answer: str, text: str) -> dict[str, int] | None:
+    """Where a text says an answer word for word; case, spaces and punctuation around it make no difference.
+
+    >>> find_answer("Ski  jumper.", "A Kazakh ski jumper since 2003.")
+    {'start': 9, 'end': 19}
+    """
+    if not (words := answer.strip(" \n\t.,;:!?\"'").split()):
+        return None
+    pattern = r"\s+".join(map(re.escape, words))
+    # Not inside a word or a number, in scripts that have spaces between words.
+    before, after = (each.isdigit() or each.lower() != each.upper() for each in (words[0][0], words[-1][-1]))
+    pattern = (r"(?<!\w)" if before else "") + pattern + (r"(?!\w)" if after else "")
+    found = re.search(pattern, text, re.IGNORECASE)
+    return None if found is None else {"start": found.start(), "end": found.end()}

@@ -19,7 +19,7 @@ import datasets
 import pyarrow.parquet
 
 from ..common.files import digest, read_json_lines
-from ..common.passages import Document
+from ..common.passages import Document, no_text
 from ..common.reading import CONVERTED, LONGEST_TITLE, MARKDOWN, read_file
 from ..common.rows import parse_source
 
@@ -48,8 +48,7 @@ def read_documents(sources: Iterable[str], skip: Callable[..., None]) -> Iterato
                 texts = (each.encode("utf-8", "replace").decode() for each in document[:3])
                 yield Document(*texts, document.sections)
             else:
-                why = "; its pages may be pictures" if document.id.lower().endswith(".pdf") else ""
-                skip(f"{document.id} holds no text{why}", may_hold_documents=False)
+                skip(no_text(document.id), may_hold_documents=False)
 
 
 def check_source(source: str) -> str | None:

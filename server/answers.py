@@ -1,6 +1,5 @@
 """Requests, their answers, and how those of a batch are written: each by its own settings, token by token."""
 
-import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,6 +10,7 @@ import torch
 from transformers import LogitsProcessor, StoppingCriteria, TemperatureLogitsWarper, TopPLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
+from ..common.rows import find_answer
 from ..configuration_arcaligner import longest_prompt
 from ..corpus.retrieve import SlotPassages
 from ..pipeline_arcaligner import AnswerConfidence, format_trajectory
@@ -99,22 +99,6 @@ class Answer:
         """The passages, each with `read`, whether the answer was read from it, and `answer`: the first characters of
         its text where the answer stands, or `None`."""
         return [{"read": True, **each, "answer": find_answer(self.text, each["text"])} for each in self.documents]
-
-
-def find_answer(answer: str, text: str) -> dict[str, int] | None:
-    """Where a text says an answer word for word; case, spaces and punctuation around it make no difference.
-
-    >>> find_answer("Ski  jumper.", "A Kazakh ski jumper since 2003.")
-    {'start': 9, 'end': 19}
-    """
-    if not (words := answer.strip(" \n\t.,;:!?\"'").split()):
-        return None
-    pattern = r"\s+".join(map(re.escape, words))
-    # Not inside a word or a number, in scripts that have spaces between words.
-    before, after = (each.isdigit() or each.lower() != each.upper() for each in (words[0][0], words[-1][-1]))
-    pattern = (r"(?<!\w)" if before else "") + pattern + (r"(?!\w)" if after else "")
-    found = re.search(pattern, text, re.IGNORECASE)
-    return None if found is None else {"start": found.start(), "end": found.end()}
 
 
 class RowSampler(LogitsProcessor):

@@ -4,7 +4,7 @@ path; and questions to begin with, which fit the texts of the corpus."""
 import re
 from typing import Any
 
-from ..common.passages import Document, passages_of
+from ..common.passages import Document, no_text, passages_of
 from ..common.reading import read_file
 from ..corpus.table import Corpus
 
@@ -37,7 +37,7 @@ def read_passages(name: str, data: bytes, passage_words: int, spacy_model: str) 
     title, text, sections = read_file(name, data)
     title, text = (each.encode("utf-8", "replace").decode() for each in (title, text))  # a PDF may have halves
     if not text.strip():
-        raise ValueError(f"{name} holds no text{'; its pages may be pictures' * name.lower().endswith('.pdf')}.")
+        raise ValueError(f"{no_text(name)}.")
     found = passages_of([Document(name, title, text[:MAX_CHARACTERS], sections)], passage_words, spacy_model)
     passages = [{"title": each.title, "text": text[each.start : each.end], "page": each.page} for each in found]
     return {"name": name, "passages": passages, "characters": len(text), "read": min(len(text), MAX_CHARACTERS)}

@@ -70,7 +70,7 @@ def passage_confidences(store, rows: list[Row], **settings: Any) -> list[dict[in
     """Of each row how likely each of its passages by itself answers, by number; `store` and `settings` as for
     `rank_passages`."""
     found = []
-    for row in tqdm(rows, desc="asking about each passage", leave=False):
+    for row in tqdm(rows, desc="asking about each passage", leave=False, disable=len(rows) == 1):
         (ranked,) = rank_passages(store, [row["question"]], [row["passages"]], **settings)
         found.append({number: each.confidence for number, each in ranked.items()})
     return found

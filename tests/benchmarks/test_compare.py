@@ -8,8 +8,9 @@ from conftest import chat_inputs, greedy_answer
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from arcaligner.benchmarks.compare import COLUMNS, Asked, cells_of, html_page
+from arcaligner.benchmarks.compare import COLUMNS, Asked, Reader, cells_of
 from arcaligner.common.rows import token_f1
+from arcaligner.pipeline_arcaligner import likeliest, rank_passages
 from arcaligner.train.data import full_text
 
 LETTER = "It was written by Ada. Nobody else knew. She wrote it in May."
@@ -123,5 +124,15 @@ def test_scores_are_of_the_questions_with_answers_and_agreement_of_all():
     assert cells == expected | {"first token": "300 ms", "from kept passages": "100 ms", "kept": "0.5 MiB"}
 
 
-def test_the_page_shows_names_as_text():
-    assert "&lt;b&gt;" in html_page([["<b>"] * len(COLUMNS)], []) and "<b>" not in html_page([["<b>"]], ["<b>"])
+def test_of_more_passages_slots_are_read_of_the_likeliest(separate):
+    model, reader = separate
+    row = {"question": "Who wrote it?", "passages": [{"title": "", "text": LETTER}, OTHER], "meta": {"score": [2, 1]}}
+    found = Reader("slots", 2, model, max_passages=1).ask(reader, row)
+    (ranked,) = rank_passages(model.slot_prefix_store(reader), [row["question"]], [row["passages"]], tokens_per_slot=2)
+    sure = {number: each.confidence for number, each in ranked.items()}
+    (number,) = likeliest(sure, 1, are_ranked=True)
+    inputs = chat_inputs(reader, row["question"], [row["passages"][number]], tokens_per_slot=2)
+    assert found.answer == greedy_answer(model, reader, inputs, 4).strip()
+    assert found.positions == (inputs["input_ids"] == reader.context_token_id).sum()
+    alone = Reader("slots", 2, model).ask(reader, row)
+    assert alone.positions > found.positions and alone.kept_bytes == found.kept_bytes  # all passages are kept

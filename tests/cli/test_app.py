@@ -19,7 +19,7 @@ from tiny_models import random_probe
 from arcaligner import ArcAlignerPipeline
 from arcaligner.cli import app as cli
 from arcaligner.cli import demo, shared
-from arcaligner.common.files import exit_on_user_error, printable, read_json_lines
+from arcaligner.common.files import counted, exit_on_user_error, printable, read_json_lines
 from arcaligner.train import stages
 
 CASES = list(read_json_lines(demo.CASE_STUDIES))
@@ -57,8 +57,9 @@ def test_answer_prints_the_pipelines_answer_and_nothing_else(
     code, out, err = run_cli("answer", "--question", QUESTION, *options)
     assert code == 0
     assert out == printable(record["generated_text"].strip()) + "\n"
-    *steps, summary = err.splitlines()[-3:]
-    assert steps == STEPS
+    *steps, check, summary = err.splitlines()
+    assert steps == [*STEPS, f"{document}:0-{len(TEXT)}", f"{document}:0-{len(TEXT)}"]  # both were read
+    assert check == "The answer is not word for word in what was read: check it."
     assert summary.startswith(f"{record['statistics']['tokens']} tokens of text read as 4 slots")
 
 
@@ -101,7 +102,7 @@ def test_options_of_answer_reach_the_pipeline(run_cli, monkeypatch, document):
     record["statistics"] = {"tokens": 14, "slots": 1, "compression_rate": 7.0, "dropped": 1}
 
     class Ask:
-        processor = types.SimpleNamespace(answer_probe=None, spacy_model="en")
+        processor = types.SimpleNamespace(answer_probe=None, spacy_model="en", no_answer=None)
 
         def __call__(self, row, **settings):
             asked.append((row, settings))
@@ -151,7 +152,7 @@ def test_a_long_file_is_cut_and_the_likeliest_passages_are_read_and_named(
     told = [line for line in err.splitlines() if line.startswith(str(path))]
     spans = [(passages[place].start, passages[place].end, passages[place].title) for place in read]
     assert told == [f"{path}:{start}-{end} {title}" for start, end, title in spans]
-    assert f"{5 - number} more, less likely to answer" in err
+    assert f"{counted(5 - number, 'passage')} not read, less likely to answer (--max-passages)" in err
     start, end, _ = spans[0]
     assert path.read_text("utf-8")[start:end] == documents[read[0]]["text"]
 
@@ -161,8 +162,9 @@ def test_all_of_several_short_files_are_read(run_cli, chooser, checkpoint_dir, d
     given = ("answer", "--question", QUESTION, "--document", document, "--document", other)
     code, out, err = run_cli(*given, "--checkpoint", checkpoint_dir, "--show-slots")
     assert code == 0 and "It was written by" in out and "The ship left" in out and "less likely" not in err
+    assert "letter.txt" in out and "other.txt" in out  # of each slot
     code, out, err = run_cli(*given, "--checkpoint", checkpoint_dir, "--max-passages", 1)
-    assert code == 0 and "1 more, less likely" in err
+    assert code == 0 and "1 passage not read, less likely" in err
 
 
 def test_the_version_is_that_of_the_package(run_cli):
@@ -173,8 +175,11 @@ def test_a_file_for_a_corpus_is_not_answered_from(run_cli, checkpoint_dir, monke
     monkeypatch.setattr(cli, "MANY_PASSAGES", 4)
     path = tmp_path / "long.txt"
     path.write_text("One two three four five six seven eight nine ten. " * 41, encoding="utf-8")
-    code, _, err = run_cli("answer", "--question", QUESTION, "--document", path, "--checkpoint", checkpoint_dir)
-    assert code == 1 and "is cut into 5 passages" in err and "corpus build" in err.replace("\n", " ")
+    checkpoint = ("--checkpoint", checkpoint_dir)
+    code, _, err = run_cli("answer", "--question", QUESTION, "--document", path, *checkpoint)
+    assert code == 1 and "long.txt is cut into 5 passages" in err and "corpus build" in err.replace("\n", " ")
+    path.write_text("x" * 16 * 401)  # text without spaces is cut as well
+    assert "cut into 5 passages" in run_cli("answer", "--question", QUESTION, "--document", path, *checkpoint)[2]
 
 
 def test_mistakes_end_in_one_clear_line(run_cli, checkpoint_dir, base_model_dir, document, tmp_path):
@@ -184,6 +189,7 @@ def test_mistakes_end_in_one_clear_line(run_cli, checkpoint_dir, base_model_dir,
     for question, path, checkpoint, message in (
         (QUESTION, binary, checkpoint_dir, "binary.txt is not UTF-8 text, nor in another encoding (byte 0)"),
         (QUESTION, empty, checkpoint_dir, "empty.txt holds no text"),
+        (QUESTION, Path("tests/data/case_studies.jsonl").absolute(), checkpoint_dir, "case_studies.jsonl holds rows"),
         (" ", document, checkpoint_dir, "The question is empty"),
         (QUESTION, document, tmp_path / "none", f"There is no folder {tmp_path / 'none'}"),
         (QUESTION, document, "tests/none", "There is no folder tests/none"),

@@ -48,7 +48,7 @@ def test_from_a_folder_to_an_answer(run_cli, letters, checkpoint_dir, tmp_path, 
     assert cli.compression_summary(record["statistics"]) in err
     assert "First token after" in err and all(part in err for part in ("retrieval ", "slots ", "model "))
 
-    assert "The answer stands in none of these passages word for word" in err
+    assert "The answer is not word for word in what was read: check it." in err
     said = lambda answer, text: {"start": 3, "end": 5} if "Radik" in text else None  # noqa: E731
     monkeypatch.setattr("arcaligner.server.answers.find_answer", said)
     _, out, err = run_cli("ask", question, "--corpus", folder, "--top-k", 9, "--max-new-tokens", 5, *aligner)

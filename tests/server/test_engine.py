@@ -10,13 +10,14 @@ import torch
 from tiny_models import random_probe
 
 from arcaligner import ArcAlignerPipeline
+from arcaligner.common.rows import find_answer
 from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.table import Corpus
 from arcaligner.encoder_arcaligner import SlotEncoder
 from arcaligner.pipeline_arcaligner import RankedPassage
 from arcaligner.server import engine as server_engine
-from arcaligner.server.answers import Limits, Request, RowSampler, find_answer
+from arcaligner.server.answers import Limits, Request, RowSampler
 from arcaligner.server.app import describe_error
 from arcaligner.server.engine import BusyError, Engine
 
