@@ -85,7 +85,7 @@ def find_passages(
         for row in track(alone, "Searching", console=Console(stderr=True), transient=True):
             found = search(row["question"], top_k=top_k).documents
             row["passages"] = [{"title": each["title"], "text": each["text"]} for each in found]
-            row["meta"] = {"score": [each["score"] for each in found]}
+            row["meta"] = {"score": [each["similarity"] for each in found]}
     return rows
 
 

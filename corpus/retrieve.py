@@ -36,7 +36,7 @@ class SlotPassages:
     """Passages of a question as slots, whether from a corpus or from the question's own documents."""
 
     # With `title` and `text`; those from a corpus, best first, also with `document` (its id), `start` and `end`
-    # (characters of the passage in it), `page` (or `None`) and `score`.
+    # (characters of the passage in it), `page` (or `None`), `score`, and `similarity`, the cosine to the question.
     documents: list[dict[str, Any]]
     encoded: EncodedDocuments
     seconds: dict[str, float]  # how long `retrieval` and `slots` took
@@ -85,7 +85,7 @@ class Retriever:
                 raise ValueError(f"The re-ranker is {reranker!r}; expected a folder or a Hub id, or nothing.")
             folder = find_model("re-ranker", reranker, ENCODER_FILES)
             self.reranker = CrossEncoder(str(folder), device=processor.encoder.device)
-        unread = ("id", "digest", "vector")
+        unread = ("id", "digest")
         self.columns = [name for name in corpus.schema.names if name not in unread]
 
     def __call__(self, question: str, top_k: int = 5) -> SlotPassages:
@@ -116,6 +116,9 @@ class Retriever:
         searched = time.perf_counter()
         self._check(rows)
         passages = slot_passages(rows, self.processor.context_words)
+        vectors = rows["vector"].combine_chunks().flatten().to_numpy(zero_copy_only=False).reshape(len(rows), -1)
+        for document, similarity in zip(passages.documents, (vectors @ vector).tolist(), strict=True):
+            document["similarity"] = similarity
         passages.seconds = {"retrieval": searched - began, "slots": time.perf_counter() - searched}
         return passages
 

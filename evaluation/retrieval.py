@@ -38,7 +38,7 @@ def retrieve(rows: list[Row], corpus: str | Path, checkpoint: str, reranker: str
     with_passages = []
     for row in track(rows, "searching", transient=True):
         documents = retriever(row["question"], num_passages).documents[:top_k]
-        scores = {"score": [each["score"] for each in documents]}
+        scores = {"score": [each["similarity"] for each in documents]}
         passages = [{"title": each["title"], "text": each["text"]} for each in documents]
         with_passages.append(row | {"passages": passages, "meta": (row.get("meta") or {}) | scores})
     return with_passages

@@ -217,7 +217,9 @@ class Engine:
         seconds = time.perf_counter() - began
         for request, ranked in zip(group, asked, strict=True):
             sure = {number: each.confidence for number, each in ranked.items()}
-            numbers = likeliest(sure, request.max_passages, are_ranked=request.documents is None)
+            of_corpus = request.documents is None
+            similar = [each["similarity"] for each in request.passages.documents] if of_corpus else None
+            numbers = likeliest(sure, request.max_passages, similar)
             if not self._records(request):  # else all are read again
                 request.kept = sum(ranked[number].is_kept for number in numbers)
             request.passages = request.passages.only(numbers)

@@ -81,7 +81,7 @@ def with_likeliest(rows: list[Row], confidences: list[dict[int, float]], max_pas
     chosen = []
     for row, sure in zip(rows, confidences, strict=True):
         if len(row["passages"]) > max_passages:
-            numbers = likeliest(sure, max_passages, are_ranked="score" in (row.get("meta") or {}))
+            numbers = likeliest(sure, max_passages, (row.get("meta") or {}).get("score"))
             row = row | {"passages": [row["passages"][number] for number in numbers]}
         chosen.append(row)
     return chosen

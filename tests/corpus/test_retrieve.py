@@ -40,6 +40,7 @@ def test_full_text_finds_a_word_that_the_encoder_does_not_know(corpus, processor
     scores = [float(torch.tensor(row["vector"], dtype=torch.float32) @ query) for row in rows]
     order = sorted(range(len(rows)), key=lambda number: -scores[number])
     assert [each["text"] for each in ranked.documents] == [rows[number]["text"] for number in order]
+    assert [each["similarity"] for each in ranked.documents] == pytest.approx(sorted(scores, reverse=True), abs=1e-5)
 
 
 @pytest.mark.parametrize("question", ["the of", '"(a AND', "?", "\x00", "x" * 5000])

@@ -197,9 +197,9 @@ def test_of_more_passages_the_likeliest_are_read_and_all_counted(separate):
     assert found.passage_tokens > expected.passage_tokens
 
 
-def test_the_order_of_a_search_counts_beside_the_confidence():
+def test_the_similarity_to_the_question_counts_beside_the_confidence():
     row = ROWS[0] | {"passages": [{"title": "", "text": text} for text in ("Ada.", "Bob.", "Eve.")]}
-    found = row | {"meta": {"score": [0.5, 0.4, 0.1]}}
+    found = row | {"meta": {"score": [0.5, 0.4, 0.1]}}  # cosines
     sure = {0: 0.60, 1: 0.65, 2: 0.99}
     assert [each["passages"] for each in with_likeliest([row, found], [sure, sure], 2)] == [
         row["passages"][1:],

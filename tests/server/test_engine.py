@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import random_probe
 
-from arcaligner import ArcAlignerPipeline
+from arcaligner import ArcAlignerPipeline, pipeline_arcaligner
 from arcaligner.common.rows import find_answer
 from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import Retriever
@@ -252,7 +252,7 @@ def apart(separate):
     return ArcAlignerPipeline(model=model, processor=reader, task="text-generation", device="cpu")
 
 
-def test_of_a_corpus_the_order_of_the_search_counts(apart, tmp_path, monkeypatch):
+def test_of_a_corpus_the_similarity_to_the_question_counts(apart, tmp_path, monkeypatch):
     for name in ("ada", "bob"):
         (tmp_path / f"{name}.txt").write_text(f"{name} wrote it.")
     corpus = Corpus.create(tmp_path / "corpus", apart.processor)
@@ -260,8 +260,12 @@ def test_of_a_corpus_the_order_of_the_search_counts(apart, tmp_path, monkeypatch
     engine = Engine(apart, Retriever(corpus, apart.processor), max_passages=1)
     sure = {0: RankedPassage(0.60, True), 1: RankedPassage(0.65, True)}
     monkeypatch.setattr(server_engine, "rank_passages", lambda store, chats, **passages: [sure])
+    monkeypatch.setattr(pipeline_arcaligner, "SIMILARITY_WEIGHT", 1e6)
     for documents, read in ((None, 0), (["Ada wrote it.", "Bob wrote it."], 1)):
         sources = engine.submit(Request(CHAT, documents, max_new_tokens=2)).result().sources
+        if documents is None:  # else the confidence alone says which
+            read = max((0, 1), key=lambda number: sources[number]["similarity"])
+            assert sources[0]["similarity"] != pytest.approx(sources[1]["similarity"])
         assert [each["read"] for each in sources] == [read == 0, read == 1]
         assert [each["confidence"] for each in sources] == [0.60, 0.65]
     engine.close()
