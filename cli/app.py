@@ -253,8 +253,10 @@ def ask_corpus(
     dtype: Dtype = None,
 ) -> None:
     """Answers a question from a corpus, and lists the passages that were read, those that most likely answer."""
+    from ..configuration_arcaligner import check_question
     from ..server.answers import Request
 
+    check_question(question)
     with busy("Loading the aligner and its base model"):
         options = {"tokens_per_slot": tokens_per_slot, "max_passages": max_passages}
         engine = shared.load_engine(checkpoint, corpus, reranker, dtype, **options)

@@ -1,5 +1,6 @@
 """The commands `arcaligner corpus`: build, change, read ahead and describe passages that are encoded once."""
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -90,8 +91,14 @@ def build(
     processor = shared.load_processor(checkpoint)
     from ..corpus.table import Corpus
 
+    is_new = not folder.exists()
     corpus = Corpus.create(folder, processor, passage_words, tokens_per_slot)
-    fill_corpus(corpus, processor, sources, strict, verbose, ray, prune)
+    try:
+        fill_corpus(corpus, processor, sources, strict, verbose, ray, prune)
+    except ValueError:
+        if is_new and len(corpus) == 0:  # nothing came of it
+            shutil.rmtree(folder)
+        raise
 
 
 @corpus_app.command("add")

@@ -61,6 +61,7 @@ def test_from_a_folder_to_an_answer(run_cli, letters, checkpoint_dir, tmp_path, 
 
 def test_mistakes_end_in_one_clear_line(run_cli, letters, corpus, checkpoint_dir, tmp_path):
     (letters / "binary.txt").write_bytes(b"\0\xff")
+    (empty := tmp_path / "empty.txt").write_text(" ")
     aligner = ("--checkpoint", checkpoint_dir)
     for arguments, message in (
         (("corpus", "info", "--corpus", tmp_path / "none"), "There is no corpus"),
@@ -71,12 +72,15 @@ def test_mistakes_end_in_one_clear_line(run_cli, letters, corpus, checkpoint_dir
             ("corpus", "build", "typo.txt", "--output", tmp_path / "new", *aligner),
             "There is no file or folder typo.txt",
         ),
+        (("corpus", "build", empty, "--output", tmp_path / "new", *aligner), "There is no document in"),
         (("ask", "Who?", "--corpus", letters, *aligner), "is not a corpus of ArcAligner"),
+        (("ask", " ", "--corpus", corpus.path, *aligner), "The question is empty"),
         (("ask", "Who?", "--corpus", corpus.path, "--reranker", "", *aligner), "The re-ranker is ''; expected"),
     ):
         code, out, err = run_cli(*arguments)
         assert code == 1 and out == ""
         assert err.splitlines()[-1].startswith("Error: ") and message in err.splitlines()[-1]
+    assert not (tmp_path / "new").exists()  # of a build that found nothing
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
