@@ -103,9 +103,8 @@ def test_the_command_writes_a_report_whose_figure_has_the_f1_of_each_way(tmp_pat
     found = json.loads((tmp_path / "out" / "kept.json").read_text("utf-8"))
     assert [size["k"] for size in found["sizes"]] == [1, 2] and found["known_passages"] == 6
     assert "| **slots**, kept: one slot per segment, from disk |" in capsys.readouterr().out
-    f1 = {"StandardRAG, fine-tuned": 60.0, "StandardRAG, fine-tuned, passages apart": 50.0}
-    f1["ArcAligner, 4 tokens per slot"] = 40.0
-    sets = {"SQuAD": {"methods": {title: {"f1": [each]} for title, each in f1.items()}}}
+    f1 = {"full_text_lora": 60.0, "text_apart": 50.0, "arcaligner_x4": 40.0}
+    sets = {"SQuAD": {"methods": {name: {"f1": [each]} for name, each in f1.items()}}}
     section = speed.save_known(tmp_path / "out", sets)
     assert section[0].startswith("## Passages that are known") and speed.kept_lines(found)[3] in section
     points = json.loads((tmp_path / "out" / "known_passages.json").read_text("utf-8"))["curves"]
