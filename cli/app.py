@@ -126,7 +126,7 @@ def warn_of_words(answer: str, read: list[dict[str, Any]], no_answer: str | None
 
 def tell_confidence(confidence: float | None) -> None:
     if confidence is not None:
-        messages.print(f"Confidence {confidence:.2f} [dim]that what was read answers, not that the answer is right[/]")
+        messages.print(f"Confidence {confidence:.2f} [dim]that the passages answer, not that the answer is right[/]")
 
 
 def slots_table(record: dict[str, Any], passages: list[Passage]) -> Table:
@@ -205,6 +205,8 @@ def answer(
         with busy("Loading the aligner and its base model"):
             loaded = LlamaCppEngine(checkpoint, base_model, gate_mode=gate_mode)
         _, documents = cut(files, loaded.processor.spacy_model)
+        if len(documents) > len(files):
+            messages.print(f"llama.cpp does not tell which passage answers: all {len(documents)} are read.")
         show(loaded.answer(question, documents, **settings).strip())
         return
     if base_model is not None:
