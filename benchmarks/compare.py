@@ -147,7 +147,7 @@ class Reader:
     def _slots(self, processor, row: Row, store: SlotPrefixStore | None = None):
         """A prompt with slots, of passages that are new or kept by `store`."""
         if self.max_passages is not None and len(row["passages"]) > self.max_passages:
-            store = store or self.model.slot_prefix_store(processor)
+            store = self.model.slot_prefix_store(processor) if store is None else store
             (row,) = with_likeliest(
                 [row], passage_confidences(store, [row], tokens_per_slot=self.rate), self.max_passages
             )
@@ -157,7 +157,7 @@ class Reader:
 
     def _keep_slots(self, processor, row: Row):
         """What makes the prompt of passages that are kept, and the bytes that they take."""
-        store = self.model.slot_prefix_store(processor)
+        store = self.model.slot_prefix_store(processor, max_bytes=2**40)
         store.keep(row["question"], row["passages"], tokens_per_slot=self.rate)
         return partial(self._slots, processor, row, store), store.bytes
 
