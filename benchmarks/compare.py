@@ -28,6 +28,7 @@ from rich.progress import track
 
 from ..base_model_arcaligner import cache_of
 from ..common.files import counted, describe_machine, markdown_table, read_json_lines, write_whole
+from ..common.passages import PASSAGE_WORDS
 from ..common.rows import Row, contains_match, own_row, token_f1, usable_golds
 from ..evaluation.answering import count_tokens, load_aligner, load_text_lora
 from ..evaluation.methods import rate_title
@@ -38,7 +39,6 @@ from ..train.metrics import MAX_NEW_TOKENS, passage_confidences, with_likeliest
 from .arms import cache_bytes, share
 from .measuring import wait_for
 
-PASSAGE_WORDS = 100
 COLUMNS = ("what is read", "positions", "F1", "EM", "agreement", "first token", "from kept passages", "kept")
 REMARKS = (
     "Positions of the prompt that stand for the passages, per question. F1, EM and agreement in percent. First token: "
@@ -77,15 +77,14 @@ def find_passages(
     from ..corpus.build import build_corpus  # of the extra `corpus`
     from ..corpus.retrieve import Retriever
     from ..corpus.table import Corpus
+    from ..evaluation.retrieval import with_found
 
     with tempfile.TemporaryDirectory() as folder:
         corpus = Corpus.create(Path(folder, "corpus"), processor, PASSAGE_WORDS, "segment")
         build_corpus(sources, corpus, processor, on_batch=lambda report: tell(counted(report.passages, "passage")))
         search = Retriever(corpus, processor)
         for row in track(alone, "Searching", console=Console(stderr=True), transient=True):
-            found = search(row["question"], top_k=top_k).documents
-            row["passages"] = [{"title": each["title"], "text": each["text"]} for each in found]
-            row["meta"] = {"score": [each["similarity"] for each in found]}
+            row |= with_found(row, search(row["question"], top_k=top_k).documents)
     return rows
 
 

@@ -27,8 +27,8 @@ from rich.table import Table
 
 from .. import __version__
 from ..common.files import DEFAULT_CHECKPOINT, ROOT, counted, exit_on_user_error, printable
-from ..common.passages import Document, Passage, count_words, no_text, passages_of
-from ..common.rows import find_answer
+from ..common.passages import PASSAGE_WORDS, Document, Passage, count_words, no_text, passages_of
+from ..common.rows import JSON_LINES, find_answer
 from . import shared
 from .corpus import corpus_app
 from .shared import (
@@ -42,6 +42,7 @@ from .shared import (
     TokensPerSlot,
     busy,
     messages,
+    named,
     one_line,
     output,
     show,
@@ -73,7 +74,7 @@ def options(
 
 
 # A passage of so many words is longer than almost all that an aligner was trained on: a file of more is cut.
-MANY_WORDS, PASSAGE_WORDS = 400, 100
+MANY_WORDS = 400
 # More passages are for a corpus, which keeps what was read of them.
 MANY_PASSAGES = 100
 
@@ -82,7 +83,7 @@ def read_document(path: Path) -> Document:
     """A text file; one that says nothing, or holds rows, is refused."""
     from ..common.reading import read_file
 
-    if path.name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
+    if path.name.endswith((*JSON_LINES, ".parquet")):
         raise ValueError(f"{path} holds rows. `arcaligner corpus build` reads them, and `ask` answers from them.")
     document = Document(str(path), *read_file(path))
     if not document.text.strip():
@@ -106,6 +107,16 @@ def cut(documents: list[Document], spacy_model: str) -> tuple[list[Passage], lis
             "and `ask` answers from them."
         )
     return passages, [{"title": each.title, "text": each.document.text[each.start : each.end]} for each in passages]
+
+
+def sources_read(record: dict[str, Any], passages: list[Passage]) -> list[dict[str, Any]]:
+    """The passages that an answer was read from, as the server's `sources`."""
+    read = []
+    for each in (passages[number] for number in sorted({segment["document"] for segment in record["segments"]})):
+        place = find_answer(record["generated_text"], each.document.text[each.start : each.end])
+        found = {"document": each.document.id, "start": each.start, "end": each.end, "title": each.title}
+        read.append(found | {"page": each.page, "answer": place})
+    return read
 
 
 def source_line(source: dict[str, Any]) -> str:
@@ -225,11 +236,7 @@ def answer(
     if show_slots:
         output.print(slots_table(record, passages))
         messages.print("[dim]A slot passes once through each layer, and again where a gate adds a pass.[/]")
-    read = []
-    for number in sorted({segment["document"] for segment in record["segments"]}):
-        each, place = passages[number], find_answer(record["generated_text"], documents[number]["text"])
-        read.append({"document": each.document.id, "start": each.start, "end": each.end, "title": each.title})
-        read[-1] |= {"page": each.page, "answer": place}
+    read = sources_read(record, passages)
     if len(passages) > 1:
         for each in read:
             messages.print(source_line(each), markup=False, soft_wrap=True)
@@ -370,21 +377,11 @@ def evaluate(
     tokens_per_slot: Annotated[
         str | None, typer.Option(help="Tokens per slot to compare, separated by commas, such as 4,16,segment.")
     ] = None,
-    checkpoint: Annotated[
-        str | None, typer.Option(help="The aligner: a folder or a Hub id.", callback=shared.expand_home)
-    ] = None,
-    xrag: Annotated[
-        str | None, typer.Option(help="Aligner for the method xrag, of recipe xrag.", callback=shared.expand_home)
-    ] = None,
-    projector_only: Annotated[
-        str | None, typer.Option(help="Aligner for the method projector_only.", callback=shared.expand_home)
-    ] = None,
-    full_text_lora: Annotated[
-        str | None, typer.Option(help="LoRA for full_text_lora, of train/full_text.py.", callback=shared.expand_home)
-    ] = None,
-    text_apart: Annotated[
-        str | None, typer.Option(help="LoRA for text_apart, of train/full_text.py.", callback=shared.expand_home)
-    ] = None,
+    checkpoint: Annotated[str | None, named(help="The aligner: a folder or a Hub id.")] = None,
+    xrag: Annotated[str | None, named(help="Aligner for the method xrag, of recipe xrag.")] = None,
+    projector_only: Annotated[str | None, named(help="Aligner for the method projector_only.")] = None,
+    full_text_lora: Annotated[str | None, named(help="LoRA for full_text_lora, of train/full_text.py.")] = None,
+    text_apart: Annotated[str | None, named(help="LoRA for text_apart, of train/full_text.py.")] = None,
     folder: Annotated[Path | None, typer.Option("--output", help="Folder for answers and tables.")] = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder with TASK.jsonl.gz for each task. Default: the Hub.")
@@ -432,9 +429,7 @@ def compare(
         str | None,
         typer.Option(help="Tokens per slot to compare, such as 4,segment. Default: all it was trained with."),
     ] = None,
-    full_text_lora: Annotated[
-        str | None, typer.Option(help="A reader of text too, of train/full_text.py.", callback=shared.expand_home)
-    ] = None,
+    full_text_lora: Annotated[str | None, named(help="A reader of text too, of train/full_text.py.")] = None,
     top_k: Annotated[int, typer.Option(help="Passages to find. Of slots the likeliest are read.", min=1)] = 5,
     max_passages: MaxPassages = None,
     num_questions: Annotated[int | None, typer.Option("-n", help="Maximum number of questions.", min=1)] = None,
@@ -471,9 +466,7 @@ def export_gguf_adapter(
 @app.command()
 def push(
     repo_id: Annotated[str, typer.Option(help="Repository on the Hub, user/name. Created if it does not exist.")],
-    checkpoint: Annotated[str, typer.Option(help="Aligner checkpoint: a folder.", callback=shared.expand_home)] = str(
-        DEFAULT_CHECKPOINT
-    ),
+    checkpoint: Annotated[str, named(help="Aligner checkpoint: a folder.")] = str(DEFAULT_CHECKPOINT),
     private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
 ) -> None:
     """Uploads a trained aligner to the Hub, in one commit."""

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..common.files import DEFAULT_CHECKPOINT, counted
+from ..common.passages import PASSAGE_WORDS
 from . import shared
 from .shared import Checkpoint, CorpusFolder, Dtype, TokensPerSlot, busy, messages, one_line, show
 
@@ -78,7 +79,7 @@ def build(
     sources: Sources,
     folder: Annotated[Path, typer.Option("--output", help="Folder of the corpus. An existing one is updated.")],
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
-    passage_words: Annotated[int, typer.Option(help="Maximum number of words per passage.", min=1)] = 100,
+    passage_words: Annotated[int, typer.Option(help="Maximum number of words per passage.", min=1)] = PASSAGE_WORDS,
     tokens_per_slot: TokensPerSlot = None,
     strict: Strict = False,
     prune: Annotated[bool, typer.Option("--prune", help="Remove documents that are in none of the sources.")] = False,

@@ -25,7 +25,9 @@ def expand_home(name: str | None) -> str | None:
     return name and os.path.expanduser(name)
 
 
-Checkpoint = Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.", callback=expand_home)]
+# An option that names a checkpoint.
+named = partial(typer.Option, callback=expand_home)
+Checkpoint = Annotated[str, named(help="Aligner checkpoint: a folder or a Hub id.")]
 Reranker = Annotated[str | None, typer.Option(help="CrossEncoder that reorders the passages found.")]
 
 

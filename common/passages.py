@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from .files import digest
 from .reading import LONGEST_TITLE
 
+PASSAGE_WORDS = 100  # of a passage, where nobody says otherwise
 # A word, or a part of one: text without spaces is cut as well.
 _WORD = re.compile(r"\S{1,16}")
 

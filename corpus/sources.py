@@ -21,10 +21,9 @@ import pyarrow.parquet
 from ..common.files import digest, read_json_lines
 from ..common.passages import Document, no_text
 from ..common.reading import CONVERTED, LONGEST_TITLE, MARKDOWN, read_file
-from ..common.rows import parse_source
+from ..common.rows import JSON_LINES, parse_source
 
 TEXTS = (".txt", *MARKDOWN, *CONVERTED)
-JSON_LINES = (".jsonl", ".jsonl.gz")
 FILES = (*TEXTS, *JSON_LINES, ".parquet")
 _NO_SOURCE = re.compile(r"^\.|\.lance$")  # what is hidden, and the table of a corpus that stands beside its texts
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

@@ -31,7 +31,7 @@ from filelock import FileLock, Timeout
 from lancedb.index import FTS, BTree, IvfSq
 
 from ..common.files import digest
-from ..common.passages import Document, Passage, passages_of
+from ..common.passages import PASSAGE_WORDS, Document, Passage, passages_of
 from ..segmentation_arcaligner import Segment, SegmentTokens
 
 FORMAT = 2
@@ -127,7 +127,7 @@ class Corpus:
 
     @classmethod
     def create(
-        cls, path: str | Path, processor, passage_words: int = 100, tokens_per_slot: int | str | None = None
+        cls, path: str | Path, processor, passage_words: int = PASSAGE_WORDS, tokens_per_slot: int | str | None = None
     ) -> "Corpus":
         """A new, empty corpus, or an existing one that was made with the same settings.
 

@@ -38,10 +38,15 @@ def retrieve(rows: list[Row], corpus: str | Path, checkpoint: str, reranker: str
     with_passages = []
     for row in track(rows, "searching", transient=True):
         documents = retriever(row["question"], num_passages).documents[:top_k]
-        scores = {"score": [each["similarity"] for each in documents]}
-        passages = [{"title": each["title"], "text": each["text"]} for each in documents]
-        with_passages.append(row | {"passages": passages, "meta": (row.get("meta") or {}) | scores})
+        with_passages.append(with_found(row, documents))
     return with_passages
+
+
+def with_found(row: Row, documents: list[dict]) -> Row:
+    """A row with the passages that a search found, and their cosines (`meta.score`)."""
+    passages = [{"title": each["title"], "text": each["text"]} for each in documents]
+    scores = {"score": [each["similarity"] for each in documents]}
+    return row | {"passages": passages, "meta": (row.get("meta") or {}) | scores}
 
 
 def gold_documents(row: Row) -> set[str]:
