@@ -382,6 +382,12 @@ def check_question(question) -> None:
         raise ValueError("The question is empty; expected a text. Passages alone ask nothing.")
 
 
+def check_copy_bonus(copy_bonus: Any) -> None:
+    """Raises `ValueError` unless it is a finite number of at least 0."""
+    if not (is_number(copy_bonus, Real) and 0 <= copy_bonus < math.inf):
+        raise ValueError(f"`copy_bonus` is {copy_bonus!r}; expected a number from 0, such as 6.")
+
+
 def check_answer_probe(probe: Any) -> None:
     """Raises `ValueError` unless it is a regression as `train/confidence.py` writes it."""
 

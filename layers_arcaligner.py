@@ -540,3 +540,13 @@ def add_slots_to_layer(layer: nn.Module, layer_idx: int, config: ArcAlignerConfi
     is_gated = layer_idx in config.gated_layers
     layer.slot_gate = SlotGate(config.text_config.hidden_size, config.gate_hidden_size) if is_gated else None
     layer.slot_cost = count_layer_cost(layer, config.text_config)
+
+
+def format_trajectory(depth: int) -> str:
+    """Passes of a slot through a layer as the paper's case studies write them, one `L` for each; `depth` is an
+    entry of `recursion_depth`.
+
+    >>> [format_trajectory(depth) for depth in (0, 1, 2)]
+    ['L0.', 'LL', 'LLL']
+    """
+    return "L0." if depth == 0 else "L" * (depth + 1)

@@ -2,10 +2,6 @@
 
 Last of the flat files, in the order of the data flow:
 configuration -> processing (passages to slots) -> modeling (slots to logits) -> pipeline.
-
-    ask = pipeline("text-generation", model=path, trust_remote_code=True)
-    ask({"question": "Who wrote it?", "documents": ["It was written by Ada."]})
-    ask([{"role": "user", "content": "Who wrote it?"}], documents=["It was written by Ada."])
 """
 
 import contextlib
@@ -14,7 +10,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -23,26 +19,22 @@ from transformers import GenerationConfig, LogitsProcessor, TextGenerationPipeli
 from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
-from .configuration_arcaligner import REFINEMENT_SETTINGS, SLOT_SETTINGS, check_conversation, longest_prompt
-from .segmentation_arcaligner import documents_of
+from .configuration_arcaligner import (
+    REFINEMENT_SETTINGS,
+    SLOT_SETTINGS,
+    check_conversation,
+    check_copy_bonus,
+    is_number,
+    longest_prompt,
+)
+from .layers_arcaligner import format_trajectory
+from .segmentation_arcaligner import copied_next, documents_of, similarities_of, text_spans
 from .slot_rows_arcaligner import pad_passage_ids, pad_words
 
 # Options of a call that go to the processor.
 _SLOT_OPTIONS = (*SLOT_SETTINGS, "sanitize_control_tokens")
 # Options of `generate` that have more than the prompt read before its first scores.
 _READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
-
-
-def format_trajectory(depth: int) -> str:
-    """Passes of a slot through a layer as the paper's case studies write them, one `L` for each.
-
-    Args:
-        depth (`int`): Refinement steps taken, an entry of `recursion_depth`.
-
-    >>> [format_trajectory(depth) for depth in (0, 1, 2)]
-    ['L0.', 'LL', 'LLL']
-    """
-    return "L0." if depth == 0 else "L" * (depth + 1)
 
 
 # How likely it is that passages answer a question. Beyond the paper: a frozen model that has read passages and question
@@ -53,8 +45,7 @@ def format_trajectory(depth: int) -> str:
 
 def check_min_confidence(processor, min_confidence: float) -> None:
     """Raises `ValueError` unless it is a share, of an aligner that tells how sure it is."""
-    is_number = isinstance(min_confidence, int | float) and not isinstance(min_confidence, bool)
-    if not is_number or not 0.0 <= min_confidence <= 1.0:
+    if not is_number(min_confidence, Real) or not 0.0 <= min_confidence <= 1.0:
         raise ValueError(f"`min_confidence` is {min_confidence!r}; expected a number from 0 to 1.")
     _check_probe(processor, "`min_confidence`")
     if not isinstance(processor.no_answer, str):
@@ -63,8 +54,7 @@ def check_min_confidence(processor, min_confidence: float) -> None:
 
 def check_max_passages(processor, max_passages: int) -> None:
     """Raises `ValueError` unless it is a number of passages, of an aligner that can tell the likeliest ones."""
-    is_whole = isinstance(max_passages, Integral) and not isinstance(max_passages, bool)
-    if not is_whole or max_passages < 1:
+    if not is_number(max_passages, Integral) or max_passages < 1:
         raise ValueError(f"`max_passages` is {max_passages!r}; expected a whole number of at least 1.")
     check_can_rank(processor, "`max_passages`")
 
@@ -83,25 +73,28 @@ def check_can_rank(processor, what: str) -> None:
 SIMILARITY_WEIGHT = 10.0
 
 
-def likeliest(confidences: Mapping[int, float], most: int, similarities: Sequence[float] | None = None) -> list[int]:
+class RankedPassage(NamedTuple):
+    """How likely a passage by itself answers a question, the cosine of both (0 where neither texts nor a search tell),
+    and whether the passage was kept, so that it was not read again."""
+
+    confidence: float
+    similarity: float
+    is_kept: bool
+
+    @property
+    def log_odds(self) -> float:
+        """What decides between passages: the confidence, and the cosine beside it."""
+        sure = min(max(self.confidence, 1e-9), 1 - 1e-9)
+        return math.log(sure / (1 - sure)) + SIMILARITY_WEIGHT * self.similarity
+
+
+def likeliest(ranked: Mapping[int, RankedPassage], most: int) -> list[int]:
     """The numbers of the passages that most likely answer, at most `most` of them, in the order of the passages.
 
-    Args:
-        confidences (`Mapping[int, float]`): Of passages, by their numbers.
-        most (`int`): How many are wanted.
-        similarities (`Sequence[float]`, *optional*): Cosines of the question and each passage, by a search's encoder.
-
-    >>> likeliest({0: 0.2, 1: 0.9, 3: 0.5}, most=2)
-    [1, 3]
-    >>> likeliest({0: 0.6, 1: 0.7}, most=1, similarities=[0.8, 0.4])
+    >>> likeliest({0: RankedPassage(0.6, 0.8, False), 1: RankedPassage(0.7, 0.4, False)}, most=1)
     [0]
     """
-
-    def log_odds(number: int) -> float:
-        sure = min(max(confidences[number], 1e-9), 1 - 1e-9)
-        return math.log(sure / (1 - sure)) + (SIMILARITY_WEIGHT * similarities[number] if similarities else 0.0)
-
-    return sorted(sorted(confidences, key=log_odds, reverse=True)[:most])
+    return sorted(sorted(ranked, key=lambda number: ranked[number].log_odds, reverse=True)[:most])
 
 
 def _check_probe(processor, what: str) -> None:
@@ -126,14 +119,8 @@ class AnswerConfidence(LogitsProcessor):
         stops (`bool`, defaults to `False`): Raises `SeenError` in the last layer that is watched, as what comes after
             it says nothing about the confidence.
 
-    Example:
-
-    ```python
-    >>> with AnswerConfidence(model, processor) as watch:
-    ...     ids = model.generate(**inputs, logits_processor=[watch])
-    >>> watch.confidence  # (batch,)
-    tensor([0.9312])
-    ```
+    In `with AnswerConfidence(...) as watch`, give it to `generate` as one of `logits_processor`; `watch.confidence`
+    (batch,) is then there.
 
     Raises:
         `ValueError`: a processor without `answer_probe`, or with that of another model.
@@ -195,15 +182,41 @@ class AnswerConfidence(LogitsProcessor):
         return torch.sigmoid(states @ self.weight + self.bias)
 
 
-class RankedPassage(NamedTuple):
-    """How likely a passage by itself answers a question, and whether it was kept, so that it was not read again."""
+class CopyBonus(LogitsProcessor):
+    """
+    Prefers answers in the words of the passages, in one call of `generate`.
 
-    confidence: float
-    is_kept: bool
+    Beyond the paper: a slot tells what a text says better than how it is spelled, and whoever asks has the text. While
+    all of an answer stands in it, from the beginning of a word on, `bonus` is added to the scores of tokens that go on
+    so and, where a word ends, of those that end the answer. What the model reads is the same.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): The base model's.
+        documents (`list[list]`): Of each row of the batch, the passages that it reads.
+        bonus (`float` or `list[float]`): In log-odds, 0 or more; of all rows, or of each.
+        end_ids (`int` or `list[int]`, *optional*): Tokens that end an answer.
+    """
+
+    def __init__(self, tokenizer, documents: list[list], bonus: float | list[float], end_ids: int | list[int] | None):
+        self.spans = [text_spans(tokenizer, each) for each in documents]
+        self.bonus = [bonus] * len(documents) if isinstance(bonus, Real) else bonus
+        self.end_ids = {end_ids} if isinstance(end_ids, int) else set(end_ids or ())
+        self.prompt_length: int | None = None
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if self.prompt_length is None:
+            self.prompt_length = input_ids.shape[1]
+        scores, num_each = scores.clone(), len(input_ids) // len(self.spans)  # (batch * beams or samples, vocab_size)
+        for row, written in enumerate(input_ids[:, self.prompt_length :].tolist()):
+            ids = copied_next(self.spans[row // num_each], written, self.end_ids)
+            scores[row, ids] += self.bonus[row // num_each]
+        return scores
 
 
 @torch.no_grad()
-def rank_passages(store, questions: list, documents: list | None = None, **kwargs: Any) -> list[dict]:
+def rank_passages(
+    store, questions: list, documents: list | None = None, similarities: list | None = None, **kwargs: Any
+) -> list[dict[int, RankedPassage]]:
     """How likely each passage by itself answers its question; `likeliest` then says which ones to read.
 
     Each question is read behind each of its passages. What is read of the passages is the store's: `prepare` finds it
@@ -211,14 +224,16 @@ def rank_passages(store, questions: list, documents: list | None = None, **kwarg
 
     Args:
         store ([`SlotPrefixStore`]): Of an aligner that reads passages apart and whose confidence was fitted.
-        questions (`list`), documents (`list`, *optional*), kwargs: As for `SlotPrefixStore.prepare`, of several
-            questions.
+        questions, documents, kwargs: As for `SlotPrefixStore.prepare`, of several questions.
+        similarities (`list[list[float]]`, *optional*): Of each question, its cosines with the passages where a search
+            has them. Default: computed, for `documents`.
 
     Returns:
-        `list[dict[int, RankedPassage]]`: For each question, by the number of the passage, without those that have no
-        text.
+        For each question, by the number of the passage, without those that have no text.
     """
     check_can_rank(store.processor, "Ranking passages")
+    if similarities is None and documents is not None:
+        similarities = list(map(functools.partial(similarities_of, store.processor.encoder), questions, documents))
     watch, ranked = AnswerConfidence(store.model, store.processor, stops=True), [{} for _ in questions]
     for rows, inputs in store.each_alone(questions, documents, **kwargs):
         with watch:
@@ -226,7 +241,8 @@ def rank_passages(store, questions: list, documents: list | None = None, **kwarg
                 store.read_question(inputs)
             sure = watch.of_states().tolist()
         for (question, passage, is_kept), confidence in zip(rows, sure, strict=True):
-            ranked[question][passage] = RankedPassage(confidence, is_kept)
+            similarity = similarities[question][passage] if similarities else 0.0
+            ranked[question][passage] = RankedPassage(confidence, similarity, is_kept)
     return [dict(sorted(each.items())) for each in ranked]
 
 
@@ -250,10 +266,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     ```python
     >>> ask = pipeline("text-generation", model=path, trust_remote_code=True)
     >>> ask({"question": "Who wrote it?", "documents": ["Ada wrote it."]}, return_slots=True)
-    [{'generated_text': 'Ada',
-      'segments': [{'document': 0, 'start': 0, 'end': 13, 'text': 'Ada wrote it.'}],
-      'trajectories': [['L0.'], ['LLL'], ...],
-      'statistics': {'tokens': 5, 'slots': 1, 'compression_rate': 5.0}}]
+    [{'generated_text': 'Ada', 'segments': [...], 'trajectories': [...], 'statistics': {'tokens': 5, 'slots': 1, ...}}]
     ```
     """
 
@@ -295,30 +308,26 @@ class ArcAlignerPipeline(TextGenerationPipeline):
                 Where it is less likely, from 0 to 1, that the passages answer the question, the answer becomes the
                 processor's `no_answer`. See [`AnswerConfidence`]. Not with a `streamer`, which would be told the
                 answer, `return_tensors`, `guidance_scale`, prompt lookup or an assistant model.
+            copy_bonus (`float`, *optional*):
+                How much answers in the words of the passages are preferred; 0 writes freely. Default: the processor's.
+                See [`CopyBonus`].
             sanitize_control_tokens (`bool`, *optional*, defaults to `True`):
                 Whether special tokens of the tokenizer, such as `<|im_end|>`, are read as plain text.
-            batch_size (`int`, *optional*, defaults to 1): Inputs computed at a time.
             kwargs (`dict`):
-                As for the built-in pipeline: `return_full_text`, `streamer`, generation options, among them
-                `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget`.
+                As for the built-in pipeline: `batch_size`, `return_full_text`, `streamer`, generation options, among
+                them `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget`.
 
         Returns:
             As the built-in pipeline: for each input a list with a dictionary for each sequence.
 
             - **generated_text** (`str` or chat) -- The answer to a question; a chat with the answer appended, or with
-              `return_full_text=False` the answer only.
-            - **segments** (`list[dict]`) -- With `return_slots`, what each slot stands for: `document`, `start`, `end`
-              (characters) and `text`. Empty without passages.
-            - **trajectories** (`list[list[str]]`) -- With `return_slots`, for each layer and slot the passes taken, see
-              `format_trajectory`.
-            - **statistics** (`dict`) -- With `return_slots`, `tokens` of the passages, `slots` and
-              `compression_rate`, the measured tokens per slot; with `max_slots`, how many segments are `dropped`;
+              `return_full_text=False` the answer only. With `return_slots` also:
+            - **segments** (`list[dict]`) -- What each slot stands for: `document`, `start`, `end` (characters), `text`.
+            - **trajectories** (`list[list[str]]`) -- For each layer and slot the passes taken.
+            - **statistics** (`dict`) -- `tokens` of the passages, `slots` and `compression_rate`, the measured tokens
+              per slot; with `max_slots`, how many segments are `dropped`;
               `confidence`, how likely it is that the passages answer, where that was fitted; where
               `max_passages` left some out, `passage_confidences`, that of each document with a text, by its number.
-
-        Raises:
-            `ValueError`: an input of another kind, an empty question, documents that are not text, an option that
-                would cut slots.
         """
         if isinstance(text_inputs, list | tuple) and not text_inputs:
             raise ValueError("The list of inputs is empty; expected a chat, a string or a question with its passages.")
@@ -329,13 +338,16 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         return_slots: bool | None = None,
         min_confidence: float | None = None,
         max_passages: int | None = None,
+        copy_bonus: float | None = None,
         **kwargs,
     ):
         given = {name: kwargs.pop(name, None) for name in _SLOT_OPTIONS} | {"return_slots": return_slots}
         preprocess, forward, postprocess = super()._sanitize_parameters(**kwargs)
         preprocess |= {name: value for name, value in given.items() if value is not None}
-        if return_slots is not None:
-            forward["return_slots"] = return_slots
+        if copy_bonus is not None:
+            check_copy_bonus(copy_bonus)
+        given = {"return_slots": return_slots, "copy_bonus": copy_bonus}
+        forward |= {name: value for name, value in given.items() if value is not None}
         if max_passages is not None:
             check_max_passages(self.processor, max_passages)
             preprocess["max_passages"] = max_passages
@@ -360,37 +372,31 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         slots = {name: kwargs.pop(name) for name in _SLOT_OPTIONS if name in kwargs}
         gates = {name: kwargs.pop(name) for name in REFINEMENT_SETTINGS if name in kwargs}
         prompt, documents, is_question = _read_input(prompt_text, documents)
+        chat = Chat([{"role": "user", "content": prompt}]) if is_question else prompt
         if isinstance(prompt, Chat):
             check_conversation(prompt.messages)
         documents = None if documents is None else documents_of(documents, "`documents` of row 0")
-        numbers, confidences = range(len(documents or [])), None
+        numbers, confidences, copied = range(len(documents or [])), None, []
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
         else:
-            asked = Chat([_user_turn(prompt)]) if is_question and self.processor.chat_template is not None else prompt
+            asked = chat if is_question and self.processor.chat_template is not None else prompt
             template = {name: kwargs.pop(name, None) for name in ("continue_final_message", "tools")}
             if isinstance(asked, Chat) and template["continue_final_message"] is None:
                 template["continue_final_message"] = asked.messages[-1]["role"] == "assistant"
             template["add_generation_prompt"] = not template["continue_final_message"]
             slots = {"sanitize_control_tokens": True} | slots
             if max_passages is not None and len(numbers) > max_passages:
-                confidences = self._ask_of_each(asked, documents, slots | template | gates)
-                numbers = likeliest(confidences, max_passages)
+                messages = asked.messages if isinstance(asked, Chat) else asked
+                (ranked,) = rank_passages(self._passages, [messages], [documents], **slots, **template, **gates)
+                numbers = likeliest(ranked, max_passages)
+                confidences = {number: each.confidence for number, each in ranked.items()}
             slots |= {"documents": documents and [documents[number] for number in numbers]}
+            copied = [] if template["continue_final_message"] else slots["documents"]  # else an answer has begun
             slots |= {"return_segments": return_slots, "return_tensors": "pt"}
             encoded = self._encode(asked, slots, template, **kwargs)
-        return {
-            "input_ids": encoded["input_ids"],
-            "attention_mask": encoded["attention_mask"],
-            "row": self._describe_row(encoded, is_question, return_slots, numbers, confidences),
-            "prompt_text": Chat([_user_turn(prompt)]) if is_question else prompt,
-        }
-
-    def _ask_of_each(self, prompt: str | Chat, documents: list, settings: dict[str, Any]) -> dict[int, float]:
-        """How likely each document that has a text answers by itself, by its number."""
-        asked = prompt.messages if isinstance(prompt, Chat) else prompt
-        (ranked,) = rank_passages(self._passages, [asked], [documents], **settings)
-        return {number: each.confidence for number, each in ranked.items()}
+        row = self._describe_row(encoded, is_question, return_slots, numbers, confidences) | {"copied": copied or []}
+        return {name: encoded[name] for name in ("input_ids", "attention_mask")} | {"row": row, "prompt_text": chat}
 
     def _encode(
         self,
@@ -419,27 +425,39 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         return self.processor.apply_chat_template(prompt.messages, **asked, **template, **slots)
 
     def _forward(
-        self, model_inputs: dict, return_slots: bool = False, min_confidence: float | None = None, **generate_kwargs
+        self,
+        model_inputs: dict,
+        return_slots: bool = False,
+        min_confidence: float | None = None,
+        copy_bonus: float | None = None,
+        **generate_kwargs,
     ) -> dict:
         row = model_inputs.pop("row")
         rows = row if isinstance(row, list) else [row]  # a list when it comes from a batch
-        embeds = pad_sequence([each.pop("context_embeds") for each in rows], batch_first=True)
-        words = pad_words([each.pop("context_word_ids") for each in rows])
-        slots = {"context_embeds": embeds} if embeds.shape[1] else {}  # (batch, max_slots, encoder_hidden_size)
-        if words.shape[1]:
-            slots["context_word_ids"] = words  # (batch, max_slots, max_words)
-        passage_ids = pad_passage_ids([each.pop("context_passage_ids") for each in rows])
-        if passage_ids.shape[1]:
-            slots["context_passage_ids"] = passage_ids  # (batch, max_slots)
-        watch = None
+        embeds = [each.pop("context_embeds") for each in rows]
+        words, numbers, copied = (
+            [each.pop(name) for each in rows] for name in ("context_word_ids", "context_passage_ids", "copied")
+        )
+        slots = {
+            "context_embeds": pad_sequence(embeds, batch_first=True),  # (batch, max_slots, encoder_hidden_size)
+            "context_word_ids": pad_words(words),  # (batch, max_slots, max_words)
+            "context_passage_ids": pad_passage_ids(numbers),  # (batch, max_slots)
+        }
+        slots = {name: each for name, each in slots.items() if each.shape[1]}
+        watch, added = None, []
         config = generate_kwargs.get("generation_config") or self.model.generation_config
         reads_more = any(generate_kwargs.get(name) or getattr(config, name, None) for name in _READ_MORE)
         if min_confidence is not None and reads_more:
             raise ValueError(f"`min_confidence` is set, but not possible with any of {', '.join(_READ_MORE)}.")
         is_asked = min_confidence is not None or (return_slots and not reads_more)
         if slots and self.processor.answer_probe is not None and is_asked:
-            watch = AnswerConfidence(self.model, self.processor)
-            generate_kwargs["logits_processor"] = [*(generate_kwargs.get("logits_processor") or []), watch]
+            added = [watch := AnswerConfidence(self.model, self.processor)]
+        bonus = self.processor.copy_bonus if copy_bonus is None else copy_bonus
+        if bonus and any(copied):
+            end_ids = generate_kwargs.get("eos_token_id", config.eos_token_id)
+            added.append(CopyBonus(self.tokenizer, copied, bonus, end_ids))
+        if added:
+            generate_kwargs["logits_processor"] = [*(generate_kwargs.get("logits_processor") or []), *added]
         with self.model.recorded_depths() as depths, watch or contextlib.nullcontext():
             outputs = super()._forward(model_inputs, **slots, **generate_kwargs)
         if watch is not None:  # the same for all beams or samples of a row
@@ -462,8 +480,12 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         sure = model_outputs.pop("confidence", [None])[0]
         records = super().postprocess(model_outputs, return_type=return_type, **kwargs)
         if min_confidence is not None and row["has_slots"] and sure < min_confidence:
-            for record in records:
-                _set_answer(record, self.processor.no_answer)
+            for record in records:  # a text, or a chat whose last message is the answer
+                answer = record["generated_text"]
+                if isinstance(answer, str):
+                    record["generated_text"] = self.processor.no_answer
+                else:
+                    answer[-1]["content"] = self.processor.no_answer
         if "statistics" not in row:
             return records
         statistics, num_slots = row["statistics"], row["statistics"]["slots"]
@@ -483,8 +505,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         confidences: dict[int, float] | None,
     ) -> dict[str, Any]:
         """A row's embeddings (num_slots, encoder_hidden_size), words (num_slots, max_words) and passages (num_slots,),
-        without rows where there are none, and what its slots stand for: `numbers` are those of the documents that are
-        read, `confidences` of all where they were asked about one by one."""
+        and what its slots stand for: `numbers` are those of the documents that are read, `confidences` of all."""
         no_embeds, no_words = torch.zeros(1, 0, self.model.config.encoder_hidden_size), torch.full((1, 0, 1), -1)
         no_passages = torch.full((1, 0), -1)
         row = {
@@ -507,18 +528,6 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         """Writes model, code and processor, for `pipeline(model=save_directory)` to load."""
         self.model.save_pretrained(save_directory, **kwargs)
         self.processor.save_pretrained(save_directory)
-
-
-def _set_answer(record: dict[str, Any], text: str) -> None:
-    """Puts a text in the place of an answer: of the last message of a chat, or of the whole text."""
-    if isinstance(record["generated_text"], str):
-        record["generated_text"] = text
-    else:
-        record["generated_text"][-1]["content"] = text
-
-
-def _user_turn(question: str) -> dict[str, str]:
-    return {"role": "user", "content": question}
 
 
 def _read_input(given: Any, documents: list | None) -> tuple[str | Chat, list | None, bool]:

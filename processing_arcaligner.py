@@ -34,6 +34,7 @@ from .configuration_arcaligner import (
     SLOT_SETTINGS,
     check_answer_probe,
     check_conversation,
+    check_copy_bonus,
     check_question,
     check_text,
     has_empty_message,
@@ -89,6 +90,7 @@ class ArcAlignerProcessor(ProcessorMixin):
         no_answer (`str`, *optional*):
             What is answered where the passages do not say: learned by the aligner, or put in the place of an answer
             with less than `min_confidence`.
+        copy_bonus (`float`, defaults to 0): How much answers in the words of passages are preferred, see `CopyBonus`.
         answer_probe (`dict`, *optional*): What tells how likely passages answer a question, see `AnswerConfidence`.
         trained_encoder (`bool`, defaults to `False`):
             Whether the encoder was trained with the aligner: the checkpoint's folder `encoder` has its LoRA weights.
@@ -114,6 +116,7 @@ class ArcAlignerProcessor(ProcessorMixin):
         passage_attention: str = "joint",
         no_answer: str | None = None,
         answer_probe: dict | None = None,
+        copy_bonus: float = 0.0,
         max_prompt_length: int | None = None,
         chat_template: str | None = None,
         encoder_dtype: str = "float32",
@@ -139,7 +142,8 @@ class ArcAlignerProcessor(ProcessorMixin):
         self.passage_attention = passage_attention
         if answer_probe is not None:
             check_answer_probe(answer_probe)
-        self.no_answer, self.answer_probe = no_answer, answer_probe
+        check_copy_bonus(copy_bonus)
+        self.no_answer, self.answer_probe, self.copy_bonus = no_answer, answer_probe, copy_bonus
         self.encoder_name_or_path, self.encoder_hidden_size = encoder_name_or_path, encoder_hidden_size
         self.encoder_dtype, self.trained_encoder = encoder_dtype, trained_encoder
         self.encoder = SentenceEncoder(encoder_name_or_path, dtype=encoder_dtype)

@@ -2,9 +2,11 @@
 with `tokens_per_slot`, a slot is a run of a segment's tokens.
 
 spaCy finds the sentences. Offsets always count characters of the document's text, so an answer can be traced back to
-it.
+it. What else texts tell is here, too: how like a question they
+are, and what an answer may copy of them.
 """
 
+import bisect
 import functools
 import importlib
 import re
@@ -18,7 +20,7 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
-from .configuration_arcaligner import check_text, is_number
+from .configuration_arcaligner import check_text, is_number, with_plain_texts
 
 logger = logging.get_logger(__name__)
 
@@ -477,6 +479,79 @@ def passages_apart(passages: list | GivenSlots) -> dict[int, list | GivenSlots]:
         )
     apart = map(GivenSlots, embeds.split(sizes), words)
     return dict(zip(numbers, apart, strict=True))
+
+
+def similarities_of(encoder, question: str | list[dict], documents: Sequence[str | dict]) -> list[float]:
+    """The cosine of a question, or of a chat's last one, and each passage, by the encoder that searches corpora."""
+    if not isinstance(question, str):
+        question = [each["content"] for each in with_plain_texts(question) if each["role"] == "user"][-1]
+    texts = [f"{title_of(each) or ''} {text_of(each, number)}".strip() for number, each in enumerate(documents)]
+    return [float(_search_vector(encoder, question) @ _search_vector(encoder, text)) for text in texts]
+
+
+@functools.lru_cache(maxsize=4096)  # passages of further questions, 2 KB each
+def _search_vector(encoder, text: str) -> torch.Tensor:
+    return encoder.untrained.encode([text])[0]
+
+
+# Where words begin, and the tokens of a text from there on that an answer may copy.
+_WORD_START = re.compile(r"(?<![^\W_])[^\W_]|(?<!\S)\S")
+_WORD = re.compile(r"\S{1,40}")
+_SPAN_TOKENS = 32
+# Answers that are as good as copied: else a question that wants "yes" would be answered by a "no" of the text.
+YES_NO = ("yes", "no", "Yes", "No")
+
+
+class TextSpan(NamedTuple):
+    """A text from one of its words on, as the backbone writes it at the beginning of an answer."""
+
+    ids: list[int]
+    ends_word: list[bool]  # whether a word ends with the token
+
+
+def text_spans(tokenizer, documents: Sequence[str | dict]) -> list[TextSpan]:
+    """What an answer that is copied from documents can be, titles included: a span for each of their words. None of
+    `YES_NO` has to stand in them."""
+    texts = [(title_of(document), text_of(document, number)) for number, document in enumerate(documents)]
+    texts = [*texts, YES_NO] if texts else []
+    return [span for each in texts for text in each if text for span in _spans_of(tokenizer, text)]
+
+
+@functools.lru_cache(maxsize=256)  # passages of further questions
+def _spans_of(tokenizer, text: str) -> list[TextSpan]:
+    """The first word of a span is tokenized by itself, as an answer has no space before it, and what follows it as in
+    the text. None begins with a word that holds a control token."""
+
+    def ends_word(ends: Sequence[int]) -> list[bool]:
+        pairs = zip(ends, [*ends[1:], len(text) + 1], strict=True)  # equal where a character has several tokens
+        return [end < after and not (text[end - 1].isalnum() and text[end : end + 1].isalnum()) for end, after in pairs]
+
+    ids, ends = (each.tolist() for each in _tokenize_document(tokenizer, text, 0))
+    are_last, spans = ends_word(ends), []
+    starts = [found.start() for found in _WORD_START.finditer(text)]
+    words = [_WORD.match(text, start)[0] for start in starts] or [""]  # no tokenizer takes an empty batch
+    read = tokenizer(words, add_special_tokens=False, return_offsets_mapping=True)
+    special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    for start, word, own_ids, offsets in zip(starts, words, read["input_ids"], read["offset_mapping"], strict=False):
+        if special.intersection(own_ids):
+            continue
+        own_last = ends_word([start + end for _, end in offsets])
+        after = bisect.bisect_right(ends, start + len(word))
+        if after and ends[after - 1] == start + len(word):  # else the text has no token that begins here
+            own_ids, own_last = own_ids + ids[after:][:_SPAN_TOKENS], own_last + are_last[after:][:_SPAN_TOKENS]
+        spans.append(TextSpan(own_ids, own_last))
+    return spans
+
+
+def copied_next(spans: Sequence[TextSpan], written: list[int], end_ids: Set[int]) -> list[int]:
+    """Ids of tokens that go on with an answer in the words of `spans`, and, where a word of it is whole, of those that
+    end it. None once the answer has words of its own."""
+    length = len(written)
+    fitting = [span for span in spans if span.ids[:length] == written]
+    found = {span.ids[length] for span in fitting if len(span.ids) > length}
+    if written and any(span.ends_word[length - 1] for span in fitting):
+        found |= end_ids
+    return sorted(found)
 
 
 @functools.cache

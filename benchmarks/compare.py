@@ -32,10 +32,10 @@ from ..common.passages import PASSAGE_WORDS
 from ..common.rows import Row, contains_match, own_row, token_f1, usable_golds
 from ..evaluation.answering import count_tokens, load_aligner, load_text_lora
 from ..evaluation.methods import rate_title
-from ..pipeline_arcaligner import check_max_passages
+from ..pipeline_arcaligner import CopyBonus, check_max_passages
 from ..prefix_store_arcaligner import SlotPrefixStore
 from ..train.data import passages_text, slot_inputs, text_ids
-from ..train.metrics import MAX_NEW_TOKENS, passage_confidences, with_likeliest
+from ..train.metrics import MAX_NEW_TOKENS, ranked_passages, with_likeliest
 from .arms import cache_bytes, share
 from .measuring import wait_for
 
@@ -147,12 +147,14 @@ class Reader:
         """A prompt with slots, of passages that are new or kept by `store`."""
         if self.max_passages is not None and len(row["passages"]) > self.max_passages:
             store = self.model.slot_prefix_store(processor) if store is None else store
-            (row,) = with_likeliest(
-                [row], passage_confidences(store, [row], tokens_per_slot=self.rate), self.max_passages
-            )
+            (row,) = with_likeliest([row], ranked_passages(store, [row], tokens_per_slot=self.rate), self.max_passages)
         if store is None:
-            return slot_inputs(processor, [row], tokens_per_slot=self.rate).to(self.model.device)
-        return store.prepare(row["question"], row["passages"], tokens_per_slot=self.rate)
+            inputs = slot_inputs(processor, [row], tokens_per_slot=self.rate).to(self.model.device)
+        else:
+            inputs = store.prepare(row["question"], row["passages"], tokens_per_slot=self.rate)
+        copied, end_ids = [row["passages"]], self.model.generation_config.eos_token_id
+        bonus = CopyBonus(processor.tokenizer, copied, processor.copy_bonus, end_ids) if processor.copy_bonus else None
+        return {**inputs, "logits_processor": None if bonus is None else [bonus]}
 
     def _keep_slots(self, processor, row: Row):
         """What makes the prompt of passages that are kept, and the bytes that they take."""

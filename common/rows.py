@@ -2,9 +2,8 @@
 
     {"id": str, "question": str, "answers": [str], "passages": [{"title": str, "text": str}], "gold": [int]}
 
-`gold` are the numbers of the passages that the answer needs, in files `meta.gold`; none: all of them. Where a search
-found the passages, `meta.score` has the cosines of its encoder. A source is a path or a Hub id, with options after a
-question mark:
+`gold` are the numbers of the passages that the answer needs, in files `meta.gold`; none: all of them. A source is a
+path or a Hub id, with options after a question mark:
 
     questions.jsonl.gz                                               rows in our schema
     letters.parquet?text=body                                        one text per row

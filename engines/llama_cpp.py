@@ -34,7 +34,7 @@ from ..configuration_arcaligner import DEFAULT_BASE_MODEL, SLOT_SETTINGS, ArcAli
 from ..encoder_arcaligner import EncodedDocuments
 from ..modeling_arcaligner import ArcAlignerForCausalLM, ContextProjector
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..segmentation_arcaligner import documents_of, text_of, title_of
+from ..segmentation_arcaligner import copied_next, documents_of, text_of, text_spans, title_of
 from .gguf_files import ADAPTER_FILE, architecture_of, check_base_model, head_dim_of, to_neighbors
 
 TESTED_VERSION = "0.3.36"
@@ -296,15 +296,19 @@ class LlamaCppEngine:
             `ValueError`: as the processor; a prompt that the context does not hold.
             `RuntimeError`: another question was read before the answer ended.
         """
+        documents = documents_of(documents, "`documents`")
         self.read(question, documents, max_new_tokens, **slots)
-        mine = self._num_read
+        mine, bonus = self._num_read, self.processor.copy_bonus
+        spans = text_spans(self.processor.tokenizer, documents) if bonus else []
+        written: list[int] = []
         decoder = DecodeStream(skip_special_tokens=True)
         for number in range(max_new_tokens):
             if mine != self._num_read:
                 raise RuntimeError("Another question was read before this answer ended. Take one answer at a time.")
             logits = self.session.logits.copy()
             logits[self.config.context_token_id :][:1] = -np.inf  # as `generate`; often not among the logits
-            token = int(logits.argmax())
+            logits[copied_next(spans, written, self._end)] += bonus
+            written.append(token := int(logits.argmax()))
             if token in self._end:
                 return
             if piece := decoder.step(self.processor.tokenizer.backend_tokenizer, token):

@@ -25,7 +25,7 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..slot_rows_arcaligner import check_can_separate, passage_positions, separate_passages
 from ..train.data import ApartText, passages_text, slot_inputs, text_inputs, text_prompt
-from ..train.metrics import greedy_answers, passage_confidences, with_likeliest
+from ..train.metrics import greedy_answers, ranked_passages, with_likeliest
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,8 @@ class SlotAnswerer:
         with_passages (`bool`): `False` gives each question the one slot of "no passages".
         tokens_per_slot (`int` or `"segment"`, *optional*): Default: the checkpoint's.
         max_passages (`int`, *optional*): Of more passages, only those that most likely answer are read.
+        copy_bonus (`float`, *optional*): How much answers in the words of the passages are preferred. Default: the
+            processor's.
         refinement (`Any`): Settings of the gates and the budget, of `generate`.
     """
 
@@ -98,10 +100,12 @@ class SlotAnswerer:
         with_passages: bool = True,
         tokens_per_slot: int | str | None = None,
         max_passages: int | None = None,
+        copy_bonus: float | None = None,
         **refinement: Any,
     ):
         self.model, self.processor, self.use_lora, self.refinement = model, processor, use_lora, refinement
         self.with_passages, self.tokens_per_slot, self.max_passages = with_passages, tokens_per_slot, max_passages
+        self.copy_bonus = copy_bonus
 
     def answer(self, rows: list[Row]) -> list[Answer]:
         """One answer per row, in order."""
@@ -109,11 +113,13 @@ class SlotAnswerer:
             read = rows if self.max_passages is None else self._likeliest(rows, self.max_passages)
             inputs = slot_inputs(self.processor, read, self.with_passages, self.tokens_per_slot).to(self.model.device)
             num_slots = (inputs["input_ids"] == self.model.config.context_token_id).sum(dim=1).tolist()
-            return _generate(self.model, self.processor, inputs, rows, num_slots, **self.refinement)
+            passages = [row["passages"] if self.with_passages else [] for row in read]
+            settings = {"passages": passages, "copy_bonus": self.copy_bonus, **self.refinement}
+            return _generate(self.model, self.processor, inputs, rows, num_slots, **settings)
 
     def _likeliest(self, rows: list[Row], max_passages: int) -> list[Row]:
         settings = {"tokens_per_slot": self.tokens_per_slot, **self.refinement}
-        return with_likeliest(rows, passage_confidences(self._store, rows, **settings), max_passages)
+        return with_likeliest(rows, ranked_passages(self._store, rows, **settings), max_passages)
 
     @functools.cached_property
     def _store(self):
@@ -162,9 +168,9 @@ class ApartAnswerer:
 Answerer = TextAnswerer | SlotAnswerer | ApartAnswerer
 
 
-def _generate(model, processor, inputs, rows: list[Row], context_tokens: list[int], **refinement: Any) -> list[Answer]:
-    """Greedy answers to left-padded prompts, `input_ids` (batch, seq_len)."""
-    texts, sure = greedy_answers(model, processor, inputs, **refinement)
+def _generate(model, processor, inputs, rows: list[Row], context_tokens: list[int], **settings: Any) -> list[Answer]:
+    """Greedy answers to left-padded prompts, `input_ids` (batch, seq_len); `settings` are those of `greedy_answers`."""
+    texts, sure = greedy_answers(model, processor, inputs, **({"passages": []} | settings))
     prompts = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
     prompt_ids = [ids[is_real].tolist() for ids, is_real in prompts]
     passage_tokens = count_tokens(processor.tokenizer, [passages_text(row) for row in rows])

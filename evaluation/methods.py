@@ -183,6 +183,7 @@ METHODS = {
         Method("projector_only", "projector only", slots=_OFF, has_rates=True, **_PROJECTOR),
         Method("arcaligner", "ArcAligner", slots=_ADAPTIVE, **_OURS),
         Method("one_passage", "ArcAligner, the likeliest passage", slots=_OFF | {"max_passages": 1}, **_OURS),
+        Method("no_copying", "ArcAligner, w/o copying", slots=_OFF | {"copy_bonus": 0.0}, **_OURS),
         Method("no_recursion", "w/o Recursion", slots=_OFF, **_OURS),
         Method("max_loop", "w/o Gate (Max Loop)", slots={"gate_mode": "always"}, **_OURS),
         Method("no_lora", "w/o LoRA & Recursion", slots=_OFF | {"use_lora": False}, **_OURS),

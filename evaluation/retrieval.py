@@ -43,10 +43,8 @@ def retrieve(rows: list[Row], corpus: str | Path, checkpoint: str, reranker: str
 
 
 def with_found(row: Row, documents: list[dict]) -> Row:
-    """A row with the passages that a search found, and their cosines (`meta.score`)."""
-    passages = [{"title": each["title"], "text": each["text"]} for each in documents]
-    scores = {"score": [each["similarity"] for each in documents]}
-    return row | {"passages": passages, "meta": (row.get("meta") or {}) | scores}
+    """A row with the passages that a search found."""
+    return row | {"passages": [{"title": each["title"], "text": each["text"]} for each in documents]}
 
 
 def gold_documents(row: Row) -> set[str]:

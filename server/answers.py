@@ -13,7 +13,8 @@ from transformers.generation.streamers import BaseStreamer
 from ..common.rows import find_answer
 from ..configuration_arcaligner import longest_prompt
 from ..corpus.retrieve import SlotPassages
-from ..pipeline_arcaligner import AnswerConfidence, format_trajectory
+from ..layers_arcaligner import format_trajectory
+from ..pipeline_arcaligner import AnswerConfidence
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Request:
             processor's `no_answer`. Default: the engine's.
         max_passages (`int`, *optional*): Of more passages, only those that most likely answer are read. Default: the
             engine's, which reads all if it has none.
+        copy_bonus (`float`, *optional*): How much answers in the words of the passages are preferred. Default: the
+            processor's.
         full_text (`bool`): Reads the passages as text, to compare. Only what the last such request has read and this
             one begins with is kept.
         return_slots (`bool`): Whether the passes of each slot are reported. Where gates are on, those of a kept prefix
@@ -63,6 +66,7 @@ class Request:
     stop: list[str] = field(default_factory=list)
     min_confidence: float | None = None
     max_passages: int | None = None
+    copy_bonus: float | None = None
     full_text: bool = False
     return_slots: bool = False
     on_text: Callable[[str], Any] = lambda text: None

@@ -25,12 +25,14 @@ from ..encoder_arcaligner import EncodedDocuments
 from ..pipeline_arcaligner import (
     AnswerConfidence,
     ArcAlignerPipeline,
+    CopyBonus,
     check_max_passages,
     check_min_confidence,
     likeliest,
     rank_passages,
 )
 from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE
+from ..segmentation_arcaligner import similarities_of
 from .answers import Answer, AnswerStream, Limits, Request, RowSampler
 
 # Given passages whose slots are kept; the prefixes have their own budget, in bytes.
@@ -213,13 +215,17 @@ class Engine:
             return
         began = time.perf_counter()
         chats, rows = [self._chat(request) for request in group], [request.passages.inputs for request in group]
-        asked = rank_passages(self.store, chats, **{name: [row[name] for row in rows] for name in rows[0]})
+        similar = [
+            similarities_of(self.processor.encoder, chat, request.passages.documents)
+            if request.documents is not None
+            else [each["similarity"] for each in request.passages.documents]
+            for request, chat in zip(group, chats, strict=True)
+        ]
+        slots = {name: [row[name] for row in rows] for name in rows[0]}
+        asked = rank_passages(self.store, chats, similarities=similar, **slots)
         seconds = time.perf_counter() - began
         for request, ranked in zip(group, asked, strict=True):
-            sure = {number: each.confidence for number, each in ranked.items()}
-            of_corpus = request.documents is None
-            similar = [each["similarity"] for each in request.passages.documents] if of_corpus else None
-            numbers = likeliest(sure, request.max_passages, similar)
+            numbers = likeliest(ranked, request.max_passages)
             if not self._records(request):  # else all are read again
                 request.kept = sum(ranked[number].is_kept for number in numbers)
             request.passages = request.passages.only(numbers)
@@ -333,15 +339,27 @@ class Engine:
                 pad_token_id=self.processor.tokenizer.pad_token_id or 0,
                 do_sample=False,
             )
+            added = [] if watch is None else [watch]
+            if bonus := self._copy_bonus(group, settings.eos_token_id):
+                added.append(bonus)
             self.model.generate(
                 **inputs,
                 generation_config=settings,
                 streamer=rows,
                 stopping_criteria=StoppingCriteriaList([rows]),
-                logits_processor=LogitsProcessorList([*([watch] if watch else []), RowSampler(group)]),
+                logits_processor=LogitsProcessorList([*added, RowSampler(group)]),
             )
         if group[0].full_text:
             self._text = inputs["input_ids"][0].tolist(), inputs["past_key_values"]
+
+    def _copy_bonus(self, group: list[Request], end_ids: int | list[int] | None) -> CopyBonus | None:
+        """What prefers answers in the words of the passages that each request reads."""
+        if group[0].passages is None:
+            return None
+        default = self.processor.copy_bonus
+        bonus = [default if request.copy_bonus is None else request.copy_bonus for request in group]
+        read = [[each for each in request.passages.documents if each.get("read", True)] for request in group]
+        return CopyBonus(self.processor.tokenizer, read, bonus, end_ids) if any(bonus) else None
 
 
 def _each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) -> Iterator[tuple[list[Request], Any]]:

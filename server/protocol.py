@@ -1,8 +1,8 @@
 """What a request may hold and what an answer looks like: OpenAI's chat completions, with passages.
 
 Beyond OpenAI's fields a request has `documents`, `top_k`, `tokens_per_slot`, `min_confidence`, `max_passages`,
-`full_text` and `return_slots`; an answer has `arcaligner`, with its sources, confidence, segments, statistics, seconds
-and, where asked for, the passes of each slot.
+`copy_bonus`, `full_text` and `return_slots`; an answer has `arcaligner`, with its sources, confidence, segments,
+statistics, seconds and, where asked for, the passes of each slot.
 """
 
 import json
@@ -107,6 +107,7 @@ class ChatRequest(Body):
     tokens_per_slot: Annotated[int, Field(ge=1)] | Literal["segment"] | None = None
     min_confidence: Annotated[float, Field(ge=0, le=1)] | None = None
     max_passages: Annotated[int, Field(ge=1)] | None = None
+    copy_bonus: Annotated[float, Field(ge=0, le=100)] | None = None
     full_text: bool = False
     return_slots: bool = False
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -145,6 +146,7 @@ class ChatRequest(Body):
             stop=self.stop,
             min_confidence=self.min_confidence,
             max_passages=self.max_passages,
+            copy_bonus=self.copy_bonus,
             full_text=self.full_text,
             return_slots=self.return_slots,
             **kwargs,

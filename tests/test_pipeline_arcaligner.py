@@ -8,7 +8,7 @@ from conftest import chat_inputs, greedy_answer
 from transformers import AutoModelForCausalLM, TextGenerationPipeline, TextIteratorStreamer
 
 from arcaligner import ArcAlignerPipeline
-from arcaligner.pipeline_arcaligner import format_trajectory
+from arcaligner.layers_arcaligner import format_trajectory
 
 QUESTION = "Who wrote it?"
 TORONTO = {"title": "Toronto Northwest", "text": "The riding was created in 1924."}

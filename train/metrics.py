@@ -12,7 +12,7 @@ from accelerate.utils import gather_object, send_to_device, tqdm
 from transformers import LogitsProcessorList
 
 from ..common.rows import Row, contains_match, token_f1
-from ..pipeline_arcaligner import AnswerConfidence, likeliest, rank_passages
+from ..pipeline_arcaligner import AnswerConfidence, CopyBonus, RankedPassage, likeliest, rank_passages
 from .data import ContextCollator
 
 MAX_NEW_TOKENS = 24
@@ -66,37 +66,42 @@ class SwappedSlots:
 
 
 @torch.inference_mode()
-def passage_confidences(store, rows: list[Row], **settings: Any) -> list[dict[int, float]]:
-    """Of each row how likely each of its passages by itself answers, by number; `store` and `settings` as for
-    `rank_passages`."""
-    found = []
-    for row in tqdm(rows, desc="asking about each passage", leave=False, disable=len(rows) == 1):
-        (ranked,) = rank_passages(store, [row["question"]], [row["passages"]], **settings)
-        found.append({number: each.confidence for number, each in ranked.items()})
-    return found
-
-
-def with_likeliest(rows: list[Row], confidences: list[dict[int, float]], max_passages: int) -> list[Row]:
+def with_likeliest(rows: list[Row], ranked: list[dict[int, RankedPassage]], max_passages: int) -> list[Row]:
     """The rows, each with those of its passages that most likely answer, where it has more."""
     chosen = []
-    for row, sure in zip(rows, confidences, strict=True):
+    for row, each in zip(rows, ranked, strict=True):
         if len(row["passages"]) > max_passages:
-            numbers = likeliest(sure, max_passages, (row.get("meta") or {}).get("score"))
-            row = row | {"passages": [row["passages"][number] for number in numbers]}
+            row = row | {"passages": [row["passages"][number] for number in likeliest(each, max_passages)]}
         chosen.append(row)
     return chosen
 
 
 @torch.inference_mode()
-def greedy_answers(model, processor, inputs: dict[str, Any], **refinement: Any) -> tuple[list[str], list[float | None]]:
+def ranked_passages(store, rows: list[Row], **settings: Any) -> list[dict[int, RankedPassage]]:
+    """Of each row how likely each of its passages by itself answers, by number; `store` and `settings` as for
+    `rank_passages`."""
+    found = []
+    for row in tqdm(rows, desc="asking about each passage", leave=False, disable=len(rows) == 1):
+        found += rank_passages(store, [row["question"]], [row["passages"]], **settings)
+    return found
+
+
+@torch.inference_mode()
+def greedy_answers(
+    model, processor, inputs: dict[str, Any], passages: list[list], copy_bonus: float | None = None, **refinement: Any
+) -> tuple[list[str], list[float | None]]:
     """Greedy answers to left-padded prompts, and of each how likely it is that its passages answer: `None` without
-    slots, or where that was not fitted. See [`AnswerConfidence`]."""
+    slots, or where that was not fitted. See [`AnswerConfidence`]. Of the `passages` of each, answers may be copied
+    ([`CopyBonus`]); `copy_bonus` is the processor's by default."""
     options = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, **refinement}
+    bonus, added = processor.copy_bonus if copy_bonus is None else copy_bonus, LogitsProcessorList()
+    if bonus and any(passages):
+        added.append(CopyBonus(processor.tokenizer, passages, bonus, model.generation_config.eos_token_id))
     if processor.answer_probe is None or "context_embeds" not in inputs:
-        ids, sure = model.generate(**inputs, **options), [None] * len(inputs["input_ids"])
+        ids, sure = model.generate(**inputs, **options, logits_processor=added), [None] * len(inputs["input_ids"])
     else:
         with AnswerConfidence(model, processor) as watch:
-            ids = model.generate(**inputs, **options, logits_processor=LogitsProcessorList([watch]))
+            ids = model.generate(**inputs, **options, logits_processor=[watch, *added])
         sure = watch.confidence.tolist()
     texts = processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return [text.strip() for text in texts], sure

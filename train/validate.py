@@ -40,7 +40,7 @@ from ..pipeline_arcaligner import check_max_passages
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.export import save_stage
 from .data import ContextCollator, ExampleBuilder, encode_slots, read_slots, slot_inputs
-from .metrics import greedy_answers, passage_confidences, with_likeliest
+from .metrics import greedy_answers, ranked_passages, with_likeliest
 from .recipe import RecipeArguments
 from .run import last_checkpoints, mean_of_checkpoints, read_keys
 from .selection import ExampleSelector, NearestPassages, own_passages
@@ -178,7 +178,7 @@ def answers(
     for start in tqdm(range(0, len(rows), BATCH), desc=f"answers, rate {rate}", leave=False):
         some = rows[start : start + BATCH]
         inputs = slot_inputs(processor, some, tokens_per_slot=rate)
-        texts, sure = greedy_answers(model, processor, inputs)
+        texts, sure = greedy_answers(model, processor, inputs, [row["passages"] for row in some])
         least = processor.answer_probe["threshold"] if processor.answer_probe else 0.0
         for row, text, confidence in zip(some, texts, sure, strict=True):
             found.append(
@@ -248,12 +248,12 @@ def validate(
                 results[name]["difference"] = means_and_errors(losses[0], kinds, articles)
             if asked:
                 results[name] |= _scores(answers(model, processor, asked, rate))
-            sure = []
+            ranked = []
             if fewer:
                 store = model.slot_prefix_store(processor, max_bytes=0)
-                sure = passage_confidences(store, asked, tokens_per_slot=rate)
+                ranked = ranked_passages(store, asked, tokens_per_slot=rate)
             for most in fewer:
-                likely = with_likeliest(asked, sure, most)
+                likely = with_likeliest(asked, ranked, most)
                 results[f"{name}, {most} read"] = _scores(answers(model, processor, likely, rate))
     return results
 

@@ -126,15 +126,10 @@ def test_scores_are_of_the_questions_with_answers_and_agreement_of_all():
 
 def test_of_more_passages_slots_are_read_of_the_likeliest(separate):
     model, reader = separate
-    row = {
-        "question": "Who wrote it?",
-        "passages": [{"title": "", "text": LETTER}, OTHER],
-        "meta": {"score": [0.9, 0.1]},
-    }
+    row = {"question": "Who wrote it?", "passages": [{"title": "", "text": LETTER}, OTHER]}
     found = Reader("slots", 2, model, max_passages=1).ask(reader, row)
     (ranked,) = rank_passages(model.slot_prefix_store(reader), [row["question"]], [row["passages"]], tokens_per_slot=2)
-    sure = {number: each.confidence for number, each in ranked.items()}
-    (number,) = likeliest(sure, 1, [0.9, 0.1])
+    (number,) = likeliest(ranked, 1)
     inputs = chat_inputs(reader, row["question"], [row["passages"][number]], tokens_per_slot=2)
     assert found.answer == greedy_answer(model, reader, inputs, 4).strip()
     assert found.positions == (inputs["input_ids"] == reader.context_token_id).sum()

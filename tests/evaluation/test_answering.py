@@ -24,8 +24,9 @@ from arcaligner.evaluation.answering import (
     slot_inputs,
     text_inputs,
 )
+from arcaligner.pipeline_arcaligner import RankedPassage
 from arcaligner.train.data import full_text, passages_text, text_prompt
-from arcaligner.train.metrics import passage_confidences, with_likeliest
+from arcaligner.train.metrics import ranked_passages, with_likeliest
 
 ROWS = question_rows(5)
 NEW_TOKENS = 4
@@ -189,8 +190,8 @@ def test_of_more_passages_the_likeliest_are_read_and_all_counted(separate):
     model, reader = separate
     passages = [{"title": "", "text": text} for text in ("Ada wrote it.", "The loom wove. It was loud.", "Nobody.")]
     row = ROWS[0] | {"passages": passages}
-    sure = passage_confidences(model.slot_prefix_store(reader), [row], gate_mode="off")
-    (likely,) = with_likeliest([row], sure, 2)
+    ranked = ranked_passages(model.slot_prefix_store(reader), [row], gate_mode="off")
+    (likely,) = with_likeliest([row], ranked, 2)
     (found,) = SlotAnswerer(model, reader, gate_mode="off", max_passages=2).answer([row])
     (expected,) = SlotAnswerer(model, reader, gate_mode="off").answer([likely])
     assert len(likely["passages"]) == 2 and found.prompt_ids == expected.prompt_ids and found.text == expected.text
@@ -199,9 +200,9 @@ def test_of_more_passages_the_likeliest_are_read_and_all_counted(separate):
 
 def test_the_similarity_to_the_question_counts_beside_the_confidence():
     row = ROWS[0] | {"passages": [{"title": "", "text": text} for text in ("Ada.", "Bob.", "Eve.")]}
-    found = row | {"meta": {"score": [0.5, 0.4, 0.1]}}  # cosines
-    sure = {0: 0.60, 1: 0.65, 2: 0.99}
-    assert [each["passages"] for each in with_likeliest([row, found], [sure, sure], 2)] == [
+    pairs = [[(0.60, 0.0), (0.65, 0.0), (0.99, 0.0)], [(0.60, 0.5), (0.65, 0.4), (0.99, 0.1)]]
+    ranked = [{number: RankedPassage(*pair, False) for number, pair in enumerate(each)} for each in pairs]
+    assert [each["passages"] for each in with_likeliest([row, row], ranked, 2)] == [
         row["passages"][1:],
         [row["passages"][0], row["passages"][2]],
     ]

@@ -15,8 +15,7 @@ from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.table import Corpus
 from arcaligner.encoder_arcaligner import SlotEncoder
-from arcaligner.pipeline_arcaligner import RankedPassage
-from arcaligner.server import engine as server_engine
+from arcaligner.segmentation_arcaligner import similarities_of
 from arcaligner.server.answers import Limits, Request, RowSampler
 from arcaligner.server.app import describe_error
 from arcaligner.server.engine import BusyError, Engine
@@ -252,23 +251,38 @@ def apart(separate):
     return ArcAlignerPipeline(model=model, processor=reader, task="text-generation", device="cpu")
 
 
-def test_of_a_corpus_the_similarity_to_the_question_counts(apart, tmp_path, monkeypatch):
+def test_the_similarity_to_the_question_counts(apart, tmp_path, monkeypatch):
     for name in ("ada", "bob"):
         (tmp_path / f"{name}.txt").write_text(f"{name} wrote it.")
     corpus = Corpus.create(tmp_path / "corpus", apart.processor)
     build_corpus([str(tmp_path / "ada.txt"), str(tmp_path / "bob.txt")], corpus, apart.processor)
     engine = Engine(apart, Retriever(corpus, apart.processor), max_passages=1)
-    sure = {0: RankedPassage(0.60, True), 1: RankedPassage(0.65, True)}
-    monkeypatch.setattr(server_engine, "rank_passages", lambda store, chats, **passages: [sure])
     monkeypatch.setattr(pipeline_arcaligner, "SIMILARITY_WEIGHT", 1e6)
-    for documents, read in ((None, 0), (["Ada wrote it.", "Bob wrote it."], 1)):
-        sources = engine.submit(Request(CHAT, documents, max_new_tokens=2)).result().sources
-        if documents is None:  # else the confidence alone says which
-            read = max((0, 1), key=lambda number: sources[number]["similarity"])
-            assert sources[0]["similarity"] != pytest.approx(sources[1]["similarity"])
-        assert [each["read"] for each in sources] == [read == 0, read == 1]
-        assert [each["confidence"] for each in sources] == [0.60, 0.65]
+    of_corpus = engine.submit(Request(CHAT, max_new_tokens=2)).result().sources
+    similar = [each["similarity"] for each in of_corpus]
+    assert similar[0] != pytest.approx(similar[1])
+    documents = [each["text"] for each in of_corpus]
+    assert similarities_of(apart.processor.encoder, CHAT, documents) == pytest.approx(similar, abs=1e-3)
+    given = engine.submit(Request(CHAT, documents, max_new_tokens=2)).result().sources
+    for sources in (of_corpus, given):
+        assert [each["read"] for each in sources] == [each == max(similar) for each in similar]
+        assert all("confidence" in each for each in sources)
     engine.close()
+
+
+def test_answers_copy_from_the_passages_that_they_are_read_from(apart):
+    apart.processor.copy_bonus = 1e4
+    engine = Engine(apart, max_passages=1, batch_seconds=0.5, max_batch=2)
+    requests = [Request(CHAT, list(PASSAGES), max_new_tokens=6, copy_bonus=bonus) for bonus in (None, 0.0)]
+    copied, free = [future.result() for future in [engine.submit(request) for request in requests]]
+    engine.close()
+    options = {"max_passages": 1, "max_new_tokens": 6}
+    for found, bonus in ((copied, 1e4), (free, 0.0)):
+        (record,) = apart({"question": CHAT[0]["content"], "documents": PASSAGES}, copy_bonus=bonus, **options)
+        assert found.text.strip() == record["generated_text"].strip()
+    (read,) = (each for each in copied.sources if each["read"])
+    assert copied.text in (read["title"], read["text"]) or copied.text in read["text"]
+    assert copied.text != free.text and copied.batch_size == 2
 
 
 def test_of_more_passages_the_likeliest_are_read_and_told(apart):

@@ -13,7 +13,7 @@ from training_rows import article_rows, write_rows
 from arcaligner import ArcAlignerProcessor
 from arcaligner.pipeline_arcaligner import rank_passages
 from arcaligner.train.data import ContextCollator, ExampleBuilder, encode_slots, read_slots
-from arcaligner.train.metrics import passage_confidences, with_likeliest
+from arcaligner.train.metrics import ranked_passages, with_likeliest
 from arcaligner.train.recipe import RecipeArguments
 from arcaligner.train.selection import ExampleSelector, contains_answer
 from arcaligner.train.validate import (
@@ -69,11 +69,11 @@ def test_of_passages_among_others_the_likeliest_are_read_and_their_answers_score
     results = validate(model, reader, selector, [4], 12, 12, among=[1, 3], max_passages=[1, 2, 3])
     assert list(results) == ["4", "4, 3 passages", "4, 3 passages, 1 read", "4, 3 passages, 2 read"]
     rows = asked_rows(selector, 12, among=[3])
-    likely = with_likeliest(rows, passage_confidences(model.slot_prefix_store(reader), rows, tokens_per_slot=4), 1)
+    likely = with_likeliest(rows, ranked_passages(model.slot_prefix_store(reader), rows, tokens_per_slot=4), 1)
     for row, one in zip(rows, likely, strict=True):
         asked = [row["question"]], [row["passages"]]
         (ranked,) = rank_passages(model.slot_prefix_store(reader), *asked, tokens_per_slot=4)
-        best = max(ranked, key=lambda number: ranked[number].confidence)
+        best = max(ranked, key=lambda number: ranked[number].log_odds)
         assert one == row | {"passages": [row["passages"][best]]}
     of_all, of_one = results["4, 3 passages"], results["4, 3 passages, 1 read"]
     assert of_one == _scores(answers(model, reader, likely, 4)) != {name: of_all[name] for name in of_one}
