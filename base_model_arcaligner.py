@@ -10,10 +10,11 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from huggingface_hub import snapshot_download
@@ -419,6 +420,20 @@ def base_model_names(model) -> list[tuple[str, str]]:
         linears = "|".join(sorted(leaves))
         names.append((rf"\.({linears})\.(?=weight$|bias$)", r".\1.base_layer."))
     return names
+
+
+# Texts for which something is kept, and the characters of a text for which nothing is.
+_MOST_TEXTS, _LONG_TEXT = 2048, 10_000
+
+
+def of_texts(kept: WeakKeyDictionary, owner: Any, texts: Sequence[str], compute: Callable[[list[str]], Any]) -> list:
+    """What `compute` makes of texts, in order; it is kept for further ones, as long as the `owner` lives."""
+    found = kept.get(owner, {})
+    missing = [text for text in dict.fromkeys(texts) if text not in found]
+    new = dict(zip(missing, compute(missing), strict=True)) if missing else {}
+    short = {text: each for text, each in new.items() if len(text) <= _LONG_TEXT}
+    kept[owner] = found | short if len(found) < _MOST_TEXTS else short  # anew: other threads may read the old one
+    return [(found | new)[text] for text in texts]
 
 
 def share_file(path: Path) -> None:

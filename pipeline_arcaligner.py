@@ -28,7 +28,7 @@ from .configuration_arcaligner import (
     longest_prompt,
 )
 from .layers_arcaligner import format_trajectory
-from .segmentation_arcaligner import copied_next, documents_of, similarities_of, text_spans
+from .segmentation_arcaligner import copied_next, copied_texts, documents_of, similarities_of
 from .slot_rows_arcaligner import pad_passage_ids, pad_words
 
 # Options of a call that go to the processor.
@@ -120,10 +120,7 @@ class AnswerConfidence(LogitsProcessor):
             it says nothing about the confidence.
 
     In `with AnswerConfidence(...) as watch`, give it to `generate` as one of `logits_processor`; `watch.confidence`
-    (batch,) is then there.
-
-    Raises:
-        `ValueError`: a processor without `answer_probe`, or with that of another model.
+    (batch,) is then there. `ValueError`: a processor without `answer_probe`, or with that of another model.
     """
 
     class SeenError(Exception):
@@ -191,24 +188,25 @@ class CopyBonus(LogitsProcessor):
     so and, where a word ends, of those that end the answer. What the model reads is the same.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): The base model's.
-        documents (`list[list]`): Of each row of the batch, the passages that it reads.
+        processor ([`ArcAlignerProcessor`]): Of the aligner.
+        documents (`list[list]`): Of each row of the batch, the passages that it reads; each is copied from as a whole.
         bonus (`float` or `list[float]`): In log-odds, 0 or more; of all rows, or of each.
         end_ids (`int` or `list[int]`, *optional*): Tokens that end an answer.
     """
 
-    def __init__(self, tokenizer, documents: list[list], bonus: float | list[float], end_ids: int | list[int] | None):
-        self.spans = [text_spans(tokenizer, each) for each in documents]
+    def __init__(self, processor, documents: list[list], bonus: float | list[float], end_ids: int | list[int] | None):
+        also = [processor.no_answer] if processor.no_answer else []  # may be learned as an answer
+        self.texts = [copied_texts(processor.tokenizer, each, also) for each in documents]
         self.bonus = [bonus] * len(documents) if isinstance(bonus, Real) else bonus
-        self.end_ids = {end_ids} if isinstance(end_ids, int) else set(end_ids or ())
+        self.end_ids = set() if end_ids is None else set(torch.as_tensor(end_ids).reshape(-1).tolist())
         self.prompt_length: int | None = None
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         if self.prompt_length is None:
             self.prompt_length = input_ids.shape[1]
-        scores, num_each = scores.clone(), len(input_ids) // len(self.spans)  # (batch * beams or samples, vocab_size)
+        scores, num_each = scores.clone(), len(input_ids) // len(self.texts)  # (batch * beams or samples, vocab_size)
         for row, written in enumerate(input_ids[:, self.prompt_length :].tolist()):
-            ids = copied_next(self.spans[row // num_each], written, self.end_ids)
+            ids = copied_next(self.texts[row // num_each], written, self.end_ids)
             scores[row, ids] += self.bonus[row // num_each]
         return scores
 
@@ -233,6 +231,7 @@ def rank_passages(
     """
     check_can_rank(store.processor, "Ranking passages")
     if similarities is None and documents is not None:
+        documents = [documents_of(each, "`documents`") for each in documents]
         similarities = list(map(functools.partial(similarities_of, store.processor.encoder), questions, documents))
     watch, ranked = AnswerConfidence(store.model, store.processor, stops=True), [{} for _ in questions]
     for rows, inputs in store.each_alone(questions, documents, **kwargs):
@@ -454,8 +453,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             added = [watch := AnswerConfidence(self.model, self.processor)]
         bonus = self.processor.copy_bonus if copy_bonus is None else copy_bonus
         if bonus and any(copied):
-            end_ids = generate_kwargs.get("eos_token_id", config.eos_token_id)
-            added.append(CopyBonus(self.tokenizer, copied, bonus, end_ids))
+            own, default = config.eos_token_id, self.model.generation_config.eos_token_id
+            end_ids = generate_kwargs.get("eos_token_id", default if own is None else own)
+            added.append(CopyBonus(self.processor, copied, bonus, end_ids))
         if added:
             generate_kwargs["logits_processor"] = [*(generate_kwargs.get("logits_processor") or []), *added]
         with self.model.recorded_depths() as depths, watch or contextlib.nullcontext():

@@ -2,8 +2,7 @@
 with `tokens_per_slot`, a slot is a run of a segment's tokens.
 
 spaCy finds the sentences. Offsets always count characters of the document's text, so an answer can be traced back to
-it. What else texts tell is here, too: how like a question they
-are, and what an answer may copy of them.
+it. What else texts tell is here, too: how like a question they are, and what an answer may copy of them.
 """
 
 import bisect
@@ -15,11 +14,13 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from numbers import Integral
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from transformers.utils import logging
 
+from .base_model_arcaligner import of_texts
 from .configuration_arcaligner import check_text, is_number, with_plain_texts
 
 logger = logging.get_logger(__name__)
@@ -240,11 +241,8 @@ def mark_control_tokens(tokenizer, text):
 
 
 def encode_marked(tokenizer, text: str) -> list[int]:
-    """Ids of a text, with what `mark_tokens` marked as plain text. No special tokens are added.
-
-    Raises:
-        `ValueError`: a tokenizer that makes a token of its characters.
-    """
+    """Ids of a text, with what `mark_tokens` marked as plain text: `ValueError` for a tokenizer that makes a token of
+    its characters. No special tokens are added."""
     pieces = _token_patterns(tuple(tokenizer.added_tokens_encoder))[1].split(text)  # text, marked token, text, ...
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
     newline, ids = encode("\n"), encode(pieces[0])
@@ -460,11 +458,7 @@ def _tokenize_document(tokenizer, document: str | dict, number: int) -> tuple[np
 
 
 def passages_apart(passages: list | GivenSlots) -> dict[int, list | GivenSlots]:
-    """Each passage of a question by itself, by its number; those without text are left out, unless all are.
-
-    Raises:
-        `ValueError`: slots of one passage that do not stand together.
-    """
+    """Each passage of a question by itself, by its number; those without text are left out, unless all are."""
     if not isinstance(passages, GivenSlots):
         return {number: [each] for number, each in enumerate(passages) if text_of(each, number).strip()} or {0: []}
     embeds, words, ids = passages
@@ -481,77 +475,81 @@ def passages_apart(passages: list | GivenSlots) -> dict[int, list | GivenSlots]:
     return dict(zip(numbers, apart, strict=True))
 
 
+# Of each encoder the vectors of texts, of each tokenizer what is copied of them.
+_VECTORS, _COPIED = WeakKeyDictionary(), WeakKeyDictionary()
+
+
 def similarities_of(encoder, question: str | list[dict], documents: Sequence[str | dict]) -> list[float]:
     """The cosine of a question, or of a chat's last one, and each passage, by the encoder that searches corpora."""
     if not isinstance(question, str):
-        question = [each["content"] for each in with_plain_texts(question) if each["role"] == "user"][-1]
+        question = ["", *(each["content"] or "" for each in with_plain_texts(question) if each["role"] == "user")][-1]
     texts = [f"{title_of(each) or ''} {text_of(each, number)}".strip() for number, each in enumerate(documents)]
-    return [float(_search_vector(encoder, question) @ _search_vector(encoder, text)) for text in texts]
+    asked, *vectors = of_texts(_VECTORS, encoder.untrained, [question, *texts], encoder.untrained.encode)
+    return [float(asked @ vector) for vector in vectors]
 
 
-@functools.lru_cache(maxsize=4096)  # passages of further questions, 2 KB each
-def _search_vector(encoder, text: str) -> torch.Tensor:
-    return encoder.untrained.encode([text])[0]
-
-
-# Where words begin, and the tokens of a text from there on that an answer may copy.
 _WORD_START = re.compile(r"(?<![^\W_])[^\W_]|(?<!\S)\S")
-_WORD = re.compile(r"\S{1,40}")
-_SPAN_TOKENS = 32
+_WORD = re.compile(r"\S{1,40}")  # what is looked at of one
 # Answers that are as good as copied: else a question that wants "yes" would be answered by a "no" of the text.
 YES_NO = ("yes", "no", "Yes", "No")
 
 
-class TextSpan(NamedTuple):
-    """A text from one of its words on, as the backbone writes it at the beginning of an answer."""
+class CopiedText(NamedTuple):
+    """A text, from any of its words on, as the backbone writes it at the beginning of an answer."""
 
     ids: list[int]
     ends_word: list[bool]  # whether a word ends with the token
+    # Of each word, by its first id: its ids by itself, as an answer has no space before it, whether a word ends with
+    # each, and where the text's own `ids` go on.
+    words: dict[int, list[tuple[list[int], list[bool], int]]]
+
+    def follow(self, written: list[int]) -> tuple[set[int], bool]:
+        """The ids that go on with what is `written`, wherever it stands, and whether a word ends there."""
+        found, is_end, length = set(), False, len(written)
+        for own, own_ends, after in self.words.get(written[0], ()):
+            place = after + max(0, length - len(own))
+            if own[:length] + self.ids[after:place] == written:
+                found.update(own[length : length + 1] or self.ids[place : place + 1])
+                is_end |= self.ends_word[place - 1] if place > after else own_ends[length - 1]
+        return found, is_end
 
 
-def text_spans(tokenizer, documents: Sequence[str | dict]) -> list[TextSpan]:
-    """What an answer that is copied from documents can be, titles included: a span for each of their words. None of
-    `YES_NO` has to stand in them."""
-    texts = [(title_of(document), text_of(document, number)) for number, document in enumerate(documents)]
-    texts = [*texts, YES_NO] if texts else []
-    return [span for each in texts for text in each if text for span in _spans_of(tokenizer, text)]
+def copied_texts(tokenizer, documents: Sequence[str | dict], also: Sequence[str] = ()) -> list[CopiedText]:
+    """What an answer may copy of documents, titles included; `YES_NO` and the texts of `also` count as part of them."""
+    read = [(text_of(document, number), title_of(document)) for number, document in enumerate(documents)]
+    texts = [each for text, title in read if text.strip() for each in (text, title) if each]
+    texts += [*YES_NO, *also] if texts else []  # of nothing, nothing is copied
+    return of_texts(_COPIED, tokenizer, texts, lambda missing: [_copied(tokenizer, text) for text in missing])
 
 
-@functools.lru_cache(maxsize=256)  # passages of further questions
-def _spans_of(tokenizer, text: str) -> list[TextSpan]:
-    """The first word of a span is tokenized by itself, as an answer has no space before it, and what follows it as in
-    the text. None begins with a word that holds a control token."""
+def _copied(tokenizer, text: str) -> CopiedText:
+    """No copy begins with a word that holds a control token."""
 
     def ends_word(ends: Sequence[int]) -> list[bool]:
         pairs = zip(ends, [*ends[1:], len(text) + 1], strict=True)  # equal where a character has several tokens
         return [end < after and not (text[end - 1].isalnum() and text[end : end + 1].isalnum()) for end, after in pairs]
 
     ids, ends = (each.tolist() for each in _tokenize_document(tokenizer, text, 0))
-    are_last, spans = ends_word(ends), []
+    copied = CopiedText(ids, ends_word(ends), {})
     starts = [found.start() for found in _WORD_START.finditer(text)]
     words = [_WORD.match(text, start)[0] for start in starts] or [""]  # no tokenizer takes an empty batch
     read = tokenizer(words, add_special_tokens=False, return_offsets_mapping=True)
     special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    for start, word, own_ids, offsets in zip(starts, words, read["input_ids"], read["offset_mapping"], strict=False):
-        if special.intersection(own_ids):
-            continue
-        own_last = ends_word([start + end for _, end in offsets])
-        after = bisect.bisect_right(ends, start + len(word))
-        if after and ends[after - 1] == start + len(word):  # else the text has no token that begins here
-            own_ids, own_last = own_ids + ids[after:][:_SPAN_TOKENS], own_last + are_last[after:][:_SPAN_TOKENS]
-        spans.append(TextSpan(own_ids, own_last))
-    return spans
+    for start, word, own, offsets in zip(starts, words, read["input_ids"], read["offset_mapping"], strict=False):
+        if own and not special.intersection(own):
+            after = bisect.bisect_right(ends, start + len(word))
+            is_start = after and ends[after - 1] == start + len(word)  # else a token crosses the end of the word
+            own_ends = ends_word([start + end for _, end in offsets])
+            copied.words.setdefault(own[0], []).append((own, own_ends, after if is_start else len(ids)))
+    return copied
 
 
-def copied_next(spans: Sequence[TextSpan], written: list[int], end_ids: Set[int]) -> list[int]:
-    """Ids of tokens that go on with an answer in the words of `spans`, and, where a word of it is whole, of those that
-    end it. None once the answer has words of its own."""
-    length = len(written)
-    fitting = [span for span in spans if span.ids[:length] == written]
-    found = {span.ids[length] for span in fitting if len(span.ids) > length}
-    if written and any(span.ends_word[length - 1] for span in fitting):
-        found |= end_ids
-    return sorted(found)
+def copied_next(texts: Sequence[CopiedText], written: list[int], end_ids: Set[int]) -> list[int]:
+    """Ids that go on with an answer in the words of `texts`, and, where a word of it is whole, of those that end it."""
+    if not written:
+        return sorted({first for text in texts for first in text.words})
+    found = [text.follow(written) for text in texts]
+    return sorted(set().union(*(ids for ids, _ in found), end_ids if any(is_end for _, is_end in found) else ()))
 
 
 @functools.cache

@@ -153,7 +153,7 @@ class Reader:
         else:
             inputs = store.prepare(row["question"], row["passages"], tokens_per_slot=self.rate)
         copied, end_ids = [row["passages"]], self.model.generation_config.eos_token_id
-        bonus = CopyBonus(processor.tokenizer, copied, processor.copy_bonus, end_ids) if processor.copy_bonus else None
+        bonus = CopyBonus(processor, copied, processor.copy_bonus, end_ids) if processor.copy_bonus else None
         return {**inputs, "logits_processor": None if bonus is None else [bonus]}
 
     def _keep_slots(self, processor, row: Row):

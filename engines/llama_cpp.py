@@ -34,7 +34,7 @@ from ..configuration_arcaligner import DEFAULT_BASE_MODEL, SLOT_SETTINGS, ArcAli
 from ..encoder_arcaligner import EncodedDocuments
 from ..modeling_arcaligner import ArcAlignerForCausalLM, ContextProjector
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..segmentation_arcaligner import copied_next, documents_of, text_of, text_spans, title_of
+from ..segmentation_arcaligner import copied_next, copied_texts, documents_of, text_of, title_of
 from .gguf_files import ADAPTER_FILE, architecture_of, check_base_model, head_dim_of, to_neighbors
 
 TESTED_VERSION = "0.3.36"
@@ -299,7 +299,8 @@ class LlamaCppEngine:
         documents = documents_of(documents, "`documents`")
         self.read(question, documents, max_new_tokens, **slots)
         mine, bonus = self._num_read, self.processor.copy_bonus
-        spans = text_spans(self.processor.tokenizer, documents) if bonus else []
+        also = [self.processor.no_answer] if self.processor.no_answer else []
+        texts = copied_texts(self.processor.tokenizer, documents, also) if bonus else []
         written: list[int] = []
         decoder = DecodeStream(skip_special_tokens=True)
         for number in range(max_new_tokens):
@@ -307,7 +308,7 @@ class LlamaCppEngine:
                 raise RuntimeError("Another question was read before this answer ended. Take one answer at a time.")
             logits = self.session.logits.copy()
             logits[self.config.context_token_id :][:1] = -np.inf  # as `generate`; often not among the logits
-            logits[copied_next(spans, written, self._end)] += bonus
+            logits[copied_next(texts, written, self._end)] += bonus
             written.append(token := int(logits.argmax()))
             if token in self._end:
                 return

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from ..configuration_arcaligner import check_length
+from ..configuration_arcaligner import check_copy_bonus, check_length
 from ..corpus.kept import kept_folder
 from ..corpus.retrieve import Retriever, SlotPassages
 from ..encoder_arcaligner import EncodedDocuments
@@ -118,6 +118,8 @@ class Engine:
             request.max_passages = self.max_passages
         else:
             check_max_passages(self.processor, request.max_passages)
+        if request.copy_bonus is not None:
+            check_copy_bonus(request.copy_bonus)
         with self._arrival:
             if self._closed or len(self._waiting) >= self.limits.waiting:
                 raise BusyError(
@@ -131,7 +133,7 @@ class Engine:
         """Searches the corpus and answers a short request, which loads what is loaded on first use."""
         if self.retriever is not None:
             self.retriever("?", top_k=1)
-        request = Request([{"role": "user", "content": "?"}], documents=["."], max_new_tokens=2, return_slots=True)
+        request = Request([{"role": "user", "content": "?"}], documents=[".", ","], max_new_tokens=2, return_slots=True)
         self.submit(request).result()
 
     def close(self) -> None:
@@ -359,7 +361,7 @@ class Engine:
         default = self.processor.copy_bonus
         bonus = [default if request.copy_bonus is None else request.copy_bonus for request in group]
         read = [[each for each in request.passages.documents if each.get("read", True)] for request in group]
-        return CopyBonus(self.processor.tokenizer, read, bonus, end_ids) if any(bonus) else None
+        return CopyBonus(self.processor, read, bonus, end_ids) if any(bonus) else None
 
 
 def _each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) -> Iterator[tuple[list[Request], Any]]:

@@ -1,16 +1,24 @@
 """Answers in the words of the passages: what can be copied, what is preferred for it, and what stays as it was."""
 
+import functools
+import gc
 import time
+import weakref
 
 import pytest
 import torch
 from conftest import chat_inputs, greedy_answer, processor_with
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import GenerationConfig
 
 from arcaligner import ArcAlignerPipeline
-from arcaligner.pipeline_arcaligner import CopyBonus
-from arcaligner.segmentation_arcaligner import YES_NO, copied_next, text_spans
+from arcaligner.benchmarks.compare import Reader
+from arcaligner.encoder_arcaligner import SentenceEncoder
+from arcaligner.evaluation.answering import SlotAnswerer
+from arcaligner.evaluation.methods import METHODS
+from arcaligner.pipeline_arcaligner import CopyBonus, rank_passages
+from arcaligner.segmentation_arcaligner import YES_NO, copied_next, copied_texts, similarities_of
 
 QUESTION = "Who wrote it?"
 DOCUMENTS = ["It was written by Ada.  Nobody else knew.", {"title": "Toronto Northwest", "text": "A riding, in 1924."}]
@@ -25,26 +33,33 @@ def ask(model, processor):
     return ArcAlignerPipeline(model=model, processor=processor, **settings)
 
 
+def copies(tokenizer, documents: list, also: list = ()) -> list[tuple[list[int], list[bool]]]:
+    """From each word on all that can be copied: ids, and whether a word ends with each."""
+    texts = copied_texts(tokenizer, documents, also)
+    words = [(text, *word) for text in texts for words in text.words.values() for word in words]
+    return [(own + text.ids[at:], ends + text.ends_word[at:]) for text, own, ends, at in words]
+
+
 def texts_of(documents: list) -> str:
     return "\n".join(each if isinstance(each, str) else f"{each['title']}\n{each['text']}" for each in documents)
 
 
 @given(text=st.text(st.sampled_from("ab Z.,-!?\n\té漢😀'\"1"), max_size=60))
-def test_a_span_is_the_text_from_one_of_its_words_on(processor, text):
+def test_what_can_be_copied_is_the_text_from_one_of_its_words_on(processor, text):
     tokenizer = processor.tokenizer
-    for ids, ends_word in text_spans(tokenizer, [text])[: -len(YES_NO)]:
+    for ids, ends_word in copies(tokenizer, [text])[: -len(YES_NO)]:
         copied = tokenizer.decode(ids).rstrip("\ufffd")
         assert len(ids) == len(ends_word) > 0 and copied and not copied[0].isspace()
         starts = [place for place in range(len(text)) if text.startswith(copied, place)]
         assert any(place == 0 or not (text[place - 1] + text[place]).isalnum() for place in starts)
 
 
-def test_there_is_a_span_for_each_word_and_it_may_end_where_a_word_does(processor):
+def test_a_copy_begins_with_any_word_and_may_end_where_a_word_does(processor):
     tokenizer = processor.tokenizer
-    spans = text_spans(tokenizer, [{"title": "Ada", "text": "It was, (é) 3.5%."}])
-    whole = [tokenizer.decode(ids) for ids, _ in spans]
-    assert whole == ["Ada", "It was, (é) 3.5%.", "was, (é) 3.5%.", "(é) 3.5%.", "é) 3.5%.", "3.5%.", "5%.", *YES_NO]
-    ids, ends_word = spans[1]
+    found = copies(tokenizer, [{"title": "Ada", "text": "It was, (é) 3.5%."}], ["not there"])
+    whole = ["Ada", "It was, (é) 3.5%.", "was, (é) 3.5%.", "(é) 3.5%.", "é) 3.5%.", "3.5%.", "5%.", *YES_NO]
+    assert sorted(tokenizer.decode(ids) for ids, _ in found) == sorted([*whole, "not there", "there"])
+    ids, ends_word = next(each for each in found if tokenizer.decode(each[0]) == whole[1])
     ends = {tokenizer.decode(ids[: number + 1]) for number, is_end in enumerate(ends_word) if is_end}
     assert {"It", "It was", "It was, (é", "It was, (é) 3", "It was, (é) 3.5%."} <= ends
     assert not any(each.endswith(("\ufffd", "wa")) or each == "I" for each in ends)
@@ -52,19 +67,24 @@ def test_there_is_a_span_for_each_word_and_it_may_end_where_a_word_does(processo
 
 def test_a_control_token_of_a_text_is_never_copied(processor):
     tokenizer, text = processor.tokenizer, "Ada <|im_end|> wrote it."
-    spans = text_spans(tokenizer, [text])
+    spans = copies(tokenizer, [text])
     assert {"Ada", "wrote it.", "it."} <= {tokenizer.decode(ids).split("<")[0].strip() for ids, _ in spans}
     assert not {tokenizer.eos_token_id} & {each for ids, _ in spans for each in ids}
 
 
 @pytest.mark.parametrize("text", ["a-", "a ", "(", "漢", "a" * 99 + "-", "<|im_end|>"])
-def test_time_to_find_spans_is_linear_in_any_text(processor, text):
-    text, start = (text * 30_000)[:30_000], time.process_time()
-    copied_next(text_spans(processor.tokenizer, [text]), [], set())
-    assert time.process_time() - start < 5
+def test_the_time_is_linear_in_any_text(processor, text):
+    texts, seconds = [(text * size)[:size] for size in (6_000, 60_000)], []
+    for each in texts:
+        start = time.process_time()
+        found = copied_texts(processor.tokenizer, [each])
+        copied_next(found, found[0].ids[:3], set())
+        seconds.append(time.process_time() - start)
+    assert seconds[1] < 30 * max(seconds[0], 0.1)
 
 
-def test_the_bonus_is_of_tokens_that_go_on_with_a_span_or_end_it_and_of_no_others(processor):
+@pytest.mark.parametrize("as_ends", [int, lambda end: [end], torch.tensor], ids=["int", "list", "tensor"])
+def test_the_bonus_is_of_tokens_that_go_on_with_a_copy_or_end_it_and_of_no_others(processor, as_ends):
     tokenizer = processor.tokenizer
     encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     prompt, end = encode("Who?"), tokenizer.eos_token_id
@@ -76,7 +96,7 @@ def test_the_bonus_is_of_tokens_that_go_on_with_a_span_or_end_it_and_of_no_other
         ("was Ada", set()),
     ):
         ids, scores = torch.tensor([prompt + encode(written)]), torch.randn(1, len(tokenizer))
-        bonus = CopyBonus(tokenizer, [["It was written by Ada."]], 3.0, end)
+        bonus = CopyBonus(processor, [["It was written by Ada."]], 3.0, as_ends(end))
         bonus(torch.tensor([prompt]), scores)
         found, before = bonus(ids, scores), scores.clone()
         before[0, sorted(expected)] += 3.0
@@ -92,6 +112,27 @@ def test_an_answer_is_word_for_word_in_the_passages(ask, options):
         assert record["generated_text"] in YES_NO or record["generated_text"] in texts_of(DOCUMENTS)
 
 
+def test_a_long_copy_is_not_ended_early(processor):
+    tokenizer, text = processor.tokenizer, " ".join(f"word{number}" for number in range(100))
+    ids = tokenizer(text)["input_ids"]
+    for length in range(2, len(ids)):
+        assert ids[length] in copied_next(copied_texts(tokenizer, [text]), ids[:length], set())
+    assert copied_next(copied_texts(tokenizer, [text]), ids, {-7}) == [-7]
+
+
+def test_the_end_of_an_answer_is_that_of_the_model_where_a_configuration_names_none(ask):
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    config = GenerationConfig(**options)
+    assert config.eos_token_id is None
+    assert ask(ROW, copy_bonus=HUGE, generation_config=config) == ask(ROW, copy_bonus=HUGE, **options)
+
+
+@pytest.mark.parametrize("documents", [[""], [" "], [{"title": "Ada", "text": ""}]], ids=str)
+def test_of_passages_without_text_nothing_is_copied(ask, documents):
+    row = ROW | {"documents": documents}
+    assert ask(row, copy_bonus=HUGE) == ask(row, copy_bonus=0)
+
+
 def test_the_processor_says_how_much_copying_is_preferred_and_a_call_may_say_otherwise(model, processor):
     free = greedy_answer(model, processor, chat_inputs(processor, QUESTION, DOCUMENTS), NEW_TOKENS)
     settings = {"task": "text-generation", "device": "cpu", "max_new_tokens": NEW_TOKENS}
@@ -103,14 +144,77 @@ def test_the_processor_says_how_much_copying_is_preferred_and_a_call_may_say_oth
 
 def test_rows_of_a_batch_copy_from_their_own_passages(ask):
     rows = [ROW, {"question": "Is there anything?", "documents": []}, ROW | {"documents": ["He is a ski jumper."]}]
-    alone = [ask(row, copy_bonus=HUGE)[0] for row in rows]
-    assert [record for (record,) in ask(rows, copy_bonus=HUGE, batch_size=3)] == alone
+    for beams in (2, 1):
+        alone = [ask(row, copy_bonus=HUGE, num_beams=beams)[0] for row in rows]
+        together = ask(rows, copy_bonus=HUGE, num_beams=beams, batch_size=3)
+        assert [record for (record,) in together] == alone
     assert alone[2]["generated_text"] in (*YES_NO, "He is a ski jumper.") and alone[1] == ask(rows[1], copy_bonus=0)[0]
 
 
 def test_an_answer_that_is_begun_goes_on_as_before(ask):
     chat = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "It was"}]
     assert ask(chat, documents=DOCUMENTS, copy_bonus=HUGE) == ask(chat, documents=DOCUMENTS)
+
+
+def test_a_learned_refusal_counts_as_copied(model, processor):
+    learned = processor_with(processor, no_answer="Nobody knows zebra")
+    end, ids = processor.tokenizer.eos_token_id, processor.tokenizer("Nobody knows zebra")["input_ids"]
+    bonus = CopyBonus(learned, [["It was written by Ada."]], 3.0, end)
+    for length in range(len(ids) + 1):
+        raised = bonus(torch.tensor([[5, *ids[:length]]]), torch.zeros(1, len(processor.tokenizer)))
+        assert raised[0, [*ids, end][length]] == 3.0
+
+
+def test_evaluation_copies_as_the_pipeline_does_and_can_do_without(ask, model, processor, few_tokens):
+    row = {"question": QUESTION, "answers": ["Ada"], "passages": [{"title": "", "text": DOCUMENTS[0]}]}
+    copying = processor_with(processor, copy_bonus=HUGE)
+    for name, bonus in (("arcaligner", HUGE), ("no_copying", 0)):
+        settings = METHODS[name].slots | {"gate_mode": "off"}
+        (found,) = SlotAnswerer(model, copying, **settings).answer([row])
+        asked = {"question": QUESTION, "documents": row["passages"]}
+        (record,) = ask(asked, copy_bonus=bonus, max_new_tokens=4, gate_mode="off")
+        assert found.text == record["generated_text"].strip()
+    reader = Reader("slots", 2, model)
+    answers = {bonus: reader.ask(processor_with(processor, copy_bonus=bonus), row).answer for bonus in (HUGE, 0.0)}
+    assert answers[HUGE] in (*YES_NO, DOCUMENTS[0]) or answers[HUGE] in DOCUMENTS[0]
+    assert answers[HUGE] != answers[0.0]
+
+
+def test_rows_of_any_form_are_ranked_by_the_same_cosines(separate):
+    model, fitted = separate
+    rank = functools.partial(rank_passages, model.slot_prefix_store(fitted), [QUESTION])
+    (expected,) = rank([["Ada wrote it."]])
+    assert expected[0].similarity == pytest.approx(similarities_of(fitted.encoder, QUESTION, ["Ada wrote it."])[0])
+    for row in ("Ada wrote it.", {"text": "Ada wrote it."}, (each for each in ["Ada wrote it."])):
+        assert rank([row])[0][0].similarity == expected[0].similarity
+
+
+def test_vectors_are_kept_as_long_as_their_encoder(encoder_dir):
+    asked = []
+
+    class Watched(SentenceEncoder):
+        def encode(self, texts):
+            asked.extend(texts)
+            return super().encode(texts)
+
+    encoder, plain = Watched(str(encoder_dir)), SentenceEncoder(str(encoder_dir))
+    for documents in (["Ada.", "Bob."], ["Bob.", "Eve."], ["a" * 20_000], ["a" * 20_000]):
+        found = similarities_of(encoder, [{"role": "user", "content": QUESTION}], documents)
+        vectors = plain.encode([QUESTION, *documents])
+        torch.testing.assert_close(torch.tensor(found), vectors[1:] @ vectors[0], rtol=0, atol=1e-5)
+    assert asked == [QUESTION, "Ada.", "Bob.", "Eve.", "a" * 20_000, "a" * 20_000]
+    seen = weakref.ref(encoder)
+    del encoder
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_chat_without_a_question_is_refused_as_without_choosing(separate):
+    model, fitted = separate
+    ask = ArcAlignerPipeline(model=model, processor=fitted, task="text-generation", device="cpu")
+    for options in ({}, {"max_passages": 1}):
+        with pytest.raises(ValueError, match="no user message"):
+            ask([{"role": "assistant", "content": "Hi."}], documents=DOCUMENTS, **options)
 
 
 def test_of_chosen_passages_those_that_are_read_are_copied_from(separate):

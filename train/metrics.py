@@ -65,7 +65,6 @@ class SwappedSlots:
         return self.collator(swapped)
 
 
-@torch.inference_mode()
 def with_likeliest(rows: list[Row], ranked: list[dict[int, RankedPassage]], max_passages: int) -> list[Row]:
     """The rows, each with those of its passages that most likely answer, where it has more."""
     chosen = []
@@ -96,7 +95,7 @@ def greedy_answers(
     options = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, **refinement}
     bonus, added = processor.copy_bonus if copy_bonus is None else copy_bonus, LogitsProcessorList()
     if bonus and any(passages):
-        added.append(CopyBonus(processor.tokenizer, passages, bonus, model.generation_config.eos_token_id))
+        added.append(CopyBonus(processor, passages, bonus, model.generation_config.eos_token_id))
     if processor.answer_probe is None or "context_embeds" not in inputs:
         ids, sure = model.generate(**inputs, **options, logits_processor=added), [None] * len(inputs["input_ids"])
     else:
