@@ -515,11 +515,12 @@ class CopiedText(NamedTuple):
 
 
 def copied_texts(tokenizer, documents: Sequence[str | dict], also: Sequence[str] = ()) -> list[CopiedText]:
-    """What an answer may copy of documents, titles included; `YES_NO` and the texts of `also` count as part of them."""
+    """What an answer may copy of documents, titles included; `YES_NO` and the texts of `also` are copied whole."""
     read = [(text_of(document, number), title_of(document)) for number, document in enumerate(documents)]
     texts = [each for text, title in read if text.strip() for each in (text, title) if each]
-    texts += [*YES_NO, *also] if texts else []  # of nothing, nothing is copied
-    return of_texts(_COPIED, tokenizer, texts, lambda missing: [_copied(tokenizer, text) for text in missing])
+    found = of_texts(_COPIED, tokenizer, texts, lambda missing: [_copied(tokenizer, text) for text in missing])
+    whole = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ((*YES_NO, *also) if texts else ())]
+    return found + [CopiedText([], [], {ids[0]: [(ids, [*[False] * (len(ids) - 1), True], 0)]}) for ids in whole]
 
 
 def _copied(tokenizer, text: str) -> CopiedText:

@@ -58,7 +58,7 @@ def test_a_copy_begins_with_any_word_and_may_end_where_a_word_does(processor):
     tokenizer = processor.tokenizer
     found = copies(tokenizer, [{"title": "Ada", "text": "It was, (é) 3.5%."}], ["not there"])
     whole = ["Ada", "It was, (é) 3.5%.", "was, (é) 3.5%.", "(é) 3.5%.", "é) 3.5%.", "3.5%.", "5%.", *YES_NO]
-    assert sorted(tokenizer.decode(ids) for ids, _ in found) == sorted([*whole, "not there", "there"])
+    assert sorted(tokenizer.decode(ids) for ids, _ in found) == sorted([*whole, "not there"])
     ids, ends_word = next(each for each in found if tokenizer.decode(each[0]) == whole[1])
     ends = {tokenizer.decode(ids[: number + 1]) for number, is_end in enumerate(ends_word) if is_end}
     assert {"It", "It was", "It was, (é", "It was, (é) 3", "It was, (é) 3.5%."} <= ends
