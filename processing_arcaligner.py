@@ -49,7 +49,6 @@ from .segmentation_arcaligner import (
     check_sentences_per_segment,
     check_tokens_per_slot,
     encode_marked,
-    encoder_texts,
     mark_control_tokens,
     passages_of_questions,
     tokenize_segments,
@@ -235,10 +234,6 @@ class ArcAlignerProcessor(ProcessorMixin):
     def segment_documents(self, documents: Sequence[str | dict]) -> list[Segment]:
         """[`SlotEncoder.segment_documents`]: the segments of one question's documents."""
         return self.slot_encoder.segment_documents(documents)
-
-    def encoder_texts(self, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[str]:
-        """What the encoder reads for each segment: the title of its document, if it has one, and the text."""
-        return encoder_texts(segments, documents)
 
     def tokenize_segments(self, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[SegmentTokens]:
         """Each segment's tokens in the backbone's vocabulary, see `tokenize_segments` of segmentation."""

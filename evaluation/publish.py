@@ -49,6 +49,7 @@ README_ROWS = (
     ("**slots**", "a sentence", "arcaligner_xsegment", "segment"),
 )
 CUT_SHORTER = {"a quarter": "truncated_lora_x4", "an eighth": "truncated_lora_x8"}
+FREELY = {"2": "no_copying", "4": "no_copying_x4", "8": "no_copying_x8", "a sentence": "no_copying_xsegment"}
 ANSWERS_PER_SET = 13
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|&])")  # what could become structure of a page
 MARKS = "<!-- results: evaluation/publish.py -->", "<!-- end of results -->"
@@ -60,7 +61,8 @@ The shipped aligner and what it is compared with, written by `python -m arcalign
 of `python -m arcaligner evaluate --recipe smollm2_135m`: the same frozen SmolLM2-135M-Instruct (4-bit weights of the
 default base model, Q4_1), chat template, questions and greedy decoding (24 new tokens) in all rows; "fine-tuned" is a
 LoRA that learned to read the text from 4,000 questions; xRAG and the projector alone saw 4,000 rows in each stage, the
-aligner far more. Differences are paired, with what was asked in the same run.
+aligner far more. ArcAligner prefers answers in the words of the passages ([method.md](method.md)); "w/o copying" and
+all others write freely. Differences are paired, with what was asked in the same run.
 `evaluation/recipes/smollm2_135m.yaml` says which passages are read. [answers.md](answers.md) has answers to read.
 """
 SPEED_INTRODUCTION = """\
@@ -189,6 +191,7 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any]) -> str:
     columns = ["The model reads", "Rate", *sets, "First token, ms", "Kept, ms", "Kept, MiB"]
     counts = " to ".join(map(str, sorted({each["questions"] for each in sets.values()})))
     shorter = "; ".join(f"to {part}, {', '.join(f1(method))}" for part, method in CUT_SHORTER.items())
+    freely = "; ".join(f"{rate}, {', '.join(f1(method))}" for rate, method in FREELY.items())
     passages = " / ".join(map(str, SHORT_PASSAGES))
     own = [find_size(latency, k, latency["own_tokens_per_slot"]) for k in SHORT_PASSAGES]
     lengths = [each["methods"]["full_text_lora"]["context_tokens"] for each in sets.values()]
@@ -200,6 +203,7 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any]) -> str:
             f"{max(lengths):.0f} tokens (means).",
             "Rate: tokens of the text for each position of the prompt.",
             f"Cut shorter, the text gets: {shorter}.",
+            f"Writing freely, as the readers of text do, slots get, by rate: {freely}.",
             f"Times and memory: {passages} passages, {' / '.join(format(size['text_tokens'], ',.0f') for size in own)} "
             f"tokens, on {latency['machine']['cores']} CPU cores.",
         ]

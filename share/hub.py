@@ -115,7 +115,8 @@ def write_model_card(
         model_name="ArcAligner",
         eval_results=results and results["listed"],
     )
-    given = {"config": config, "rates": processor.get("trained_tokens_per_slot"), "results": results}
+    given = {"config": config, "results": results}
+    given |= {"rates": processor.get("trained_tokens_per_slot"), "copy_bonus": processor.get("copy_bonus")}
     given |= {"stages": Counter(stage["stage"] for stage in stages), "data": _describe_data(stages)}
     given |= {
         "name": name or "user/name",

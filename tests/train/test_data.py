@@ -8,7 +8,7 @@ from conftest import chat_inputs
 from training_rows import passage_rows, question_rows
 
 from arcaligner.common.files import stable_number
-from arcaligner.segmentation_arcaligner import Segment
+from arcaligner.segmentation_arcaligner import Segment, encoder_texts
 from arcaligner.train.data import (
     CONTINUATION,
     MIN_RARITY,
@@ -131,7 +131,7 @@ def test_reconstruction_covers_each_segment_once_with_its_text_as_target(process
         assert all(text.endswith("<|im_end|>") for text in texts)
         assert " ".join(text.removesuffix("<|im_end|>") for text in texts) == passage["text"]
         read = [segment["encoder_text"] for example in examples for segment in example.segments]
-        assert read == processor.encoder_texts(processor.segment_documents(row["passages"]), row["passages"])
+        assert read == encoder_texts(processor.segment_documents(row["passages"]), row["passages"])
         assert all(1 <= len(example.segments) <= 2 for example in examples)
 
 
