@@ -191,7 +191,7 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any]) -> str:
     columns = ["The model reads", "Rate", *sets, "First token, ms", "Kept, ms", "Kept, MiB"]
     counts = " to ".join(map(str, sorted({each["questions"] for each in sets.values()})))
     shorter = "; ".join(f"to {part}, {', '.join(f1(method))}" for part, method in CUT_SHORTER.items())
-    freely = "; ".join(f"{rate}, {', '.join(f1(method))}" for rate, method in FREELY.items())
+    freely = [f"{', '.join(f1(method))} at {rate}" for rate, method in FREELY.items()]
     passages = " / ".join(map(str, SHORT_PASSAGES))
     own = [find_size(latency, k, latency["own_tokens_per_slot"]) for k in SHORT_PASSAGES]
     lengths = [each["methods"]["full_text_lora"]["context_tokens"] for each in sets.values()]
@@ -201,11 +201,12 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any]) -> str:
             "",
             f"F1 in percent, {counts} questions per set, each about passages of {min(lengths):.0f} to "
             f"{max(lengths):.0f} tokens (means).",
-            "Rate: tokens of the text for each position of the prompt.",
             f"Cut shorter, the text gets: {shorter}.",
-            f"Writing freely, as the readers of text do, slots get, by rate: {freely}.",
-            f"Times and memory: {passages} passages, {' / '.join(format(size['text_tokens'], ',.0f') for size in own)} "
-            f"tokens, on {latency['machine']['cores']} CPU cores.",
+            f"Writing freely, as the readers of text do, slots get {'; '.join(freely[:2])};",
+            f"{'; '.join(freely[2:])}.",
+            f"Rate: tokens of text for each position. Times and memory: {passages} passages, "
+            f"{' / '.join(format(size['text_tokens'], ',.0f') for size in own)} tokens, on "
+            f"{latency['machine']['cores']} CPU cores.",
         ]
     )
 
