@@ -29,7 +29,7 @@ MODES = [{"gate_mode": "off"}, {"gate_mode": "always"}, {"gate_mode": "adaptive"
 @pytest.fixture(scope="module")
 def apart(processor):
     """A processor that tells the model which slot belongs to which passage."""
-    return processor_with(processor, passage_attention="separate")
+    return processor_with(processor, passage_attention="separate", max_prompt_length=300)
 
 
 @pytest.fixture(scope="module")
