@@ -429,11 +429,17 @@ _MOST_TEXTS, _LONG_TEXT = 2048, 10_000
 def of_texts(kept: WeakKeyDictionary, owner: Any, texts: Sequence[str], compute: Callable[[list[str]], Any]) -> list:
     """What `compute` makes of texts, in order; it is kept for further ones, as long as the `owner` lives."""
     found = kept.get(owner, {})
-    missing = [text for text in dict.fromkeys(texts) if text not in found]
-    new = dict(zip(missing, compute(missing), strict=True)) if missing else {}
-    short = {text: each for text, each in new.items() if len(text) <= _LONG_TEXT}
-    kept[owner] = found | short if len(found) < _MOST_TEXTS else short  # anew: other threads may read the old one
-    return [(found | new)[text] for text in texts]
+    if missing := [text for text in dict.fromkeys(texts) if text not in found]:
+        new = dict(zip(missing, compute(missing), strict=True))
+        short = {text: each for text, each in new.items() if len(text) <= _LONG_TEXT}
+        kept[owner] = found | short if len(found) < _MOST_TEXTS else short  # anew: other threads may read the old one
+        found = found | new
+    return [found[text] for text in texts]
+
+
+def search_text(title: str | None, text: str) -> str:
+    """What the encoder that searches reads of a passage."""
+    return f"{title or ''} {text}".strip()
 
 
 def share_file(path: Path) -> None:

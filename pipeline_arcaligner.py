@@ -180,8 +180,7 @@ class AnswerConfidence(LogitsProcessor):
 
 
 class CopyBonus(LogitsProcessor):
-    """
-    Prefers answers in the words of the passages, in one call of `generate`.
+    """Prefers answers in the words of the passages, in one call of `generate`.
 
     Beyond the paper: a slot tells what a text says better than how it is spelled, and whoever asks has the text. While
     all of an answer stands in it, from the beginning of a word on, `bonus` is added to the scores of tokens that go on
@@ -190,20 +189,23 @@ class CopyBonus(LogitsProcessor):
     Args:
         processor ([`ArcAlignerProcessor`]): Of the aligner.
         documents (`list[list]`): Of each row of the batch, the passages that it reads; each is copied from as a whole.
-        bonus (`float` or `list[float]`): In log-odds, 0 or more; of all rows, or of each.
+        bonus (`float` or `list`): In log-odds, of all rows or of each; `None` is the processor's `copy_bonus`.
         end_ids (`int` or `list[int]`, *optional*): Tokens that end an answer.
     """
 
-    def __init__(self, processor, documents: list[list], bonus: float | list[float], end_ids: int | list[int] | None):
-        also = [processor.no_answer] if processor.no_answer else []  # may be learned as an answer
-        self.texts = [copied_texts(processor.tokenizer, each, also) for each in documents]
-        self.bonus = [bonus] * len(documents) if isinstance(bonus, Real) else bonus
+    def __init__(self, processor, documents: list[list], bonus: float | list | None, end_ids: int | list | None):
+        given = bonus if isinstance(bonus, list) else [bonus] * len(documents)
+        self.bonus = [processor.copy_bonus if each is None else each for each in given]
+        copied = (each if own else [] for each, own in zip(documents, self.bonus, strict=True))
+        self.texts = [copied_texts(processor.tokenizer, each, processor.no_answer) for each in copied]
         self.end_ids = set() if end_ids is None else set(torch.as_tensor(end_ids).reshape(-1).tolist())
         self.prompt_length: int | None = None
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         if self.prompt_length is None:
             self.prompt_length = input_ids.shape[1]
+        if not any(self.texts):
+            return scores
         scores, num_each = scores.clone(), len(input_ids) // len(self.texts)  # (batch * beams or samples, vocab_size)
         for row, written in enumerate(input_ids[:, self.prompt_length :].tolist()):
             ids = copied_next(self.texts[row // num_each], written, self.end_ids)
@@ -451,11 +453,10 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         is_asked = min_confidence is not None or (return_slots and not reads_more)
         if slots and self.processor.answer_probe is not None and is_asked:
             added = [watch := AnswerConfidence(self.model, self.processor)]
-        bonus = self.processor.copy_bonus if copy_bonus is None else copy_bonus
-        if bonus and any(copied):
+        if any(copied):
             own, default = config.eos_token_id, self.model.generation_config.eos_token_id
             end_ids = generate_kwargs.get("eos_token_id", default if own is None else own)
-            added.append(CopyBonus(self.processor, copied, bonus, end_ids))
+            added.append(CopyBonus(self.processor, copied, copy_bonus, end_ids))
         if added:
             generate_kwargs["logits_processor"] = [*(generate_kwargs.get("logits_processor") or []), *added]
         with self.model.recorded_depths() as depths, watch or contextlib.nullcontext():

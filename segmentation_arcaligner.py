@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
-from .base_model_arcaligner import of_texts
+from .base_model_arcaligner import of_texts, search_text
 from .configuration_arcaligner import check_text, is_number, with_plain_texts
 
 logger = logging.get_logger(__name__)
@@ -483,7 +483,7 @@ def similarities_of(encoder, question: str | list[dict], documents: Sequence[str
     """The cosine of a question, or of a chat's last one, and each passage, by the encoder that searches corpora."""
     if not isinstance(question, str):
         question = ["", *(each["content"] or "" for each in with_plain_texts(question) if each["role"] == "user")][-1]
-    texts = [f"{title_of(each) or ''} {text_of(each, number)}".strip() for number, each in enumerate(documents)]
+    texts = [search_text(title_of(each), text_of(each, number)) for number, each in enumerate(documents)]
     asked, *vectors = of_texts(_VECTORS, encoder.untrained, [question, *texts], encoder.untrained.encode)
     return [float(asked @ vector) for vector in vectors]
 
@@ -514,12 +514,13 @@ class CopiedText(NamedTuple):
         return found, is_end
 
 
-def copied_texts(tokenizer, documents: Sequence[str | dict], also: Sequence[str] = ()) -> list[CopiedText]:
-    """What an answer may copy of documents, titles included; `YES_NO` and the texts of `also` are copied whole."""
+def copied_texts(tokenizer, documents: Sequence[str | dict], no_answer: str | None = None) -> list[CopiedText]:
+    """What an answer may copy of documents, titles included; `YES_NO` and `no_answer` are copied whole."""
     read = [(text_of(document, number), title_of(document)) for number, document in enumerate(documents)]
     texts = [each for text, title in read if text.strip() for each in (text, title) if each]
     found = of_texts(_COPIED, tokenizer, texts, lambda missing: [_copied(tokenizer, text) for text in missing])
-    whole = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ((*YES_NO, *also) if texts else ())]
+    others = [each for each in (*YES_NO, no_answer) if each] if texts else []
+    whole = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in others]
     return found + [CopiedText([], [], {ids[0]: [(ids, [*[False] * (len(ids) - 1), True], 0)]}) for ids in whole]
 
 

@@ -152,9 +152,8 @@ class Reader:
             inputs = slot_inputs(processor, [row], tokens_per_slot=self.rate).to(self.model.device)
         else:
             inputs = store.prepare(row["question"], row["passages"], tokens_per_slot=self.rate)
-        copied, end_ids = [row["passages"]], self.model.generation_config.eos_token_id
-        bonus = CopyBonus(processor, copied, processor.copy_bonus, end_ids) if processor.copy_bonus else None
-        return {**inputs, "logits_processor": None if bonus is None else [bonus]}
+        bonus = CopyBonus(processor, [row["passages"]], None, self.model.generation_config.eos_token_id)
+        return {**inputs, "logits_processor": [bonus]}
 
     def _keep_slots(self, processor, row: Row):
         """What makes the prompt of passages that are kept, and the bytes that they take."""

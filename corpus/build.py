@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from ..base_model_arcaligner import search_text
 from ..common.files import counted, digest, write_whole
 from ..common.passages import Document, Passage
 from .sources import read_documents
@@ -250,7 +251,7 @@ def _search_vectors(read: list[list[dict]], encoded: list, processor) -> torch.T
     """What each passage is found by, (num_passages, encoder_hidden_size): the mean of its slots or, where the encoder
     was trained jointly and has become another, what it was before makes of the passage."""
     if processor.trained_encoder:
-        return processor.encoder.untrained.encode([f"{each['title']} {each['text']}".strip() for (each,) in read])
+        return processor.encoder.untrained.encode([search_text(each["title"], each["text"]) for (each,) in read])
     means = [each.context_embeds.mean(dim=0) for each in encoded]
     return torch.nn.functional.normalize(torch.stack(means), dim=-1) if means else torch.empty(0, 0)
 

@@ -19,7 +19,7 @@ from lancedb.rerankers import RRFReranker
 from sentence_transformers import CrossEncoder
 from torch.nn.utils.rnn import pad_sequence
 
-from ..base_model_arcaligner import ENCODER_FILES, find_model
+from ..base_model_arcaligner import ENCODER_FILES, find_model, search_text
 from ..configuration_arcaligner import check_question
 from ..encoder_arcaligner import EncodedDocuments
 from ..segmentation_arcaligner import Segment
@@ -109,7 +109,7 @@ class Retriever:
         except (RuntimeError, ValueError) as error:  # raised by Lance
             raise OSError(f"The corpus {self.corpus.path} cannot be searched: {error}") from error
         if self.reranker is not None:
-            texts = [f"{row['title']} {row['text']}".strip() for row in rows.select(["title", "text"]).to_pylist()]
+            texts = [search_text(**row) for row in rows.select(["title", "text"]).to_pylist()]
             scores = self.reranker.predict([(question, text) for text in texts], show_progress_bar=False)
             best = np.argsort(-scores, kind="stable")[:top_k]
             rows = rows.take(best).select(self.columns).append_column("_relevance_score", [scores[best]])

@@ -299,8 +299,7 @@ class LlamaCppEngine:
         documents = documents_of(documents, "`documents`")
         self.read(question, documents, max_new_tokens, **slots)
         mine, bonus = self._num_read, self.processor.copy_bonus
-        also = [self.processor.no_answer] if self.processor.no_answer else []
-        texts = copied_texts(self.processor.tokenizer, documents, also) if bonus else []
+        texts = copied_texts(self.processor.tokenizer, documents, self.processor.no_answer) if bonus else []
         written: list[int] = []
         decoder = DecodeStream(skip_special_tokens=True)
         for number in range(max_new_tokens):

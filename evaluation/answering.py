@@ -170,7 +170,7 @@ Answerer = TextAnswerer | SlotAnswerer | ApartAnswerer
 
 def _generate(model, processor, inputs, rows: list[Row], context_tokens: list[int], **settings: Any) -> list[Answer]:
     """Greedy answers to left-padded prompts, `input_ids` (batch, seq_len); `settings` are those of `greedy_answers`."""
-    texts, sure = greedy_answers(model, processor, inputs, **({"passages": []} | settings))
+    texts, sure = greedy_answers(model, processor, inputs, **settings)
     prompts = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
     prompt_ids = [ids[is_real].tolist() for ids, is_real in prompts]
     passage_tokens = count_tokens(processor.tokenizer, [passages_text(row) for row in rows])

@@ -342,8 +342,10 @@ class Engine:
                 do_sample=False,
             )
             added = [] if watch is None else [watch]
-            if bonus := self._copy_bonus(group, settings.eos_token_id):
-                added.append(bonus)
+            if group[0].passages is not None:
+                read = [[each for each in own.passages.documents if each.get("read", True)] for own in group]
+                bonus = [request.copy_bonus for request in group]
+                added.append(CopyBonus(self.processor, read, bonus, settings.eos_token_id))
             self.model.generate(
                 **inputs,
                 generation_config=settings,
@@ -353,15 +355,6 @@ class Engine:
             )
         if group[0].full_text:
             self._text = inputs["input_ids"][0].tolist(), inputs["past_key_values"]
-
-    def _copy_bonus(self, group: list[Request], end_ids: int | list[int] | None) -> CopyBonus | None:
-        """What prefers answers in the words of the passages that each request reads."""
-        if group[0].passages is None:
-            return None
-        default = self.processor.copy_bonus
-        bonus = [default if request.copy_bonus is None else request.copy_bonus for request in group]
-        read = [[each for each in request.passages.documents if each.get("read", True)] for request in group]
-        return CopyBonus(self.processor, read, bonus, end_ids) if any(bonus) else None
 
 
 def _each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) -> Iterator[tuple[list[Request], Any]]:

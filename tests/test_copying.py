@@ -33,9 +33,9 @@ def ask(model, processor):
     return ArcAlignerPipeline(model=model, processor=processor, **settings)
 
 
-def copies(tokenizer, documents: list, also: list = ()) -> list[tuple[list[int], list[bool]]]:
+def copies(tokenizer, documents: list, no_answer: str | None = None) -> list[tuple[list[int], list[bool]]]:
     """From each word on all that can be copied: ids, and whether a word ends with each."""
-    texts = copied_texts(tokenizer, documents, also)
+    texts = copied_texts(tokenizer, documents, no_answer)
     words = [(text, *word) for text in texts for words in text.words.values() for word in words]
     return [(own + text.ids[at:], ends + text.ends_word[at:]) for text, own, ends, at in words]
 
@@ -56,7 +56,7 @@ def test_what_can_be_copied_is_the_text_from_one_of_its_words_on(processor, text
 
 def test_a_copy_begins_with_any_word_and_may_end_where_a_word_does(processor):
     tokenizer = processor.tokenizer
-    found = copies(tokenizer, [{"title": "Ada", "text": "It was, (é) 3.5%."}], ["not there"])
+    found = copies(tokenizer, [{"title": "Ada", "text": "It was, (é) 3.5%."}], "not there")
     whole = ["Ada", "It was, (é) 3.5%.", "was, (é) 3.5%.", "(é) 3.5%.", "é) 3.5%.", "3.5%.", "5%.", *YES_NO]
     assert sorted(tokenizer.decode(ids) for ids, _ in found) == sorted([*whole, "not there"])
     ids, ends_word = next(each for each in found if tokenizer.decode(each[0]) == whole[1])

@@ -9,7 +9,6 @@ import datasets
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device, tqdm
-from transformers import LogitsProcessorList
 
 from ..common.rows import Row, contains_match, token_f1
 from ..pipeline_arcaligner import AnswerConfidence, CopyBonus, RankedPassage, likeliest, rank_passages
@@ -87,15 +86,13 @@ def ranked_passages(store, rows: list[Row], **settings: Any) -> list[dict[int, R
 
 @torch.inference_mode()
 def greedy_answers(
-    model, processor, inputs: dict[str, Any], passages: list[list], copy_bonus: float | None = None, **refinement: Any
+    model, processor, inputs: dict[str, Any], passages: Any = (), copy_bonus: float | None = None, **refinement: Any
 ) -> tuple[list[str], list[float | None]]:
     """Greedy answers to left-padded prompts, and of each how likely it is that its passages answer: `None` without
-    slots, or where that was not fitted. See [`AnswerConfidence`]. Of the `passages` of each, answers may be copied
-    ([`CopyBonus`]); `copy_bonus` is the processor's by default."""
+    slots, or where that was not fitted. See [`AnswerConfidence`]. Of the `passages` of each, a list of lists, answers
+    may be copied ([`CopyBonus`])."""
     options = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, **refinement}
-    bonus, added = processor.copy_bonus if copy_bonus is None else copy_bonus, LogitsProcessorList()
-    if bonus and any(passages):
-        added.append(CopyBonus(processor, passages, bonus, model.generation_config.eos_token_id))
+    added = [CopyBonus(processor, passages, copy_bonus, model.generation_config.eos_token_id)]
     if processor.answer_probe is None or "context_embeds" not in inputs:
         ids, sure = model.generate(**inputs, **options, logits_processor=added), [None] * len(inputs["input_ids"])
     else:

@@ -7,13 +7,15 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from conftest import chat_inputs, new_processor, random_aligner
+from conftest import aligner_for, chat_inputs, new_processor, processor_with, random_aligner
 from gguf_base_model import write_base_model
 from tiny_models import ENCODER_HIDDEN_SIZE, backbone_config, tiny_aligner
 from transformers import AutoModelForCausalLM
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.engines import gguf_files, llama_cpp
+from arcaligner.pipeline_arcaligner import CopyBonus
+from arcaligner.segmentation_arcaligner import YES_NO
 
 QUESTION = "Who wrote it?"
 LETTER = {"title": "Letter", "text": "It was written by Ada, and nobody else knew."}
@@ -87,6 +89,35 @@ def reference(checkpoint):
     model = ArcAlignerForCausalLM.from_pretrained(checkpoint).eval()
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
     return lambda gate_mode: reference_of(model, processor, DOCUMENTS, gate_mode)
+
+
+@pytest.mark.parametrize("bonus", [0.0, 1e4])
+def test_answers_copy_as_the_processor_says(bonus, processor, monkeypatch):
+    """Without llama.cpp: its session has random scores, the same for each token that was read."""
+    copying = processor_with(processor, copy_bonus=bonus)
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(len(copying.tokenizer) + 1, len(copying.tokenizer), generator=generator).numpy()
+
+    class Session:
+        logits = table[-1]
+
+        def read(self, ids):
+            self.logits = table[ids[0]]
+
+    engine = object.__new__(llama_cpp.LlamaCppEngine)
+    engine.processor, engine.session, engine._num_read = copying, Session(), 0
+    engine.config, engine._end = aligner_for(processor).config, {copying.tokenizer.eos_token_id}
+    monkeypatch.setattr(engine, "read", lambda *args, **slots: None)
+    scores, written = CopyBonus(copying, [[LETTER]], None, copying.tokenizer.eos_token_id), [0]
+    for _ in range(12):
+        row = torch.tensor(table[written[-1] if len(written) > 1 else -1])[None]
+        written.append(int(scores(torch.tensor([written]), row).argmax()))
+        if written[-1] in engine._end:
+            break
+    expected = copying.decode(written[1:], skip_special_tokens=True)
+    answer = engine.answer(QUESTION, LETTER, max_new_tokens=12)
+    assert answer.replace("\ufffd", "") == expected.replace("\ufffd", "")  # an unfinished character is not streamed
+    assert bonus == 0.0 or answer in (*YES_NO, LETTER["title"]) or answer in LETTER["text"]
 
 
 @needs_llama_cpp
