@@ -65,17 +65,22 @@ def count_tokens(tokenizer, texts: list[str]) -> list[int]:
 
 class TextAnswerer:
     """A model of transformers reads a prompt of text: of each row what `context` makes of it. An aligner is its own
-    backbone where the prompt has no slots."""
+    backbone where the prompt has no slots. With `copies`, words of the whole passages are preferred as the processor
+    prefers them in answers from slots."""
 
-    def __init__(self, model, processor: ArcAlignerProcessor, context: Callable[[list[Row]], list[str]]):
-        self.model, self.processor, self.context = model, processor, context
+    def __init__(
+        self, model, processor: ArcAlignerProcessor, context: Callable[[list[Row]], list[str]], copies: bool = False
+    ):
+        self.model, self.processor, self.context, self.copies = model, processor, context, copies
 
     def answer(self, rows: list[Row]) -> list[Answer]:
         """One answer per row, in order."""
         contexts = self.context(rows)
         contents = [text_prompt(row, text) for row, text in zip(rows, contexts, strict=True)]
         inputs = text_inputs(self.processor, contents).to(self.model.device)
-        return _generate(self.model, self.processor, inputs, rows, count_tokens(self.processor.tokenizer, contexts))
+        num_tokens = count_tokens(self.processor.tokenizer, contexts)
+        passages = [row["passages"] for row in rows] if self.copies else []
+        return _generate(self.model, self.processor, inputs, rows, num_tokens, passages=passages)
 
 
 class SlotAnswerer:

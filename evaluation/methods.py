@@ -90,6 +90,7 @@ class Method:
     checkpoint: str | None = None  # the field of `Checkpoints` that decides the answers, if not the backbone alone
     made_by: str | None = None  # the command that makes such a checkpoint
     has_rates: bool = False  # whether it can be asked for with a rate
+    copies: bool = False  # whether one that reads text prefers the words of the passages, as aligners do by themselves
     tokens_per_slot: int | str | None = None  # the rate, if not the checkpoint's own
 
     @property
@@ -135,7 +136,7 @@ class Method:
                 loaded = load_text_lora(checkpoints.aligner, checkpoints.full_text_lora, checkpoints.device)
             else:
                 loaded = load_aligner(checkpoints.aligner, checkpoints.device)
-            return TextAnswerer(*loaded, lambda rows: self.texts(*loaded, rows, self.tokens_per_slot))
+            return TextAnswerer(*loaded, lambda rows: self.texts(*loaded, rows, self.tokens_per_slot), self.copies)
         path = getattr(checkpoints, self.checkpoint)
         model, processor = load_aligner(path, checkpoints.device)
         if self.checkpoint != "aligner" and model.config.lora_r:
@@ -164,6 +165,7 @@ def whole_texts(model, processor, rows: list[Row], tokens_per_slot: None) -> lis
 _TRAIN = "python -m arcaligner train --recipe"
 _FULL_TEXT = "python -m arcaligner.train.full_text --config train/recipes/smollm2_135m/full_text.yaml"
 _READER = {"checkpoint": "full_text_lora", "made_by": _FULL_TEXT}
+_COPIER = _READER | {"copies": True}
 _APART = {"checkpoint": "text_apart", "made_by": _FULL_TEXT.replace("full_text.yaml", "full_text_apart.yaml")}
 _OURS = {"checkpoint": "aligner", "has_rates": True}
 _PROJECTOR = {"checkpoint": "projector_only", "made_by": f"{_TRAIN} projector_only"}
@@ -175,9 +177,11 @@ METHODS = {
         Method("naive", "Naive", no_texts),
         Method("standard_rag", "StandardRAG", whole_texts),
         Method("full_text_lora", "StandardRAG, fine-tuned", whole_texts, **_READER),
+        Method("full_text_copying", "StandardRAG, fine-tuned, copying", whole_texts, **_COPIER),
         Method("text_apart", "StandardRAG, fine-tuned, passages apart", **_APART),
         Method("truncated", "truncated text", truncated, **_OURS),
         Method("truncated_lora", "truncated text, fine-tuned", truncated, has_rates=True, **_READER),
+        Method("truncated_copying", "truncated text, fine-tuned, copying", truncated, has_rates=True, **_COPIER),
         Method("llmlingua", "LLMLingua (the backbone scores)", compressed, has_rates=True),
         Method("xrag", "xRAG (our training)", slots=_OFF, checkpoint="xrag", made_by=f"{_TRAIN} xrag"),
         Method("projector_only", "projector only", slots=_OFF, has_rates=True, **_PROJECTOR),

@@ -47,6 +47,21 @@ def test_text_is_read_by_the_bare_backbone(model, processor, base_model_dir):
         assert answer.context_tokens == answer.passage_tokens == num_tokens
 
 
+def test_a_reader_of_text_that_copies_does_so_from_the_whole_passages_not_from_what_it_reads(
+    model, processor, monkeypatch
+):
+    monkeypatch.setattr(processor, "copy_bonus", 100.0)
+    free, copied = (
+        [answer.text for answer in TextAnswerer(model, processor, lambda rows: [""] * len(rows), copies).answer(ROWS)]
+        for copies in (False, True)
+    )
+    is_there = [
+        [text in " ".join(passages_text(row).split()) for text, row in zip(texts, ROWS, strict=True)]
+        for texts in (free, copied)
+    ]
+    assert not any(is_there[0]) and all(is_there[1]) and all(copied)
+
+
 @pytest.mark.parametrize("gate_mode", ["off", "adaptive", "always"])
 def test_slots_are_read_in_the_gate_mode_that_is_asked_for_alone(model, processor, gate_mode):
     answers = SlotAnswerer(model, processor, gate_mode=gate_mode).answer(ROWS)

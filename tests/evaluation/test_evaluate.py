@@ -16,7 +16,15 @@ from arcaligner.evaluation.runs import AnswerFile
 from arcaligner.evaluation.settings import read_settings
 
 OWN = ["naive", "standard_rag", "truncated", "arcaligner", "no_recursion", "max_loop", "no_lora", "empty_slot"]
-GIVEN = ["full_text_lora", "text_apart", "truncated_lora", "xrag", "projector_only"]
+GIVEN = [
+    "full_text_lora",
+    "full_text_copying",
+    "text_apart",
+    "truncated_lora",
+    "truncated_copying",
+    "xrag",
+    "projector_only",
+]
 
 
 pytestmark = pytest.mark.usefixtures("few_tokens")
