@@ -11,11 +11,10 @@ newly read, and with all passages known, each read before. Text is kept as slots
 a prompt begins with can do: of a new combination that has nothing.
 """
 
-import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Column, Table
 from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
 
 from ..base_model_arcaligner import cache_of
 from ..common.files import CASE_STUDIES, SQUAD_SAMPLE, counted, printable, read_json_lines
@@ -82,21 +82,9 @@ def demo_rows(no_answer: str | None = None) -> list[Row]:
     return [*read_json_lines(CASE_STUDIES), *rows, *refused]
 
 
-@contextlib.contextmanager
-def passages_apart(ask: ArcAlignerPipeline) -> Iterator[None]:
-    """Inside, each passage is read by itself, also by an aligner that was trained to read those of a question
-    jointly."""
-    trained = ask.model.config.passage_attention
-    ask.model.config.passage_attention = ask.processor.passage_attention = "separate"
-    try:
-        yield
-    finally:
-        ask.model.config.passage_attention = ask.processor.passage_attention = trained
-
-
 class Readers:
     """Reads questions to the first token of the answer: from slots and from text, newly read and known. All run on the
-    same base model; the question goes on behind the longest passage."""
+    same base model, which reads each passage by itself; the question goes on behind the longest one."""
 
     def __init__(self, ask: ArcAlignerPipeline, tokens_per_slot: Rate):
         self.model, self.processor, self.rate = ask.model, ask.processor, tokens_per_slot
@@ -108,13 +96,11 @@ class Readers:
 
     def keep(self, row: Row) -> None:
         """Reads the passages of a row, as slots and as text."""
-        config, start = self.model.config.text_config, len(self.head)
         self.known.keep(row["question"], row["passages"], tokens_per_slot=self.rate)
         for text in {each["text"] for each in row["passages"]} - self.kept_text.keys():
-            ids = torch.tensor([self.processor.tokenize_prompt(text)], device=self.model.device)
-            head = join_keys_values([[self.kept_head]], config)
-            outputs = self.model(input_ids=ids, past_key_values=head, use_cache=True, logits_to_keep=1)
-            self.kept_text[text] = keys_values_of(cache_of(outputs), 0, start, start + ids.shape[1])
+            ids, start = self.processor.tokenize_prompt(text), len(self.head)
+            outputs = self._read(ids, start, self._joined([self.kept_head]))
+            self.kept_text[text] = keys_values_of(cache_of(outputs), 0, start, start + len(ids))
 
     def size(self, row: Row) -> dict[str, Any]:
         """Tokens and slots of all passages of a row, whether the answer was read from all or not."""
@@ -139,32 +125,30 @@ class Readers:
     def slots(self, store: SlotPrefixStore, row: Row) -> torch.Tensor:
         """Scores (vocab_size,) of the first token; `store` is `new` or `known`."""
         inputs = store.prepare(row["question"], documents=row["passages"], tokens_per_slot=self.rate)
-        return store.read_question(inputs).logits[0, -1].cpu()
+        return store.read_question(inputs).logits[0, -1].cpu()  # waits for the device
 
     def text(self, row: Row) -> torch.Tensor:
         """The same from text that is newly read."""
-        passages = " ".join(each["text"] for each in row["passages"])
-        ids = self.head + self.processor.tokenize_prompt(passages) + self._tail(row)
-        return self._first_token(*self._at(ids, 0), None)
+        passages = self.processor.tokenize_prompt(" ".join(each["text"] for each in row["passages"]))
+        ids = self.head + passages + self.processor.prompt_ids(row["question"])[1]
+        return self._read(ids, 0, None).logits[0, -1].cpu()
 
     def known_text(self, row: Row) -> torch.Tensor:
         """The same from text that is known."""
         parts = [self.kept_text[each["text"]] for each in row["passages"]]
-        cache = join_keys_values([[self.kept_head, *parts]], self.model.config.text_config)
         start = len(self.head) + max(part.shape[3] for part in parts)
-        return self._first_token(*self._at(self._tail(row), start), cache)
+        ids, cache = self.processor.prompt_ids(row["question"])[1], self._joined([self.kept_head, *parts])
+        return self._read(ids, start, cache).logits[0, -1].cpu()
 
-    def _tail(self, row: Row) -> list[int]:
-        return self.processor.prompt_ids(row["question"])[1]
+    def _joined(self, parts: list[torch.Tensor]) -> Cache:
+        return join_keys_values([parts], self.model.config.text_config)
 
-    def _at(self, ids: list[int], start: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and their positions, both (1, num_new)."""
-        device = self.model.device
-        return torch.tensor([ids], device=device), torch.arange(start, start + len(ids), device=device)[None]
-
-    def _first_token(self, ids: torch.Tensor, positions: torch.Tensor, cache: Cache | None) -> torch.Tensor:
-        read = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-        return self.model(input_ids=ids, position_ids=positions, **read).logits[0, -1].cpu()  # waits for the device
+    def _read(self, ids: list[int], start: int, cache: Cache | None) -> ModelOutput:
+        """Reads ids from the position `start` on, behind what the cache holds."""
+        device, end = self.model.device, start + len(ids)
+        inputs = {"input_ids": torch.tensor([ids], device=device), "past_key_values": cache}
+        positions = torch.arange(start, end, device=device)[None]
+        return self.model(**inputs, position_ids=positions, use_cache=True, logits_to_keep=1)
 
 
 def _median_seconds(*ways: Callable[[], Any]) -> list[float]:
@@ -208,7 +192,7 @@ def answer_cells(
 
 @torch.inference_mode()
 def run_demo(ask: ArcAlignerPipeline, console: Console, tokens_per_slot: Rate = None) -> None:
-    """Answers the questions and prints the table."""
+    """Answers the questions and prints the table. From here on, `ask` reads each passage by itself."""
     config, trained = ask.model.config, ask.model.config.passage_attention
     table = Table(
         Column("Question, answer, gold"),
@@ -220,22 +204,22 @@ def run_demo(ask: ArcAlignerPipeline, console: Console, tokens_per_slot: Rate = 
         show_lines=True,
         title="Answers from context slots",
     )
-    with passages_apart(ask):
-        rows = demo_rows(ask.processor.answer_probe and ask.processor.no_answer)
-        readers, times, num_right = Readers(ask, tokens_per_slot), [], 0
-        settings = {"max_new_tokens": MAX_NEW_TOKENS, "tokens_per_slot": tokens_per_slot, "return_slots": True}
-        if probe := ask.processor.answer_probe:  # fitted on other questions
-            settings |= {"min_confidence": probe["threshold"], "max_passages": READ_PASSAGES}
-        for row in track(rows, "Reading the passages", console=Console(stderr=True), transient=True):
-            readers.keep(row)
-        readers.seconds(rows[0])  # warms up
-        for row in track(rows, "Answering", console=Console(stderr=True), transient=True):
-            record = ask({"question": row["question"], "documents": row["passages"]}, **settings)[0]
-            record["statistics"] |= readers.size(row)
-            times.append(readers.seconds(row))
-            kept = readers.kept_bytes(row, record["statistics"]["slots"])
-            table.add_row(*answer_cells(row, record, times[-1], kept, config.gate_mode != "off"))
-            num_right += int(contains_match(record["generated_text"], row["answers"]))
+    config.passage_attention = ask.processor.passage_attention = "separate"
+    rows = demo_rows(ask.processor.answer_probe and ask.processor.no_answer)
+    readers, times, num_right = Readers(ask, tokens_per_slot), [], 0
+    settings = {"max_new_tokens": MAX_NEW_TOKENS, "tokens_per_slot": tokens_per_slot, "return_slots": True}
+    if probe := ask.processor.answer_probe:  # fitted on other questions
+        settings |= {"min_confidence": probe["threshold"], "max_passages": READ_PASSAGES}
+    for row in track(rows, "Reading the passages", console=Console(stderr=True), transient=True):
+        readers.keep(row)
+    readers.seconds(rows[0])  # warms up
+    for row in track(rows, "Answering", console=Console(stderr=True), transient=True):
+        record = ask({"question": row["question"], "documents": row["passages"]}, **settings)[0]
+        record["statistics"] |= readers.size(row)
+        times.append(readers.seconds(row))
+        kept = readers.kept_bytes(row, record["statistics"]["slots"])
+        table.add_row(*answer_cells(row, record, times[-1], kept, config.gate_mode != "off"))
+        num_right += int(contains_match(record["generated_text"], row["answers"]))
     console.print(table)
     chosen = " Of several, each is asked about, and the likeliest one answers." * readers.chooses
     apart = " This aligner was trained to read those of a question jointly." if trained == "joint" else ""

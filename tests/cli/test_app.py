@@ -307,6 +307,8 @@ def ask(checkpoint_dir, monkeypatch) -> ArcAlignerPipeline:
     """The aligner of the demo, with room for twenty passages in as many tokens as a tiny tokenizer makes of them."""
     ask = shared.load_pipeline(str(checkpoint_dir))
     monkeypatch.setattr(ask.model.config.text_config, "max_position_embeddings", 2**15)
+    for owner in (ask.processor, ask.model.config):
+        monkeypatch.setattr(owner, "passage_attention", "joint")  # which the demo changes
     return ask
 
 
@@ -324,7 +326,6 @@ def test_demo_shows_every_question_answer_gold_rate_and_what_is_kept(ask, monkey
         assert f"x{size['compression_rate']:.1f}" in shown
     assert "newly read" in shown and "known" in shown and "sooner (green) in" in shown
     assert "of 6 answers contain a gold answer" in shown and "trained to read those of a question jointly" in shown
-    assert ask.model.config.passage_attention == ask.processor.passage_attention == "joint"  # as it was before
 
 
 PASSAGES = [{"title": "", "text": text} for text in ("Ada wrote it.", "The ship left on Monday.", "It was long.")]
@@ -333,17 +334,17 @@ PASSAGES = [{"title": "", "text": text} for text in ("Ada wrote it.", "The ship 
 @torch.inference_mode()
 def test_the_demo_reads_known_passages_in_another_combination(ask):
     row = {"question": "When did it leave?", "passages": PASSAGES[::-1]}
-    with demo.passages_apart(ask):
-        readers = demo.Readers(ask, 2)
-        for two in (PASSAGES[:2], PASSAGES[1:]):
-            readers.keep({"question": "Who wrote it?", "passages": two})
-        assert readers.known.misses == 3 and len(readers.kept_text) == 3
-        # Of random weights, whose logits are of some tenths; kernels differ from CPU to CPU.
-        assert_same = functools.partial(torch.testing.assert_close, rtol=1e-3, atol=1e-4)
-        assert_same(readers.slots(readers.known, row), readers.slots(readers.new, row))
-        assert readers.known.misses == 3 and readers.new.misses == 3
-        known = readers.known_text(row)
-        single, other = ({"question": row["question"], "passages": [each]} for each in PASSAGES[:2])
+    ask.model.config.passage_attention = ask.processor.passage_attention = "separate"
+    readers = demo.Readers(ask, 2)
+    for two in (PASSAGES[:2], PASSAGES[1:]):
+        readers.keep({"question": "Who wrote it?", "passages": two})
+    assert readers.known.misses == 3 and len(readers.kept_text) == 3
+    # Of random weights, whose logits are of some tenths; kernels differ from CPU to CPU.
+    assert_same = functools.partial(torch.testing.assert_close, rtol=1e-3, atol=1e-4)
+    assert_same(readers.slots(readers.known, row), readers.slots(readers.new, row))
+    assert readers.known.misses == 3 and readers.new.misses == 3
+    known = readers.known_text(row)
+    single, other = ({"question": row["question"], "passages": [each]} for each in PASSAGES[:2])
     # Passages do not read each other, so their order changes nothing; one alone is read as ever.
     assert_same(readers.known_text(row | {"passages": PASSAGES}), known)
     assert_same(readers.known_text(single), readers.text(single))
