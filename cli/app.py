@@ -335,7 +335,7 @@ def serve_answers(
 
 @app.command()
 def demo(checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), tokens_per_slot: TokensPerSlot = None) -> None:
-    """Shows answers to the paper's case studies and to SQuAD questions, from slots and text, newly read and known."""
+    """Answers questions of SQuAD and the paper's case studies, and times slots and text, newly read and known."""
     from .demo import run_demo
 
     with busy("Loading the aligner and its base model"):

@@ -1,10 +1,9 @@
-"""`make demo`: questions answered from compressed passages, as a table.
+"""`make demo`: questions answered from compressed passages, and what reading them costs.
 
-The three case studies of the paper's appendix, with their sentences as printed there, noise included, and the first
-three questions of the SQuAD sample in `tests/data`, about 5, 10 and 20 passages: its own and those of the next rows, as
-a search would find several. None was chosen by how it is answered. An aligner that has a confidence reads the passage
-of several that most likely answers, says how sure it is, and is also asked the first of these about passages that do
-not answer it.
+The first ten questions of the SQuAD sample in `tests/data`, about its first twenty passages, as a search would find
+several; the first of these about four passages that do not answer it; and the three case studies of the paper's
+appendix, with their sentences as printed there, noise included. None was chosen by how it is answered. An aligner that
+has a confidence reads the passage of several that most likely answers, and says how sure it is.
 
 Each passage is read by itself, so that what is kept of it serves any combination. Slots and text are compared twice:
 newly read, and with all passages known, each read before. Text is kept as slots are, which is more than a cache of what
@@ -29,15 +28,15 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from ..base_model_arcaligner import cache_of
-from ..common.files import CASE_STUDIES, SQUAD_SAMPLE, counted, printable, read_json_lines
+from ..common.files import CASE_STUDIES, SQUAD_SAMPLE, printable, read_json_lines
 from ..common.rows import contains_match
 from ..generation_arcaligner import entry_shape, join_keys_values, keys_values_of, read_text
 from ..pipeline_arcaligner import ArcAlignerPipeline, rank_passages
 from ..prefix_store_arcaligner import SlotPrefixStore
 from .shared import READ_PASSAGES
 
-# Passages of each question of SQuAD, of as many that are known.
-SQUAD_PASSAGES = (5, 10, 20)
+NUM_QUESTIONS = 10
+PASSAGES = (5, 10, 20)  # so many are timed; the questions are about the most of them
 MAX_NEW_TOKENS = 32
 # Runs of each way to read a question's passages, as long as they take no more seconds together.
 TIMED_RUNS, TIMED_SECONDS = 5, 1.0
@@ -70,16 +69,24 @@ class FirstTokens(NamedTuple):
     choosing: float | None = None  # which of several known passages is the likeliest to answer
 
 
-def demo_rows(no_answer: str | None = None) -> list[Row]:
-    """The questions with their passages; with a `no_answer` also one that they do not answer."""
-    squad = list(islice(read_json_lines(SQUAD_SAMPLE), max(SQUAD_PASSAGES)))
-    rows = []
-    for number, size in enumerate(SQUAD_PASSAGES):
-        others = (squad + squad)[number : number + size]
-        rows.append(squad[number] | {"passages": [each for other in others for each in other["passages"]]})
-    others = [each for row in squad[len(rows) : len(rows) + 4] for each in row["passages"]]
-    refused = [] if no_answer is None else [squad[0] | {"passages": others, "answers": [no_answer]}]
-    return [*read_json_lines(CASE_STUDIES), *rows, *refused]
+class Questions(NamedTuple):
+    """Questions that are shown together."""
+
+    title: str
+    rows: list[Row]
+
+
+def demo_questions(no_answer: str | None = None) -> list[Questions]:
+    """What is asked; with a `no_answer` also a question that its passages do not answer."""
+    squad = list(islice(read_json_lines(SQUAD_SAMPLE), max(PASSAGES)))
+    passages = [each for row in squad for each in row["passages"]]
+    asked = [row | {"passages": passages} for row in squad[:NUM_QUESTIONS]]
+    found = [Questions(f"{NUM_QUESTIONS} questions about {len(passages)} passages", asked)]
+    if no_answer is not None:
+        others = passages[NUM_QUESTIONS:][:4]
+        refused = squad[0] | {"passages": others, "answers": [no_answer]}
+        found.append(Questions(f"One that its {len(others)} passages do not answer", [refused]))
+    return [*found, Questions("The paper's case studies, a passage each", list(read_json_lines(CASE_STUDIES)))]
 
 
 class Readers:
@@ -163,75 +170,76 @@ def _median_seconds(*ways: Callable[[], Any]) -> list[float]:
     return [statistics.median(each) for each in zip(*found, strict=True)]
 
 
-def answer_cells(
-    row: Row, record: dict[str, Any], seconds: FirstTokens, kept_bytes: tuple[int, int], has_gates: bool = False
-) -> list[str]:
-    """A row of the table, in rich markup; `seconds` and `kept_bytes` as of `Readers`."""
+def answer_cells(row: Row, record: dict[str, Any], has_gates: bool = False) -> list[str]:
+    """A row of a table of answers, in rich markup."""
     answer = escape(printable(record["generated_text"].strip()))
-    gold = escape(printable(" / ".join(dict.fromkeys(row["answers"]))))
-    color = "green" if contains_match(record["generated_text"], row["answers"]) else "yellow"
-    size = record["statistics"]
-    sure = f" [dim](confidence {size['confidence']:.2f})[/]" if "confidence" in size else ""
-    chosen = "" if seconds.choosing is None else f",\none read: chosen\nin {1000 * seconds.choosing:,.0f} ms"
+    is_right = contains_match(record["generated_text"], row["answers"])
+    gold = "" if is_right else f"\n[dim]gold: {escape(printable(row['answers'][0]))}[/]"
     passes = f"\n[dim]{describe_passes(record['trajectories'])}[/]" if has_gates else ""
+    sure = record["statistics"].get("confidence")
+    return [
+        escape(printable(row["question"])) + passes,
+        f"[{'green' if is_right else 'yellow'}]{answer}[/]{gold}",
+        "" if sure is None else f"{sure:.2f}",
+    ]
+
+
+def speed_cells(number: int, size: dict[str, Any], seconds: FirstTokens, kept_bytes: tuple[int, int]) -> list[str]:
+    """A row of the table of speed, in rich markup, about `number` passages; the others are of [`Readers`]."""
 
     def pair(slots: float, text: float, shown: str) -> str:
         """Both, that of slots green where it is less."""
         mine = format(slots, shown)
-        return f"{f'[green]{mine}[/]' if slots < text else mine} slots\n{text:{shown}} text"
+        return f"{f'[green]{mine}[/]' if slots < text else mine} / {text:{shown}}"
 
     return [
-        f"[bold]{escape(printable(row['question']))}[/]\n[{color}]{answer}[/]{sure}\n[dim]gold: {gold}[/]{passes}",
-        f"{size['tokens']:,} → {size['slots']:,}\n[bold]x{size['compression_rate']:.1f}[/]\n"
-        f"[dim]{counted(len(row['passages']), 'passage')}{chosen}[/]",
+        str(number),
+        f"{size['slots']:,} / {size['tokens']:,}",
         pair(1000 * seconds.slots, 1000 * seconds.text, ",.0f"),
         pair(1000 * seconds.known_slots, 1000 * seconds.known_text, ",.0f"),
+        "-" if seconds.choosing is None else f"{1000 * seconds.choosing:,.0f}",
         pair(kept_bytes[0] / 1e6, kept_bytes[1] / 1e6, ",.1f"),
     ]
 
 
 @torch.inference_mode()
 def run_demo(ask: ArcAlignerPipeline, console: Console, tokens_per_slot: Rate = None) -> None:
-    """Answers the questions and prints the table. From here on, `ask` reads each passage by itself."""
+    """Answers the questions and prints the tables. From here on, `ask` reads each passage by itself."""
     config, trained = ask.model.config, ask.model.config.passage_attention
-    table = Table(
-        Column("Question, answer, gold"),
-        Column("Tokens → slots", no_wrap=True),
-        Column("First token, ms\nnewly read", no_wrap=True),
-        Column("\nknown", no_wrap=True),
-        Column("Kept, MB", no_wrap=True),
-        box=box.ROUNDED,
-        show_lines=True,
-        title="Answers from context slots",
-    )
     config.passage_attention = ask.processor.passage_attention = "separate"
-    rows = demo_rows(ask.processor.answer_probe and ask.processor.no_answer)
-    readers, times, num_right = Readers(ask, tokens_per_slot), [], 0
     settings = {"max_new_tokens": MAX_NEW_TOKENS, "tokens_per_slot": tokens_per_slot, "return_slots": True}
     if probe := ask.processor.answer_probe:  # fitted on other questions
         settings |= {"min_confidence": probe["threshold"], "max_passages": READ_PASSAGES}
-    for row in track(rows, "Reading the passages", console=Console(stderr=True), transient=True):
-        readers.keep(row)
-    readers.seconds(rows[0])  # warms up
-    for row in track(rows, "Answering", console=Console(stderr=True), transient=True):
-        record = ask({"question": row["question"], "documents": row["passages"]}, **settings)[0]
-        record["statistics"] |= readers.size(row)
-        times.append(readers.seconds(row))
-        kept = readers.kept_bytes(row, record["statistics"]["slots"])
-        table.add_row(*answer_cells(row, record, times[-1], kept, config.gate_mode != "off"))
-        num_right += int(contains_match(record["generated_text"], row["answers"]))
+    asked = demo_questions(probe and ask.processor.no_answer)
+    progress = partial(track, console=Console(stderr=True), transient=True)
+    num_right, num_rows = 0, sum(len(each.rows) for each in asked)
+    for title, rows in asked:
+        columns = Column("Question", ratio=6), Column("Answer", ratio=5), Column("Confidence", justify="right")
+        table = Table(*columns, box=box.SIMPLE_HEAD, expand=True, title=title, title_justify="left")
+        for row in progress(rows, "Answering"):
+            record = ask({"question": row["question"], "documents": row["passages"]}, **settings)[0]
+            table.add_row(*answer_cells(row, record, config.gate_mode != "off"))
+            num_right += int(contains_match(record["generated_text"], row["answers"]))
+        console.print(table)
+    titles = "Passages", "Tokens", "First token, ms", "Known, ms", "Choosing one, ms", "Kept, MB"
+    table = Table(*titles, box=box.SIMPLE_HEAD, title="Of all these passages, slots / text", title_justify="left")
+    readers, row = Readers(ask, tokens_per_slot), asked[0].rows[0]
+    for number in progress(PASSAGES, "Timing"):
+        some = row | {"passages": row["passages"][:number]}
+        readers.keep(some)
+        if not table.rows:
+            readers.seconds(some)  # warms up
+        size = readers.size(some)
+        table.add_row(*speed_cells(number, size, readers.seconds(some), readers.kept_bytes(some, size["slots"])))
     console.print(table)
-    chosen = " Of several, each is asked about, and the likeliest one answers." * readers.chooses
+    chosen = "Each question is asked about each passage, and the likeliest one answers. " * readers.chooses
     apart = " This aligner was trained to read those of a question jointly." if trained == "joint" else ""
     console.print(
-        f"{num_right} of {len(rows)} answers contain a gold answer (green). Each passage is read by itself."
-        f"{chosen}{apart}\n"
+        f"{num_right} of {num_rows} answers contain a gold answer (green). {chosen}Each passage is read by itself."
+        f"{apart}\n"
         f"First token: median of up to {TIMED_RUNS} runs on {ask.device}, from the words on. Known: each passage was "
-        "read ahead, and what was read of it, slots or text, is kept and joined. Both are of all passages. Slots are "
-        f"sooner (green) in {sum(each.slots < each.text for each in times)} of {len(rows)} cases newly read and "
-        f"{sum(each.known_slots < each.known_text for each in times)} known.\n"
-        "A cache of what a prompt begins with serves the same passages in the same order only: of a new combination "
-        "it has nothing, and the text is newly read.\n"
+        "read before, and what was read of it, slots or text, is kept and joined; a cache of what a prompt begins with "
+        "would have nothing of a new combination.\n"
         f"Base model {config.base_model_name_or_path}, frozen; sentence encoder {config.encoder_name_or_path}.",
         style="dim",
         highlight=False,

@@ -312,20 +312,27 @@ def ask(checkpoint_dir, monkeypatch) -> ArcAlignerPipeline:
     return ask
 
 
-def test_demo_shows_every_question_answer_gold_rate_and_what_is_kept(ask, monkeypatch):
+def shown_demo(ask) -> str:
+    demo.run_demo(ask, console := Console(file=io.StringIO(), width=400))
+    return " ".join(console.file.getvalue().split())
+
+
+def test_demo_shows_every_question_with_its_answer_and_what_reading_its_passages_costs(ask, monkeypatch):
     monkeypatch.setattr(demo, "TIMED_RUNS", 1)
-    demo.run_demo(ask, console := Console(file=io.StringIO(), width=200))
-    shown, rows = " ".join(console.file.getvalue().split()), demo.demo_rows()
-    assert rows[:3] == CASES and [len(row["passages"]) for row in rows] == [1, 1, 1, 5, 10, 20]
-    for row in rows:
+    monkeypatch.setattr(demo, "contains_match", lambda answer, golds: float(golds == CASES[0]["answers"]))
+    shown, asked = shown_demo(ask), demo.demo_questions()
+    many, cases = (each.rows for each in asked)
+    assert cases == CASES and [len(row["passages"]) for row in many] == [20] * 10
+    assert all(row["passages"] == many[0]["passages"] for row in many)
+    for row in many + cases:
         assert row["question"] in shown
-        assert f"gold: {row['answers'][0]}" in shown
-        size = ask.processor.encode_documents(row["passages"])
-        size = ask.processor.statistics(row["passages"], size, has_budget=False)
-        assert f"{size['tokens']:,} → {size['slots']:,}" in shown
-        assert f"x{size['compression_rate']:.1f}" in shown
-    assert "newly read" in shown and "known" in shown and "sooner (green) in" in shown
-    assert "of 6 answers contain a gold answer" in shown and "trained to read those of a question jointly" in shown
+        assert (f"gold: {row['answers'][0]}" in shown) == (row != CASES[0])  # where the answer is right, it says enough
+    for number in (5, 10, 20):
+        size = ask.processor.encode_documents(many[0]["passages"][:number])
+        size = ask.processor.statistics(many[0]["passages"][:number], size, has_budget=False)
+        assert f" {number} {size['slots']:,} / {size['tokens']:,} " in shown
+    assert "1 of 13 answers contain a gold answer" in shown
+    assert "trained to read those of a question jointly" in shown
 
 
 PASSAGES = [{"title": "", "text": text} for text in ("Ada wrote it.", "The ship left on Monday.", "It was long.")]
@@ -357,29 +364,23 @@ def test_the_demo_reads_known_passages_in_another_combination(ask):
 def test_an_aligner_that_can_refuse_is_also_asked_what_its_passages_do_not_answer(ask, monkeypatch):
     monkeypatch.setattr(ask.processor, "no_answer", "unanswerable")
     monkeypatch.setattr(ask.processor, "answer_probe", random_probe(ask.model, threshold=1.0))
-    seen = []
-    monkeypatch.setattr(demo.Readers, "seconds", lambda readers, row: seen.append(row) or demo.FirstTokens(1, 2, 4, 3))
-    demo.run_demo(ask, console := Console(file=io.StringIO(), width=200))
-    shown = " ".join(console.file.getvalue().split())
-    rows = seen[1:]  # the first warms up
-    assert rows == demo.demo_rows("unanswerable") and "of 7 answers contain" in shown
-    assert "sooner (green) in 7 of 7 cases newly read and 0 known" in shown
-    assert rows[-1]["question"] == rows[3]["question"] and rows[-1]["answers"] == ["unanswerable"]
-    texts = [each["text"] for each in rows[-1]["passages"]]
-    assert len(texts) == 4 and not any(gold in text for gold in rows[3]["answers"] for text in texts)
-    assert len(re.findall(r"\(confidence [01]\.\d\d\)", shown)) == 7
-    assert shown.count("unanswerable") == 8 and "1 of 7 answers" in shown  # to each, and once as the gold one
+    monkeypatch.setattr(demo.Readers, "seconds", lambda readers, row: demo.FirstTokens(1, 2, 4, 3, 0.12))
+    shown = shown_demo(ask)
+    many, refused, _ = (each.rows for each in demo.demo_questions("unanswerable"))
+    assert refused[0]["question"] == many[0]["question"] and refused[0]["answers"] == ["unanswerable"]
+    texts = [each["text"] for each in refused[0]["passages"]]
+    assert len(texts) == 4 and not any(gold in text for gold in many[0]["answers"] for text in texts)
+    assert len(re.findall(r" [01]\.\d\d ", shown)) == 14 and "1 of 14 answers" in shown
+    assert shown.count("unanswerable") == 14 and shown.count(" 1,000 / 2,000 4,000 / 3,000 120 ") == 3
 
 
-def test_a_row_of_the_demo_has_passes_sizes_and_times():
-    record = {"generated_text": " Canada", "statistics": {"tokens": 50, "slots": 2, "compression_rate": 25.0}}
-    record["trajectories"] = [["L0.", "L0."]] * 3
-    seconds = demo.FirstTokens(0.01, 0.02, 0.006, 0.005)
-    cells = demo.answer_cells(CASES[0], record, seconds, (1_800_000, 3_600_000))
-    assert cells[1] == "50 → 2\n[bold]x25.0[/]\n[dim]1 passage[/]"
-    assert cells[2:4] == ["[green]10[/] slots\n20 text", "6 slots\n5 text"]
-    assert cells[4] == "[green]1.8[/] slots\n3.6 text"
-    of_several = demo.answer_cells(CASES[0], record, seconds._replace(choosing=0.12), (1, 2))[1]
-    assert "1 passage,\none read: chosen\nin 120 ms" in of_several and "chosen" not in cells[1]
-    with_gates = demo.answer_cells(CASES[0], record, seconds, (1, 2), has_gates=True)[0]
-    assert with_gates == f"{cells[0]}\n[dim]6 passes[/]"
+def test_a_row_of_the_demo_has_passes_where_there_are_gates_and_the_lesser_in_green():
+    record = {"generated_text": " Canada", "statistics": {"confidence": 0.5}, "trajectories": [["L0.", "L0."]] * 3}
+    assert demo.answer_cells(CASES[0], record) == [CASES[0]["question"], "[green]Canada[/]", "0.50"]
+    assert demo.answer_cells(CASES[0], record, has_gates=True)[0] == f"{CASES[0]['question']}\n[dim]6 passes[/]"
+    wrong = demo.answer_cells(CASES[0], record | {"generated_text": "[red]", "statistics": {}})
+    assert wrong[1:] == ["[yellow]\\[red][/]\n[dim]gold: Canada[/]", ""]
+    seconds, size = demo.FirstTokens(0.01, 0.02, 0.006, 0.005), {"tokens": 50, "slots": 2}
+    cells = demo.speed_cells(5, size, seconds, (1_800_000, 3_600_000))
+    assert cells == ["5", "2 / 50", "[green]10[/] / 20", "6 / 5", "-", "[green]1.8[/] / 3.6"]
+    assert demo.speed_cells(5, size, seconds._replace(choosing=0.12), (1, 2))[4] == "120"
