@@ -210,7 +210,7 @@ class CopyBonus(LogitsProcessor):
         for row, written in enumerate(input_ids[:, self.prompt_length :].tolist()):
             ids = copied_next(self.texts[row // num_each], written, self.end_ids)
             scores[row, ids] += self.bonus[row // num_each]
-        return scores
+        return scores.log_softmax(dim=-1)  # else each token of a copy would add its bonus to the sum of a beam
 
 
 @torch.no_grad()

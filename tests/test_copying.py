@@ -100,7 +100,7 @@ def test_the_bonus_is_of_tokens_that_go_on_with_a_copy_or_end_it_and_of_no_other
         bonus(torch.tensor([prompt]), scores)
         found, before = bonus(ids, scores), scores.clone()
         before[0, sorted(expected)] += 3.0
-        torch.testing.assert_close(found, before, rtol=0, atol=0)
+        torch.testing.assert_close(found, before.log_softmax(dim=-1), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 3, "num_return_sequences": 2}], ids=str)
@@ -110,6 +110,25 @@ def test_an_answer_is_word_for_word_in_the_passages(ask, options):
     assert records[0] != ask(ROW, copy_bonus=0)[0]
     for record in records:
         assert record["generated_text"] in YES_NO or record["generated_text"] in texts_of(DOCUMENTS)
+
+
+def test_a_beam_of_copies_is_as_likely_as_its_tokens_not_preferred_for_its_length(model, processor):
+    copier = CopyBonus(processor, [DOCUMENTS], 3.0, processor.tokenizer.eos_token_id)
+    inputs, options = (
+        chat_inputs(processor, QUESTION, DOCUMENTS),
+        {"max_new_tokens": 6, "num_beams": 3, "length_penalty": 0.0},
+    )
+    found = model.generate(
+        **inputs, **options, logits_processor=[copier], return_dict_in_generate=True, output_scores=True
+    )
+    copier.prompt_length, ids = None, found.sequences
+    total, length = 0.0, inputs["input_ids"].shape[1]
+    for place in range(length, ids.shape[1]):
+        scores = model(
+            **inputs | {"input_ids": ids[:, :place], "attention_mask": torch.ones_like(ids[:, :place])}
+        ).logits
+        total += copier(ids[:, :place], scores[:, -1])[0, ids[0, place]]
+    torch.testing.assert_close(found.sequences_scores[0], total, rtol=1e-3, atol=1e-3)
 
 
 def test_a_long_copy_is_not_ended_early(processor):
@@ -162,7 +181,7 @@ def test_a_learned_refusal_counts_as_copied(model, processor):
     bonus = CopyBonus(learned, [["It was written by Ada."]], 3.0, end)
     for length in range(len(ids) + 1):
         raised = bonus(torch.tensor([[5, *ids[:length]]]), torch.zeros(1, len(processor.tokenizer)))
-        assert raised[0, [*ids, end][length]] == 3.0
+        torch.testing.assert_close(raised[0, [*ids, end][length]] - raised.min(), torch.tensor(3.0))
 
 
 def test_evaluation_copies_as_the_pipeline_does_and_can_do_without(ask, model, processor, few_tokens):
