@@ -19,7 +19,7 @@ from arcaligner.evaluation.judge import (
     parse_verdict,
     read_verdicts,
 )
-from arcaligner.evaluation.metrics import bootstrap_interval
+from arcaligner.evaluation.metrics import percent_interval
 from arcaligner.evaluation.runs import AnswerFile
 
 SAYS = {"Paris": "Yes.", "Lyon": "No, it is Paris.", "Rome": "Hmm.", "Nice": None}
@@ -140,10 +140,10 @@ def test_the_command_judges_all_answers_and_prints_the_accuracy(tmp_path, endpoi
     main(tmp_path, "a/judge", endpoint.url, timeout=1.0)
     printed = capsys.readouterr()
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.out.splitlines() if "squad" in line]
-    low, high = bootstrap_interval([1.0, 0.0, 0.0])
+    mean, low, high = percent_interval([1.0, 0.0, 0.0])
     assert cells == [
         ["squad", "arcaligner", "100.0 [100.0, 100.0]", "1", "0", "1"],
-        ["squad", "naive", f"33.3 [{100 * low:.1f}, {100 * high:.1f}]", "3", "1", "0"],
+        ["squad", "naive", f"{mean:.1f} [{low:.1f}, {high:.1f}]", "3", "1", "0"],
     ]
     assert "stays unjudged: no reply within 1 seconds" in caplog.text
     naive, ours = (AnswerFile(tmp_path, "squad", method) for method in ("naive", "arcaligner"))
