@@ -68,32 +68,13 @@ def test_the_prompt_has_question_golds_and_candidate():
     assert judge_prompt({**row, "question": "Who wrote it?"}).startswith("Question: Who wrote it?\n")
 
 
-@pytest.mark.parametrize(
-    ("reply", "verdict"),
-    [
-        ("Yes", "yes"),
-        ("yes, the candidate is correct.", "yes"),
-        ("\n **NO**", "no"),
-        ('"No."', "no"),
-        ("", "unreadable"),
-        ("Not correct", "unreadable"),
-        ("Yesterday", "unreadable"),
-        ("The answer is yes", "unreadable"),
-    ],
-)
-def test_a_verdict_is_the_first_word(reply, verdict):
-    assert parse_verdict(reply) == verdict
+def test_a_verdict_is_the_first_word():
+    replies = ["Yes", "yes, the candidate is correct.", "\n **NO**", '"No."']
+    replies += ["", "Not correct", "Yesterday", "The answer is yes"]
+    assert list(map(parse_verdict, replies)) == ["yes"] * 2 + ["no"] * 2 + ["unreadable"] * 4
 
 
-def test_verdicts_are_kept_with_what_was_said(file):
-    rows = answers("Paris", "Lyon", "Rome", "Nice")
-    judge_answers(judge_of(), rows, file)
-    lines = [(line["id"], line["verdict"], line["reply"]) for line in file.read()]
-    assert lines == [("q0", "yes", "Yes."), ("q1", "no", "No, it is Paris."), ("q2", "unreadable", "Hmm.")]
-    assert read_verdicts(file, rows) == {"q0": "yes", "q1": "no", "q2": "unreadable", "q3": None}
-
-
-def test_a_killed_judge_goes_on_where_it_was(file):
+def test_a_killed_judge_goes_on_where_it_was_and_keeps_what_was_said(file):
     rows = answers("Paris", "Rome", "Lyon", "Paris")
 
     def dies(prediction):
@@ -110,7 +91,10 @@ def test_a_killed_judge_goes_on_where_it_was(file):
     judge_answers(judge_of({**SAYS, "Lyon": None}.get, asked), rows, file)
     assert asked == [judge_prompt(rows[2]), judge_prompt(rows[3])]
     judge_answers(judge_of(), rows, file)  # what had no reply is asked again
-    assert list(read_verdicts(file, rows).values()) == ["yes", "unreadable", "no", "yes"]
+    said = [("yes", "Yes."), ("unreadable", "Hmm."), ("no", "No, it is Paris."), ("yes", "Yes.")]
+    lines = sorted((line["id"], line["verdict"], line["reply"]) for line in file.read())
+    assert lines == [(f"q{number}", *each) for number, each in enumerate(said)]
+    assert list(read_verdicts(file, rows).values()) == [verdict for verdict, _ in said]
 
 
 @pytest.mark.parametrize("change", [{"prediction": "Lyon"}, {"answers": ["Rome"]}, {"question": "Which is it?"}])
