@@ -11,7 +11,6 @@ from arcaligner.evaluation.metrics import percent_interval
 from arcaligner.evaluation.results import (
     compare,
     interval_table,
-    method_titles,
     results_page,
     summarize,
     with_published,
@@ -137,15 +136,3 @@ def test_what_other_methods_answered_before_stands_beside_new_answers_of_the_ali
     for key, other in (("questions", 3), ("recall", [50.0, 0.0, 100.0])):
         entry = published["sets"]["HotpotQA"] | {key: other}
         assert with_published(new, published | {"sets": {"HotpotQA": entry}})["sets"] == new["sets"]
-
-
-def test_rates_of_a_method_have_rows_of_their_own_after_it(run):
-    for rate, f1 in (("segment", 0.2), ("16", 0.4), ("4", 0.6)):
-        write(run, f"arcaligner_x{rate}", [f1] * 4)
-    sets = summarize(run)["sets"]
-    rates = {"4": "4 tokens per slot", "16": "16 tokens per slot", "segment": "one slot per segment"}
-    plain = {"naive": "Naive", "standard_rag": "StandardRAG", "arcaligner": "ArcAligner"}
-    rates = {f"arcaligner_x{rate}": f"ArcAligner, {title}" for rate, title in rates.items()}
-    assert list(method_titles(sets).items()) == [*plain.items(), *rates.items()]
-    assert sets["HotpotQA"]["methods"]["arcaligner_x4"]["f1"][0] == pytest.approx(60.0)
-    assert sets["HotpotQA"]["differences"]["arcaligner_x4"]["f1"][0] == pytest.approx(-10.0)
