@@ -56,17 +56,12 @@ def save_analysis(folder: Path, name: str, figure: Figure, data: dict[str, Any],
     write_whole(folder / f"{name}.json", json.dumps({"reading": caption, **data}, indent=1, ensure_ascii=False) + "\n")
 
 
-def error_bars(intervals) -> np.ndarray:
-    """How far intervals (num, 3) reach below and above their means, (2, num), at least 0."""
-    means, lows, highs = np.transpose(intervals)
-    return np.maximum(0, [means - lows, highs - means])
-
-
 def draw_curve(axes: Axes, points: list[dict[str, Any]], across: str, metric: str, **style: Any) -> None:
     """A line of a metric of the points, with its intervals, over another of their numbers."""
-    intervals = [point[metric] for point in points]
+    means, lows, highs = np.transpose([point[metric] for point in points])
     style = {"marker": "o", "markersize": 4, "capsize": 2} | style
-    axes.errorbar([point[across] for point in points], [each[0] for each in intervals], error_bars(intervals), **style)
+    reach = np.maximum(0, [means - lows, highs - means])
+    axes.errorbar([point[across] for point in points], means, reach, **style)
 
 
 def use_powers_of_two(axes: Axes) -> None:
