@@ -1,4 +1,4 @@
-"""Shared by the figures: the style, curves with intervals, options, and the files that each one writes."""
+"""Shared by the figures: the style, curves with intervals, and the files that each one writes."""
 
 import io
 import json
@@ -13,15 +13,11 @@ matplotlib.use("Agg")  # no window: files only
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
 from ...common.files import write_whole
 
 FIGURES = Path("runs/figures")
 Folder = Annotated[Path, typer.Option("--output", help="Folder for the figure and its data.")]
-Data = Annotated[Path | None, typer.Option(help="Folder of local files, TASK.jsonl.gz. Default: the Hub.")]
-BatchSize = Annotated[int, typer.Option(help="Questions or paragraphs at a time.", min=1)]
-Device = Annotated[str, typer.Option(help="Where models run: cpu, cuda.")]
 
 # Also distinguishable with color blindness (Okabe and Ito).
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
@@ -62,11 +58,3 @@ def draw_curve(axes: Axes, points: list[dict[str, Any]], across: str, metric: st
     style = {"marker": "o", "markersize": 4, "capsize": 2} | style
     reach = np.maximum(0, [means - lows, highs - means])
     axes.errorbar([point[across] for point in points], means, reach, **style)
-
-
-def use_powers_of_two(axes: Axes) -> None:
-    """A logarithmic x axis with a plain number at each power of two."""
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(base=2))
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.xaxis.set_minor_locator(NullLocator())
