@@ -156,7 +156,6 @@ def main(
     tokens_per_slot: Annotated[
         str | None, typer.Option(help="Numbers or `segment`, separated by commas.", show_default="own")
     ] = None,
-    encoder_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, auto.", show_default="own")] = None,
     device: Annotated[str, typer.Option(help="Where the models run: cpu, cuda.")] = "cpu",
     rounds: Annotated[int, typer.Option(help="Maximum number of rounds of a size.")] = 15,
     seconds: Annotated[float, typer.Option(help="Seconds of a size after which no further round begins.")] = 30.0,
@@ -165,8 +164,7 @@ def main(
 ) -> None:
     """Measures time to the first token, time per token, memory and operations of slots and of text."""
     asked = parse_sizes(sizes)
-    encoder = {} if encoder_dtype is None else {"encoder_dtype": encoder_dtype}
-    processor = ArcAlignerProcessor.from_pretrained(checkpoint, **encoder)
+    processor = ArcAlignerProcessor.from_pretrained(checkpoint)
     rates = split_rates(tokens_per_slot) if tokens_per_slot else [processor.tokens_per_slot]
     rows = read_rows(data)
     report = {

@@ -53,26 +53,16 @@ def ratio_interval(numerators: np.ndarray, denominators: np.ndarray) -> np.ndarr
     return np.quantile(np.tensordot(counts, numerators, 1) / np.tensordot(counts, denominators, 1), TAILS, axis=0)
 
 
-def bootstrap_interval(scores: Sequence[float]) -> tuple[float, float]:
-    """Bootstrap interval of the mean of `scores`.
-
-    >>> bootstrap_interval([1.0, 1.0, 1.0])
-    (1.0, 1.0)
-    """
-    if not len(scores):
-        raise ValueError("Got no scores; an interval needs at least one.")
-    low, high = ratio_interval(np.asarray(scores, dtype=np.float64), np.ones(len(scores)))
-    return float(low), float(high)
-
-
 def percent_interval(scores: Sequence[float]) -> list[float]:
     """Mean of `scores` in percent, and the ends of its 95 % bootstrap interval.
 
     >>> percent_interval([0.5, 0.5])
     [50.0, 50.0, 50.0]
     """
+    if not len(scores):
+        raise ValueError("Got no scores; an interval needs at least one.")
     percents = [100 * score for score in scores]
-    return [sum(percents) / len(percents), *bootstrap_interval(percents)]
+    return [sum(percents) / len(percents), *ratio_interval(np.array(percents), np.ones(len(percents))).tolist()]
 
 
 def shown_interval(values: Sequence[float], sign: str = "") -> str:

@@ -130,7 +130,9 @@ def publish(
     lines = [line for name, each in shown.items() if name not in SPEED_FIGURES for line in each]
     page = "\n".join([INTRODUCTION, results_page(results), *(["## Figures", "", *lines] if lines else [])])
     write_whole(DOCS / "results.md", page.rstrip() + "\n")
-    write_whole(DOCS / "speed.md", speed_page(latency, [line for name in SPEED_FIGURES for line in shown[name]]))
+    lines = [line for name in SPEED_FIGURES for line in shown[name]]
+    page = "\n".join([SPEED_INTRODUCTION, *first_token_table(latency), "", *lines])
+    write_whole(DOCS / "speed.md", page.rstrip() + "\n")
     write_whole(DOCS / "speed_results.md", speed_results_page(latency))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     write_whole(ROOT / "README.md", with_block(readme, readme_table(results, latency), MARKS))
@@ -209,11 +211,6 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any]) -> str:
             f"{latency['machine']['cores']} CPU cores.",
         ]
     )
-
-
-def speed_page(latency: dict[str, Any], figures: list[str]) -> str:
-    """`docs/speed.md`: what is gained where, the time to the first token, and the lines of `figures`."""
-    return "\n".join([SPEED_INTRODUCTION, *first_token_table(latency), "", *figures]).rstrip() + "\n"
 
 
 def speed_results_page(latency: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Shared by the figures: the style, curves with intervals, options, and the files that each one writes."""
+"""Shared by the figures: the style, curves with intervals, and the files that each one writes."""
 
 import io
 import json
@@ -13,15 +13,11 @@ matplotlib.use("Agg")  # no window: files only
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
 from ...common.files import write_whole
 
 FIGURES = Path("runs/figures")
 Folder = Annotated[Path, typer.Option("--output", help="Folder for the figure and its data.")]
-Data = Annotated[Path | None, typer.Option(help="Folder of local files, TASK.jsonl.gz. Default: the Hub.")]
-BatchSize = Annotated[int, typer.Option(help="Questions or paragraphs at a time.", min=1)]
-Device = Annotated[str, typer.Option(help="Where models run: cpu, cuda.")]
 
 # Also distinguishable with color blindness (Okabe and Ito).
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
@@ -56,22 +52,9 @@ def save_analysis(folder: Path, name: str, figure: Figure, data: dict[str, Any],
     write_whole(folder / f"{name}.json", json.dumps({"reading": caption, **data}, indent=1, ensure_ascii=False) + "\n")
 
 
-def error_bars(intervals) -> np.ndarray:
-    """How far intervals (num, 3) reach below and above their means, (2, num), at least 0."""
-    means, lows, highs = np.transpose(intervals)
-    return np.maximum(0, [means - lows, highs - means])
-
-
 def draw_curve(axes: Axes, points: list[dict[str, Any]], across: str, metric: str, **style: Any) -> None:
     """A line of a metric of the points, with its intervals, over another of their numbers."""
-    intervals = [point[metric] for point in points]
+    means, lows, highs = np.transpose([point[metric] for point in points])
     style = {"marker": "o", "markersize": 4, "capsize": 2} | style
-    axes.errorbar([point[across] for point in points], [each[0] for each in intervals], error_bars(intervals), **style)
-
-
-def use_powers_of_two(axes: Axes) -> None:
-    """A logarithmic x axis with a plain number at each power of two."""
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(base=2))
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.xaxis.set_minor_locator(NullLocator())
+    reach = np.maximum(0, [means - lows, highs - means])
+    axes.errorbar([point[across] for point in points], means, reach, **style)

@@ -5,6 +5,7 @@
 A slot takes one loop, the pass that every row takes, and one more for each refinement step.
 """
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from ..answering import in_batches, load_aligner, longest_first, slot_inputs
 from ..metrics import ratio_interval
 from ..settings import split_names
 from ..tasks import choose_passages, find_task
-from .figures import FIGURES, BatchSize, Data, Device, Folder, new_figure, save_analysis
+from .figures import FIGURES, Folder, new_figure, save_analysis
 
 CAPTION = (
     "Each line is a set of questions: how many loops a slot takes at a layer, the mean over all slots of the set's "
@@ -34,11 +35,11 @@ CAPTION = (
 def gates(
     checkpoint: Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.")],
     folder: Folder = FIGURES,
-    data: Data = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of local files, TASK.jsonl.gz. Default: the Hub.")] = None,
     tasks: Annotated[str, typer.Option(help="Tasks, separated by commas.")] = "squad,nq,hotpotqa,popqa_longtail",
     num_questions: Annotated[int, typer.Option("-n", help="Maximum number of questions of each task.", min=1)] = 500,
-    batch_size: BatchSize = 16,
-    device: Device = "cpu",
+    batch_size: Annotated[int, typer.Option(help="Questions at a time.", min=1)] = 16,
+    device: Annotated[str, typer.Option(help="Where models run: cpu, cuda.")] = "cpu",
 ) -> None:
     """Draws how many loops the gates trigger at each layer, on several sets."""
     asked = [find_task(name) for name in split_names(tasks)]

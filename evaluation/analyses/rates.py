@@ -13,11 +13,12 @@ from typing import Annotated, Any
 
 import typer
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
 from ...share.hub import RESULTS_FILE
 from ..methods import METHODS, split_name
 from ..results import MAIN, method_titles
-from .figures import COLORS, FIGURES, Folder, draw_curve, new_figure, save_analysis, use_powers_of_two
+from .figures import COLORS, FIGURES, Folder, draw_curve, new_figure, save_analysis
 
 # The ends of what can be reached, drawn as horizontal lines.
 BOUNDS = {"naive": ":", "full_text_lora": "--"}
@@ -66,8 +67,10 @@ def draw(sets: dict[str, dict[str, Any]]) -> Figure:
         for name, line in BOUNDS.items():
             if bound := entry["bounds"].get(METHODS[name].title):
                 axes.axhline(bound[0], color="grey", linestyle=line, linewidth=1)
-        use_powers_of_two(axes)
-        axes.set_title(title)
+        axes.set(xscale="log", title=title)
+        axes.xaxis.set_major_locator(LogLocator(base=2))
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_minor_locator(NullLocator())
     panels[0].set_ylabel("F1, %")
     figure.supxlabel("tokens of the passages per position", fontsize=10)
     found = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}

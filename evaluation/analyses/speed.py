@@ -23,27 +23,12 @@ ARM_TITLES = {
     "always": "slots, all refined",
     "slots_cached": "**slots, cached**",
 }
-COLUMNS = (
-    "Arm",
-    "First token, ms",
-    "x text",
-    "x text, with encoding",
-    "ms/token",
-    "questions/s",
-    "peak",
-    "cache",
-    "GFLOP",
-)
+COLUMNS = ("Arm", "First token, ms", "x text", "x text, with encoding", "ms/token", "questions/s")
+COLUMNS += ("peak", "cache", "GFLOP")
 
 SHORT_PASSAGES = 5, 20
 
 # Tables
-
-
-def size_title(size: dict[str, Any]) -> str:
-    """How many passages there are, and how long they are as text and as slots."""
-    title = f"{counted(size['k'], 'passage')}, {rate_title(size['tokens_per_slot'])}, {size['dtype']}: "
-    return title + f"{size['text_tokens']:.0f} tokens of text or {size['slots']:.0f} slots"
 
 
 def encoded_speed_up(size: dict[str, Any], name: str) -> float | None:
@@ -72,9 +57,11 @@ def arm_cells(size: dict[str, Any], name: str) -> list[str]:
     ]
 
 
-def size_caption(size: dict[str, Any]) -> str:
-    """What holds for all arms of a size."""
-    parts = [
+def size_lines(size: dict[str, Any]) -> list[str]:
+    """Markdown lines of a size: a heading, one arm per row, and what holds for all arms."""
+    title = f"{counted(size['k'], 'passage')}, {rate_title(size['tokens_per_slot'])}, {size['dtype']}: "
+    title += f"{size['text_tokens']:.0f} tokens of text or {size['slots']:.0f} slots"
+    notes = [
         f"{size['rounds']} rounds",
         f"{size['open_share']:.1%} of gates open, in {size['open_layers']:.0%} of layers",
         f"cached text takes {size['prefix_bytes_ratio']:.1f} x the bytes of cached slots and "
@@ -82,13 +69,8 @@ def size_caption(size: dict[str, Any]) -> str:
         f"a token after slots takes {size['decoding_ratio']['median']:.3f} x the bare base model's time",
         *(f"{name} {1000 * seconds['median']:.0f} ms" for name, seconds in size["encoder"].items()),
     ]
-    return "; ".join(parts)
-
-
-def size_lines(size: dict[str, Any]) -> list[str]:
-    """Markdown lines of a size, one arm per row, under a heading."""
     table = markdown_table(COLUMNS, (arm_cells(size, name) for name in ARM_TITLES))
-    return [f"### {size_title(size)}", "", *table, "", f"{size_caption(size)}.", ""]
+    return [f"### {title}", "", *table, "", f"{'; '.join(notes)}.", ""]
 
 
 def first_token_table(report: dict[str, Any], every_size: bool = False) -> list[str]:

@@ -1,6 +1,5 @@
 """Text and slots compared on the user's own questions."""
 
-import contextlib
 import json
 
 import pytest
@@ -37,40 +36,25 @@ def ask(run_cli, checkpoint_dir, tmp_path):
     return run
 
 
-def test_questions_with_passages_are_answered_by_each_reader(ask, tmp_path, model, processor):
-    code, out, err = ask(ROWS)
-    assert code == 0, err
-    lines = out.splitlines()
-    assert lines[0] == f"| {' | '.join(COLUMNS)} |"
-    titles = [line.split(" | ")[0] for line in lines[2:5]]
-    assert titles == ["| text, by the base model", "| slots, 2 tokens per slot", "| slots, one slot per segment"]
-    assert lines[2].split(" | ")[4] == "100.0" and "2 questions, 1 with answers." in lines[-1]
-    page = (tmp_path / "out" / "comparison.md").read_text()
-    assert out.strip() in page
-    answers = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
-    for row, answer in zip(ROWS, answers, strict=True):
-        text = chat_inputs(processor, full_text(row))
-        slots = chat_inputs(processor, row["question"], row["passages"], tokens_per_slot=2)
-        for title, inputs in (("text, by the base model", text), ("slots, 2 tokens per slot", slots)):
-            assert answer[title] == greedy_answer(model, processor, inputs, 4).strip()
-
-
-def test_a_fine_tuned_reader_of_the_text_has_a_row_of_its_own(ask, tmp_path, base_model_dir, tokenizer):
+def test_questions_with_passages_are_answered_by_each_reader(ask, tmp_path, model, processor, base_model_dir):
     lora = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     reader = get_peft_model(AutoModelForCausalLM.from_pretrained(base_model_dir), lora)
     reader.save_pretrained(tmp_path / "lora")
     code, out, err = ask(ROWS, "--full-text-lora", tmp_path / "lora")
     assert code == 0, err
-    table = [line.strip("| ").split(" | ") for line in out.splitlines()[2:6]]
-    plain, tuned = "text, by the base model", "text, by the fine-tuned base model"
-    assert [cells[0] for cells in table] == [plain, tuned, "slots, 2 tokens per slot", "slots, one slot per segment"]
+    assert out.strip() in (tmp_path / "out" / "comparison.md").read_text()
+    columns, _, *table = [line.strip("| ").split(" | ") for line in out.splitlines()[:6]]
+    plain, tuned, slots = "text, by the base model", "text, by the fine-tuned base model", "slots, 2 tokens per slot"
+    assert tuple(columns) == COLUMNS
+    assert [cells[0] for cells in table] == [plain, tuned, slots, "slots, one slot per segment"]
     assert table[0][1] == table[1][1] and table[0][4] == "100.0"  # the same text; agreement is to the plain reader
+    assert "2 questions, 1 with answers." in out.splitlines()[-1]
     answers = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
     for row, answer in zip(ROWS, answers, strict=True):
-        inputs = chat_inputs(tokenizer, full_text(row))
-        for title, as_tuned in ((tuned, contextlib.nullcontext()), (plain, reader.disable_adapter())):
-            with as_tuned:
-                assert answer[title] == greedy_answer(reader, tokenizer, inputs, 4).strip()
+        text = chat_inputs(processor, full_text(row))
+        read = chat_inputs(processor, row["question"], row["passages"], tokens_per_slot=2)
+        for title, model_of, inputs in ((plain, model, text), (tuned, reader, text), (slots, model, read)):
+            assert answer[title] == greedy_answer(model_of, processor, inputs, 4).strip()
     assert any(answer[plain] != answer[tuned] for answer in answers)
 
 

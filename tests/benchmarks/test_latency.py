@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -47,24 +48,12 @@ def test_ratios_are_taken_within_a_round():
     assert ratio(seconds, "a", "b") == {"lower": 2.5, "median": 3.0, "upper": 3.5}
 
 
-class Counting:
-    """A decoder that counts."""
-
-    def __init__(self):
-        self.log = ""
-
-    def restart(self):
-        self.log += "|"
-
-    def step(self):
-        self.log += "."
-
-
 def test_at_least_three_rounds_are_timed_each_with_a_whole_answer():
-    decoding = {"a": Counting(), "b": Counting()}
+    decoding = {"a": Mock(), "b": Mock()}
     found, tokens = measure_rounds({"x": lambda: None}, decoding, "cpu", rounds=9, seconds=0.0)
     assert len(found) == 3 and len(tokens) == 3 * 15
-    assert decoding["a"].log == decoding["b"].log == ("|" + "." * 15) * 3
+    for decoder in decoding.values():
+        assert decoder.mock_calls == [call.restart(), *[call.step()] * 15] * 3
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import greedy_answer, random_aligner
+from conftest import greedy_answer
 from hypothesis import given
 from hypothesis import strategies as st
 from training_rows import question_rows
@@ -24,7 +24,6 @@ from arcaligner.evaluation.answering import (
     slot_inputs,
     text_inputs,
 )
-from arcaligner.pipeline_arcaligner import RankedPassage
 from arcaligner.train.data import full_text, passages_text, text_prompt
 from arcaligner.train.metrics import ranked_passages, with_likeliest
 
@@ -190,17 +189,6 @@ def test_other_errors_and_a_lack_of_memory_for_one_item_are_raised(error, most):
         list(in_batches(range(4), 4, short_of_memory(error, [], most)))
 
 
-def test_slots_with_words_are_read_with_them(base_model_dir, processor):
-    model = random_aligner(base_model_dir, processor, seed=3, word_parts=2).eval()
-    processor = copy.copy(processor)
-    processor.context_words = True
-    answers = SlotAnswerer(model, processor, tokens_per_slot=4).answer(ROWS)
-    for row, answer in zip(ROWS, answers, strict=True):
-        inputs = slot_inputs(processor, [row], tokens_per_slot=4)
-        assert inputs["context_word_ids"].shape[1] == answer.context_tokens
-        assert answer.text == greedy_answer(model, processor, inputs, NEW_TOKENS).strip()
-
-
 def test_of_more_passages_the_likeliest_are_read_and_all_counted(separate):
     model, reader = separate
     passages = [{"title": "", "text": text} for text in ("Ada wrote it.", "The loom wove. It was loud.", "Nobody.")]
@@ -211,16 +199,6 @@ def test_of_more_passages_the_likeliest_are_read_and_all_counted(separate):
     (expected,) = SlotAnswerer(model, reader, gate_mode="off").answer([likely])
     assert len(likely["passages"]) == 2 and found.prompt_ids == expected.prompt_ids and found.text == expected.text
     assert found.passage_tokens > expected.passage_tokens
-
-
-def test_the_similarity_to_the_question_counts_beside_the_confidence():
-    row = ROWS[0] | {"passages": [{"title": "", "text": text} for text in ("Ada.", "Bob.", "Eve.")]}
-    pairs = [[(0.60, 0.0), (0.65, 0.0), (0.99, 0.0)], [(0.60, 0.5), (0.65, 0.4), (0.99, 0.1)]]
-    ranked = [{number: RankedPassage(*pair, False) for number, pair in enumerate(each)} for each in pairs]
-    assert [each["passages"] for each in with_likeliest([row, row], ranked, 2)] == [
-        row["passages"][1:],
-        [row["passages"][0], row["passages"][2]],
-    ]
 
 
 def test_slots_are_the_same_on_any_machine(checkpoint_dir, tmp_path, monkeypatch):

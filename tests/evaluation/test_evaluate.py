@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from training_rows import question_rows, write_rows
 from transformers import AutoModelForCausalLM
 
+from arcaligner.evaluation import answering
 from arcaligner.evaluation.evaluate import evaluate, load_rows
 from arcaligner.evaluation.metrics import METRICS
 from arcaligner.evaluation.runs import AnswerFile
@@ -54,6 +55,19 @@ def settings(tmp_path, data, checkpoint_dir):
         return read_settings(None, given, of_tasks or {})
 
     return make
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[list[str]]:
+    """Ids of each batch that was answered."""
+    batches, original = [], answering._generate
+
+    def watched(model, processor, inputs, rows, *args, **kwargs):
+        batches.append([row["id"] for row in rows])
+        return original(model, processor, inputs, rows, *args, **kwargs)
+
+    monkeypatch.setattr(answering, "_generate", watched)
+    return batches
 
 
 def answers(settings, task: str, method: str) -> list[dict]:

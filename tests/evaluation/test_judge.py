@@ -1,11 +1,13 @@
 """Verdicts are those of the judge on the answers as they are, asked for once, and counted where there are none."""
 
+import json
 import socket
+from functools import partial
 
+import httpx
 import openai
 import pytest
 from answer_rows import write_answers
-from chat_server import running_chat_server
 
 from arcaligner.evaluation import judge
 from arcaligner.evaluation.judge import (
@@ -19,9 +21,10 @@ from arcaligner.evaluation.judge import (
     parse_verdict,
     read_verdicts,
 )
-from arcaligner.evaluation.metrics import bootstrap_interval
+from arcaligner.evaluation.metrics import percent_interval
 from arcaligner.evaluation.runs import AnswerFile
 
+URL = "http://localhost:8000/v1"
 SAYS = {"Paris": "Yes.", "Lyon": "No, it is Paris.", "Rome": "Hmm.", "Nice": None}
 
 
@@ -68,32 +71,13 @@ def test_the_prompt_has_question_golds_and_candidate():
     assert judge_prompt({**row, "question": "Who wrote it?"}).startswith("Question: Who wrote it?\n")
 
 
-@pytest.mark.parametrize(
-    ("reply", "verdict"),
-    [
-        ("Yes", "yes"),
-        ("yes, the candidate is correct.", "yes"),
-        ("\n **NO**", "no"),
-        ('"No."', "no"),
-        ("", "unreadable"),
-        ("Not correct", "unreadable"),
-        ("Yesterday", "unreadable"),
-        ("The answer is yes", "unreadable"),
-    ],
-)
-def test_a_verdict_is_the_first_word(reply, verdict):
-    assert parse_verdict(reply) == verdict
+def test_a_verdict_is_the_first_word():
+    replies = ["Yes", "yes, the candidate is correct.", "\n **NO**", '"No."']
+    replies += ["", "Not correct", "Yesterday", "The answer is yes"]
+    assert list(map(parse_verdict, replies)) == ["yes"] * 2 + ["no"] * 2 + ["unreadable"] * 4
 
 
-def test_verdicts_are_kept_with_what_was_said(file):
-    rows = answers("Paris", "Lyon", "Rome", "Nice")
-    judge_answers(judge_of(), rows, file)
-    lines = [(line["id"], line["verdict"], line["reply"]) for line in file.read()]
-    assert lines == [("q0", "yes", "Yes."), ("q1", "no", "No, it is Paris."), ("q2", "unreadable", "Hmm.")]
-    assert read_verdicts(file, rows) == {"q0": "yes", "q1": "no", "q2": "unreadable", "q3": None}
-
-
-def test_a_killed_judge_goes_on_where_it_was(file):
+def test_a_killed_judge_goes_on_where_it_was_and_keeps_what_was_said(file):
     rows = answers("Paris", "Rome", "Lyon", "Paris")
 
     def dies(prediction):
@@ -110,7 +94,10 @@ def test_a_killed_judge_goes_on_where_it_was(file):
     judge_answers(judge_of({**SAYS, "Lyon": None}.get, asked), rows, file)
     assert asked == [judge_prompt(rows[2]), judge_prompt(rows[3])]
     judge_answers(judge_of(), rows, file)  # what had no reply is asked again
-    assert list(read_verdicts(file, rows).values()) == ["yes", "unreadable", "no", "yes"]
+    said = [("yes", "Yes."), ("unreadable", "Hmm."), ("no", "No, it is Paris."), ("yes", "Yes.")]
+    lines = sorted((line["id"], line["verdict"], line["reply"]) for line in file.read())
+    assert lines == [(f"q{number}", *each) for number, each in enumerate(said)]
+    assert list(read_verdicts(file, rows).values()) == [verdict for verdict, _ in said]
 
 
 @pytest.mark.parametrize("change", [{"prediction": "Lyon"}, {"answers": ["Rome"]}, {"question": "Which is it?"}])
@@ -126,24 +113,49 @@ def test_a_verdict_on_another_answer_is_not_taken(file, change):
 
 
 @pytest.fixture
-def endpoint():
-    """A server that judges with the words of `SAYS`; for `None` it keeps its client waiting."""
-    with running_chat_server(lambda prompt: SAYS[candidate(prompt)]) as chat:
-        yield chat
+def endpoint(monkeypatch):
+    """Has `reply`, from the user's turn to the model's, stand for any endpoint, and gives the requests as they come. A
+    reply may be a status, a body (`bytes`), or none in time."""
+
+    def replies_with(reply) -> list[httpx.Request]:
+        requests = []
+
+        def handle(request: httpx.Request) -> httpx.Response:
+            requests.append(request)
+            said = reply(payload(request)["messages"][-1]["content"])
+            if said is None:
+                raise httpx.ReadTimeout("no reply")
+            if isinstance(said, int):
+                return httpx.Response(said, json={"error": {"message": "so it is"}})
+            if isinstance(said, bytes):
+                return httpx.Response(200, content=said, headers={"Content-Type": "application/json"})
+            message = {"role": "assistant", "content": said}
+            return httpx.Response(200, json={"choices": [{"index": 0, "message": message}]})
+
+        client = httpx.Client(transport=httpx.MockTransport(handle))
+        monkeypatch.setattr(openai, "OpenAI", partial(openai.OpenAI, http_client=client))
+        return requests
+
+    return replies_with
+
+
+def payload(request: httpx.Request) -> dict:
+    return json.loads(request.content)
 
 
 def test_the_command_judges_all_answers_and_prints_the_accuracy(tmp_path, endpoint, capsys, caplog, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
+    endpoint(lambda prompt: SAYS[candidate(prompt)])
     write_answers(tmp_path, "squad", "naive", answers("Paris", "Lyon", "Rome"))
     write_answers(tmp_path, "squad", "arcaligner", answers("Paris", "Nice"))
     write_answers(tmp_path, "nq", "naive", [])
-    main(tmp_path, "a/judge", endpoint.url, timeout=1.0)
+    main(tmp_path, "a/judge", URL, timeout=1.0)
     printed = capsys.readouterr()
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.out.splitlines() if "squad" in line]
-    low, high = bootstrap_interval([1.0, 0.0, 0.0])
+    mean, low, high = percent_interval([1.0, 0.0, 0.0])
     assert cells == [
         ["squad", "arcaligner", "100.0 [100.0, 100.0]", "1", "0", "1"],
-        ["squad", "naive", f"33.3 [{100 * low:.1f}, {100 * high:.1f}]", "3", "1", "0"],
+        ["squad", "naive", f"{mean:.1f} [{low:.1f}, {high:.1f}]", "3", "1", "0"],
     ]
     assert "stays unjudged: no reply within 1 seconds" in caplog.text
     naive, ours = (AnswerFile(tmp_path, "squad", method) for method in ("naive", "arcaligner"))
@@ -155,11 +167,12 @@ def test_the_command_judges_all_answers_and_prints_the_accuracy(tmp_path, endpoi
 
 def test_a_judged_run_needs_no_judge(tmp_path, endpoint, capsys):
     write_answers(tmp_path, "squad", "naive", answers("Paris", "Lyon"))
-    main(tmp_path, "a/judge", endpoint.url)
+    requests = endpoint(lambda prompt: SAYS[candidate(prompt)])
+    main(tmp_path, "a/judge", URL)
     first = capsys.readouterr().out
-    main(tmp_path, "a/judge", "http://127.0.0.1:1/v1")  # where nobody listens
+    main(tmp_path, "a/judge", URL)
     assert capsys.readouterr().out == first
-    assert len(endpoint.requests) == 2
+    assert len(requests) == 2
 
 
 def test_a_run_without_answers_is_refused(tmp_path):
@@ -173,16 +186,16 @@ def test_a_run_without_answers_is_refused(tmp_path):
 PROMPTS = ["Is it?", "Who wrote the letter, and did anybody else know of it?", "Was it created in 1924?", "Why?", "No?"]
 
 
-def test_an_endpoint_is_asked_greedily_for_the_model(monkeypatch):
+def test_an_endpoint_is_asked_greedily_for_the_model(endpoint, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with running_chat_server(lambda prompt: f"Yes: {prompt}") as chat:
-        assert list(ask_endpoint(PROMPTS, "some/judge", chat.url)) == [f"Yes: {prompt}" for prompt in PROMPTS]
-        monkeypatch.setenv("OPENAI_API_KEY", "sk-own")
-        list(ask_endpoint(["Is it?"], "some/judge", chat.url))
-    assert chat.keys == {"Bearer none", "Bearer sk-own"}
-    assert len(chat.requests) == len(PROMPTS) + 1
+    requests = endpoint(lambda prompt: f"Yes: {prompt}")
+    assert list(ask_endpoint(PROMPTS, "some/judge", URL)) == [f"Yes: {prompt}" for prompt in PROMPTS]
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-own")
+    list(ask_endpoint(["Is it?"], "some/judge", URL, timeout=7.0))
+    assert [each.headers["Authorization"] for each in requests] == ["Bearer none"] * len(PROMPTS) + ["Bearer sk-own"]
+    assert requests[-1].url == f"{URL}/chat/completions" and requests[-1].extensions["timeout"]["read"] == 7.0
     expected = {"model": "some/judge", "temperature": 0.0, "max_tokens": MAX_NEW_TOKENS}
-    assert chat.requests[-1] == {**expected, "messages": [{"role": "user", "content": "Is it?"}]}
+    assert payload(requests[-1]) == {**expected, "messages": [{"role": "user", "content": "Is it?"}]}
 
 
 @pytest.mark.parametrize(
@@ -193,23 +206,22 @@ def test_an_endpoint_is_asked_greedily_for_the_model(monkeypatch):
         (b"<html>", "no chat completion", 1),
         (b'{"choices": []}', "no chat completion", 1),
         (b"[]", "no chat completion", 1),
-        (None, "no reply within 1 seconds", 1 + RETRIES),
+        (None, "no reply within 60 seconds", 1 + RETRIES),
     ],
 )
-def test_after_some_attempts_there_is_no_reply_and_others_go_on(failure, problem, attempts, caplog):
-    timeout = 1.0 if failure is None else 60.0  # on a busy machine an answer that comes may take a while
-    with running_chat_server(lambda prompt: failure if prompt == "Is it?" else "Yes") as chat:
-        assert list(ask_endpoint(["Is it?", "Why?"], "judge", chat.url, timeout=timeout)) == [None, "Yes"]
-    assert problem in caplog.text and len(chat.requests) == attempts + 1
+def test_after_some_attempts_there_is_no_reply_and_others_go_on(failure, problem, attempts, endpoint, caplog):
+    requests = endpoint(lambda prompt: failure if prompt == "Is it?" else "Yes")
+    assert list(ask_endpoint(["Is it?", "Why?"], "judge", URL)) == [None, "Yes"]
+    assert problem in caplog.text and len(requests) == attempts + 1
 
 
 @pytest.mark.parametrize("status", [401, 404])
-def test_a_request_that_is_refused_is_an_error_at_once(status, monkeypatch):
+def test_a_request_that_is_refused_is_an_error_at_once(status, endpoint, monkeypatch):
     monkeypatch.setattr(judge, "CONCURRENCY", 1)
-    with running_chat_server(lambda prompt: status) as chat:
-        with pytest.raises(ValueError, match=rf"`judge` judge \(status {status}: .*so it is.*OPENAI_API_KEY"):
-            list(ask_endpoint(PROMPTS, "judge", chat.url))
-    assert len(chat.requests) < len(PROMPTS)
+    requests = endpoint(lambda prompt: status)
+    with pytest.raises(ValueError, match=rf"`judge` judge \(status {status}: .*so it is.*OPENAI_API_KEY"):
+        list(ask_endpoint(PROMPTS * 100, "judge", URL))
+    assert len(requests) < 100  # those that were on their way
 
 
 def test_an_endpoint_where_nobody_listens_or_that_is_no_address_is_an_error():

@@ -1,51 +1,32 @@
 """What readers see comes from a run and from nothing else."""
 
-import json
+import shutil
 from pathlib import Path
 
 import pytest
 from answer_rows import write_answers
 
+from arcaligner.evaluation import publish
 from arcaligner.evaluation.analyses.speed import find_size, tradeoff
-from arcaligner.evaluation.publish import (
-    INTRODUCTION,
-    MARKS,
-    README_SETS,
-    answers_page,
-    readme_table,
-    speed_page,
-    speed_results_page,
-    with_block,
-)
-from arcaligner.evaluation.results import results_page
+from arcaligner.evaluation.publish import MARKS, answers_page, with_block
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = json.loads((ROOT / "checkpoints/arcaligner-smollm2-135m/results.json").read_text("utf-8"))
-LATENCY = json.loads((ROOT / "docs/figures/latency.json").read_text("utf-8"))
 
 
-def test_the_readmes_table_is_that_of_the_shipped_results_and_of_the_latency_report():
+def test_pages_the_readmes_table_and_figures_are_those_of_the_shipped_results_and_of_the_timings(tmp_path, monkeypatch):
+    docs = shutil.copytree(ROOT / "docs", tmp_path / "docs")
     readme = (ROOT / "README.md").read_text("utf-8")
-    assert with_block(readme, readme_table(SHIPPED, LATENCY), MARKS) == readme
-
-
-def test_the_results_page_is_that_of_the_shipped_results():
-    page = (ROOT / "docs/results.md").read_text("utf-8")
-    assert page.startswith("\n".join([INTRODUCTION, results_page(SHIPPED)]).rstrip())
-
-
-def test_figures_are_shown_on_one_of_the_pages_with_their_reading_help():
-    pages = (ROOT / "docs/results.md").read_text("utf-8") + (ROOT / "docs/speed.md").read_text("utf-8")
-    for data in (ROOT / "docs/figures").glob("*.json"):
-        shown = f"(figures/{data.with_suffix('.svg').name})\n\n{json.loads(data.read_text('utf-8'))['reading']}"
-        assert pages.count(shown) == 1
-        assert data.with_suffix(".svg").exists()
-
-
-def test_the_pages_of_speed_are_those_of_the_latency_report():
-    page = (ROOT / "docs/speed.md").read_text("utf-8")
-    assert page == speed_page(LATENCY, page[page.index("![") :].splitlines())
-    assert (ROOT / "docs/speed_results.md").read_text("utf-8") == speed_results_page(LATENCY)
+    (tmp_path / "README.md").write_text(with_block(readme, "no table", MARKS), "utf-8")
+    written = ("results.md", "speed.md", "speed_results.md", "figures/rates.json", "figures/f1_of_speed.json")
+    for name in written:
+        (docs / name).unlink()
+    monkeypatch.setattr(publish, "ROOT", tmp_path)
+    monkeypatch.setattr(publish, "DOCS", docs)
+    publish.publish(figures=docs / "figures")
+    assert (tmp_path / "README.md").read_text("utf-8") == readme
+    for path in (ROOT / "docs").rglob("*"):
+        if path.suffix in (".md", ".json"):
+            assert (docs / path.relative_to(ROOT / "docs")).read_bytes() == path.read_bytes(), path.name
 
 
 def test_f1_stands_over_the_time_at_the_same_rate():
@@ -69,11 +50,6 @@ def test_f1_stands_over_the_time_at_the_same_rate():
     }
     with pytest.raises(ValueError, match="has no 20 passages at the rate 16"):
         find_size(report, 20, 16)
-
-
-def test_the_figure_of_f1_is_that_of_the_shipped_results():
-    curves = json.loads((ROOT / "docs/figures/f1_of_speed.json").read_text("utf-8"))["curves"]
-    assert curves == tradeoff(LATENCY, {name: SHIPPED["sets"][name] for name in README_SETS})
 
 
 def test_a_block_is_replaced_between_its_marks_alone():

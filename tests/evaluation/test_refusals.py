@@ -3,9 +3,10 @@
 import json
 
 import pytest
+from conftest import processor_with
+from tiny_models import random_probe
 from typer.testing import CliRunner
 
-from arcaligner import ArcAlignerProcessor
 from arcaligner.evaluation.analyses.__main__ import app
 from arcaligner.evaluation.analyses.refusals import read_answers, summarize
 from arcaligner.evaluation.runs import AnswerFile
@@ -36,14 +37,10 @@ def test_shares_price_and_curve_are_those_of_the_answers():
 
 
 @pytest.fixture
-def checkpoint(checkpoint_dir, tmp_path):
+def checkpoint(model, processor, tmp_path):
     """An aligner whose confidence was fitted."""
-    processor = ArcAlignerProcessor.from_pretrained(checkpoint_dir)
-    processor.no_answer, processor.answer_probe = (
-        "not in the text",
-        {"layers": [0], "weight": [0.5], "bias": 0.0, "threshold": 0.5},
-    )
-    processor.save_pretrained(tmp_path / "aligner")
+    fitted = processor_with(processor, no_answer="not in the text", answer_probe=random_probe(model))
+    fitted.save_pretrained(tmp_path / "aligner")
     return tmp_path / "aligner"
 
 

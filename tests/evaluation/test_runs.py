@@ -24,13 +24,6 @@ def file(tmp_path) -> AnswerFile:
     return file
 
 
-def test_what_is_answered_is_not_asked_again(file):
-    assert file.open(SETTINGS, ROWS) == ROWS[2:]
-    file.append(map(line, ROWS[2:]))
-    assert file.open(SETTINGS, ROWS) == []
-    assert file.read() == [line(row) for row in ROWS]
-
-
 @pytest.mark.parametrize("kept", [1, 20, -1])
 def test_a_line_that_a_kill_cut_off_is_answered_anew(file, kept):
     whole = file.path.read_bytes()

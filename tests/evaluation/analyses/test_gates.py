@@ -9,7 +9,7 @@ from conftest import chat_inputs
 from training_rows import question_rows, write_rows
 
 from arcaligner.evaluation.analyses import __main__ as commands
-from arcaligner.evaluation.analyses.gates import count_loops, require_gates, rows_with_passages, summarize
+from arcaligner.evaluation.analyses.gates import require_gates, rows_with_passages, summarize
 
 
 @pytest.fixture
@@ -24,15 +24,6 @@ def rows() -> list[dict]:
 def plain_loops(model, processor, row) -> np.ndarray:
     """Loops of a row's slots, asked alone, (num_layers, num_slots)."""
     return model(**chat_inputs(processor, row["question"], row["passages"])).recursion_depth[0].numpy() + 1
-
-
-def test_loops_are_those_of_each_question_alone(model, processor, rows):
-    counts = count_loops(model, processor, rows, batch_size=4, title="")  # in one batch, with padding
-    loops = [plain_loops(model, processor, row) for row in (rows[3], rows[0], rows[1], rows[2])]  # the longest first
-    expected = [np.stack([(each == number).sum(axis=1) for number in (1, 2, 3)], axis=1) for each in loops]
-    np.testing.assert_array_equal(counts, np.stack(expected))
-    assert counts.sum(axis=2).tolist() == [[6] * 3, [3] * 3, [2] * 3, [1] * 3]
-    assert counts[:, 1, 0].any() and counts[:, 1, 2].any()  # gates of one layer are open and closed
 
 
 def test_means_are_over_slots_and_not_over_questions():
@@ -64,8 +55,10 @@ def test_the_command_writes_figure_and_numbers_of_each_set(model, processor, che
         loops = np.concatenate([plain_loops(model, processor, row) for row in asked], axis=1)  # (layers, slots)
         assert (found["questions"], found["slots"]) == (2, loops.shape[1])
         np.testing.assert_allclose([mean for mean, _, _ in found["loops"]], loops.mean(axis=1))
-    for suffix in ("svg",):
-        assert (tmp_path / "figures" / f"gates.{suffix}").stat().st_size > 1000
+        shares = np.stack([(loops == number).mean(axis=1) for number in (1, 2, 3)], axis=1)
+        np.testing.assert_allclose(found["shares"], shares)
+        assert {1, 3} <= {*loops[1]}  # gates of one layer are open and closed
+    assert (tmp_path / "figures" / "gates.svg").stat().st_size > 1000
 
 
 def test_a_mistake_ends_in_one_clear_line(capsys):
