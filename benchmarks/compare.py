@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from ..base_model_arcaligner import cache_of
+from ..base_model_arcaligner import CACHE, cache_of
 from ..common.files import counted, describe_machine, markdown_table, read_json_lines, write_whole
 from ..common.passages import PASSAGE_WORDS
 from ..common.rows import Row, contains_match, own_row, token_f1, usable_golds
@@ -139,7 +139,7 @@ class Reader:
 
         def keep():
             prefix = cache_of(self.model(**as_inputs(prompt()[0]), use_cache=True, logits_to_keep=1))
-            return lambda: as_inputs(sum(prompt(), [])) | {"past_key_values": share(prefix)}, cache_bytes(prefix)
+            return lambda: as_inputs(sum(prompt(), [])) | {CACHE: share(prefix)}, cache_bytes(prefix)
 
         return lambda: as_inputs(sum(prompt(), [])), keep
 
