@@ -5,7 +5,7 @@
 RUNS is a JSON list of `{"arguments", "interrupt_at", "nan_at"}`: what `train.sft` gets, the step at which all processes
 raise, and the step from which on the last process's projector gives NaN. Each process writes its list of reports to
 `REPORTS/<process>.json`: `error` (of the run, if any), `rows` (ids, batch after batch), `written` (files that this
-process opened to write, or renamed).
+process gave their names).
 """
 
 import json
@@ -13,10 +13,8 @@ import os
 import sys
 from pathlib import Path
 
-import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
-from transformers import modeling_utils
 
 from arcaligner.train import sft
 from arcaligner.train.recipe import parse_recipe
@@ -29,24 +27,9 @@ report: dict = {}
 
 
 def on_event(event: str, arguments: tuple) -> None:
-    """Writes by Python's own functions; `torch.save` and `save_file` write by others and are recorded below."""
-    if event == "open" and arguments[1] is not None and set(arguments[1]) & set("wxa+"):
-        record_write(arguments[0])
-    elif event in ("os.rename", "os.remove", "shutil.rmtree"):
-        record_write(arguments[0])
-
-
-def record_write(path) -> None:
-    if "written" in report and not isinstance(path, int):
-        report["written"].append(str(path))
-
-
-def recording_path(save):
-    def record_and_save(obj, path, *args, **kwargs):
-        record_write(path)
-        return save(obj, path, *args, **kwargs)
-
-    return record_and_save
+    """Files of a checkpoint are written under another name, and then renamed."""
+    if event == "os.rename" and "written" in report:
+        report["written"].append(str(arguments[1]))
 
 
 def recording_rows(compute_loss):
@@ -89,8 +72,6 @@ def main(runs: list[dict]) -> list[dict]:
 
 if __name__ == "__main__":
     sys.addaudithook(on_event)
-    torch.save = recording_path(torch.save)
-    modeling_utils.safe_save_file = recording_path(modeling_utils.safe_save_file)
     AlignerTrainer.compute_loss = recording_rows(AlignerTrainer.compute_loss)
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         PartialState.__init__ = allowing_fsdp(PartialState.__init__)

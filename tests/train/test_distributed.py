@@ -129,9 +129,8 @@ def test_a_loss_of_nan_in_one_process_stops_all_and_names_its_rows(runs):
 
 def test_only_the_first_process_writes(runs):
     for name, (first, second) in runs.reports.items():
-        inside = [path for path in second["written"] if path.startswith(str(runs.root))]
-        assert all(path.endswith("rng_state_1.pth") for path in inside), (name, inside)
-        assert {Path(path).name for path in first["written"]} >= {"model.safetensors", "optimizer.pt"}, name
+        assert not [path for path in second["written"] if path.startswith(str(runs.root))], name
+        assert {Path(path).name for path in first["written"]} >= {"model.safetensors"}, name
     one, two = ({path.name for path in (runs.root / f"grounding-{n}" / "checkpoint-4").iterdir()} for n in (1, 2))
     assert two - one == {"rng_state_0.pth", "rng_state_1.pth"} and one - two == {"rng_state.pth"}
 
@@ -149,7 +148,7 @@ def test_a_sharded_model_trains_resumes_and_is_saved_as_any_other(runs, write_re
     )
     assert [report["error"] for report in interrupted] == ["interrupted"] * 2
     assert [report["rows"] for report in resumed] == [report["rows"][4:] for report in runs.reports["whole"]]
-    assert {Path(path).name for path in resumed[1]["written"]} <= {"rng_state_1.pth"}
+    assert not resumed[1]["written"]
     for folder in ("checkpoint-8", "."):
         one, other = parameters(runs.root / "whole" / folder), parameters(tmp_path / "run" / folder)
         for name, tensor in one.items():
