@@ -36,6 +36,14 @@ def keys(tmp_path):
     return keys | {"unanswerable": 0.15, "validation_share": 0.3, "examples_cache_dir": str(tmp_path / "examples")}
 
 
+@pytest.fixture
+def recipe(keys, tmp_path):
+    """The file of a recipe of `keys`."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(keys | {"model_name_or_path": "base", "output_dir": "unused"}))
+    return path
+
+
 def test_questions_are_held_out_and_some_passages_do_not_answer(keys, processor):
     selector = ExampleSelector(RecipeArguments(**keys, model_name_or_path="base"), ExampleBuilder(processor))
     rows = asked_rows(selector, 40)
@@ -143,21 +151,14 @@ def test_refusals_are_counted_with_the_f1_they_lose():
     assert refusal_scores(found) == {"refused": 50.0, "wrongly refused": 50.0, "F1 lost": pytest.approx(25.0)}
 
 
-def test_the_command_measures_and_writes_the_mean(keys, checkpoint_dir, tmp_path, monkeypatch, capsys):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(keys | {"model_name_or_path": str(checkpoint_dir), "output_dir": "unused"}))
+def test_the_command_measures_and_writes_the_mean(recipe, checkpoint_dir, tmp_path, monkeypatch, capsys):
     processor = ArcAlignerProcessor.from_pretrained(checkpoint_dir)
     processor.no_answer = "not in the text"
     monkeypatch.setattr(ArcAlignerProcessor, "from_pretrained", lambda *_: processor)
     main(recipe, str(checkpoint_dir), rates="segment,4", number=20, num_answers=8, among="1,3", output=tmp_path / "out")
-    printed = capsys.readouterr().out
     results = json.loads((tmp_path / "out" / "validation.json").read_text())
-    assert table(results).strip() == printed.strip() and set(results) == {
-        "segment",
-        "4",
-        "segment, 3 passages",
-        "4, 3 passages",
-    }
+    assert table(results).strip() == capsys.readouterr().out.strip()
+    assert set(results) == {"segment", "4", "segment, 3 passages", "4, 3 passages"}
     assert {"town", "unanswerable", "read back"} <= set(results["4"]["loss"])
     assert "read back" not in results["4, 3 passages"]["loss"]
     assert all(loss > 0 for each in results.values() for loss, _ in each["loss"].values())
@@ -165,9 +166,7 @@ def test_the_command_measures_and_writes_the_mean(keys, checkpoint_dir, tmp_path
     assert saved["no_answer"] == "not in the text"
 
 
-def test_gates_are_judged_as_they_are_shut_and_all_open(keys, checkpoint_dir, tmp_path, capsys):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(keys | {"model_name_or_path": str(checkpoint_dir), "output_dir": "unused"}))
+def test_gates_are_judged_as_they_are_shut_and_all_open(recipe, checkpoint_dir, tmp_path, capsys):
     tables = {}
     for mode in (None, "off", "adaptive", "always"):
         main(recipe, str(checkpoint_dir), rates="4", number=12, gate_mode=mode, output=tmp_path / "out")
