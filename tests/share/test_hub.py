@@ -61,6 +61,12 @@ class FakeHub:
                 del self.files[operation.path_in_repo]
         return SimpleNamespace(repo_url=SimpleNamespace(url=f"https://hub/{repo_id}"))
 
+    def pull(self, folder: Path) -> Path:
+        for name, content in self.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+        return folder
+
 
 @pytest.fixture
 def fake_hub(monkeypatch) -> FakeHub:
@@ -111,10 +117,7 @@ def test_a_push_is_one_commit_of_the_whole_checkpoint_and_nothing_else(fake_hub,
     card = fake_hub.files["README.md"].decode()
     assert f'model="{REPO}", trust_remote_code=True' in card
     assert "| **slots** | - | 9.7 [6.5, 13.2] |" in card and "- hotpotqa/hotpot_qa\n" in card
-    (tmp_path / "pulled").mkdir()
-    for name, content in fake_hub.files.items():
-        (tmp_path / "pulled" / name).write_bytes(content)
-    ArcAlignerForCausalLM.from_pretrained(tmp_path / "pulled")
+    ArcAlignerForCausalLM.from_pretrained(fake_hub.pull(tmp_path / "pulled"))
 
 
 def test_a_trained_encoder_is_pushed_along_and_its_absence_is_refused(fake_hub, push, folder, tmp_path):
@@ -122,10 +125,7 @@ def test_a_trained_encoder_is_pushed_along_and_its_absence_is_refused(fake_hub, 
     processor.train_encoder(lora_r=2)
     processor.save_pretrained(folder)
     assert push()[0] == 0
-    for name, content in fake_hub.files.items():
-        (tmp_path / "pulled" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "pulled" / name).write_bytes(content)
-    pulled = ArcAlignerProcessor.from_pretrained(tmp_path / "pulled")
+    pulled = ArcAlignerProcessor.from_pretrained(fake_hub.pull(tmp_path / "pulled"))
     assert torch.equal(pulled.encoder.encode(["A text."]), processor.encoder.encode(["A text."]))
     shutil.rmtree(folder / "encoder")
     code, _, err = push()

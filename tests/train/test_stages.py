@@ -107,13 +107,7 @@ def test_other_settings_are_refused_before_anything_runs(recipe, calls):
     message = "runs/2_grounding was begun with other settings: `learning_rate` was 0.001 and is now 0.5.*--output"
     with pytest.raises(ValueError, match=message):
         run_stages(read_stages(recipe))
-    Path("runs/1_reconstruction/config.json").rename("runs/1_reconstruction/checkpoint-2")  # a broken stage
-    with pytest.raises(ValueError, match="runs/1_reconstruction was begun with other settings: `seed` was 1 and is"):
-        run_stages(read_stages(recipe, overrides=["--seed", "2"], only=1))
-    run_stages(read_stages(recipe, "mine"))
-    with pytest.raises(ValueError, match="`model_name_or_path` was 'mine/1_reconstruction' and is now 'user/aligner'"):
-        run_stages(read_stages(recipe, "mine", ["--model_name_or_path", "user/aligner"], only=2))
-    assert len(calls) == 6
+    assert len(calls) == 3
 
 
 def test_a_finished_stage_whose_start_is_gone_is_refused(recipe, calls):
