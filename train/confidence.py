@@ -31,7 +31,7 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from .data import ExampleBuilder, slot_inputs
 from .selection import ExampleSelector
-from .validate import BATCH, asked_rows, read_recipe
+from .validate import BATCH, asked_rows, load_mean, read_recipe
 
 # From and to which of the backbone's layers: where the answer has been looked for, and not yet been turned into words.
 DEPTHS = (0.45, 0.8)
@@ -124,8 +124,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="The dtype of the backbone.")] = "float32",
 ) -> None:
     """Fits the confidence of an aligner's answers, and prints what it is worth on held-out questions."""
-    model = ArcAlignerForCausalLM.from_pretrained(aligner, dtype=getattr(torch, dtype)).eval()
-    processor = ArcAlignerProcessor.from_pretrained(aligner)
+    model, processor = load_mean([aligner], dtype)
     data = read_recipe(recipe, data_dir)
     selector = ExampleSelector(data, ExampleBuilder(processor))
     rates = tuple(dict.fromkeys([processor.tokens_per_slot, *(processor.trained_tokens_per_slot or RATES)]))

@@ -54,7 +54,11 @@ def open_corpus(
     try:
         if path.endswith(JSON_LINES) and _is_own(path):
             return _load_own(path)
-        dataset = _load(path, options)
+        if path.endswith(FILES):
+            builder = "parquet" if path.endswith(".parquet") else "json"
+            dataset = datasets.load_dataset(builder, data_files=path, split=options["split"])
+        else:
+            dataset = datasets.load_dataset(path, options["name"], split=options["split"])
     except (DatasetGenerationError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error.__cause__ or error}") from error
     columns = set(dataset.column_names)
@@ -124,14 +128,6 @@ def _is_own(path: str) -> bool:
     if first is None:
         raise ValueError("it is empty.")
     return bool({"passages", "answers"} & first.keys())
-
-
-def _load(path: str, options: dict) -> datasets.Dataset:
-    """The stored rows, memory-mapped."""
-    if path.endswith(FILES):
-        builder = "parquet" if path.endswith(".parquet") else "json"
-        return datasets.load_dataset(builder, data_files=path, split=options["split"])
-    return datasets.load_dataset(path, options["name"], split=options["split"])
 
 
 def _load_own(path: str) -> datasets.Dataset:

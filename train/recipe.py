@@ -43,7 +43,7 @@ STARTS = {
     "gating": ("grounding", "gating"),
 }
 # Fields of `ArcAlignerConfig` that the processor decides.
-_FROM_PROCESSOR = {"encoder_name_or_path", "encoder_hidden_size", "context_token", "context_token_id"}
+FROM_PROCESSOR = {"encoder_name_or_path", "encoder_hidden_size", "context_token", "context_token_id"}
 # Settings of a processor that other keys of the recipe decide.
 _FROM_RECIPE = {
     *("tokens_per_slot", "trained_tokens_per_slot", "context_words", "trained_encoder", "chat_template"),
@@ -142,7 +142,7 @@ class RecipeArguments:
             check_tokens_per_slot(rate)
         refuse_unknown("`aligner`", self.aligner, [f.name for f in dataclasses.fields(ArcAlignerConfig)])
         refuse_unknown("`processor`", self.processor, inspect.signature(ArcAlignerProcessor).parameters)
-        for key in self.aligner.keys() & _FROM_PROCESSOR:
+        for key in self.aligner.keys() & FROM_PROCESSOR:
             raise ValueError(f"`{key}` is in `aligner`, but follows from the processor: set it in `processor`.")
         for key in self.processor.keys() & _FROM_RECIPE:
             raise ValueError(

@@ -109,21 +109,16 @@ class NearestPassages:
     """
 
     def __init__(self, rows: Iterable[Row]):
-        unique, self._questions = {}, defaultdict(list)  # passages, and numbers of the rows asked about each alone
+        unique, self.questions = {}, defaultdict(list)  # passages, and numbers of the rows asked about each alone
         for number, row in enumerate(rows):
             unique |= {_key(each): each for each in row["passages"] if each["text"]}
             if len(own := own_passages(row)[0]) == 1 and not missing_part(row, needs_question=True):
-                self._questions[_key(own[0])].append(number)
+                self.questions[_key(own[0])].append(number)
         self.passages = list(unique.values())
         self.titles = np.array([each["title"] for each in self.passages])
         texts = [f"{each['title']} {each['text']}" for each in self.passages]
         self.index = bm25s.BM25()
         self.index.index(bm25s.tokenize(texts, stopwords="en", show_progress=False), show_progress=False)
-
-    def question_about(self, passage: dict[str, str], draw: int) -> int | None:
-        """The number of a row whose answer needs this passage alone, one of them for each `draw`; none without any."""
-        numbers = self._questions.get(_key(passage))
-        return numbers and numbers[draw % len(numbers)]
 
     def without_answer(
         self, question: str, answers: list[str], others: Sequence[dict], number: int, in_article: bool = False
@@ -191,8 +186,8 @@ class Distractors:
         """The numbers of rows asked about those of `passages` that are not the row's own, at most one about each."""
         own = own_passages(row)[0]
         draw = stable_number(f"joined:{self.seed}:{row['id']}", 2**32)
-        numbers = [self.nearest.question_about(each, draw) for each in passages if each not in own]
-        return [number for number in numbers if number is not None]
+        asked = [self.nearest.questions.get(_key(each)) for each in passages if each not in own]
+        return [numbers[draw % len(numbers)] for numbers in asked if numbers]
 
 
 @dataclass

@@ -26,7 +26,7 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.export import save_stage
 from .data import ContextCollator, ExampleBuilder, word_rarity
-from .recipe import RecipeArguments, check_start, resolve_dtype, run_script
+from .recipe import FROM_PROCESSOR, RecipeArguments, check_start, resolve_dtype, run_script
 from .run import SCRIPT, claim_folder, last_checkpoint, last_checkpoints, mean_of_checkpoints
 from .selection import ExampleSelector
 from .trainer import AlignerTrainer, AlignerTrainingConfig
@@ -67,10 +67,7 @@ def load_model(recipe: RecipeArguments, processor: ArcAlignerProcessor, dtype: t
         recipe.model_name_or_path,
         dtype=dtype,
         attn_implementation=recipe.attn_implementation,
-        encoder_name_or_path=processor.encoder_name_or_path,
-        encoder_hidden_size=processor.encoder_hidden_size,
-        context_token=processor.context_token,
-        context_token_id=processor.context_token_id,
+        **{name: getattr(processor, name) for name in FROM_PROCESSOR},
         **recipe.aligner,
     )
 
