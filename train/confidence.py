@@ -29,8 +29,8 @@ from ..common.files import markdown_table, run_command
 from ..common.rows import Row
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from .data import ExampleBuilder, slot_inputs
-from .selection import ExampleSelector
+from .data import slot_inputs
+from .recipe import RecipeArguments
 from .validate import BATCH, asked_rows, load_mean, read_recipe
 
 # From and to which of the backbone's layers: where the answer has been looked for, and not yet been turned into words.
@@ -79,7 +79,7 @@ def calibrate(odds: np.ndarray, is_answered: np.ndarray) -> tuple[float, float]:
 def fit_confidence(
     model: ArcAlignerForCausalLM,
     processor: ArcAlignerProcessor,
-    selector: ExampleSelector,
+    recipe: RecipeArguments,
     number: int,
     number_held_out: int,
     rates: tuple[int | str, ...],
@@ -87,11 +87,11 @@ def fit_confidence(
     """The `answer_probe`, and how well it does on the held-out questions at each rate."""
     num_layers = model.config.text_config.num_hidden_layers
     layers = list(range(math.floor(DEPTHS[0] * num_layers), math.ceil(DEPTHS[1] * num_layers)))
-    rows = asked_rows(selector, number, held_out=False, unanswerable=0.5, in_article=IN_ARTICLE)
+    rows = asked_rows(recipe, number, held_out=False, unanswerable=0.5, in_article=IN_ARTICLE)
     parts = [rows[place :: len(rates)] for place in range(len(rates))]
     states = [last_states(model, processor, part, rate, layers) for part, rate in zip(parts, rates, strict=True)]
     weight, bias = fit_probe(np.concatenate(states), np.array([row["is_answered"] for part in parts for row in part]))
-    rows = asked_rows(selector, number_held_out, in_article=IN_ARTICLE)
+    rows = asked_rows(recipe, number_held_out, in_article=IN_ARTICLE)
     is_answered = np.array([row["is_answered"] for row in rows])
     odds = [last_states(model, processor, rows, rate, layers) @ weight + bias for rate in rates]
     scale, offset = calibrate(np.concatenate(odds), np.tile(is_answered, len(rates)))
@@ -126,9 +126,8 @@ def main(
     """Fits the confidence of an aligner's answers, and prints what it is worth on held-out questions."""
     model, processor = load_mean([aligner], dtype)
     data = read_recipe(recipe, data_dir)
-    selector = ExampleSelector(data, ExampleBuilder(processor))
     rates = tuple(dict.fromkeys([processor.tokens_per_slot, *(processor.trained_tokens_per_slot or RATES)]))
-    processor.answer_probe, results = fit_confidence(model, processor, selector, number, held_out, rates)
+    processor.answer_probe, results = fit_confidence(model, processor, data, number, held_out, rates)
     processor.no_answer = processor.no_answer or data.no_answer
     processor.save_pretrained(aligner)
     names = ("refused", "wrongly refused", "AUROC")

@@ -97,6 +97,24 @@ def check_not_tested(questions: Iterable[str], source: str, tested: set[str]) ->
         )
 
 
+def open_part(recipe: RecipeArguments, source: str, held_out: bool, num_proc: int | None = None) -> datasets.Dataset:
+    """The rows of a source that may be used: those of its validation part, or the others."""
+    corpus = open_corpus(source, recipe.passage_words, num_proc, recipe.data_dir, recipe.asks_questions)
+    share, seed = recipe.validation_share, recipe.validation_seed
+    if share and (source in recipe.training_sources or not held_out):
+        corpus = corpus.select(
+            [number for number, row in enumerate(corpus) if is_held_out(row, share, seed) == held_out]
+        )
+    if not len(corpus):
+        raise ValueError(
+            f"{source}: no row is left to {'validate with' if held_out else 'train on'} with `validation_share` "
+            f"{share}. Change it, or name other files."
+        )
+    if recipe.test_files and not held_out:
+        check_not_tested(corpus["question"], source, recipe.forbidden_questions())
+    return corpus
+
+
 def _key(passage: dict[str, str]) -> tuple[str, str]:
     return passage["title"], passage["text"]
 
@@ -264,7 +282,8 @@ class ExampleSelector:
     def _take(self, source: str, quota: int | None, held_out: bool) -> datasets.Dataset:
         """The first `quota` examples of a source that are not too long, its rows in random order."""
         recipe, asks = self.recipe, self.recipe.asks_questions
-        corpus = self.part(source, held_out)  # distractors are of the same part: no held-out passage is trained on
+        # Distractors are of the same part: no held-out passage is trained on.
+        corpus = open_part(recipe, source, held_out, self.num_proc)
         nearest = NearestPassages(corpus) if recipe.distractors or recipe.unanswerable else None
         make = functools.partial(
             _examples_of_rows,
@@ -297,24 +316,6 @@ class ExampleSelector:
         for problem, row_ids in left_out.items():
             self._report(source, problem, row_ids)
         return examples
-
-    def part(self, source: str, held_out: bool) -> datasets.Dataset:
-        """The rows of a source that may be used: those of its validation part, or the others."""
-        recipe = self.recipe
-        corpus = open_corpus(source, recipe.passage_words, self.num_proc, recipe.data_dir, recipe.asks_questions)
-        share, seed = recipe.validation_share, recipe.validation_seed
-        if share and (source in recipe.training_sources or not held_out):
-            corpus = corpus.select(
-                [number for number, row in enumerate(corpus) if is_held_out(row, share, seed) == held_out]
-            )
-        if not len(corpus):
-            raise ValueError(
-                f"{source}: no row is left to {'validate with' if held_out else 'train on'} with `validation_share` "
-                f"{share}. Change it, or name other files."
-            )
-        if recipe.test_files and not held_out:
-            check_not_tested(corpus["question"], source, recipe.forbidden_questions())
-        return corpus
 
     def _report(self, source: str, problem: str, row_ids: list[str]) -> None:
         reason = f"without {'an' if problem == 'answer' else 'a'} {problem}"

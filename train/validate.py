@@ -43,7 +43,7 @@ from .data import ContextCollator, ExampleBuilder, encode_slots, read_slots, slo
 from .metrics import greedy_answers, ranked_passages, with_likeliest
 from .recipe import RecipeArguments
 from .run import last_checkpoints, mean_of_checkpoints, read_keys
-from .selection import ExampleSelector, NearestPassages, own_passages
+from .selection import NearestPassages, open_part, own_passages
 
 UNANSWERABLE = 0.2  # share of the validation questions
 BATCH = 16
@@ -62,7 +62,7 @@ def kind_of(row: Row) -> str:
 
 
 def asked_rows(
-    selector: ExampleSelector,
+    recipe: RecipeArguments,
     number: int,
     held_out: bool = True,
     unanswerable: float = UNANSWERABLE,
@@ -76,8 +76,8 @@ def asked_rows(
     where it has fewer, the nearest ones that hold no answer are added."""
     by_kind: dict[str, list[Row]] = defaultdict(list)
     nearest = []
-    for source in selector.recipe.train_files:
-        part = list(selector.part(source, held_out))
+    for source in recipe.train_files:
+        part = list(open_part(recipe, source, held_out))
         nearest.append(NearestPassages(part))
         for row in part:
             if row["question"].strip() and row["answers"]:
@@ -88,7 +88,7 @@ def asked_rows(
     for place, rows in enumerate(sorted(by_kind.values(), key=len)):
         taken = rows[: max(1, left // (len(by_kind) - place))]
         left -= len(taken)
-        settings = selector.recipe.no_answer, unanswerable, in_article
+        settings = recipe.no_answer, unanswerable, in_article
         for row in taken:
             row = _as_asked(row, near := nearest[row["source"]], *settings)
             size = among[stable_number(f"size:{row['id']}", len(among))]
@@ -119,9 +119,9 @@ def _as_asked(row: Row, nearest: NearestPassages, no_answer: str, share: float, 
     return row | {"passages": own_passages(row)[0], "is_answered": True}
 
 
-def held_out_texts(selector: ExampleSelector, number: int) -> list[Row]:
+def held_out_texts(recipe: RecipeArguments, number: int) -> list[Row]:
     """Held-out passages to read back."""
-    rows = [row for source in selector.recipe.reconstruction_files for row in selector.part(source, held_out=True)]
+    rows = [row for source in recipe.reconstruction_files for row in open_part(recipe, source, held_out=True)]
     return sorted(rows, key=lambda row: stable_number(f"validate:{row['id']}", 2**60))[:number]
 
 
@@ -207,7 +207,7 @@ def refusal_scores(found: list[dict[str, Any]]) -> dict[str, float]:
 def validate(
     model,
     processor,
-    selector: ExampleSelector,
+    recipe: RecipeArguments,
     rates: Sequence[int | str],
     number: int,
     num_answers: int,
@@ -228,10 +228,10 @@ def validate(
     asked_too = [(model, processor)] if other is None else [(model, processor), other]
     results = {}
     for size in among:
-        rows = asked_rows(selector, number, among=(size,))
+        rows = asked_rows(recipe, number, among=(size,))
         asked = rows[:: max(1, len(rows) // num_answers)] if num_answers else []
         fewer = [each for each in max_passages if each < size]
-        texts = held_out_texts(selector, number // 4 if size == 1 else 0)
+        texts = held_out_texts(recipe, number // 4 if size == 1 else 0)
         examples = [_examples(each, rows, texts) for _, each in asked_too]
         kinds, articles = ([each[part] for each in examples[0]] for part in (0, 1))
         for rate in rates:
@@ -328,11 +328,10 @@ def main(
         folders = [checkpoint for folder in folders for checkpoint in last_checkpoints(folder, last)]
     model, processor = load_mean(folders, dtype)
     own_mode, model.config.gate_mode = model.config.gate_mode, gate_mode or model.config.gate_mode
-    selector = ExampleSelector(data, ExampleBuilder(processor))
     wanted = [int(rate) if rate.isdecimal() else rate for rate in rates.split(",")]
     sizes, most = ([int(each) for each in given.split(",") if each] for given in (among, max_passages))
     other = None if against is None else load_mean([against], dtype)
-    results = validate(model, processor, selector, wanted, number, num_answers, sizes, most, other)
+    results = validate(model, processor, data, wanted, number, num_answers, sizes, most, other)
     print(table(results))
     if output is not None:
         model.config.gate_mode = own_mode

@@ -2,7 +2,8 @@
 
 import copy
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,13 +16,14 @@ from arcaligner.pipeline_arcaligner import rank_passages
 from arcaligner.train.data import ContextCollator, ExampleBuilder, encode_slots, read_slots
 from arcaligner.train.metrics import ranked_passages, with_likeliest
 from arcaligner.train.recipe import RecipeArguments
-from arcaligner.train.selection import ExampleSelector, contains_answer
+from arcaligner.train.selection import contains_answer, open_part
 from arcaligner.train.validate import (
     _scores,
     answers,
     asked_rows,
     main,
     means_and_errors,
+    read_recipe,
     refusal_scores,
     table,
     target_losses,
@@ -30,25 +32,24 @@ from arcaligner.train.validate import (
 
 
 @pytest.fixture
-def keys(tmp_path):
+def recipe_file(tmp_path) -> Path:
     rows = write_rows(tmp_path / "rows.jsonl", [row | {"id": f"town_{row['id']}"} for row in article_rows(40)])
     keys = {"stage": "grounding", "train_files": {rows: 1.0}, "reconstruction_files": {rows: 1.0}, "data_dir": ""}
-    return keys | {"unanswerable": 0.15, "validation_share": 0.3, "examples_cache_dir": str(tmp_path / "examples")}
-
-
-@pytest.fixture
-def recipe(keys, tmp_path):
-    """The file of a recipe of `keys`."""
+    keys |= {"unanswerable": 0.15, "validation_share": 0.3, "examples_cache_dir": str(tmp_path / "examples")}
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(keys | {"model_name_or_path": "base", "output_dir": "unused"}))
     return path
 
 
-def test_questions_are_held_out_and_some_passages_do_not_answer(keys, processor):
-    selector = ExampleSelector(RecipeArguments(**keys, model_name_or_path="base"), ExampleBuilder(processor))
-    rows = asked_rows(selector, 40)
-    trained = {row["passages"][0]["title"] for row in selector.part(next(iter(keys["train_files"])), held_out=False)}
-    assert 20 <= len(rows) <= 40 and rows == asked_rows(selector, 40)
+@pytest.fixture
+def recipe(recipe_file) -> RecipeArguments:
+    return read_recipe(recipe_file, None)
+
+
+def test_questions_are_held_out_and_some_passages_do_not_answer(recipe):
+    rows = asked_rows(recipe, 40)
+    trained = {row["passages"][0]["title"] for row in open_part(recipe, *recipe.train_files, held_out=False)}
+    assert 20 <= len(rows) <= 40 and rows == asked_rows(recipe, 40)
     for row in rows:
         (passage,) = row["passages"]
         assert passage["title"] not in trained
@@ -58,10 +59,9 @@ def test_questions_are_held_out_and_some_passages_do_not_answer(keys, processor)
     assert 0.05 < sum(not row["is_answered"] for row in rows) / len(rows) < 0.5
 
 
-def test_passages_of_a_question_stand_among_the_nearest_that_hold_no_answer(keys, processor):
-    selector = ExampleSelector(RecipeArguments(**keys, model_name_or_path="base"), ExampleBuilder(processor))
-    alone = asked_rows(selector, 40)
-    rows, places = asked_rows(selector, 40, among=[4]), set()
+def test_passages_of_a_question_stand_among_the_nearest_that_hold_no_answer(recipe):
+    alone = asked_rows(recipe, 40)
+    rows, places = asked_rows(recipe, 40, among=[4]), set()
     for row, one in zip(rows, alone, strict=True):
         assert row | {"passages": one["passages"]} == one and len(row["passages"]) == 4
         places.add(row["passages"].index(one["passages"][0]))
@@ -71,12 +71,11 @@ def test_passages_of_a_question_stand_among_the_nearest_that_hold_no_answer(keys
     assert places == {0, 1, 2, 3}
 
 
-def test_of_passages_among_others_the_likeliest_are_read_and_their_answers_scored(keys, separate):
+def test_of_passages_among_others_the_likeliest_are_read_and_their_answers_scored(recipe, separate):
     model, reader = separate
-    selector = ExampleSelector(RecipeArguments(**keys, model_name_or_path="base"), ExampleBuilder(reader))
-    results = validate(model, reader, selector, [4], 12, 12, among=[1, 3], max_passages=[1, 2, 3])
+    results = validate(model, reader, recipe, [4], 12, 12, among=[1, 3], max_passages=[1, 2, 3])
     assert list(results) == ["4", "4, 3 passages", "4, 3 passages, 1 read", "4, 3 passages, 2 read"]
-    rows = asked_rows(selector, 12, among=[3])
+    rows = asked_rows(recipe, 12, among=[3])
     likely = with_likeliest(rows, ranked_passages(model.slot_prefix_store(reader), rows, tokens_per_slot=4), 1)
     for row, one in zip(rows, likely, strict=True):
         asked = [row["question"]], [row["passages"]]
@@ -87,17 +86,16 @@ def test_of_passages_among_others_the_likeliest_are_read_and_their_answers_score
     assert of_one == _scores(answers(model, reader, likely, 4)) != {name: of_all[name] for name in of_one}
     for options in ({"num_answers": 0, "among": [3]}, {"num_answers": 12, "among": [1]}):
         with pytest.raises(ValueError, match="expected answers .*, among more passages"):
-            validate(model, reader, selector, [4], 12, max_passages=[1], **options)
+            validate(model, reader, recipe, [4], 12, max_passages=[1], **options)
 
 
-def test_a_question_without_an_answer_is_asked_about_none_of_its_own_passages(keys, processor, tmp_path):
+def test_a_question_without_an_answer_is_asked_about_none_of_its_own_passages(recipe, tmp_path):
     rows = article_rows(40)
     for row in rows:
         row["answers"] = ["yes"]  # which stands in no passage
     file = write_rows(tmp_path / "yes.jsonl", [row | {"id": f"town_{row['id']}"} for row in rows])
-    keys |= {"train_files": {file: 1.0}}
-    selector = ExampleSelector(RecipeArguments(**keys, model_name_or_path="base"), ExampleBuilder(processor))
-    asked = [row for row in asked_rows(selector, 40, unanswerable=1.0, among=[4]) if not row["is_answered"]]
+    recipe = replace(recipe, train_files={file: 1.0})
+    asked = [row for row in asked_rows(recipe, 40, unanswerable=1.0, among=[4]) if not row["is_answered"]]
     assert asked and not any(each in row["passages"] for row in asked for each in row["own_passages"])
 
 
@@ -125,20 +123,19 @@ def test_a_loss_is_that_of_the_logits_which_a_backbone_makes_of_its_heads(separa
     assert loss == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_two_aligners_are_compared_question_by_question(keys, separate):
+def test_two_aligners_are_compared_question_by_question(recipe, separate):
     model, reader = separate
-    selector = ExampleSelector(RecipeArguments(**keys, model_name_or_path="base"), ExampleBuilder(reader))
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.model.projector.out.weight.mul_(3.0)
-    ours = validate(model, reader, selector, [4], 12, 0)["4"]
-    theirs = validate(other, reader, selector, [4], 12, 0)["4"]
-    both = validate(model, reader, selector, [4], 12, 0, other=(other, reader))["4"]
+    ours = validate(model, reader, recipe, [4], 12, 0)["4"]
+    theirs = validate(other, reader, recipe, [4], 12, 0)["4"]
+    both = validate(model, reader, recipe, [4], 12, 0, other=(other, reader))["4"]
     assert both["loss"] == ours["loss"] and "difference" not in ours
     for kind, (mean, error) in both["difference"].items():
         assert mean == pytest.approx(ours["loss"][kind][0] - theirs["loss"][kind][0], abs=1e-9)
         assert mean != 0 and error > 0
-    same = validate(model, reader, selector, [4], 12, 0, other=(model, reader))["4"]
+    same = validate(model, reader, recipe, [4], 12, 0, other=(model, reader))["4"]
     assert set(same["difference"].values()) <= {(0.0, 0.0), (0.0, np.inf)}
     assert "+0.000 ± 0.000" in table({"4": same})
 
@@ -151,11 +148,12 @@ def test_refusals_are_counted_with_the_f1_they_lose():
     assert refusal_scores(found) == {"refused": 50.0, "wrongly refused": 50.0, "F1 lost": pytest.approx(25.0)}
 
 
-def test_the_command_measures_and_writes_the_mean(recipe, checkpoint_dir, tmp_path, monkeypatch, capsys):
+def test_the_command_measures_and_writes_the_mean(recipe_file, checkpoint_dir, tmp_path, monkeypatch, capsys):
     processor = ArcAlignerProcessor.from_pretrained(checkpoint_dir)
     processor.no_answer = "not in the text"
     monkeypatch.setattr(ArcAlignerProcessor, "from_pretrained", lambda *_: processor)
-    main(recipe, str(checkpoint_dir), rates="segment,4", number=20, num_answers=8, among="1,3", output=tmp_path / "out")
+    asked = {"rates": "segment,4", "number": 20, "num_answers": 8, "among": "1,3"}
+    main(recipe_file, str(checkpoint_dir), **asked, output=tmp_path / "out")
     results = json.loads((tmp_path / "out" / "validation.json").read_text())
     assert table(results).strip() == capsys.readouterr().out.strip()
     assert set(results) == {"segment", "4", "segment, 3 passages", "4, 3 passages"}
@@ -166,12 +164,12 @@ def test_the_command_measures_and_writes_the_mean(recipe, checkpoint_dir, tmp_pa
     assert saved["no_answer"] == "not in the text"
 
 
-def test_gates_are_judged_as_they_are_shut_and_all_open(recipe, checkpoint_dir, tmp_path, capsys):
+def test_gates_are_judged_as_they_are_shut_and_all_open(recipe_file, checkpoint_dir, tmp_path, capsys):
     tables = {}
     for mode in (None, "off", "adaptive", "always"):
-        main(recipe, str(checkpoint_dir), rates="4", number=12, gate_mode=mode, output=tmp_path / "out")
+        main(recipe_file, str(checkpoint_dir), rates="4", number=12, gate_mode=mode, output=tmp_path / "out")
         assert json.loads((tmp_path / "out" / "config.json").read_text())["gate_mode"] == "adaptive"
         tables[mode] = capsys.readouterr().out
     assert tables[None] == tables["adaptive"] and len(set(tables.values())) == 3
     with pytest.raises(ValueError, match="`gate_mode` is 'none'; expected one of"):
-        main(recipe, str(checkpoint_dir), gate_mode="none")
+        main(recipe_file, str(checkpoint_dir), gate_mode="none")
