@@ -135,9 +135,7 @@ def refuse(request: Request, error: Exception) -> JSONResponse:
 
 
 async def while_connected(request: Request, result: Awaitable[Any]) -> Any:
-    """
-    Waits for a result as long as the client does.
-    """
+    """Waits for a result as long as the client does."""
 
     async def client_leaves() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -231,7 +229,7 @@ class Routes:
         def put(piece: str | None) -> None:
             loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        asked = body.engine_request(on_text=put)
+        asked = body.engine_request(put)
         try:
             future = self.engine.submit(asked)
             if not body.stream:

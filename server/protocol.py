@@ -8,6 +8,7 @@ statistics, seconds and, where asked for, the passes of each slot.
 import json
 import time
 import uuid
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -44,11 +45,6 @@ def as_list(given: Any) -> Any:
     return [given] if isinstance(given, str) else given
 
 
-def as_parts(given: Any) -> Any:
-    """A string is read as a list of one text."""
-    return [as_text(given)] if isinstance(given, str) else given
-
-
 Unicode = Annotated[str, AfterValidator(check_unicode)]
 
 
@@ -69,7 +65,7 @@ class Message(Body):
     """A turn of the chat. An answer of this server can be sent back as it is, with its fields that are null."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[Text], BeforeValidator(as_parts)]
+    content: Annotated[list[Annotated[Text, BeforeValidator(as_text)]], BeforeValidator(as_list)]
     name: str | None = None
 
     @model_validator(mode="before")
@@ -132,24 +128,15 @@ class ChatRequest(Body):
                 raise ValueError(f"`{name}` is not supported; leave it out, or pass {json.dumps(NOT_DONE[name])}.")
         return given
 
-    def engine_request(self, **kwargs: Any) -> Request:
-        """For the engine; `kwargs` are its own."""
+    def engine_request(self, on_text: Callable[[str], Any]) -> Request:
+        """For the engine, which has most fields by the same names."""
+        own = {"model", "messages", "max_tokens", "max_completion_tokens", "temperature", "stream", "stream_options"}
         return Request(
             messages=[message.turn for message in self.messages],
-            documents=None if self.documents is None else [each.model_dump() for each in self.documents],
-            top_k=self.top_k,
-            tokens_per_slot=self.tokens_per_slot,
             max_new_tokens=self.max_completion_tokens or self.max_tokens or MAX_TOKENS,
             temperature=round(self.temperature, 4),  # logits divided by less than that may overflow
-            top_p=self.top_p,
-            seed=self.seed,
-            stop=self.stop,
-            min_confidence=self.min_confidence,
-            max_passages=self.max_passages,
-            copy_bonus=self.copy_bonus,
-            full_text=self.full_text,
-            return_slots=self.return_slots,
-            **kwargs,
+            on_text=on_text,
+            **self.model_dump(exclude=own),
         )
 
 
