@@ -2,21 +2,22 @@
 
 read_documents -> new_documents (batches of those that are new or changed) -> passage_rows -> Corpus.add
 
-A batch of more than `PART_PASSAGES` is encoded part by part, into files beside the table, and written in one step: a
-build that is killed within a large document continues with the part that it had begun.
+A batch is encoded part by part, into files beside the table, and written in one step: a build that is killed within a
+large document continues with the part that it had begun.
 """
 
 import logging
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
+from pyarrow import feather
 
 from ..base_model_arcaligner import search_text
 from ..common.files import counted, digest, write_whole
@@ -111,18 +112,13 @@ def build_corpus(
         if prune and num_hidden:
             logger.warning("no document was removed, since %d sources or rows could not be read", num_hidden)
         elif prune:
-            report.removed = remove_others(read, corpus)
+            gone = [each for each in corpus.documents() if hash(each) not in read]
+            for first in range(0, len(gone), BATCH_DOCUMENTS):
+                corpus.delete(gone[first : first + BATCH_DOCUMENTS])
+            report.removed = len(gone)
         shutil.rmtree(corpus.path / PARTS, ignore_errors=True)  # of builds that did not come to their end
         corpus.optimize()
     return report
-
-
-def remove_others(read: Collection[int], corpus: Corpus) -> int:
-    """Removes the documents whose ids' hashes are not among those that were `read`, and says how many."""
-    gone = [each for each in corpus.documents() if hash(each) not in read]
-    for first in range(0, len(gone), BATCH_DOCUMENTS):
-        corpus.delete(gone[first : first + BATCH_DOCUMENTS])
-    return len(gone)
 
 
 def summary(report: BuildReport, info: dict[str, Any]) -> str:
@@ -142,18 +138,16 @@ def write_here(
     """Encodes and writes in this process; gives each batch with its number of passages."""
     for batch in new_documents(sources, corpus, strict):
         passages = corpus.cut(batch.documents)
-        parts = [passages[first : first + PART_PASSAGES] for first in range(0, len(passages), PART_PASSAGES)]
-        if len(parts) > 1:
-            paths = []
-            for number, part in enumerate(parts):
-                on_part(number * PART_PASSAGES, len(passages))
-                paths.append(_encoded_part(part, processor, corpus))
-            batches = (batch for path in paths for batch in _read_part(path).to_batches())
-            corpus.add(pa.RecordBatchReader.from_batches(corpus.schema, batches), batch.replaced)
-            for path in paths:
-                path.unlink()
-        elif passages:
-            corpus.add(passage_rows(passages, processor, corpus), batch.replaced)
+        paths = []
+        for first in range(0, len(passages), PART_PASSAGES):
+            if len(passages) > PART_PASSAGES:
+                on_part(first, len(passages))
+            paths.append(_encoded_part(passages[first : first + PART_PASSAGES], processor, corpus))
+        if paths:
+            parts = (part for path in paths for part in feather.read_table(path, memory_map=False).to_batches())
+            corpus.add(pa.RecordBatchReader.from_batches(corpus.table.schema, parts), batch.replaced)
+        for path in paths:
+            path.unlink()
         yield batch, len(passages)
 
 
@@ -162,21 +156,10 @@ def _encoded_part(part: list[Passage], processor, corpus: Corpus) -> Path:
     name = digest([[each.document.id, each.document.digest, each.start, each.end, each.title] for each in part])
     path = corpus.path / PARTS / f"{name}.arrow"
     try:
-        _read_part(path)
+        feather.read_table(path, memory_map=False)
     except (OSError, pa.ArrowInvalid):
-        rows = passage_rows(part, processor, corpus)
-
-        def write(file: BinaryIO) -> None:
-            with pa.ipc.new_file(file, rows.schema) as writer:
-                writer.write(rows)
-
-        write_whole(path, write)
+        write_whole(path, partial(feather.write_feather, passage_rows(part, processor, corpus)))
     return path
-
-
-def _read_part(path: Path) -> pa.Table:
-    with pa.OSFile(str(path)) as file:
-        return pa.ipc.open_file(file).read_all()
 
 
 def new_documents(sources: list[str], corpus: Corpus, strict: bool) -> Iterator[Batch]:
@@ -242,9 +225,9 @@ def passage_rows(passages: list[Passage], processor, corpus: Corpus) -> pa.Table
         columns["words"] = [
             [[word for word in words if word >= 0] for words in each.context_word_ids.tolist()] for each in encoded
         ]
-    checksum = corpus.schema.field("checksum")
-    rows = pa.table(columns, schema=pa.schema([*corpus.schema][:-1], corpus.schema.metadata))
-    return rows.append_column(checksum, [passage_checksums(rows)])
+    schema = corpus.table.schema  # its last column is made of the others
+    rows = pa.table(columns, schema=pa.schema([*schema][:-1], schema.metadata))
+    return rows.append_column(schema.field("checksum"), [passage_checksums(rows)])
 
 
 def _search_vectors(read: list[list[dict]], encoded: list, processor) -> torch.Tensor:

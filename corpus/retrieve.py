@@ -85,8 +85,7 @@ class Retriever:
                 raise ValueError(f"The re-ranker is {reranker!r}; expected a folder or a Hub id, or nothing.")
             folder = find_model("re-ranker", reranker, ENCODER_FILES)
             self.reranker = CrossEncoder(str(folder), device=processor.encoder.device)
-        unread = ("id", "digest")
-        self.columns = [name for name in corpus.schema.names if name not in unread]
+        self.columns = [name for name in corpus.table.schema.names if name not in ("id", "digest")]
 
     def __call__(self, question: str, top_k: int = 5) -> SlotPassages:
         """The `top_k` passages for a question, the best first; fewer where the corpus has fewer.

@@ -176,11 +176,6 @@ class Corpus:
                     "one with these settings, or use those it was made with."
                 )
 
-    @property
-    def schema(self) -> pa.Schema:
-        """Columns of this corpus."""
-        return self.table.schema
-
     def cut(self, documents: list[Document]) -> list[Passage]:
         """The passages of documents, as long as those of this corpus."""
         return passages_of(documents, self.settings["passage_words"], self.settings["spacy_model"])
