@@ -167,8 +167,6 @@ def new_documents(sources: list[str], corpus: Corpus, strict: bool) -> Iterator[
     batch, num_characters = Batch(), 0
 
     def skip(what: str, may_hold_documents: bool = True, id: str | None = None) -> None:
-        if strict:
-            raise ValueError(f"{what}. Fix it or leave it out, or run without `--strict` to skip it.")
         batch.skipped.append(what)
         if id is not None:
             batch.unread.append(id)
@@ -176,6 +174,8 @@ def new_documents(sources: list[str], corpus: Corpus, strict: bool) -> Iterator[
             batch.hides += may_hold_documents
 
     def without_known(batch: Batch) -> Batch:
+        if strict and batch.skipped:  # here, so that who reads a file does not take it for an error of the file
+            raise ValueError(f"{batch.skipped[0]}. Fix it or leave it out, or run without `--strict` to skip it.")
         known = corpus.digests(document.id for document in batch.documents)
         new = [document for document in batch.documents if known.get(document.id) != document.digest]
         batch.unchanged += known.keys() - {document.id for document in new}

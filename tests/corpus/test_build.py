@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from pdf_files import line, pdf
 from training_rows import write_rows
 
-from arcaligner import ArcAlignerProcessor
 from arcaligner.common.passages import cut_passages
 from arcaligner.corpus import build
 from arcaligner.corpus.build import build_corpus
@@ -294,6 +293,8 @@ def test_what_cannot_be_read_is_named_and_skipped_or_stops_a_strict_build(tmp_pa
     assert (report.added, report.unchanged, len(corpus)) == (2, 1, 2)
     with pytest.raises(ValueError, match="binary.txt is not UTF-8 text"):
         build_corpus([str(folder)], corpus, processor, strict=True)
+    with pytest.raises(ValueError, match="^[^ ]+rows.jsonl#1 has neither a text in [^.]+. Fix it [^.]+to skip it.$"):
+        build_corpus([str(folder / "rows.jsonl")], corpus, processor, strict=True)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="There is no document in .*empty is an empty folder"):
         build_corpus([str(tmp_path / "empty")], corpus, processor)
@@ -313,6 +314,7 @@ def test_what_cannot_be_read_is_named_and_skipped_or_stops_a_strict_build(tmp_pa
         ({"sentences_per_segment": 2}, "`sentences_per_segment` 1; expected 2"),
         ({"spacy_model": "de"}, "`spacy_model` 'en'; expected 'de'"),
         ({"context_words": True}, "`context_words` False; expected True"),
+        ({"encoder_dtype": "bfloat16"}, "`encoder_dtype` 'float32'; expected 'bfloat16'"),
     ],
 )
 def test_a_corpus_of_other_settings_is_refused(settings, message, corpus, processor, base_model_dir, encoder_dir):
@@ -332,12 +334,6 @@ def test_a_corpus_of_another_encoder_is_refused_and_one_of_another_name_is_not(c
     monkeypatch.setattr(processor, "encoder_name_or_path", corpus.settings["encoder"])
     with pytest.raises(ValueError, match="with other weights than this checkpoint has, .* trained jointly"):
         corpus.check(processor)
-
-
-def test_a_corpus_is_read_in_the_dtype_that_it_was_made_with(corpus, processor, checkpoint_dir):
-    other = ArcAlignerProcessor.from_pretrained(checkpoint_dir, encoder_dtype="bfloat16")
-    with pytest.raises(ValueError, match="was made with `encoder_dtype` 'float32'; expected 'bfloat16'"):
-        corpus.check(other)
 
 
 def test_what_is_no_corpus_and_a_second_writer_are_refused(corpus, processor, letters, tmp_path):
