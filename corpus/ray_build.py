@@ -1,6 +1,6 @@
 """The build of a corpus on Ray Data, on this machine or on a cluster: the same table, row for row.
 
-    one task reads documents -> an actor pool encodes passages and writes Lance fragments -> this process commits them
+    one task reads documents -> an actor pool encodes passages -> this process writes them
 
 A worker that dies is started again and its batch encoded again; a build that is killed continues as any other does.
 """
@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 try:
-    import lance
     import ray
-    from lance.fragment import write_fragments
 except ImportError as error:
-    raise ImportError("`--ray` needs Ray and pylance: `pip install 'arcaligner[ray]'`.") from error
+    raise ImportError("`--ray` needs Ray: `pip install 'arcaligner[ray]'`.") from error
 
 from .build import Batch, new_documents, passage_rows
 from .table import Corpus
@@ -47,15 +45,12 @@ class RayWriter:
             compute=ray.data.ActorPoolStrategy(size=self.workers),
         )
         for row in written.iter_rows():
-            batch, num_passages, fragments, encoded = pickle.loads(row["done"])
+            batch, encoded = pickle.loads(row["done"])
             if batch.error is not None:
                 raise batch.error
-            if fragments:
-                dataset = lance.dataset(corpus.table.uri)
-                lance.LanceDataset.commit(dataset, lance.LanceOperation.Append(fragments), dataset.version)
-            elif encoded is not None:
+            if len(encoded):
                 corpus.add(encoded, batch.replaced)
-            yield batch, num_passages
+            yield batch, len(encoded)
 
 
 def read_batches(_, sources: list[str], path: Path, version: int, strict: bool) -> Iterator[dict[str, list]]:
@@ -70,21 +65,15 @@ def read_batches(_, sources: list[str], path: Path, version: int, strict: bool) 
 
 
 class EncodingWorker:
-    """Encodes batches; those that replace nothing are written here, as fragments to be committed."""
+    """Encodes batches."""
 
     def __init__(self, processor, path):
         self.processor, self.corpus = processor, Corpus(path)
 
     def __call__(self, rows: dict[str, Any]) -> dict[str, list]:
         batch = pickle.loads(rows["batch"][0])
-        fragments, encoded, num_passages = [], None, 0
+        encoded = []
         if batch.documents:
             encoded = passage_rows(self.corpus.cut(batch.documents), self.processor, self.corpus)
-            num_passages = len(encoded)
-            if not batch.replaced:
-                try:
-                    fragments, encoded = write_fragments(encoded, self.corpus.table.uri, mode="append"), None
-                except OSError as error:
-                    batch.error = error
         batch.documents = [each._replace(text="") for each in batch.documents]
-        return {"done": [pickle.dumps((batch, num_passages, fragments, encoded))]}
+        return {"done": [pickle.dumps((batch, encoded))]}
