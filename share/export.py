@@ -14,9 +14,11 @@ from typing import Annotated
 
 import torch
 import typer
+from transformers.utils import CONFIG_NAME, PROCESSOR_NAME
 
 from ..checkpoint_arcaligner import written_whole
-from ..common.files import digest_files, run_command
+from ..common.files import run_command
+from ..configuration_arcaligner import ArcAlignerConfig
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from .hub import RECIPE_FILE, RESULTS_FILE, write_model_card
@@ -41,12 +43,17 @@ def save_stage(
         write_model_card(model.config, folder)
 
 
-def has_weights(folder: Path, model: ArcAlignerForCausalLM) -> bool:
-    """Whether the weights in `folder` are those that `model` would be saved with."""
+def answers_alike(folder: Path, model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor) -> bool:
+    """Whether the weights, the trained encoder's too, and the processor's settings in `folder` are those of `model` and
+    `processor`."""
+    if not (folder / CONFIG_NAME).exists():
+        return False
     with tempfile.TemporaryDirectory() as temporary:
         model.save_pretrained(temporary)
-        digests = {digest_files(sorted(path.glob("model*.safetensors"))) for path in (folder, Path(temporary))}
-    return len(digests) == 1
+        processor.save_pretrained(temporary)
+        there, new = (ArcAlignerConfig.from_pretrained(path).digests or {} for path in (folder, temporary))
+    names = {name for name in [*there, *new] if name.endswith(".safetensors") or name == PROCESSOR_NAME}
+    return all(there.get(name) == new.get(name) for name in names)
 
 
 def main(
@@ -67,9 +74,9 @@ def main(
     if processor.trained_encoder:
         processor.encoder.cast(torch.float32, lora_dtype=torch.bfloat16)
     recipes = [(folder / RECIPE_FILE).read_text(encoding="utf-8").strip() for folder in folders]
-    if (output / RESULTS_FILE).exists() and not has_weights(output, model):
+    if (output / RESULTS_FILE).exists() and not answers_alike(output, model, processor):
         (output / RESULTS_FILE).unlink()  # before the weights change: a kill leaves no numbers of others
-        typer.echo(f"removed {output / RESULTS_FILE}: it was measured with other weights")
+        typer.echo(f"removed {output / RESULTS_FILE}: it was measured with other weights or settings")
     for leftover in output.glob(".saving-*"):  # left by a killed process
         shutil.rmtree(leftover)
     save_stage(output, model, processor, "\n---\n".join(recipes) + "\n")

@@ -13,7 +13,7 @@ from conftest import edit_json
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
-from arcaligner import ArcAlignerForCausalLM
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.share import export
 from arcaligner.share.hub import check_checkpoint
 
@@ -101,13 +101,24 @@ def test_another_export_keeps_named_data_sets_and_an_edited_card(stages, output)
     assert card_datasets(output) == ["someone/questions", "someone/texts"]
 
 
-def test_results_come_into_the_card_and_go_with_their_weights(stages, output):
+def copy_more(stage):
+    processor = ArcAlignerProcessor.from_pretrained(stage)
+    processor.copy_bonus = 3.0
+    processor.save_pretrained(stage)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda stage: change_weights(stage, load_file(stage / "model.safetensors"), 1.0), copy_more],
+    ids=["weights", "a setting of the processor"],
+)
+def test_results_come_into_the_card_and_go_with_what_they_were_measured_with(stages, output, change):
     write(stages, output)
     (output / "results.json").write_text(json.dumps(RESULTS))
     assert "removed" not in write(stages, output)
     assert json.loads((output / "results.json").read_text()) == RESULTS
     assert "| **slots** | - | 9.7 [6.5, 13.2] |" in (output / "README.md").read_text()
-    change_weights(stages / "3_gating", load_file(stages / "3_gating" / "model.safetensors"), 1.0)
+    change(stages / "3_gating")
     assert "removed" in write(stages, output)
     assert not (output / "results.json").exists() and "9.7" not in (output / "README.md").read_text()
 
