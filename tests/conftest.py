@@ -33,7 +33,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor
 from arcaligner.base_model_arcaligner import models_directory
 from arcaligner.cli import app as cli
 from arcaligner.configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
@@ -226,6 +226,11 @@ def chat_inputs(processor, asked: str | list[dict], documents: list | None = Non
     chat = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
     asked_for = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
     return processor.apply_chat_template(chat, documents=documents, **asked_for | options)
+
+
+def pipeline_of(model, processor, **settings) -> ArcAlignerPipeline:
+    """The pipeline of an aligner, on the CPU."""
+    return ArcAlignerPipeline(model=model, processor=processor, task="text-generation", device="cpu", **settings)
 
 
 def greedy_answer(model, processor, inputs: dict, max_new_tokens: int) -> str:

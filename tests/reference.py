@@ -15,7 +15,7 @@ import random
 from dataclasses import dataclass, field
 
 import torch
-from tiny_models import collate, for_generate, random_rows, text_slice, tiny_aligner
+from tiny_models import VOCAB_SIZE, collate, for_generate, random_rows, text_slice, tiny_aligner
 from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -40,20 +40,18 @@ class Reference:
     """Algorithm 1 on the weights of an `ArcAlignerForCausalLM`, in float64.
 
     `weights` holds the aligner's parameters by their names in the model's state dict, as leaves that take gradients.
-    The steps of the last layer, which no text position can see, are taken in training, where a row ends in a slot, and
-    with `refine_last_layer`.
+    The steps of the last layer, which no text position can see, are taken in training and where a row ends in a slot.
     """
 
-    def __init__(self, model: nn.Module, *, refine_last_layer: bool = False, attn_implementation: str = "eager"):
+    def __init__(self, model: nn.Module):
         self.config = model.config
-        self.refine_last_layer = refine_last_layer
         state = {name: value.detach().double().clone() for name, value in model.state_dict().items()}
         self.weights = {
             name: state.pop(name).requires_grad_()
             for name in list(state)
             if ".lora_A." in name or ".lora_B." in name or ".slot_gate." in name or ".projector." in name
         }
-        self.stock = stock_model(model, torch.float64, attn_implementation)
+        self.stock = stock_model(model, torch.float64)
         self.layers = self.stock.get_decoder().layers
         self.slot_mask = None  # (length, 1): M_r of the row that is being computed
         self._patch_linears()
@@ -69,7 +67,7 @@ class Reference:
         assert is_slot.sum() == len(context_embeds)
         self.slot_mask = is_slot[:, None].double()
         self.training = training
-        self.takes_last_steps = training or self.refine_last_layer or bool(is_slot[-1])
+        self.takes_last_steps = training or bool(is_slot[-1])
         slot_embeds = self.project(context_embeds.double())
         self.output = ReferenceOutput(
             logits=None,
@@ -188,21 +186,20 @@ def random_case(draw: random.Random) -> tuple[nn.Module, list, str]:
         gate_mode=draw.choice(["adaptive", "adaptive", "adaptive", "always", "off"]),
         gate_threshold=draw.choice([0.5, 0.3, 0.8]),
         gate_layers=draw.choice(["all", "all", [0, 2], [1], []]),
+        context_token_id=draw.choice([VOCAB_SIZE, VOCAB_SIZE - 1]),  # outside and inside of the vocabulary
     )
     slot_counts = draw.choices(range(13), k=draw.randint(1, 4))
     return model, random_rows(model, slot_counts, seed=seed), draw.choice(["left", "right"])
 
 
 @torch.no_grad()
-def assert_matches_reference(
-    model: nn.Module, rows: list, padding_side: str, training: bool = False, passages=None, **kernel: str
-):
+def assert_matches_reference(model: nn.Module, rows: list, padding_side: str, training: bool = False, passages=None):
     """Logits of every real position and decisions of every slot are those of Algorithm 1. Returns the output.
     `passages` has, for each row, the passage of each slot, where they are read apart."""
     batch = collate(rows, padding_side)
     if passages is not None:
         batch["context_passage_ids"] = pad_passage_ids([torch.tensor(each, dtype=torch.long) for each in passages])
-    output, reference = model.train(training)(**for_generate(batch)), Reference(model, **kernel)
+    output, reference = model.train(training)(**for_generate(batch)), Reference(model)
     for i, row in enumerate(rows):
         of_row = None if passages is None else passages[i]
         expected = reference(row.input_ids, row.context_embeds, training=training, passages=of_row)

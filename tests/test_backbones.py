@@ -14,7 +14,6 @@ from tiny_models import (
     VOCAB_SIZE,
     collate,
     for_generate,
-    random_row,
     random_rows,
     tiny_aligner,
 )
@@ -27,25 +26,6 @@ SLOT_COUNTS = [4, 0, 9, 1]
 
 in_float64 = pytest.mark.usefixtures("float64_model_code")
 every_backbone = pytest.mark.parametrize("backbone", list(BACKBONES))
-
-
-@pytest.fixture(scope="module")
-def models():
-    """One random model per backbone, made when it is first asked for."""
-    made = {}
-
-    def get(backbone: str):
-        if backbone not in made:
-            made[backbone] = tiny_aligner(backbone)
-        return made[backbone].eval()
-
-    return get
-
-
-def prompt(model, num_slots=4, **kwargs):
-    """A row whose slots stand early and whose end is text, as prompts are; as a batch of one without padding."""
-    row = random_row(model, num_slots, contiguous=True, num_text=12, **kwargs)
-    return {"input_ids": row.input_ids[None], "context_embeds": row.context_embeds[None]}
 
 
 # --- Text without slots ---------------------------------------------------------------------------
@@ -89,20 +69,9 @@ def test_slots_follow_algorithm_1_row_by_row_in_each_kernel(backbone, padding_si
         attention = "eager"  # the only one it has
     model = tiny_aligner(backbone, attn_implementation=attention)
     assert model.config.text_config._attn_implementation == attention
-    assert_matches_reference(model, random_rows(model, SLOT_COUNTS), padding_side)
-
-
-def test_plain_float64_follows_algorithm_1():
-    """Without the mode above: what Llama computes in float32 rounds alike on both sides."""
-    model = tiny_aligner("llama")
-    assert_matches_reference(model, random_rows(model, SLOT_COUNTS, seed=3), "right", attn_implementation="sdpa")
-
-
-@in_float64
-@every_backbone
-def test_gradients_follow_algorithm_1(backbone):
-    model = tiny_aligner(backbone)
-    torch.testing.assert_close(*loss_gradients(model, random_rows(model, SLOT_COUNTS, seed=1), "left"), **EXACT)
+    rows = random_rows(model, SLOT_COUNTS)
+    assert_matches_reference(model, rows, padding_side)
+    torch.testing.assert_close(*loss_gradients(model, rows, padding_side), **EXACT)
 
 
 # --- Caches and generation ------------------------------------------------------------------------
@@ -110,9 +79,9 @@ def test_gradients_follow_algorithm_1(backbone):
 
 @in_float64
 @every_backbone
-def test_generate_equals_teacher_forcing(models, backbone):
+def test_generate_equals_teacher_forcing(backbone):
     """Left-padded rows with different numbers of slots; each generated token is the argmax of one plain forward."""
-    model = models(backbone)
+    model = tiny_aligner(backbone)
     rows = random_rows(model, [3, 6, 0], seed=3, contiguous=True, num_text=9)
     batch = for_generate(collate(rows, "left"))
     settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "output_logits": True}
@@ -134,7 +103,7 @@ def test_context_token_is_never_generated(context_token_id):
     model = tiny_aligner("llama", context_token_id=context_token_id)
     with torch.no_grad():
         model.lm_head.weight[-1] = 50 * model.lm_head.weight[3]
-    inputs = prompt(model)
+    inputs = for_generate(collate(random_rows(model, [4], contiguous=True)))
     for settings in ({"do_sample": False}, {"do_sample": True}, {"num_beams": 3}, {"repetition_penalty": 1.3}):
         ids = model.generate(**inputs, **settings, max_new_tokens=12, min_new_tokens=12)
         new = ids[:, inputs["input_ids"].shape[1] :]
@@ -175,7 +144,7 @@ def test_bf16_backbone_with_fp32_aligner(backbone, tmp_path):
     for name, parameter in [*model.named_parameters(), *headless.named_parameters()]:
         is_aligner = any(part in f".{name}" for part in (".lora_A.", ".lora_B.", ".slot_gate.", ".projector."))
         assert parameter.dtype == (torch.float32 if is_aligner else torch.bfloat16), name
-    batch = collate([row for row in random_rows(tiny_aligner(backbone, dtype=torch.float32), SLOT_COUNTS)], "left")
+    batch = collate(random_rows(tiny_aligner(backbone, dtype=torch.float32), SLOT_COUNTS), "left")
     with torch.no_grad():
         low = model.eval()(**batch)
         high = ArcAlignerForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()(**batch)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from conftest import ENCODER_WIDTH, aligner_for, chat_inputs, processor_with
+from conftest import ENCODER_WIDTH, aligner_for, chat_inputs, pipeline_of, processor_with
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import EXACT, assert_matches_reference, loss_gradients
@@ -13,8 +13,6 @@ from safetensors.torch import load_file, save_file
 from tiny_models import random_rows, tiny_aligner
 
 from arcaligner.generation_arcaligner import read_passages, read_text
-from arcaligner.pipeline_arcaligner import ArcAlignerPipeline
-from arcaligner.slot_rows_arcaligner import passage_positions, place_passage_ids
 
 pytestmark = pytest.mark.usefixtures("float64_model_code")
 FIVE_TOKENS = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
@@ -59,7 +57,7 @@ def test_passages_apart_are_those_of_the_plain_algorithm(draw, training, attenti
     rows = random_rows(model, counts, seed=draw.randrange(99), contiguous=True)
     passages = [cut(draw, count) for count in counts]
     side = draw.choice(["left", "right"])
-    assert_matches_reference(model, rows, side, training, passages, attn_implementation=attention)
+    assert_matches_reference(model, rows, side, training, passages)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -79,15 +77,6 @@ def test_a_joint_model_reads_the_passages_before_and_a_separate_one_does_not(apa
     assert torch.allclose(last_logits(PASSAGES), last_logits(PASSAGES[::-1]), rtol=0, atol=1e-9)
     monkeypatch.setattr(model.config, "passage_attention", "joint")
     assert (last_logits(PASSAGES) - last_logits(PASSAGES[::-1])).abs().max() > 1e-3
-
-
-def test_positions_of_padded_rows_count_on_from_the_longest_passage():
-    is_slot = torch.tensor([[0, 0, 1, 1, 1, 0, 0], [0, 1, 1, 1, 0, 0, 0]]).bool()
-    placed = place_passage_ids(is_slot, torch.tensor([[4, 4, 7], [0, 1, 2]]))
-    assert placed.tolist() == [[-1, -1, 4, 4, 7, -1, -1], [-1, 0, 1, 2, -1, -1, -1]]
-    is_real = torch.tensor([[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0]])
-    assert passage_positions(placed, is_real)[0].tolist() == [0, 0, 1, 2, 1, 3, 4]
-    assert passage_positions(placed, is_real)[1, :6].tolist() == [0, 1, 1, 1, 2, 3]
 
 
 # Read once, joined for any question
@@ -141,7 +130,7 @@ def test_a_joined_cache_grows_beyond_its_room_and_a_copy_is_its_own(apart, model
 
 
 def test_a_batch_of_chats_beams_and_the_pipeline_answer_as_one_by_one(apart, model):
-    ask = ArcAlignerPipeline(model=model, processor=apart, task="text-generation", device="cpu")
+    ask = pipeline_of(model, apart)
     asked = [{"question": "Who?", "documents": PASSAGES[:number]} for number in (3, 0, 1, 2)]
     for options in ({}, {"num_beams": 3}, {"max_slots": 5}, {"return_slots": True}, {"refinement_budget": 0.2}):
         together = ask(asked, batch_size=4, **FIVE_TOKENS, **options)

@@ -134,7 +134,7 @@ def random_row(
     """`num_text` random words and `num_slots` slots among them; half of the words carry a label."""
     generator = torch.Generator().manual_seed(seed)
     length = num_text + num_slots
-    ids = torch.randint(3, VOCAB_SIZE, (length,), generator=generator)
+    ids = torch.randint(3, VOCAB_SIZE - 1, (length,), generator=generator)  # the last id may be the context token
     if contiguous:  # as the processor writes them: some text, the slots, more text
         positions = torch.arange(num_slots) + num_text // 3
     else:
