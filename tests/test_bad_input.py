@@ -175,6 +175,11 @@ def test_words_of_slots_are_checked_as_ids_are(reader, words, message):
     assert torch.equal(*found)
 
 
+def test_words_for_an_aligner_that_reads_none_are_refused(model):
+    with pytest.raises(ValueError, match="`config.word_parts` is 0"):
+        model(**inputs(model, 4), context_word_ids=WORDS)
+
+
 # --- Prompts --------------------------------------------------------------------------------------
 
 
@@ -198,17 +203,11 @@ def test_slots_after_a_cache_are_refused_and_the_cache_is_kept(model):
         for call in (model, model.model):
             with pytest.raises(ValueError, match=rf"(?s)context tokens after {length} cached tokens.*plain text"):
                 call(**second, past_key_values=cache, use_cache=True)
+        both = {name: torch.cat([first[name], second[name]], dim=1) for name in first}
+        for more in (both, both | {"context_embeds": second["context_embeds"]}, {"input_ids": both["input_ids"]}):
+            with pytest.raises(ValueError, match=r"(?s)context tokens"):
+                model.generate(**more, past_key_values=cache, max_new_tokens=2)
     assert cache.get_seq_length() == length and torch.equal(cache.layers[0].keys, keys)
-
-
-def test_second_turn_with_slots_is_refused_by_generate(model):
-    first, second = inputs(model, 4), inputs(model, 2)
-    cache = model.prefill_context(**first)
-    both = torch.cat([first["input_ids"], second["input_ids"]], 1)
-    embeds = torch.cat([first["context_embeds"], second["context_embeds"]], 1)
-    for context_embeds in (embeds, second["context_embeds"], None):
-        with pytest.raises(ValueError, match=r"(?s)context tokens"):
-            model.generate(input_ids=both, context_embeds=context_embeds, past_key_values=cache, max_new_tokens=2)
 
 
 def test_a_cache_by_both_of_its_names_is_refused(model):
@@ -304,26 +303,9 @@ def edit_weights(folder, edit):
     save_file(tensors, weights(folder), metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"encoder_hidden_size": 12}, r"(?s)aligner.*width 12.*projector\.up\.weight.*\[24, 10\].*\[24, 12\]"),
-        ({"lora_r": 8}, r"(?s)aligner.*lora_.*\[.*4.*\].*\[.*8.*\]"),
-    ],
-)
-def test_checkpoint_for_an_aligner_of_another_size(checkpoint, settings, message):
-    with pytest.raises(ValueError, match=message):
-        ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner", **settings)
-
-
-@pytest.mark.parametrize("part", ["projector", "lora_B", "slot_gate"])
-def test_checkpoint_that_lacks_aligner_weights(checkpoint, part):
-    def drop_one(tensors):
-        del tensors[next(name for name in tensors if part in name)]
-
-    edit_weights(checkpoint / "aligner", drop_one)
-    with pytest.raises(ValueError, match=rf"(?s)lacks 1 of \d+ aligner weights.*{part}"):
-        ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner")
+def test_checkpoint_for_an_aligner_of_another_size(checkpoint):
+    with pytest.raises(ValueError, match=r"(?s)aligner.*width 12.*projector\.up\.weight.*\[24, 10\].*\[24, 12\]"):
+        ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner", encoder_hidden_size=12)
 
 
 def test_checkpoint_whose_base_model_is_not_on_this_machine(checkpoint, monkeypatch):
@@ -351,15 +333,6 @@ def test_base_model_that_lacks_weights(checkpoint):
     edit_weights(checkpoint / "base", lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(ValueError, match=r"(?s)base.*layers\.1\.mlp\.up_proj"):
         ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner")
-
-
-def test_fitting_checkpoint_still_loads(checkpoint):
-    model = ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner")
-    moved = checkpoint / "elsewhere"
-    shutil.move(checkpoint / "base", moved)
-    again = ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner", base_model_name_or_path=str(moved))
-    for (name, first), second in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
-        assert torch.equal(first, second), name
 
 
 def test_another_peft_adapter_on_top_is_refused(model):
