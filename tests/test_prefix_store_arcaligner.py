@@ -235,16 +235,6 @@ def test_bytes_are_those_of_keys_and_values_alone(model, processor):
     assert store.bytes == positions * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 8
 
 
-def test_prefix_above_the_budget_is_used_and_not_kept(model, processor):
-    store = model.slot_prefix_store(processor)
-    small = prefix_of(store, context_embeds=embeddings(1))
-    store.max_bytes = store.bytes
-    assert prefix_of(store, context_embeds=embeddings(40)).get_seq_length() == small.get_seq_length() + 39
-    assert len(store) == 2  # the text before the slots, and the small one
-    prefix_of(store, context_embeds=embeddings(1))
-    assert store.hits == 1
-
-
 GATES = [{"gate_mode": "off"}, {"gate_mode": "always", "max_refinement_steps": 1}]
 GATES += [{"gate_threshold": 0.9}, {"refinement_budget": 0.3}]
 SLOTS = [{"max_slots": 2}, {"max_slots": 1}]
@@ -379,22 +369,12 @@ def test_what_cannot_be_prepared_is_refused(model, processor, call, message):
         model.slot_prefix_store(processor).prepare(**{"questions": ["Who?"]} | call)
     with pytest.raises(ValueError, match="`max_bytes` is -1"):
         model.slot_prefix_store(processor, max_bytes=-1)
-
-
-def test_prompt_longer_than_the_context_is_refused(processor):
-    model = make_model(processor, max_position_embeddings=80)
-    store = model.slot_prefix_store(processor)
-    store.prepare("Who?", context_embeds=embeddings(9))
-    with pytest.raises(ValueError, match="The prompt has .* positions but the backbone llama reads 80"):
-        store.prepare("Who? " * 40, context_embeds=embeddings(9))
-    with pytest.raises(ValueError, match="the backbone llama reads 80"):
-        store.prepare("Who?", context_embeds=embeddings(99))
-
-
-def test_model_in_training_mode_is_refused(processor):
-    model = make_model(processor).train()
-    with pytest.raises(ValueError, match="Call `model.eval\\(\\)` first"):
-        prefix_of(model.slot_prefix_store(processor), context_embeds=embeddings(2))
+    model.train()
+    try:
+        with pytest.raises(ValueError, match="Call `model.eval\\(\\)` first"):
+            model.slot_prefix_store(processor).prepare("Who?", ADA)
+    finally:
+        model.eval()
 
 
 # Prefixes as files, for any engine
