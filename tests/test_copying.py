@@ -7,12 +7,11 @@ import weakref
 
 import pytest
 import torch
-from conftest import chat_inputs, greedy_answer, processor_with
+from conftest import chat_inputs, greedy_answer, pipeline_of, processor_with
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GenerationConfig
 
-from arcaligner import ArcAlignerPipeline
 from arcaligner.benchmarks.compare import Reader
 from arcaligner.encoder_arcaligner import SentenceEncoder
 from arcaligner.evaluation.answering import SlotAnswerer
@@ -29,8 +28,7 @@ HUGE = 1e4  # leaves no other token a chance
 
 @pytest.fixture
 def ask(model, processor):
-    settings = {"task": "text-generation", "device": "cpu", "max_new_tokens": NEW_TOKENS}
-    return ArcAlignerPipeline(model=model, processor=processor, **settings)
+    return pipeline_of(model, processor, max_new_tokens=NEW_TOKENS)
 
 
 def copies(tokenizer, documents: list, no_answer: str | None = None) -> list[tuple[list[int], list[bool]]]:
@@ -152,13 +150,11 @@ def test_of_passages_without_text_nothing_is_copied(ask, documents):
     assert ask(row, copy_bonus=HUGE) == ask(row, copy_bonus=0)
 
 
-def test_the_processor_says_how_much_copying_is_preferred_and_a_call_may_say_otherwise(model, processor):
+def test_the_processor_says_how_much_copying_is_preferred_and_a_call_may_say_otherwise(ask, model, processor):
     free = greedy_answer(model, processor, chat_inputs(processor, QUESTION, DOCUMENTS), NEW_TOKENS)
-    settings = {"task": "text-generation", "device": "cpu", "max_new_tokens": NEW_TOKENS}
-    copying = ArcAlignerPipeline(model=model, processor=processor_with(processor, copy_bonus=HUGE), **settings)
-    plain = ArcAlignerPipeline(model=model, processor=processor, **settings)
-    assert copying(ROW)[0] == plain(ROW, copy_bonus=HUGE)[0] != {"generated_text": free}
-    assert copying(ROW, copy_bonus=0)[0] == plain(ROW)[0] == {"generated_text": free}
+    copying = pipeline_of(model, processor_with(processor, copy_bonus=HUGE), max_new_tokens=NEW_TOKENS)
+    assert copying(ROW)[0] == ask(ROW, copy_bonus=HUGE)[0] != {"generated_text": free}
+    assert copying(ROW, copy_bonus=0)[0] == ask(ROW)[0] == {"generated_text": free}
 
 
 def test_rows_of_a_batch_copy_from_their_own_passages(ask):
@@ -230,7 +226,7 @@ def test_vectors_are_kept_as_long_as_their_encoder(encoder_dir):
 
 def test_a_chat_without_a_question_is_refused_as_without_choosing(separate):
     model, fitted = separate
-    ask = ArcAlignerPipeline(model=model, processor=fitted, task="text-generation", device="cpu")
+    ask = pipeline_of(model, fitted)
     for options in ({}, {"max_passages": 1}):
         with pytest.raises(ValueError, match="no user message"):
             ask([{"role": "assistant", "content": "Hi."}], documents=DOCUMENTS, **options)
@@ -238,7 +234,7 @@ def test_a_chat_without_a_question_is_refused_as_without_choosing(separate):
 
 def test_of_chosen_passages_those_that_are_read_are_copied_from(separate):
     model, fitted = separate
-    ask = ArcAlignerPipeline(model=model, processor=fitted, task="text-generation", device="cpu", max_new_tokens=4)
+    ask = pipeline_of(model, fitted, max_new_tokens=4)
     (record,) = ask(ROW, copy_bonus=HUGE, max_passages=1, return_slots=True)
     read = {segment["document"] for segment in record["segments"]}
     assert len(read) == 1 and record["generated_text"] in texts_of([DOCUMENTS[number] for number in read])

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 import typer
-from conftest import ENCODER_WIDTH
+from conftest import ENCODER_WIDTH, pipeline_of
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from arcaligner import ArcAlignerPipeline
 from arcaligner.cli import app as cli
 from arcaligner.cli import demo, shared
 from arcaligner.corpus import build, table
@@ -129,7 +128,7 @@ def test_model(tiny, ids, embeds, mask, labels, gates, generate):
 @BOUNDED
 @given(data=st.data())
 def test_pipeline_and_store(tiny, processor, data):
-    ask = ArcAlignerPipeline(model=tiny, processor=processor, task="text-generation", device="cpu")
+    ask = pipeline_of(tiny, processor)
     row = data.draw(
         st.fixed_dictionaries(
             {}, optional={"question": anything, "messages": messages | junk, "documents": documents | junk}
@@ -148,7 +147,7 @@ def test_pipeline_and_store(tiny, processor, data):
 
 BAD_ROWS = [
     ({"question": ""}, "The question is empty"),
-    ({"question": "caf\udce9"}, r"The question is not valid Unicode at character 3: '\\udce9'"),
+    ({"question": "caf\udce9"}, r"A message of the user is not valid Unicode at character 3: '\\udce9'"),
     ({"question": "Who?", "documents": 5}, r"`documents` of row \d is 5; expected a list"),
     ({"question": "Who?", "documents": [None]}, "Document 0 is of type NoneType; expected a string"),
     ({"question": "Who?", "documents": ["One. "] * 600}, r"The passages.* are 600 slots"),
@@ -164,7 +163,7 @@ rows = st.builds(lambda question, documents: {"question": question, "documents":
 @settings(BOUNDED, max_examples=15)
 @given(rows=st.lists(rows, min_size=1, max_size=4), bad=st.sampled_from(BAD_ROWS), place=st.integers(0, 4))
 def test_good_rows_of_a_batch_are_answered_as_alone_and_a_bad_one_is_named(tiny, processor, rows, bad, place):
-    ask = ArcAlignerPipeline(model=tiny, processor=processor, task="text-generation", device="cpu")
+    ask = pipeline_of(tiny, processor)
     options = {"max_new_tokens": 2, "do_sample": False}
     together = ask(rows, batch_size=4, **options)
     assert together == [ask(row, **options) for row in rows]

@@ -4,10 +4,9 @@ import copy
 
 import pytest
 import torch
-from conftest import chat_inputs, greedy_answer
+from conftest import chat_inputs, greedy_answer, pipeline_of
 from transformers import AutoModelForCausalLM, TextGenerationPipeline, TextIteratorStreamer
 
-from arcaligner import ArcAlignerPipeline
 from arcaligner.layers_arcaligner import format_trajectory
 
 QUESTION = "Who wrote it?"
@@ -25,8 +24,7 @@ NEW_TOKENS = 6
 
 @pytest.fixture
 def ask(model, processor):
-    settings = {"task": "text-generation", "device": "cpu", "max_new_tokens": NEW_TOKENS}
-    return ArcAlignerPipeline(model=model, processor=processor, **settings)
+    return pipeline_of(model, processor, max_new_tokens=NEW_TOKENS)
 
 
 @pytest.fixture

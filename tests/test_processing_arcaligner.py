@@ -24,15 +24,10 @@ def slots_in(processor, input_ids) -> int:
     return int((torch.as_tensor(input_ids) == processor.context_token_id).sum())
 
 
-def test_prompt_is_the_papers_with_one_slot_a_sentence(processor):
+def test_prompt_is_the_papers_with_one_slot_a_sentence_and_its_title(processor):
     inputs = processor(text=QUESTION, documents=DOCUMENTS, return_tensors="pt")
     assert processor.decode(inputs["input_ids"][0]) == PROMPT.format(slots="<context>" * 3, question=QUESTION)
-    assert inputs["context_embeds"].shape == (1, 3, ENCODER_WIDTH)
     assert inputs["attention_mask"].all()
-
-
-def test_embeddings_are_those_of_the_sentences_with_their_titles(processor):
-    inputs = processor(text=QUESTION, documents=DOCUMENTS, return_tensors="pt")
     texts = ["Radik is a ski jumper.", "He has competed since 2003.", "Ada: It was written by Ada."]
     expected = processor.encoder.encode(texts)
     torch.testing.assert_close(inputs["context_embeds"][0], expected, atol=1e-5, rtol=0)
@@ -272,16 +267,9 @@ def test_a_text_that_becomes_the_context_tokens_id_is_refused(processor, tokeniz
 
 def test_loading_a_processor_does_not_read_the_aligners_configuration(checkpoint_dir, processor, monkeypatch):
     """The tokenizer has no need of it, and would complain of its type."""
-    read = []
-
-    def noted(path, *args, **kwargs):
-        read.append(path)
-        return PreTrainedConfig()
-
-    monkeypatch.setattr(AutoConfig, "from_pretrained", noted)
-    monkeypatch.setattr(PreTrainedConfig, "from_pretrained", noted)
+    for each in (AutoConfig, PreTrainedConfig):
+        monkeypatch.setattr(each, "from_pretrained", lambda *args, **kwargs: pytest.fail("read"))
     loaded = ArcAlignerProcessor.from_pretrained(checkpoint_dir)
-    assert read == []
     assert loaded(text=QUESTION)["input_ids"] == processor(text=QUESTION)["input_ids"]
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import pipeline_of
 from safetensors import safe_open
 from tiny_models import random_probe
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.checkpoint_arcaligner import CODE_FILES
 
 QUESTION = "Who wrote it?"
@@ -102,8 +103,7 @@ def aligner_tensors(folder: Path) -> dict[str, torch.Tensor]:
 def test_fresh_process_answers_as_this_one_from_every_save(fresh_process, model):
     results, (first, *_) = fresh_process
     processor = ArcAlignerProcessor.from_pretrained(first)
-    settings = {"task": "text-generation", "device": "cpu", "max_new_tokens": 6}
-    expected = ArcAlignerPipeline(model=model, processor=processor, **settings)(ROW, return_slots=True)
+    expected = pipeline_of(model, processor, max_new_tokens=6)(ROW, return_slots=True)
     sure = expected[0]["statistics"].pop("confidence")
     inputs = processor(text=QUESTION, documents=DOCUMENTS, return_tensors="pt")
     logits = model(**inputs).logits[0, -1]
