@@ -3,7 +3,6 @@
     python tests/matrix.py                                          # all of COMBINATIONS that were not tried yet
     python tests/matrix.py "transformers==5.10.4 peft==0.18.1"      # one, again
     python tests/matrix.py --table docs/versions.md                 # writes what was found between the marks there
-    python tests/matrix.py --sizes                                  # MiB of each package of the core
 
 It needs `uv`, which decides by its own settings where wheels come from: for torch without CUDA, `UV_TORCH_BACKEND=cpu`
 or `UV_FIND_LINKS`. What a combination does not name is the newest that goes with it. In each environment the shipped
@@ -20,7 +19,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import distributions
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -154,22 +152,6 @@ def install(folder: Path, package: str, *pins: str) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def sizes() -> dict[str, float]:
-    """MiB of each package that this one brings without extras, beside torch and what torch needs; the largest first."""
-    with tempfile.TemporaryDirectory(prefix="sizes-") as temporary:
-        folder, found = Path(temporary), []
-        subprocess.run([*TOOLS, "venv", folder / "env"], check=True)
-        for package in ("torch", str(ROOT)):  # one after the other
-            install(folder, package).check_returncode()
-            found.append({})
-            for each in distributions(path=[str(path) for path in folder.glob("env/lib/*/site-packages")]):
-                paths = (Path(each.locate_file(path)) for path in each.files or ())
-                found[-1][each.name] = sum(path.stat().st_size for path in paths if path.is_file()) / 2**20
-    of_torch, of_all = found
-    added = {name: size for name, size in of_all.items() if name not in of_torch}
-    return dict(sorted(added.items(), key=lambda each: -each[1]))
-
-
 def table() -> list[str]:
     """The lines of a Markdown table of all that was tried."""
     tried = {each: RESULTS / f"{slug(each)}.json" for each in COMBINATIONS}
@@ -197,15 +179,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("combinations", nargs="*", help="Pins such as 'torch==2.11.0 peft==0.20.0'. Default: all.")
     parser.add_argument("--table", type=Path, help="Document to write the table to, between its marks.")
-    parser.add_argument("--sizes", action="store_true", help="Prints how large the package without extras is.")
     parser.add_argument("--probe", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.probe:
         return probe(options.probe)
-    if options.sizes:
-        found = sizes()
-        print(f"{sum(found.values()):.0f} MiB", *(f"{name} {size:.1f}" for name, size in found.items()), sep="\n")
-        return None
     RESULTS.mkdir(parents=True, exist_ok=True)
     wanted = [] if options.table and not options.combinations else options.combinations or COMBINATIONS
     failed = False
