@@ -94,7 +94,7 @@ def test_first_slots_are_kept_within_a_budget(words_processor):
     whole = words_processor.encode_documents(DOCUMENTS)
     cut = words_processor.encode_documents(DOCUMENTS, max_slots=4)
     assert cut.segments == whole.segments[:4] and cut.dropped == whole.segments[4:]
-    assert torch.equal(cut.context_embeds, whole.context_embeds[:4])
+    assert torch.equal(cut.context_embeds, whole.context_embeds[:4]) and len(cut.context_word_ids) == 4
 
 
 def test_a_rate_that_was_not_learned_warns_and_names_those_that_were(words_processor, caplog):
