@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch.nn import Parameter
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
@@ -517,3 +519,41 @@ def check_processor_files(folder: Path) -> None:
                 f"{folder / name} is not the file that was saved with the aligner. Download the checkpoint again, or "
                 "save the processor that the aligner was trained with."
             )
+
+
+# The encoder that was trained along
+
+
+def load_encoder_lora(model, folder: Path) -> None:
+    """Adds the LoRA in `folder` to a `SentenceTransformer`.
+
+    Raises:
+        `ValueError`: weights that are cut, not finite, of another shape, missing or too many.
+    """
+    path, transformer = folder / SAFETENSORS_WEIGHTS_NAME, model.transformers_model
+    weights = dict(read_tensors([path]))
+    try:
+        inject_adapter_in_model(LoraConfig.from_pretrained(str(folder)), transformer)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder / 'adapter_config.json'} does not fit the encoder ({error}).") from error
+    expected = encoder_lora_tensors(transformer)
+    for name in sorted(weights.keys() | expected.keys()):
+        found, wanted = (None if name not in each else list(each[name].shape) for each in (weights, expected))
+        if found != wanted:
+            raise ValueError(
+                f"{path} does not fit the encoder: `{name}` has shape {found}; expected {wanted}, by its "
+                "adapter_config.json. Save the processor again, or download the checkpoint again."
+            )
+        if not torch.isfinite(weights[name]).all():
+            raise ValueError(f"{path} has NaN or infinite values in `{name}`. Take another checkpoint.")
+    set_peft_model_state_dict(transformer, {name.removeprefix(_PREFIX): each for name, each in weights.items()})
+
+
+# PEFT's files name the weights as those of a `PeftModel`.
+_PREFIX = "base_model.model."
+
+
+def encoder_lora_tensors(transformer) -> dict[str, torch.Tensor]:
+    """The LoRA weights of an encoder by the names that PEFT gives them in files."""
+    tensors = get_peft_model_state_dict(transformer, save_embedding_layers=False)  # "auto" would ask the Hub
+    return {_PREFIX + name: each.contiguous() for name, each in tensors.items()}

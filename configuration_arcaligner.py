@@ -388,6 +388,9 @@ def check_copy_bonus(copy_bonus: Any) -> None:
         raise ValueError(f"`copy_bonus` is {copy_bonus!r}; expected a number from 0, such as 6.")
 
 
+WORD_KEYS = "scale", "weight", "bias"  # what the log-odds of the states, the match of words and 1 are worth
+
+
 def check_answer_probe(probe: Any) -> None:
     """Raises `ValueError` unless it is a regression as `train/confidence.py` writes it."""
 
@@ -395,7 +398,7 @@ def check_answer_probe(probe: Any) -> None:
         return is_number(value, int | float) and math.isfinite(value)
 
     given = probe if isinstance(probe, dict) else {}
-    layers, weight = given.get("layers"), given.get("weight")
+    layers, weight, words = given.get("layers"), given.get("weight"), given.get("words", dict.fromkeys(WORD_KEYS, 0.0))
     is_right = (
         isinstance(layers, list)
         and bool(layers)
@@ -404,11 +407,15 @@ def check_answer_probe(probe: Any) -> None:
         and all(map(is_finite, weight))
         and is_finite(given.get("bias"))
         and is_finite(given.get("threshold"))
+        and isinstance(words, dict)
+        and words.keys() == set(WORD_KEYS)
+        and all(map(is_finite, words.values()))
     )
     if not is_right:
         raise ValueError(
-            f"`answer_probe` is {str(probe)[:60]}...; expected `layers` (their numbers), `weight` (numbers), `bias` "
-            "and `threshold`. Fit it again with `python -m arcaligner.train.confidence`."
+            f"`answer_probe` is {str(probe)[:60]}...; expected `layers` (their numbers), `weight` (numbers), `bias`, "
+            "`threshold` and, where words count, `words` (`scale`, `weight` and `bias`). Fit it again with `python -m "
+            "arcaligner.train.confidence`."
         )
 
 

@@ -4,19 +4,19 @@
     documents -> segments (`segmentation_arcaligner.py`) -> tokens -> context_embeds, context_word_ids
 """
 
-import functools
 import importlib
-import time
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
+from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
@@ -24,8 +24,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging
 
-from .base_model_arcaligner import ENCODER_FILES, find_model, read_tensors
-from .configuration_arcaligner import longest_prompt
+from .base_model_arcaligner import ENCODER_FILES, fastest_dtype, find_model, of_texts, search_text
+from .checkpoint_arcaligner import encoder_lora_tensors, load_encoder_lora
+from .configuration_arcaligner import longest_prompt, with_plain_texts
 from .segmentation_arcaligner import (
     EMPTY_SEGMENT,
     GivenSlots,
@@ -34,9 +35,12 @@ from .segmentation_arcaligner import (
     check_max_slots,
     check_tokens_per_slot,
     encoder_texts,
+    fitting_pieces,
     run_ends,
     segment_document,
+    stop_words,
     text_of,
+    title_of,
     tokenize_segments,
 )
 
@@ -81,61 +85,6 @@ def _read_tokenizer(name_or_path: str):
     if "model_max_length" not in options and most not in (None, -1):
         tokenizer.model_max_length = min(tokenizer.model_max_length, most)
     return tokenizer
-
-
-@functools.cache
-def fastest_dtype(device_type: str) -> torch.dtype:
-    """What `"auto"` means for an encoder and in a recipe: bfloat16 if the machine multiplies matrices of a small model
-    1.5 times as fast in it, else float32. On a CPU both are measured, for a tenth of a second each."""
-    if device_type != "cpu":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    is_faster = _products_per_second(torch.bfloat16) > 1.5 * _products_per_second(torch.float32)
-    return torch.bfloat16 if is_faster else torch.float32
-
-
-def _products_per_second(dtype: torch.dtype) -> float:
-    rows, weight = torch.ones(512, 576, dtype=dtype), torch.ones(576, 1536, dtype=dtype)
-    rows @ weight  # the first one sets up the kernel
-    count, start = 0, time.perf_counter()
-    while time.perf_counter() - start < 0.1:
-        rows @ weight
-        count += 1
-    return count / (time.perf_counter() - start)
-
-
-def _load_lora(model, folder: Path) -> None:
-    """Adds the LoRA in `folder` to a `SentenceTransformer`.
-
-    Raises:
-        `ValueError`: weights that are cut, not finite, of another shape, missing or too many.
-    """
-    path, transformer = folder / SAFETENSORS_WEIGHTS_NAME, model.transformers_model
-    weights = dict(read_tensors([path]))
-    try:
-        inject_adapter_in_model(LoraConfig.from_pretrained(str(folder)), transformer)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{folder / 'adapter_config.json'} does not fit the encoder ({error}).") from error
-    expected = _lora_tensors(transformer)
-    for name in sorted(weights.keys() | expected.keys()):
-        found, wanted = (None if name not in each else list(each[name].shape) for each in (weights, expected))
-        if found != wanted:
-            raise ValueError(
-                f"{path} does not fit the encoder: `{name}` has shape {found}; expected {wanted}, by its "
-                "adapter_config.json. Save the processor again, or download the checkpoint again."
-            )
-        if not torch.isfinite(weights[name]).all():
-            raise ValueError(f"{path} has NaN or infinite values in `{name}`. Take another checkpoint.")
-    set_peft_model_state_dict(transformer, {name.removeprefix(_PREFIX): each for name, each in weights.items()})
-
-
-# PEFT's files name the weights as those of a `PeftModel`.
-_PREFIX = "base_model.model."
-
-
-def _lora_tensors(transformer) -> dict[str, torch.Tensor]:
-    """The LoRA weights of an encoder by the names that PEFT gives them in files."""
-    tensors = get_peft_model_state_dict(transformer, save_embedding_layers=False)  # "auto" would ask the Hub
-    return {_PREFIX + name: each.contiguous() for name, each in tensors.items()}
 
 
 class SentenceEncoder:
@@ -195,7 +144,7 @@ class SentenceEncoder:
             str(self._find()), device=self.device, model_kwargs={"use_safetensors": True}
         )
         if self.folder is not None:
-            _load_lora(model, Path(self.folder))
+            load_encoder_lora(model, Path(self.folder))
         return model.eval().requires_grad_(False)
 
     def _find(self) -> Path:
@@ -271,7 +220,7 @@ class SentenceEncoder:
         config = transformer.peft_config["default"]
         config.base_model_name_or_path = self.name_or_path
         config.save_pretrained(str(folder))
-        save_file(_lora_tensors(transformer), folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+        save_file(encoder_lora_tensors(transformer), folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
 
     def num_reads(self, text: str) -> int:
         """Roughly how many pieces `text` must be cut into for the encoder to read all of it; 1 if it fits."""
@@ -319,6 +268,19 @@ class SentenceEncoder:
                 pooled[number] = embeds
         return torch.nn.functional.normalize(torch.cat(pooled).float(), dim=-1)
 
+    @torch.no_grad()
+    def encode_words(self, texts: Sequence[str]) -> list[tuple[list[str], torch.Tensor]]:
+        """Of each text its tokens, as they stand there, and their normalized states (tokens, encoder_hidden_size),
+        float16 on the CPU. A text is cut where the encoder ends."""
+        found = []
+        for first in range(0, len(texts), CPU_BATCH):
+            some = texts[first : first + CPU_BATCH]
+            for text, states, places in zip(some, *self._token_states(some), strict=True):
+                is_real = places[:, 1] > places[:, 0]
+                states = torch.nn.functional.normalize(states[: len(places)][is_real].float(), dim=-1)
+                found.append(([text[start:end] for start, end in places[is_real]], states.half().cpu()))
+        return found
+
     @property
     def _prompt(self) -> str:
         return self.model.prompts.get(self.model.default_prompt_name) or ""
@@ -365,6 +327,45 @@ def _run_weights(offsets: np.ndarray, start: int, ends: np.ndarray) -> np.ndarra
     for run in (weights.sum(axis=1) == 0).nonzero()[0]:  # inside of a token, or cut off at the encoder's limit
         weights[run, np.abs(middles - run_middles[run]).argmin()] = 1.0
     return weights / weights.sum(axis=1, keepdims=True)
+
+
+# How near passages are to a question, by the encoder that searches corpora. Of each encoder, what it makes of texts.
+_VECTORS, _WORDS = WeakKeyDictionary(), WeakKeyDictionary()
+
+
+def _searched(question: str | list[dict], documents: Sequence[str | dict]) -> list[str]:
+    """The question, or a chat's last one, and the texts of the passages."""
+    if not isinstance(question, str):
+        question = ["", *(each["content"] or "" for each in with_plain_texts(question) if each["role"] == "user")][-1]
+    return [question, *(search_text(title_of(each), text_of(each, number)) for number, each in enumerate(documents))]
+
+
+def similarities_of(encoder, question: str | list[dict], documents: Sequence[str | dict]) -> list[float]:
+    """The cosine of a question, or of a chat's last one, and each passage."""
+    asked, *vectors = of_texts(_VECTORS, encoder.untrained, _searched(question, documents), encoder.untrained.encode)
+    return [float(asked @ vector) for vector in vectors]
+
+
+def word_match(processor, question: str | list[dict], documents: Sequence[str | dict]) -> float:
+    """How well passages match the words of a question, or of a chat's last one: the highest cosine of each, stop words
+    left out, with a word of theirs, on average. Without words on either side NaN."""
+    encoder, (asked, *texts) = processor.encoder.untrained, _searched(question, documents)
+    pieces = [text[a:b] for text in texts for a, b in fitting_pieces(text, 0, len(text), encoder.num_reads) if text]
+    (words, states), *others = of_texts(_WORDS, encoder, [asked, *pieces], encoder.encode_words, most=256)
+    if not words or not others:
+        return math.nan
+    nearest = (states.float() @ torch.cat([each for _, each in others]).float().T).amax(dim=1)  # (question's tokens,)
+    common = stop_words(processor.spacy_model)
+    says = torch.tensor([any(map(str.isalnum, word)) and word.lower() not in common for word in words])
+    return float((nearest[says] if says.any() else nearest).mean())
+
+
+def with_words(odds: torch.Tensor, words: dict[str, float] | None, matches: Sequence[float]) -> torch.Tensor:
+    """Log-odds (batch,) of what the states tell and the `word_match` of each row; `words` are the `answer_probe`'s."""
+    if not matches:
+        return odds
+    match = odds.new_tensor(matches).repeat_interleave(len(odds) // len(matches))  # beams have rows
+    return torch.where(match.isnan(), odds, words["scale"] * odds + words["weight"] * match + words["bias"])
 
 
 # Documents to slots

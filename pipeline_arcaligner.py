@@ -27,20 +27,23 @@ from .configuration_arcaligner import (
     is_number,
     longest_prompt,
 )
+from .encoder_arcaligner import similarities_of, with_words, word_match
 from .layers_arcaligner import format_trajectory
-from .segmentation_arcaligner import copied_next, copied_texts, documents_of, similarities_of
+from .segmentation_arcaligner import copied_next, copied_texts, documents_of
 from .slot_rows_arcaligner import pad_passage_ids, pad_words
 
 # Options of a call that go to the processor.
 _SLOT_OPTIONS = (*SLOT_SETTINGS, "sanitize_control_tokens")
 # Options of `generate` that have more than the prompt read before its first scores.
 _READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
+# What each row of a batch has: slots, texts that may be copied, what is asked.
+_OF_ROWS = ("context_embeds", "context_word_ids", "context_passage_ids", "copied", "asked")
 
 
 # How likely it is that passages answer a question. Beyond the paper: a frozen model that has read passages and question
 # shows in its middle layers whether it found an answer, also where it goes on to invent one. A logistic regression, the
-# processor's `answer_probe`, reads this from the states of the prompt's last token. Asked of all passages together, it
-# says whether to believe the answer; asked of each passage by itself, which of them to read.
+# processor's `answer_probe`, reads this from the states of the prompt's last token. Asked of all passages together, and
+# beside how well these match the question's words, it says whether to believe the answer; of each, which ones to read.
 
 
 def check_min_confidence(processor, min_confidence: float) -> None:
@@ -116,6 +119,8 @@ class AnswerConfidence(LogitsProcessor):
     Args:
         model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): The aligner; the processor's
             `answer_probe` has the regression.
+        questions (`list`), documents (`list[list]`): Of each row of the batch what is asked, a text or a chat, and the
+            passages that are read. Their `word_match` counts, too, where it was fitted and there are words.
         stops (`bool`, defaults to `False`): Raises `SeenError` in the last layer that is watched, as what comes after
             it says nothing about the confidence.
 
@@ -126,12 +131,13 @@ class AnswerConfidence(LogitsProcessor):
     class SeenError(Exception):
         """All states that are needed have been seen."""
 
-    def __init__(self, model, processor, stops: bool = False):
+    def __init__(self, model, processor, questions: Sequence = (), documents: Sequence = (), stops: bool = False):
         _check_probe(processor, "A confidence")
         probe, width = processor.answer_probe, model.config.text_config.hidden_size
         layers = model.model.decoder_layers
         self.weight = torch.tensor(probe["weight"], dtype=torch.float32, device=model.device)
-        self.bias = probe["bias"]
+        self.bias, self.words, asked = probe["bias"], probe.get("words"), zip(questions, documents, strict=True)
+        self.matches = [word_match(processor, *own) for own in asked] if self.words else []
         if max(probe["layers"]) >= len(layers) or len(self.weight) != len(probe["layers"]) * width:
             raise ValueError(
                 f"`answer_probe` has {len(self.weight)} weights for layers {probe['layers']}; expected {width} for "
@@ -164,11 +170,11 @@ class AnswerConfidence(LogitsProcessor):
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         if self.confidence is None:
-            self.confidence = self.of_states()
+            self.confidence = torch.sigmoid(with_words(self.log_odds(), self.words, self.matches))
         return scores
 
-    def of_states(self) -> torch.Tensor:
-        """The confidence (batch,) of what this thread has read last."""
+    def log_odds(self) -> torch.Tensor:
+        """What the states of what this thread has read last tell, (batch,)."""
         states = [self._states.get((threading.get_ident(), place)) for place in range(len(self.layers))]
         if any(each is None for each in states):
             raise ValueError(
@@ -176,7 +182,7 @@ class AnswerConfidence(LogitsProcessor):
                 "a model that is not compiled as a whole, and without prompt lookup or an assistant model."
             )
         states = torch.cat([each.to(self.weight.device) for each in states], dim=1)
-        return torch.sigmoid(states @ self.weight + self.bias)
+        return states @ self.weight + self.bias
 
 
 class CopyBonus(LogitsProcessor):
@@ -219,8 +225,7 @@ def rank_passages(
 ) -> list[dict[int, RankedPassage]]:
     """How likely each passage by itself answers its question; `likeliest` then says which ones to read.
 
-    Each question is read behind each of its passages. What is read of the passages is the store's: `prepare` finds it
-    there.
+    Each question is read behind each of its passages. What is read of these is in the store, where `prepare` finds it.
 
     Args:
         store ([`SlotPrefixStore`]): Of an aligner that reads passages apart and whose confidence was fitted.
@@ -240,7 +245,7 @@ def rank_passages(
         with watch:
             with contextlib.suppress(watch.SeenError):
                 store.read_question(inputs)
-            sure = watch.of_states().tolist()
+            sure = torch.sigmoid(watch.log_odds()).tolist()
         for (question, passage, is_kept), confidence in zip(rows, sure, strict=True):
             similarity = similarities[question][passage] if similarities else 0.0
             ranked[question][passage] = RankedPassage(confidence, similarity, is_kept)
@@ -355,8 +360,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         preprocess |= {name: kwargs[name] for name in REFINEMENT_SETTINGS if name in kwargs}  # to ask about passages
         if min_confidence is not None:
             check_min_confidence(self.processor, min_confidence)
-            given = [name for name in ("streamer", "return_tensors") if kwargs.get(name)]
-            if given:
+            if given := [name for name in ("streamer", "return_tensors") if kwargs.get(name)]:
                 raise ValueError(f"`min_confidence` is set, but not possible with `{given[0]}`. Leave one out.")
             forward["min_confidence"] = postprocess["min_confidence"] = min_confidence
         return preprocess, forward, postprocess
@@ -377,7 +381,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         if isinstance(prompt, Chat):
             check_conversation(prompt.messages)
         documents = None if documents is None else documents_of(documents, "`documents` of row 0")
-        numbers, confidences, copied = range(len(documents or [])), None, []
+        numbers, confidences, copied, messages = range(len(documents or [])), None, [], ""
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
         else:
@@ -387,8 +391,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
                 template["continue_final_message"] = asked.messages[-1]["role"] == "assistant"
             template["add_generation_prompt"] = not template["continue_final_message"]
             slots = {"sanitize_control_tokens": True} | slots
+            messages = asked.messages if isinstance(asked, Chat) else asked
             if max_passages is not None and len(numbers) > max_passages:
-                messages = asked.messages if isinstance(asked, Chat) else asked
                 (ranked,) = rank_passages(self._passages, [messages], [documents], **slots, **template, **gates)
                 numbers = likeliest(ranked, max_passages)
                 confidences = {number: each.confidence for number, each in ranked.items()}
@@ -396,7 +400,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             copied = [] if template["continue_final_message"] else slots["documents"]  # else an answer has begun
             slots |= {"return_segments": return_slots, "return_tensors": "pt"}
             encoded = self._encode(asked, slots, template, **kwargs)
-        row = self._describe_row(encoded, is_question, return_slots, numbers, confidences) | {"copied": copied or []}
+        row = self._describe_row(encoded, is_question, return_slots, numbers, confidences)
+        row |= {"copied": copied or [], "asked": messages}
         return {name: encoded[name] for name in ("input_ids", "attention_mask")} | {"row": row, "prompt_text": chat}
 
     def _encode(
@@ -435,10 +440,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     ) -> dict:
         row = model_inputs.pop("row")
         rows = row if isinstance(row, list) else [row]  # a list when it comes from a batch
-        embeds = [each.pop("context_embeds") for each in rows]
-        words, numbers, copied = (
-            [each.pop(name) for each in rows] for name in ("context_word_ids", "context_passage_ids", "copied")
-        )
+        embeds, words, numbers, copied, asked = ([each.pop(name) for each in rows] for name in _OF_ROWS)
         slots = {
             "context_embeds": pad_sequence(embeds, batch_first=True),  # (batch, max_slots, encoder_hidden_size)
             "context_word_ids": pad_words(words),  # (batch, max_slots, max_words)
@@ -452,7 +454,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             raise ValueError(f"`min_confidence` is set, but not possible with any of {', '.join(_READ_MORE)}.")
         is_asked = min_confidence is not None or (return_slots and not reads_more)
         if slots and self.processor.answer_probe is not None and is_asked:
-            added = [watch := AnswerConfidence(self.model, self.processor)]
+            added = [watch := AnswerConfidence(self.model, self.processor, asked, copied)]
         if any(copied):
             own, default = config.eos_token_id, self.model.generation_config.eos_token_id
             end_ids = generate_kwargs.get("eos_token_id", default if own is None else own)
@@ -507,15 +509,10 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     ) -> dict[str, Any]:
         """A row's embeddings (num_slots, encoder_hidden_size), words (num_slots, max_words) and passages (num_slots,),
         and what its slots stand for: `numbers` are those of the documents that are read, `confidences` of all."""
-        no_embeds, no_words = torch.zeros(1, 0, self.model.config.encoder_hidden_size), torch.full((1, 0, 1), -1)
-        no_passages = torch.full((1, 0), -1)
-        row = {
-            "is_question": is_question,
-            "has_slots": "context_embeds" in encoded,
-            "context_embeds": encoded.get("context_embeds", no_embeds)[0],
-            "context_word_ids": encoded.get("context_word_ids", no_words)[0],
-            "context_passage_ids": encoded.get("context_passage_ids", no_passages)[0],
-        }
+        width = self.model.config.encoder_hidden_size
+        empty = torch.zeros(1, 0, width), torch.full((1, 0, 1), -1), torch.full((1, 0), -1)  # of a row without slots
+        slots = {name: encoded.get(name, none)[0] for name, none in zip(_OF_ROWS, empty, strict=False)}
+        row = {"is_question": is_question, "has_slots": "context_embeds" in encoded} | slots
         if return_slots:
             segments = encoded.get("segments", [[]])[0]
             row["segments"] = [asdict(each) | {"document": numbers[each.document]} for each in segments]

@@ -2,7 +2,7 @@
 with `tokens_per_slot`, a slot is a run of a segment's tokens.
 
 spaCy finds the sentences. Offsets always count characters of the document's text, so an answer can be traced back to
-it. What else texts tell is here, too: how like a question they are, and what an answer may copy of them.
+it. What an answer may copy of texts is here, too.
 """
 
 import bisect
@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
-from .base_model_arcaligner import of_texts, search_text
-from .configuration_arcaligner import check_text, is_number, with_plain_texts
+from .base_model_arcaligner import of_texts
+from .configuration_arcaligner import check_text, is_number
 
 logger = logging.get_logger(__name__)
 
@@ -351,14 +351,14 @@ def _halves(text: str, start: int, end: int, anywhere: bool = False) -> list[tup
     return [(start, middle), (middle, end)] if anywhere and start < middle else [(start, end)]
 
 
-def _fitting_pieces(text: str, start: int, end: int, num_reads: Callable[[str], int]) -> list[tuple[int, int]]:
+def fitting_pieces(text: str, start: int, end: int, num_reads: Callable[[str], int]) -> list[tuple[int, int]]:
     """Pieces the encoder reads whole: cut in two at a space (or anywhere in one long word) until each fits."""
     pieces, reads = [(start, end)], num_reads(text[start:end])
     if reads <= 1 or end - start <= 1:
         return pieces
     for _ in range(1 if reads < 5 else (reads - 1).bit_length()):  # several cuts at once: to ask takes time
         pieces = [half for piece in pieces for half in _halves(text, *piece, anywhere=True)]
-    return [small for piece in pieces for small in _fitting_pieces(text, *piece, num_reads)]
+    return [small for piece in pieces for small in fitting_pieces(text, *piece, num_reads)]
 
 
 def check_sentences_per_segment(sentences_per_segment: int | float) -> None:
@@ -401,7 +401,7 @@ def segment_document(
     elif sentences_per_segment > 1:
         size = int(sentences_per_segment)
         spans = [(spans[i][0], spans[min(i + size, len(spans)) - 1][1]) for i in range(0, len(spans), size)]
-    pieces = [piece for span in spans for piece in _fitting_pieces(text, *span, num_reads)]
+    pieces = [piece for span in spans for piece in fitting_pieces(text, *span, num_reads)]
     return [Segment(document, start, end, text[start:end]) for start, end in pieces]
 
 
@@ -475,19 +475,7 @@ def passages_apart(passages: list | GivenSlots) -> dict[int, list | GivenSlots]:
     return dict(zip(numbers, apart, strict=True))
 
 
-# Of each encoder the vectors of texts, of each tokenizer what is copied of them.
-_VECTORS, _COPIED = WeakKeyDictionary(), WeakKeyDictionary()
-
-
-def similarities_of(encoder, question: str | list[dict], documents: Sequence[str | dict]) -> list[float]:
-    """The cosine of a question, or of a chat's last one, and each passage, by the encoder that searches corpora."""
-    if not isinstance(question, str):
-        question = ["", *(each["content"] or "" for each in with_plain_texts(question) if each["role"] == "user")][-1]
-    texts = [search_text(title_of(each), text_of(each, number)) for number, each in enumerate(documents)]
-    asked, *vectors = of_texts(_VECTORS, encoder.untrained, [question, *texts], encoder.untrained.encode)
-    return [float(asked @ vector) for vector in vectors]
-
-
+_COPIED = WeakKeyDictionary()  # of each tokenizer, what is copied of texts
 _WORD_START = re.compile(r"(?<![^\W_])[^\W_]|(?<!\S)\S")
 _WORD = re.compile(r"\S{1,40}")  # what is looked at of one
 # Answers that are as good as copied: else a question that wants "yes" would be answered by a "no" of the text.
@@ -558,3 +546,8 @@ def copied_next(texts: Sequence[CopiedText], written: list[int], end_ids: Set[in
 def spacy_version() -> str:
     """The version of spaCy, which splits passages."""
     return version("spacy")
+
+
+def stop_words(spacy_model: str) -> set[str]:
+    """Words that say little by themselves, in lower case."""
+    return _load_spacy(spacy_model)[0].Defaults.stop_words

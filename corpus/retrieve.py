@@ -48,6 +48,11 @@ class SlotPassages:
         inputs = {"context_embeds": slots.context_embeds, "context_passage_ids": slots.context_passage_ids}
         return inputs if slots.context_word_ids is None else inputs | {"context_word_ids": slots.context_word_ids}
 
+    @property
+    def read(self) -> list[dict[str, Any]]:
+        """The documents that are read."""
+        return [each for each in self.documents if each.get("read", True)]
+
     def only(self, numbers: Collection[int]) -> "SlotPassages":
         """The same with the slots of these passages alone; `read` says of each document whether it is one of them."""
         segments, embeds, words, ids, dropped = self.encoded

@@ -119,7 +119,8 @@ class SlotAnswerer:
             inputs = slot_inputs(self.processor, read, self.with_passages, self.tokens_per_slot).to(self.model.device)
             num_slots = (inputs["input_ids"] == self.model.config.context_token_id).sum(dim=1).tolist()
             passages = [row["passages"] if self.with_passages else [] for row in read]
-            settings = {"passages": passages, "copy_bonus": self.copy_bonus, **self.refinement}
+            asked = {"questions": [row["question"] for row in read], "passages": passages}
+            settings = asked | {"copy_bonus": self.copy_bonus, **self.refinement}
             return _generate(self.model, self.processor, inputs, rows, num_slots, **settings)
 
     def _likeliest(self, rows: list[Row], max_passages: int) -> list[Row]:

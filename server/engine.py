@@ -21,7 +21,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, St
 from ..configuration_arcaligner import check_copy_bonus, check_length
 from ..corpus.kept import kept_folder
 from ..corpus.retrieve import Retriever, SlotPassages
-from ..encoder_arcaligner import EncodedDocuments
+from ..encoder_arcaligner import EncodedDocuments, similarities_of
 from ..pipeline_arcaligner import (
     AnswerConfidence,
     ArcAlignerPipeline,
@@ -32,7 +32,6 @@ from ..pipeline_arcaligner import (
     rank_passages,
 )
 from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE
-from ..segmentation_arcaligner import similarities_of
 from .answers import Answer, AnswerStream, Limits, Request, RowSampler
 
 # Given passages whose slots are kept; the prefixes have their own budget, in bytes.
@@ -331,7 +330,8 @@ class Engine:
     def _generate(self, group: list[Request], inputs: dict[str, Any], began: float) -> None:
         inputs = {name: x.to(self.model.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
         can_refuse = self.processor.answer_probe is not None and group[0].passages is not None
-        watch = AnswerConfidence(self.model, self.processor) if can_refuse else None
+        read = [request.passages.read for request in group if request.passages is not None]
+        watch = AnswerConfidence(self.model, self.processor, map(self._chat, group), read) if can_refuse else None
         prompt_tokens = inputs["attention_mask"].sum(dim=1).tolist()
         with self.model.recorded_depths() as depths, watch or contextlib.nullcontext():
             rows = AnswerStream(group, prompt_tokens, self, began, depths, watch)
@@ -343,7 +343,6 @@ class Engine:
             )
             added = [] if watch is None else [watch]
             if group[0].passages is not None:
-                read = [[each for each in own.passages.documents if each.get("read", True)] for own in group]
                 bonus = [request.copy_bonus for request in group]
                 added.append(CopyBonus(self.processor, read, bonus, settings.eos_token_id))
             self.model.generate(

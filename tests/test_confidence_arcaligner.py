@@ -10,6 +10,7 @@ from conftest import chat_inputs, pipeline_of, processor_with
 from tiny_models import random_probe
 
 from arcaligner import prefix_store_arcaligner
+from arcaligner.encoder_arcaligner import word_match
 from arcaligner.generation_arcaligner import read_passages as read
 from arcaligner.pipeline_arcaligner import AnswerConfidence, rank_passages
 
@@ -51,6 +52,34 @@ def test_confidence_is_the_regression_on_the_states_of_the_last_token_of_the_pro
         states = model(**inputs, output_hidden_states=True).hidden_states[1]  # (1, seq_len, hidden)
     expected = (states[:, -1] @ weight + 0.1).expand(options.get("num_beams", 1))
     torch.testing.assert_close(watched(model, fitted, inputs, **options), expected, rtol=1e-4, atol=1e-4)
+
+
+WORDS = {"scale": 0.5, "weight": 3.0, "bias": -1.0}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"batch_size": 2}], ids=str)
+def test_the_match_of_the_questions_words_counts_beside_the_states_where_it_was_fitted(ask, fitted, options):
+    rows = [
+        {"question": "Who wrote it?", "documents": DOCUMENTS},
+        {"messages": [{"role": "user", "content": "Was it a letter?"}], "documents": ["A letter.", "It was long."]},
+        {"question": "Who?", "documents": []},
+    ]
+
+    def odds(**settings):
+        records = [each[0] for each in ask(rows, return_slots=True, **TOKENS, **options, **settings)]
+        sure = torch.tensor([each["statistics"]["confidence"] for each in records])
+        return torch.logit(sure), [each["generated_text"] for each in records]
+
+    states, _ = odds()
+    fitted.answer_probe = fitted.answer_probe | {"words": WORDS}
+    found, _ = odds()
+    asked = ("Who wrote it?", rows[0]["documents"]), ("Was it a letter?", rows[1]["documents"])
+    matches = torch.tensor([word_match(fitted, *each) for each in asked])
+    expected = WORDS["scale"] * states[:2] + WORDS["weight"] * matches + WORDS["bias"]
+    torch.testing.assert_close(found, torch.cat([expected, states[2:]]), rtol=1e-3, atol=1e-3)
+    least = torch.sigmoid(expected).max().item() + 1e-3
+    _, texts = odds(min_confidence=least)
+    assert texts[0] == fitted.no_answer
 
 
 def test_the_states_of_several_layers_stand_in_the_order_of_their_names(model, fitted):

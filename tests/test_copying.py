@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from arcaligner.benchmarks.compare import Reader
-from arcaligner.encoder_arcaligner import SentenceEncoder
+from arcaligner.encoder_arcaligner import SentenceEncoder, similarities_of
 from arcaligner.evaluation.answering import SlotAnswerer
 from arcaligner.evaluation.methods import METHODS
 from arcaligner.pipeline_arcaligner import CopyBonus, rank_passages
-from arcaligner.segmentation_arcaligner import YES_NO, copied_next, copied_texts, similarities_of
+from arcaligner.segmentation_arcaligner import YES_NO, copied_next, copied_texts
 
 QUESTION = "Who wrote it?"
 DOCUMENTS = ["It was written by Ada.  Nobody else knew.", {"title": "Toronto Northwest", "text": "A riding, in 1924."}]

@@ -1,11 +1,13 @@
 """The sentence encoder's batches and its dtype."""
 
+import math
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from arcaligner import ArcAlignerProcessor, encoder_arcaligner
-from arcaligner.encoder_arcaligner import fastest_dtype
+from arcaligner import ArcAlignerProcessor, base_model_arcaligner
+from arcaligner.encoder_arcaligner import fastest_dtype, word_match
 from arcaligner.train.recipe import resolve_dtype
 
 TEXTS = ["It was written by Ada, and nobody else knew.", "", "Radik has competed since 2003."] * 4
@@ -34,6 +36,37 @@ def test_texts_are_encoded_as_sentence_transformers_does(processor):
     torch.testing.assert_close(processor.encoder.encode(TEXTS), expected, rtol=0, atol=1e-6)
 
 
+def test_the_match_of_words_is_the_mean_of_the_highest_cosines_of_those_that_say_something(processor):
+    question, passages = "Who wrote the letter?", [{"title": "Post", "text": "Ada wrote it."}, "It was a long letter."]
+
+    def tokens(text):
+        states = processor.encoder.model.encode(text, output_value="token_embeddings", convert_to_tensor=True)
+        places = processor.encoder.model.tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+        states = torch.nn.functional.normalize(states, dim=-1)
+        return {place: state for place, state in zip(places, states, strict=True) if place[0] < place[1]}
+
+    theirs = torch.stack([*tokens("Post Ada wrote it.").values(), *tokens("It was a long letter.").values()])
+    asked = tokens(question)
+    said = [(a, b) for a, b in asked if question[a:b].lower() not in ("who", "the", "?")]
+    assert 0 < len(said) < len(asked)
+    expected = torch.stack([(theirs @ asked[place]).max() for place in said]).mean().item()
+    assert word_match(processor, question, passages) == pytest.approx(expected, abs=1e-3)  # they are kept in float16
+    chat = [
+        {"role": "user", "content": "Hi."},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": question},
+    ]
+    assert word_match(processor, chat, passages) == pytest.approx(expected, abs=1e-3)
+    assert math.isnan(word_match(processor, question, [])) and math.isnan(word_match(processor, "", passages))
+
+
+def test_words_at_the_end_of_a_long_passage_are_matched_too(processor):
+    long = "Nothing of it stands here. " * 200
+    assert processor.encoder.num_reads(long) > 1
+    without, at_the_end = (word_match(processor, "zebra", [text]) for text in (long, long + "zebra"))
+    assert at_the_end > without + 0.01
+
+
 @pytest.mark.parametrize("folder", ["checkpoint_dir", "trained"])
 def test_bfloat16_rounds_the_embeddings_which_stay_normalized_and_float32(load, folder, request):
     folder = request.getfixturevalue(folder)
@@ -49,7 +82,7 @@ def test_bfloat16_rounds_the_embeddings_which_stay_normalized_and_float32(load, 
 @pytest.mark.parametrize(("speed", "dtype"), [(60.0, torch.bfloat16), (25.0, torch.float32)])
 def test_auto_is_bfloat16_where_the_machine_is_much_faster_in_it(load, trained, monkeypatch, speed, dtype, tmp_path):
     fastest_dtype.cache_clear()
-    monkeypatch.setattr(encoder_arcaligner, "_products_per_second", {torch.bfloat16: speed, torch.float32: 20.0}.get)
+    monkeypatch.setattr(base_model_arcaligner, "_products_per_second", {torch.bfloat16: speed, torch.float32: 20.0}.get)
     processor = load("auto", trained)
     processor.encoder.device = "cpu"
     assert processor.encoder.model.dtype == dtype == processor.encoder.untrained.model.dtype

@@ -5,9 +5,9 @@
 The aligner reads questions of the recipe's training articles, half of them with passages that do not answer them (the
 nearest of all, or of the same article), at its rates in turn. A logistic regression tells the two apart by the states
 of the prompt's last token; its strength is chosen by cross-validation. Then the questions of the held-out articles, a
-fifth of them unanswerable, give scale and offset and, at the aligner's own rate, the threshold: the confidence below
-which 6 % of the answerable questions fall, which lose 5 % of the F1. All of it is written to the folder's processor. No
-test set is read.
+fifth of them unanswerable, give scale and offset, what the match of the question's words is worth beside it
+(`word_match`) and, at the aligner's own rate, the threshold: the confidence below which 6 % of the answerable questions
+fall, which lose 5 % of the F1. All of it is written to the folder's processor. No test set is read.
 """
 
 import math
@@ -27,6 +27,8 @@ from tqdm.auto import tqdm
 
 from ..common.files import markdown_table, run_command
 from ..common.rows import Row
+from ..configuration_arcaligner import WORD_KEYS
+from ..encoder_arcaligner import with_words, word_match
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from .data import slot_inputs
@@ -70,10 +72,11 @@ def fit_probe(states: np.ndarray, is_answered: np.ndarray) -> tuple[np.ndarray, 
     return weight, float(regression.intercept_[0] - weight @ scaler.mean_)
 
 
-def calibrate(odds: np.ndarray, is_answered: np.ndarray) -> tuple[float, float]:
-    """Scale and offset with which the log-odds (rows,) are those of the share that is answered."""
-    regression = LogisticRegression(C=1e6).fit(odds[:, None], is_answered)
-    return float(regression.coef_[0, 0]), float(regression.intercept_[0])
+def calibrate(is_answered: np.ndarray, *evidence: np.ndarray) -> tuple[float, ...]:
+    """What each piece of evidence (rows,) is worth, and an offset, so that the sum is the log-odds of the share that is
+    answered."""
+    regression = LogisticRegression(C=1e6).fit(np.stack(evidence, axis=1), is_answered)
+    return *regression.coef_[0].tolist(), float(regression.intercept_[0])
 
 
 def fit_confidence(
@@ -94,8 +97,15 @@ def fit_confidence(
     rows = asked_rows(recipe, number_held_out, in_article=IN_ARTICLE)
     is_answered = np.array([row["is_answered"] for row in rows])
     odds = [last_states(model, processor, rows, rate, layers) @ weight + bias for rate in rates]
-    scale, offset = calibrate(np.concatenate(odds), np.tile(is_answered, len(rates)))
-    confidences = {str(rate): expit(scale * some + offset) for rate, some in zip(rates, odds, strict=True)}
+    asked = tqdm(rows, desc="matching words", leave=False)
+    match = np.array([word_match(processor, row["question"], row["passages"]) for row in asked])
+    answered = np.tile(is_answered, len(rates))
+    scale, offset = calibrate(answered, np.concatenate(odds))
+    odds = [scale * some + offset for some in odds]
+    fitted = calibrate(answered, np.concatenate(odds), np.tile(match, len(rates)))
+    words = dict(zip(WORD_KEYS, fitted, strict=True))
+    sure = [with_words(torch.from_numpy(some), words, match.tolist()) for some in odds]
+    confidences = {str(rate): expit(some.numpy()) for rate, some in zip(rates, sure, strict=True)}
     own = confidences[str(processor.tokens_per_slot)]
     threshold = float(np.quantile(own[is_answered], WRONGLY_REFUSED))
     results = {}
@@ -111,6 +121,7 @@ def fit_confidence(
         "bias": round(scale * bias + offset, 6),
         "threshold": round(threshold, 4),
         "weight": [round(each, 6) for each in (scale * weight).tolist()],
+        "words": {name: round(each, 6) for name, each in words.items()},
     }
     return probe, results
 

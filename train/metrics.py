@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,17 +87,23 @@ def ranked_passages(store, rows: list[Row], **settings: Any) -> list[dict[int, R
 
 @torch.inference_mode()
 def greedy_answers(
-    model, processor, inputs: dict[str, Any], passages: Any = (), copy_bonus: float | None = None, **refinement: Any
+    model,
+    processor,
+    inputs: dict[str, Any],
+    questions: Sequence[str] = (),
+    passages: Sequence[list] = (),
+    copy_bonus: float | None = None,
+    **refinement: Any,
 ) -> tuple[list[str], list[float | None]]:
     """Greedy answers to left-padded prompts, and of each how likely it is that its passages answer: `None` without
-    slots, or where that was not fitted. See [`AnswerConfidence`]. Of the `passages` of each, a list of lists, answers
-    may be copied ([`CopyBonus`])."""
+    slots, or where that was not fitted. See [`AnswerConfidence`], which the `questions` and the `passages` of each are
+    for; from the latter answers may be copied ([`CopyBonus`])."""
     options = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, **refinement}
     added = [CopyBonus(processor, passages, copy_bonus, model.generation_config.eos_token_id)]
     if processor.answer_probe is None or "context_embeds" not in inputs:
         ids, sure = model.generate(**inputs, **options, logits_processor=added), [None] * len(inputs["input_ids"])
     else:
-        with AnswerConfidence(model, processor) as watch:
+        with AnswerConfidence(model, processor, questions, passages) as watch:
             ids = model.generate(**inputs, **options, logits_processor=[watch, *added])
         sure = watch.confidence.tolist()
     texts = processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

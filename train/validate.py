@@ -178,7 +178,8 @@ def answers(
     for start in tqdm(range(0, len(rows), BATCH), desc=f"answers, rate {rate}", leave=False):
         some = rows[start : start + BATCH]
         inputs = slot_inputs(processor, some, tokens_per_slot=rate)
-        texts, sure = greedy_answers(model, processor, inputs, [row["passages"] for row in some])
+        asked = [row["question"] for row in some], [row["passages"] for row in some]
+        texts, sure = greedy_answers(model, processor, inputs, *asked)
         least = processor.answer_probe["threshold"] if processor.answer_probe else 0.0
         for row, text, confidence in zip(some, texts, sure, strict=True):
             found.append(

@@ -33,8 +33,10 @@ def test_a_regression_finds_what_tells_the_rows_apart_and_is_calibrated():
     weight, bias = fit_probe(states[:2000], is_answered[:2000])
     assert np.argmax(np.abs(weight)) == 2 and np.abs(np.delete(weight, 2)).max() < 0.1 * weight[2]
     found = states @ weight + bias
-    scale, offset = calibrate(found, is_answered)
+    scale, offset = calibrate(is_answered, found)
     np.testing.assert_allclose(scale * found + offset, odds, atol=0.5)
+    both = calibrate(is_answered, states[:, 2], random.normal(size=4000))
+    np.testing.assert_allclose(both, (1.5, 0.0, -4.5), atol=0.2)
     sure = 1 / (1 + np.exp(-(scale * found + offset)))
     assert sure.mean() == pytest.approx(is_answered.mean(), abs=0.01)
 
@@ -53,3 +55,4 @@ def test_the_command_writes_a_probe_that_the_pipeline_takes(checkpoint_dir, tmp_
     assert saved.no_answer == "nobody knows" and 0 < saved.answer_probe["threshold"] < 1
     width = json.loads((aligner / "config.json").read_text())["text_config"]["hidden_size"]
     assert len(saved.answer_probe["weight"]) == width * len(saved.answer_probe["layers"])
+    assert saved.answer_probe["words"].keys() == {"scale", "weight", "bias"}
