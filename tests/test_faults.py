@@ -1,6 +1,8 @@
 """Faults: a process that is killed, a full disk, a folder that cannot be written to. What was there stays whole."""
 
+import argparse
 import errno
+import gc
 import json
 import os
 import random
@@ -9,19 +11,25 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import tqdm
+from huggingface_hub import HfApi
 from safetensors.torch import load_file
 from tiny_models import tiny_aligner
+from training_rows import question_rows, write_rows
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor
 from arcaligner.checkpoint_arcaligner import written_whole
 from arcaligner.common.files import write_whole
+from arcaligner.evaluation import evaluate, settings
 from arcaligner.generation_arcaligner import load_keys_values, save_keys_values
-from arcaligner.share import export
+from arcaligner.share import export, hub
+from arcaligner.train import metrics
 
 # A killed child would keep the lock that tqdm shares between processes.
 tqdm.tqdm.set_lock(threading.RLock())
@@ -96,6 +104,51 @@ def test_killed_export_leaves_a_whole_checkpoint_or_none(checkpoint_dir, tmp_pat
         assert contents(folder) == whole and not list(folder.glob(".saving-*"))
 
 
+def test_killed_evaluation_goes_on_where_it_was(checkpoint_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "MAX_NEW_TOKENS", 4)
+    write_rows(tmp_path / "squad.jsonl.gz", question_rows(6))
+    keys = {"checkpoint": str(checkpoint_dir), "data": tmp_path, "output": tmp_path / "run", "batch_size": 1}
+    wanted = settings.read_settings(None, keys | {"tasks": ["squad"], "methods": ["arcaligner"]}, {})
+    path = tmp_path / "run" / "squad" / "arcaligner.jsonl"
+
+    def answers() -> list[tuple[str, str]]:
+        evaluate.evaluate(wanted)
+        return [(row["id"], row["prediction"]) for row in map(json.loads, path.read_text().splitlines())]
+
+    expected = answers()
+    for moment in MOMENTS[:5]:
+        shutil.rmtree(tmp_path / "run")
+        kill_while(answers, 2 * moment)
+        assert answers() == expected
+
+
+def test_killed_push_is_visible_whole_or_not_at_all(checkpoint_dir, tmp_path, monkeypatch):
+    """The Hub shows a commit when all of it has arrived; ours must be a single one."""
+    shown = tmp_path / "hub"
+
+    def commit(self, repo_id, operations, commit_message):
+        arriving = tmp_path / "arriving"
+        shutil.rmtree(arriving, ignore_errors=True)
+        arriving.mkdir()
+        for operation in operations:
+            shutil.copy(operation.path_or_fileobj, arriving / operation.path_in_repo)
+        shutil.rmtree(shown, ignore_errors=True)
+        os.replace(arriving, shown)
+
+    monkeypatch.setattr(hub, "get_token", lambda: "hf_of_someone")
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **kwargs: argparse.Namespace(repo_id=repo_id))
+    monkeypatch.setattr(HfApi, "list_repo_files", lambda self, repo_id: [])
+    monkeypatch.setattr(HfApi, "create_commit", commit)
+    hub.push_checkpoint("someone/aligner", checkpoint_dir)
+    whole = contents(shown)
+    for moment in MOMENTS[:5]:
+        shutil.rmtree(shown, ignore_errors=True)
+        kill_while(lambda: hub.push_checkpoint("someone/aligner", checkpoint_dir), 5 * moment)
+        assert not shown.exists() or contents(shown) == whole
+    hub.push_checkpoint("someone/aligner", checkpoint_dir)
+    assert contents(shown) == whole
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
 def test_save_without_space_or_permission_leaves_what_was_there(model, checkpoint_dir, tmp_path, number, monkeypatch):
     folder = tmp_path / "checkpoint"
@@ -157,3 +210,42 @@ def test_a_save_whose_files_cannot_be_moved_leaves_the_former_ones(tmp_path, is_
             assert former.items() <= read(folder).items()
         else:
             assert read(folder) == former
+
+
+@pytest.mark.load
+def test_a_thousand_requests_answer_as_alone_and_memory_stays(model, processor):
+    """Long, short, without passages and bad ones, in batches of the pipeline and in 8 threads with one store."""
+    ask = ArcAlignerPipeline(model=model, processor=processor, task="text-generation", device="cpu")
+    draw, options = random.Random(0), {"max_new_tokens": 3, "do_sample": False}
+
+    def request(number):
+        documents = [f"Number {each} is here. It was written by Ada." for each in draw.sample(range(40), number % 5)]
+        return {"question": "Who? " * (1 + number % 7), "documents": documents}
+
+    requests = [request(number) for number in range(500)]
+    bad = [{"question": ""}, {"question": "Who?", "documents": 5}, {"question": "caf\udce9", "documents": ["One."]}]
+    alone = [ask(each, **options)[0]["generated_text"] for each in requests]
+    store = model.slot_prefix_store(processor, max_bytes=10**6)
+
+    def serve(number):
+        if number % 10 == 9:
+            with pytest.raises(ValueError):
+                store.prepare(bad[number % 3]["question"], bad[number % 3].get("documents", []))
+            return
+        inputs = store.prepare(requests[number]["question"], requests[number]["documents"])
+        answer = model.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :]
+        assert processor.batch_decode(answer, skip_special_tokens=True) == [alone[number]]
+
+    def round_of_requests():
+        for first in range(0, 500, 50):
+            found = ask(requests[first : first + 50], batch_size=8, **options)
+            batch = [each["generated_text"] for row in found for each in row]
+            assert batch == alone[first : first + 50]
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(serve, range(500)))
+        gc.collect()
+        return psutil.Process().memory_info().rss
+
+    before, after = round_of_requests(), round_of_requests()
+    print(f"memory before {before / 1e6:.0f} MB, after {after / 1e6:.0f} MB; {store.hits} hits, {store.misses} misses")
+    assert after < 1.05 * before and store.bytes <= store.max_bytes

@@ -9,6 +9,22 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("common", "share", "train", "corpus", "server", "engines", "evaluation", "benchmarks", "cli")
+# What the code reads beside itself, as modules name it.
+PATHS = """
+import os
+from pathlib import Path
+from arcaligner.common import files
+from arcaligner.share import hub
+from arcaligner.evaluation import results, settings
+from arcaligner.evaluation.lm_eval_tasks import __file__ as lm_eval_tasks
+from arcaligner.server.app import PAGE
+from arcaligner.train.stages import ACCELERATE_CONFIGS, RECIPES
+
+named = [files.DEFAULT_CHECKPOINT, files.CASE_STUDIES, files.SQUAD_SAMPLE, hub.TEMPLATE, settings.RECIPES, PAGE,
+         ACCELERATE_CONFIGS, RECIPES, Path(lm_eval_tasks)]
+print(*(path.relative_to(os.environ["PYTHONPATH"]) for path in named), sep="\\n")
+assert all(path.exists() for path in named)
+"""
 
 
 def files_below(folder: Path) -> dict[str, bytes]:
@@ -26,6 +42,18 @@ def test_a_wheel_holds_the_modules_of_the_root_and_no_folder_without_a_use(insta
     assert {path.name for path in installed.glob("*.py")} == {path.name for path in ROOT.glob("*.py")}
     assert {path.name for path in installed.iterdir() if path.is_dir()} == {*FOLDERS, "checkpoints", "tests"}
     assert {path.name for path in (installed / "tests").iterdir()} == {"data"}
+
+
+def test_a_wheel_holds_every_file_that_modules_name(installed, tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-c", PATHS],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(installed.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert all(path.startswith("arcaligner/") for path in run.stdout.split())
 
 
 def test_recipes_name_files_that_are_found_from_any_folder(installed, tmp_path):
