@@ -453,7 +453,7 @@ def of_texts(
     if missing := [text for text in dict.fromkeys(texts) if text not in found]:
         new = dict(zip(missing, compute(missing), strict=True))
         short = {text: each for text, each in new.items() if len(text) <= 10_000}
-        kept[owner] = found | short if len(found) < most else short  # anew: other threads may read the old one
+        kept[owner] = dict([*(found | short).items()][-most:])  # anew: other threads may read the old one
         found = found | new
     return [found[text] for text in texts]
 

@@ -276,7 +276,7 @@ class SentenceEncoder:
         for first in range(0, len(texts), CPU_BATCH):
             some = texts[first : first + CPU_BATCH]
             for text, states, places in zip(some, *self._token_states(some), strict=True):
-                is_real = places[:, 1] > places[:, 0]
+                is_real = (places[:, 1] > places[:, 0]) & (places[:, 0] >= 0)  # not of the encoder's prompt
                 states = torch.nn.functional.normalize(states[: len(places)][is_real].float(), dim=-1)
                 found.append(([text[start:end] for start, end in places[is_real]], states.half().cpu()))
         return found
@@ -329,8 +329,7 @@ def _run_weights(offsets: np.ndarray, start: int, ends: np.ndarray) -> np.ndarra
     return weights / weights.sum(axis=1, keepdims=True)
 
 
-# How near passages are to a question, by the encoder that searches corpora. Of each encoder, what it makes of texts.
-_VECTORS, _WORDS = WeakKeyDictionary(), WeakKeyDictionary()
+_VECTORS, _WORDS = WeakKeyDictionary(), WeakKeyDictionary()  # what encoders that search make of texts
 
 
 def _searched(question: str | list[dict], documents: Sequence[str | dict]) -> list[str]:
@@ -350,14 +349,16 @@ def word_match(processor, question: str | list[dict], documents: Sequence[str | 
     """How well passages match the words of a question, or of a chat's last one: the highest cosine of each, stop words
     left out, with a word of theirs, on average. Without words on either side NaN."""
     encoder, (asked, *texts) = processor.encoder.untrained, _searched(question, documents)
-    pieces = [text[a:b] for text in texts for a, b in fitting_pieces(text, 0, len(text), encoder.num_reads) if text]
+    texts = [text for text, own in zip(texts, documents, strict=True) if text_of(own, 0).strip()]
+    pieces = [text[a:b] for text in texts for a, b in fitting_pieces(text, 0, len(text), encoder.num_reads)]
     (words, states), *others = of_texts(_WORDS, encoder, [asked, *pieces], encoder.encode_words, most=256)
-    if not words or not others:
+    nearest = [(states.float() @ own.float().T).amax(dim=1) for _, own in others if len(own)]  # each (words,)
+    if not words or not nearest:
         return math.nan
-    nearest = (states.float() @ torch.cat([each for _, each in others]).float().T).amax(dim=1)  # (question's tokens,)
-    common = stop_words(processor.spacy_model)
-    says = torch.tensor([any(map(str.isalnum, word)) and word.lower() not in common for word in words])
-    return float((nearest[says] if says.any() else nearest).mean())
+    words, common = [word.strip().lower() for word in words], stop_words(processor.spacy_model)
+    says = torch.tensor([any(map(str.isalnum, word)) and word not in common for word in words])
+    highest = torch.stack(nearest).amax(dim=0)
+    return float((highest[says] if says.any() else highest).mean())
 
 
 def with_words(odds: torch.Tensor, words: dict[str, float] | None, matches: Sequence[float]) -> torch.Tensor:

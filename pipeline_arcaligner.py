@@ -8,7 +8,7 @@ import contextlib
 import functools
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -36,8 +36,7 @@ from .slot_rows_arcaligner import pad_passage_ids, pad_words
 _SLOT_OPTIONS = (*SLOT_SETTINGS, "sanitize_control_tokens")
 # Options of `generate` that have more than the prompt read before its first scores.
 _READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
-# What each row of a batch has: slots, texts that may be copied, what is asked.
-_OF_ROWS = ("context_embeds", "context_word_ids", "context_passage_ids", "copied", "asked")
+_OF_ROWS = ("context_embeds", "context_word_ids", "context_passage_ids", "copied", "about")
 
 
 # How likely it is that passages answer a question. Beyond the paper: a frozen model that has read passages and question
@@ -119,8 +118,8 @@ class AnswerConfidence(LogitsProcessor):
     Args:
         model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): The aligner; the processor's
             `answer_probe` has the regression.
-        questions (`list`), documents (`list[list]`): Of each row of the batch what is asked, a text or a chat, and the
-            passages that are read. Their `word_match` counts, too, where it was fitted and there are words.
+        asked (`list[tuple]`): Of each row of the batch the question, a text or a chat, and the passages that are read.
+            Their `word_match` counts, too, where it was fitted and there are words.
         stops (`bool`, defaults to `False`): Raises `SeenError` in the last layer that is watched, as what comes after
             it says nothing about the confidence.
 
@@ -131,13 +130,13 @@ class AnswerConfidence(LogitsProcessor):
     class SeenError(Exception):
         """All states that are needed have been seen."""
 
-    def __init__(self, model, processor, questions: Sequence = (), documents: Sequence = (), stops: bool = False):
+    def __init__(self, model, processor, asked: Iterable[tuple[Any, list]] = (), stops: bool = False):
         _check_probe(processor, "A confidence")
         probe, width = processor.answer_probe, model.config.text_config.hidden_size
         layers = model.model.decoder_layers
         self.weight = torch.tensor(probe["weight"], dtype=torch.float32, device=model.device)
-        self.bias, self.words, asked = probe["bias"], probe.get("words"), zip(questions, documents, strict=True)
-        self.matches = [word_match(processor, *own) for own in asked] if self.words else []
+        self.bias, self.words, self.processor = probe["bias"], probe.get("words"), processor
+        self.asked = [*asked] if self.words else []
         if max(probe["layers"]) >= len(layers) or len(self.weight) != len(probe["layers"]) * width:
             raise ValueError(
                 f"`answer_probe` has {len(self.weight)} weights for layers {probe['layers']}; expected {width} for "
@@ -145,12 +144,13 @@ class AnswerConfidence(LogitsProcessor):
             )
         self.layers = [layers[layer] for layer in probe["layers"]]
         self.last = probe["layers"].index(max(probe["layers"])) if stops else None
-        self.confidence: torch.Tensor | None = None  # (batch * beams or samples,)
+        self.odds: torch.Tensor | None = None  # of the states, (batch * beams or samples,)
         # Of each thread, as others may use the same model, and each layer, (batch, hidden).
         self._states: dict[tuple[int, int], torch.Tensor] = {}
 
     def __enter__(self) -> "AnswerConfidence":
-        self.confidence = None
+        self.odds = None
+        self.__dict__.pop("confidence", None)  # of a call before
         self._hooks = [
             layer.register_forward_hook(functools.partial(self._see, place)) for place, layer in enumerate(self.layers)
         ]
@@ -163,15 +163,21 @@ class AnswerConfidence(LogitsProcessor):
 
     def _see(self, place: int, layer, inputs, states: torch.Tensor) -> None:
         """Keeps the last token's states (batch, hidden). Passages that are read apart come first, then the prompt."""
-        if self.confidence is None:
+        if self.odds is None:
             self._states[threading.get_ident(), place] = states[:, -1].float()
             if place == self.last:
                 raise self.SeenError
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        if self.confidence is None:
-            self.confidence = torch.sigmoid(with_words(self.log_odds(), self.words, self.matches))
+        if self.odds is None:
+            self.odds = self.log_odds()
         return scores
+
+    @functools.cached_property
+    def confidence(self) -> torch.Tensor:
+        """How likely it is that the passages answer, (batch * beams or samples,). Their words are read for it."""
+        matches = [word_match(self.processor, *own) for own in self.asked]
+        return torch.sigmoid(with_words(self.odds, self.words, matches))
 
     def log_odds(self) -> torch.Tensor:
         """What the states of what this thread has read last tell, (batch,)."""
@@ -282,10 +288,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     _default_generation_config = GenerationConfig(max_new_tokens=256, do_sample=False)
 
     def __init__(self, model, processor, tokenizer=None, **kwargs):
-        tokenizer = tokenizer or processor.tokenizer
         if processor.max_prompt_length is None:  # the checkpoint does not say
             processor.max_prompt_length = longest_prompt(model.config.text_config)
-        super().__init__(model=model, processor=processor, tokenizer=tokenizer, **kwargs)
+        super().__init__(model=model, processor=processor, tokenizer=tokenizer or processor.tokenizer, **kwargs)
 
     @functools.cached_property
     def _passages(self):
@@ -303,8 +308,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             text_inputs (`str`, `dict`, chat or a list of one of them): See the class.
             documents (`list`, *optional*): The passages of every input without its own.
             return_slots (`bool`, *optional*, defaults to `False`): Adds what the passages became.
-            tokens_per_slot (`int` or `"segment"`, *optional*): How much text a slot stands for, in tokens. Default: the
-                processor's.
+            tokens_per_slot (`int` or `"segment"`, *optional*): Tokens of text for a slot. Default: the processor's.
             max_slots (`int`, *optional*): Maximum number of slots per input, the first ones.
             max_passages (`int`, *optional*):
                 Of more documents, only those that most likely answer are read, in their order: each is first asked
@@ -314,14 +318,11 @@ class ArcAlignerPipeline(TextGenerationPipeline):
                 Where it is less likely, from 0 to 1, that the passages answer the question, the answer becomes the
                 processor's `no_answer`. See [`AnswerConfidence`]. Not with a `streamer`, which would be told the
                 answer, `return_tensors`, `guidance_scale`, prompt lookup or an assistant model.
-            copy_bonus (`float`, *optional*):
-                How much answers in the words of the passages are preferred; 0 writes freely. Default: the processor's.
-                See [`CopyBonus`].
-            sanitize_control_tokens (`bool`, *optional*, defaults to `True`):
-                Whether special tokens of the tokenizer, such as `<|im_end|>`, are read as plain text.
-            kwargs (`dict`):
-                As for the built-in pipeline: `batch_size`, `return_full_text`, `streamer`, generation options, among
-                them `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget`.
+            copy_bonus (`float`, *optional*): How much answers in the words of the passages are preferred, see
+                [`CopyBonus`]; 0 writes freely. Default: the processor's.
+            sanitize_control_tokens (`bool`, defaults to `True`): Whether special tokens of texts are plain text.
+            kwargs (`dict`): As for the built-in pipeline: `batch_size`, `return_full_text`, `streamer`, options of
+                `generate`, among them `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget`.
 
         Returns:
             As the built-in pipeline: for each input a list with a dictionary for each sequence.
@@ -381,7 +382,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         if isinstance(prompt, Chat):
             check_conversation(prompt.messages)
         documents = None if documents is None else documents_of(documents, "`documents` of row 0")
-        numbers, confidences, copied, messages = range(len(documents or [])), None, [], ""
+        numbers, confidences, copied, about = range(len(documents or [])), None, [], ("", [])
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
         else:
@@ -398,10 +399,12 @@ class ArcAlignerPipeline(TextGenerationPipeline):
                 confidences = {number: each.confidence for number, each in ranked.items()}
             slots |= {"documents": documents and [documents[number] for number in numbers]}
             copied = [] if template["continue_final_message"] else slots["documents"]  # else an answer has begun
+            is_whole = slots.get("max_slots") is None  # else some texts may not be read
+            about = messages, is_whole and slots["documents"] or []
             slots |= {"return_segments": return_slots, "return_tensors": "pt"}
             encoded = self._encode(asked, slots, template, **kwargs)
         row = self._describe_row(encoded, is_question, return_slots, numbers, confidences)
-        row |= {"copied": copied or [], "asked": messages}
+        row |= {"copied": copied or [], "about": about}
         return {name: encoded[name] for name in ("input_ids", "attention_mask")} | {"row": row, "prompt_text": chat}
 
     def _encode(
@@ -440,7 +443,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     ) -> dict:
         row = model_inputs.pop("row")
         rows = row if isinstance(row, list) else [row]  # a list when it comes from a batch
-        embeds, words, numbers, copied, asked = ([each.pop(name) for each in rows] for name in _OF_ROWS)
+        embeds, words, numbers, copied, about = ([each.pop(name) for each in rows] for name in _OF_ROWS)
         slots = {
             "context_embeds": pad_sequence(embeds, batch_first=True),  # (batch, max_slots, encoder_hidden_size)
             "context_word_ids": pad_words(words),  # (batch, max_slots, max_words)
@@ -454,7 +457,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             raise ValueError(f"`min_confidence` is set, but not possible with any of {', '.join(_READ_MORE)}.")
         is_asked = min_confidence is not None or (return_slots and not reads_more)
         if slots and self.processor.answer_probe is not None and is_asked:
-            added = [watch := AnswerConfidence(self.model, self.processor, asked, copied)]
+            added = [watch := AnswerConfidence(self.model, self.processor, about)]
         if any(copied):
             own, default = config.eos_token_id, self.model.generation_config.eos_token_id
             end_ids = generate_kwargs.get("eos_token_id", default if own is None else own)

@@ -331,7 +331,8 @@ class Engine:
         inputs = {name: x.to(self.model.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
         can_refuse = self.processor.answer_probe is not None and group[0].passages is not None
         read = [request.passages.read for request in group if request.passages is not None]
-        watch = AnswerConfidence(self.model, self.processor, map(self._chat, group), read) if can_refuse else None
+        about = zip(map(self._chat, group), read, strict=False)  # a group has passages or none has
+        watch = AnswerConfidence(self.model, self.processor, about) if can_refuse else None
         prompt_tokens = inputs["attention_mask"].sum(dim=1).tolist()
         with self.model.recorded_depths() as depths, watch or contextlib.nullcontext():
             rows = AnswerStream(group, prompt_tokens, self, began, depths, watch)

@@ -70,13 +70,14 @@ def test_the_match_of_the_questions_words_counts_beside_the_states_where_it_was_
         sure = torch.tensor([each["statistics"]["confidence"] for each in records])
         return torch.logit(sure), [each["generated_text"] for each in records]
 
-    states, _ = odds()
+    (states, _), (cut, _) = odds(), odds(max_slots=1)
     fitted.answer_probe = fitted.answer_probe | {"words": WORDS}
     found, _ = odds()
     asked = ("Who wrote it?", rows[0]["documents"]), ("Was it a letter?", rows[1]["documents"])
     matches = torch.tensor([word_match(fitted, *each) for each in asked])
     expected = WORDS["scale"] * states[:2] + WORDS["weight"] * matches + WORDS["bias"]
     torch.testing.assert_close(found, torch.cat([expected, states[2:]]), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(odds(max_slots=1)[0], cut, rtol=1e-3, atol=1e-3)  # not all of the texts was read
     least = torch.sigmoid(expected).max().item() + 1e-3
     _, texts = odds(min_confidence=least)
     assert texts[0] == fitted.no_answer
@@ -98,6 +99,14 @@ def test_watching_changes_no_token_and_leaves_no_hook(model, fitted):
     with AnswerConfidence(model, fitted) as watch:
         torch.testing.assert_close(model.generate(**inputs, **TOKENS, logits_processor=[watch]), plain)
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_kept_passages_have_the_confidence_of_read_ones(model, fitted):
+    expected = watched(model, fitted, chat_inputs(fitted, "Who wrote it?", DOCUMENTS))
+    store = model.slot_prefix_store(fitted)
+    for _ in range(2):  # read, then kept
+        found = watched(model, fitted, store.prepare("Who wrote it?", DOCUMENTS))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_forward_of_another_thread_is_not_watched(model, fitted):

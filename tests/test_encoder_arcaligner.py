@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from arcaligner import ArcAlignerProcessor, base_model_arcaligner
-from arcaligner.encoder_arcaligner import fastest_dtype, word_match
+from arcaligner.encoder_arcaligner import SentenceEncoder, fastest_dtype, word_match
 from arcaligner.train.recipe import resolve_dtype
 
 TEXTS = ["It was written by Ada, and nobody else knew.", "", "Radik has competed since 2003."] * 4
@@ -57,7 +57,23 @@ def test_the_match_of_words_is_the_mean_of_the_highest_cosines_of_those_that_say
         {"role": "user", "content": question},
     ]
     assert word_match(processor, chat, passages) == pytest.approx(expected, abs=1e-3)
-    assert math.isnan(word_match(processor, question, [])) and math.isnan(word_match(processor, "", passages))
+    nothing = (
+        [],
+        [""],
+        ["\u200b"],
+        [{"title": "Who wrote the letter?", "text": " "}],
+    )  # texts without a token, or a slot
+    for documents in nothing:
+        assert math.isnan(word_match(processor, question, documents))
+    assert math.isnan(word_match(processor, "", passages))
+    assert word_match(processor, question, [*nothing[2], *passages]) == pytest.approx(expected, abs=1e-3)
+
+
+def test_words_of_an_encoders_prompt_are_not_those_of_a_text(encoder_dir):
+    encoder, prompted = SentenceEncoder(str(encoder_dir)), SentenceEncoder(str(encoder_dir))
+    prompted.model.prompts, prompted.model.default_prompt_name = {"query": "book author: "}, "query"
+    (plain, _), (found, states) = (each.encode_words(["Who wrote it?"])[0] for each in (encoder, prompted))
+    assert found == plain and len(states) == len(plain)
 
 
 def test_all_words_of_a_long_passage_are_matched(processor, monkeypatch):

@@ -99,10 +99,10 @@ def fit_confidence(
     odds = [last_states(model, processor, rows, rate, layers) @ weight + bias for rate in rates]
     asked = tqdm(rows, desc="matching words", leave=False)
     match = np.array([word_match(processor, row["question"], row["passages"]) for row in asked])
-    answered = np.tile(is_answered, len(rates))
-    scale, offset = calibrate(answered, np.concatenate(odds))
-    odds = [scale * some + offset for some in odds]
-    fitted = calibrate(answered, np.concatenate(odds), np.tile(match, len(rates)))
+    scale, offset = calibrate(np.tile(is_answered, len(rates)), np.concatenate(odds))
+    odds, has_words = [scale * some + offset for some in odds], ~np.isnan(match)
+    both = np.concatenate([some[has_words] for some in odds]), np.tile(match[has_words], len(rates))
+    fitted = calibrate(np.tile(is_answered[has_words], len(rates)), *both)
     words = dict(zip(WORD_KEYS, fitted, strict=True))
     sure = [with_words(torch.from_numpy(some), words, match.tolist()) for some in odds]
     confidences = {str(rate): expit(some.numpy()) for rate, some in zip(rates, sure, strict=True)}

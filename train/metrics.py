@@ -103,7 +103,7 @@ def greedy_answers(
     if processor.answer_probe is None or "context_embeds" not in inputs:
         ids, sure = model.generate(**inputs, **options, logits_processor=added), [None] * len(inputs["input_ids"])
     else:
-        with AnswerConfidence(model, processor, questions, passages) as watch:
+        with AnswerConfidence(model, processor, zip(questions, passages, strict=True)) as watch:
             ids = model.generate(**inputs, **options, logits_processor=[watch, *added])
         sure = watch.confidence.tolist()
     texts = processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
