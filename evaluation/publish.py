@@ -53,10 +53,10 @@ CUT_SHORTER = {"a quarter": "truncated_copying_x4", "an eighth": "truncated_copy
 FREELY = {
     "the whole text": "full_text_lora",
     "its half": "truncated_lora_x2",
-    "slots at 2": "no_copying",
-    "at 4": "no_copying_x4",
-    "at 8": "no_copying_x8",
-    "at a sentence": "no_copying_xsegment",
+    "slots at 2:": "no_copying",
+    "at 4:": "no_copying_x4",
+    "at 8:": "no_copying_x8",
+    "at a sentence:": "no_copying_xsegment",
 }
 ANSWERS_PER_SET = 13
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|&])")  # what could become structure of a page
@@ -210,13 +210,12 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any]) -> str:
         [
             *markdown_table(columns, rows),
             "",
-            f"F1 in percent, {counts} questions per set, each about passages of {min(lengths):.0f} to "
-            f"{max(lengths):.0f} tokens (means).",
+            f"F1 in percent, {counts} questions per set, about passages of {min(lengths):.0f} to {max(lengths):.0f} "
+            "tokens (means). Rate: tokens of text per position.",
             f"Cut shorter, the text gets: {shorter}.",
-            f"All prefer the passages' words in answers. Written freely: {'; '.join(freely[:2])};",
-            f"{'; '.join(freely[2:4])};",
-            f"{'; '.join(freely[4:])}.",
-            f"Rate: tokens of text for each position. Times and memory: {passages} passages, "
+            f"Answers prefer the passages' words. Freely: {'; '.join(freely[:2])};",
+            f"{'; '.join(freely[2:5])};",
+            f"{freely[5]}. Times and memory: {passages} passages, "
             f"{' / '.join(format(size['text_tokens'], ',.0f') for size in own)} tokens, on "
             f"{latency['machine']['cores']} CPU cores.",
         ]
