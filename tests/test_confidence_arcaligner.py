@@ -170,7 +170,7 @@ def test_text_without_slots_has_no_confidence(ask):
         ),
         *(({"max_passages": n}, "is .*; expected a whole number of at least 1") for n in (0, -1, 1.5, True, "2")),
         ({"max_passages": 1}, "this aligner was trained to read those of a question jointly"),
-        ({"min_confidence": 0.5, "streamer": object()}, "not possible with `streamer`"),
+        ({"min_confidence": 0.5, "streamer": "any"}, "not possible with `streamer`"),
         ({"min_confidence": 0.5, "return_tensors": True}, "not possible with `return_tensors`"),
     ],
     ids=str,
