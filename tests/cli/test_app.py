@@ -265,10 +265,9 @@ def test_a_terminal_is_not_steered_by_documents_answers_and_mistakes(run_cli, mo
     assert code == 1 and SHOWN in err
     assert not {*STEERING} & {*out, *err} - {*"0;title 21mJ[]"}
     row = CASES[0] | {"question": STEERING}
-    record = {"generated_text": STEERING, "trajectories": [["L0."]]}
-    record["statistics"] = {"tokens": 5, "slots": 1, "compression_rate": 5.0}
-    cells = demo.answer_cells(row, record, demo.FirstTokens(0.01, 0.02, 0.005, 0.01), (1, 2), has_gates=True)
-    assert not {"\x1b", "\x07"} & {*cells[0]}
+    record = {"generated_text": STEERING, "trajectories": [["L0."]], "statistics": {}}
+    cells = demo.answer_cells(row | {"answers": [f"{STEERING} zebra"]}, record, has_gates=True)
+    assert not {"\x1b", "\x07"} & {*"".join(cells)} and "gold" in cells[1]
 
 
 @pytest.fixture
