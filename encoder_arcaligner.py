@@ -365,7 +365,7 @@ def with_words(odds: torch.Tensor, words: dict[str, float] | None, matches: Sequ
     """Log-odds (batch,) of what the states tell and the `word_match` of each row; `words` are the `answer_probe`'s."""
     if not matches:
         return odds
-    match = odds.new_tensor(matches).repeat_interleave(len(odds) // len(matches))  # beams have rows
+    match = odds.new_tensor(matches).repeat_interleave(len(odds) // len(matches))  # a row for each beam
     return torch.where(match.isnan(), odds, words["scale"] * odds + words["weight"] * match + words["bias"])
 
 

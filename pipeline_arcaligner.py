@@ -36,7 +36,7 @@ from .slot_rows_arcaligner import pad_passage_ids, pad_words
 _SLOT_OPTIONS = (*SLOT_SETTINGS, "sanitize_control_tokens")
 # Options of `generate` that have more than the prompt read before its first scores.
 _READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
-_OF_ROWS = ("context_embeds", "context_word_ids", "context_passage_ids", "copied", "about")
+_OF_ROWS = ("context_embeds", "context_word_ids", "context_passage_ids", "copied", "about")  # of each row
 
 
 # How likely it is that passages answer a question. Beyond the paper: a frozen model that has read passages and question
