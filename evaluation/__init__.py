@@ -7,7 +7,7 @@ methods                the ways to answer: answering, compression (of prompts)
 evaluate, runs         answers, one line per question
 metrics, judge         scores of answers
 results, publish       means, intervals and differences; tables for readers
-analyses/              the paper's analyses, and quality against rate
+analyses/              the figures: quality against rate, refusals, speed
 lm_eval_adapter        the aligner in lm-evaluation-harness
 """
 

@@ -93,11 +93,6 @@ class Method:
     copies: bool = False  # whether one that reads text prefers the words of the passages, as aligners do by themselves
     tokens_per_slot: int | str | None = None  # the rate, if not the checkpoint's own
 
-    @property
-    def reads_aligner(self) -> bool:
-        """Whether the weights of the aligner decide the answers."""
-        return self.texts is None and self.checkpoint == "aligner"
-
     def at_rate(self, tokens_per_slot: int | str) -> "Method":
         """The same method with another rate, under its own name and title."""
         return dataclasses.replace(

@@ -11,6 +11,7 @@ beside a figure (`latency.json` is the report of `python -m arcaligner.benchmark
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +23,6 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.hub import RESULTS_FILE, write_model_card
 from .analyses.rates import save_rates
 from .analyses.speed import (
-    BUDGET,
     KNOWN,
     SHORT_PASSAGES,
     find_size,
@@ -33,7 +33,7 @@ from .analyses.speed import (
     size_lines,
 )
 from .methods import find_method, fingerprint, rate_title
-from .results import results_page, with_published, write_results
+from .results import results_page, write_results
 from .runs import answer_files
 from .tasks import TASKS
 
@@ -42,80 +42,24 @@ README_SETS = ("SQuAD", "NaturalQA", "HotpotQA", "PopQA_longtail")
 # Of the README's table, by rate: what is read, tokens per position, the method, and the rate that was timed. All answer
 # in the words of the passages where they can.
 README_ROWS = (
-    ("whole text", "1", "full_text_copying", "text"),
-    ("text cut to its first half", "2", "truncated_copying_x2", None),
+    ("whole text, fine-tuned", "1", "full_text_copying", "text"),
+    ("text cut to a half, fine-tuned", "2", "truncated_copying_x2", None),
     ("**slots** (as shipped)", "2", "arcaligner", 2),
+    ("text cut to a quarter, fine-tuned", "4", "truncated_copying_x4", None),
     ("**slots**", "4", "arcaligner_x4", 4),
+    ("text cut to an eighth, fine-tuned", "8", "truncated_copying_x8", None),
     ("**slots**", "8", "arcaligner_x8", 8),
     ("**slots**", "a sentence", "arcaligner_xsegment", "segment"),
 )
-CUT_SHORTER = {"a quarter": "truncated_copying_x4", "an eighth": "truncated_copying_x8"}
-FREELY = {
-    "the whole text": "full_text_lora",
-    "its half": "truncated_lora_x2",
-    "slots at 2:": "no_copying",
-    "at 4:": "no_copying_x4",
-    "at 8:": "no_copying_x8",
-    "at a sentence:": "no_copying_xsegment",
-}
 ANSWERS_PER_SET = 13
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|&])")  # what could become structure of a page
-MARKS = "<!-- results: evaluation/publish.py -->", "<!-- end of results -->"
+MARKS = "<!-- {}: evaluation/publish.py -->", "<!-- end of {} -->"  # of a part of a page, by its name
 SPEED_FIGURES = "latency", "f1_of_speed", "known_passages"  # on the page of speed, the others on that of results
-INTRODUCTION = """\
-# Results
-
-The shipped aligner and what it is compared with, written by `python -m arcaligner.evaluation.publish` from the answers
-of `python -m arcaligner evaluate --recipe smollm2_135m`: the same frozen SmolLM2-135M-Instruct (4-bit weights of the
-default base model, Q4_1), chat template, questions and greedy decoding (24 new tokens) in all rows; "fine-tuned" is a
-LoRA that learned to read the text from 4,000 questions; xRAG and the projector alone saw 4,000 rows in each stage, the
-aligner far more. ArcAligner and the rows "copying" prefer answers in the words of the whole passages
-([method.md](method.md)); "w/o copying" and all others write freely. The readers "copying" were trained again, by the
-same recipe. Differences are paired, with what was asked in the same run.
-`evaluation/recipes/smollm2_135m.yaml` says which passages are read. [answers.md](answers.md) has answers to read.
-"""
-SPEED_INTRODUCTION = """\
-# Speed
-
-How soon an answer begins when passages are read as slots, and when they are read as text.
-
-- **Several questions about the same passages**: keep the slots, with `model.slot_prefix_store(processor)`. The server
-  does so by itself. This is the column *slots, cached*.
-- **Passages known before the question**: encode them once, in a [corpus](corpus.md). In the other columns of slots, the
-  first number in parentheses is with passages encoded before, the second with segmenting and encoding.
-- **A faster first token**: more text per slot, `tokens_per_slot=4` or `"segment"`. The answers get worse: see the
-  second figure. With a single short passage there is little to gain.
-
-[speed_results.md](speed_results.md) has all sizes and arms. How it is measured again:
-
-```bash
-python -m arcaligner.benchmarks.latency --output runs/figures       # --help: passages, rates, dtype, device
-python -m arcaligner.evaluation.publish --figures runs/figures      # writes these pages
-```
-
-## Time to the first token
-"""
-SPEED_DETAILS = f"""\
-# Speed: all numbers
-
-The results behind [speed.md](speed.md), written by `python -m arcaligner.evaluation.publish`.
-
-All columns of a row read the same questions and passages, in one process and in turns, so that their ratios hold. Times
-are medians.
-
-- *text* is the bare base model reading the passages; *cached*: the keys and values of all before the question are kept.
-- *within {BUDGET:.0%}* is *adaptive* with `refinement_budget={BUDGET}`. Refinement takes at most this share of the
-  operations of the slot prefix's prefill, the most confident slots first.
-- *GFLOP*: operations of the products of the prefill, counted while it runs.
-"""
 
 
 def publish(
     run: Annotated[Path | None, typer.Option(help="Folder of an evaluation. Default: what is published.")] = None,
     checkpoint: Annotated[Path, typer.Option(help="The aligner that was measured.")] = DEFAULT_CHECKPOINT,
-    before: Annotated[
-        Path | None, typer.Option(help="The results.json of the weights before: what other methods answered stays.")
-    ] = None,
     figures: Annotated[Path, typer.Option(help="Folder of the analyses and latency.json.")] = DOCS / "figures",
 ) -> None:
     """Writes the pages and the README's table from a run, its figures and the timings."""
@@ -123,8 +67,6 @@ def publish(
         check_weights(run, checkpoint)
         answers = answers_page(run, ArcAlignerProcessor.from_pretrained(checkpoint))
         found = write_results(run)
-        if before is not None:
-            found = with_published(found, json.loads(before.read_text(encoding="utf-8")))
         write_whole(checkpoint / RESULTS_FILE, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
         write_model_card(ArcAlignerConfig.from_pretrained(checkpoint), checkpoint)
         write_whole(DOCS / "answers.md", answers)
@@ -133,18 +75,23 @@ def publish(
     save_rates(figures, results)
     read_by_all = {name: results["sets"][name] for name in README_SETS}
     save_tradeoff(figures, latency, read_by_all)
-    known = save_known(figures, read_by_all)
+    kept = save_known(figures, read_by_all)
     shown = copy_figures(figures)
-    shown[KNOWN] = known + shown.get(KNOWN, [])
-    lines = [line for name, each in shown.items() if name not in SPEED_FIGURES for line in each]
-    page = "\n".join([INTRODUCTION, results_page(results), *(["## Figures", "", *lines] if lines else [])])
-    write_whole(DOCS / "results.md", page.rstrip() + "\n")
-    lines = [line for name in SPEED_FIGURES for line in shown[name]]
-    page = "\n".join([SPEED_INTRODUCTION, *first_token_table(latency), "", *lines])
-    write_whole(DOCS / "speed.md", page.rstrip() + "\n")
-    write_whole(DOCS / "speed_results.md", speed_results_page(latency))
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    write_whole(ROOT / "README.md", with_block(readme, readme_table(results, latency), MARKS))
+    others = [line for name, lines in shown.items() if name not in SPEED_FIGURES for line in lines]
+    write_part(
+        DOCS / "results.md", "results", [results_page(results), *(["## Figures", "", *others] if others else [])]
+    )
+    timed = [*first_token_table(latency), "", *shown["latency"], *shown["f1_of_speed"]]
+    write_part(DOCS / "speed.md", "first token", timed)
+    write_part(DOCS / "speed.md", "known passages", kept + shown.get(KNOWN, []))
+    write_part(DOCS / "speed_results.md", "all sizes", speed_tables(latency))
+    write_part(ROOT / "README.md", "results", readme_table(results, latency))
+
+
+def write_part(page: Path, name: str, lines: list[str]) -> None:
+    """Replaces the part of a page between the marks of a name; what stands around it is written by hand."""
+    text = with_block(page.read_text(encoding="utf-8"), "\n".join(lines).strip(), [mark.format(name) for mark in MARKS])
+    write_whole(page, text)
 
 
 def check_weights(run: Path, checkpoint: Path) -> None:
@@ -182,7 +129,7 @@ def answers_page(run: Path, processor: ArcAlignerProcessor) -> str:
     return "\n".join([*lines, ""])
 
 
-def readme_table(results: dict[str, Any], latency: dict[str, Any]) -> str:
+def readme_table(results: dict[str, Any], latency: dict[str, Any]) -> list[str]:
     """F1 of the README's sets, and the time to the first token, in one table with a row for each of `README_ROWS`."""
     sets = {name: results["sets"][name] for name in README_SETS}
 
@@ -201,39 +148,35 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any]) -> str:
         rows.append([read, tokens, *f1(method), *cells])
     columns = ["The model reads", "Rate", *sets, "First token, ms", "Kept, ms", "Kept, MiB"]
     counts = " to ".join(map(str, sorted({each["questions"] for each in sets.values()})))
-    shorter = "; ".join(f"to {part}, {', '.join(f1(method))}" for part, method in CUT_SHORTER.items())
-    freely = [f"{read} {', '.join(f1(method))}" for read, method in FREELY.items()]
     passages = " / ".join(map(str, SHORT_PASSAGES))
     own = [find_size(latency, k, latency["own_tokens_per_slot"]) for k in SHORT_PASSAGES]
     lengths = [each["methods"]["full_text_lora"]["context_tokens"] for each in sets.values()]
-    return "\n".join(
-        [
-            *markdown_table(columns, rows),
-            "",
-            f"F1 in percent, {counts} questions per set, about passages of {min(lengths):.0f} to {max(lengths):.0f} "
-            "tokens (means). Rate: tokens of text per position.",
-            f"Cut shorter, the text gets: {shorter}.",
-            f"Answers prefer the passages' words. Freely: {'; '.join(freely[:2])};",
-            f"{'; '.join(freely[2:5])};",
-            f"{freely[5]}. Times and memory: {passages} passages, "
-            f"{' / '.join(format(size['text_tokens'], ',.0f') for size in own)} tokens, on "
-            f"{latency['machine']['cores']} CPU cores.",
-        ]
-    )
+    return [
+        *markdown_table(columns, rows),
+        "",
+        f"F1 in percent, {counts} questions per set, about passages of {min(lengths):.0f} to {max(lengths):.0f} tokens "
+        "(means). *Rate*: tokens of text per position.",
+        "*Fine-tuned*: the same model, taught on 4,000 questions to answer from text. All prefer the passages' words;",
+        f"without that, slots get {', '.join(f1('no_copying'))} at 2 and {', '.join(f1('no_copying_x4'))} at 4. "
+        "Cut text has as many positions",
+        f"as slots at its rate. Times and memory: {passages} passages, "
+        f"{' / '.join(format(size['text_tokens'], ',.0f') for size in own)} tokens, on "
+        f"{latency['machine']['cores']} CPU cores.",
+    ]
 
 
-def speed_results_page(latency: dict[str, Any]) -> str:
-    """`docs/speed_results.md`: the time to the first token of every size, and folded, all numbers of each."""
+def speed_tables(latency: dict[str, Any]) -> list[str]:
+    """The time to the first token of every size, and folded, all numbers of each."""
     folded: dict[str, list[str]] = {}
     for size in latency["sizes"]:
         folded.setdefault(f"{rate_title(size['tokens_per_slot'])}, {size['dtype']}", []).extend(size_lines(size))
-    lines = [SPEED_DETAILS, *first_token_table(latency, every_size=True), ""]
+    lines = [*first_token_table(latency, every_size=True), ""]
     for title, tables in folded.items():
         lines += [f"<details><summary>{title}</summary>", "", *tables, "</details>", ""]
-    return "\n".join(lines).rstrip() + "\n"
+    return lines
 
 
-def with_block(text: str, block: str, marks: tuple[str, str]) -> str:
+def with_block(text: str, block: str, marks: Sequence[str]) -> str:
     """`text` with the part between two marks replaced."""
     start, end = marks
     if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):

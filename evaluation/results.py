@@ -8,7 +8,7 @@ from typing import Any
 from ..common.files import markdown_table, write_whole
 from ..share.hub import METRIC_TITLES, RESULTS_FILE
 from .judge import judged_scores, judges_of
-from .methods import METHODS, find_method, sort_key, split_name
+from .methods import METHODS, find_method, sort_key
 from .metrics import METRICS, percent_interval, shown_interval
 from .runs import AnswerFile, answer_files
 from .tasks import TASKS
@@ -61,20 +61,6 @@ def summarize(run: Path) -> dict[str, Any]:
         "questions": min((entry["questions"] for entry in sets.values()), default=0),
         "sets": sets,
     }
-
-
-def with_published(results: dict[str, Any], published: dict[str, Any]) -> dict[str, Any]:
-    """`results` of an aligner with what other methods answered to the same questions before: their answers do not
-    depend on its weights. A method that was asked again has its new numbers, and only these have paired differences."""
-    sets = {}
-    for title, entry in results["sets"].items():
-        before = published["sets"].get(title, {})
-        if any(before.get(key) != entry[key] for key in ("questions", "recall")):
-            before = {"methods": {}, "passages": entry["passages"]}
-        others = {name: each for name, each in before["methods"].items() if not split_name(name)[0].reads_aligner}
-        sets[title] = entry | {"passages": before["passages"], "methods": others | entry["methods"]}
-    machines = dict.fromkeys("; ".join((published["machine"], results["machine"])).split("; "))
-    return results | {"machine": "; ".join(sorted(machines)), "sets": sets}
 
 
 def judged(file: AnswerFile) -> list[dict[str, Any]]:

@@ -3,11 +3,10 @@
 import io
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import matplotlib
 import numpy as np
-import typer
 
 matplotlib.use("Agg")  # no window: files only
 from matplotlib import pyplot as plt
@@ -15,9 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ...common.files import write_whole
-
-FIGURES = Path("runs/figures")
-Folder = Annotated[Path, typer.Option("--output", help="Folder for the figure and its data.")]
 
 # Also distinguishable with color blindness (Okabe and Ito).
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")

@@ -1,24 +1,18 @@
-"""Quality against compression rate, from the results of a run that holds several rates of a checkpoint.
-
-    python -m arcaligner evaluate --recipe rates --data FOLDER
-    python -m arcaligner.evaluation.analyses rates --run runs/evaluation
+"""The figure of quality against compression rate, from results that hold several rates of a checkpoint.
 
 A point is a method at a rate (`arcaligner_x4`): its F1 across the tokens of the passages that one position of the
 prompt stands for. Baselines at the same rate read as many positions. No model runs.
 """
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
-from ...share.hub import RESULTS_FILE
 from ..methods import METHODS, split_name
 from ..results import MAIN, method_titles
-from .figures import COLORS, FIGURES, Folder, draw_curve, new_figure, save_analysis
+from .figures import COLORS, draw_curve, new_figure, save_analysis
 
 # The ends of what can be reached, drawn as horizontal lines.
 BOUNDS = {"naive": ":", "full_text_lora": "--"}
@@ -87,18 +81,3 @@ def save_rates(folder: Path, results: dict[str, Any]) -> None:
             "with the other options of the run, adds them."
         )
     save_analysis(folder, "rates", draw(sets), {"sets": sets}, CAPTION)
-
-
-def rates(
-    run: Annotated[Path, typer.Option(help="Folder of a run, with its results.")] = Path("runs/evaluation"),
-    folder: Folder = FIGURES,
-) -> None:
-    """F1 against the measured compression rate."""
-    try:
-        results = json.loads((run / RESULTS_FILE).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(
-            f"{run} has no {RESULTS_FILE}. `python -m arcaligner evaluate --output {run}` makes it."
-        ) from error
-    save_rates(folder, results)
-    typer.echo(CAPTION)

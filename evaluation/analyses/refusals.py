@@ -1,7 +1,7 @@
 """Questions that the passages do not answer: how many are refused, at which price, and what confidence is worth.
 
     python -m arcaligner evaluate --recipe smollm2_135m --tasks squad,squad_more,squad_unanswerable --data FOLDER
-    python -m arcaligner.evaluation.analyses refusals --run runs/evaluation --methods arcaligner_x2,arcaligner_x4
+    python -m arcaligner.evaluation.analyses.refusals --run runs/evaluation --methods arcaligner_x2,arcaligner_x4
 
 From the answers of a run; no model runs. An answer is refused where it is the aligner's `no_answer`, or where its
 confidence is below the threshold that was fitted on validation questions. The price is the F1 of the answers to
@@ -16,14 +16,14 @@ import numpy as np
 import typer
 from matplotlib.figure import Figure
 
-from ...common.files import markdown_table
+from ...common.files import markdown_table, run_command
 from ...processing_arcaligner import ArcAlignerProcessor
 from ..methods import find_method
 from ..metrics import percent_interval, shown_interval
 from ..runs import AnswerFile
 from ..settings import split_names
 from ..tasks import find_task
-from .figures import FIGURES, Folder, new_figure, save_analysis
+from .figures import new_figure, save_analysis
 
 CAPTION = (
     "Answers sorted by confidence, the surest first: to the right, a larger share of all questions is answered; "
@@ -99,12 +99,12 @@ def refusals(
     run: Annotated[Path, typer.Option(help="Folder of a run, with answers.")] = Path("runs/evaluation"),
     methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "arcaligner_x2,arcaligner_x4",
     tasks: Annotated[str, typer.Option(help="Tasks, separated by commas.")] = "squad,squad_more,squad_unanswerable",
-    folder: Folder = FIGURES,
+    output: Annotated[Path, typer.Option(help="Folder for the figure and its data.")] = Path("runs/figures"),
 ) -> None:
     """How many unanswerable questions are refused, what that costs, and what confidence is worth."""
     names = split_names(tasks)
     found = {find_method(name).title: summarize(read_answers(run, names, name)) for name in split_names(methods)}
-    save_analysis(folder, "refusals", draw(found), {"tasks": names, "methods": found}, CAPTION)
+    save_analysis(output, "refusals", draw(found), {"tasks": names, "methods": found}, CAPTION)
     lines = [
         [title, *(shown_interval(each[name]) for name in ("refused", "wrongly_refused"))]
         + [f"{each['f1']:.1f}", f"{each['f1_lost']:.1f}", f"{each['auroc']:.3f}"]
@@ -112,3 +112,7 @@ def refusals(
     ]
     columns = ["", "refused, %", "wrongly refused, %", "F1", "F1 lost", "AUROC"]
     typer.echo("\n".join([*markdown_table(columns, lines), "", CAPTION]))
+
+
+if __name__ == "__main__":
+    run_command(refusals)

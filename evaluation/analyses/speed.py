@@ -221,23 +221,6 @@ KNOWN_CAPTION = (
     "F1, mean over the sets of the results, across the median time to the first token of a new question over a new "
     "combination of {k} known passages, kept in memory. Each point of slots is a rate, from one checkpoint."
 )
-KEPT_INTRODUCTION = """\
-## Passages that are known
-
-The first token of a *new* question over a *new* combination of passages, each of which was read before
-(`passage_attention: "separate"`, a [corpus](corpus.md) that was read ahead, or any `SlotPrefixStore`). *Text apart* is
-the same for tokens, the strongest peer: keys and values of each passage's text are kept, and joined as those of slots
-are. *From disk*: no process has the files in memory. What was read of the *same passages in the same order* serves no
-other combination. Times are from the words of the question on: tokenizing, finding, joining and reading.
-With `slot_prefix_store(processor, dtype="int8")` passages take 27 % of the bytes. At x2, F1 of 235 held-out questions
-is 43.9 instead of 43.2 (standard error of the difference 0.5), 98 % of the answers are the same, and joining twenty
-passages takes 1.5 times as long. How many times sooner depends on the machine: on two cores of a Xeon it was 29, 35,
-38, 41 and 42 for twenty passages from memory, and 24 for text apart.
-
-```bash
-python -m arcaligner.benchmarks.kept --output runs/figures    # before `evaluation.publish`; three minutes
-```
-"""
 _KEPT_TITLES = {
     "text": "text, nothing kept",
     "text_same_set": "text, the same passages asked about before",
@@ -293,8 +276,8 @@ def known_points(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list
 
 
 def save_known(folder: Path, sets: dict[str, Any]) -> list[str]:
-    """Writes the figure of `kept.py`'s report in `folder`, new or that of an earlier figure, and returns its section of
-    the page; nothing without a report."""
+    """Writes the figure of `kept.py`'s report in `folder`, new or that of an earlier figure, and returns its table;
+    nothing without a report."""
     new, earlier = folder / KEPT_REPORT, folder / f"{KNOWN}.json"
     if new.exists():
         report = json.loads(new.read_text(encoding="utf-8"))
@@ -306,4 +289,4 @@ def save_known(folder: Path, sets: dict[str, Any]) -> list[str]:
     caption = KNOWN_CAPTION.format(k=KNOWN_PASSAGES)
     figure = draw_f1(points, lambda rate: f"x{rate}" if rate.isdecimal() else rate)
     save_analysis(folder, KNOWN, figure, {"curves": points, "report": report}, caption)
-    return [KEPT_INTRODUCTION, *kept_lines(report), ""]
+    return [*kept_lines(report), ""]

@@ -8,7 +8,7 @@ from answer_rows import write_answers
 
 from arcaligner.evaluation import publish
 from arcaligner.evaluation.analyses.speed import find_size, tradeoff
-from arcaligner.evaluation.publish import MARKS, answers_page, with_block
+from arcaligner.evaluation.publish import answers_page, with_block, write_part
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,12 +16,15 @@ ROOT = Path(__file__).parents[2]
 def test_pages_the_readmes_table_and_figures_are_those_of_the_shipped_results_and_of_the_timings(tmp_path, monkeypatch):
     docs = shutil.copytree(ROOT / "docs", tmp_path / "docs")
     readme = (ROOT / "README.md").read_text("utf-8")
-    (tmp_path / "README.md").write_text(with_block(readme, "no table", MARKS), "utf-8")
-    written = ("results.md", "speed.md", "speed_results.md", "figures/rates.json", "figures/f1_of_speed.json")
-    for name in written:
-        (docs / name).unlink()
+    (tmp_path / "README.md").write_text(readme, "utf-8")
     monkeypatch.setattr(publish, "ROOT", tmp_path)
     monkeypatch.setattr(publish, "DOCS", docs)
+    parts = {"README.md": ["results"], "docs/results.md": ["results"], "docs/speed_results.md": ["all sizes"]}
+    for page, names in (parts | {"docs/speed.md": ["first token", "known passages"]}).items():
+        for name in names:
+            write_part(tmp_path / page, name, ["nothing"])
+    for name in ("rates.json", "f1_of_speed.json"):
+        (docs / "figures" / name).unlink()
     publish.publish(figures=docs / "figures")
     assert (tmp_path / "README.md").read_text("utf-8") == readme
     for path in (ROOT / "docs").rglob("*"):
@@ -53,11 +56,11 @@ def test_f1_stands_over_the_time_at_the_same_rate():
 
 
 def test_a_block_is_replaced_between_its_marks_alone():
-    start, end = MARKS
-    assert with_block(f"a\n{start}\nold\n{end}\nb", "new", MARKS) == f"a\n{start}\nnew\n{end}\nb"
+    start, end = marks = "<!-- a -->", "<!-- end -->"
+    assert with_block(f"a\n{start}\nold\n{end}\nb", "new", marks) == f"a\n{start}\nnew\n{end}\nb"
     for text in ("none", f"{end}{start}", f"{start}{start}{end}"):
         with pytest.raises(ValueError, match="each once"):
-            with_block(text, "new", MARKS)
+            with_block(text, "new", marks)
 
 
 @pytest.mark.parametrize("threshold", [None, 0.5])

@@ -5,10 +5,8 @@ import json
 import pytest
 from conftest import processor_with
 from tiny_models import random_probe
-from typer.testing import CliRunner
 
-from arcaligner.evaluation.analyses.__main__ import app
-from arcaligner.evaluation.analyses.refusals import read_answers, summarize
+from arcaligner.evaluation.analyses.refusals import read_answers, refusals, summarize
 from arcaligner.evaluation.runs import AnswerFile
 
 
@@ -51,15 +49,12 @@ def write_answers(run, task, checkpoint, **changes):
     file.append([{"prediction": "Ada", "em": 1.0, "f1": 1.0, "confidence": 0.9} | changes])
 
 
-def test_the_command_writes_a_table_and_a_figure_for_an_aligner_that_can_refuse(checkpoint, tmp_path):
+def test_the_command_writes_a_table_and_a_figure_for_an_aligner_that_can_refuse(checkpoint, tmp_path, capsys):
     write_answers(tmp_path / "run", "squad", checkpoint)
     write_answers(tmp_path / "run", "squad_unanswerable", checkpoint, em=0.0, f1=0.0, confidence=0.2)
-    options = ["--run", str(tmp_path / "run"), "--methods", "arcaligner_x4", "--tasks", "squad,squad_unanswerable"]
-    result = CliRunner().invoke(app, ["refusals", *options, "--output", str(tmp_path)], catch_exceptions=False)
-    assert (
-        "| ArcAligner, 4 tokens per slot | 100.0 [100.0, 100.0] | 0.0 [0.0, 0.0] | 100.0 | 0.0 | 1.000 |"
-        in result.output
-    )
+    refusals(tmp_path / "run", "arcaligner_x4", "squad,squad_unanswerable", tmp_path)
+    row = "| ArcAligner, 4 tokens per slot | 100.0 [100.0, 100.0] | 0.0 [0.0, 0.0] | 100.0 | 0.0 | 1.000 |"
+    assert row in capsys.readouterr().out
     written = json.loads((tmp_path / "refusals.json").read_text())["methods"]["ArcAligner, 4 tokens per slot"]
     assert written["auroc"] == 1.0 and (tmp_path / "refusals.svg").stat().st_size > 1000
 

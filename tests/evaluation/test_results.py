@@ -13,7 +13,6 @@ from arcaligner.evaluation.results import (
     interval_table,
     results_page,
     summarize,
-    with_published,
     write_results,
 )
 from arcaligner.evaluation.runs import AnswerFile
@@ -118,21 +117,3 @@ def test_a_table_leaves_out_methods_without_a_number_and_marks_single_gaps():
     rows = ["| Naive | 1.0 [0.0, 2.0] | - |", "| StandardRAG | - | 3.0 [2.0, 4.0] |"]
     assert interval_table("F1", sets, "methods", "f1") == ["| F1 | A | B |", "|---|---|---|", *rows, ""]
     assert interval_table("Acc", sets, "methods", "acc", "judge") == []
-
-
-def test_what_other_methods_answered_before_stands_beside_new_answers_of_the_aligner(run, tmp_path):
-    published = summarize(run)
-    write(again := tmp_path / "again", "arcaligner", [1.0, 1.0, 0.0, 0.5])
-    write(again, "standard_rag", [0.0] * 4, context=60)
-    new = summarize(again)
-    found = with_published(new, published)["sets"]["HotpotQA"]
-    assert found["methods"]["naive"] == published["sets"]["HotpotQA"]["methods"]["naive"]
-    asked_again = {name: found["methods"][name] for name in ("arcaligner", "standard_rag")}
-    assert asked_again == new["sets"]["HotpotQA"]["methods"] and set(found["differences"]) == {"standard_rag"}
-    published["sets"]["HotpotQA"]["methods"]["no_recursion"] = {}  # of the weights before
-    assert "no_recursion" not in with_published(new, published)["sets"]["HotpotQA"]["methods"]
-    published["sets"]["HotpotQA"]["passages"] = "gold: two of ten"  # in words that somebody wrote
-    assert with_published(new, published)["sets"]["HotpotQA"]["passages"] == "gold: two of ten"
-    for key, other in (("questions", 3), ("recall", [50.0, 0.0, 100.0])):
-        entry = published["sets"]["HotpotQA"] | {key: other}
-        assert with_published(new, published | {"sets": {"HotpotQA": entry}})["sets"] == new["sets"]

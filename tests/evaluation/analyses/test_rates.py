@@ -1,13 +1,10 @@
 """The figure of quality against rate shows what a run's answers say, method by method and rate by rate."""
 
-import json
-
 import pytest
 from answer_rows import write_answers
 
-from arcaligner.evaluation.analyses.__main__ import main
-from arcaligner.evaluation.analyses.rates import analyze, draw, rates, save_rates
-from arcaligner.evaluation.results import summarize, write_results
+from arcaligner.evaluation.analyses.rates import analyze, draw, save_rates
+from arcaligner.evaluation.results import summarize
 
 SCORES = {"naive": 0.1, "full_text_lora": 0.9}
 RATES = {
@@ -64,21 +61,7 @@ def test_a_line_of_the_figure_goes_through_the_points_of_its_method(run):
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["truncated text", "ArcAligner"]
 
 
-def test_the_command_writes_figure_data_and_caption(run, tmp_path, capsys):
-    write_results(run)
-    with pytest.raises(SystemExit) as end:
-        main(["rates", "--run", str(run), "--output", str(tmp_path / "figures")])
-    assert end.value.code == 0
-    data = json.loads((tmp_path / "figures" / "rates.json").read_text())
-    assert data["sets"] == analyze(summarize(run))
-    assert data["reading"] in capsys.readouterr().out.replace("\n", " ")
-    files = {path.name for path in (tmp_path / "figures").iterdir()}
-    assert files == {"rates.json", "rates.svg"}
-
-
 def test_a_run_at_one_rate_is_refused_with_the_command_that_adds_others(run):
-    with pytest.raises(ValueError, match="run has no results.json.*evaluate --output"):
-        rates(run)
     for path in run.glob("*/*_x*"):
         path.unlink()
     with pytest.raises(ValueError, match="No method was asked at several rates.*--tokens-per-slot 4,8,16,segment"):
