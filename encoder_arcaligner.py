@@ -53,23 +53,12 @@ DTYPES = ("float32", "bfloat16", "auto")
 ENCODER_FOLDER = "encoder"
 
 
-def _sentence_transformers():
-    try:
-        return importlib.import_module("sentence_transformers")
-    except ImportError as error:
-        raise ImportError(
-            "Passages are encoded by sentence-transformers, which is not installed: `pip install "
-            "sentence-transformers`. Or pass precomputed `context_embeds`."
-        ) from error
-
-
 def _read_tokenizer(name_or_path: str):
     """The tokenizer of an encoder, as sentence-transformers sets it up, without the weights.
 
     Raises:
         `ValueError`, `OSError`: files of another layout, which sentence-transformers may know.
     """
-    _sentence_transformers()
     try:
         modules = importlib.import_module("sentence_transformers.sentence_transformer.modules")
     except ModuleNotFoundError:  # before 5.4
@@ -140,7 +129,8 @@ class SentenceEncoder:
         return self._model
 
     def _load(self):
-        model = _sentence_transformers().SentenceTransformer(
+        library = importlib.import_module("sentence_transformers")  # here, as it takes seconds
+        model = library.SentenceTransformer(
             str(self._find()), device=self.device, model_kwargs={"use_safetensors": True}
         )
         if self.folder is not None:

@@ -10,13 +10,14 @@ import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, TextGenerationPipeline
 from transformers.pipelines.text_generation import ReturnType
+from transformers.utils import logging
 from transformers.utils.chat_template_utils import Chat
 
 from .configuration_arcaligner import (
@@ -29,29 +30,22 @@ from .configuration_arcaligner import (
 )
 from .encoder_arcaligner import similarities_of, with_words, word_match
 from .layers_arcaligner import format_trajectory
-from .segmentation_arcaligner import copied_next, copied_texts, documents_of
+from .processing_arcaligner import check_min_confidence, check_probe
+from .segmentation_arcaligner import copied_next, copied_texts, documents_of, text_of
 from .slot_rows_arcaligner import pad_passage_ids, pad_words
+
+logger = logging.get_logger(__name__)
 
 # Options of a call that go to the processor.
 _SLOT_OPTIONS = (*SLOT_SETTINGS, "sanitize_control_tokens")
 # Options of `generate` that have more than the prompt read before its first scores.
 _READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
 _OF_ROWS = ("context_embeds", "context_word_ids", "context_passage_ids", "copied", "about")  # of each row
-
-
+LONGEST_PASSAGE = 500  # words
 # How likely it is that passages answer a question. Beyond the paper: a frozen model that has read passages and question
 # shows in its middle layers whether it found an answer, also where it goes on to invent one. A logistic regression, the
 # processor's `answer_probe`, reads this from the states of the prompt's last token. Asked of all passages together, and
 # beside how well these match the question's words, it says whether to believe the answer; of each, which ones to read.
-
-
-def check_min_confidence(processor, min_confidence: float) -> None:
-    """Raises `ValueError` unless it is a share, of an aligner that tells how sure it is."""
-    if not is_number(min_confidence, Real) or not 0.0 <= min_confidence <= 1.0:
-        raise ValueError(f"`min_confidence` is {min_confidence!r}; expected a number from 0 to 1.")
-    _check_probe(processor, "`min_confidence`")
-    if not isinstance(processor.no_answer, str):
-        raise ValueError(f"The processor's `no_answer` is {processor.no_answer!r}; expected what is answered instead.")
 
 
 def check_max_passages(processor, max_passages: int) -> None:
@@ -63,12 +57,19 @@ def check_max_passages(processor, max_passages: int) -> None:
 
 def check_can_rank(processor, what: str) -> None:
     """Raises `ValueError`, about `what`, unless the aligner can be asked about each passage by itself."""
-    _check_probe(processor, what)
+    check_probe(processor, what)
     if processor.passage_attention != "separate":
         raise ValueError(
             f"{what} needs passages that are read by themselves, and this aligner was trained to read those of a "
             'question jointly. Pass fewer documents, or take an aligner with `passage_attention` "separate".'
         )
+
+
+def passages_to_read(processor) -> int | None:
+    """How many of several passages are read by default: the likeliest, which answers far better than all of them unless
+    several are needed; `None`, all, where the aligner cannot tell it."""
+    can_tell = processor.answer_probe is not None and processor.passage_attention == "separate"
+    return 1 if can_tell else None
 
 
 # What the cosine of question and passage is worth beside the confidence, in log-odds: fitted on held-out questions.
@@ -99,14 +100,6 @@ def likeliest(ranked: Mapping[int, RankedPassage], most: int) -> list[int]:
     return sorted(sorted(ranked, key=lambda number: ranked[number].log_odds, reverse=True)[:most])
 
 
-def _check_probe(processor, what: str) -> None:
-    if processor.answer_probe is None:
-        raise ValueError(
-            f"{what} needs an aligner whose confidence was fitted, and this one's processor has no `answer_probe`. Fit "
-            "it with `python -m arcaligner.train.confidence`, or leave it out."
-        )
-
-
 class AnswerConfidence(LogitsProcessor):
     """
     Watches one call of `generate` and tells how likely it is that the passages answer the question.
@@ -131,7 +124,7 @@ class AnswerConfidence(LogitsProcessor):
         """All states that are needed have been seen."""
 
     def __init__(self, model, processor, asked: Iterable[tuple[Any, list]] = (), stops: bool = False):
-        _check_probe(processor, "A confidence")
+        check_probe(processor, "A confidence")
         probe, width = processor.answer_probe, model.config.text_config.hidden_size
         layers = model.model.decoder_layers
         self.weight = torch.tensor(probe["weight"], dtype=torch.float32, device=model.device)
@@ -313,7 +306,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             max_passages (`int`, *optional*):
                 Of more documents, only those that most likely answer are read, in their order: each is first asked
                 about by itself, and has to fit by itself. See [`rank_passages`]. What was read for this is kept for
-                further questions, in at most 1 GiB.
+                further questions, in at most 1 GiB. Default: `passages_to_read`; a larger number where several are
+                needed for an answer.
             min_confidence (`float`, *optional*):
                 Where it is less likely, from 0 to 1, that the passages answer the question, the answer becomes the
                 processor's `no_answer`. See [`AnswerConfidence`]. Not with a `streamer`, which would be told the
@@ -382,6 +376,11 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         if isinstance(prompt, Chat):
             check_conversation(prompt.messages)
         documents = None if documents is None else documents_of(documents, "`documents` of row 0")
+        if (words := max((len(text_of(each, 0).split()) for each in documents or []), default=0)) > LONGEST_PASSAGE:
+            logger.warning_once(
+                f"A document has {words:,} words; aligners read passages of a paragraph or two. Cut it into several "
+                "documents, of which the likeliest is read, or expect a wrong answer."
+            )
         numbers, confidences, copied, about = range(len(documents or [])), None, [], ("", [])
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
@@ -393,7 +392,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             template["add_generation_prompt"] = not template["continue_final_message"]
             slots = {"sanitize_control_tokens": True} | slots
             messages = asked.messages if isinstance(asked, Chat) else asked
-            if max_passages is not None and len(numbers) > max_passages:
+            max_passages = max_passages or passages_to_read(self.processor) or len(numbers)
+            if len(numbers) > max_passages:
                 (ranked,) = rank_passages(self._passages, [messages], [documents], **slots, **template, **gates)
                 numbers = likeliest(ranked, max_passages)
                 confidences = {number: each.confidence for number, each in ranked.items()}

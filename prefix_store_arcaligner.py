@@ -387,7 +387,9 @@ class SlotPrefixStore:
         if units:  # all heads' passages at once: the encoder is fastest with many texts of like length
             room = longest and [longest - len(unit.head) - tail_length for unit in units]
             named = {"room": room, "names": [unit.name for unit in units]}
-            encoded = self.processor.encode_batch([unit.passages for unit in units], **slot_settings, **named)
+            encoded = self.processor.slot_encoder.encode_batch(
+                [unit.passages for unit in units], **slot_settings, **named
+            )
         read: dict[str, torch.Tensor] = {}
         for head, kept in heads.items():  # mostly one, as questions have the same system message
             heads[head] = read_text(self.model, head) if kept is None else kept
@@ -482,7 +484,7 @@ def _first_slots(parts: list[torch.Tensor], most: int | None) -> list[torch.Tens
 def _split_settings(processor, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings of slots and gates, checked, and what is left of `kwargs` for the chat template."""
     given = {name: kwargs[name] for name in SLOT_SETTINGS if kwargs.get(name) is not None}
-    processor.check_slot_settings(**given)
+    processor.slot_encoder.check_settings(**given)
     settings = {name: value for name, value in kwargs.items() if name in PREFIX_SETTINGS}
     rest = {name: value for name, value in kwargs.items() if name not in PREFIX_SETTINGS}
     return canonical_settings(settings), rest

@@ -11,11 +11,11 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import groupby
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from torch import FloatTensor
 from torch.nn import Parameter
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer, BatchFeature, PreTrainedConfig, ProcessorMixin
@@ -38,20 +38,18 @@ from .configuration_arcaligner import (
     check_question,
     check_text,
     has_empty_message,
+    is_number,
     longest_prompt,
     with_plain_texts,
 )
 from .encoder_arcaligner import ENCODER_FOLDER, EncodedDocuments, SentenceEncoder, SlotEncoder
 from .prefix_store_arcaligner import SlotPrefixStore
 from .segmentation_arcaligner import (
-    Segment,
-    SegmentTokens,
     check_sentences_per_segment,
     check_tokens_per_slot,
     encode_marked,
     mark_control_tokens,
     passages_of_questions,
-    tokenize_segments,
 )
 from .slot_rows_arcaligner import pad_passage_ids, pad_words
 
@@ -225,35 +223,7 @@ class ArcAlignerProcessor(ProcessorMixin):
 
     def encode_documents(self, documents: Sequence[str | dict], **settings: Any) -> EncodedDocuments:
         """The passages of one question as slots; `settings` are `max_slots` and `tokens_per_slot`."""
-        return self.encode_batch([documents], **settings)[0]
-
-    def encode_batch(self, passages: Sequence, **settings: Any) -> list[EncodedDocuments]:
-        """[`SlotEncoder.encode_batch`]: the passages of several questions."""
-        return self.slot_encoder.encode_batch(passages, **settings)
-
-    def segment_documents(self, documents: Sequence[str | dict]) -> list[Segment]:
-        """[`SlotEncoder.segment_documents`]: the segments of one question's documents."""
-        return self.slot_encoder.segment_documents(documents)
-
-    def tokenize_segments(self, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[SegmentTokens]:
-        """Each segment's tokens in the backbone's vocabulary, see `tokenize_segments` of segmentation."""
-        return tokenize_segments(self.tokenizer, segments, documents)
-
-    def encode_tokens(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> FloatTensor:
-        """[`SlotEncoder.encode_tokens`]: embeddings (num_slots, encoder_hidden_size)."""
-        return self.slot_encoder.encode_tokens(tokens, tokens_per_slot)
-
-    def mark_control_tokens(self, text: Any) -> Any:
-        """Texts or messages with control tokens marked, so that they are read as text."""
-        return mark_control_tokens(self.tokenizer, text)
-
-    def check_slot_settings(self, max_slots: int | None = None, tokens_per_slot: int | str | None = None) -> int | str:
-        """[`SlotEncoder.check_settings`]: the `tokens_per_slot` of a call, checked."""
-        return self.slot_encoder.check_settings(max_slots, tokens_per_slot)
-
-    def statistics(self, documents: Sequence[str | dict], row: EncodedDocuments, has_budget: bool) -> dict[str, float]:
-        """[`SlotEncoder.statistics`]: the `tokens`, `slots` and `compression_rate` of one question."""
-        return self.slot_encoder.statistics(documents, row, has_budget)
+        return self.slot_encoder.encode_batch([documents], **settings)[0]
 
     def split_prompt(
         self, messages: list[dict], sanitize_control_tokens: bool = True, **kwargs: Any
@@ -405,7 +375,9 @@ class ArcAlignerProcessor(ProcessorMixin):
             (self.tokenize_prompt(before, add_special_tokens), self.tokenize_prompt(after)) for before, after in prompts
         ]
         room = (most := self.max_prompt_length) and [most - len(before) - len(after) for before, after in texts]
-        rows = self.encode_batch(passages, **settings, room=room, apart=self.passage_attention == "separate")
+        rows = self.slot_encoder.encode_batch(
+            passages, **settings, room=room, apart=self.passage_attention == "separate"
+        )
         ids = [
             before + [self.context_token_id] * len(row.context_embeds) + after
             for (before, after), row in zip(texts, rows, strict=True)
@@ -415,7 +387,7 @@ class ArcAlignerProcessor(ProcessorMixin):
             traced, has_budget = zip(passages, rows, strict=True), settings["max_slots"] is not None
             features["segments"] = [row.segments for row in rows]
             features["statistics"] = [
-                None if documents is None else self.statistics(*each, has_budget) for each in traced
+                None if documents is None else self.slot_encoder.statistics(*each, has_budget) for each in traced
             ]
         return features
 
@@ -548,6 +520,27 @@ def _with_background_line(messages: list[dict], mark: str) -> list[dict]:
         asked = {**message, "content": BACKGROUND_LINE + mark + QUESTION_LINE + message["content"]}
         return [*messages[:position], asked, *messages[position + 1 :]]
     raise ValueError("The conversation has no user message, so there is no question to put the documents before.")
+
+
+# Whether the aligner's confidence can be asked for. See `AnswerConfidence` of the pipeline.
+
+
+def check_probe(processor, what: str) -> None:
+    """Raises `ValueError`, about `what`, unless its confidence was fitted."""
+    if processor.answer_probe is None:
+        raise ValueError(
+            f"{what} needs an aligner whose confidence was fitted, and this one's processor has no `answer_probe`. Fit "
+            "it with `python -m arcaligner.train.confidence`, or leave it out."
+        )
+
+
+def check_min_confidence(processor, min_confidence: float) -> None:
+    """Raises `ValueError` unless it is a share, of an aligner that tells how sure it is."""
+    if not is_number(min_confidence, Real) or not 0.0 <= min_confidence <= 1.0:
+        raise ValueError(f"`min_confidence` is {min_confidence!r}; expected a number from 0 to 1.")
+    check_probe(processor, "`min_confidence`")
+    if not isinstance(processor.no_answer, str):
+        raise ValueError(f"The processor's `no_answer` is {processor.no_answer!r}; expected what is answered instead.")
 
 
 ArcAlignerProcessor.register_for_auto_class("AutoProcessor")

@@ -282,13 +282,7 @@ _MAX_NEW_WORDS = 100_000
 @functools.lru_cache(maxsize=4)
 def _load_spacy(spacy_model: str):
     """The pipeline that finds sentences, and the number of words at which it is loaded again."""
-    try:
-        spacy = importlib.import_module("spacy")
-    except ImportError as error:
-        raise ImportError(
-            "Passages are split into sentences by spaCy, which is not installed: `pip install spacy`. Or pass "
-            "precomputed `context_embeds`, which need no splitting."
-        ) from error
+    spacy = importlib.import_module("spacy")  # here, as it takes a second
     if len(spacy_model) <= 3:  # a language code
         nlp = spacy.blank(spacy_model)
         nlp.add_pipe("sentencizer")

@@ -233,7 +233,7 @@ def run_compare(
         check_max_passages(processor, max_passages)
     rates = list(dict.fromkeys(rates or processor.trained_tokens_per_slot or [processor.tokens_per_slot]))
     for rate in rates:
-        processor.check_slot_settings(tokens_per_slot=rate)
+        processor.slot_encoder.check_settings(tokens_per_slot=rate)
     rows = find_passages(rows, sources, processor, top_k, tell)
     readers = [Reader("text, by the base model", None, aligner)]
     if full_text_lora is not None:

@@ -31,6 +31,7 @@ from ..evaluation.analyses.speed import machine_line, save_figure, size_lines
 from ..evaluation.settings import split_rates
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
+from ..segmentation_arcaligner import tokenize_segments
 from .arms import Decoding, both_prompts, cache_bytes, join_rows, load_models, make_arms, pick_rows
 from .measuring import flop_counter, peak_memory, quartiles, ratio, time_interleaved
 
@@ -42,10 +43,10 @@ def encoder_arms(processor: ArcAlignerProcessor, row: Row, rate: int | str) -> d
     """The work that is done online where no embeddings are kept."""
 
     def segment() -> list:
-        return processor.segment_documents(row["passages"])
+        return processor.slot_encoder.segment_documents(row["passages"])
 
-    tokens = processor.tokenize_segments(segment(), row["passages"])
-    return {"segmenting": segment, "encoding": lambda: processor.encode_tokens(tokens, rate)}
+    tokens = tokenize_segments(processor.tokenizer, segment(), row["passages"])
+    return {"segmenting": segment, "encoding": lambda: processor.slot_encoder.encode_tokens(tokens, rate)}
 
 
 def measure_rounds(

@@ -32,7 +32,6 @@ from ..common.rows import JSON_LINES, find_answer
 from . import shared
 from .corpus import corpus_app
 from .shared import (
-    READ_PASSAGES,
     Checkpoint,
     CorpusFolder,
     Dtype,
@@ -140,11 +139,11 @@ def tell_confidence(confidence: float | None) -> None:
         messages.print(f"Confidence {confidence:.2f} [dim]that the passages answer, not that the answer is right[/]")
 
 
-def slots_table(record: dict[str, Any], passages: list[Passage]) -> Table:
-    """One row per slot: where its text stands, and its passes through all layers."""
+def slots_table(record: dict[str, Any], passages: list[Passage], has_gates: bool) -> Table:
+    """One row per slot: where its text stands and, with gates, its passes through all layers."""
     from .demo import describe_passes
 
-    table = Table("Slot", "Document", "Characters", "Text", "Passes through layers")
+    table = Table("Slot", "Document", "Characters", "Text", *["Passes through layers"] * has_gates)
     segments = record["segments"] or [{"document": 0, "start": 0, "end": 0, "text": ""}]
     slots = zip(segments, zip(*record["trajectories"], strict=True), strict=True)
     for number, (segment, passes) in enumerate(slots):
@@ -152,7 +151,7 @@ def slots_table(record: dict[str, Any], passages: list[Passage]) -> Table:
         start, end = passage.start + segment["start"], passage.start + segment["end"]
         place = str(number), escape(one_line(Path(passage.document.id).name)), f"{start}-{end}"
         text = escape(printable(segment["text"])) or ("[dim]title[/]" if record["segments"] else "")
-        table.add_row(*place, text, describe_passes([[each] for each in passes]))
+        table.add_row(*place, text, *[describe_passes([[each] for each in passes])] * has_gates)
     return table
 
 
@@ -175,14 +174,7 @@ def answer(
     max_new_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens of the answer.", min=1)] = None,
     tokens_per_slot: TokensPerSlot = None,
     min_confidence: MinConfidence = None,
-    max_passages: Annotated[
-        int | None,
-        typer.Option(
-            help="Of more passages, only those that most likely answer are read. "
-            f"Default: {READ_PASSAGES} where a file was cut, else all.",
-            min=1,
-        ),
-    ] = None,
+    max_passages: MaxPassages = None,
     max_slots: Annotated[
         int | None, typer.Option(help="Maximum number of slots. Later text is ignored.", min=1)
     ] = None,
@@ -227,15 +219,12 @@ def answer(
     settings |= {} if gate_mode is None else {"gate_mode": gate_mode}
     settings |= {} if min_confidence is None else {"min_confidence": min_confidence}
     passages, documents = cut(files, ask.processor.spacy_model)
-    if max_passages is None and len(passages) > len(files):
-        max_passages = shared.passages_to_read(ask.processor)
     settings |= {} if max_passages is None else {"max_passages": max_passages}
     with busy("Reading the documents"):
         record = ask({"question": question, "documents": documents}, return_slots=True, **settings)[0]
     show(record["generated_text"].strip())
     if show_slots:
-        output.print(slots_table(record, passages))
-        messages.print("[dim]A slot passes once through each layer, and again where a gate adds a pass.[/]")
+        output.print(slots_table(record, passages, (gate_mode or ask.model.config.gate_mode) != "off"))
     read = sources_read(record, passages)
     if len(passages) > 1:
         for each in read:
@@ -439,10 +428,11 @@ def compare(
     shared.check_there(checkpoint)
     from ..benchmarks.compare import run_compare
     from ..evaluation.settings import split_rates
+    from ..pipeline_arcaligner import passages_to_read
 
     shared.silence_transformers()
     options = {"full_text_lora": full_text_lora, "top_k": top_k, "num_questions": num_questions, "device": device}
-    options["max_passages"] = max_passages or shared.passages_to_read(shared.load_processor(checkpoint))
+    options["max_passages"] = max_passages or passages_to_read(shared.load_processor(checkpoint))
     options |= {"rates": split_rates(tokens_per_slot), "tell": lambda text: messages.print(f"[dim]{text}[/]")}
     show("\n".join(run_compare(questions, documents or [], folder, checkpoint, **options)))
 

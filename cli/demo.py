@@ -33,7 +33,6 @@ from ..common.rows import contains_match
 from ..generation_arcaligner import entry_shape, join_keys_values, keys_values_of, read_text
 from ..pipeline_arcaligner import ArcAlignerPipeline, rank_passages
 from ..prefix_store_arcaligner import SlotPrefixStore
-from .shared import READ_PASSAGES
 
 NUM_QUESTIONS = 10
 PASSAGES = (5, 10, 20)  # so many are timed; the questions are about the most of them
@@ -111,8 +110,8 @@ class Readers:
 
     def size(self, row: Row) -> dict[str, Any]:
         """Tokens and slots of all passages of a row, whether the answer was read from all or not."""
-        (encoded,) = self.processor.encode_batch([row["passages"]], tokens_per_slot=self.rate)
-        return self.processor.statistics(row["passages"], encoded, has_budget=False)
+        (encoded,) = self.processor.slot_encoder.encode_batch([row["passages"]], tokens_per_slot=self.rate)
+        return self.processor.slot_encoder.statistics(row["passages"], encoded, has_budget=False)
 
     def kept_bytes(self, row: Row, num_slots: int) -> tuple[int, int]:
         """Of the passages of a row, as slots and as text."""
@@ -124,7 +123,7 @@ class Readers:
         slots, known_slots = (partial(self.slots, store, row) for store in (self.new, self.known))
         new = _median_seconds(slots, partial(self.text, row))
         known = _median_seconds(known_slots, partial(self.known_text, row))
-        if not self.chooses or len(row["passages"]) <= READ_PASSAGES:
+        if not self.chooses or len(row["passages"]) == 1:
             return FirstTokens(*new, *known)
         choose = partial(rank_passages, self.known, [row["question"]], [row["passages"]], tokens_per_slot=self.rate)
         return FirstTokens(*new, *known, *_median_seconds(choose))
@@ -209,7 +208,7 @@ def run_demo(ask: ArcAlignerPipeline, console: Console, tokens_per_slot: Rate = 
     config.passage_attention = ask.processor.passage_attention = "separate"
     settings = {"max_new_tokens": MAX_NEW_TOKENS, "tokens_per_slot": tokens_per_slot, "return_slots": True}
     if probe := ask.processor.answer_probe:  # fitted on other questions
-        settings |= {"min_confidence": probe["threshold"], "max_passages": READ_PASSAGES}
+        settings |= {"min_confidence": probe["threshold"]}
     asked = demo_questions(probe and ask.processor.no_answer)
     progress = partial(track, console=Console(stderr=True), transient=True)
     num_right, num_rows = 0, sum(len(each.rows) for each in asked)

@@ -51,12 +51,11 @@ MinConfidence = Annotated[
     typer.Option(help="An answer with less confidence becomes the aligner's refusal.", min=0, max=1),
 ]
 # Of the passages that are found, so many are read: held-out questions are answered better than from all of them.
-READ_PASSAGES = 1
 MaxPassages = Annotated[
     int | None,
     typer.Option(
         help="How many of the passages are read, those that most likely answer. "
-        f"Default: {READ_PASSAGES}, or all where the aligner cannot tell.",
+        "Default: 1, or all where the aligner cannot tell.",
         min=1,
     ),
 ]
@@ -176,17 +175,9 @@ def load_engine(checkpoint: str, corpus: Path | None, reranker: str | None, dtyp
     opened = None if corpus is None else Corpus(corpus)
     with ThreadPoolExecutor(1) as loading:
         ask = loading.submit(load_pipeline, checkpoint, dtype).result()
-    if settings.get("max_passages") is None:
-        settings["max_passages"] = passages_to_read(ask.processor)
     engine = Engine(ask, None if opened is None else Retriever(opened, ask.processor, reranker), **settings)
     engine.warm_up()
     return engine
-
-
-def passages_to_read(processor) -> int | None:
-    """How many of several passages are read by default; `None`, all, where the aligner cannot tell the likeliest."""
-    can_tell = processor.answer_probe is not None and processor.passage_attention == "separate"
-    return READ_PASSAGES if can_tell else None
 
 
 def load_processor(checkpoint: str):

@@ -207,7 +207,7 @@ def passage_rows(passages: list[Passage], processor, corpus: Corpus) -> pa.Table
     """Passages with their slots, as rows of a corpus."""
     settings = corpus.settings
     read = [[{"title": each.title, "text": each.document.text[each.start : each.end]}] for each in passages]
-    encoded = processor.encode_batch(read, tokens_per_slot=settings["tokens_per_slot"])
+    encoded = processor.slot_encoder.encode_batch(read, tokens_per_slot=settings["tokens_per_slot"])
     columns = {
         "id": [f"{each.document.id}#{each.number}" for each in passages],
         "document": [each.document.id for each in passages],

@@ -81,10 +81,10 @@ def slot_settings(processor, tokens_per_slot: int | str | None = None) -> dict[s
         "encoder_dtype": str(processor.encoder.model.dtype).removeprefix("torch."),
         "sentences_per_segment": processor.sentences_per_segment,
         "spacy_model": processor.spacy_model,
-        "tokens_per_slot": processor.check_slot_settings(tokens_per_slot=tokens_per_slot),
+        "tokens_per_slot": processor.slot_encoder.check_settings(tokens_per_slot=tokens_per_slot),
         "context_words": processor.context_words,
         "tokenizer": digest(tokenizer),
-        "probe": [round(value, 5) for value in processor.encode_tokens([PROBE], "segment")[0].tolist()],
+        "probe": [round(value, 5) for value in processor.slot_encoder.encode_tokens([PROBE], "segment")[0].tolist()],
     }
 
 

@@ -23,6 +23,7 @@ from ..configuration_arcaligner import check_length
 from ..layers_arcaligner import ADAPTER_NAME, slot_lora_layers
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
+from ..segmentation_arcaligner import mark_control_tokens
 from ..slot_rows_arcaligner import check_can_separate, passage_positions, separate_passages
 from ..train.data import ApartText, passages_text, slot_inputs, text_inputs, text_prompt
 from ..train.metrics import greedy_answers, ranked_passages, with_likeliest
@@ -51,7 +52,7 @@ class Answer:
 def apart_text(processor: ArcAlignerProcessor, row: Row) -> ApartText:
     """The prompt with the passages' text, each tokenized by itself."""
     before, after = processor.split_prompt([{"role": "user", "content": row["question"]}], add_generation_prompt=True)
-    row = row | {"passages": processor.mark_control_tokens(row["passages"])}
+    row = row | {"passages": mark_control_tokens(processor.tokenizer, row["passages"])}
     return ApartText.of(row, before, after, processor.tokenize_prompt)
 
 

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from ..base_model_arcaligner import CACHE
 from ..common.rows import Row
 from ..processing_arcaligner import ArcAlignerProcessor
+from ..segmentation_arcaligner import tokenize_segments
 from ..train.data import passages_text
 from .answering import MissingMethodError, count_tokens
 
@@ -27,10 +28,10 @@ Compress = Callable[[str, float], str]  # a text and the share of its tokens to 
 def count_slots(processor: ArcAlignerProcessor, row: Row, tokens_per_slot: int | str | None = None) -> int:
     """The slots of a row's passages, without encoding them; the processor's rate where none is given."""
     rate = processor.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
-    segments = processor.segment_documents(row["passages"])
+    segments = processor.slot_encoder.segment_documents(row["passages"])
     if rate == "segment":
         return max(1, len(segments))
-    tokens = processor.tokenize_segments(segments, row["passages"])
+    tokens = tokenize_segments(processor.tokenizer, segments, row["passages"])
     return max(1, sum(len(each.runs(rate)) for each in tokens))
 
 

@@ -164,7 +164,7 @@ _COPIER = _READER | {"copies": True}
 _APART = {"checkpoint": "text_apart", "made_by": _FULL_TEXT.replace("full_text.yaml", "full_text_apart.yaml")}
 _OURS = {"checkpoint": "aligner", "has_rates": True}
 _PROJECTOR = {"checkpoint": "projector_only", "made_by": f"{_TRAIN} projector_only"}
-_OFF, _ADAPTIVE = {"gate_mode": "off"}, {"gate_mode": "adaptive"}
+_OFF = {"gate_mode": "off"}
 
 METHODS = {
     method.name: method
@@ -180,13 +180,13 @@ METHODS = {
         Method("llmlingua", "LLMLingua (the backbone scores)", compressed, has_rates=True),
         Method("xrag", "xRAG (our training)", slots=_OFF, checkpoint="xrag", made_by=f"{_TRAIN} xrag"),
         Method("projector_only", "projector only", slots=_OFF, has_rates=True, **_PROJECTOR),
-        Method("arcaligner", "ArcAligner", slots=_ADAPTIVE, **_OURS),
+        Method("arcaligner", "ArcAligner", **_OURS),
         Method("one_passage", "ArcAligner, the likeliest passage", slots=_OFF | {"max_passages": 1}, **_OURS),
         Method("no_copying", "ArcAligner, w/o copying", slots=_OFF | {"copy_bonus": 0.0}, **_OURS),
         Method("no_recursion", "w/o Recursion", slots=_OFF, **_OURS),
         Method("max_loop", "w/o Gate (Max Loop)", slots={"gate_mode": "always"}, **_OURS),
         Method("no_lora", "w/o LoRA & Recursion", slots=_OFF | {"use_lora": False}, **_OURS),
-        Method("empty_slot", "an empty slot", slots=_ADAPTIVE | {"with_passages": False}, checkpoint="aligner"),
+        Method("empty_slot", "an empty slot", slots={"with_passages": False}, checkpoint="aligner"),
     )
 }
 

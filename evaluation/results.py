@@ -106,7 +106,6 @@ def _summarize_method(name: str, of_task: dict[str, Answers]) -> dict[str, Any]:
         "questions": len(rows),
         "context_tokens": sum(row["context_tokens"] for row in rows) / len(rows),
         "prompt_tokens": sum(row["prompt_tokens"] for row in rows) / len(rows),
-        "seconds": sum(row["seconds"] for row in rows) / len(rows),
     }
     if name not in NOT_COMPRESSED and numbers["context_tokens"]:
         numbers["compression_rate"] = _rate(rows)
@@ -151,7 +150,7 @@ def results_page(results: dict[str, Any]) -> str:
         for metric in ("f1", "em")
     ]
     lines += _section(f"{MAIN_TITLE} less another method, on the same questions", *differences)
-    lines += _section("Costs", cost_table(sets))
+    lines += _section("Positions", cost_table(sets))
     lines += _section("The paper's numbers", paper_table(sets))
     return "\n".join([*lines, *footnote(results), ""])
 
@@ -187,16 +186,16 @@ def interval_table(title: str, sets: dict, part: str, *keys: str, sign: str = ""
 
 
 def cost_table(sets: dict) -> list[str]:
-    """What each method reads, and how long it takes."""
+    """What each method reads. How long that takes is for benchmarks: answers of a run come from several machines."""
 
     def show(entry: dict, method: str) -> str | None:
         numbers = entry["methods"].get(method)
         if numbers is None:
             return None
         rate = f", x{numbers['compression_rate']:.1f}" if "compression_rate" in numbers else ""
-        return f"{numbers['context_tokens']:.1f}{rate}, {numbers['seconds']:.2f} s"
+        return f"{numbers['context_tokens']:.1f}{rate}"
 
-    return table("positions for the passages, rate, seconds per question", method_titles(sets), sets, show)
+    return table("positions for the passages, rate", method_titles(sets), sets, show)
 
 
 def paper_table(sets: dict) -> list[str]:

@@ -45,7 +45,7 @@ class Request:
         min_confidence (`float`, *optional*): Where it is less likely that the passages answer, the answer is the
             processor's `no_answer`. Default: the engine's.
         max_passages (`int`, *optional*): Of more passages, only those that most likely answer are read. Default: the
-            engine's, which reads all if it has none.
+            engine's.
         copy_bonus (`float`, *optional*): How much answers in the words of the passages are preferred. Default: the
             processor's.
         full_text (`bool`): Reads the passages as text, to compare. Only what the last such request has read and this
@@ -219,7 +219,7 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
         else:
             parts = dict(passages.seconds)
             read = [each for each in passages.documents if each.get("read", True)]
-            statistics = self.engine.processor.statistics(read, passages.encoded, has_budget=False)
+            statistics = self.engine.processor.slot_encoder.statistics(read, passages.encoded, has_budget=False)
         first_token = self.first_token - request.arrived
         parts.setdefault("choosing", 0.0)
         parts["model"] = self.first_token - self.began

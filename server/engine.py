@@ -27,11 +27,11 @@ from ..pipeline_arcaligner import (
     ArcAlignerPipeline,
     CopyBonus,
     check_max_passages,
-    check_min_confidence,
     likeliest,
+    passages_to_read,
     rank_passages,
 )
-from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE
+from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE, check_min_confidence
 from .answers import Answer, AnswerStream, Limits, Request, RowSampler
 
 # Given passages whose slots are kept; the prefixes have their own budget, in bytes.
@@ -51,7 +51,7 @@ class Engine:
         retriever ([`Retriever`], *optional*):
             For requests without documents. Passages of its corpus that were read ahead are not read again.
         top_k (`int`), tokens_per_slot (`int` or `"segment"`), min_confidence (`float`), max_passages (`int`):
-            Of requests that name none.
+            Of requests that name none. Of several passages, the likeliest is read by default (`passages_to_read`).
         max_batch (`int`): The most requests computed at a time.
         batch_seconds (`float`): How long the first request of a batch waits for others.
         prefix_bytes (`int`): Memory for slot prefixes kept between requests.
@@ -75,13 +75,13 @@ class Engine:
         if max_batch < 1:
             raise ValueError(f"`max_batch` is {max_batch}; expected at least 1 request.")
         self.model, self.processor, self.retriever = ask.model, ask.processor, retriever
-        ask.processor.check_slot_settings(tokens_per_slot=tokens_per_slot)
+        ask.processor.slot_encoder.check_settings(tokens_per_slot=tokens_per_slot)
         if min_confidence is not None:
             check_min_confidence(ask.processor, min_confidence)
         if max_passages is not None:
             check_max_passages(ask.processor, max_passages)
         self.top_k, self.tokens_per_slot, self.min_confidence = top_k, tokens_per_slot, min_confidence
-        self.max_passages = max_passages
+        self.max_passages = max_passages or passages_to_read(ask.processor)
         self.max_batch, self.batch_seconds, self.limits = max_batch, batch_seconds, limits or Limits()
         folder = None if retriever is None else kept_folder(retriever.corpus)
         self.store = self.model.slot_prefix_store(self.processor, max_bytes=prefix_bytes, folder=folder, read_only=True)
@@ -257,7 +257,7 @@ class Engine:
             request.messages = [*request.messages[:first], asked, *request.messages[first + 1 :]]
 
     def _encode_documents(self, documents: str, tokens_per_slot: int | str | None) -> EncodedDocuments:
-        (encoded,) = self.processor.encode_batch(
+        (encoded,) = self.processor.slot_encoder.encode_batch(
             [json.loads(documents)], tokens_per_slot=tokens_per_slot, room=[self.limits.max_slots]
         )
         return encoded

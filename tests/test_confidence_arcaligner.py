@@ -244,14 +244,23 @@ def test_of_more_passages_the_likeliest_are_read_in_their_order(ask_apart, separ
     sure = [None if each == " " else asked_alone(model, fitted, "Who wrote it?", each) for each in PASSAGES]
     best = sorted(sorted((0, 1, 3), key=lambda number: -sure[number])[:most])
     row = {"question": "Who wrote it?", "documents": PASSAGES}
-    expected = ask_apart(row | {"documents": [PASSAGES[n] for n in best]}, return_slots=True, **TOKENS)
+    chosen = row | {"documents": [PASSAGES[n] for n in best]}
+    expected = ask_apart(chosen, return_slots=True, max_passages=most, **TOKENS)
     (record,) = ask_apart(row, return_slots=True, max_passages=most, **TOKENS)
     told = record["statistics"].pop("passage_confidences")
     assert told == pytest.approx({number: sure[number] for number in (0, 1, 3)}, abs=1e-4)
     for segment in expected[0]["segments"]:
         segment["document"] = best[segment["document"]]
     assert record == expected[0]
-    assert ask_apart(row, max_passages=4, **TOKENS) == ask_apart(row, **TOKENS)
+    if most == 1:
+        assert ask_apart(row, return_slots=True, **TOKENS)[0]["segments"] == record["segments"]  # by default
+
+
+def test_a_passage_that_is_too_long_is_told_of(ask_apart, caplog):
+    for words in (501, 499):
+        ask_apart({"question": "Who?", "documents": ["word " * words]}, tokens_per_slot="segment", **TOKENS)
+    (told,) = [each.getMessage() for each in caplog.records if "paragraph or two" in each.getMessage()]
+    assert "A document has 501 words" in told
 
 
 @pytest.mark.parametrize(
@@ -318,7 +327,7 @@ def test_passages_are_ranked_at_the_rate_and_with_the_gates_that_are_asked_for(s
 def test_precomputed_slots_are_ranked_as_their_passages_and_kept_for_the_answer(separate):
     model, fitted = separate
     store = model.slot_prefix_store(fitted)
-    (encoded,) = fitted.encode_batch([PASSAGES])
+    (encoded,) = fitted.slot_encoder.encode_batch([PASSAGES])
     slots = {"context_embeds": [encoded.context_embeds], "context_passage_ids": [encoded.context_passage_ids]}
     (first,), (again,) = (rank_passages(store, ["Who wrote it?"], **slots) for _ in range(2))
     (expected,) = rank_passages(store, ["Who wrote it?"], [PASSAGES])

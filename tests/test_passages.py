@@ -247,7 +247,7 @@ def test_a_disk_that_fills_up_costs_no_answer(apart, model, tmp_path, monkeypatc
 @pytest.mark.parametrize("gates", MODES, ids=str)
 def test_passages_share_rows_of_like_length_and_read_as_one_by_one(apart, model, gates, monkeypatch):
     documents = [" ".join(["It was written by Ada."] * (1 + number % 5)) for number in range(12)]
-    encoded = apart.encode_batch([[each] for each in documents])  # 33 slots
+    encoded = apart.slot_encoder.encode_batch([[each] for each in documents])  # 33 slots
     head = apart.prompt_ids("Who?")[0]
     text, read, forward = read_text(model, head), [], type(model.model).forward
 

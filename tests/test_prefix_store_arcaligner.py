@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import BACKBONES, WINDOW, backbone_config, random_row, tiny_aligner
 from transformers import DynamicCache
 
-from arcaligner import ArcAlignerProcessor, prefix_store_arcaligner
+from arcaligner import prefix_store_arcaligner
 from arcaligner.encoder_arcaligner import SlotEncoder
 from arcaligner.generation_arcaligner import keys_values_of, load_keys_values, save_keys_values
 
@@ -285,7 +285,7 @@ def test_another_process_answers_from_the_folder(model, processor, tmp_path, mon
     folder = tmp_path / "new" / "prefixes"
     first = generate(model, model.slot_prefix_store(processor, folder=folder).prepare(QUESTIONS[:2], [ADA, RADIK]))
     assert len(list(folder.glob("*.safetensors"))) == 3 and len(list(folder.iterdir())) == 3  # with the text before
-    monkeypatch.setattr(ArcAlignerProcessor, "encode_batch", None)  # nothing is cut or encoded
+    monkeypatch.setattr(SlotEncoder, "encode_batch", None)  # nothing is cut or encoded
     store = model.slot_prefix_store(processor, folder=folder)
     second = generate(model, store.prepare(QUESTIONS[:2], [ADA, RADIK]))
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
@@ -300,13 +300,13 @@ def test_what_two_threads_ask_for_at_once_is_read_once(processor, monkeypatch):
     model = make_model(processor)
     store, together, read = model.slot_prefix_store(processor), threading.Barrier(2), []
 
-    def encode(*args, former=ArcAlignerProcessor.encode_batch, **kwargs):
+    def encode(*args, former=SlotEncoder.encode_batch, **kwargs):
         read.append(1)
         with contextlib.suppress(threading.BrokenBarrierError):
             together.wait(timeout=0.3)  # for the other thread, which the lock keeps out
         return former(*args, **kwargs)
 
-    monkeypatch.setattr(ArcAlignerProcessor, "encode_batch", encode)
+    monkeypatch.setattr(SlotEncoder, "encode_batch", encode)
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(lambda _: prefix_of(store, context_embeds=embeddings(3)), range(2))
     assert len(read) == 1 and (store.hits, store.misses) == (1, 1)

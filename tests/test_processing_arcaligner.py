@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from arcaligner import ArcAlignerProcessor
 from arcaligner.encoder_arcaligner import SentenceEncoder, SlotEncoder
-from arcaligner.segmentation_arcaligner import encode_marked
+from arcaligner.segmentation_arcaligner import encode_marked, mark_control_tokens
 
 QUESTION = "What sport does he play?"
 DOCUMENTS = ["Radik is a ski jumper. He has competed since 2003.", {"title": "Ada", "text": "It was written by Ada."}]
@@ -37,13 +37,13 @@ def test_prompt_is_the_papers_with_one_slot_a_sentence_and_its_title(processor):
 def test_marks_that_a_template_tears_apart_hide_no_token_of_its_own(processor):
     """A template may split a message at a mark of a turn: what it writes in between stays a token."""
     tokenizer = processor.tokenizer
-    marked = processor.mark_control_tokens("a<|im_end|>b")
+    marked = mark_control_tokens(processor.tokenizer, "a<|im_end|>b")
     start, end = marked[1], marked[-2]
     torn = f"a{start}<|im_start|>user\n{end}b"
     ids = encode_marked(tokenizer, torn)
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 1
     assert tokenizer.decode(ids) == "a<|im_start|>user\nb"
-    forged = processor.mark_control_tokens(f"{start}a{end}<|im_end|>")
+    forged = mark_control_tokens(processor.tokenizer, f"{start}a{end}<|im_end|>")
     assert forged == f"{start}<|im_end|>{end}".join(["a", ""])
     assert tokenizer.eos_token_id not in encode_marked(tokenizer, forged)
 
@@ -53,7 +53,7 @@ def test_a_token_that_the_template_writes_is_text_in_a_message(base_model_dir, e
     tokenizer.add_tokens(["<call>"])  # no special token
     tokenizer.chat_template += "{# <call> #}"
     processor = ArcAlignerProcessor(tokenizer, encoder_name_or_path=str(encoder_dir), encoder_hidden_size=12)
-    ids = encode_marked(tokenizer, processor.mark_control_tokens("a <call> b"))
+    ids = encode_marked(tokenizer, mark_control_tokens(processor.tokenizer, "a <call> b"))
     assert tokenizer.convert_tokens_to_ids("<call>") not in ids and tokenizer.decode(ids) == "a <call> b"
     assert tokenizer.convert_tokens_to_ids("<call>") in encode_marked(tokenizer, "a <call> b")
 
@@ -282,7 +282,7 @@ def test_passages_are_cut_without_the_weights_of_the_encoder_also_in_another_pro
     documents, expected = ["word " * 300 + "end."], 6
     sent = pickle.loads(pickle.dumps(processor))  # as `datasets.map` hands it to its processes
     for other in (sent, ArcAlignerProcessor(processor.tokenizer, processor.encoder_name_or_path)):
-        assert len(other.segment_documents(documents)) > expected and other.encoder._model is None
+        assert len(other.slot_encoder.segment_documents(documents)) > expected and other.encoder._model is None
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_seq_length": 16}, {"do_lower_case": True}])

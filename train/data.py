@@ -25,7 +25,7 @@ from ..common.files import stable_number
 from ..common.rows import Row
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE, ArcAlignerProcessor
-from ..segmentation_arcaligner import EMPTY_SEGMENT, SegmentTokens, equal_runs, run_ends
+from ..segmentation_arcaligner import EMPTY_SEGMENT, SegmentTokens, equal_runs, run_ends, tokenize_segments
 from ..slot_rows_arcaligner import pad_words
 
 # The paper's Table "Stage-I instruction templates", in its order. A template there reads "... [B] ... [T]": the slots
@@ -250,8 +250,8 @@ class ExampleBuilder:
             yield example
 
     def _tokens(self, documents: list[dict[str, str]]) -> list[SegmentTokens]:
-        segments = self.processor.segment_documents(documents)
-        return self.processor.tokenize_segments(segments, documents)
+        segments = self.processor.slot_encoder.segment_documents(documents)
+        return tokenize_segments(self.processor.tokenizer, segments, documents)
 
     def _example(self, row_id, head, turns, tokens: list[SegmentTokens], answers=None) -> Example:
         """An example; without segments it has one slot, the encoding of the empty string."""

@@ -16,12 +16,12 @@ from .figures import draw_curve, new_figure, save_analysis
 BUDGET = 0.2  # of refinement, where it has one
 ARM_TITLES = {
     "standard_rag": "text",
-    "standard_rag_cached": "text, cached",
-    "off": "slots, no refinement",
+    "standard_rag_cached": "text, kept",
+    "off": "slots",
     "adaptive": "slots, **adaptive**",
     "budgeted": f"slots, adaptive within {BUDGET:.0%}",
     "always": "slots, all refined",
-    "slots_cached": "**slots, cached**",
+    "slots_cached": "**slots, kept**",
 }
 COLUMNS = ("Arm", "First token, ms", "x text", "x text, with encoding", "ms/token", "questions/s")
 COLUMNS += ("peak", "cache", "GFLOP")
@@ -64,7 +64,7 @@ def size_lines(size: dict[str, Any]) -> list[str]:
     notes = [
         f"{size['rounds']} rounds",
         f"{size['open_share']:.1%} of gates open, in {size['open_layers']:.0%} of layers",
-        f"cached text takes {size['prefix_bytes_ratio']:.1f} x the bytes of cached slots and "
+        f"kept text takes {size['prefix_bytes_ratio']:.1f} x the bytes of kept slots and "
         f"{size['cached_speed_up']['median']:.1f} x their time",
         f"a token after slots takes {size['decoding_ratio']['median']:.3f} x the bare base model's time",
         *(f"{name} {1000 * seconds['median']:.0f} ms" for name, seconds in size["encoder"].items()),
@@ -81,7 +81,7 @@ def first_token_table(report: dict[str, Any], every_size: bool = False) -> list[
         sizes = [size for size in sizes if size["k"] in SHORT_PASSAGES]
         rates = list(dict.fromkeys(size["tokens_per_slot"] for size in sizes))
         sizes = [size for size in sizes if size["tokens_per_slot"] in (*rates[:2], rates[-1])]
-    arms = [arm for arm in ARM_TITLES if arm not in ("budgeted", "always")]
+    arms = [arm for arm in ARM_TITLES if arm not in ("adaptive", "budgeted", "always")]
     rows = []
     for size in sizes:
         cells = [size["k"], f"{size['text_tokens']:.0f}", size["tokens_per_slot"], f"{size['slots']:.0f}"]

@@ -81,7 +81,9 @@ def test_a_size_has_all_numbers_of_all_arms(size, processor):
     assert flops["slots_cached"] < flops["off"] < flops["adaptive"] < flops["always"]
     assert flops["standard_rag_cached"] < flops["standard_rag"] and flops["off"] < flops["standard_rag"]
     row = join_rows(pick_rows(question_rows(6), processor, 3))
-    assert size["slots"] == len(processor.segment_documents(row["passages"])) and 0 < size["open_share"] < 1
+    assert (
+        size["slots"] == len(processor.slot_encoder.segment_documents(row["passages"])) and 0 < size["open_share"] < 1
+    )
     assert size["prefix_bytes_ratio"] > 1
     table = [line for line in speed.size_lines(size) if line.startswith("| ")]
     assert [line.split(" | ")[0] for line in table][1:] == [f"| {title}" for title in speed.ARM_TITLES.values()]

@@ -157,13 +157,15 @@ def test_a_long_file_is_cut_and_the_likeliest_passages_are_read_and_named(
     assert path.read_text("utf-8")[start:end] == documents[read[0]]["text"]
 
 
-def test_all_of_several_short_files_are_read(run_cli, chooser, checkpoint_dir, document, tmp_path):
+def test_of_several_files_the_likeliest_is_read_or_as_many_as_are_asked_for(
+    run_cli, chooser, checkpoint_dir, document, tmp_path
+):
     (other := tmp_path / "other.txt").write_text("The ship left on Monday.", encoding="utf-8")
     given = ("answer", "--question", QUESTION, "--document", document, "--document", other)
-    code, out, err = run_cli(*given, "--checkpoint", checkpoint_dir, "--show-slots")
+    code, out, err = run_cli(*given, "--checkpoint", checkpoint_dir, "--show-slots", "--max-passages", 2)
     assert code == 0 and "It was written by" in out and "The ship left" in out and "less likely" not in err
     assert "letter.txt" in out and "other.txt" in out  # of each slot
-    code, out, err = run_cli(*given, "--checkpoint", checkpoint_dir, "--max-passages", 1)
+    code, out, err = run_cli(*given, "--checkpoint", checkpoint_dir)
     assert code == 0 and "1 passage not read, less likely" in err
 
 
@@ -328,7 +330,7 @@ def test_demo_shows_every_question_with_its_answer_and_what_reading_its_passages
         assert (f"gold: {row['answers'][0]}" in shown) == (row != CASES[0])  # where the answer is right, it says enough
     for number in (5, 10, 20):
         size = ask.processor.encode_documents(many[0]["passages"][:number])
-        size = ask.processor.statistics(many[0]["passages"][:number], size, has_budget=False)
+        size = ask.processor.slot_encoder.statistics(many[0]["passages"][:number], size, has_budget=False)
         assert f" {number} {size['slots']:,} / {size['tokens']:,} " in shown
     assert "1 of 13 answers contain a gold answer" in shown
     assert "trained to read those of a question jointly" in shown

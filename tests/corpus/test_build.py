@@ -21,6 +21,7 @@ from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import Retriever, slot_passages
 from arcaligner.corpus.sources import read_documents
 from arcaligner.corpus.table import LOCK, METADATA, Corpus
+from arcaligner.encoder_arcaligner import SlotEncoder
 
 
 def rows_of(corpus):
@@ -93,8 +94,10 @@ def test_a_killed_build_goes_on_where_it_was(tmp_path, monkeypatch, processor):
     with pytest.raises(KeyboardInterrupt):
         build_corpus([str(source)], corpus, processor, on_batch=killed)
     encoded = []
-    encode = processor.encode_batch
-    monkeypatch.setattr(processor, "encode_batch", lambda rows, **k: encoded.extend(rows) or encode(rows, **k))
+    encode = SlotEncoder.encode_batch
+    monkeypatch.setattr(
+        SlotEncoder, "encode_batch", lambda own, rows, **k: encoded.extend(rows) or encode(own, rows, **k)
+    )
     report = build_corpus([str(source)], Corpus(tmp_path / "corpus"), processor)
     assert (read, report.added, report.unchanged, len(encoded)) == ([2, 4], 3, 4, 3)
     whole = Corpus.create(tmp_path / "whole", processor)
@@ -112,21 +115,23 @@ def test_a_build_that_is_killed_within_a_large_document_goes_on_there(tmp_path, 
         build_corpus([str(source)], corpus, processor)
     before, version = rows_of(corpus), corpus.table.version
     source.write_text(" ".join(f"Sentence {number} stands here." for number in range(11)))
-    encoded, told, encode = [], [], processor.encode_batch
+    encoded, told, encode = [], [], SlotEncoder.encode_batch
 
-    def killed(rows, **settings):
+    def killed(own, rows, **settings):
         if len(encoded) == 6:
             raise KeyboardInterrupt
         encoded.extend(rows)
-        return encode(rows, **settings)
+        return encode(own, rows, **settings)
 
-    monkeypatch.setattr(processor, "encode_batch", killed)
+    monkeypatch.setattr(SlotEncoder, "encode_batch", killed)
     with pytest.raises(KeyboardInterrupt):
         build_corpus([str(source)], corpus, processor)
     assert rows_of(corpus).equals(before)
     (part, _) = sorted((corpus.path / build.PARTS).iterdir())
     part.write_bytes(part.read_bytes()[:-9])  # as if it had been torn
-    monkeypatch.setattr(processor, "encode_batch", lambda rows, **k: encoded.extend(rows) or encode(rows, **k))
+    monkeypatch.setattr(
+        SlotEncoder, "encode_batch", lambda own, rows, **k: encoded.extend(rows) or encode(own, rows, **k)
+    )
     corpus = Corpus(tmp_path / "corpus")
     tell = {"on_part": lambda *progress: told.append(progress), "on_batch": lambda _: told.append(corpus.table.version)}
     report = build_corpus([str(source)], corpus, processor, **tell)

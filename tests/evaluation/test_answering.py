@@ -69,7 +69,7 @@ def test_slots_are_read_in_the_gate_mode_that_is_asked_for_alone(model, processo
     for row, answer in zip(ROWS, answers, strict=True):
         inputs = slot_inputs(processor, [row])
         assert answer.text == greedy_answer(model, processor, inputs, NEW_TOKENS).strip()
-        assert answer.context_tokens == len(processor.segment_documents(row["passages"]))
+        assert answer.context_tokens == len(processor.slot_encoder.segment_documents(row["passages"]))
         assert answer.prompt_ids.count(model.config.context_token_id) == answer.context_tokens
 
 

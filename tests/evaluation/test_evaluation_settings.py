@@ -70,5 +70,5 @@ def test_an_aligner_and_a_folder_are_needed(missing, message):
 def test_every_recipe_reads_and_an_unknown_one_names_those_there_are():
     for path in RECIPES.glob("*.yaml"):
         assert read_settings(path.stem, NEEDED, {}).methods
-    with pytest.raises(ValueError, match="no recipe 'mine': neither one of paper, rates, smollm2_135m nor a YAML file"):
+    with pytest.raises(ValueError, match="no recipe 'mine': neither one of paper, smollm2_135m nor a YAML file"):
         read_settings("mine", NEEDED, {})

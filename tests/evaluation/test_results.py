@@ -36,7 +36,7 @@ def run(tmp_path):
 def test_a_mean_has_the_bootstrap_interval_of_its_questions(run):
     numbers = summarize(run)["sets"]["HotpotQA"]["methods"]["arcaligner"]
     assert numbers["f1"] == percent_interval([1.0, 0.5, 0.0, 0.5])
-    assert numbers["questions"] == 4 and numbers["seconds"] == 0.5 and numbers["context_tokens"] == 2
+    assert numbers["questions"] == 4 and numbers["context_tokens"] == 2
 
 
 def test_verdicts_become_accuracy_over_the_answers_that_are_judged(run):
@@ -84,7 +84,7 @@ def test_a_page_has_no_heading_without_anything_below(tmp_path):
     write(tmp_path, "naive", [0.5], task="adversarialqa")
     page = results_page(summarize(tmp_path))
     headings = [line for line in page.splitlines() if line.startswith("## ")]
-    assert headings == ["## Costs"] and "\n\n\n" not in page
+    assert headings == ["## Positions"] and "\n\n\n" not in page
 
 
 def test_results_are_written_for_machines_and_for_people(run, tmp_path):
@@ -95,7 +95,7 @@ def test_results_are_written_for_machines_and_for_people(run, tmp_path):
     assert "| **ArcAligner** | 50.0 [12.5, 87.5] |" in page and "| StandardRAG | 83.3 [50.0, 100.0] of 3 |" in page
     _, low, high = percent_interval([1.0, 0.0, 0.0, 0.5])
     assert f"| Naive | +37.5 [{low:+.1f}, {high:+.1f}] |" in page
-    assert "| StandardRAG | 60.0, 0.50 s |" in page and "| **ArcAligner** | 2.0, x30.0, 0.50 s |" in page
+    assert "| StandardRAG | 60.0 |" in page and "| **ArcAligner** | 2.0, x30.0 |" in page
     assert "## The paper's numbers" in page and "| **ArcAligner** | 26.6 / 34.9 / 33.4 |" in page
     assert "Questions: HotpotQA 4." in page and "A gold stands in the passages read: HotpotQA 100 %." in page
 

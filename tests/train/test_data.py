@@ -131,7 +131,7 @@ def test_reconstruction_covers_each_segment_once_with_its_text_as_target(process
         assert all(text.endswith("<|im_end|>") for text in texts)
         assert " ".join(text.removesuffix("<|im_end|>") for text in texts) == passage["text"]
         read = [segment["encoder_text"] for example in examples for segment in example.segments]
-        assert read == encoder_texts(processor.segment_documents(row["passages"]), row["passages"])
+        assert read == encoder_texts(processor.slot_encoder.segment_documents(row["passages"]), row["passages"])
         assert all(1 <= len(example.segments) <= 2 for example in examples)
 
 
@@ -148,7 +148,7 @@ def test_a_second_turn_goes_on_with_the_next_segment(processor):
     row = passage_rows(1)[0]
     plain = list(ExampleBuilder(processor, max_segments=1).reconstruction_examples([row]))
     examples = list(ExampleBuilder(processor, max_segments=1, continues=True).reconstruction_examples([row]))
-    texts = [segment.text + "<|im_end|>" for segment in processor.segment_documents(row["passages"])]
+    texts = [segment.text + "<|im_end|>" for segment in processor.slot_encoder.segment_documents(row["passages"])]
     assert [targets(processor, each) for each in examples] == [texts[:2], texts[1:], texts[2:]]
     for example, without in zip(examples, plain, strict=True):
         assert (example.head, example.turns[0], example.segments) == (without.head, without.turns[0], without.segments)
