@@ -220,7 +220,7 @@ def answer(
     settings |= {} if min_confidence is None else {"min_confidence": min_confidence}
     passages, documents = cut(files, ask.processor.spacy_model)
     settings |= {} if max_passages is None else {"max_passages": max_passages}
-    with busy("Reading the documents"):
+    with busy(f"Reading {counted(len(passages), 'passage')}"):
         record = ask({"question": question, "documents": documents}, return_slots=True, **settings)[0]
     show(record["generated_text"].strip())
     if show_slots:
