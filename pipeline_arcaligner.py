@@ -288,7 +288,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     @functools.cached_property
     def _passages(self):
         """What was read of passages that were asked about one by one."""
-        return self.model.slot_prefix_store(self.processor)
+        return self.model.slot_prefix_store(self.processor, max_bytes=2**28)
 
     def check_model_type(self, supported_models):
         super().check_model_type(["ArcAlignerForCausalLM"])
@@ -306,7 +306,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             max_passages (`int`, *optional*):
                 Of more documents, only those that most likely answer are read, in their order: each is first asked
                 about by itself, and has to fit by itself. See [`rank_passages`]. What was read for this is kept for
-                further questions, in at most 1 GiB. Default: `passages_to_read`; a larger number where several are
+                further questions, in at most 256 MiB. Default: `passages_to_read`; a larger number where several are
                 needed for an answer.
             min_confidence (`float`, *optional*):
                 Where it is less likely, from 0 to 1, that the passages answer the question, the answer becomes the

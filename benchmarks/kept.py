@@ -35,7 +35,7 @@ from ..base_model_arcaligner import cache_of
 from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, describe_machine, digest, run_command, write_whole
 from ..common.rows import Row, read_rows
 from ..configuration_arcaligner import check_length
-from ..evaluation.analyses.speed import KEPT_REPORT, kept_lines
+from ..evaluation.analyses.speed import KEPT_REPORT, LIKELIEST, kept_lines
 from ..evaluation.answering import apart_text
 from ..evaluation.settings import split_rates
 from ..generation_arcaligner import (
@@ -47,6 +47,7 @@ from ..generation_arcaligner import (
     save_keys_values,
 )
 from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..pipeline_arcaligner import likeliest, passages_to_read, rank_passages
 from ..prefix_store_arcaligner import SlotPrefixStore
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.data import text_ids
@@ -121,6 +122,12 @@ def ask_store(store: SlotPrefixStore, row: Row, rate: int | str) -> FirstToken:
     return FirstToken(outputs.logits[:, -1].argmax(dim=-1), cache_of(outputs))
 
 
+def ask_likeliest(store: SlotPrefixStore, row: Row, rate: int | str) -> FirstToken:
+    """Asks about each kept passage of a row by itself, and answers from the likeliest, as is the default."""
+    (ranked,) = rank_passages(store, [row["question"]], [row["passages"]], tokens_per_slot=rate)
+    return ask_store(store, row | {"passages": [row["passages"][number] for number in likeliest(ranked, 1)]}, rate)
+
+
 def drop_from_memory(folder: Path) -> None:
     """Has the system read the files of a folder from the disk when they are asked for next, where it lets us."""
     if sys.platform != "linux":
@@ -169,6 +176,8 @@ class Known:
             disk.keep("?", documents=passages, tokens_per_slot=rate)
             self.kept_bytes[name] = inputs["context_passage_ids"].shape[1] * per_slot / len(rows)
             self.arms[name] = partial(ask_store, memory, rate=rate)
+            if passages_to_read(processor) and rate == processor.tokens_per_slot:
+                self.arms[f"{name}{LIKELIEST}"] = partial(ask_likeliest, memory, rate=rate)
             self.arms[f"{name}_folder"] = partial(ask_store, disk, rate=rate)
             self.folders[f"{name}_folder"] = path
 

@@ -216,6 +216,7 @@ def save_tradeoff(folder: Path, report: dict[str, Any], sets: dict[str, Any]) ->
 
 KEPT_REPORT = "kept.json"
 KNOWN = "known_passages"
+LIKELIEST = "_likeliest"  # ends the name of an arm that asks about each passage first
 KNOWN_PASSAGES = 5
 KNOWN_CAPTION = (
     "F1, mean over the sets of the results, across the median time to the first token of a new question over a new "
@@ -230,10 +231,10 @@ _KEPT_TITLES = {
 
 def _kept_title(name: str) -> str:
     """The title of an arm of `kept.py`."""
-    kept = name.removesuffix("_folder")
-    rate = kept.removeprefix("slots_x")
-    title = _KEPT_TITLES.get(kept) or "**slots**, kept: " + rate_title(rate)
-    return title + (", from disk" if name != kept else "")
+    kept = name.removesuffix("_folder").removesuffix(LIKELIEST)
+    title = _KEPT_TITLES.get(kept) or "**slots**, kept: " + rate_title(kept.removeprefix("slots_x"))
+    how = {"_folder": ", from disk", LIKELIEST: ", each asked, the likeliest read"}
+    return title + how.get(name.removeprefix(kept), "")
 
 
 def kept_lines(report: dict[str, Any]) -> list[str]:
@@ -242,7 +243,7 @@ def kept_lines(report: dict[str, Any]) -> list[str]:
     sizes = report["sizes"]
     rows = []
     for name in sizes[0]["arms"]:
-        kept = report["kept_bytes"].get(name.removesuffix("_folder"))
+        kept = report["kept_bytes"].get(name.removesuffix("_folder").removesuffix(LIKELIEST))
         cells = ["-" if kept is None else f"{kept / 1e6:.2f} MB"]
         for size in sizes:
             arm = size["arms"][name]
@@ -265,7 +266,7 @@ def known_points(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list
     for name, arm in size["arms"].items():
         rate = name.removeprefix("slots_x")
         method = titles.get(name, f"{MAIN}_x{rate}")
-        if name.endswith("_folder") or method is None:
+        if name.endswith(("_folder", LIKELIEST)) or method is None:
             continue
         method = MAIN if rate == str(report["own_tokens_per_slot"]) else method
         if (f1 := mean_f1(sets, method)) is not None:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from tiny_models import random_probe
 from training_rows import article_rows, write_rows
 
 from arcaligner import ArcAlignerProcessor
@@ -12,6 +13,7 @@ from arcaligner.benchmarks.arms import load_models
 from arcaligner.benchmarks.kept import Known, know, main
 from arcaligner.evaluation.analyses import speed
 from arcaligner.evaluation.answering import ApartAnswerer, apart_text, slot_inputs, text_inputs
+from arcaligner.pipeline_arcaligner import likeliest, rank_passages
 from arcaligner.train.data import full_text
 
 RATES = [2, "segment"]
@@ -23,9 +25,9 @@ def models(checkpoint_dir):
 
 
 @pytest.fixture(scope="module")
-def apart(checkpoint_dir):
+def apart(checkpoint_dir, models):
     processor = ArcAlignerProcessor.from_pretrained(checkpoint_dir)
-    processor.passage_attention = "separate"
+    processor.passage_attention, processor.answer_probe = "separate", random_probe(models[0])
     return processor
 
 
@@ -64,6 +66,15 @@ def test_kept_slots_are_those_of_reading_the_combination_at_once(known, models, 
     expected = models[0](**slot_inputs(apart, [row], tokens_per_slot=rate), use_cache=True)
     for end in ("", "_folder"):
         assert_same_reading(known.arms[f"slots_x{rate}{end}"](row), expected)
+
+
+@torch.no_grad()
+def test_of_kept_passages_the_likeliest_is_read(known, models, apart):
+    row = known.draw(4, 7)
+    (ranked,) = rank_passages(models[0].slot_prefix_store(apart), [row["question"]], [row["passages"]])
+    (best,) = likeliest(ranked, 1)
+    alone = slot_inputs(apart, [row | {"passages": row["passages"][best : best + 1]}])
+    assert_same_reading(known.arms["slots_xsegment_likeliest"](row), models[0](**alone, use_cache=True))
 
 
 def test_known_passages_are_never_read_again_and_folders_are_read_each_time(known):
