@@ -51,7 +51,7 @@ GENERATED = (
 _MAIN_METHOD = "arcaligner"
 # Rows of the card's table by a method's name, of any rate, with what a reader of the card calls it. Of all rates
 # of the second only the finest is shown, which reads as many positions as the finest aligner.
-_FULL_TEXT, _CUT_TEXT, _NOTHING = "full_text_lora", "truncated_lora", "naive"
+_FULL_TEXT, _CUT_TEXT, _NOTHING = "full_text_lora", "truncated_copying", "naive"
 _CARD_TITLES = {
     _FULL_TEXT: "the whole text, by the base model fine-tuned to read it",
     _CUT_TEXT: "the first tokens of the text, by the same",
@@ -116,7 +116,7 @@ def write_model_card(
         eval_results=results and results["listed"],
     )
     given = {"config": config, "results": results}
-    given |= {"rates": processor.get("trained_tokens_per_slot"), "copy_bonus": processor.get("copy_bonus")}
+    given |= {"rates": processor.get("trained_tokens_per_slot"), "processor": processor}
     given |= {"stages": Counter(stage["stage"] for stage in stages), "data": _describe_data(stages)}
     given |= {
         "name": name or "user/name",
@@ -190,6 +190,7 @@ def _read_results(folder: Path) -> dict[str, Any] | None:
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
         sets, questions = results["sets"], results["questions"]
+        sets = {title: each for title, each in sets.items() if _MAIN_METHOD in each["methods"]} or sets
         described = [
             [title, f"{each.get('questions', questions):,}", *_describe_passages(each)] for title, each in sets.items()
         ]
