@@ -262,9 +262,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
       takes those of the call;
     - a string, read as a question when the call has `documents=`, else as text to continue.
 
-    A document is a string or `{"title": str, "text": str}`. A chat without documents has no slots: the unchanged base
-    model answers it. A question without documents has the one slot that stands for "no passages". Unlike the built-in
-    pipeline, this one samples only when asked to.
+    A document is a string or `{"title": str, "text": str}`; of several the likeliest is read (`max_passages`). A chat
+    without documents has no slots: the unchanged base model answers it. A question without documents has the one slot
+    that stands for "no passages". Unlike the built-in pipeline, this one samples only when asked to.
 
     Example:
 
@@ -306,8 +306,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             max_passages (`int`, *optional*):
                 Of more documents, only those that most likely answer are read, in their order: each is first asked
                 about by itself, and has to fit by itself. See [`rank_passages`]. What was read for this is kept for
-                further questions, in at most 256 MiB. Default: `passages_to_read`; a larger number where several are
-                needed for an answer.
+                further questions, in at most 256 MiB. Default: 1, or all where the aligner cannot tell.
             min_confidence (`float`, *optional*):
                 Where it is less likely, from 0 to 1, that the passages answer the question, the answer becomes the
                 processor's `no_answer`. See [`AnswerConfidence`]. Not with a `streamer`, which would be told the
@@ -376,10 +375,10 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         if isinstance(prompt, Chat):
             check_conversation(prompt.messages)
         documents = None if documents is None else documents_of(documents, "`documents` of row 0")
-        if (words := max((len(text_of(each, 0).split()) for each in documents or []), default=0)) > LONGEST_PASSAGE:
+        if any(len(text_of(each, 0).split()) > LONGEST_PASSAGE for each in documents or []):
             logger.warning_once(
-                f"A document has {words:,} words; aligners read passages of a paragraph or two. Cut it into several "
-                "documents, of which the likeliest is read, or expect a wrong answer."
+                f"A document has more than {LONGEST_PASSAGE} words, but aligners read passages of a paragraph or two. "
+                "Cut it into several documents, or expect a wrong answer."
             )
         numbers, confidences, copied, about = range(len(documents or [])), None, [], ("", [])
         if isinstance(prompt, str) and not is_question:

@@ -208,7 +208,7 @@ def answer(
         with busy("Loading the aligner and its base model"):
             loaded = LlamaCppEngine(checkpoint, base_model, gate_mode=gate_mode)
         _, documents = cut(files, loaded.processor.spacy_model)
-        if len(documents) > len(files):
+        if len(documents) > 1:
             messages.print(f"llama.cpp does not tell which passage answers: all {len(documents)} are read.")
         show(loaded.answer(question, documents, **settings).strip())
         return
@@ -230,8 +230,9 @@ def answer(
         for each in read:
             messages.print(source_line(each), markup=False, soft_wrap=True)
     if left := len(passages) - len(read):
-        why = "for which there was no room (--max-slots), or " * ("dropped" in record["statistics"])
-        messages.print(f"[dim]{counted(left, 'passage')} not read, {why}less likely to answer (--max-passages)[/]")
+        why = ["no room for them (--max-slots)"] * bool(record["statistics"].get("dropped"))
+        why += ["less likely to answer (--max-passages)"] * ("passage_confidences" in record["statistics"])
+        messages.print(f"[dim]{counted(left, 'passage')} not read: {', or '.join(why)}[/]")
     warn_of_words(record["generated_text"].strip(), read, ask.processor.no_answer)
     tell_confidence(record["statistics"].get("confidence"))
     messages.print(f"[dim]{compression_summary(record['statistics'])}[/]")

@@ -50,7 +50,6 @@ MinConfidence = Annotated[
     float | None,
     typer.Option(help="An answer with less confidence becomes the aligner's refusal.", min=0, max=1),
 ]
-# Of the passages that are found, so many are read: held-out questions are answered better than from all of them.
 MaxPassages = Annotated[
     int | None,
     typer.Option(

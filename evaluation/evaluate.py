@@ -77,6 +77,7 @@ def task_settings(task: str, settings: EvaluationSettings) -> dict[str, Any]:
     keys = {
         "passages": chosen.passages,
         "top_k": chosen.top_k,
+        "about": chosen.about,
         "max_new_tokens": MAX_NEW_TOKENS,
         "dtype": str(default_dtype(settings.checkpoints.device)),
         "batch_size": settings.batch_size,

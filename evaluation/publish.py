@@ -76,8 +76,9 @@ def publish(
     save_rates(figures, results)
     read_by_all = {name: results["sets"][name] for name in README_SETS}
     save_tradeoff(figures, latency, read_by_all)
-    kept = save_known(figures, read_by_all)
-    shown = copy_figures(figures)
+    published = DOCS / "figures"  # what was not made again stays
+    kept = save_known(figures, read_by_all) or save_known(published, read_by_all)
+    shown = copy_figures(published) | copy_figures(figures)
     others = [line for name, lines in shown.items() if name not in SPEED_FIGURES for line in lines]
     write_part(
         DOCS / "results.md", "results", [results_page(results), *(["## Figures", "", *others] if others else [])]

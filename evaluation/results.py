@@ -53,7 +53,8 @@ def summarize(run: Path) -> dict[str, Any]:
         of_task = {name: answers for name, answers in of_task.items() if answers}
         if of_task:
             _check_pairs(run, task, of_task)
-            read = files[task, names[0]].settings().get("passages", "given")
+            settings = files[task, names[0]].settings()
+            read = settings.get("about") or settings.get("passages", "given")
             sets[TASKS[task].title] = {"passages": read} | _summarize_task(task, of_task)
     machines = sorted({file.settings()["machine"] for file in files.values()})
     return {

@@ -21,7 +21,7 @@ from ..common.files import digest, write_whole
 from ..common.rows import Row
 
 # What may be different when a run continues.
-FREE_SETTINGS = {"machine", "checkpoint", "corpus", "batch_size"}
+FREE_SETTINGS = {"machine", "checkpoint", "corpus", "batch_size", "about"}
 
 
 def row_digest(row: Row) -> str:

@@ -24,6 +24,7 @@ class TaskSettings:
     passages: str = "given"  # those of its rows; "gold": those that the answer needs; "retrieved": from a corpus
     top_k: int | None = None  # only the first ones; else all, or one of those that are retrieved
     num_questions: int | None = None  # at most; else the task's own number
+    about: str | None = None  # what these passages are, in words for tables
 
     def __post_init__(self):
         if self.passages not in PASSAGES:

@@ -36,7 +36,7 @@ class Request:
     Args:
         messages (`list[dict]`): With `role` and `content`.
         documents (`list`, *optional*): Passages; `None` takes those of the corpus, if there is one.
-        top_k (`int`, *optional*): How many passages of the corpus are read; 0 reads none. Default: the engine's.
+        top_k (`int`, *optional*): How many passages of the corpus are found; 0 reads none. Default: the engine's.
         tokens_per_slot (`int` or `"segment"`, *optional*): Default: the engine's, or the rate of the corpus, whose
             slots are read as they are stored. At another rate its passages are encoded again.
         max_new_tokens, temperature, top_p: Of the answer; temperature 0 takes the likeliest token.

@@ -227,7 +227,7 @@ def test_vectors_are_kept_as_long_as_their_encoder(encoder_dir):
 def test_a_chat_without_a_question_is_refused_as_without_choosing(separate):
     model, fitted = separate
     ask = pipeline_of(model, fitted)
-    for options in ({}, {"max_passages": 1}):
+    for options in ({"max_passages": 9}, {"max_passages": 1}):
         with pytest.raises(ValueError, match="no user message"):
             ask([{"role": "assistant", "content": "Hi."}], documents=DOCUMENTS, **options)
 

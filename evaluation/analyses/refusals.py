@@ -1,7 +1,7 @@
 """Questions that the passages do not answer: how many are refused, at which price, and what confidence is worth.
 
-    python -m arcaligner evaluate --recipe smollm2_135m --tasks squad,squad_more,squad_unanswerable --data FOLDER
-    python -m arcaligner.evaluation.analyses.refusals --run runs/evaluation --methods arcaligner_x2,arcaligner_x4
+    python -m arcaligner evaluate --recipe smollm2_135m --tasks squad,squad_unanswerable --data FOLDER
+    python -m arcaligner.evaluation.analyses.refusals --run runs/evaluation --methods arcaligner,arcaligner_x4
 
 From the answers of a run; no model runs. An answer is refused where it is the aligner's `no_answer`, or where its
 confidence is below the threshold that was fitted on validation questions. The price is the F1 of the answers to
@@ -97,8 +97,8 @@ def draw(methods: dict[str, dict[str, Any]]) -> Figure:
 
 def refusals(
     run: Annotated[Path, typer.Option(help="Folder of a run, with answers.")] = Path("runs/evaluation"),
-    methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "arcaligner_x2,arcaligner_x4",
-    tasks: Annotated[str, typer.Option(help="Tasks, separated by commas.")] = "squad,squad_more,squad_unanswerable",
+    methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "arcaligner,arcaligner_x4",
+    tasks: Annotated[str, typer.Option(help="Tasks, separated by commas.")] = "squad,squad_unanswerable",
     output: Annotated[Path, typer.Option(help="Folder for the figure and its data.")] = Path("runs/figures"),
 ) -> None:
     """How many unanswerable questions are refused, what that costs, and what confidence is worth."""

@@ -152,7 +152,7 @@ def test_a_long_file_is_cut_and_the_likeliest_passages_are_read_and_named(
     told = [line for line in err.splitlines() if line.startswith(str(path))]
     spans = [(passages[place].start, passages[place].end, passages[place].title) for place in read]
     assert told == [f"{path}:{start}-{end} {title}" for start, end, title in spans]
-    assert f"{counted(5 - number, 'passage')} not read, less likely to answer (--max-passages)" in err
+    assert f"{counted(5 - number, 'passage')} not read: less likely to answer (--max-passages)" in err
     start, end, _ = spans[0]
     assert path.read_text("utf-8")[start:end] == documents[read[0]]["text"]
 
@@ -166,7 +166,7 @@ def test_of_several_files_the_likeliest_is_read_or_as_many_as_are_asked_for(
     assert code == 0 and "It was written by" in out and "The ship left" in out and "less likely" not in err
     assert "letter.txt" in out and "other.txt" in out  # of each slot
     code, out, err = run_cli(*given, "--checkpoint", checkpoint_dir)
-    assert code == 0 and "1 passage not read, less likely" in err
+    assert code == 0 and "1 passage not read: less likely" in err
 
 
 def test_the_version_is_that_of_the_package(run_cli):
