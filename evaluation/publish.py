@@ -45,7 +45,7 @@ README_SETS = ("SQuAD", "NaturalQA", "HotpotQA", "PopQA_longtail")
 README_ROWS = (
     ("whole text, fine-tuned", "1", "full_text_lora", "text"),
     ("text cut to a half, fine-tuned", "2", "truncated_copying_x2", None),
-    ("**slots** (as shipped)", "2", "arcaligner", 2),
+    ("**slots** (default)", "2", "arcaligner", 2),
     ("text cut to a quarter, fine-tuned", "4", "truncated_copying_x4", None),
     ("**slots**", "4", "arcaligner_x4", 4),
     ("text cut to an eighth, fine-tuned", "8", "truncated_copying_x8", None),

@@ -39,6 +39,13 @@ def test_a_mean_has_the_bootstrap_interval_of_its_questions(run):
     assert numbers["questions"] == 4 and numbers["context_tokens"] == 2
 
 
+def test_what_the_passages_are_is_told_as_the_recipe_says(run):
+    assert summarize(run)["sets"]["HotpotQA"]["passages"] == "given"
+    file = AnswerFile(run, "hotpotqa", "naive")  # the first of its methods
+    file.settings_path.write_text(json.dumps(file.settings() | {"passages": "gold", "about": "gold: two of ten"}))
+    assert summarize(run)["sets"]["HotpotQA"]["passages"] == "gold: two of ten"
+
+
 def test_verdicts_become_accuracy_over_the_answers_that_are_judged(run):
     file = AnswerFile(run, "hotpotqa", "arcaligner")
     judge_answers(lambda prompts: iter(("Yes", "No", "Hmm")), file.read()[:3], verdict_file(file, "org/judge"))
