@@ -42,6 +42,7 @@ _SLOT_OPTIONS = (*SLOT_SETTINGS, "sanitize_control_tokens")
 _READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
 _OF_ROWS = ("context_embeds", "context_word_ids", "context_passage_ids", "copied", "about")  # of each row
 LONGEST_PASSAGE = 500  # words
+
 # How likely it is that passages answer a question. Beyond the paper: a frozen model that has read passages and question
 # shows in its middle layers whether it found an answer, also where it goes on to invent one. A logistic regression, the
 # processor's `answer_probe`, reads this from the states of the prompt's last token. Asked of all passages together, and

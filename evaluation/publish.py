@@ -78,7 +78,7 @@ def publish(
     save_tradeoff(figures, latency, read_by_all)
     published = DOCS / "figures"  # what was not made again stays
     kept = save_known(figures, read_by_all) or save_known(published, read_by_all)
-    shown = copy_figures(published) | copy_figures(figures)
+    shown = copy_figures(figures)
     others = [line for name, lines in shown.items() if name not in SPEED_FIGURES for line in lines]
     write_part(
         DOCS / "results.md", "results", [results_page(results), *(["## Figures", "", *others] if others else [])]
@@ -185,15 +185,16 @@ def with_block(text: str, block: str, marks: Sequence[str]) -> str:
 
 
 def copy_figures(source: Path) -> dict[str, list[str]]:
-    """Copies the SVG and data of each analysis to `docs/figures`; by its name, the Markdown lines that show it with its
-    caption."""
+    """Copies the SVG and data of each analysis to `docs/figures`; by the name of each that is there then, the Markdown
+    lines that show it with its caption."""
     lines, folder = {}, ROOT / "docs" / "figures"
-    for data in sorted(source.glob("*.json")):
+    for picture in source.glob("*.svg"):
+        for path in (picture, picture.with_suffix(".json")):
+            if path.exists() and path.resolve().parent != folder.resolve():
+                shutil.copyfile(path, folder / path.name)
+    for data in sorted(folder.glob("*.json")):
         picture = data.with_suffix(".svg")
         if picture.exists():
-            for path in (data, picture):
-                if path.resolve().parent != folder.resolve():
-                    shutil.copyfile(path, folder / path.name)
             caption = json.loads(data.read_text(encoding="utf-8"))["reading"]
             lines[data.stem] = [f"![{data.stem.replace('_', ' ')}](figures/{picture.name})", "", caption, ""]
     return lines

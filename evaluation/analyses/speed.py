@@ -229,9 +229,14 @@ _KEPT_TITLES = {
 }
 
 
+def _what_is_kept(name: str) -> str:
+    """The name of an arm of `kept.py` without how what it keeps is read."""
+    return name.removesuffix("_folder").removesuffix(LIKELIEST)
+
+
 def _kept_title(name: str) -> str:
     """The title of an arm of `kept.py`."""
-    kept = name.removesuffix("_folder").removesuffix(LIKELIEST)
+    kept = _what_is_kept(name)
     title = _KEPT_TITLES.get(kept) or "**slots**, kept: " + rate_title(kept.removeprefix("slots_x"))
     how = {"_folder": ", from disk", LIKELIEST: ", each asked, the likeliest read"}
     return title + how.get(name.removeprefix(kept), "")
@@ -243,7 +248,7 @@ def kept_lines(report: dict[str, Any]) -> list[str]:
     sizes = report["sizes"]
     rows = []
     for name in sizes[0]["arms"]:
-        kept = report["kept_bytes"].get(name.removesuffix("_folder").removesuffix(LIKELIEST))
+        kept = report["kept_bytes"].get(_what_is_kept(name))
         cells = ["-" if kept is None else f"{kept / 1e6:.2f} MB"]
         for size in sizes:
             arm = size["arms"][name]
@@ -266,7 +271,7 @@ def known_points(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list
     for name, arm in size["arms"].items():
         rate = name.removeprefix("slots_x")
         method = titles.get(name, f"{MAIN}_x{rate}")
-        if name.endswith(("_folder", LIKELIEST)) or method is None:
+        if name != _what_is_kept(name) or method is None:
             continue
         method = MAIN if rate == str(report["own_tokens_per_slot"]) else method
         if (f1 := mean_f1(sets, method)) is not None:
