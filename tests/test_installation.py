@@ -1,0 +1,134 @@
+"""What `pip install .` leaves behind is whole, and each command says which extra it lacks."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+OF_CLI = ("typer", "rich")  # which spaCy and transformers bring too
+# What only extras bring.
+OF_EXTRAS = ("lancedb", "datasets", "trl", "matplotlib", "openai", "fastapi", "uvicorn", "prometheus_client", "gguf")
+FOLDERS = {"common", "share", "train", "corpus", "server", "engines", "evaluation", "benchmarks", "cli"}
+
+
+def run(first_on_path: Path, *arguments: str, **options) -> subprocess.CompletedProcess:
+    """Python in a process that looks for modules in a folder first."""
+    path = os.pathsep.join([str(first_on_path), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, **options)
+
+
+# The wheel, built without a network and unpacked
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    """Contents by path; links are followed."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.parent.name != "__pycache__"]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("folder", [*sorted(FOLDERS), "checkpoints/arcaligner-smollm2-135m", "tests/data"])
+def test_a_wheel_holds_all_of_a_folder(installed, folder):
+    assert files_below(installed / folder) == files_below(ROOT / folder)
+
+
+def test_a_wheel_holds_the_modules_of_the_root_and_no_folder_without_a_use(installed):
+    assert {path.name for path in installed.glob("*.py")} == {path.name for path in ROOT.glob("*.py")}
+    assert {path.name for path in installed.iterdir() if path.is_dir()} == {*FOLDERS, "checkpoints", "tests"}
+    assert {path.name for path in (installed / "tests").iterdir()} == {"data"}
+
+
+# What the code reads beside itself, as modules and recipes name it.
+NAMED = """
+import os
+from pathlib import Path
+import yaml
+from arcaligner.common import files
+from arcaligner.evaluation import settings
+from arcaligner.evaluation.lm_eval_tasks import __file__ as lm_eval_tasks
+from arcaligner.server.app import PAGE
+from arcaligner.share import hub
+from arcaligner.train.stages import ACCELERATE_CONFIGS, RECIPES
+
+found = [files.DEFAULT_CHECKPOINT, files.CASE_STUDIES, files.SQUAD_SAMPLE, hub.TEMPLATE, settings.RECIPES, PAGE]
+found += [ACCELERATE_CONFIGS, RECIPES, Path(lm_eval_tasks)]
+recipes = [yaml.safe_load(path.read_text()) for path in RECIPES.glob("*/*.yaml")]
+named = {recipe["chat_template_path"] for recipe in recipes if "chat_template_path" in recipe}
+named |= {f"tests/data/{name}" for recipe in recipes if recipe.get("data_dir") == "tests/data"
+          for name in recipe["train_files"]}
+assert len(named) >= 2
+found += [files.find_path(name) for name in named]
+found.append(Path(settings.read_settings("smollm2_135m", {}, {}).checkpoints.aligner))
+site = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0])
+assert all(path.exists() and path.is_relative_to(site) for path in found), found
+sample = Path("tests/data/squad_dev_sample.jsonl")
+sample.parent.mkdir(parents=True)
+sample.touch()
+assert files.find_path(str(sample)) == sample  # one's own first
+"""
+
+
+def test_a_wheel_holds_every_file_that_modules_and_recipes_name_found_from_any_folder(installed, tmp_path):
+    ran = run(installed.parent, "-c", NAMED, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+
+
+# Without extras
+
+
+@pytest.fixture
+def run_without(tmp_path):
+    """Runs Python in processes in which importing some modules is an error."""
+
+    def run_it(missing: tuple[str, ...], *arguments: str) -> subprocess.CompletedProcess:
+        block = f"import sys; sys.modules.update(dict.fromkeys({missing}))"
+        (tmp_path / "sitecustomize.py").write_text(block)  # Python imports it first
+        return run(tmp_path, *arguments)
+
+    return run_it
+
+
+@pytest.mark.parametrize(
+    ("extra", "arguments"),
+    [
+        ("corpus", "arcaligner corpus build README.md --output unused.lance"),
+        ("corpus", "arcaligner corpus info --corpus unused.lance"),
+        ("corpus", "arcaligner ask --corpus unused.lance Why?"),
+        ("server", "arcaligner serve"),
+        ("train", "arcaligner train --recipe tiny"),
+        ("train", "arcaligner.train.validate"),
+        ("evaluation", "arcaligner evaluate --tasks squad"),
+        ("evaluation", "arcaligner.evaluation.publish"),
+        ("evaluation", "arcaligner.benchmarks.latency"),
+        ("llama-cpp", f"arcaligner export-gguf {ROOT} --output unused"),
+    ],
+)
+def test_a_command_without_its_extra_says_in_one_line_what_to_install(run_without, extra, arguments):
+    ran = run_without(OF_EXTRAS, "-m", *arguments.split())
+    assert ran.returncode == 1 and ran.stdout == ""
+    (error,) = [line for line in ran.stderr.splitlines() if not line.startswith("Loading")]
+    assert error.startswith("Error: ") and f"pip install 'arcaligner[{extra}]'" in error and extra in EXTRAS
+
+
+def test_the_command_line_itself_is_an_extra(run_without):
+    ran = run_without((*OF_CLI, *OF_EXTRAS), "-m", "arcaligner", "demo")
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert ran.stderr == "Error: typer, rich not found. Install what is needed here: pip install 'arcaligner[cli]'\n"
+
+
+def test_a_checkpoint_answers_without_any_extra(run_without, checkpoint_dir):
+    code = f"""
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor
+processor = ArcAlignerProcessor.from_pretrained({str(checkpoint_dir)!r})
+model = ArcAlignerForCausalLM.from_pretrained({str(checkpoint_dir)!r})
+ask = ArcAlignerPipeline(model=model, processor=processor, task="text-generation", device="cpu")
+print(ask({{"question": "Who?", "documents": ["It was Ada."]}}, max_new_tokens=4, return_slots=True)[0]["statistics"])
+"""
+    # sentence-transformers imports `datasets` where it is installed, so importing it must be no error.
+    ran = run_without(tuple(each for each in OF_EXTRAS if each != "datasets"), "-c", code)
+    assert ran.returncode == 0 and "'slots': " in ran.stdout, ran.stderr[-2000:]
