@@ -7,16 +7,7 @@ gradient checkpointing change nothing. Unsupported families are refused by name.
 import pytest
 import torch
 from reference import EXACT, assert_matches_reference, loss_gradients, stock_model
-from tiny_models import (
-    BACKBONES,
-    COMMON,
-    ENCODER_HIDDEN_SIZE,
-    VOCAB_SIZE,
-    collate,
-    for_generate,
-    random_rows,
-    tiny_aligner,
-)
+from tiny_models import BACKBONES, COMMON, VOCAB_SIZE, collate, for_generate, random_rows, tiny_aligner
 from transformers import AutoConfig, DynamicCache
 
 from arcaligner.configuration_arcaligner import ArcAlignerConfig
@@ -28,7 +19,7 @@ in_float64 = pytest.mark.usefixtures("float64_model_code")
 every_backbone = pytest.mark.parametrize("backbone", list(BACKBONES))
 
 
-# --- Text without slots ---------------------------------------------------------------------------
+# Text without slots
 
 
 @every_backbone
@@ -58,7 +49,7 @@ def test_logits_of_a_backbone_that_multiplies_by_its_scaling_are_its_own():
         assert torch.equal(model(**batch).logits, base(**batch).logits)
 
 
-# --- Algorithm 1 ----------------------------------------------------------------------------------
+# Algorithm 1
 
 
 @in_float64
@@ -74,7 +65,7 @@ def test_slots_follow_algorithm_1_row_by_row_in_each_kernel(backbone, padding_si
     torch.testing.assert_close(*loss_gradients(model, rows, padding_side), **EXACT)
 
 
-# --- Caches and generation ------------------------------------------------------------------------
+# Caches and generation
 
 
 @in_float64
@@ -106,12 +97,10 @@ def test_context_token_is_never_generated(context_token_id):
     inputs = for_generate(collate(random_rows(model, [4], contiguous=True)))
     for settings in ({"do_sample": False}, {"do_sample": True}, {"num_beams": 3}, {"repetition_penalty": 1.3}):
         ids = model.generate(**inputs, **settings, max_new_tokens=12, min_new_tokens=12)
-        new = ids[:, inputs["input_ids"].shape[1] :]
-        assert new.numel() > 0
-        assert not (new == context_token_id).any()
+        assert not (ids[:, inputs["input_ids"].shape[1] :] == context_token_id).any()
 
 
-# --- Kernels, checkpointing, precision ------------------------------------------------------------
+# Kernels, checkpointing, precision
 
 
 @pytest.mark.parametrize("backbone", ["llama", "gemma3_text", "phi3_window", "cohere"])
@@ -130,10 +119,8 @@ def test_gradient_checkpointing_changes_no_gradient(backbone, reentrant):
         model.zero_grad()
         model(**batch, use_cache=False, gate_threshold=0.3, max_refinement_steps=1).loss.backward()
         gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad})
-    assert gradients[0].keys() == gradients[1].keys()
+    torch.testing.assert_close(gradients[1], gradients[0])
     assert any("slot_gate" in name and grad.abs().max() > 0 for name, grad in gradients[0].items())
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
 
 
 @pytest.mark.parametrize("backbone", ["llama", "gemma2", "phi3", "smollm3", "granite", "cohere"])
@@ -144,20 +131,19 @@ def test_bf16_backbone_with_fp32_aligner(backbone, tmp_path):
     for name, parameter in [*model.named_parameters(), *headless.named_parameters()]:
         is_aligner = any(part in f".{name}" for part in (".lora_A.", ".lora_B.", ".slot_gate.", ".projector."))
         assert parameter.dtype == (torch.float32 if is_aligner else torch.bfloat16), name
-    batch = collate(random_rows(tiny_aligner(backbone, dtype=torch.float32), SLOT_COUNTS), "left")
+    high_model = ArcAlignerForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    batch = collate(random_rows(high_model, SLOT_COUNTS), "left")
     with torch.no_grad():
-        low = model.eval()(**batch)
-        high = ArcAlignerForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()(**batch)
+        low, high = model.eval()(**batch), high_model(**batch)
     assert low.logits.isfinite().all()
     assert abs(low.loss - high.loss) < 0.1 * abs(high.loss)
     model.train().set_stage("gating")
     model(**batch).loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
-    tokens = model.eval().generate(**for_generate(batch), max_new_tokens=3, do_sample=False)
-    assert tokens.shape[0] == len(SLOT_COUNTS)
+    model.eval().generate(**for_generate(batch), max_new_tokens=3)
 
 
-# --- Refused backbones ----------------------------------------------------------------------------
+# Refused backbones
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 50}
 SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2}
@@ -183,4 +169,4 @@ def test_unsupported_backbone_is_refused_by_name_with_the_reason(model_type):
     settings, reason = REFUSED[model_type]
     text_config = AutoConfig.for_model(model_type, **settings)
     with pytest.raises(ValueError, match=rf"(?s)`{model_type}`.*({reason})"):
-        ArcAlignerForCausalLM(ArcAlignerConfig(text_config=text_config, encoder_hidden_size=ENCODER_HIDDEN_SIZE))
+        ArcAlignerForCausalLM(ArcAlignerConfig(text_config=text_config))

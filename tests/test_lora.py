@@ -12,9 +12,11 @@ from arcaligner.layers_arcaligner import ADAPTER_NAME, ALL_ROWS, lora_on, slot_l
 
 SLOTS = torch.tensor([1, 2, 5, 9])  # flat, of two rows of five
 TOGETHER = slice(3, 8)
+some_or_all_rows = pytest.mark.parametrize("rows", [SLOTS, TOGETHER, ALL_ROWS], ids=["some", "together", "all"])
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def layer():
     """The first LoRA linear of an aligner."""
     return next(slot_lora_layers(tiny_aligner("llama"))).eval()
@@ -26,14 +28,14 @@ def states(layer):
     return torch.randn(2, 5, layer.in_features, generator=generator, dtype=layer.base_layer.weight.dtype)
 
 
-def by_eq_3(layer, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def by_eq_3(layer, states: torch.Tensor, rows: torch.Tensor, sign: int = 1) -> torch.Tensor:
     """W x + M_r * s * B A x with whole matrices, in float64."""
     down, up = layer.lora_A[ADAPTER_NAME].weight.double(), layer.lora_B[ADAPTER_NAME].weight.double()
     states = states.double()
-    mask = torch.zeros(states.shape[0] * states.shape[1], 1, dtype=torch.float64)
-    mask[rows] = 1.0
-    frozen = states @ layer.base_layer.weight.double().T
-    return frozen + mask.view(*states.shape[:2], 1) * layer.scaling[ADAPTER_NAME] * (states @ down.T @ up.T)
+    mask = torch.zeros(10, 1, dtype=torch.float64)
+    mask[rows] = sign
+    residual = mask.view(2, 5, 1) * layer.scaling[ADAPTER_NAME] * (states @ down.T @ up.T)
+    return states @ layer.base_layer.weight.double().T + residual
 
 
 @pytest.mark.parametrize("with_gradients", [True, False])
@@ -42,30 +44,27 @@ def test_residual_is_that_of_eq_3_on_slot_rows(layer, states, rows, with_gradien
     with torch.set_grad_enabled(with_gradients), lora_on(rows):
         found = layer(states)
     expected = by_eq_3(layer, states, rows)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.double(), expected, **CLOSE)
     if with_gradients:
         up = layer.lora_B[ADAPTER_NAME].weight
         gradients = (torch.autograd.grad(each.square().sum(), up)[0] for each in (found, expected))
         torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize("rows", [SLOTS, TOGETHER, ALL_ROWS])
+@some_or_all_rows
 def test_half_precision_backbone_rounds_the_float32_residual_once(layer, states, rows):
-    layer = copy.deepcopy(layer).float()
-    layer.base_layer.to(torch.bfloat16).weight.data.zero_()
+    layer.float().base_layer.to(torch.bfloat16).weight.data.zero_()
     states = states.bfloat16()
     with torch.no_grad(), lora_on(rows):
         found = layer(states)
     down, up = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
-    slots = states.view(10, -1)[rows].float()
     expected = torch.zeros(10, layer.out_features, dtype=torch.bfloat16)
-    expected[rows] = (slots @ down.T * layer.scaling[ADAPTER_NAME] @ up.T).bfloat16()
+    expected[rows] = (states.view(10, -1)[rows].float() @ down.T * layer.scaling[ADAPTER_NAME] @ up.T).bfloat16()
     assert torch.equal(found.view(10, -1), expected)
 
 
 def test_dropout_of_a_model_in_training_is_kept_without_gradients(layer, states):
-    layer = copy.deepcopy(layer).train()
-    layer.lora_dropout[ADAPTER_NAME] = nn.Dropout(p=1.0)
+    layer.train().lora_dropout[ADAPTER_NAME] = nn.Dropout(p=1.0)
     with torch.no_grad(), lora_on(SLOTS):
         assert torch.equal(layer(states), layer.base_layer(states))
 
@@ -84,17 +83,15 @@ def test_adapter_of_another_name_is_peft_s_own_matter(layer, states):
 
 def test_what_a_hook_holds_of_the_frozen_linear_stays_frozen_where_there_are_gradients(layer, states):
     seen = []
-    handle = layer.base_layer.register_forward_hook(lambda module, args, output: seen.append(output))
+    layer.base_layer.register_forward_hook(lambda module, args, output: seen.append(output))
     with lora_on(SLOTS):
         layer(states)
-    handle.remove()
     assert torch.equal(seen[0], layer.base_layer(states))
 
 
 @pytest.mark.parametrize("name", ["lora_A", "lora_B"])
-@pytest.mark.parametrize("rows", [SLOTS, TOGETHER, ALL_ROWS])
+@some_or_all_rows
 def test_low_rank_linear_of_a_patched_forward_is_called_for_slot_rows_alone(layer, states, rows, name):
-    layer = copy.deepcopy(layer)
     linear = getattr(layer, name)[ADAPTER_NAME]
 
     def negated(slots):  # as of what fetches weights first
@@ -103,10 +100,7 @@ def test_low_rank_linear_of_a_patched_forward_is_called_for_slot_rows_alone(laye
 
     linear.forward = negated
     with torch.no_grad(), lora_on(rows):
-        found = layer(states)
-    frozen = layer.base_layer(states)
-    expected = frozen - (by_eq_3(layer, states, rows) - frozen.double())
-    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(layer(states).double(), by_eq_3(layer, states, rows, sign=-1), **CLOSE)
 
 
 class WideLinear(nn.Linear):
@@ -117,15 +111,13 @@ class WideLinear(nn.Linear):
             return super().forward(x).transpose(0, 1).contiguous().transpose(0, 1)
 
 
-@pytest.mark.parametrize("rows", [SLOTS, TOGETHER, ALL_ROWS])
+@some_or_all_rows
 def test_autocast_and_another_layout_of_the_frozen_linear(layer, states, rows):
-    layer = copy.deepcopy(layer).float()
-    layer.base_layer.__class__ = WideLinear
-    states = states.float()
+    layer.float().base_layer.__class__ = WideLinear
     found = []
     for gradients in (True, False):
         with torch.set_grad_enabled(gradients), torch.autocast("cpu", torch.bfloat16), lora_on(rows):
-            found.append(layer(states).detach())
+            found.append(layer(states.float()).detach())
     assert found[0].dtype == found[1].dtype == torch.float32
     torch.testing.assert_close(found[0], found[1], rtol=0.01, atol=0.01)
 
@@ -136,6 +128,5 @@ def test_an_aligner_without_lora_computes_what_one_does_whose_lora_does_nothing(
     with_lora.load_state_dict(state)
     alone.load_state_dict({k.replace(".base_layer", ""): p for k, p in state.items() if ".lora_" not in k})
     batch = for_generate(collate(random_rows(alone, [3, 0, 2]), "left"))
-    for gate_mode in ("off", "adaptive", "always"):
-        alone.config.gate_mode = with_lora.config.gate_mode = gate_mode
-        torch.testing.assert_close(alone(**batch).logits, with_lora(**batch).logits, rtol=0, atol=0)
+    for gates in ({"gate_mode": mode} for mode in ("off", "adaptive", "always")):
+        torch.testing.assert_close(alone(**batch, **gates).logits, with_lora(**batch, **gates).logits, rtol=0, atol=0)

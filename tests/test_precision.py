@@ -8,10 +8,9 @@ import torch
 import transformers
 from conftest import aligner_for, edit_json, processor_with
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
+from arcaligner import ArcAlignerForCausalLM
 from arcaligner.base_model_arcaligner import default_dtype
 from arcaligner.cli import shared
-from arcaligner.common.files import DEFAULT_CHECKPOINT
 from arcaligner.evaluation.answering import load_aligner
 
 DOCUMENTS = ["It was written by Ada. Nobody knew how to read it aloud.", "Parkdale is in Canada.", "It is tall."]
@@ -76,23 +75,6 @@ def test_what_a_cpu_loads_and_saves_says_what_accelerators_compute_in(folder, tm
     assert saved_dtype(ArcAlignerForCausalLM.from_pretrained(folder, dtype="float32")) == "float32"
 
 
-@pytest.mark.default_backbone
-def test_the_number_of_threads_changes_logits_by_rounding_only():
-    processor = ArcAlignerProcessor.from_pretrained(DEFAULT_CHECKPOINT)
-    model = ArcAlignerForCausalLM.from_pretrained(DEFAULT_CHECKPOINT)
-    text = "It was written by Ada, and nobody else knew how to read it aloud. " * 4
-    inputs = processor(text="Who wrote it?", documents=[text], return_tensors="pt")
-    before, logits = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            with torch.no_grad():
-                logits.append(model(**inputs).logits[0, -1])
-    finally:
-        torch.set_num_threads(before)
-    torch.testing.assert_close(*logits, rtol=0, atol=1e-3)
-
-
 # Keys and values as bytes
 
 
@@ -111,10 +93,7 @@ def test_kept_as_bytes_passages_take_a_quarter_and_are_read_almost_the_same(proc
                 step = original.abs().amax(dim=-1, keepdim=True) / 127
                 assert ((found - original).abs() <= 0.5 * step + 1e-6).all()
     head = next(iter(exact._kept.values())).nbytes  # the text before the slots stays as it is
-    head_dim = model.config.text_config.head_dim
-    assert (small.bytes - head) * 4 * head_dim == (exact.bytes - head) * (
-        head_dim + 4
-    )  # the tests' backbone is float64
+    assert (small.bytes - head) * 4 * 8 == (exact.bytes - head) * (8 + 4)  # heads of 8 in float32, or with a step each
 
 
 def test_another_dtype_of_kept_passages_is_refused(model, processor):
