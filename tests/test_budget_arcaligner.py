@@ -1,5 +1,6 @@
 """A budget of operations: kept to, spent on the most confident slots, and never worse for being larger."""
 
+import itertools
 import random
 
 import pytest
@@ -84,13 +85,16 @@ def test_most_confident_slots_are_refined_within_the_budget_of_each_row(seed):
 
 
 @pytest.mark.parametrize("gate_mode", ["adaptive", "always"])
-def test_a_larger_budget_takes_no_step_away_from_any_slot(gate_mode):
+def test_a_larger_budget_takes_no_step_away_and_one_without_end_leaves_the_gates_to_themselves(gate_mode):
     model = tiny_aligner("mistral_window", gate_mode=gate_mode)
     batch = collate(random_rows(model, [5, 0, 9], seed=2), "left")
-    shares = [percent / 100 for percent in range(0, 100, 2)]
-    depths = [read(model, batch, share).recursion_depth for share in [*shares, float("inf")]]
-    for smaller, larger in zip(depths, depths[1:], strict=False):
-        assert (smaller <= larger).all()
+    shares = [*(percent / 100 for percent in range(0, 100, 2)), 1000, 1e300, float("inf")]
+    outputs = [read(model, batch, share) for share in [*shares, None]]
+    for smaller, larger in itertools.pairwise(outputs):
+        assert (smaller.recursion_depth <= larger.recursion_depth).all()
+    for output in outputs[-4:-1]:
+        assert torch.equal(output.recursion_depth, outputs[-1].recursion_depth)
+        torch.testing.assert_close(output.logits, outputs[-1].logits, **EXACT)
 
 
 @pytest.mark.parametrize("gate_mode", ["adaptive", "always"])
@@ -131,25 +135,11 @@ def test_a_step_computes_no_slot_that_is_not_paid_for(monkeypatch):
     assert {(11, 11), (12, 12)} <= set(taken)  # nearly all, which without a budget would be all
 
 
-def test_a_budget_without_end_leaves_the_gates_to_themselves():
+def test_training_and_kernels_that_refine_all_slots_or_none_are_refused(monkeypatch):
     model = tiny_aligner("llama")
-    batch = collate(random_rows(model, [5, 0, 9]), "left")
-    free = read(model, batch)
-    for share in (float("inf"), 1e300, 1000):
-        output = read(model, batch, share)
-        assert torch.equal(output.recursion_depth, free.recursion_depth)
-        torch.testing.assert_close(output.logits, free.logits, **EXACT)
-    assert (free.recursion_depth == 2).any()
-
-
-def test_training_with_a_budget_is_refused():
-    model = tiny_aligner("llama").train()
+    batch = for_generate(collate(random_rows(model, [3])))
     with pytest.raises(ValueError, match=r"`refinement_budget` is 0.1 in training.*`model.eval\(\)`"):
-        model(**collate(random_rows(model, [3])), refinement_budget=0.1)
-
-
-def test_kernels_that_refine_all_slots_or_none_are_refused(monkeypatch):
-    model = tiny_aligner("llama")
+        model.train()(**batch, refinement_budget=0.1)
     monkeypatch.setattr(model.config.text_config, "_attn_implementation_internal", "flash_attention_2")
     with pytest.raises(ValueError, match="attention `flash_attention_2` can only refine .* eager or sdpa"):
-        model(**for_generate(collate(random_rows(model, [3]))), refinement_budget=0.1)
+        model.eval()(**batch, refinement_budget=0.1)
