@@ -19,11 +19,9 @@ class Browser:
 
     def __init__(self, folder):
         (theirs_in, self.write), (self.read, theirs_out) = os.pipe(), os.pipe()
-        command = [CHROMIUM, *FLAGS.split(), f"--user-data-dir={folder}", "about:blank"]
-        redirected = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}'  # where Chromium expects them
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        bash = ["bash", "-c", redirected, "chromium"]
-        self.process = subprocess.Popen([*bash, *command], pass_fds=(theirs_in, theirs_out), **quiet)
+        redirected = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out} >/dev/null 2>&1'  # where Chromium expects them
+        command = ["bash", "-c", redirected, "chromium", CHROMIUM, *FLAGS.split(), f"--user-data-dir={folder}"]
+        self.process = subprocess.Popen(command, pass_fds=(theirs_in, theirs_out))
         os.close(theirs_in)
         os.close(theirs_out)
         self.session, self.number, self.rest, self.opened = {}, 0, b"", []

@@ -8,6 +8,7 @@ They show times: the machine should have nothing else to do. The questions are t
 first of the sample.
 """
 
+import io
 import os
 import re
 import subprocess
@@ -27,39 +28,25 @@ def draw_page(url: str) -> None:
     """The page with one of its examples, answered from slots and from the full text."""
     with tempfile.TemporaryDirectory() as folder:
         browser = Browser(folder)
-        try:
-            browser.call(
-                "Emulation.setDeviceMetricsOverride", width=800, height=1900, deviceScaleFactor=1, mobile=False
-            )
-            browser.call("Page.navigate", url=url)
-            browser.wait_for("document.querySelector('#examples button')")
-            browser.evaluate(f"document.querySelectorAll('#examples button')[{EXAMPLE}].click(); $('compare').click()")
-            browser.evaluate("$('form').requestSubmit()")
-            browser.wait_for("!running", seconds=600)
-            browser.evaluate("scrollTo(0, 0)")
-            assert not browser.seen("#error"), browser.seen("#error")
-            browser.picture().quantize(64).save(DOCS / "page.png", optimize=True)
-        finally:
-            browser.process.terminate()
-            browser.process.wait()
+        browser.call("Emulation.setDeviceMetricsOverride", width=800, height=1900, deviceScaleFactor=1, mobile=False)
+        browser.call("Page.navigate", url=url)
+        browser.wait_for("document.querySelector('#examples button')")
+        browser.evaluate(f"document.querySelectorAll('#examples button')[{EXAMPLE}].click(); $('compare').click()")
+        browser.evaluate("$('form').requestSubmit()")
+        browser.wait_for("!running", seconds=600)
+        browser.evaluate("scrollTo(0, 0)")
+        assert not browser.seen("#error"), browser.seen("#error")
+        browser.picture().quantize(64).save(DOCS / "page.png", optimize=True)
+        browser.process.terminate()
+        browser.process.wait()
 
 
 def draw_terminal(corpus: str) -> None:
     """What `ask` prints."""
-    command = ["arcaligner", "ask", "--corpus", corpus, QUESTION]
-    run = [sys.executable, "-m", *command]
-    said = subprocess.run(
-        run,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        check=True,
-        env=os.environ | {"COLUMNS": "110"},
-    ).stdout
-    with open("/dev/null", "w") as nowhere:
-        console = Console(record=True, width=110, file=nowhere)
-        shown = " ".join([*command[:-1], f'"{QUESTION}"'])
-        console.print(f"$ {shown}\n{said}", markup=False, highlight=False)
+    command = [sys.executable, "-m", "arcaligner", "ask", "--corpus", corpus, QUESTION]
+    said = subprocess.check_output(command, text=True, stderr=subprocess.STDOUT, env=os.environ | {"COLUMNS": "110"})
+    console = Console(record=True, width=110, file=io.StringIO())
+    console.print(f'$ arcaligner ask --corpus {corpus} "{QUESTION}"\n{said}', markup=False, highlight=False)
     # The font is whatever the reader has: a picture loads nothing from elsewhere.
     drawn = re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title="arcaligner ask"), flags=re.DOTALL)
     (DOCS / "ask.svg").write_text(drawn, "utf-8")

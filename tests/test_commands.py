@@ -53,92 +53,84 @@ def documented_commands() -> list[str]:
     found = []
     for page in PAGES:
         for block in re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL):
-            lines = block.replace("\\\n", " ").splitlines()
-            found += [re.sub(r"\s+# .*", "", line) for line in lines if not line.startswith(("make", "pip", "source"))]
-    return list(dict.fromkeys(command for command in found if not command.startswith("vllm")))
+            found += [re.sub(r"\s+# .*", "", line) for line in block.replace("\\\n", " ").splitlines()]
+    return list(dict.fromkeys(each for each in found if not each.startswith(("make", "pip", "source", "vllm"))))
 
 
-def why_not(command: str) -> str | None:
-    return next((reason for part, reason in NOT_HERE.items() if part in command), None)
-
-
-COMMANDS = [command for command in documented_commands() if why_not(command) is None]
+DOCUMENTED = documented_commands()
+COMMANDS = [command for command in DOCUMENTED if not any(part in command for part in NOT_HERE)]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, installed) -> Path:
-    """A folder with a reader's files. `arcaligner` is the wheel's."""
+    """A folder with a reader's files."""
     folder = tmp_path_factory.mktemp("place")
-    for name in ("docs", "letters", "FOLDER", "tests/data"):
+    for name in ("letters", "FOLDER", "tests/data"):
         (folder / name).mkdir(parents=True)
-    shutil.copy(ROOT / "docs" / "precision.md", folder / "docs")
+    shutil.copytree(ROOT / "docs", folder / "docs", ignore=lambda _, names: {*names} - {"precision.md", "server.md"})
     (folder / "letters" / "letter.txt").write_text("It was written by Ada.")
     (folder / "mine.jsonl").write_text('{"question": "Who wrote it?", "answers": ["Ada"]}\n')
     rows = (installed / "tests" / "data" / "squad_dev_sample.jsonl").read_bytes().splitlines(keepends=True)[:8]
-    names = ("nq", "squad", "hotpotqa", "recon_train", "paragraphs", "FOLDER/squad", "FOLDER/nq")
-    for name in names:
+    for name in ("nq", "squad", "hotpotqa", "recon_train", "paragraphs", "FOLDER/squad", "FOLDER/nq"):
         (folder / f"{name}.jsonl.gz").write_bytes(gzip.compress(b"".join(rows)))
     (folder / "tests" / "data" / "squad_dev_sample.jsonl").write_bytes(b"".join(rows))  # the README's, of a clone
     return folder
 
 
 @pytest.fixture
-def environment(installed) -> dict[str, str]:
-    """That of a shell in which `python` and `arcaligner` are the wheel's, without a network."""
+def start(place, installed):
+    """Starts a command in a shell in which `python` and `arcaligner` are the wheel's, without a network."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return os.environ | {"PYTHONPATH": str(installed.parent), "HF_HUB_OFFLINE": "1", "PATH": path}
+    environment = os.environ | {"PYTHONPATH": str(installed.parent), "HF_HUB_OFFLINE": "1", "PATH": path}
+    said = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return lambda command: subprocess.Popen(["bash", "-c", command], cwd=place, env=environment, **said)
+
+
+@pytest.fixture
+def run(start):
+    """Runs a command, which must end well, as it stands in the documents but shorter; gives what it said."""
+
+    def run_it(command: str, more: str = "") -> str:
+        added = next((short for beginning, short in SHORTER.items() if command.startswith(beginning)), "")
+        process = start(f"{command} {added} {more}")
+        said, _ = process.communicate()
+        assert process.returncode == 0, said
+        return said
+
+    return run_it
 
 
 def test_there_are_twenty_commands_and_reasons_not_to_run_are_of_use():
     assert len(COMMANDS) >= 20
-    documented = documented_commands()
     for part in (*NOT_HERE, *SHORTER):
-        assert any(part in command for command in documented), part
+        assert any(part in command for command in DOCUMENTED), part
 
 
 @pytest.mark.load
 @pytest.mark.default_backbone
 @pytest.mark.parametrize("command", [each for each in COMMANDS if "serv" not in each and "curl" not in each])
-def test_a_command_of_the_documents_runs(command, place, environment):
-    added = next((more for beginning, more in SHORTER.items() if command.startswith(beginning)), "")
-    run = subprocess.run(
-        ["bash", "-c", f"{command} {added}"], cwd=place, env=environment, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+def test_a_command_of_the_documents_runs(command, run):
+    run(command)
 
 
 @pytest.mark.load
 @pytest.mark.default_backbone
-def test_the_server_of_the_documents_answers_what_they_ask(place, environment):
+def test_the_server_of_the_documents_answers_what_they_ask(start, run):
     """`serve`, `curl` and the benchmark that asks a server, at a port that is free."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     parts = "arcaligner serve", "curl", "benchmarks.serving"
     serve, curl, benchmark = ([each for each in COMMANDS if part in each] for part in parts)
-    shutil.copy(ROOT / "docs" / "server.md", place / "docs")
+    assert len(serve) == 2 and len(curl) == 1 and len(benchmark) == 2
     for command in serve:
-        server = subprocess.Popen(
-            ["bash", "-c", f"exec {command} --port {port}"],
-            cwd=place,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        server = start(f"exec {command} --port {port}")
         try:
-            for line in server.stdout:
-                if f"http://127.0.0.1:{port}" in line:
-                    break
+            next(line for line in server.stdout if f"http://127.0.0.1:{port}" in line)
             for ask in curl:
-                asked = f"curl --fail --silent --show-error{ask.replace(':8000', f':{port}')[4:]}"
-                run = subprocess.run(["bash", "-c", asked], cwd=place, env=environment, capture_output=True, text=True)
-                assert run.returncode == 0 and '"content"' in run.stdout, run.stdout + run.stderr
+                assert '"content"' in run(ask.replace(":8000", f":{port}"), "--fail --silent --show-error")
             for ask in benchmark:
-                asked = f"{ask} {SHORTER['python -m arcaligner.benchmarks.serving']} --url http://127.0.0.1:{port}"
-                run = subprocess.run(["bash", "-c", asked], cwd=place, env=environment, capture_output=True, text=True)
-                assert run.returncode == 0, run.stdout + run.stderr
+                run(ask, f"--url http://127.0.0.1:{port}")
         finally:
             server.send_signal(signal.SIGINT)
             server.communicate()
-    assert len(serve) == 2 and len(curl) == 1 and len(benchmark) == 2
