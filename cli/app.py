@@ -139,10 +139,20 @@ def tell_confidence(confidence: float | None) -> None:
         messages.print(f"Confidence {confidence:.2f} [dim]that the passages answer, not that the answer is right[/]")
 
 
+def describe_passes(passes: list[str]) -> str:
+    """The passes of a slot through all layers in one line, from the pipeline's `trajectories`.
+
+    >>> describe_passes(["L0.", "LLL", "LL"])
+    '6 passes, 3 of them added by gates at layers 1 2'
+    """
+    counts = [layer.count("L") for layer in passes]
+    where = " ".join(str(layer) for layer, count in enumerate(counts) if count > 1)
+    added = f", {sum(counts) - len(counts)} of them added by gates at layers {where}" if where else ""
+    return f"{sum(counts)} passes{added}"
+
+
 def slots_table(record: dict[str, Any], passages: list[Passage], has_gates: bool) -> Table:
     """One row per slot: where its text stands and, with gates, its passes through all layers."""
-    from .demo import describe_passes
-
     table = Table("Slot", "Document", "Characters", "Text", *["Passes through layers"] * has_gates)
     segments = record["segments"] or [{"document": 0, "start": 0, "end": 0, "text": ""}]
     slots = zip(segments, zip(*record["trajectories"], strict=True), strict=True)
@@ -151,7 +161,7 @@ def slots_table(record: dict[str, Any], passages: list[Passage], has_gates: bool
         start, end = passage.start + segment["start"], passage.start + segment["end"]
         place = str(number), escape(one_line(Path(passage.document.id).name)), f"{start}-{end}"
         text = escape(printable(segment["text"])) or ("[dim]title[/]" if record["segments"] else "")
-        table.add_row(*place, text, *[describe_passes([[each] for each in passes])] * has_gates)
+        table.add_row(*place, text, *[describe_passes(passes)] * has_gates)
     return table
 
 
@@ -325,7 +335,7 @@ def serve_answers(
 
 @app.command()
 def demo(checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), tokens_per_slot: TokensPerSlot = None) -> None:
-    """Answers questions of SQuAD and the paper's case studies, and times slots and text, newly read and known."""
+    """Answers questions of SQuAD and the paper's case studies, and says how many are right."""
     from .demo import run_demo
 
     with busy("Loading the aligner and its base model"):
