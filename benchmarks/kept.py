@@ -21,7 +21,6 @@ import os
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -52,8 +51,8 @@ from ..prefix_store_arcaligner import SlotPrefixStore
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.data import text_ids
 from .arms import FirstToken, join_rows, load_models, pick_rows, read, share
-from .latency import MIN_ROUNDS, parse_sizes
-from .measuring import quartiles, ratio, time_interleaved
+from .latency import parse_sizes
+from .measuring import first_tokens, time_rounds
 
 SPARE = 4  # known passages beyond those of the largest combination
 
@@ -198,15 +197,11 @@ class Known:
             row = self.draw(k, number)
             return {name: partial(arm, row) for name, arm in self.arms.items()}
 
-        time_interleaved(turns(0), 0, self.device, before)  # warms up; text first
-        found, start = [], time.perf_counter()
-        while len(found) < MIN_ROUNDS or (len(found) < rounds and time.perf_counter() - start < seconds):
-            found.append(time_interleaved(turns(len(found) + 1), len(found), self.device, before))
-        arms = {
-            name: {"first_token": quartiles([each[name] for each in found]), "speed_up": ratio(found, "text", name)}
-            for name in self.arms
-        }
-        return {"k": k, "rounds": len(found), "arms": arms}
+        for name, arm in turns(0).items():  # warms up; text first
+            before(name)
+            arm()
+        found = time_rounds(lambda number: turns(number + 1), self.device, rounds, seconds, before)
+        return {"k": k, "rounds": len(found), "arms": {name: first_tokens(found, name, "text") for name in self.arms}}
 
 
 def know(rows: list[Row], processor: ArcAlignerProcessor, number: int) -> list[Row]:

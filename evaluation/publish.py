@@ -31,9 +31,8 @@ from .analyses.speed import (
     first_token_table,
     save_known,
     save_tradeoff,
-    size_lines,
 )
-from .methods import find_method, fingerprint, rate_title
+from .methods import find_method, fingerprint
 from .results import results_page, write_results
 from .runs import answer_files
 from .tasks import TASKS
@@ -86,7 +85,7 @@ def publish(
     timed = [*first_token_table(latency), "", *shown["latency"], *shown["f1_of_speed"]]
     write_part(DOCS / "speed.md", "first token", timed)
     write_part(DOCS / "speed.md", "known passages", kept + shown.get(KNOWN, []))
-    write_part(DOCS / "speed_results.md", "all sizes", speed_tables(latency))
+    write_part(DOCS / "speed_results.md", "all sizes", first_token_table(latency, every_size=True))
     write_part(ROOT / "README.md", "results", readme_table(results, latency))
 
 
@@ -163,17 +162,6 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any]) -> list[str]:
         f"{', '.join(f1('no_copying'))} at 2 and {', '.join(f1('no_copying_x4'))} at 4."
     )
     return [*markdown_table(columns, rows), "", *textwrap.wrap(note, 120)]
-
-
-def speed_tables(latency: dict[str, Any]) -> list[str]:
-    """The time to the first token of every size, and folded, all numbers of each."""
-    folded: dict[str, list[str]] = {}
-    for size in latency["sizes"]:
-        folded.setdefault(f"{rate_title(size['tokens_per_slot'])}, {size['dtype']}", []).extend(size_lines(size))
-    lines = [*first_token_table(latency, every_size=True), ""]
-    for title, tables in folded.items():
-        lines += [f"<details><summary>{title}</summary>", "", *tables, "</details>", ""]
-    return lines
 
 
 def with_block(text: str, block: str, marks: Sequence[str]) -> str:

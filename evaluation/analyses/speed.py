@@ -13,18 +13,12 @@ from ..methods import rate_title
 from ..results import MAIN
 from .figures import draw_curve, new_figure, save_analysis
 
-BUDGET = 0.2  # of refinement, where it has one
 ARM_TITLES = {
     "standard_rag": "text",
     "standard_rag_cached": "text, kept",
     "off": "slots",
-    "adaptive": "slots, **adaptive**",
-    "budgeted": f"slots, adaptive within {BUDGET:.0%}",
-    "always": "slots, all refined",
     "slots_cached": "**slots, kept**",
 }
-COLUMNS = ("Arm", "First token, ms", "x text", "x text, with encoding", "ms/token", "questions/s")
-COLUMNS += ("peak", "cache", "GFLOP")
 
 SHORT_PASSAGES = 5, 20
 
@@ -34,43 +28,10 @@ SHORT_PASSAGES = 5, 20
 def encoded_speed_up(size: dict[str, Any], name: str) -> float | None:
     """How many times sooner than from text the first token of an arm comes where its slots are made first, of medians;
     `None` where none are made."""
-    if name in ("standard_rag", "standard_rag_cached", "slots_cached"):
+    if name != "off":
         return None
     first = {arm: found["first_token"]["median"] for arm, found in size["arms"].items()}
     return first["standard_rag"] / (first[name] + sum(part["median"] for part in size["encoder"].values()))
-
-
-def arm_cells(size: dict[str, Any], name: str) -> list[str]:
-    """An arm's numbers under `COLUMNS`."""
-    arm, encoded = size["arms"][name], encoded_speed_up(size, name)
-    first, peak = arm["first_token"], arm["peak_bytes"]
-    return [
-        ARM_TITLES[name],
-        f"{1000 * first['median']:.0f} ({1000 * first['lower']:.0f} to {1000 * first['upper']:.0f})",
-        f"{arm['speed_up']['median']:.1f}",
-        "-" if encoded is None else f"{encoded:.1f}",
-        f"{1000 * arm['per_token']['median']:.1f}",
-        f"{arm['questions_per_second']['median']:.2f}",
-        "-" if peak is None else f"{peak / 2**20:.1f} MiB",
-        f"{arm['cache_bytes'] / 2**20:.1f} MiB",
-        f"{arm['flops_counted'] / 1e9:.1f}",
-    ]
-
-
-def size_lines(size: dict[str, Any]) -> list[str]:
-    """Markdown lines of a size: a heading, one arm per row, and what holds for all arms."""
-    title = f"{counted(size['k'], 'passage')}, {rate_title(size['tokens_per_slot'])}, {size['dtype']}: "
-    title += f"{size['text_tokens']:.0f} tokens of text or {size['slots']:.0f} slots"
-    notes = [
-        f"{size['rounds']} rounds",
-        f"{size['open_share']:.1%} of gates open, in {size['open_layers']:.0%} of layers",
-        f"kept text takes {size['prefix_bytes_ratio']:.1f} x the bytes of kept slots and "
-        f"{size['cached_speed_up']['median']:.1f} x their time",
-        f"a token after slots takes {size['decoding_ratio']['median']:.3f} x the bare base model's time",
-        *(f"{name} {1000 * seconds['median']:.0f} ms" for name, seconds in size["encoder"].items()),
-    ]
-    table = markdown_table(COLUMNS, (arm_cells(size, name) for name in ARM_TITLES))
-    return [f"### {title}", "", *table, "", f"{'; '.join(notes)}.", ""]
 
 
 def first_token_table(report: dict[str, Any], every_size: bool = False) -> list[str]:
@@ -81,8 +42,7 @@ def first_token_table(report: dict[str, Any], every_size: bool = False) -> list[
         sizes = [size for size in sizes if size["k"] in SHORT_PASSAGES]
         rates = list(dict.fromkeys(size["tokens_per_slot"] for size in sizes))
         sizes = [size for size in sizes if size["tokens_per_slot"] in (*rates[:2], rates[-1])]
-    arms = [arm for arm in ARM_TITLES if arm not in ("adaptive", "budgeted", "always")]
-    rows = []
+    arms, rows = list(ARM_TITLES), []
     for size in sizes:
         cells = [size["k"], f"{size['text_tokens']:.0f}", size["tokens_per_slot"], f"{size['slots']:.0f}"]
         for name in arms:
