@@ -439,12 +439,10 @@ def compare(
     shared.check_there(checkpoint)
     from ..benchmarks.compare import run_compare
     from ..evaluation.settings import split_rates
-    from ..pipeline_arcaligner import passages_to_read
 
     shared.silence_transformers()
     options = {"full_text_lora": full_text_lora, "top_k": top_k, "num_questions": num_questions, "device": device}
-    options["max_passages"] = max_passages or passages_to_read(shared.load_processor(checkpoint))
-    options |= {"rates": split_rates(tokens_per_slot), "tell": lambda text: messages.print(f"[dim]{text}[/]")}
+    options |= {"max_passages": max_passages, "rates": split_rates(tokens_per_slot)}
     show("\n".join(run_compare(questions, documents or [], folder, checkpoint, **options)))
 
 
