@@ -1,8 +1,6 @@
 """The commands `arcaligner corpus`: build, change, read ahead and describe passages that are encoded once."""
 
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -28,22 +26,6 @@ Workers = Annotated[
 ]
 
 
-def tell_time_left() -> Callable[[int, int], None]:
-    """Says how far a large document is, and how long the rest will take at the pace of the last part."""
-    before = (0, 0.0)
-
-    def tell(done: int, total: int) -> None:
-        nonlocal before
-        parts, (last, then), now = f"{done} of {total} passages", before, time.monotonic()
-        if done > last:
-            seconds = (total - done) * (now - then) / (done - last)
-            parts += f", about {counted(round(seconds / 60), 'minute') if seconds > 90 else f'{seconds:.0f} s'} left"
-        before = done, now
-        messages.print(f"[dim]{parts} of a large document[/]")
-
-    return tell
-
-
 def fill_corpus(
     corpus, processor, sources: list[str], strict: bool, verbose: bool, workers: int | None, prune: bool = False
 ) -> None:
@@ -63,7 +45,6 @@ def fill_corpus(
             strict=strict,
             prune=prune,
             on_batch=lambda report: messages.print(f"[dim]{counted(report.passages, 'passage')}[/]"),
-            on_part=tell_time_left(),
             write_batches=write_batches,
         )
     shown = report.skipped[: None if verbose else 3]

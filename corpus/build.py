@@ -1,26 +1,19 @@
 """Documents to rows of a corpus: cut into passages, encoded, written. Documents that have not changed are left alone.
 
 read_documents -> new_documents (batches of those that are new or changed) -> passage_rows -> Corpus.add
-
-A batch is encoded part by part, into files beside the table, and written in one step: a build that is killed within a
-large document continues with the part that it had begun.
 """
 
 import logging
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
-from pyarrow import feather
 
 from ..base_model_arcaligner import search_text
-from ..common.files import counted, digest, write_whole
+from ..common.files import counted
 from ..common.passages import Document, Passage
 from .sources import read_documents
 from .table import Corpus, passage_checksums
@@ -30,9 +23,8 @@ logger = logging.getLogger(__name__)
 # What is written at a time, some hundred passages; a document is never parted.
 BATCH_DOCUMENTS = 512
 BATCH_CHARACTERS = 300_000
-# What is encoded at a time.
+# What is encoded at a time, of a large document.
 PART_PASSAGES = 256
-PARTS = ".parts"
 
 
 @dataclass
@@ -70,7 +62,6 @@ def build_corpus(
     strict: bool = False,
     prune: bool = False,
     on_batch: Callable[[BuildReport], Any] = lambda report: None,
-    on_part: Callable[[int, int], Any] = lambda done, total: None,
     write_batches: Callable[..., Iterator[tuple[Batch, int]]] | None = None,
 ) -> BuildReport:
     """
@@ -84,7 +75,6 @@ def build_corpus(
         prune (`bool`): At the end, remove documents that are in none of the sources. A file that cannot be read keeps
             its document; a data set that cannot be read to its end keeps all.
         on_batch (`Callable`): Is told what was done, after each batch.
-        on_part (`Callable`): Is told how many passages of a batch of several parts are encoded, and how many it has.
         write_batches (`Callable`, *optional*): Encodes and writes, and gives each batch with its number of passages;
             default: `write_here`.
 
@@ -93,9 +83,8 @@ def build_corpus(
     """
     report, num_hidden = BuildReport(), 0
     read: set[int] = set()  # ids, as hashes: there may be millions
-    write_batches = write_batches or partial(write_here, on_part=on_part)
     with corpus.writing():
-        for batch, num_passages in write_batches(sources, corpus, processor, strict):
+        for batch, num_passages in (write_batches or write_here)(sources, corpus, processor, strict):
             report.added += len(batch.documents) - len(batch.replaced)
             report.replaced += len(batch.replaced)
             report.unchanged += len(batch.unchanged)
@@ -116,7 +105,6 @@ def build_corpus(
             for first in range(0, len(gone), BATCH_DOCUMENTS):
                 corpus.delete(gone[first : first + BATCH_DOCUMENTS])
             report.removed = len(gone)
-        shutil.rmtree(corpus.path / PARTS, ignore_errors=True)  # of builds that did not come to their end
         corpus.optimize()
     return report
 
@@ -132,34 +120,15 @@ def summary(report: BuildReport, info: dict[str, Any]) -> str:
     )
 
 
-def write_here(
-    sources: list[str], corpus: Corpus, processor, strict: bool, on_part: Callable[[int, int], Any]
-) -> Iterator[tuple[Batch, int]]:
+def write_here(sources: list[str], corpus: Corpus, processor, strict: bool) -> Iterator[tuple[Batch, int]]:
     """Encodes and writes in this process; gives each batch with its number of passages."""
     for batch in new_documents(sources, corpus, strict):
         passages = corpus.cut(batch.documents)
-        paths = []
-        for first in range(0, len(passages), PART_PASSAGES):
-            if len(passages) > PART_PASSAGES:
-                on_part(first, len(passages))
-            paths.append(_encoded_part(passages[first : first + PART_PASSAGES], processor, corpus))
-        if paths:
-            parts = (part for path in paths for part in feather.read_table(path, memory_map=False).to_batches())
-            corpus.add(pa.RecordBatchReader.from_batches(corpus.table.schema, parts), batch.replaced)
-        for path in paths:
-            path.unlink()
+        starts = range(0, len(passages), PART_PASSAGES)
+        parts = [passage_rows(passages[start : start + PART_PASSAGES], processor, corpus) for start in starts]
+        if parts:
+            corpus.add(pa.concat_tables(parts), batch.replaced)
         yield batch, len(passages)
-
-
-def _encoded_part(part: list[Passage], processor, corpus: Corpus) -> Path:
-    """The file of a part's rows, written now or by an earlier build that did not come to its end."""
-    name = digest([[each.document.id, each.document.digest, each.start, each.end, each.title] for each in part])
-    path = corpus.path / PARTS / f"{name}.arrow"
-    try:
-        feather.read_table(path, memory_map=False)
-    except (OSError, pa.ArrowInvalid):
-        write_whole(path, partial(feather.write_feather, passage_rows(part, processor, corpus)))
-    return path
 
 
 def new_documents(sources: list[str], corpus: Corpus, strict: bool) -> Iterator[Batch]:

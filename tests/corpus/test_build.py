@@ -107,37 +107,17 @@ def test_a_killed_build_goes_on_where_it_was(tmp_path, monkeypatch, processor):
 
 
 @pytest.mark.parametrize("is_changed", [False, True])
-def test_a_build_that_is_killed_within_a_large_document_goes_on_there(tmp_path, monkeypatch, processor, is_changed):
-    monkeypatch.setattr(build, "PART_PASSAGES", 3)
+def test_a_large_document_is_encoded_in_parts_and_written_in_one_step(tmp_path, monkeypatch, processor, is_changed):
     source, corpus = tmp_path / "long.txt", Corpus.create(tmp_path / "corpus", processor, passage_words=6)
     if is_changed:
         source.write_text("Short.")
         build_corpus([str(source)], corpus, processor)
-    before, version = rows_of(corpus), corpus.table.version
+    version = corpus.table.version
     source.write_text(" ".join(f"Sentence {number} stands here." for number in range(11)))
-    encoded, told, encode = [], [], SlotEncoder.encode_batch
-
-    def killed(own, rows, **settings):
-        if len(encoded) == 6:
-            raise KeyboardInterrupt
-        encoded.extend(rows)
-        return encode(own, rows, **settings)
-
-    monkeypatch.setattr(SlotEncoder, "encode_batch", killed)
-    with pytest.raises(KeyboardInterrupt):
-        build_corpus([str(source)], corpus, processor)
-    assert rows_of(corpus).equals(before)
-    (part, _) = sorted((corpus.path / build.PARTS).iterdir())
-    part.write_bytes(part.read_bytes()[:-9])  # as if it had been torn
-    monkeypatch.setattr(
-        SlotEncoder, "encode_batch", lambda own, rows, **k: encoded.extend(rows) or encode(own, rows, **k)
-    )
-    corpus = Corpus(tmp_path / "corpus")
-    tell = {"on_part": lambda *progress: told.append(progress), "on_batch": lambda _: told.append(corpus.table.version)}
-    report = build_corpus([str(source)], corpus, processor, **tell)
-    assert (report.added + report.replaced, report.passages, len(encoded)) == (1, 11, 14)
-    assert told == [(0, 11), (3, 11), (6, 11), (9, 11), version + 1]  # written in one step
-    assert not (corpus.path / build.PARTS).exists()
+    monkeypatch.setattr(build, "PART_PASSAGES", 3)
+    told = []
+    build_corpus([str(source)], corpus, processor, on_batch=lambda report: told.append(corpus.table.version))
+    assert told == [version + 1] and len(corpus) == 11
     monkeypatch.setattr(build, "PART_PASSAGES", 99)
     whole = Corpus.create(tmp_path / "whole", processor, passage_words=6)
     build_corpus([str(source)], whole, processor)
