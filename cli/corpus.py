@@ -19,16 +19,12 @@ Sources = Annotated[
         metavar="SOURCE...", help="Text, Markdown, HTML, PDF, DOCX, JSON Lines, Parquet; folders; data sets."
     ),
 ]
-Strict = Annotated[bool, typer.Option("--strict", help="Stop at anything that cannot be read, instead of skipping it.")]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Name everything that is skipped, not only the first three.")]
 Workers = Annotated[
     int | None, typer.Option("--ray", metavar="WORKERS", help="Number of Ray workers that encode.", min=1)
 ]
 
 
-def fill_corpus(
-    corpus, processor, sources: list[str], strict: bool, verbose: bool, workers: int | None, prune: bool = False
-) -> None:
+def fill_corpus(corpus, processor, sources: list[str], workers: int | None, prune: bool = False) -> None:
     """Adds sources to a corpus and says what was done."""
     from ..corpus.build import build_corpus, summary
 
@@ -42,16 +38,12 @@ def fill_corpus(
             sources,
             corpus,
             processor,
-            strict=strict,
             prune=prune,
             on_batch=lambda report: messages.print(f"[dim]{counted(report.passages, 'passage')}[/]"),
             write_batches=write_batches,
         )
-    shown = report.skipped[: None if verbose else 3]
-    for each in shown:
+    for each in report.skipped:
         messages.print(one_line(f"Skipped: {each}"), markup=False, soft_wrap=True)
-    if left := len(report.skipped) - len(shown):
-        messages.print(f"Skipped: {left} more, which --verbose names", soft_wrap=True)
     show(summary(report, corpus.info()))
 
 
@@ -62,9 +54,7 @@ def build(
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     passage_words: Annotated[int, typer.Option(help="Maximum number of words per passage.", min=1)] = PASSAGE_WORDS,
     tokens_per_slot: TokensPerSlot = None,
-    strict: Strict = False,
     prune: Annotated[bool, typer.Option("--prune", help="Remove documents that are in none of the sources.")] = False,
-    verbose: Verbose = False,
     ray: Workers = None,
 ) -> None:
     """Makes a corpus from texts, or updates one: new documents are added, changed ones replaced."""
@@ -76,7 +66,7 @@ def build(
     is_new = not folder.exists()
     corpus = Corpus.create(folder, processor, passage_words, tokens_per_slot)
     try:
-        fill_corpus(corpus, processor, sources, strict, verbose, ray, prune)
+        fill_corpus(corpus, processor, sources, ray, prune)
     except ValueError:
         if is_new and len(corpus) == 0:  # nothing came of it
             shutil.rmtree(folder)
@@ -88,8 +78,6 @@ def add(
     sources: Sources,
     corpus: CorpusFolder,
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
-    strict: Strict = False,
-    verbose: Verbose = False,
     ray: Workers = None,
 ) -> None:
     """Adds documents to a corpus, and replaces those that have changed."""
@@ -100,7 +88,7 @@ def add(
 
     opened = Corpus(corpus)
     opened.check(processor)
-    fill_corpus(opened, processor, sources, strict, verbose, ray)
+    fill_corpus(opened, processor, sources, ray)
 
 
 @corpus_app.command("read")

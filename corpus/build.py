@@ -59,7 +59,6 @@ def build_corpus(
     corpus: Corpus,
     processor,
     *,
-    strict: bool = False,
     prune: bool = False,
     on_batch: Callable[[BuildReport], Any] = lambda report: None,
     write_batches: Callable[..., Iterator[tuple[Batch, int]]] | None = None,
@@ -71,7 +70,6 @@ def build_corpus(
         sources (`list[str]`): See `sources.py`.
         corpus ([`Corpus`]): Where to.
         processor ([`ArcAlignerProcessor`]): Makes the slots; its settings are the corpus's.
-        strict (`bool`): Stop at what cannot be read, instead of skipping it.
         prune (`bool`): At the end, remove documents that are in none of the sources. A file that cannot be read keeps
             its document; a data set that cannot be read to its end keeps all.
         on_batch (`Callable`): Is told what was done, after each batch.
@@ -79,12 +77,12 @@ def build_corpus(
             default: `write_here`.
 
     Raises:
-        `ValueError`: with `strict`, what cannot be read; no document at all; another process writes.
+        `ValueError`: no document at all; another process writes.
     """
     report, num_hidden = BuildReport(), 0
     read: set[int] = set()  # ids, as hashes: there may be millions
     with corpus.writing():
-        for batch, num_passages in (write_batches or write_here)(sources, corpus, processor, strict):
+        for batch, num_passages in (write_batches or write_here)(sources, corpus, processor):
             report.added += len(batch.documents) - len(batch.replaced)
             report.replaced += len(batch.replaced)
             report.unchanged += len(batch.unchanged)
@@ -120,9 +118,9 @@ def summary(report: BuildReport, info: dict[str, Any]) -> str:
     )
 
 
-def write_here(sources: list[str], corpus: Corpus, processor, strict: bool) -> Iterator[tuple[Batch, int]]:
+def write_here(sources: list[str], corpus: Corpus, processor) -> Iterator[tuple[Batch, int]]:
     """Encodes and writes in this process; gives each batch with its number of passages."""
-    for batch in new_documents(sources, corpus, strict):
+    for batch in new_documents(sources, corpus):
         passages = corpus.cut(batch.documents)
         starts = range(0, len(passages), PART_PASSAGES)
         parts = [passage_rows(passages[start : start + PART_PASSAGES], processor, corpus) for start in starts]
@@ -131,7 +129,7 @@ def write_here(sources: list[str], corpus: Corpus, processor, strict: bool) -> I
         yield batch, len(passages)
 
 
-def new_documents(sources: list[str], corpus: Corpus, strict: bool) -> Iterator[Batch]:
+def new_documents(sources: list[str], corpus: Corpus) -> Iterator[Batch]:
     """Documents that the corpus does not have, or has with another text, in batches."""
     batch, num_characters = Batch(), 0
 
@@ -143,8 +141,6 @@ def new_documents(sources: list[str], corpus: Corpus, strict: bool) -> Iterator[
             batch.hides += may_hold_documents
 
     def without_known(batch: Batch) -> Batch:
-        if strict and batch.skipped:  # here, so that who reads a file does not take it for an error of the file
-            raise ValueError(f"{batch.skipped[0]}. Fix it or leave it out, or run without `--strict` to skip it.")
         known = corpus.digests(document.id for document in batch.documents)
         new = [document for document in batch.documents if known.get(document.id) != document.digest]
         batch.unchanged += known.keys() - {document.id for document in new}

@@ -29,13 +29,13 @@ class RayWriter:
     def __init__(self, workers: int):
         self.workers = workers
 
-    def __call__(self, sources: list[str], corpus: Corpus, processor, strict: bool) -> Iterator[tuple[Batch, int]]:
+    def __call__(self, sources: list[str], corpus: Corpus, processor) -> Iterator[tuple[Batch, int]]:
         if not ray.is_initialized():
             ray.init(include_dashboard=False, log_to_driver=False)
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         context.target_max_block_size = 1  # each batch is a block, for any worker
-        reading = {"sources": sources, "path": corpus.path, "version": corpus.table.version, "strict": strict}
+        reading = {"sources": sources, "path": corpus.path, "version": corpus.table.version}
         batches = ray.data.range(1).map_batches(read_batches, fn_kwargs=reading, batch_size=1, num_cpus=0)
         written = batches.map_batches(
             EncodingWorker,
@@ -53,12 +53,12 @@ class RayWriter:
             yield batch, len(encoded)
 
 
-def read_batches(_, sources: list[str], path: Path, version: int, strict: bool) -> Iterator[dict[str, list]]:
+def read_batches(_, sources: list[str], path: Path, version: int) -> Iterator[dict[str, list]]:
     """Batches of documents that are new in one version of the corpus: the same ones when the task runs again."""
     corpus = Corpus(path)
     corpus.table.checkout(version)
     try:
-        for batch in new_documents(sources, corpus, strict):
+        for batch in new_documents(sources, corpus):
             yield {"batch": [pickle.dumps(batch)]}
     except (ValueError, OSError) as error:  # Ray would make another one of it
         yield {"batch": [pickle.dumps(Batch(error=error))]}

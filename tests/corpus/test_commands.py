@@ -32,9 +32,7 @@ def test_from_a_folder_to_an_answer(run_cli, letters, checkpoint_dir, tmp_path, 
         (letters / f"{number}.svg").write_text("<svg/>")
     code, out, err = run_cli("corpus", "add", letters, "--corpus", folder, *aligner)
     assert code == 0 and "1 document added, 0 replaced, 0 removed, 2 unchanged, 5 skipped." in out
-    assert err.count("Skipped: ") == 4 and "Skipped: 2 more, which --verbose names" in err
-    _, _, err = run_cli("corpus", "add", letters, "--corpus", folder, "--verbose", *aligner)
-    assert all(f"{number}.svg has none of the suffixes" in err for number in range(4)) and " more" not in err
+    assert err.count("Skipped: ") == 5 and "3.svg has none of the suffixes" in err
 
     question = "Who wrote it?"
     code, out, err = run_cli("ask", question, "--corpus", folder, "--top-k", 2, "--max-new-tokens", 5, *aligner)
@@ -66,7 +64,6 @@ def test_mistakes_end_in_one_clear_line(run_cli, letters, corpus, checkpoint_dir
     for arguments, message in (
         (("corpus", "info", "--corpus", tmp_path / "none"), "There is no corpus"),
         (("corpus", "build", letters, "--output", corpus.path, *aligner), "`passage_words` 16; expected 100"),
-        (("corpus", "add", letters, "--corpus", corpus.path, "--strict", *aligner), "binary.txt is not UTF-8 text"),
         (("corpus", "add", letters, "typo/", "--corpus", corpus.path, *aligner), "There is no file or folder typo/."),
         (
             ("corpus", "build", "typo.txt", "--output", tmp_path / "new", *aligner),

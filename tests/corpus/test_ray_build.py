@@ -56,6 +56,5 @@ def test_two_workers_write_the_same_rows_though_one_is_killed(tmp_path, monkeypa
     assert (reports[1].added, reports[1].replaced, len(reports[1].skipped)) == (1599, 1, 1)
     tables = [corpus.table.search().to_arrow().sort_by("id") for corpus in made]
     assert tables[0].equals(tables[1])
-    for write_batches in (None, RayWriter(1)):
-        with pytest.raises(ValueError, match="rows.jsonl#1601 has neither a text .*without `--strict` to skip it"):
-            build_corpus([str(source)], made[1], processor, strict=True, write_batches=write_batches)
+    with pytest.raises(FileNotFoundError, match="There is no file or folder none.txt"):
+        build_corpus(["none.txt"], made[1], processor, write_batches=RayWriter(1))
