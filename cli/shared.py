@@ -2,7 +2,6 @@
 
 import os.path
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -83,50 +82,26 @@ def check_there(checkpoint: str) -> None:
         return
     import huggingface_hub
 
-    def look() -> None:
-        if not isinstance(huggingface_hub.try_to_load_from_cache(checkpoint, "config.json"), str):
-            huggingface_hub.model_info(checkpoint, timeout=HUB_SECONDS)
+    found: list[Exception | None] = []
 
-    if error := ask_hub(look):
+    def look() -> None:
+        try:
+            if not isinstance(huggingface_hub.try_to_load_from_cache(checkpoint, "config.json"), str):
+                huggingface_hub.model_info(checkpoint, timeout=HUB_SECONDS)
+            found.append(None)
+        except Exception as error:  # of whichever HTTP library the Hub's client uses
+            found.append(error)
+
+    # Looking a name up in the net has no time limit of its own.
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    looking.join(HUB_SECONDS)
+    if error := found[0] if found else TimeoutError():
         raise OSError(
             f"There is no aligner at {checkpoint}: neither a checkpoint folder on this machine nor "
             f"a repository on the Hub that can be reached ({type(error).__name__}). Name another "
             "with `--checkpoint`, or train one: see docs/training.md."
         ) from error
-
-
-def check_sources(sources: list[str]) -> None:
-    """Refuses sources that are neither on this machine nor on a Hub that answers, before anything is loaded."""
-    from ..corpus.sources import check_source
-
-    for source in sources:
-        if (name := check_source(source)) is None:
-            continue
-        import huggingface_hub
-
-        if error := ask_hub(partial(huggingface_hub.dataset_info, name, timeout=HUB_SECONDS)):
-            raise OSError(
-                f"There is no source {name}: neither a file or folder on this machine nor a data set of the Hub that "
-                f"can be reached ({type(error).__name__})."
-            ) from error
-
-
-def ask_hub(look: Callable[[], Any]) -> BaseException | None:
-    """What went wrong, if the Hub did not answer at once: looking a name up in the net has no time limit of its own,
-    and the Hub's client tries again."""
-    problems: list[BaseException | None] = []
-
-    def run() -> None:
-        try:
-            look()
-            problems.append(None)
-        except Exception as error:  # of whichever HTTP library the Hub's client uses
-            problems.append(error)
-
-    looking = threading.Thread(target=run, daemon=True)
-    looking.start()
-    looking.join(HUB_SECONDS)
-    return problems[0] if problems else TimeoutError()
 
 
 def silence_transformers() -> None:

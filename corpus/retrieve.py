@@ -82,7 +82,7 @@ class Retriever:
     def __init__(self, corpus: Corpus, processor, reranker: str | None = None, search: str = "hybrid"):
         corpus.check(processor)
         if len(corpus) == 0:
-            raise ValueError(f"The corpus {corpus.path} is empty. Add documents: `arcaligner corpus add`.")
+            raise ValueError(f"The corpus {corpus.path} is empty. Add documents: `arcaligner corpus build`.")
         self.corpus, self.processor, self.search = corpus, processor, search
         self.reranker = None
         if reranker is not None:

@@ -176,7 +176,6 @@ def test_good_rows_of_a_batch_are_answered_as_alone_and_a_bad_one_is_named(tiny,
 COMMANDS = {
     "answer": {"--question": "Who?", "--document": "letter.txt", "--checkpoint": "tiny"},
     "corpus build": {"": "letter.txt", "--output": "new.lance", "--checkpoint": "tiny"},
-    "corpus add": {"": "letter.txt", "--corpus": "corpus.lance", "--checkpoint": "tiny"},
     "corpus remove": {"": "letter.txt", "--corpus": "corpus.lance"},
     "corpus info": {"--corpus": "corpus.lance"},
     "ask": {"": "Who?", "--corpus": "corpus.lance", "--checkpoint": "tiny", "--max-new-tokens": "2"},

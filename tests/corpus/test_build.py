@@ -9,7 +9,6 @@ import pyarrow.parquet
 import pytest
 import torch
 from conftest import new_processor
-from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pdf_files import line, pdf
@@ -20,7 +19,7 @@ from arcaligner.corpus import build
 from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import Retriever, slot_passages
 from arcaligner.corpus.sources import read_documents
-from arcaligner.corpus.table import LOCK, METADATA, Corpus
+from arcaligner.corpus.table import METADATA, Corpus
 from arcaligner.encoder_arcaligner import SlotEncoder
 
 
@@ -330,8 +329,6 @@ def test_what_is_no_corpus_and_a_second_writer_are_refused(corpus, processor, le
     for folder in (letters, tmp_path, tmp_path / "half", tmp_path / "odd"):
         with pytest.raises(ValueError, match="is not a corpus of ArcAligner, or a broken one: .* remove the broken"):
             Corpus.create(folder, processor)
-    with FileLock(tmp_path / "half" / LOCK), pytest.raises(FileNotFoundError, match="half is being made"):
-        Corpus(tmp_path / "half")
     with corpus.writing(), pytest.raises(ValueError, match="Another process writes"):
         build_corpus([str(letters)], Corpus(corpus.path), processor)
     with pytest.raises(ValueError, match="`passage_words` is 0"):
