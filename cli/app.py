@@ -41,7 +41,6 @@ from .shared import (
     TokensPerSlot,
     busy,
     messages,
-    named,
     one_line,
     output,
     show,
@@ -167,10 +166,8 @@ def slots_table(record: dict[str, Any], passages: list[Passage], has_gates: bool
 
 def compression_summary(statistics: dict[str, Any]) -> str:
     """How many tokens were read as how many slots."""
-    num_slots, rate, tokens = statistics["slots"], statistics["compression_rate"], statistics["tokens"]
-    if statistics.get("dropped"):
-        tokens = f"{round(rate * num_slots)} of {tokens}"
-    return f"{tokens} tokens of text read as {'one slot' if num_slots == 1 else f'{num_slots} slots'}, x{rate:.1f}"
+    slots, rate = counted(statistics["slots"], "slot"), statistics["compression_rate"]
+    return f"{statistics['tokens']} tokens of text read as {slots}, x{rate:.1f}"
 
 
 @app.command()
@@ -185,9 +182,6 @@ def answer(
     tokens_per_slot: TokensPerSlot = None,
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,
-    max_slots: Annotated[
-        int | None, typer.Option(help="Maximum number of slots. Later text is ignored.", min=1)
-    ] = None,
     gate_mode: Annotated[
         Literal["off", "adaptive", "always"] | None,  # `GATE_MODES`, which would wait for transformers
         typer.Option(help="Which slots pass through layers again. Default: the checkpoint's."),
@@ -202,15 +196,14 @@ def answer(
 ) -> None:
     """Answers a question from your own text files. A long one is cut, and the likeliest passage is read."""
     files = [read_document(path) for path in document]
-    settings = {"max_new_tokens": max_new_tokens, "tokens_per_slot": tokens_per_slot, "max_slots": max_slots}
+    settings = {"max_new_tokens": max_new_tokens, "tokens_per_slot": tokens_per_slot}
     settings = {name: each for name, each in settings.items() if each is not None}
     if engine == "llama.cpp":
-        if show_slots:
-            raise ValueError("`--show-slots` needs the passes of each slot, which llama.cpp does not tell.")
-        if min_confidence is not None:
-            raise ValueError("`--min-confidence` needs an answer's confidence, which llama.cpp does not tell.")
-        if max_passages is not None:
-            raise ValueError("`--max-passages` needs each passage's confidence, which llama.cpp does not tell.")
+        if show_slots or min_confidence is not None or max_passages is not None:
+            raise ValueError(
+                "`--show-slots`, `--min-confidence` and `--max-passages` need passes and confidences, which llama.cpp "
+                "does not tell."
+            )
         shared.check_there(checkpoint)
         from ..engines.llama_cpp import LlamaCppEngine
 
@@ -226,10 +219,9 @@ def answer(
         raise ValueError("`--base-model` is for `--engine llama.cpp`; PyTorch takes the one that the checkpoint names.")
     with busy("Loading the aligner and its base model"):
         ask = shared.load_pipeline(checkpoint)
-    settings |= {} if gate_mode is None else {"gate_mode": gate_mode}
-    settings |= {} if min_confidence is None else {"min_confidence": min_confidence}
+    more = {"gate_mode": gate_mode, "min_confidence": min_confidence, "max_passages": max_passages}
+    settings |= {name: each for name, each in more.items() if each is not None}
     passages, documents = cut(files, ask.processor.spacy_model)
-    settings |= {} if max_passages is None else {"max_passages": max_passages}
     with busy(f"Reading {counted(len(passages), 'passage')}"):
         record = ask({"question": question, "documents": documents}, return_slots=True, **settings)[0]
     show(record["generated_text"].strip())
@@ -240,9 +232,7 @@ def answer(
         for each in read:
             messages.print(source_line(each), markup=False, soft_wrap=True)
     if left := len(passages) - len(read):
-        why = ["no room for them (--max-slots)"] * bool(record["statistics"].get("dropped"))
-        why += ["less likely to answer (--max-passages)"] * ("passage_confidences" in record["statistics"])
-        messages.print(f"[dim]{counted(left, 'passage')} not read: {', or '.join(why)}[/]")
+        messages.print(f"[dim]{counted(left, 'passage')} not read: less likely to answer (--max-passages)[/]")
     warn_of_words(record["generated_text"].strip(), read, ask.processor.no_answer)
     tell_confidence(record["statistics"].get("confidence"))
     messages.print(f"[dim]{compression_summary(record['statistics'])}[/]")
@@ -377,11 +367,11 @@ def evaluate(
     tokens_per_slot: Annotated[
         str | None, typer.Option(help="Tokens per slot to compare, separated by commas, such as 4,16,segment.")
     ] = None,
-    checkpoint: Annotated[str | None, named(help="The aligner: a folder or a Hub id.")] = None,
-    xrag: Annotated[str | None, named(help="Aligner for the method xrag, of recipe xrag.")] = None,
-    projector_only: Annotated[str | None, named(help="Aligner for the method projector_only.")] = None,
-    full_text_lora: Annotated[str | None, named(help="LoRA for full_text_lora, of train/full_text.py.")] = None,
-    text_apart: Annotated[str | None, named(help="LoRA for text_apart, of train/full_text.py.")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="The aligner: a folder or a Hub id.")] = None,
+    xrag: Annotated[str | None, typer.Option(help="Aligner for the method xrag, of recipe xrag.")] = None,
+    projector_only: Annotated[str | None, typer.Option(help="Aligner for the method projector_only.")] = None,
+    full_text_lora: Annotated[str | None, typer.Option(help="LoRA for full_text_lora, of train/full_text.py.")] = None,
+    text_apart: Annotated[str | None, typer.Option(help="LoRA for text_apart, of train/full_text.py.")] = None,
     folder: Annotated[Path | None, typer.Option("--output", help="Folder for answers and tables.")] = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder with TASK.jsonl.gz for each task. Default: the Hub.")
@@ -429,7 +419,7 @@ def compare(
         str | None,
         typer.Option(help="Tokens per slot to compare, such as 4,segment. Default: all it was trained with."),
     ] = None,
-    full_text_lora: Annotated[str | None, named(help="A reader of text too, of train/full_text.py.")] = None,
+    full_text_lora: Annotated[str | None, typer.Option(help="A reader of text too, of train/full_text.py.")] = None,
     top_k: Annotated[int, typer.Option(help="Passages to find. Of slots the likeliest are read.", min=1)] = 5,
     max_passages: MaxPassages = None,
     num_questions: Annotated[int | None, typer.Option("-n", help="Maximum number of questions.", min=1)] = None,
@@ -449,9 +439,9 @@ def compare(
 @app.command("export-gguf")
 def export_gguf_adapter(
     folder: Annotated[Path, typer.Option("--output", help="Folder to write.")],
-    checkpoint: Annotated[
-        str, typer.Argument(help="Aligner checkpoint: a folder or a Hub id.", callback=shared.expand_home)
-    ] = str(DEFAULT_CHECKPOINT),
+    checkpoint: Annotated[str, typer.Argument(help="Aligner checkpoint: a folder or a Hub id.")] = str(
+        DEFAULT_CHECKPOINT
+    ),
 ) -> None:
     """Exports an aligner for llama.cpp: the checkpoint, with its LoRA as a GGUF adapter."""
     shared.check_there(checkpoint)
@@ -465,7 +455,7 @@ def export_gguf_adapter(
 @app.command()
 def push(
     repo_id: Annotated[str, typer.Option(help="Repository on the Hub, user/name. Created if it does not exist.")],
-    checkpoint: Annotated[str, named(help="Aligner checkpoint: a folder.")] = str(DEFAULT_CHECKPOINT),
+    checkpoint: Annotated[str, typer.Option(help="Aligner checkpoint: a folder.")] = str(DEFAULT_CHECKPOINT),
     private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
 ) -> None:
     """Uploads a trained aligner to the Hub, in one commit."""

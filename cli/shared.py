@@ -1,9 +1,7 @@
 """What commands share: options, the checkpoint that they name, and how they print."""
 
-import os.path
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,14 +17,7 @@ output = Console()
 messages = Console(stderr=True)
 
 
-def expand_home(name: str | None) -> str | None:
-    """A shell leaves the tilde of `--checkpoint=~/mine`."""
-    return name and os.path.expanduser(name)
-
-
-# An option that names a checkpoint.
-named = partial(typer.Option, callback=expand_home)
-Checkpoint = Annotated[str, named(help="Aligner checkpoint: a folder or a Hub id.")]
+Checkpoint = Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.")]
 Reranker = Annotated[str | None, typer.Option(help="CrossEncoder that reorders the passages found.")]
 
 
