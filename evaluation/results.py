@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from ..common.files import markdown_table, write_whole
-from ..share.hub import METRIC_TITLES, RESULTS_FILE
+from ..share.hub import RESULTS_FILE
 from .judge import judged_scores, judges_of
 from .methods import METHODS, find_method, sort_key
 from .metrics import METRICS, percent_interval, shown_interval
 from .runs import AnswerFile, answer_files
 from .tasks import TASKS
 
+METRIC_TITLES = {"em": "EM (non-strict)", "f1": "F1", "em_raw": "EM (raw)"}
 MAIN = "arcaligner"
 MAIN_TITLE = METHODS[MAIN].title
 # Methods that read all of the text, or nothing of it.

@@ -59,9 +59,6 @@ def answers_alike(folder: Path, model: ArcAlignerForCausalLM, processor: ArcAlig
 def main(
     stages: Annotated[Path, typer.Option(help="Folder of the stages' output folders.", exists=True)],
     output: Annotated[Path, typer.Option(help="Folder to write.")],
-    dataset: Annotated[
-        list[str] | None, typer.Option(help="Hub id of a data set the training files are from; can be repeated.")
-    ] = None,
 ) -> None:
     """Writes the aligner of the last stage in `stages` to `output`."""
     folders = sorted(path.parent for path in stages.glob("*/config.json"))
@@ -80,7 +77,7 @@ def main(
     for leftover in output.glob(".saving-*"):  # left by a killed process
         shutil.rmtree(leftover)
     save_stage(output, model, processor, "\n---\n".join(recipes) + "\n")
-    if not write_model_card(model.config, output, datasets=tuple(dataset or ())):
+    if not write_model_card(model.config, output):
         typer.echo(f"left {output / 'README.md'} as it is: it was edited. Delete it to have one written.")
     typer.echo(f"wrote {folders[-1]} to {output}")
 

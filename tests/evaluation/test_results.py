@@ -1,7 +1,6 @@
 """Tables say what the answers say: means, intervals, paired differences, the paper's numbers beside them."""
 
 import json
-import re
 
 import pytest
 from answer_rows import write_answers
@@ -111,8 +110,7 @@ def test_the_model_card_shows_them(run, tmp_path, model):
     write_results(run)
     write_model_card(model.config, run)
     card = (run / "README.md").read_text("utf-8")
-    assert re.search(r"\| \*\*slots\*\* \| x30.0 \| 50.0 \[12.5, 87.5\] / [\d.]+ \|", card)
-    assert "| HotpotQA | 4 | those of its file | 100 % |" in card
+    assert "| **slots** | - | 50.0 |" in card and "| with an expected answer in them |  | 100 % |" in card
     assert "value: 50.0" in card
 
 
