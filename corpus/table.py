@@ -212,7 +212,7 @@ class Corpus:
         rows = self.table.search().where(_is_one_of(documents)).select(["document", "digest"]).to_arrow()
         return dict(zip(rows["document"].to_pylist(), rows["digest"].to_pylist(), strict=True))
 
-    def add(self, rows: pa.Table | pa.RecordBatchReader, replaced: list[str]) -> None:
+    def add(self, rows: pa.Table, replaced: list[str]) -> None:
         """Adds whole documents, in one step, in the place of those that are `replaced`."""
         if replaced:
             merge = self.table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
@@ -268,18 +268,15 @@ class Corpus:
             num_slots = sum(len(batch["segments"].flatten()) for batch in batches)
         except RuntimeError as error:  # raised by Lance
             raise OSError(f"The corpus {self.path} cannot be read: {error}. Build it anew.") from error
-        sizes = [
-            (self.path / KEPT in file.parents, file.stat().st_size) for file in self.path.rglob("*") if file.is_file()
-        ]
-        num_bytes, kept_bytes = (sum(size for is_kept, size in sizes if is_kept == kind) for kind in (False, True))
-        slot_bytes = 2 * self.settings["encoder_hidden_size"]
+        sizes = {file: file.stat().st_size for file in self.path.rglob("*") if file.is_file()}
+        kept_bytes = sum(size for file, size in sizes.items() if self.path / KEPT in file.parents)
         passages = max(1, len(self))
         return {
             "documents": len(self.documents()),
             "passages": len(self),
             "slots": num_slots,
-            "slot_bytes_per_passage": num_slots * slot_bytes / passages,
-            "bytes_per_passage": num_bytes / passages,
+            "slot_bytes_per_passage": num_slots * 2 * self.settings["encoder_hidden_size"] / passages,
+            "bytes_per_passage": (sum(sizes.values()) - kept_bytes) / passages,
             "kept_bytes_per_passage": kept_bytes / passages,
             **{name: value for name, value in self.settings.items() if name != "probe"},
         }

@@ -72,17 +72,16 @@ def main(
     reranker: Annotated[str | None, typer.Option(help="A CrossEncoder.")] = None,
     num_questions: Annotated[int | None, typer.Option("-n", min=1, help="Only the first questions.")] = None,
 ) -> None:
-    """Prints Recall@k of vectors alone and of hybrid search."""
+    """Prints Recall@k of what a corpus finds."""
     opened, processor = Corpus(corpus), ArcAlignerProcessor.from_pretrained(checkpoint)
     known = ((row, gold_documents(row)) for row in read_rows(questions))
     found = (row for row, gold in known if gold and opened.digests(gold).keys() == gold)
     rows = list(itertools.islice(found, num_questions))
     if not rows:
         raise ValueError(f"No question of {questions} has its gold passages in {corpus}; build it from them.")
-    table = Table("Search", *(f"Recall@{k}" for k in KS), caption=f"{len(rows)} questions, {len(opened)} passages")
-    for search in ("vector", "hybrid"):
-        found = recall_at_k(Retriever(opened, processor, reranker, search), rows)
-        table.add_row(search, *(shown_interval(percent_interval(shares)) for shares in found.values()))
+    table = Table(*(f"Recall@{k}" for k in KS), caption=f"{len(rows)} questions, {len(opened)} passages")
+    found = recall_at_k(Retriever(opened, processor, reranker), rows)
+    table.add_row(*(shown_interval(percent_interval(shares)) for shares in found.values()))
     Console().print(table)
 
 
