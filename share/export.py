@@ -74,8 +74,6 @@ def main(
     if (output / RESULTS_FILE).exists() and not answers_alike(output, model, processor):
         (output / RESULTS_FILE).unlink()  # before the weights change: a kill leaves no numbers of others
         typer.echo(f"removed {output / RESULTS_FILE}: it was measured with other weights or settings")
-    for leftover in output.glob(".saving-*"):  # left by a killed process
-        shutil.rmtree(leftover)
     save_stage(output, model, processor, "\n---\n".join(recipes) + "\n")
     if not write_model_card(model.config, output):
         typer.echo(f"left {output / 'README.md'} as it is: it was edited. Delete it to have one written.")

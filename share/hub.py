@@ -82,9 +82,8 @@ def write_model_card(config: ArcAlignerConfig, folder: Path, *, name: str | None
         return False
     processor_file = folder / "processor_config.json"
     processor = json.loads(processor_file.read_text(encoding="utf-8")) if processor_file.exists() else {}
-    stages, results, base = _read_recipes(folder), _read_results(folder, processor), config.base_model_name_or_path
-    places = {place for stage in stages for place in stage["places"]}
-    trained_on = {place for place in places if is_hub_id(place) and place not in ON_GITHUB}
+    (stages, data), results = _read_recipes(folder), _read_results(folder, processor)
+    base = config.base_model_name_or_path
     metadata = ModelCardData(
         license="apache-2.0",
         language=_language(processor.get("spacy_model", "")),
@@ -93,13 +92,12 @@ def write_model_card(config: ArcAlignerConfig, folder: Path, *, name: str | None
         tags=["arcaligner", "rag", "context-compression"],
         base_model=base if is_hub_id(base) else None,
         base_model_relation="adapter" if is_hub_id(base) else None,
-        datasets=sorted(trained_on) or None,
+        datasets=sorted({place for place in data if is_hub_id(place)} - {*ON_GITHUB}) or None,
         model_name="ArcAligner",
         eval_results=results and results["listed"],
     )
     given = {"config": config, "results": results, "processor": processor, "needs": REQUIREMENTS}
-    given |= {"rates": processor.get("trained_tokens_per_slot"), "data": _describe_data(stages)}
-    given |= {"stages": Counter(stage["stage"] for stage in stages)}
+    given |= {"rates": processor.get("trained_tokens_per_slot"), "data": _data_rows(data), "stages": stages}
     given |= {"name": name or "user/name", "generated": GENERATED}
     write_whole(card, f"{ModelCard.from_template(metadata, str(TEMPLATE), **given)}\n")
     return True
@@ -117,32 +115,29 @@ def _language(spacy_model: str) -> str | None:
     return language if re.fullmatch("[a-z]{2,3}", language) and language != "xx" else None
 
 
-def _read_recipes(folder: Path) -> list[dict[str, Any]]:
-    """Name and data sets of each stage that the checkpoint went through, in order."""
-    path, stages = folder / RECIPE_FILE, []
+def _read_recipes(folder: Path) -> tuple[Counter[str], dict[str, dict[str, None]]]:
+    """The stages that the checkpoint went through, and by its place each data set with the stages that read it."""
+    path, stages, data = folder / RECIPE_FILE, Counter(), {}
     if not path.exists():
-        return stages
+        return stages, data
     try:
         for recipe in filter(None, yaml.safe_load_all(path.read_text(encoding="utf-8"))):
-            sources = [_source_name(source) for source in recipe.get("train_files", {})]
-            places = [place for source in sources for place in TRAINING_FILES.get(source, [source])]
-            stages.append({"stage": recipe["stage"], "places": places})
-    except (yaml.YAMLError, AttributeError, KeyError) as error:
+            stages[recipe["stage"]] += 1
+            for source in map(_source_name, recipe.get("train_files", {})):
+                for place in TRAINING_FILES.get(source, [source]):
+                    data.setdefault(place, {})[recipe["stage"]] = None
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} does not hold recipes of stages ({error!r}). Expected YAML with the keys that a stage was trained "
             "with, `stage: grounding` among them, a line of `---` between stages. Put it there, or remove the file."
         ) from error
-    return stages
+    return stages, data
 
 
-def _describe_data(stages: list[dict[str, Any]]) -> list[list[str]]:
-    """Title, place, licence and stages of each data set that a checkpoint was trained on."""
-    read: dict[str, dict[str, None]] = {}
-    for stage in stages:
-        for place in stage["places"]:
-            read.setdefault(place, {})[stage["stage"]] = None
+def _data_rows(data: dict[str, dict[str, None]]) -> list[list[str]]:
+    """Title, place, licence and stages of each data set."""
     rows = []
-    for place, names in read.items():
+    for place, names in data.items():
         title, licence = LICENCES.get(place, Licence(place, "see there" if is_hub_id(place) else "not known"))
         rows.append([title, place, licence, ", ".join(names)])
     return rows

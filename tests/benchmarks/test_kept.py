@@ -125,9 +125,3 @@ def test_the_command_writes_a_report_whose_figure_has_the_f1_of_each_way(tmp_pat
         "slots, kept": [40.0],  # a rate that was not asked has no point
     }
     assert speed.save_known(tmp_path, sets) == []
-
-
-def test_more_passages_than_there_are_are_refused(tmp_path, checkpoint_dir):
-    write_rows(data := tmp_path / "rows.jsonl", article_rows(6, questions=1))
-    with pytest.raises(ValueError, match="rows.jsonl has 6 passages; `--sizes` asks for 9"):
-        main(tmp_path / "out", str(checkpoint_dir), sizes="9", data=data)
