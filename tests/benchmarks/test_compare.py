@@ -58,13 +58,6 @@ def test_questions_with_passages_are_answered_by_each_reader(ask, tmp_path, mode
     assert any(answer[plain] != answer[tuned] for answer in answers)
 
 
-def test_a_fine_tuned_reader_that_is_not_there_ends_in_one_line(ask, tmp_path):
-    row = {"question": "Who wrote it?", "passages": [OTHER]}
-    code, out, err = ask([row], "--full-text-lora", tmp_path / "nothing")
-    assert (code, out) == (1, "") and not (tmp_path / "out").exists()
-    assert err.splitlines()[-1].startswith("Error: ") and "nothing" in err.splitlines()[-1]
-
-
 def test_passages_are_found_in_a_folder(ask, tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "letter.txt").write_text(LETTER)
@@ -75,23 +68,20 @@ def test_passages_are_found_in_a_folder(ask, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "has_documents", "message"),
+    ("rows", "option", "message"),
     [
-        ([], False, "mine.jsonl has no question. Expected lines such as"),
-        ([{"question": " "}], False, "has no question"),
-        ([{"question": 3}], False, "mine.jsonl, line 1: a text is not where it belongs; expected"),
-        (
-            [{"question": "Who?"}],
-            False,
-            "The question 'Who?' and 0 others have no `passages`, and no documents are named.",
-        ),
-        ([{"question": "Who?"}], True, "There is no document in "),
+        ([], None, "mine.jsonl has no question. Expected lines such as"),
+        ([{"question": " "}], None, "has no question"),
+        ([{"question": 3}], None, "mine.jsonl, line 1: a text is not where it belongs; expected"),
+        ([{"question": "Who?"}], None, "The question 'Who?' and 0 others have no `passages`, and no documents are"),
+        ([{"question": "Who?"}], "--documents", "There is no document in "),
+        ([ROWS[0]], "--full-text-lora", "empty"),
     ],
 )
-def test_what_cannot_be_compared_ends_in_one_line(ask, tmp_path, rows, has_documents, message):
+def test_what_cannot_be_compared_ends_in_one_line(ask, tmp_path, rows, option, message):
     (tmp_path / "empty").mkdir()
-    code, out, err = ask(rows, *(("--documents", tmp_path / "empty") if has_documents else ()))
-    assert (code, out) == (1, "") and message in err.splitlines()[-1]
+    code, out, err = ask(rows, *((option, tmp_path / "empty") if option else ()))
+    assert (code, out) == (1, "") and err.splitlines()[-1].startswith("Error: ") and message in err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
 
 
