@@ -37,7 +37,6 @@ from .shared import (
     Dtype,
     MaxPassages,
     MinConfidence,
-    Reranker,
     TokensPerSlot,
     busy,
     messages,
@@ -245,7 +244,6 @@ def ask_corpus(
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     top_k: Annotated[int, typer.Option(help="Passages to find. The likeliest are read: `--max-passages`.", min=1)] = 5,
     tokens_per_slot: TokensPerSlot = None,
-    reranker: Reranker = None,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the answer.", min=1)] = 256,
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,
@@ -258,7 +256,7 @@ def ask_corpus(
     check_question(question)
     with busy("Loading the aligner and its base model"):
         options = {"tokens_per_slot": tokens_per_slot, "max_passages": max_passages}
-        engine = shared.load_engine(checkpoint, corpus, reranker, dtype, **options)
+        engine = shared.load_engine(checkpoint, corpus, dtype, **options)
     settings = {"top_k": top_k, "max_new_tokens": max_new_tokens, "min_confidence": min_confidence}
     request = Request([{"role": "user", "content": question}], **settings)
     with contextlib.closing(engine):  # else Python may end while the engine's thread computes, which aborts it
@@ -290,7 +288,6 @@ def serve_answers(
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,
     dtype: Dtype = None,
-    reranker: Reranker = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
     max_batch: Annotated[int, typer.Option(help="Maximum number of requests per batch.", min=1)] = 8,
@@ -306,7 +303,7 @@ def serve_answers(
     def make_engine():
         asked = {"top_k": top_k, "tokens_per_slot": tokens_per_slot, "min_confidence": min_confidence}
         asked |= {"max_batch": max_batch, "max_passages": max_passages}
-        return shared.load_engine(checkpoint, corpus, reranker, dtype, prefix_bytes=prefix_megabytes * 2**20, **asked)
+        return shared.load_engine(checkpoint, corpus, dtype, prefix_bytes=prefix_megabytes * 2**20, **asked)
 
     settings = ServerSettings(Path(checkpoint).resolve().name, host, port, api_key or None)
 

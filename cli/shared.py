@@ -18,7 +18,6 @@ messages = Console(stderr=True)
 
 
 Checkpoint = Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.")]
-Reranker = Annotated[str | None, typer.Option(help="CrossEncoder that reorders the passages found.")]
 
 
 def parse_tokens_per_slot(value: str) -> int | str:
@@ -125,7 +124,7 @@ def load_pipeline(checkpoint: str, dtype: str | None = None):
     return ArcAlignerPipeline(model=model, processor=processor, task="text-generation")
 
 
-def load_engine(checkpoint: str, corpus: Path | None, reranker: str | None, dtype: str | None = None, **settings):
+def load_engine(checkpoint: str, corpus: Path | None, dtype: str | None = None, **settings):
     """An engine that has answered a request, so that nobody waits for what is loaded on first use.
 
     The model is loaded by a thread that ends. PyTorch keeps a team of threads for each thread that has computed, and
@@ -140,7 +139,7 @@ def load_engine(checkpoint: str, corpus: Path | None, reranker: str | None, dtyp
     opened = None if corpus is None else Corpus(corpus)
     with ThreadPoolExecutor(1) as loading:
         ask = loading.submit(load_pipeline, checkpoint, dtype).result()
-    engine = Engine(ask, None if opened is None else Retriever(opened, ask.processor, reranker), **settings)
+    engine = Engine(ask, None if opened is None else Retriever(opened, ask.processor), **settings)
     engine.warm_up()
     return engine
 

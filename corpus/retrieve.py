@@ -74,7 +74,7 @@ class Retriever:
         reranker (`str`, *optional*): A CrossEncoder that reads each question with each candidate.
 
     Raises:
-        `ValueError`: a corpus that another encoder, segmenter or rate made, or an empty one; an empty re-ranker.
+        `ValueError`: a corpus that another encoder, segmenter or rate made, or an empty one.
         `OSError`: a re-ranker that is not there, with how to get it.
     """
 
@@ -85,8 +85,6 @@ class Retriever:
         self.corpus, self.processor = corpus, processor
         self.reranker = None
         if reranker is not None:
-            if not reranker.strip():
-                raise ValueError(f"The re-ranker is {reranker!r}; expected a folder or a Hub id, or nothing.")
             folder = find_model("re-ranker", reranker, ENCODER_FILES)
             self.reranker = CrossEncoder(str(folder), device=processor.encoder.device)
         self.columns = [name for name in corpus.table.schema.names if name not in ("id", "digest")]

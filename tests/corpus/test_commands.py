@@ -70,7 +70,6 @@ def test_mistakes_end_in_one_clear_line(run_cli, letters, corpus, checkpoint_dir
         (("corpus", "build", "no/where", "--output", tmp_path / "new", *aligner), "reach 'no/where' on the Hub"),
         (("ask", "Who?", "--corpus", letters, *aligner), "is not a corpus of ArcAligner"),
         (("ask", " ", "--corpus", corpus.path, *aligner), "The question is empty"),
-        (("ask", "Who?", "--corpus", corpus.path, "--reranker", "", *aligner), "The re-ranker is ''; expected"),
     ):
         code, out, err = run_cli(*arguments)
         assert code == 1 and out == ""
