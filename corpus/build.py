@@ -150,10 +150,6 @@ def new_documents(sources: list[str], corpus: Corpus) -> Iterator[Batch]:
     text_of: dict[int, int] = {}  # by id, both as hashes: there may be millions
     for document in read_documents(sources, skip):
         key, text = hash(document.id), hash((document.title, document.text))
-        # A large document is a batch of its own: what came before it is written before it is encoded.
-        if len(document.text) >= BATCH_CHARACTERS and batch.documents:
-            yield without_known(batch)
-            batch, num_characters = Batch(), 0
         if key not in text_of:
             text_of[key] = text
             batch.documents.append(document)
@@ -201,7 +197,7 @@ def _search_vectors(read: list[list[dict]], encoded: list, processor) -> torch.T
     if processor.trained_encoder:
         return processor.encoder.untrained.encode([search_text(each["title"], each["text"]) for (each,) in read])
     means = [each.context_embeds.mean(dim=0) for each in encoded]
-    return torch.nn.functional.normalize(torch.stack(means), dim=-1) if means else torch.empty(0, 0)
+    return torch.nn.functional.normalize(torch.stack(means), dim=-1)
 
 
 def _vectors(rows: list[torch.Tensor], width: int) -> pa.FixedSizeListArray:
