@@ -24,7 +24,7 @@ import yaml
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 from huggingface_hub.repocard import ModelCard
-from huggingface_hub.repocard_data import EvalResult, ModelCardData
+from huggingface_hub.repocard_data import ModelCardData
 from huggingface_hub.utils import validate_repo_id
 from transformers.utils import logging
 
@@ -93,8 +93,6 @@ def write_model_card(config: ArcAlignerConfig, folder: Path, *, name: str | None
         base_model=base if is_hub_id(base) else None,
         base_model_relation="adapter" if is_hub_id(base) else None,
         datasets=sorted({place for place in data if is_hub_id(place)} - {*ON_GITHUB}) or None,
-        model_name="ArcAligner",
-        eval_results=results and results["listed"],
     )
     given = {"config": config, "results": results, "processor": processor, "needs": REQUIREMENTS}
     given |= {"rates": processor.get("trained_tokens_per_slot"), "data": _data_rows(data), "stages": stages}
@@ -150,7 +148,7 @@ def _source_name(source: str) -> str:
 
 
 def _read_results(folder: Path, processor: dict[str, Any]) -> dict[str, Any] | None:
-    """What the card says of the results: F1 of what is read on each set, and the same for the Hub."""
+    """What the card says of the results: F1 of what is read on each set, and what that is."""
     path = folder / RESULTS_FILE
     if not path.exists():
         return None
@@ -162,25 +160,20 @@ def _read_results(folder: Path, processor: dict[str, Any]) -> dict[str, Any] | N
     try:
         sets = json.loads(path.read_text(encoding="utf-8"))["sets"]
         sets = {title: each for title, each in sets.items() if _MAIN in each["methods"]}
-        f1 = {
-            name: [each["methods"][name]["f1"][0] if name in each["methods"] else None for each in sets.values()]
-            for _, _, name in named
-        }
+        rows = []
+        for what, rate, name in named:
+            scores = [each["methods"][name]["f1"][0] if name in each["methods"] else None for each in sets.values()]
+            if any(score is not None for score in scores):
+                rows.append([what, rate, *("-" if score is None else f"{score:.1f}" for score in scores)])
+        rows.append(["passages that are read", "", *(each.get("passages", "given") for each in sets.values())])
+        recalls = (f"{each['recall'][0]:.0f} %" if "recall" in each else "-" for each in sets.values())
+        rows.append(["with an expected answer in them", "", *recalls])
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} does not hold results of an evaluation ({error!r}). Expected "
             '{"sets": {set: {"methods": {"arcaligner": {"f1": [value, low, high]}}}}}. Write them again, or remove it.'
         ) from error
-    shown = {name: ["-" if each is None else f"{each:.1f}" for each in values] for name, values in f1.items()}
-    rows = [[what, rate, *shown[name]] for what, rate, name in named if any(each != "-" for each in shown[name])]
-    rows.append(["passages that are read", "", *(each.get("passages", "given") for each in sets.values())])
-    recalls = (f"{each['recall'][0]:.0f} %" if "recall" in each else "-" for each in sets.values())
-    rows.append(["with an expected answer in them", "", *recalls])
-    listed = [
-        EvalResult("question-answering", title, title, "f1", round(value, 1))
-        for title, value in zip(sets, f1[_MAIN], strict=True)
-    ]
-    return {"sets": list(sets), "rows": rows, "listed": listed} if sets else None
+    return {"sets": list(sets), "rows": rows} if sets else None
 
 
 # The upload

@@ -111,7 +111,6 @@ def test_the_model_card_shows_them(run, tmp_path, model):
     write_model_card(model.config, run)
     card = (run / "README.md").read_text("utf-8")
     assert "| **slots** | - | 50.0 |" in card and "| with an expected answer in them |  | 100 % |" in card
-    assert "value: 50.0" in card
 
 
 def test_a_table_leaves_out_methods_without_a_number_and_marks_single_gaps():
