@@ -15,8 +15,9 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,36 +102,28 @@ class Reader:
 
     def ask(self, processor, row: Row) -> Asked:
         """Answers a row, whose passages are new."""
-        read = self._text_reader(processor, row) if self.rate is None else self._slot_reader(processor, row)
+        if self.rate is None:
+            read = partial(self._read_text, processor, row)
+        else:  # by a pipeline of its own, which knows nothing of passages that were read before
+            ask = ArcAlignerPipeline(self.model, processor, task="text-generation", device=self.model.device)
+            read = partial(self._read_slots, ask, row)
         begin = time.perf_counter()
         read(1)
         seconds = time.perf_counter() - begin
         return Asked(*read(MAX_NEW_TOKENS), seconds)
 
-    def _text_reader(self, processor, row: Row) -> Callable[[int], tuple[str, int]]:
-        """From a number of tokens to an answer of at most so many, and the positions that were read for it."""
+    def _read_text(self, processor, row: Row, max_new_tokens: int) -> tuple[str, int]:
+        """An answer of at most so many tokens, and the positions that stand for the passages."""
+        inputs = text_inputs(processor, [full_text(row)]).to(self.model.device)
+        ids = self.model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+        answer = processor.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return answer.strip(), count_tokens(processor.tokenizer, [passages_text(row)])[0]
 
-        def read(max_new_tokens: int) -> tuple[str, int]:
-            inputs = text_inputs(processor, [full_text(row)]).to(self.model.device)
-            ids = self.model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
-            answer = processor.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-            return answer.strip(), count_tokens(processor.tokenizer, [passages_text(row)])[0]
-
-        return read
-
-    def _slot_reader(self, processor, row: Row) -> Callable[[int], tuple[str, int]]:
-        """The same from slots; a pipeline of its own knows nothing of passages that were read before."""
-        ask = ArcAlignerPipeline(self.model, processor, task="text-generation", device=self.model.device)
-        asked = {"question": row["question"], "documents": row["passages"]}
-        settings = {"tokens_per_slot": self.rate, "return_slots": True}
-        if self.max_passages is not None:
-            settings["max_passages"] = self.max_passages
-
-        def read(max_new_tokens: int) -> tuple[str, int]:
-            record = ask(asked, max_new_tokens=max_new_tokens, **settings)[0]
-            return record["generated_text"].strip(), record["statistics"]["slots"]
-
-        return read
+    def _read_slots(self, ask: ArcAlignerPipeline, row: Row, max_new_tokens: int) -> tuple[str, int]:
+        settings = {"tokens_per_slot": self.rate, "max_new_tokens": max_new_tokens, "return_slots": True}
+        settings |= {} if self.max_passages is None else {"max_passages": self.max_passages}
+        record = ask({"question": row["question"], "documents": row["passages"]}, **settings)[0]
+        return record["generated_text"].strip(), record["statistics"]["slots"]
 
 
 @torch.inference_mode()
