@@ -54,6 +54,7 @@ class FakeHub:
 
     def create_commit(self, repo_id, operations, commit_message):
         self._call("create_commit")
+        assert len({each.path_in_repo for each in operations}) == len(operations)  # else the Hub refuses it
         for operation in operations:
             if isinstance(operation, CommitOperationAdd):
                 self.files[operation.path_in_repo] = Path(operation.path_or_fileobj).read_bytes()
@@ -134,7 +135,8 @@ def test_a_trained_encoder_is_pushed_along_and_its_absence_is_refused(fake_hub, 
 def test_the_next_push_removes_what_is_left_of_the_former_aligner_and_keeps_an_edited_card(fake_hub, push, folder):
     theirs = {"figure.png": b"png", "model.gguf": b"weights", "old_results.json": b"{}"}
     shards = {"model-00001-of-00002.safetensors": b"", "model.safetensors.index.json": b"{}"}
-    fake_hub.files |= theirs | shards | {"former_arcaligner.py": b"code", "recipe.yaml": b"", "results.json": b"{}"}
+    fake_hub.files |= theirs | shards | {"former_arcaligner.py": b"code", "layers_arcaligner.py": b"former"}
+    fake_hub.files |= {"recipe.yaml": b"", "results.json": b"{}"}
     for name in ("recipe.yaml", "results.json"):
         (folder / name).unlink()
     (folder / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
