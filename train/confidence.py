@@ -42,6 +42,7 @@ STRENGTHS = (1e-3, 3e-3, 1e-2, 3e-2)
 IN_ARTICLE = 0.5  # of the passages that do not answer
 WRONGLY_REFUSED = 0.06  # share of answerable questions below the threshold
 RATES = (2, 4, 8, 16, "segment")
+NO_ANSWER = "not in the text"  # what is said below the threshold, where the processor has no sentence for it
 
 
 def partly_unanswerable(recipe: RecipeArguments, number: int, share: float, held_out: bool = True) -> list[Row]:
@@ -154,7 +155,7 @@ def main(
     data = read_recipe(recipe, data_dir)
     rates = tuple(dict.fromkeys([processor.tokens_per_slot, *(processor.trained_tokens_per_slot or RATES)]))
     processor.answer_probe, results = fit_confidence(model, processor, data, number, held_out, rates)
-    processor.no_answer = processor.no_answer or data.no_answer
+    processor.no_answer = processor.no_answer or NO_ANSWER
     processor.save_pretrained(aligner)
     names = ("refused", "wrongly refused", "AUROC")
     cells = [[rate, *(f"{each[name]:.3g}" for name in names)] for rate, each in results.items()]

@@ -97,7 +97,7 @@ def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.D
         if missing_part(row, needs_question=True):
             continue
         if mix:
-            row = row | {"passages": mix([row])[0]}
+            row = row | {"passages": mix([row])}
         example = tokenize(row, tokenizer, recipe.is_separate)
         if len(example["input_ids"]) <= recipe.max_tokens:
             examples.append(example)

@@ -22,12 +22,11 @@ import datasets
 import numpy as np
 from datasets import Features, List, Value
 from datasets.fingerprint import Hasher
-from tqdm.auto import tqdm
 
 from .. import encoder_arcaligner, processing_arcaligner, segmentation_arcaligner
 from ..common import rows
 from ..common.files import printable, stable_number
-from ..common.rows import Row, normalize_answer
+from ..common.rows import Row
 from . import corpora, data
 from .corpora import open_corpus
 from .data import EXAMPLE_FEATURES, Example, ExampleBuilder
@@ -36,15 +35,11 @@ from .recipe import MOST_DISTRACTORS, RecipeArguments
 logger = logging.getLogger(__name__)
 
 ROWS_PER_BLOCK = 2048
-# Share of a training file's questions that may be equal to one of a test file.
-MOST_TESTED = 0.01
 NAMED_ROWS = 5  # ids in a report
 # The nearest passages without an answer are found among so many of the nearest ones.
 CANDIDATES = 60
-# So many of the nearest passages are looked at for one that has a place for an unanswerable question.
-OFFERED = 4
 
-_GROUP_FEATURES = Features(numbers=List(Value("int64")), unanswered=List(Value("int64")))
+_GROUP_FEATURES = Features(numbers=List(Value("int64")))
 _BLOCK_FEATURES = Features(EXAMPLE_FEATURES | {"problem": Value("string")})
 # The code that decides what an example is: another version of it, comments aside, makes other blocks.
 _MODULES = (corpora, data, rows, encoder_arcaligner, processing_arcaligner, segmentation_arcaligner)
@@ -85,18 +80,6 @@ def is_held_out(row: Row, share: float, seed: int) -> bool:
     return any(stable_number(f"validation:{seed}:{each}", 10_000) < share * 10_000 for each in articles)
 
 
-def check_not_tested(questions: Iterable[str], source: str, tested: set[str]) -> None:
-    """Refuses training questions that are in `tested`, normalized questions of test files. A few may be there by
-    chance: short questions are asked by many."""
-    questions = [normalize_answer(question) for question in questions if question.strip()]
-    same = [question for question in questions if question in tested]
-    if len(same) > MOST_TESTED * len(questions):
-        raise ValueError(
-            f"{source} has {len(same)} of {len(questions)} questions that are in `test_files`, such as {same[0]!r}. "
-            "Training on them would make the results worthless: name other files."
-        )
-
-
 def open_part(recipe: RecipeArguments, source: str, held_out: bool, num_proc: int | None = None) -> datasets.Dataset:
     """The rows of a source that may be used: those of its validation part, or the others."""
     corpus = open_corpus(source, recipe.passage_words, num_proc, recipe.data_dir, recipe.asks_questions)
@@ -110,8 +93,6 @@ def open_part(recipe: RecipeArguments, source: str, held_out: bool, num_proc: in
             f"{source}: no row is left to {'validate with' if held_out else 'train on'} with `validation_share` "
             f"{share}. Change it, or name other files."
         )
-    if recipe.test_files and not held_out:
-        check_not_tested(corpus["question"], source, recipe.forbidden_questions())
     return corpus
 
 
@@ -170,35 +151,29 @@ class Distractors:
         nearest (`NearestPassages`): Where they come from.
         share (`float`): Share of rows that get some.
         seed (`int`): Another one draws others.
-        without_own (`float`): Share of these rows that lose their own passages, and with them the answer.
         most (`int`): The most that a row gets.
     """
 
     nearest: NearestPassages
     share: float
     seed: int
-    without_own: float = 0.0
     most: int = 4
 
-    def __call__(self, rows: list[Row]) -> tuple[list[dict[str, str]], bool]:
-        """The passages for `rows`, which share theirs, in random order, and whether these still hold the answers.
-        None of the added ones holds an answer to any of the rows; fewer are added where there are no more."""
+    def __call__(self, rows: list[Row]) -> list[dict[str, str]]:
+        """The passages for `rows`, which share theirs, in random order. None of the added ones holds an answer to any
+        of the rows; fewer are added where there are no more."""
         own, others = own_passages(rows[0])
         draw = random.Random(f"distractors:{self.seed}:{rows[0]['id']}")
         if draw.random() >= self.share:
-            return own, True
+            return own
         number = draw.randint(1, self.most)
         question = " ".join(row["question"] for row in rows)
         answers = [answer for row in rows for answer in row["answers"]]
         near = [each for each in others if not contains_answer(each, answers)]  # a retriever chose them already
-        # What another question's passages say may answer it in other words.
-        avoided = [each for row in rows for each in own_passages(row)[0]]
-        near = near or self.nearest.without_answer(question, answers, avoided, MOST_DISTRACTORS)
-        drawn = draw.sample(near, min(number, len(near)))
-        is_alone = bool(drawn) and draw.random() < self.without_own
-        passages = drawn if is_alone else [*own, *drawn]
+        near = near or self.nearest.without_answer(question, answers, own, MOST_DISTRACTORS)
+        passages = [*own, *draw.sample(near, min(number, len(near)))]
         draw.shuffle(passages)
-        return passages, not is_alone
+        return passages
 
     def questions_about(self, passages: list[dict[str, str]], row: Row) -> list[int]:
         """The numbers of rows asked about those of `passages` that are not the row's own, at most one about each."""
@@ -234,7 +209,7 @@ class ExampleSelector:
         examples = self.select(self.recipe.train_files, None if limit is None else round(limit * (1 - share)))
         if share:
             stage_one = dataclasses.replace(
-                self.recipe, stage="reconstruction", distractors=0.0, unanswerable=0.0, reconstruction_share=0.0
+                self.recipe, stage="reconstruction", distractors=0.0, reconstruction_share=0.0
             )
             selector = dataclasses.replace(self, recipe=stage_one)
             number = round(len(examples) * share / (1 - share))
@@ -284,23 +259,18 @@ class ExampleSelector:
         recipe, asks = self.recipe, self.recipe.asks_questions
         # Distractors are of the same part: no held-out passage is trained on.
         corpus = open_part(recipe, source, held_out, self.num_proc)
-        nearest = NearestPassages(corpus) if recipe.distractors or recipe.unanswerable else None
+        mix = drawn = None
+        if recipe.distractors:
+            mix = Distractors(NearestPassages(corpus), recipe.distractors, self.seed, recipe.max_distractors)
+            drawn = [recipe.distractors, recipe.max_distractors, MOST_DISTRACTORS, self.seed]
+        joins = recipe.max_questions > 1
         make = functools.partial(
-            _examples_of_rows,
-            corpus=corpus,
-            mix=nearest
-            and Distractors(nearest, recipe.distractors, self.seed, recipe.unanswerable, recipe.max_distractors),
-            joins=recipe.max_questions > 1,
-            builder=self.builder,
-            no_answer=recipe.no_answer,
-            asks=asks,
+            _examples_of_rows, corpus=corpus, mix=mix, joins=joins, builder=self.builder, asks=asks
         )
-        drawn = nearest and [recipe.distractors, recipe.max_distractors, MOST_DISTRACTORS]
-        drawn = drawn and [*drawn, recipe.unanswerable, recipe.no_answer, self.seed]
         settings = Hasher.hash((_CODE, corpus._fingerprint, self.builder, asks, recipe.max_questions, drawn))
         left_out: dict[str, list[str]] = defaultdict(list)  # ids of rows, by what is wrong with them
         taken = [datasets.Dataset.from_dict({name: [] for name in EXAMPLE_FEATURES}, features=EXAMPLE_FEATURES)]
-        order = self._order(corpus, nearest)
+        order = self._order(corpus)
         for start in range(0, len(order), ROWS_PER_BLOCK):
             if quota is not None and sum(map(len, taken)) >= quota:
                 break
@@ -325,13 +295,12 @@ class ExampleSelector:
         first = printable(", ".join(row_ids[:NAMED_ROWS])) + (", ..." if len(row_ids) > NAMED_ROWS else "")
         logger.warning("%s: left out %d %s: %s", source, len(row_ids), reason, first)
 
-    def _order(self, corpus: datasets.Dataset, nearest: NearestPassages | None) -> list[tuple[list[int], list[int]]]:
-        """Numbers of the rows in random order, grouped by the example that they become; with each group, rows whose
-        questions its passages do not answer."""
+    def _order(self, corpus: datasets.Dataset) -> list[list[int]]:
+        """Numbers of the rows in random order, grouped by the example that they become."""
         draw = random.Random(self.seed)
         size = self.recipe.max_questions if self.recipe.asks_questions else 1
         if size == 1:
-            order = [([number], []) for number in range(len(corpus))]
+            order = [[number] for number in range(len(corpus))]
         else:
             groups = defaultdict(list)
             for number, row in enumerate(corpus):
@@ -341,41 +310,20 @@ class ExampleSelector:
             order = []
             for numbers in (groups[key] for key in keys):
                 draw.shuffle(numbers)
-                order += [(numbers[i : i + size], []) for i in range(0, len(numbers), size)]
-        if self.recipe.unanswerable:
-            self._add_unanswerable(order, corpus, nearest)
+                order += [numbers[i : i + size] for i in range(0, len(numbers), size)]
         draw.shuffle(order)
         return order
 
-    def _add_unanswerable(self, order: list[tuple[list[int], list[int]]], corpus: datasets.Dataset, nearest) -> None:
-        """Adds questions to groups about a passage that is among the nearest to the question and does not answer it."""
-        share, groups_of = self.recipe.unanswerable, defaultdict(list)
-        for group in order:
-            for passage in own_passages(corpus[group[0][0]])[0]:
-                groups_of[passage["text"]].append(group)
-        number = min(len(corpus), round(len(corpus) * share / (1 - share)))
-        drawn = random.Random(f"unanswerable:{self.seed}").sample(range(len(corpus)), number)
-        for number in tqdm(drawn, desc="finding passages that do not answer", leave=False):
-            row = corpus[number]
-            if missing_part(row, needs_question=True):
-                continue
-            near = nearest.without_answer(row["question"], row["answers"], row["passages"], OFFERED)
-            groups = next((groups_of[each["text"]] for each in near if each["text"] in groups_of), None)
-            if groups:  # the one with the fewest such questions
-                min(groups, key=lambda group: len(group[1]))[1].append(number)
-
-    def _block(self, make, settings: str, groups: list[tuple[list[int], list[int]]]) -> datasets.Dataset:
+    def _block(self, make, settings: str, groups: list[list[int]]) -> datasets.Dataset:
         """Examples of some rows, and a line for each row that lacks a part; from the cache if they were made before."""
         fingerprint = Hasher.hash((settings, groups))
         folder = _writable(Path(self.recipe.examples_cache_dir).expanduser())
-        numbers, unanswered = zip(*groups, strict=True)
-        columns = {"numbers": numbers, "unanswered": unanswered}
-        return datasets.Dataset.from_dict(columns, features=_GROUP_FEATURES).map(
+        return datasets.Dataset.from_dict({"numbers": groups}, features=_GROUP_FEATURES).map(
             make,
             batched=True,
             batch_size=64,
             num_proc=self.num_proc,
-            remove_columns=["numbers", "unanswered"],
+            remove_columns=["numbers"],
             features=_BLOCK_FEATURES,
             cache_file_name=str(folder / f"{fingerprint}.arrow"),
             new_fingerprint=fingerprint,
@@ -397,10 +345,10 @@ def _writable(folder: Path) -> Path:
     return folder
 
 
-def _examples_of_rows(batch: dict, *, corpus, mix, joins: bool, builder, no_answer: str, asks: bool) -> dict[str, list]:
+def _examples_of_rows(batch: dict, *, corpus, mix, joins: bool, builder, asks: bool) -> dict[str, list]:
     """Columns of `_BLOCK_FEATURES`. A row that lacks a part gives an empty example with a `problem`."""
     columns = {name: [] for name in _BLOCK_FEATURES}
-    for numbers, unanswered in zip(batch["numbers"], batch["unanswered"], strict=True):
+    for numbers in batch["numbers"]:
         whole, examples = [], []
         for row in (corpus[number] for number in numbers):
             if problem := missing_part(row, asks):
@@ -408,14 +356,11 @@ def _examples_of_rows(batch: dict, *, corpus, mix, joins: bool, builder, no_answ
             else:
                 whole.append(row)
         if whole and asks:
-            others = [corpus[number] for number in unanswered]
-            passages, is_answered, joined = own_passages(whole[0])[0], True, []
-            if mix is not None:  # one draw: no distractor may hold an answer to any of the questions
-                passages, is_answered = mix([*whole, *others])
+            passages = own_passages(whole[0])[0]
+            if mix is not None:
+                passages = mix(whole)  # one draw: no distractor may hold an answer to any of the questions
                 joined = mix.questions_about(passages, whole[0]) if joins else []
-            whole = [row if is_answered else row | {"answers": [no_answer]} for row in whole]
-            whole += [row | {"answers": [no_answer]} for row in others]
-            whole += [corpus[number] for number in joined]  # a further question costs its turn, and no slot
+                whole += [corpus[number] for number in joined]  # a further question costs its turn, and no slot
             whole = [row | {"passages": passages} for row in whole]
         if whole:
             of_rows = builder.question_examples(whole) if asks else builder.reconstruction_examples(whole)

@@ -53,8 +53,6 @@ def load_processor(recipe: RecipeArguments, chat_template_path: str | None) -> A
     processor.tokens_per_slot = recipe.tokens_per_slot[0]
     processor.trained_tokens_per_slot = list(dict.fromkeys(recipe.tokens_per_slot))
     processor.passage_attention = recipe.aligner.get("passage_attention", processor.passage_attention)
-    if recipe.unanswerable:
-        processor.no_answer = recipe.no_answer
     if chat_template_path is not None:
         processor.chat_template = Path(chat_template_path).read_text(encoding="utf-8")
         processor.tokenizer.chat_template = processor.chat_template

@@ -47,7 +47,7 @@ def recipe(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", [row | {"id": f"town_{row['id']}"} for row in article_rows(60)])
     keys = {"stage": "grounding", "train_files": {rows: 1.0}, "data_dir": "", "validation_share": 0.4}
     path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(keys | {"model_name_or_path": "base", "no_answer": "nobody knows"}))
+    path.write_text(yaml.safe_dump(keys | {"model_name_or_path": "base"}))
     return path
 
 
@@ -67,7 +67,7 @@ def test_the_command_writes_a_probe_that_the_pipeline_takes(recipe, checkpoint_d
     printed = capsys.readouterr().out
     assert "| segment |" in printed
     assert f"threshold {saved.answer_probe['threshold']}" in printed
-    assert saved.no_answer == "nobody knows" and 0 < saved.answer_probe["threshold"] < 1
+    assert saved.no_answer == "not in the text" and 0 < saved.answer_probe["threshold"] < 1
     width = json.loads((aligner / "config.json").read_text())["text_config"]["hidden_size"]
     assert len(saved.answer_probe["weight"]) == width * len(saved.answer_probe["layers"])
     assert saved.answer_probe["words"].keys() == {"scale", "weight", "bias"}
