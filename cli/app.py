@@ -345,7 +345,7 @@ def train(
         str | None, typer.Option("--output", help="Folder for the stages. Default: the recipe's.")
     ] = None,
     accelerate: Annotated[
-        str | None, typer.Option(help="For several processes: ddp, fsdp2, zero3, cpu, or a config file of accelerate.")
+        str | None, typer.Option(help="For several processes: ddp, fsdp2, cpu, or a config file of accelerate.")
     ] = None,
 ) -> None:
     """Trains the stages of a recipe in order, and skips those that are finished."""

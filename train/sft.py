@@ -9,16 +9,13 @@ data) and of TRL's `SFTConfig` (batches, optimizer, logs). A run resumes from th
 if its settings are those that it was begun with.
 """
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer
 from transformers import PreTrainedConfig, set_seed
-from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from ..base_model_arcaligner import resolve_model
 from ..configuration_arcaligner import ArcAlignerConfig
@@ -79,19 +76,6 @@ def init_word_weights(model: ArcAlignerForCausalLM, examples: Dataset) -> None:
     model.model.projector.set_word_statistics(model.get_input_embeddings().weight, rarity)
 
 
-@contextlib.contextmanager
-def encoder_in_one_piece(args: AlignerTrainingConfig) -> Iterator[None]:
-    """With ZeRO-3, transformers spreads each model that it loads over the processes, except those loaded in here."""
-    if args.deepspeed_plugin is None:
-        yield
-        return
-    unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        set_hf_deepspeed_config(args.deepspeed_plugin.dschf)
-
-
 def make_examples(
     recipe: RecipeArguments, args: AlignerTrainingConfig, processor: ArcAlignerProcessor
 ) -> tuple[Dataset, Dataset | None]:
@@ -124,12 +108,11 @@ def make_trainer(
 ) -> AlignerTrainer:
     """The model of a recipe and what trains it."""
     set_seed(args.seed)  # new LoRA, of encoder and backbone, starts from random weights
-    with encoder_in_one_piece(args):
-        processor.encoder.device = str(args.device)
-        encoder_weights = processor.train_encoder(recipe.encoder_lora_r) if recipe.encoder_lora_r else []
-        if encoder_weights:
-            speed_up_encoder(processor.encoder.model, recipe)
-        processor.encoder.cast(dtype)
+    processor.encoder.device = str(args.device)
+    encoder_weights = processor.train_encoder(recipe.encoder_lora_r) if recipe.encoder_lora_r else []
+    if encoder_weights:
+        speed_up_encoder(processor.encoder.model, recipe)
+    processor.encoder.cast(dtype)
     model = load_model(recipe, processor, dtype)
     init_word_weights(model, train_dataset)
     if recipe.compile_layers:

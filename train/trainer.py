@@ -19,7 +19,6 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig, SFTTrainer
 
-from ..layers_arcaligner import SlotDecoderLayer
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..slot_rows_arcaligner import passage_positions, place_passage_ids
 from .data import encode_slots, read_slots
@@ -172,22 +171,19 @@ class AlignerTrainer(SFTTrainer):
         super().__init__(model, **kwargs)
         model.register_load_state_dict_post_hook(_expect_aligner_alone)
         self.add_callback(GradientCheck(self))
-        if encoder_weights and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+        if self.is_deepspeed_enabled:
+            raise ValueError("DeepSpeed is not supported. Use `--accelerate fsdp2`, which spreads the model as well.")
+        if encoder_weights and self.is_fsdp_enabled:
             raise ValueError(
-                "The encoder can be trained jointly on one device or with DDP; FSDP and DeepSpeed would spread its "
-                "weights. "
-                "Leave `encoder_lora_r` out, or use DDP."
+                "The encoder can be trained jointly on one device or with DDP; FSDP would spread its weights. Leave "
+                "`encoder_lora_r` out, or use DDP."
             )
         # A head that is spread over processes is gathered for its own call only.
-        self.skip_logits = not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        self.skip_logits = not self.is_fsdp_enabled
         self._num_tokens: float | None = None
         self._gates = GateCounter()
         self._eval_loss = torch.zeros(2, dtype=torch.float64)  # summed over targets, number of targets
         self._rows_of_step: list[str] = []
-        if self.is_deepspeed_enabled:
-            # ZeRO-3 fetches a layer's weights once, for all of its refinement steps.
-            layer = next(module for module in model.modules() if isinstance(module, SlotDecoderLayer))
-            self.accelerator.state.deepspeed_plugin.transformer_moe_cls_names = type(layer).__name__
 
     def get_train_dataloader(self) -> DataLoader:
         """As in the parent class, but in an order that only the seed and the epoch decide: see [`EpochOrder`]."""
@@ -291,8 +287,7 @@ class AlignerTrainer(SFTTrainer):
             return encode_slots(self.processing_class, inputs).to(device)
 
     def check_gradients(self) -> None:
-        """Before the optimizer's step, so that no checkpoint has weights that a gradient made NaN. DeepSpeed keeps its
-        gradients to itself: there the next loss tells."""
+        """Before the optimizer's step, so that no checkpoint has weights that a gradient made NaN."""
         gradients = [each.grad for each in self.model_wrapped.parameters() if each.grad is not None]
         if not self.args.fp16:  # the loss scaling of fp16 leaves such steps out
             norm = torch.tensor(float(torch.nn.utils.get_total_norm(gradients)), device=self.args.device)

@@ -139,7 +139,7 @@ def test_accelerate_launches_the_stages_on_all_accelerators(recipe, calls, tmp_p
     own.touch()
     run_stages(read_stages(recipe, only=2), accelerate=str(own))
     assert calls[1][:6] == [*launch, str(own), "-m"]
-    with pytest.raises(ValueError, match="no accelerate config 'fsdp3'; name cpu, ddp, fsdp2, zero3 or a file"):
+    with pytest.raises(ValueError, match="no accelerate config 'fsdp3'; name cpu, ddp, fsdp2 or a file"):
         run_stages(read_stages(recipe), accelerate="fsdp3")
 
 
