@@ -13,7 +13,7 @@ import itertools
 import math
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,7 +58,6 @@ EXAMPLE_FEATURES = Features(
         }
     ),
     length=Value("int32"),
-    answers=List(List(Value("string"))),
 )
 
 
@@ -75,7 +74,7 @@ class Example:
     """Slots and the turns that read them.
 
     Turns stand side by side: each reads the slots and itself, and no other turn. `length` counts tokens at the rate
-    with the most slots. `answers` are all right answers to each turn's question, if it asks one.
+    with the most slots.
     """
 
     row_id: str
@@ -83,7 +82,6 @@ class Example:
     turns: list[Turn]
     segments: list[dict[str, Any]]
     length: int = 0
-    answers: list[list[str]] = field(default_factory=list)
 
 
 def passages_text(row: Row) -> str:
@@ -240,12 +238,11 @@ class ExampleBuilder:
             fits = self.max_tokens is None or (example and example.length + len(turn.input_ids) <= self.max_tokens)
             if example and fits:
                 example.turns.append(turn)
-                example.answers.append(row["answers"])
                 example.length += len(turn.input_ids)
                 continue
             if example:
                 yield example
-            example = self._example(row["id"], head, [turn], tokens, [row["answers"]])
+            example = self._example(row["id"], head, [turn], tokens)
         if example:
             yield example
 
@@ -253,7 +250,7 @@ class ExampleBuilder:
         segments = self.processor.slot_encoder.segment_documents(documents)
         return tokenize_segments(self.processor.tokenizer, segments, documents)
 
-    def _example(self, row_id, head, turns, tokens: list[SegmentTokens], answers=None) -> Example:
+    def _example(self, row_id, head, turns, tokens: list[SegmentTokens]) -> Example:
         """An example; without segments it has one slot, the encoding of the empty string."""
         segments = [
             {
@@ -267,7 +264,7 @@ class ExampleBuilder:
         ]
         num_slots = sum(len(equal_runs(len(each["word_ids"]), self.finest_rate)) for each in segments)
         length = len(head) + num_slots + sum(len(turn.input_ids) for turn in turns)
-        return Example(row_id, head, turns, segments, length, answers or [])
+        return Example(row_id, head, turns, segments, length)
 
     def _turn(self, before: str, after: str, target: str, row_id: str) -> tuple[list[int], Turn]:
         """The ids before the slots, and the turn after them; `before` and `after` are the user's words."""
@@ -339,7 +336,6 @@ class ContextCollator:
         tokens_per_slot (`Sequence`): The rates. The ids of a batch's rows choose its rate, so that a resumed run draws
             the same ones.
         context_words (`bool`): Whether the slots' words are in the batch.
-        padding_side (`str`): `"left"` for prompts to generate from.
 
     Returns a dictionary of
 
@@ -359,7 +355,6 @@ class ContextCollator:
     pad_token_id: int
     tokens_per_slot: Sequence[int | str] = ("segment",)
     context_words: bool = False
-    padding_side: str = "right"
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         row_ids = [row["row_id"] for row in rows]
@@ -377,9 +372,9 @@ class ContextCollator:
         segments = [segment for row in rows for segment in row["segments"]]
         ends = [run_ends(segment["encoder_start"], segment["word_ends"], rate) for segment in segments]
         batch = {
-            "input_ids": _padded(ids, self.pad_token_id, self.padding_side),
-            "labels": _padded(labels, -100, self.padding_side),
-            "turn_ids": _padded(turns, -1, self.padding_side),
+            "input_ids": _padded(ids, self.pad_token_id),
+            "labels": _padded(labels, -100),
+            "turn_ids": _padded(turns, -1),
             "max_turns": max(len(row["turns"]) for row in rows),
             "encoder_texts": [segment["encoder_text"] for segment in segments],
             "encoder_starts": [segment["encoder_start"] for segment in segments],
@@ -420,7 +415,7 @@ def _slots(row: dict[str, Any], rate: int | str) -> list[tuple[int, list[int]]]:
     ]
 
 
-def _padded(rows: list[list[int]], value: int, side: str = "right") -> torch.LongTensor:
+def _padded(rows: list[list[int]], value: int) -> torch.LongTensor:
     """Lists as the rows of a tensor (rows, longest)."""
     tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
-    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
+    return pad_sequence(tensors, batch_first=True, padding_value=value)

@@ -1,17 +1,14 @@
 """What a run logs besides its loss: EM and F1 of answers, open gates."""
 
-import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import datasets
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, send_to_device, tqdm
+from accelerate.utils import tqdm
 
-from ..common.rows import Row, contains_match, token_f1
+from ..common.rows import Row
 from ..pipeline_arcaligner import AnswerConfidence, CopyBonus, RankedPassage, likeliest, rank_passages
 from .data import ContextCollator
 
@@ -108,47 +105,3 @@ def greedy_answers(
         sure = watch.confidence.tolist()
     texts = processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return [text.strip() for text in texts], sure
-
-
-@torch.inference_mode()
-def answer_questions(trainer, questions: datasets.Dataset, batch_size: int) -> dict[str, float]:
-    """Greedy answers from slots, at the first rate of the recipe, to the first question of held-out examples, by the
-    model, collator, encoder and tokenizer of an [`AlignerTrainer`]. Each process answers a part, `batch_size` at a
-    time.
-
-    Returns:
-        `em` (non-strict) and `f1`, means in percent, the same in each process.
-    """
-    accelerator, tokenizer = trainer.accelerator, trainer.processing_class.tokenizer
-    rates = trainer.data_collator.tokens_per_slot[:1]
-    collator = dataclasses.replace(trainer.data_collator, padding_side="left", tokens_per_slot=rates)
-    world = accelerator.num_processes
-    mine = list(range(accelerator.process_index, len(questions), world))
-    # All processes take part in each step of a model that is spread over them, so all run as many batches.
-    num_batches = math.ceil(len(questions) / world / batch_size)
-    scores: list[tuple[int, float, float]] = []
-    for start in tqdm(range(0, num_batches * batch_size, batch_size), desc="answering", leave=False):
-        indices = mine[start : start + batch_size]
-        rows = [_first_prompt(questions[index]) for index in indices or [0]]
-        batch = send_to_device(collator(rows), accelerator.device)
-        output = accelerator.unwrap_model(trainer.model_wrapped).generate(
-            input_ids=batch["input_ids"],
-            attention_mask=(batch["turn_ids"] >= 0).long(),
-            **trainer.slots_of(batch),
-            max_new_tokens=MAX_NEW_TOKENS,
-            do_sample=False,
-            synced_gpus=world > 1,
-        )
-        texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-        for index, row, text in zip(indices, rows, texts, strict=False):  # a process without a question has none
-            answers = row["answers"][0]
-            scores.append((index, contains_match(text, answers), token_f1(text, answers)))
-    scores = gather_object(scores)
-    return {name: 100 * sum(score[i] for score in scores) / len(scores) for i, name in ((1, "em"), (2, "f1"))}
-
-
-def _first_prompt(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with its first turn alone, up to the answer."""
-    turn = row["turns"][0]
-    length = next(index for index, label in enumerate(turn["labels"]) if label != -100)
-    return row | {"turns": [{"input_ids": turn["input_ids"][:length], "labels": turn["labels"][:length]}]}

@@ -42,7 +42,7 @@ ZIP_SUFFIXES = (".pt", ".pth", ".bin")
 # of all stages may move together; data files are compared by their names.
 MAY_CHANGE_ON_RESUME = {
     *("disable_tqdm", "eval_steps", "eval_strategy", "logging_steps", "report_to", "run_name"),
-    *("eval_answers", "eval_files", "eval_slot_gap", "max_eval_samples", "per_device_eval_batch_size"),
+    *("eval_files", "eval_slot_gap", "max_eval_samples", "per_device_eval_batch_size"),
     *("save_steps", "save_total_limit"),
     *("dataloader_num_workers", "dataset_num_proc", "data_dir", "examples_cache_dir", "output_dir", "use_cpu"),
     *("attn_implementation", "compile_layers", "dtype"),

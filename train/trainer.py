@@ -22,7 +22,7 @@ from trl import SFTConfig, SFTTrainer
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..slot_rows_arcaligner import passage_positions, place_passage_ids
 from .data import encode_slots, read_slots
-from .metrics import GateCounter, SwappedSlots, answer_questions
+from .metrics import GateCounter, SwappedSlots
 
 
 @dataclass
@@ -44,8 +44,6 @@ class AlignerTrainingConfig(SFTConfig):
             (latest weight averaging, https://huggingface.co/papers/2209.14981). After a constant learning rate that is
             worth a falling one, and training can go on. 0: with the weights of the last step.
         eval_slot_gap (`bool`): Also evaluate with the slots of other rows, for `eval_slot_gap`.
-        eval_answers (`int`): Held-out questions to answer at each evaluation, at the first rate of the recipe, for
-            `eval_em` and `eval_f1`.
     """
 
     max_length: int | None = None
@@ -58,7 +56,6 @@ class AlignerTrainingConfig(SFTConfig):
     encoder_learning_rate: float | None = None
     average_checkpoints: int = 0
     eval_slot_gap: bool = False
-    eval_answers: int = 0
 
     def __post_init__(self):
         self.dataset_kwargs = {"skip_prepare_dataset": True} | (self.dataset_kwargs or {})
@@ -137,10 +134,7 @@ class AlignerTrainer(SFTTrainer):
     - in the gating stage `refinement_steps` (mean steps of a slot at a layer), `open_gates` (share of slots and layers
       with a step) and `open_gates/layer_N`;
     - at evaluations `eval_perplexity` of the targets; with `eval_slot_gap`, how much the loss grows with the slots of
-      other rows (a slot also teaches the style of the answers; the gap is what it says); with `eval_answers`, `eval_em`
-      and `eval_f1` of greedy answers.
-
-    `metric_for_best_model: eval_f1` with `load_best_model_at_end: true` keeps the best checkpoint and ends with it.
+      other rows (a slot also teaches the style of the answers; the gap is what it says).
     """
 
     _tag_names = ["trl", "sft", "arcaligner"]
@@ -327,7 +321,7 @@ class AlignerTrainer(SFTTrainer):
         super().log(logs, start_time)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Held-out loss; perplexity over all targets; if asked for, the gap, EM and F1."""
+        """Held-out loss; perplexity over all targets; if asked for, the gap."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         self._eval_loss.zero_()
         metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
@@ -336,8 +330,6 @@ class AlignerTrainer(SFTTrainer):
         if self.args.eval_slot_gap:
             self._evaluate_with_swapped_slots(dataset)
             added["slot_gap"] = _mean(self._eval_loss) - loss
-        if self.args.eval_answers:
-            added |= self._answers(dataset)
         added = {f"{metric_key_prefix}_{name}": value for name, value in added.items()}
         self.log(added)
         return metrics | added
@@ -349,16 +341,6 @@ class AlignerTrainer(SFTTrainer):
             self.evaluation_loop(self.get_eval_dataloader(dataset), "swapped slots", prediction_loss_only=True)
         finally:
             self.data_collator = own
-
-    def _answers(self, dataset) -> dict[str, float]:
-        asked = dataset.filter(bool, input_columns="answers")
-        if not len(asked):
-            raise ValueError(
-                f"`eval_answers` is {self.args.eval_answers}, but no row of `eval_files` has a question. Name files of "
-                "questions, or leave `eval_answers` out."
-            )
-        asked = asked.shuffle(self.args.seed).select(range(min(len(asked), self.args.eval_answers)))
-        return answer_questions(self, asked, self.args.eval_batch_size)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """Only the loss: there are no logits."""

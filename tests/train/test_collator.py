@@ -39,8 +39,6 @@ def test_a_batch_is_padded_and_tells_turns_apart():
         assert torch.equal(batch.pop(key), tensor), key
     read = {"encoder_texts": ["T: ww", "T: wwww"], "encoder_starts": [3, 3], "encoder_ends": None}
     assert batch == read | {"num_slots": [1, 1], "max_turns": 2, "row_ids": ["x", "y"]}
-    left = collate([row("x", 2, num_turns=2), row("y", 4)], padding_side="left")
-    assert left["input_ids"][1].tolist() == [PAD, PAD, 1, 2, SLOT, 20, 30]
 
 
 def test_a_rate_cuts_segments_into_slots_with_their_words_and_characters():
@@ -90,9 +88,6 @@ def test_a_turn_reads_the_slots_and_itself_and_counts_on_from_the_slots():
     expected = torch.where(torch.tensor(reads) == 1, 0.0, torch.finfo(torch.float32).min)
     assert mask.shape == (2, 1, 5, 5) and torch.equal(mask[:, 0], expected)
     assert position_ids[0].tolist() == [0, 1, 2, 3, 2] and position_ids[1, :3].tolist() == [0, 1, 1]
-    left, passages = torch.tensor([[-1, -1, 0, 0, 1, 2, 2]]), torch.tensor([[-1, -1, -1, 0, -1, -1, -1]])
-    _, padded_left = turn_mask(left, passages, torch.float32)
-    assert padded_left[0, 2:].tolist() == [0, 1, 2, 2, 3]
 
 
 def test_turns_count_on_from_the_longest_of_passages_that_are_read_apart():
