@@ -263,13 +263,6 @@ def check_start(recipe: RecipeArguments, processor: ArcAlignerProcessor, start: 
         )
     if start is None:
         return
-    for key in ("encoder_name_or_path", "encoder_hidden_size", "context_token_id"):
-        of_model, of_processor = getattr(start, key), getattr(processor, key)
-        if of_model not in (None, of_processor):
-            raise ValueError(
-                f"{name} holds files of two aligners: `{key}` is {of_model!r} in its config.json and {of_processor!r} "
-                "in its processor_config.json. Start from a folder as a stage wrote it."
-            )
     of_start = {key: getattr(processor, key) for key in recipe.processor}
     of_start |= {key: getattr(start, key) for key in recipe.aligner.keys() & {"base_model_name_or_path"}}
     for key, was in of_start.items():

@@ -1,6 +1,6 @@
 """TRL's `SFTTrainer` for ArcAligner: what a stage freezes, its loss, its logs, and clear errors.
 
-Settings that would silently train something else are refused: a `peft_config`, and settings that cut or mix sequences.
+Settings that would silently train something else, as they cut or mix sequences, are refused.
 
 The encoder runs in the training step: it is small beside the backbone, and no embeddings of a corpus have to be kept.
 The loss is the model's own, of the labeled positions only. Where there is no Triton, TRL's fused head scores the prompt
@@ -145,14 +145,8 @@ class AlignerTrainer(SFTTrainer):
         *,
         stage: str,
         encoder_weights: Sequence[torch.nn.Parameter] = (),
-        peft_config: Any = None,
         **kwargs: Any,
     ):
-        if peft_config is not None:
-            raise ValueError(
-                f"Got a `peft_config` ({type(peft_config).__name__}), which would train another adapter and switch the "
-                "slots' LoRA off. The aligner has its LoRA: set `lora_r` and the like in its configuration."
-            )
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError(
                 "This process loaded a model without weights. Set `fsdp_cpu_ram_efficient_loading` to false, as in "

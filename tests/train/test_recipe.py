@@ -158,11 +158,6 @@ def test_another_backbone_encoder_or_segmentation_is_refused(start, changes, was
         load_processor(start_recipe("grounding", folder, **changes), None)
 
 
-def test_a_folder_of_two_aligners_is_refused(start):
-    with pytest.raises(ValueError, match="two aligners: `encoder_name_or_path` is 'org/another' in its config.json"):
-        load_processor(start_recipe("grounding", start(encoder_name_or_path="org/another")), None)
-
-
 # The shipped recipes
 
 

@@ -66,16 +66,6 @@ def test_what_decides_which_checkpoints_are_averaged_stays(begun, config):
         check_settings(begun, run_settings(SCRIPT, [*averaged, "--save_steps", "5"]))
 
 
-def test_data_may_move_but_not_change(begun, config):
-    (begun / "recipe.yaml").write_text(RECIPE + "\ntrain_files: {../data/a.jsonl: 1.0, 'org/corpus?name=de': 2.0}\n")
-    moved = ["--train_files", "{b/a.jsonl: 1.0, 'org/corpus?name=de': 2.0}"]
-    check_settings(begun, run_settings(SCRIPT, config + moved))
-    for changed in ("a.jsonl: 2.0, 'org", "c.jsonl: 1.0, 'org", "a.jsonl: 1.0, 'me"):
-        with pytest.raises(ValueError, match="`train_files` was"):
-            files = f"{{{changed}/corpus?name=de': 2.0}}"
-            check_settings(begun, run_settings(SCRIPT, [*config, "--train_files", files]))
-
-
 @pytest.mark.parametrize("left", ["checkpoint-2", "config.json", "adapter_config.json"])
 def test_other_settings_are_refused_with_all_that_changed(begun, config, left):
     (begun / "checkpoint-2").rename(begun / left)
@@ -90,12 +80,6 @@ def test_a_folder_that_does_not_say_its_settings_is_refused_and_an_empty_one_tak
         check_settings(begun, run_settings(SCRIPT, config))
     (begun / "checkpoint-2").rmdir()
     check_settings(begun, run_settings(SCRIPT, [*config, "--seed", "2"]))
-
-
-def test_result_and_start_may_move_together_but_not_one_of_them(begun, config):
-    check_settings(begun, run_settings(SCRIPT, [*config, "--output_dir", "/new/2", "--model_name_or_path", "/new/1"]))
-    with pytest.raises(ValueError, match="`model_name_or_path` was 'runs/1' and is now '/new/1'"):
-        check_settings(begun, run_settings(SCRIPT, [*config, "--model_name_or_path", "/new/1"]))
 
 
 # The folder while it trains

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import chat_inputs
-from peft import LoraConfig
 from training_recipes import logs, parameters, run, run_until
 from training_rows import question_rows
 
@@ -216,11 +215,6 @@ def test_the_loss_is_that_of_the_whole_model(trainer_arguments):
     loss = trainer.compute_loss(trainer.model, trainer.data_collator(rows), num_items_in_batch=100)
     num_targets = (batch["labels"] != -100).sum()
     torch.testing.assert_close(loss, trainer.model(**inputs).loss * num_targets / 100)
-
-
-def test_another_adapter_is_refused(trainer_arguments):
-    with pytest.raises(ValueError, match="LoraConfig.*another adapter"):
-        AlignerTrainer(**trainer_arguments, peft_config=LoraConfig())
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_rows(trainer_arguments):
