@@ -26,7 +26,7 @@ from ..common.rows import Row
 from ..evaluation.analyses.speed import BUDGET
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..train.data import slot_inputs, text_ids
+from ..train.prompts import slot_inputs, text_ids
 
 TOKENS_PER_PASSAGE = 150
 

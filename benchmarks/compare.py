@@ -34,8 +34,7 @@ from ..evaluation.answering import count_tokens, load_aligner, load_text_lora
 from ..evaluation.methods import rate_title
 from ..pipeline_arcaligner import CopyBonus, check_max_passages
 from ..prefix_store_arcaligner import SlotPrefixStore
-from ..train.data import passages_text, slot_inputs, text_ids
-from ..train.metrics import MAX_NEW_TOKENS, ranked_passages, with_likeliest
+from ..train.prompts import MAX_NEW_TOKENS, passages_text, ranked_passages, slot_inputs, text_ids, with_likeliest
 from .arms import cache_bytes, share
 from .measuring import wait_for
 

@@ -25,8 +25,16 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import mark_control_tokens
 from ..slot_rows_arcaligner import check_can_separate, passage_positions, separate_passages
-from ..train.data import ApartText, passages_text, slot_inputs, text_inputs, text_prompt
-from ..train.metrics import greedy_answers, ranked_passages, with_likeliest
+from ..train.prompts import (
+    ApartText,
+    greedy_answers,
+    passages_text,
+    ranked_passages,
+    slot_inputs,
+    text_inputs,
+    text_prompt,
+    with_likeliest,
+)
 
 logger = logging.getLogger(__name__)
 

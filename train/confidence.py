@@ -31,9 +31,10 @@ from ..configuration_arcaligner import WORD_KEYS
 from ..encoder_arcaligner import with_words, word_match
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from .data import slot_inputs
+from .distractors import NearestPassages, own_passages
+from .examples import open_part
+from .prompts import slot_inputs
 from .recipe import RecipeArguments
-from .selection import NearestPassages, open_part, own_passages
 from .validate import BATCH, asked_rows, load_mean, read_recipe
 
 # From and to which of the backbone's layers: where the answer has been looked for, and not yet been turned into words.

@@ -16,11 +16,12 @@ from trl import TrlParser
 
 from ..base_model_arcaligner import resolve_model
 from ..common.files import exit_on_user_error, find_path, refuse_unknown
+from ..common.rows import JSON_LINES, parse_source
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..encoder_arcaligner import fastest_dtype
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import check_tokens_per_slot
-from .corpora import check_files
+from .distractors import MOST_DISTRACTORS
 from .run import run_settings
 
 logger = logging.getLogger(__name__)
@@ -48,8 +49,7 @@ _FROM_RECIPE = {
     *("tokens_per_slot", "trained_tokens_per_slot", "context_words", "trained_encoder", "chat_template"),
     "passage_attention",
 }
-# Distractors are drawn from so many of the nearest passages.
-MOST_DISTRACTORS = 12
+FILES = (*JSON_LINES, ".json", ".parquet")  # of data
 # Turns side by side need a custom mask, which other attention kernels do not take.
 _MASKED_ATTENTION = (None, "eager", "sdpa")
 
@@ -64,7 +64,7 @@ class RecipeArguments:
         stage (`str`): `"reconstruction"`, `"grounding"` or `"gating"`: data, prompt and what is trained.
         model_name_or_path (`str`): A base model for the first stage, the previous stage's `output_dir` for the others.
         train_files (`dict[str, float]`): Sources and their weights in the mixture: JSON Lines or Parquet files, data
-            sets of the Hub; see `corpora.py`.
+            sets of the Hub; see `common/rows.py`.
         data_dir (`str`): Folder of data files with a relative path.
         dtype (`str`): The dtype of the frozen backbone; the aligner is always float32. `"auto"` takes the faster of
             float32 and bfloat16.
@@ -145,8 +145,9 @@ class RecipeArguments:
                 f"`attn_implementation` is {self.attn_implementation!r}, which cannot read several turns side by side. "
                 "Set it to `eager` or `sdpa`, or leave `continues` and `max_questions` out."
             )
-        if self.max_questions < 1:
-            raise ValueError(f"`max_questions` is {self.max_questions}; an example needs at least 1.")
+        for key in ("max_questions", "max_segments", "passage_words"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"`{key}` is {getattr(self, key)}; expected at least 1.")
         if not 0.0 <= self.distractors <= 1.0:
             raise ValueError(f"`distractors` is {self.distractors}; expected a share of the examples, from 0 to 1.")
         if not 1 <= self.max_distractors <= MOST_DISTRACTORS:
@@ -193,6 +194,18 @@ class RecipeArguments:
         return min(limits)
 
 
+def find_file(path: str, data_dir: str) -> str:
+    """The path of a data file; raises `FileNotFoundError` with where it was looked for."""
+    found = str(find_path(os.path.join(data_dir, path)))
+    if not os.path.exists(found):
+        raise FileNotFoundError(
+            f"There is no file {found}. Data files with a relative path are looked for in `data_dir`, which is "
+            f"{data_dir or '.'!r}: set it in the recipe or on the command line, as in `--data_dir ../data`, or name "
+            "other files. `python -m arcaligner.train.prepare_data` makes those of the recipes."
+        )
+    return found
+
+
 class RecipeParser(TrlParser):
     """`TrlParser` that says what an unknown key may have meant."""
 
@@ -226,7 +239,9 @@ def run_script(script: str, kinds: tuple[type, type], main: Callable) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     with exit_on_user_error():
         recipe, args, settings = parse_recipe(script, kinds, sys.argv[1:])
-        check_files(recipe.sources, recipe.data_dir)
+        for path, _ in map(parse_source, recipe.sources):
+            if path.endswith(FILES):
+                find_file(path, recipe.data_dir)
     main(recipe, args, settings)
 
 

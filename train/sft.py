@@ -10,8 +10,12 @@ if its settings are those that it was begun with.
 """
 
 import logging
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer
@@ -22,17 +26,18 @@ from ..configuration_arcaligner import ArcAlignerConfig
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.export import save_stage
-from .data import ContextCollator, ExampleBuilder, word_rarity
+from .examples import ExampleBuilder, ExampleSelector
 from .recipe import FROM_PROCESSOR, RecipeArguments, check_start, resolve_dtype, run_script
 from .run import SCRIPT, claim_folder, last_checkpoint, last_checkpoints, mean_of_checkpoints
-from .selection import ExampleSelector
-from .trainer import AlignerTrainer, AlignerTrainingConfig
+from .trainer import AlignerTrainer, AlignerTrainingConfig, ContextCollator
 
 logger = logging.getLogger(__name__)
 
 KINDS = (RecipeArguments, AlignerTrainingConfig)
 # Enough to know which words are frequent.
 RARITY_EXAMPLES = 50_000
+# Minimum weight of a word, so that a slot of frequent words only has a weight as well.
+MIN_RARITY = 0.02
 
 
 def load_processor(recipe: RecipeArguments, chat_template_path: str | None) -> ArcAlignerProcessor:
@@ -65,6 +70,17 @@ def load_model(recipe: RecipeArguments, processor: ArcAlignerProcessor, dtype: t
         **{name: getattr(processor, name) for name in FROM_PROCESSOR},
         **recipe.aligner,
     )
+
+
+def word_rarity(examples: Sequence[dict[str, Any]], vocab_size: int) -> np.ndarray:
+    """Inverse document frequency of each token over the segments of `examples`, scaled to (0, 1]; (vocab_size,)."""
+    counts, num_segments = np.zeros(vocab_size), 0
+    for example in examples:
+        for segment in example["segments"]:
+            counts[np.unique(segment["word_ids"]).astype(np.int64)] += 1
+            num_segments += 1
+    rarity = np.log((num_segments + 1) / (counts + 1)) / math.log(num_segments + 1)
+    return np.maximum(rarity, MIN_RARITY)
 
 
 def init_word_weights(model: ArcAlignerForCausalLM, examples: Dataset) -> None:

@@ -1,4 +1,4 @@
-"""TRL's `SFTTrainer` for ArcAligner: what a stage freezes, its loss, its logs, and clear errors.
+"""From examples to the loss: batches, and TRL's `SFTTrainer` with what a stage freezes, its logs, and clear errors.
 
 Settings that would silently train something else, as they cut or mix sequences, are refused.
 
@@ -13,16 +13,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig, SFTTrainer
 
+from ..common.files import stable_number
+from ..configuration_arcaligner import ArcAlignerConfig
 from ..modeling_arcaligner import ArcAlignerForCausalLM
-from ..slot_rows_arcaligner import passage_positions, place_passage_ids
-from .data import encode_slots, read_slots
-from .metrics import GateCounter, SwappedSlots
+from ..processing_arcaligner import ArcAlignerProcessor
+from ..segmentation_arcaligner import equal_runs, run_ends
+from ..slot_rows_arcaligner import pad_words, passage_positions, place_passage_ids
 
 
 @dataclass
@@ -87,6 +91,100 @@ class AlignerTrainingConfig(SFTConfig):
                 f"{self.save_total_limit} of them. Keep at least as many."
             )
         super().__post_init__()
+
+
+@dataclass
+class ContextCollator:
+    """
+    Makes a padded batch of examples. A rate drawn for it decides how many slots they have.
+
+    Args:
+        context_token_id (`int`): The id that marks a slot.
+        pad_token_id (`int`): Fills `input_ids`.
+        tokens_per_slot (`Sequence`): The rates. The ids of a batch's rows choose its rate, so that a resumed run draws
+            the same ones.
+        context_words (`bool`): Whether the slots' words are in the batch.
+
+    Returns a dictionary of
+
+    - `input_ids`, `labels`: `torch.LongTensor` (batch, seq_len), labels -100 where nothing is learned;
+    - `turn_ids`: `torch.LongTensor` (batch, seq_len), 0 before the turns, slots included, 1, 2, ... in the turns, -1 in
+      padding; see `turn_mask`;
+    - `max_turns`: `int`, the maximum number of turns of a row;
+    - `encoder_texts`, `encoder_starts`, `encoder_ends`: what `SentenceEncoder.encode_runs` takes, of all rows in
+      order; `encoder_ends` is `None` where each text is one slot;
+    - `num_slots`: `list[int]`, of each row;
+    - `context_word_ids`: `torch.LongTensor` (batch, max_slots, max_words), with `context_words`;
+    - `context_passage_ids`: `torch.LongTensor` (batch, max_slots), the number of each slot's passage, -1 in padding;
+    - `row_ids`: `list[str]`, for error messages.
+    """
+
+    context_token_id: int
+    pad_token_id: int
+    tokens_per_slot: Sequence[int | str] = ("segment",)
+    context_words: bool = False
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        row_ids = [row["row_id"] for row in rows]
+        # One rate for a batch, so that its rows are about as long; drawn by ids, as no generator has to be kept then.
+        rate = self.tokens_per_slot[stable_number("rate:" + ":".join(row_ids), len(self.tokens_per_slot))]
+        slots = [_slots(row, rate) for row in rows]
+        ids, labels, turns = [], [], []
+        for row, row_slots in zip(rows, slots, strict=True):
+            before = row["head"] + [self.context_token_id] * len(row_slots)
+            ids.append(before + [each for turn in row["turns"] for each in turn["input_ids"]])
+            labels.append([-100] * len(before) + [each for turn in row["turns"] for each in turn["labels"]])
+            turns.append([0] * len(before))
+            for number, turn in enumerate(row["turns"], start=1):
+                turns[-1] += [number] * len(turn["input_ids"])
+        segments = [segment for row in rows for segment in row["segments"]]
+        ends = [run_ends(segment["encoder_start"], segment["word_ends"], rate) for segment in segments]
+        batch = {
+            "input_ids": _padded(ids, self.pad_token_id),
+            "labels": _padded(labels, -100),
+            "turn_ids": _padded(turns, -1),
+            "max_turns": max(len(row["turns"]) for row in rows),
+            "encoder_texts": [segment["encoder_text"] for segment in segments],
+            "encoder_starts": [segment["encoder_start"] for segment in segments],
+            "encoder_ends": None if rate == "segment" else ends,
+            "num_slots": [len(row_slots) for row_slots in slots],
+            "context_passage_ids": _padded([[passage for passage, _ in row_slots] for row_slots in slots], -1),
+            "row_ids": row_ids,
+        }
+        if self.context_words:
+            words = [_padded([own for _, own in row_slots], -1) for row_slots in slots]  # each (num_slots, max_words)
+            batch["context_word_ids"] = pad_words(words)
+        return batch
+
+
+def encode_slots(
+    config: ArcAlignerConfig, processor: ArcAlignerProcessor, batch: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """What a model of `config` reads in the slots of a batch of [`ContextCollator`], as its keyword arguments:
+    `context_embeds` (batch, max_slots, encoder_hidden_size), with a gradient where the encoder's weights ask for one,
+    and what else it takes."""
+    embeds = processor.encoder.encode_runs(batch["encoder_texts"], batch["encoder_starts"], batch["encoder_ends"])
+    slots = {"context_embeds": pad_sequence(embeds.split(batch["num_slots"]), batch_first=True)}
+    if config.word_parts:
+        slots["context_word_ids"] = batch["context_word_ids"]
+    if config.passage_attention == "separate":
+        slots["context_passage_ids"] = batch["context_passage_ids"]
+    return slots
+
+
+def _slots(row: dict[str, Any], rate: int | str) -> list[tuple[int, list[int]]]:
+    """The number of the passage and the words of each slot of a row."""
+    return [
+        (segment["document"], segment["word_ids"][start:end])
+        for segment in row["segments"]
+        for start, end in equal_runs(len(segment["word_ids"]), rate)
+    ]
+
+
+def _padded(rows: list[list[int]], value: int) -> torch.LongTensor:
+    """Lists as the rows of a tensor (rows, longest)."""
+    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 def turn_mask(
@@ -225,40 +323,32 @@ class AlignerTrainer(SFTTrainer):
         return optimizer
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """The NLL of a batch's targets (Eq. 10)."""
         row_ids = inputs["row_ids"]
-        try:
-            outputs, num_targets = self._answer_step(model, inputs, num_items_in_batch)
-        except ValueError as error:
-            error.add_note(f"At step {self.state.global_step}, in the batch of the rows {row_ids}.")
-            raise
-        self.check_finite("loss", outputs.loss.detach(), row_ids)
-        self._keep_metrics(inputs, outputs, num_targets)
-        return (outputs.loss, outputs) if return_outputs else outputs.loss
-
-    def _answer_step(self, model, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None):
-        """The NLL of a batch's targets (Eq. 10), and how many there are."""
         if inputs["max_turns"] > 1:
             mask, position_ids = turn_mask(inputs["turn_ids"], self._placed_passages(inputs), self.model.dtype)
         else:  # a plain mask, which all attention kernels and sliding windows take
             mask, position_ids = (inputs["turn_ids"] >= 0).long(), None
-        outputs = model(
-            input_ids=inputs["input_ids"],
-            attention_mask=mask,
-            position_ids=position_ids,
-            labels=inputs["labels"],
-            use_cache=False,
-            skip_logits=self.skip_logits,
-            num_items_in_batch=num_items_in_batch,
-            **self.slots_of(inputs),
-        )
+        try:
+            outputs = model(
+                input_ids=inputs["input_ids"],
+                attention_mask=mask,
+                position_ids=position_ids,
+                labels=inputs["labels"],
+                use_cache=False,
+                skip_logits=self.skip_logits,
+                num_items_in_batch=num_items_in_batch,
+                **self._encode(inputs),
+            )
+        except ValueError as error:
+            error.add_note(f"At step {self.state.global_step}, in the batch of the rows {row_ids}.")
+            raise
         # The loss is divided by the targets of all processes, and the gradients are averaged over these once more.
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             outputs.loss = outputs.loss * self.accelerator.num_processes
-        return outputs, (inputs["labels"][:, 1:] != -100).sum()
-
-    def slots_of(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """What the model reads in the slots of a batch, as its keyword arguments."""
-        return read_slots(self.model.config, inputs, self._encode(inputs))
+        self.check_finite("loss", outputs.loss.detach(), row_ids)
+        self._keep_metrics(inputs, outputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
 
     def _placed_passages(self, inputs: dict[str, Any]) -> torch.LongTensor:
         """The passage of each position of a batch (batch, seq_len), -1 on text; one for all slots of a row in
@@ -267,12 +357,13 @@ class AlignerTrainer(SFTTrainer):
         is_separate = self.model.config.passage_attention == "separate"
         return place_passage_ids(is_slot, inputs["context_passage_ids"] if is_separate else None)
 
-    def _encode(self, inputs: dict[str, Any]) -> torch.FloatTensor:
-        """Context embeddings of a batch, (batch, max_slots, encoder_hidden_size)."""
+    def _encode(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """What the model reads in the slots of a batch."""
         has_lora, dtype, device = len(self.model.encoder_weights) > 0, self.model.dtype, self.args.device
         autocast = torch.autocast(device.type, dtype, enabled=has_lora and dtype != torch.float32)  # LoRA is float32
         with torch.set_grad_enabled(self.model.training and has_lora), autocast:
-            return encode_slots(self.processing_class, inputs).to(device)
+            slots = encode_slots(self.model.config, self.processing_class, inputs)
+        return {name: each.to(device) for name, each in slots.items()}
 
     def check_gradients(self) -> None:
         """Before the optimizer's step, so that no checkpoint has weights that a gradient made NaN."""
@@ -294,8 +385,9 @@ class AlignerTrainer(SFTTrainer):
         )
 
     @torch.no_grad()
-    def _keep_metrics(self, inputs: dict[str, Any], outputs, num_targets: torch.Tensor) -> None:
+    def _keep_metrics(self, inputs: dict[str, Any], outputs) -> None:
         if not self.model.training:
+            num_targets = (inputs["labels"][:, 1:] != -100).sum()
             self._eval_loss += self._summed(torch.stack([outputs.loss.detach() * num_targets, num_targets]))
             return
         self._rows_of_step += inputs["row_ids"]
@@ -329,7 +421,8 @@ class AlignerTrainer(SFTTrainer):
         return metrics | added
 
     def _evaluate_with_swapped_slots(self, dataset) -> None:
-        own, self.data_collator = self.data_collator, SwappedSlots(self.data_collator)
+        own = self.data_collator
+        self.data_collator = lambda rows: own(swapped_slots(rows))
         self._eval_loss.zero_()
         try:
             self.evaluation_loop(self.get_eval_dataloader(dataset), "swapped slots", prediction_loss_only=True)
@@ -341,6 +434,43 @@ class AlignerTrainer(SFTTrainer):
         with torch.no_grad():
             loss = self.compute_loss(model, send_to_device(inputs, self.args.device))
         return loss.detach(), None, None
+
+
+class GateCounter:
+    """Refinement steps of slots since the last log."""
+
+    def __init__(self):
+        self._counts: torch.Tensor | None = None  # (num_layers, 2): refinement steps, slots with one or more
+        self._num_slots = 0
+
+    def add(self, depths: torch.Tensor) -> None:
+        """`depths` (batch, num_layers, max_slots): refinement steps, -1 where there is no slot."""
+        steps = depths.clamp(min=0)
+        counts = torch.stack([steps.sum(dim=(0, 2)), (steps > 0).sum(dim=(0, 2))], dim=1).double()
+        self._counts = counts if self._counts is None else self._counts + counts
+        self._num_slots += int((depths[:, 0] >= 0).sum())
+
+    def pop(self, accelerator: Accelerator) -> dict[str, float]:
+        """Over all processes: mean steps of a slot at a layer, share of open gates, and this share of each layer."""
+        if self._counts is None:
+            return {}
+        counts = accelerator.reduce(self._counts.to(accelerator.device, torch.float32))  # (num_layers, 2)
+        num_slots = accelerator.reduce(torch.tensor(float(self._num_slots), device=accelerator.device)).item()
+        self._counts, self._num_slots = None, 0
+        steps, opened = (counts / max(1.0, num_slots)).T.tolist()
+        by_layer = {f"open_gates/layer_{layer}": round(share, 4) for layer, share in enumerate(opened)}
+        return {"refinement_steps": sum(steps) / len(steps), "open_gates": sum(opened) / len(opened)} | by_layer
+
+
+def swapped_slots(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each row of a batch with the passages of the next one that has others. The loss that this adds is what the slots
+    say."""
+    segments = [row["segments"] for row in rows]
+    swapped = []
+    for number, row in enumerate(rows):
+        others = (each for each in [*segments[number + 1 :], *segments] if each != segments[number])
+        swapped.append(row | {"segments": next(others, segments[number])})
+    return swapped
 
 
 class GradientCheck(TrainerCallback):

@@ -33,11 +33,12 @@ from ..common.rows import Row, token_f1
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.export import save_stage
-from .data import ContextCollator, ExampleBuilder, encode_slots, read_slots, slot_inputs
-from .metrics import greedy_answers
+from .distractors import own_passages
+from .examples import ExampleBuilder, open_part
+from .prompts import greedy_answers, slot_inputs
 from .recipe import RecipeArguments
 from .run import last_checkpoints, mean_of_checkpoints, read_keys
-from .selection import open_part, own_passages
+from .trainer import ContextCollator, encode_slots
 
 BATCH = 16
 
@@ -91,7 +92,7 @@ def target_losses(
     for start in tqdm(range(0, len(examples), BATCH), desc=f"losses, rate {rate}", leave=False):
         some = shortest_first[start : start + BATCH]
         batch = collator([examples[number] for number in some])
-        slots = read_slots(model.config, batch, encode_slots(processor, batch))
+        slots = encode_slots(model.config, processor, batch)
         labels, mask = batch["labels"][:, 1:], (batch["turn_ids"] >= 0).long()
         hidden = model.model(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False, **slots)
         for row, number in enumerate(some):

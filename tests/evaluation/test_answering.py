@@ -24,8 +24,7 @@ from arcaligner.evaluation.answering import (
     slot_inputs,
     text_inputs,
 )
-from arcaligner.train.data import full_text, passages_text, text_prompt
-from arcaligner.train.metrics import ranked_passages, with_likeliest
+from arcaligner.train.prompts import full_text, passages_text, ranked_passages, text_prompt, with_likeliest
 
 ROWS = question_rows(5)
 NEW_TOKENS = 4

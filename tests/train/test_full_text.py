@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from trl import SFTTrainer
 
 from arcaligner.train import full_text as script
-from arcaligner.train.data import passages_text
 from arcaligner.train.full_text import ApartCollator, FullTextArguments, build_dataset, full_text, tokenize
+from arcaligner.train.prompts import passages_text
 from arcaligner.train.recipe import parse_recipe
 from arcaligner.train.stages import RECIPES
 

@@ -15,7 +15,7 @@ from arcaligner.common.data_sets import TRAINING_FILES
 from arcaligner.common.files import ROOT
 from arcaligner.common.rows import read_rows
 from arcaligner.train import prepare_data
-from arcaligner.train.corpora import open_corpus
+from arcaligner.train.examples import open_corpus
 from arcaligner.train.prepare_data import SOURCES, prepare, read_limits
 
 ANSWERS = {"text": ["Ada", "Ada"], "answer_start": [0, 0]}

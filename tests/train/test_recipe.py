@@ -12,8 +12,7 @@ from training_recipes import parse
 from arcaligner import ArcAlignerConfig
 from arcaligner.common.rows import parse_source
 from arcaligner.train import sft
-from arcaligner.train.corpora import FILES
-from arcaligner.train.recipe import RecipeArguments, check_start, run_script
+from arcaligner.train.recipe import FILES, RecipeArguments, check_start, run_script
 from arcaligner.train.sft import load_processor
 from arcaligner.train.stages import SCRIPT
 

@@ -1,20 +1,16 @@
 """The script: each stage trains its parts only, at its rates; broken runs end as if unbroken; mistakes are refused."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import chat_inputs
 from training_recipes import logs, parameters, run, run_until
-from training_rows import question_rows
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
-from arcaligner.encoder_arcaligner import SentenceEncoder
 from arcaligner.train import recipe, sft
-from arcaligner.train.data import EXAMPLE_FEATURES, ContextCollator, ExampleBuilder, encode_slots
-from arcaligner.train.trainer import AlignerTrainer, AlignerTrainingConfig
 
 PARTS = {
     "reconstruction": {"projector", "lora_A", "lora_B"},
@@ -150,6 +146,14 @@ def test_a_run_that_broke_when_it_was_trained_is_only_saved(tmp_path, write_reci
     assert json.loads((tmp_path / "run" / "trainer_state.json").read_text())["global_step"] == 4
 
 
+def test_rare_words_weigh_more_and_none_nothing():
+    segments = [{"word_ids": ids} for ids in ([0, 1], [0, 2, 2], [0], [0, 2])]
+    rarity = sft.word_rarity([{"segments": segments[:2]}, {"segments": []}], 4)
+    np.testing.assert_allclose(rarity, [sft.MIN_RARITY, *2 * [np.log(3 / 2) / np.log(3)], 1.0])
+    rarity = sft.word_rarity([{"segments": segments}], 4)
+    assert rarity.shape == (4,) and rarity[0] == sft.MIN_RARITY < rarity[2] < rarity[1] < rarity[3] == 1.0
+
+
 # The dtype of the backbone
 
 
@@ -178,65 +182,3 @@ def test_a_resumed_run_keeps_the_dtype_that_auto_chose(tmp_path, write_recipe, m
     with pytest.raises(InterruptedError):
         run(arguments)
     assert seen == [torch.bfloat16]
-
-
-# The trainer
-
-
-@pytest.fixture
-def trainer_arguments(tmp_path, processor, model):
-    """What an `AlignerTrainer` needs, on two batches of questions."""
-    builder = ExampleBuilder(processor)
-    examples = [example for row in question_rows(8) for example in builder.question_examples([row])]
-    settings = {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_batch_size": 4, "max_steps": 2}
-    return {
-        "model": model,
-        "stage": "grounding",
-        "args": AlignerTrainingConfig(str(tmp_path / "run"), **settings),
-        "data_collator": ContextCollator(processor.context_token_id, processor.tokenizer.pad_token_id),
-        "train_dataset": sft.Dataset.from_list([asdict(each) for each in examples], features=EXAMPLE_FEATURES),
-        "processing_class": processor,
-    }
-
-
-def test_the_loss_is_that_of_the_whole_model(trainer_arguments):
-    trainer = AlignerTrainer(**trainer_arguments)
-    rows = list(trainer.train_dataset)
-    batch = trainer.data_collator(rows)
-    inputs = {
-        "input_ids": batch["input_ids"],
-        "attention_mask": (batch["turn_ids"] >= 0).long(),
-        "labels": batch["labels"],
-        "context_embeds": encode_slots(trainer.processing_class, batch),
-    }
-    trainer.model.eval()
-    loss = trainer.compute_loss(trainer.model, trainer.data_collator(rows))
-    torch.testing.assert_close(loss, trainer.model(**inputs).loss)
-    loss = trainer.compute_loss(trainer.model, trainer.data_collator(rows), num_items_in_batch=100)
-    num_targets = (batch["labels"] != -100).sum()
-    torch.testing.assert_close(loss, trainer.model(**inputs).loss * num_targets / 100)
-
-
-def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_rows(trainer_arguments):
-    trainer = AlignerTrainer(**trainer_arguments)
-    with torch.no_grad():
-        trainer.model.model.projector.up.weight.fill_(float("nan"))
-    with pytest.raises(ValueError, match=r"The loss is nan at step 0 for the rows \['row-"):
-        trainer.train()
-
-
-def test_a_gradient_that_is_not_finite_stops_the_run_before_it_changes_a_weight(trainer_arguments):
-    trainer = AlignerTrainer(**trainer_arguments)
-    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
-    trainer.model.model.projector.up.weight.register_hook(lambda gradient: gradient * float("inf"))
-    with pytest.raises(ValueError, match=r"The gradient norm is (nan|inf) at step 0 for the rows \['row-"):
-        trainer.train()
-    assert all(torch.equal(parameter, before[name]) for name, parameter in trainer.model.named_parameters())
-
-
-def test_an_error_of_the_model_names_the_rows(trainer_arguments, monkeypatch):
-    broken = lambda self, texts, starts, ends: torch.full((len(texts), 12), torch.nan)  # noqa: E731
-    monkeypatch.setattr(SentenceEncoder, "encode_runs", broken)
-    with pytest.raises(ValueError, match="NaN or values beyond") as error:
-        AlignerTrainer(**trainer_arguments).train()
-    assert error.value.__notes__[0].startswith("At step 0, in the batch of the rows ['row-")

@@ -12,9 +12,9 @@ import yaml
 from training_rows import article_rows, write_rows
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
-from arcaligner.train.data import ContextCollator, ExampleBuilder, encode_slots, read_slots
+from arcaligner.train.examples import ExampleBuilder, open_part
 from arcaligner.train.recipe import RecipeArguments
-from arcaligner.train.selection import open_part
+from arcaligner.train.trainer import ContextCollator, encode_slots
 from arcaligner.train.validate import asked_rows, main, means_and_errors, read_recipe, table, target_losses, validate
 
 
@@ -54,7 +54,7 @@ def test_a_loss_is_that_of_the_logits_which_a_backbone_makes_of_its_heads(separa
     model.config.text_config.final_logit_softcapping = 0.5
     ((loss, tokens),) = target_losses(model, reader, [asdict(example)], 2)
     batch = ContextCollator(reader.context_token_id, 0, (2,), False)([asdict(example)])
-    slots = read_slots(model.config, batch, encode_slots(reader, batch))
+    slots = encode_slots(model.config, reader, batch)
     with torch.no_grad():
         logits = model(input_ids=batch["input_ids"], **slots).logits
     labels = batch["labels"][0, 1:]
