@@ -266,7 +266,6 @@ class AlignerTrainer(SFTTrainer):
             )
         # A head that is spread over processes is gathered for its own call only.
         self.skip_logits = not self.is_fsdp_enabled
-        self._num_tokens: float | None = None
         self._gates = GateCounter()
         self._eval_loss = torch.zeros(2, dtype=torch.float64)  # summed over targets, number of targets
         self._rows_of_step: list[str] = []
@@ -296,17 +295,6 @@ class AlignerTrainer(SFTTrainer):
             drop_last=args.dataloader_drop_last,
         )
         return self.accelerator.prepare(batches)
-
-    def train(self, *args, **kwargs):
-        self._num_tokens = None
-        return super().train(*args, **kwargs)
-
-    def _tokens_so_far(self) -> float:
-        """Tokens trained on, by earlier runs that this one continues as well."""
-        if self._num_tokens is None:
-            counts = [entry["num_tokens"] for entry in self.state.log_history if "num_tokens" in entry]
-            self._num_tokens = counts[-1] if counts else 0.0
-        return self._num_tokens
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         """As in the parent class, with separate learning rates for gates and encoder if they are set."""
@@ -392,7 +380,7 @@ class AlignerTrainer(SFTTrainer):
             return
         self._rows_of_step += inputs["row_ids"]
         num_tokens = self.accelerator.gather((inputs["turn_ids"] >= 0).sum().reshape(1)).sum().item()
-        self._num_tokens = self._tokens_so_far() + num_tokens
+        self.state.num_input_tokens_seen += num_tokens  # kept in checkpoints
         if self.model.config.gate_mode != "off" and outputs.recursion_depth is not None:
             self._gates.add(outputs.recursion_depth)  # (batch, num_layers, max_slots)
 
@@ -402,7 +390,7 @@ class AlignerTrainer(SFTTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training and "loss" in logs:
-            logs["num_tokens"] = self._tokens_so_far()
+            logs["num_tokens"] = self.state.num_input_tokens_seen
             logs |= self._gates.pop(self.accelerator)
         super().log(logs, start_time)
 
