@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, RandomSampler, Sampler
@@ -229,8 +228,8 @@ class AlignerTrainer(SFTTrainer):
     Added to the logs:
 
     - `num_tokens`, real ones of all processes, padding not counted;
-    - in the gating stage `refinement_steps` (mean steps of a slot at a layer), `open_gates` (share of slots and layers
-      with a step) and `open_gates/layer_N`;
+    - in the gating stage `refinement_steps` (mean steps of a slot at a layer) and `open_gates` (share of slots and
+      layers with a step);
     - at evaluations `eval_perplexity` of the targets; with `eval_slot_gap`, how much the loss grows with the slots of
       other rows (a slot also teaches the style of the answers; the gap is what it says).
     """
@@ -266,7 +265,7 @@ class AlignerTrainer(SFTTrainer):
             )
         # A head that is spread over processes is gathered for its own call only.
         self.skip_logits = not self.is_fsdp_enabled
-        self._gates = GateCounter()
+        self._gates = torch.zeros(3, dtype=torch.float64)  # since the last log: refinement steps, open gates, all
         self._eval_loss = torch.zeros(2, dtype=torch.float64)  # summed over targets, number of targets
         self._rows_of_step: list[str] = []
 
@@ -379,19 +378,25 @@ class AlignerTrainer(SFTTrainer):
             self._eval_loss += self._summed(torch.stack([outputs.loss.detach() * num_targets, num_targets]))
             return
         self._rows_of_step += inputs["row_ids"]
-        num_tokens = self.accelerator.gather((inputs["turn_ids"] >= 0).sum().reshape(1)).sum().item()
-        self.state.num_input_tokens_seen += num_tokens  # kept in checkpoints
-        if self.model.config.gate_mode != "off" and outputs.recursion_depth is not None:
-            self._gates.add(outputs.recursion_depth)  # (batch, num_layers, max_slots)
+        has_gates = self.model.config.gate_mode != "off" and outputs.recursion_depth is not None
+        # (batch, num_layers, max_slots), -1 where there is no slot
+        depths = outputs.recursion_depth if has_gates else inputs["turn_ids"].new_empty(0)
+        counts = [(inputs["turn_ids"] >= 0).sum(), depths.clamp(min=0).sum(), (depths > 0).sum(), (depths >= 0).sum()]
+        num_tokens, *gates = self._summed(torch.stack(counts))
+        self.state.num_input_tokens_seen += int(num_tokens)  # kept in checkpoints
+        self._gates += torch.stack(gates)
 
-    def _summed(self, pair: torch.Tensor) -> torch.Tensor:
-        """A pair of numbers, (2,), summed over all processes."""
-        return self.accelerator.gather(pair.double()[None]).sum(dim=0).cpu()
+    def _summed(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Some numbers, (n,), each summed over all processes."""
+        return self.accelerator.gather(numbers.double()[None]).sum(dim=0).cpu()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training and "loss" in logs:
             logs["num_tokens"] = self.state.num_input_tokens_seen
-            logs |= self._gates.pop(self.accelerator)
+            steps, opened, num_gates = self._gates.tolist()
+            if num_gates:
+                logs |= {"refinement_steps": steps / num_gates, "open_gates": opened / num_gates}
+                self._gates.zero_()
         super().log(logs, start_time)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
@@ -422,32 +427,6 @@ class AlignerTrainer(SFTTrainer):
         with torch.no_grad():
             loss = self.compute_loss(model, send_to_device(inputs, self.args.device))
         return loss.detach(), None, None
-
-
-class GateCounter:
-    """Refinement steps of slots since the last log."""
-
-    def __init__(self):
-        self._counts: torch.Tensor | None = None  # (num_layers, 2): refinement steps, slots with one or more
-        self._num_slots = 0
-
-    def add(self, depths: torch.Tensor) -> None:
-        """`depths` (batch, num_layers, max_slots): refinement steps, -1 where there is no slot."""
-        steps = depths.clamp(min=0)
-        counts = torch.stack([steps.sum(dim=(0, 2)), (steps > 0).sum(dim=(0, 2))], dim=1).double()
-        self._counts = counts if self._counts is None else self._counts + counts
-        self._num_slots += int((depths[:, 0] >= 0).sum())
-
-    def pop(self, accelerator: Accelerator) -> dict[str, float]:
-        """Over all processes: mean steps of a slot at a layer, share of open gates, and this share of each layer."""
-        if self._counts is None:
-            return {}
-        counts = accelerator.reduce(self._counts.to(accelerator.device, torch.float32))  # (num_layers, 2)
-        num_slots = accelerator.reduce(torch.tensor(float(self._num_slots), device=accelerator.device)).item()
-        self._counts, self._num_slots = None, 0
-        steps, opened = (counts / max(1.0, num_slots)).T.tolist()
-        by_layer = {f"open_gates/layer_{layer}": round(share, 4) for layer, share in enumerate(opened)}
-        return {"refinement_steps": sum(steps) / len(steps), "open_gates": sum(opened) / len(opened)} | by_layer
 
 
 def swapped_slots(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

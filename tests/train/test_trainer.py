@@ -5,7 +5,6 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from accelerate import Accelerator
 from datasets import Dataset
 from tiny_models import float64_throughout
 from torch.nn.functional import cross_entropy
@@ -20,7 +19,6 @@ from arcaligner.train.trainer import (
     AlignerTrainer,
     AlignerTrainingConfig,
     ContextCollator,
-    GateCounter,
     encode_slots,
     swapped_slots,
     turn_mask,
@@ -149,17 +147,6 @@ def test_turns_side_by_side_give_the_logits_and_loss_of_each_alone(processor, mo
 
 
 # What is logged
-
-
-def test_open_gates_are_counted_by_layer_and_padding_is_not():
-    gates = GateCounter()
-    gates.add(torch.tensor([[[0, 2, -1], [1, 1, -1]], [[0, 0, 2], [0, 0, 1]]]))  # (batch, num_layers, max_slots)
-    gates.add(torch.tensor([[[1], [0]]]))
-    # Of 6 slots: steps 5 and 3, open 3 and 3.
-    expected = {"refinement_steps": 8 / 12, "open_gates": 6 / 12}
-    expected |= {"open_gates/layer_0": 3 / 6, "open_gates/layer_1": 3 / 6}
-    assert gates.pop(Accelerator(cpu=True)) == pytest.approx(expected)
-    assert gates.pop(Accelerator(cpu=True)) == {}
 
 
 @pytest.fixture(scope="module")
