@@ -134,13 +134,10 @@ def test_accelerate_launches_the_stages_on_all_accelerators(recipe, calls, tmp_p
 
 
 def test_mistakes_are_named(recipe):
-    for key, name in (
-        ("--output_dir", "`--output`"),
-        ("--config=x", "`--recipe`"),
-        ("--model_name_or_path", "`--stage`"),
-    ):
-        with pytest.raises(ValueError, match=f"`{key.split('=')[0]}` cannot be given.*{name}"):
-            read_stages(recipe, overrides=[key, "x"])
+    for key, instead in {"--output_dir": "output", "--config": "recipe", "--model_name_or_path": "stage"}.items():
+        for given in ([key, "x"], [f"{key}=x"]):
+            with pytest.raises(ValueError, match=f"`{key}` cannot be given.*`--{instead}`"):
+                read_stages(recipe, overrides=given)
     with pytest.raises(ValueError, match="There is no recipe 'none': neither one of llama_3_1_8b, .*tiny, xrag nor"):
         find_recipe("none")
     with pytest.raises(ValueError, match="recipe has no stage 4; it has 1, 2, 3"):
