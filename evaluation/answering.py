@@ -29,7 +29,6 @@ from ..train.prompts import (
     ApartText,
     greedy_answers,
     passages_text,
-    ranked_passages,
     slot_inputs,
     text_inputs,
     text_prompt,
@@ -134,7 +133,7 @@ class SlotAnswerer:
 
     def _likeliest(self, rows: list[Row], max_passages: int) -> list[Row]:
         settings = {"tokens_per_slot": self.tokens_per_slot, **self.refinement}
-        return with_likeliest(rows, ranked_passages(self._store, rows, **settings), max_passages)
+        return with_likeliest(self._store, rows, max_passages, **settings)
 
     @functools.cached_property
     def _store(self):

@@ -464,9 +464,8 @@ class ExampleSelector:
         if recipe.distractors:
             mix = Distractors(NearestPassages(corpus), recipe.distractors, self.seed, recipe.max_distractors)
             drawn = [recipe.distractors, recipe.max_distractors, MOST_DISTRACTORS, self.seed]
-        joins = recipe.max_questions > 1
         make = functools.partial(
-            _examples_of_rows, corpus=corpus, mix=mix, joins=joins, builder=self.builder, asks=asks
+            _examples_of_rows, corpus=corpus, mix=mix, joins=recipe.max_questions > 1, builder=self.builder, asks=asks
         )
         settings = Hasher.hash((_CODE, corpus._fingerprint, self.builder, asks, recipe.max_questions, drawn))
         left_out: dict[str, list[str]] = defaultdict(list)  # ids of rows, by what is wrong with them

@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import tqdm
 
 from ..common.rows import Row
-from ..pipeline_arcaligner import AnswerConfidence, CopyBonus, RankedPassage, likeliest, rank_passages
+from ..pipeline_arcaligner import AnswerConfidence, CopyBonus, likeliest, rank_passages
 from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE, ArcAlignerProcessor
 
 MAX_NEW_TOKENS = 24
@@ -90,24 +90,17 @@ class ApartText(NamedTuple):
         return [-1] * len(self.head) + [*numbers] + [-1] * len(self.tail)
 
 
-def with_likeliest(rows: list[Row], ranked: list[dict[int, RankedPassage]], max_passages: int) -> list[Row]:
-    """The rows, each with those of its passages that most likely answer, where it has more."""
+@torch.inference_mode()
+def with_likeliest(store, rows: list[Row], max_passages: int, **settings: Any) -> list[Row]:
+    """The rows, each with those of its passages that most likely answer, where it has more; `store` and `settings` as
+    for `rank_passages`."""
     chosen = []
-    for row, each in zip(rows, ranked, strict=True):
+    for row in tqdm(rows, desc="asking about each passage", leave=False, disable=len(rows) == 1):
         if len(row["passages"]) > max_passages:
-            row = row | {"passages": [row["passages"][number] for number in likeliest(each, max_passages)]}
+            (ranked,) = rank_passages(store, [row["question"]], [row["passages"]], **settings)
+            row = row | {"passages": [row["passages"][number] for number in likeliest(ranked, max_passages)]}
         chosen.append(row)
     return chosen
-
-
-@torch.inference_mode()
-def ranked_passages(store, rows: list[Row], **settings: Any) -> list[dict[int, RankedPassage]]:
-    """Of each row how likely each of its passages by itself answers, by number; `store` and `settings` as for
-    `rank_passages`."""
-    found = []
-    for row in tqdm(rows, desc="asking about each passage", leave=False, disable=len(rows) == 1):
-        found += rank_passages(store, [row["question"]], [row["passages"]], **settings)
-    return found
 
 
 @torch.inference_mode()

@@ -11,14 +11,13 @@ if its settings are those that it was begun with.
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset
-from sentence_transformers import SentenceTransformer
 from transformers import PreTrainedConfig, set_seed
 
 from ..base_model_arcaligner import resolve_model
@@ -104,14 +103,10 @@ def make_examples(
         return selector.training_examples(), selector.eval_examples()
 
 
-def speed_up_encoder(encoder: SentenceTransformer, recipe: RecipeArguments) -> None:
-    """An encoder that is trained jointly gets the backbone's attention kernel and compilation."""
-    model = encoder[0].model
-    if recipe.attn_implementation is not None:
-        model.set_attn_implementation(recipe.attn_implementation)
-    if recipe.compile_layers:
-        for layer in max((each for each in model.modules() if isinstance(each, torch.nn.ModuleList)), key=len):
-            layer.compile(dynamic=True)
+def compile_layers(layers: Iterable[torch.nn.Module]) -> None:
+    """Compiles each layer, for batches of any length."""
+    for layer in layers:
+        layer.compile(dynamic=True)
 
 
 def make_trainer(
@@ -126,14 +121,17 @@ def make_trainer(
     set_seed(args.seed)  # new LoRA, of encoder and backbone, starts from random weights
     processor.encoder.device = str(args.device)
     encoder_weights = processor.train_encoder(recipe.encoder_lora_r) if recipe.encoder_lora_r else []
-    if encoder_weights:
-        speed_up_encoder(processor.encoder.model, recipe)
+    if encoder_weights:  # an encoder that is trained gets the backbone's attention kernel and compilation
+        encoder = processor.encoder.model[0].model
+        if recipe.attn_implementation is not None:
+            encoder.set_attn_implementation(recipe.attn_implementation)
+        if recipe.compile_layers:
+            compile_layers(max((each for each in encoder.modules() if isinstance(each, torch.nn.ModuleList)), key=len))
     processor.encoder.cast(dtype)
     model = load_model(recipe, processor, dtype)
     init_word_weights(model, train_dataset)
     if recipe.compile_layers:
-        for layer in model.model.decoder_layers:
-            layer.compile(dynamic=True)
+        compile_layers(model.model.decoder_layers)
     return AlignerTrainer(
         model,
         stage=recipe.stage,

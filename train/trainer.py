@@ -79,15 +79,11 @@ class AlignerTrainingConfig(SFTConfig):
                 "`eval_slot_gap` swaps slots between the rows of a batch, and `per_device_eval_batch_size` is "
                 f"{self.per_device_eval_batch_size}. Set it to 2 or more."
             )
-        if self.average_checkpoints < 0 or (self.average_checkpoints and self.save_strategy == "no"):
+        mean, kept = self.average_checkpoints, self.save_total_limit
+        if mean < 0 or (mean and self.save_strategy == "no") or (kept is not None and kept < mean):
             raise ValueError(
-                f"`average_checkpoints` is {self.average_checkpoints} and `save_strategy` {str(self.save_strategy)!r}; "
-                "expected 0 or more, and checkpoints that are saved."
-            )
-        if self.save_total_limit is not None and self.save_total_limit < self.average_checkpoints:
-            raise ValueError(
-                f"`average_checkpoints` is {self.average_checkpoints}, but `save_total_limit` keeps "
-                f"{self.save_total_limit} of them. Keep at least as many."
+                f"`average_checkpoints` is {mean}, `save_strategy` {str(self.save_strategy)!r} and `save_total_limit` "
+                f"{kept}; expected 0 or more, and as many checkpoints that are saved and kept."
             )
         super().__post_init__()
 
