@@ -43,6 +43,7 @@ MAY_CHANGE_ON_RESUME = {
     *("save_steps", "save_total_limit"),
     *("dataloader_num_workers", "dataset_num_proc", "data_dir", "examples_cache_dir", "output_dir", "use_cpu"),
     *("attn_implementation", "compile_layers", "dtype"),
+    *("eval_answers", "unanswerable"),  # of recipes of earlier versions
 }
 
 
