@@ -4,6 +4,6 @@ protocol.py   what a request may hold, what an answer looks like
 answers.py    a request, its answer, and how those of a batch are written
 engine.py     requests that arrive together -> one batch -> answers, token by token
 files.py      a file that is dropped into the page -> passages
-app.py        the routes, limits, key and metrics; one process, or replicas of Ray Serve
+app.py        the routes, limits, key and metrics
 page.html     a page to ask from
 """

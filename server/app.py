@@ -323,18 +323,3 @@ def serve(engine: Engine, settings: ServerSettings, on_listening: Callable[[int]
     server = Server(config, on_listening)
     with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises again when it has ended
         server.run()
-
-
-def serve_on_ray(make_engine: Callable[[], Engine], settings: ServerSettings, replicas: int) -> None:
-    """Deploys the same application on Ray Serve, an engine per replica; Ray starts one again that dies."""
-    try:
-        from ray import serve as ray_serve
-    except ImportError as error:
-        raise ImportError("`--ray` needs Ray Serve: `pip install 'arcaligner[ray]'`.") from error
-
-    def build_app() -> FastAPI:
-        return create_app(make_engine(), settings)
-
-    ray_serve.start(http_options={"host": settings.host, "port": settings.port})
-    deployment = ray_serve.deployment(ray_serve.ingress(build_app)(), name="arcaligner", num_replicas=replicas)
-    ray_serve.run(deployment.bind(), name="arcaligner", route_prefix="/")

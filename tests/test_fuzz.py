@@ -195,7 +195,7 @@ def options_of(name: str) -> list[str]:
     command = typer.main.get_command(cli.app)
     for part in name.split():
         command = command.commands[part]
-    return [each.opts[0] for each in command.params if each.opts[0] not in ("--help", "--ray", "--private")]
+    return [each.opts[0] for each in command.params if each.opts[0] not in ("--help", "--private")]
 
 
 @pytest.fixture(scope="module")
