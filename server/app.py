@@ -35,7 +35,7 @@ from ..common.files import CASE_STUDIES, read_json_lines
 from .answers import Answer
 from .answers import Request as EngineRequest
 from .engine import BusyError, Engine
-from .files import MAX_FILE_BYTES, example_questions, read_passages
+from .files import MAX_FILE_BYTES, read_passages
 from .limits import BodyLimit, TimedConnection
 from .protocol import ChatRequest, Completion, error_body, event
 
@@ -155,7 +155,7 @@ async def while_connected(request: Request, result: Awaitable[Any]) -> Any:
 class Routes:
     """What the server answers at each address."""
 
-    # Without a corpus each question brings its text.
+    # Without a corpus, questions to begin with; each brings its text.
     examples = [
         {"question": each["question"], "text": each["passages"][0]["text"]} for each in read_json_lines(CASE_STUDIES)
     ]
@@ -179,7 +179,7 @@ class Routes:
             opened = engine.retriever.corpus
             size = {"documents": len(await asyncio.to_thread(opened.documents)), "passages": len(opened)}
             corpus, rate = {"name": opened.path.name, **size}, rate or opened.settings["tokens_per_slot"]
-            examples = [{"question": each} for each in await asyncio.to_thread(example_questions, opened)]
+            examples = []
         return {
             "model": self.settings.model,
             "corpus": corpus,

@@ -91,31 +91,11 @@ def test_more_than_two_files_at_a_time_are_refused_and_others_are_answered(engin
     assert [each.result().status_code for each in sent] == [200, 200]
 
 
-@pytest.mark.parametrize(
-    ("title", "text", "question"),
-    [
-        ("", "U.S. Route 1 (a road) is a highway. It is long.", "Who or what is U.S. Route 1?"),
-        ("", "# Rain\n\nAcid rain is a rain of acids.", "What is acid rain?"),
-        ("", "The Cybermen are a race.", "What are the Cybermen?"),
-        ("Notes › Ada", "She was the first.", "Who or what was Ada?"),
-        ("", "She was the first.", None),
-        ("A title of more words than a name has", "He is a man.", None),
-        ("Notes", "This is a text. Ada is a woman.", None),
-        ("", "There are the others.", None),
-        ("", "A is a letter.", None),
-        ("", "<b>Ada</b> is a woman.", None),
-        ("", "Ada wrote it.", None),
-    ],
-)
-def test_a_question_is_taken_from_a_text_that_begins_by_saying_what_something_is(title, text, question):
-    assert files.ask_what(title, text) == question
-
-
 def test_the_page_is_told_what_there_is(url, engine, retriever, monkeypatch):
     found = httpx.get(f"{url}/about", headers={"Authorization": "Bearer a key"}).json()
     assert found["corpus"] == {"name": retriever.corpus.path.name, "documents": 2, "passages": 2}
     assert (found["model"], found["top_k"], found["has_gates"]) == ("tiny", 5, True)
-    assert found["examples"] == [{"question": "Who or what is Zhaparov?"}]
+    assert found["examples"] == []
     assert found["limits"] == {"documents": 4, "file_bytes": 16 * 2**20} and found["tokens_per_slot"] == "segment"
     client = TestClient(create_app(engine, ServerSettings()), base_url="http://localhost")
     monkeypatch.setattr(engine, "retriever", None)
