@@ -48,8 +48,6 @@ class Request:
             engine's.
         copy_bonus (`float`, *optional*): How much answers in the words of the passages are preferred. Default: the
             processor's.
-        full_text (`bool`): Reads the passages as text, to compare. Only what the last such request has read and this
-            one begins with is kept.
         return_slots (`bool`): Whether the passes of each slot are reported. Where gates are on, those of a kept prefix
             are not known, so it is read again.
         on_text (`Callable`): Is told each new piece of the answer, by the engine's thread.
@@ -67,14 +65,12 @@ class Request:
     min_confidence: float | None = None
     max_passages: int | None = None
     copy_bonus: float | None = None
-    full_text: bool = False
     return_slots: bool = False
     on_text: Callable[[str], Any] = lambda text: None
     future: "Future[Answer]" = field(default_factory=Future)
     arrived: float = field(default_factory=time.monotonic)
     cancelled: bool = False
     passages: SlotPassages | None = None
-    seconds: dict[str, float] = field(default_factory=lambda: {"retrieval": 0.0, "slots": 0.0})
     kept: int | None = None  # of the passages, once that is known
 
 
@@ -212,10 +208,8 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
             return request.future.set_exception(error)
         passages = request.passages
         if passages is None:
-            parts = dict(request.seconds)
-            texts = [each["text"] for each in request.documents]
-            ids = self.engine.processor.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-            statistics: dict[str, Any] = {"tokens": sum(map(len, ids)), "slots": 0, "compression_rate": None}
+            parts = {"retrieval": 0.0, "slots": 0.0}
+            statistics: dict[str, Any] = {"tokens": 0, "slots": 0, "compression_rate": None}
         else:
             parts = dict(passages.seconds)
             read = [each for each in passages.documents if each.get("read", True)]

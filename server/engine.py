@@ -12,11 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from os.path import commonprefix
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ..configuration_arcaligner import check_copy_bonus, check_length
 from ..corpus.kept import kept_folder
@@ -31,7 +30,7 @@ from ..pipeline_arcaligner import (
     passages_to_read,
     rank_passages,
 )
-from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE, check_min_confidence
+from ..processing_arcaligner import check_min_confidence
 from .answers import Answer, AnswerStream, Limits, Request, RowSampler
 
 # Given passages whose slots are kept; the prefixes have their own budget, in bytes.
@@ -86,7 +85,6 @@ class Engine:
         folder = None if retriever is None else kept_folder(retriever.corpus)
         self.store = self.model.slot_prefix_store(self.processor, max_bytes=prefix_bytes, folder=folder, read_only=True)
         self._encode = functools.lru_cache(KEPT_DOCUMENTS)(self._encode_documents)
-        self._text: tuple[list[int], DynamicCache] = [], DynamicCache()
         self._waiting: list[Request] = []
         self._arrival = threading.Condition()
         self._closed = False
@@ -154,7 +152,7 @@ class Engine:
 
     def _kind(self, request: Request) -> tuple:
         """Requests of one kind can share a batch."""
-        return request.passages is None, self._records(request), request if request.full_text else None
+        return request.passages is None, self._records(request)
 
     def _records(self, request: Request) -> bool:
         """Whether the passes of its slots have to be counted while they are read. Without gates each is one."""
@@ -177,17 +175,13 @@ class Engine:
                 try:
                     if request.cancelled or time.monotonic() - request.arrived > self.limits.seconds:
                         raise TimeoutError(f"The request waited for more than {self.limits.seconds:g} seconds.")
-                    if request.full_text:
-                        self._put_text(request)
-                    else:
-                        request.passages = self._passages(request)
+                    request.passages = self._passages(request)
                     read.append(request)
                 except Exception as error:  # one request's mistake is its own
                     request.future.set_exception(error)
         read = [request for part, _ in _each_fails_alone(read, self._choose) for request in part]
         for request in read:
-            if not request.full_text:
-                request.documents = [] if request.passages is None else request.passages.documents
+            request.documents = [] if request.passages is None else request.passages.documents
         return read
 
     def _passages(self, request: Request) -> SlotPassages | None:
@@ -242,20 +236,6 @@ class Engine:
         questions = [each["content"] for each in request.messages if each["role"] == "user"]
         return self.retriever(questions[-1] if questions else "", top_k)
 
-    def _put_text(self, request: Request) -> None:
-        """Writes the passages before the first question, where slots would stand."""
-        if request.documents is None:
-            found = self._search(request)
-            request.documents = [] if found is None else found.documents
-            request.seconds |= {} if found is None else found.seconds
-        request.documents, request.kept = _as_passages(request.documents), 0
-        text = " ".join(f"{each['title']}: {each['text']}".removeprefix(": ") for each in request.documents)
-        first = next((number for number, each in enumerate(request.messages) if each["role"] == "user"), None)
-        if text and first is not None:
-            asked = request.messages[first]
-            asked = asked | {"content": BACKGROUND_LINE + text + QUESTION_LINE + asked["content"]}
-            request.messages = [*request.messages[:first], asked, *request.messages[first + 1 :]]
-
     def _encode_documents(self, documents: str, tokens_per_slot: int | str | None) -> EncodedDocuments:
         (encoded,) = self.processor.slot_encoder.encode_batch(
             [json.loads(documents)], tokens_per_slot=tokens_per_slot, room=[self.limits.max_slots]
@@ -299,8 +279,6 @@ class Engine:
         else:
             inputs = self.processor(chats, **slots, return_tensors="pt", **padding)
         check_length(inputs["input_ids"].shape[1], "The prompt", self.model.config.text_config)
-        if group[0].full_text:
-            return {**inputs, "past_key_values": self._continue_text(group[0], inputs["input_ids"][0].tolist())}
         return {**inputs}
 
     def _chat(self, request: Request) -> list[dict[str, str]] | str:
@@ -310,21 +288,6 @@ class Engine:
         if len(request.messages) > 1:
             raise ValueError("This base model has no chat template; expected one user message.")
         return request.messages[0]["content"]
-
-    def _continue_text(self, request: Request, ids: list[int]) -> DynamicCache:
-        """Keys and values of what this prompt has in common with the last one that was read as text."""
-        (before, cache), self._text = self._text, ([], DynamicCache())
-        num_kept = min(len(commonprefix([before, ids])), len(ids) - 1)
-        if num_kept == 0:
-            cache = DynamicCache()
-        elif surplus := cache.get_seq_length() - num_kept:
-            cache.crop(-surplus)
-        head, end = self.processor.tokenizer.decode(ids[:num_kept]), 0
-        for document in request.documents:
-            if (start := head.find(document["text"], end)) < 0:
-                break
-            request.kept, end = request.kept + 1, start + len(document["text"])
-        return cache
 
     @torch.inference_mode()
     def _generate(self, group: list[Request], inputs: dict[str, Any], began: float) -> None:
@@ -353,8 +316,6 @@ class Engine:
                 stopping_criteria=StoppingCriteriaList([rows]),
                 logits_processor=LogitsProcessorList([*added, RowSampler(group)]),
             )
-        if group[0].full_text:
-            self._text = inputs["input_ids"][0].tolist(), inputs["past_key_values"]
 
 
 def _each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) -> Iterator[tuple[list[Request], Any]]:

@@ -1,7 +1,7 @@
 """What a request may hold and what an answer looks like: OpenAI's chat completions, with passages.
 
 Beyond OpenAI's fields a request has `documents`, `top_k`, `tokens_per_slot`, `min_confidence`, `max_passages`,
-`copy_bonus`, `full_text` and `return_slots`; an answer has `arcaligner`, with its sources, confidence, segments,
+`copy_bonus` and `return_slots`; an answer has `arcaligner`, with its sources, confidence, segments,
 statistics, seconds and, where asked for, the passes of each slot.
 """
 
@@ -104,7 +104,6 @@ class ChatRequest(Body):
     min_confidence: Annotated[float, Field(ge=0, le=1)] | None = None
     max_passages: Annotated[int, Field(ge=1)] | None = None
     copy_bonus: Annotated[float, Field(ge=0, le=100)] | None = None
-    full_text: bool = False
     return_slots: bool = False
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -152,7 +152,6 @@ def test_requests_that_arrive_together_share_a_batch_and_a_bad_one_fails_alone(c
         ({"messages": [{"role": "system", "content": "Be brief."}]}, "question"),
         ({"temperature": -1}, "temperature: "),
         ({"max_tokens": 257}, "`max_tokens` is 257; expected 1 to 256"),
-        ({"documents": ["word " * 700], "full_text": True}, "make a slot stand for more text (`tokens_per_slot`)"),
         ({"documents": ["a"] * 5}, "Got 5 documents; expected at most 4"),
         ({"documents": ["A text. " * 41]}, "are 41 slots, but there is room for 40"),
         ({"documents": [{"body": "a"}]}, "documents.0.text: Field required"),

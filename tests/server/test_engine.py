@@ -309,19 +309,3 @@ def test_a_request_names_its_own_number_of_passages_and_the_engine_one_for_the_o
     for refused in (lambda: engine_of(None, apart, max_passages=0), lambda: answer(engine, PASSAGES, max_passages=0)):
         with pytest.raises(ValueError, match="`max_passages` is 0; expected a whole number of at least 1"):
             refused()
-
-
-def test_passages_are_read_as_text_and_what_the_next_question_has_in_common_is_kept(engine_of, ask, retriever):
-    engine, documents = engine_of(retriever), [{"title": "Ada", "text": "Ada wrote it."}, "It was long."]
-    prompt = "Refer to the background document: Ada: Ada wrote it. It was long.\nQuestion: "
-    for question, kept in (("Who wrote it?", 0), ("Who wrote it?", 2), ("When?", 2)):
-        chat = [{"role": "user", "content": question}]
-        plain = ask([{"role": "user", "content": prompt + question}], max_new_tokens=12, return_full_text=False)
-        found = answer(engine, documents, chat=chat, full_text=True, max_new_tokens=12)
-        assert found.text == plain[0]["generated_text"].lstrip() and found.kept == kept
-        assert [each["text"] for each in found.sources] == ["Ada wrote it.", "It was long."]
-        assert found.statistics["slots"] == 0 < found.statistics["tokens"] and chat[0]["content"] == question
-    assert answer(engine, ["Ada wrote it.", "No."], full_text=True).kept == 0
-    slots, text = (answer(engine, None, top_k=1, full_text=each).sources for each in (False, True))
-    assert [each["document"] for each in text] == [each["document"] for each in slots]
-    assert answer(engine, None, top_k=0, full_text=True).sources == []
