@@ -13,7 +13,6 @@ from transformers.generation.streamers import BaseStreamer
 from ..common.rows import find_answer
 from ..configuration_arcaligner import longest_prompt
 from ..corpus.retrieve import SlotPassages
-from ..layers_arcaligner import format_trajectory
 from ..pipeline_arcaligner import AnswerConfidence
 
 
@@ -48,8 +47,6 @@ class Request:
             engine's.
         copy_bonus (`float`, *optional*): How much answers in the words of the passages are preferred. Default: the
             processor's.
-        return_slots (`bool`): Whether the passes of each slot are reported. Where gates are on, those of a kept prefix
-            are not known, so it is read again.
         on_text (`Callable`): Is told each new piece of the answer, by the engine's thread.
     """
 
@@ -65,7 +62,6 @@ class Request:
     min_confidence: float | None = None
     max_passages: int | None = None
     copy_bonus: float | None = None
-    return_slots: bool = False
     on_text: Callable[[str], Any] = lambda text: None
     future: "Future[Answer]" = field(default_factory=Future)
     arrived: float = field(default_factory=time.monotonic)
@@ -92,7 +88,6 @@ class Answer:
     kept: int
     confidence: float | None
     statistics: dict[str, Any]
-    trajectories: list[list[str]] | None
 
     @property
     def sources(self) -> list[dict[str, Any]]:
@@ -124,9 +119,8 @@ class RowSampler(LogitsProcessor):
 
 
 class AnswerStream(BaseStreamer, StoppingCriteria):
-    """The answers of a batch while they are written: gives each its tokens, and says which rows are done. `depths` has
-    the passes of their slots, (batch, num_layers, max_slots), once the prompt is read, or nothing; `watch` knows how
-    likely it is that the passages answer."""
+    """The answers of a batch while they are written: gives each its tokens, and says which rows are done. `watch`
+    knows how likely it is that the passages answer."""
 
     def __init__(
         self,
@@ -134,11 +128,9 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
         prompt_tokens: list[int],
         engine: Any,
         began: float,
-        depths: list[torch.Tensor],
         watch: AnswerConfidence | None = None,
     ):
-        self.group, self.prompt_tokens, self.engine, self.depths = group, prompt_tokens, engine, depths
-        self.watch = watch
+        self.group, self.prompt_tokens, self.engine, self.watch = group, prompt_tokens, engine, watch
         self.eos = set(torch.tensor(engine.model.generation_config.eos_token_id).reshape(-1).tolist())
         self.ids: list[list[int]] = [[] for _ in group]
         self.said = [""] * len(group)
@@ -218,11 +210,6 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
         parts.setdefault("choosing", 0.0)
         parts["model"] = self.first_token - self.began
         parts["waiting"] = first_token - sum(parts.values())
-        layers = None
-        if passages is not None and request.return_slots:
-            num_layers, num_slots = self.engine.model.config.text_config.num_hidden_layers, statistics["slots"]
-            depths = self.depths[0][row, :, :num_slots].tolist() if self.depths else [[0] * num_slots] * num_layers
-            layers = [[format_trajectory(each) for each in layer] for layer in depths]
         request.future.set_result(
             Answer(
                 text=self.said[row],
@@ -236,7 +223,6 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
                 kept=request.kept or 0,
                 confidence=None if self.watch is None else self.watch.confidence[row].item(),
                 statistics=statistics,
-                trajectories=layers,
             )
         )
 

@@ -186,7 +186,6 @@ class Routes:
             "tokens_per_slot": rate or engine.processor.tokens_per_slot,
             "rates": engine.processor.trained_tokens_per_slot or [],
             "top_k": engine.top_k,
-            "has_gates": engine.model.config.gate_mode != "off",
             "limits": {"documents": engine.limits.max_documents, "file_bytes": MAX_FILE_BYTES},
             "examples": examples,
         }

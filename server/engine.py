@@ -130,7 +130,7 @@ class Engine:
         """Searches the corpus and answers a short request, which loads what is loaded on first use."""
         if self.retriever is not None:
             self.retriever("?", top_k=1)
-        request = Request([{"role": "user", "content": "?"}], documents=[".", ","], max_new_tokens=2, return_slots=True)
+        request = Request([{"role": "user", "content": "?"}], documents=[".", ","], max_new_tokens=2)
         self.submit(request).result()
 
     def close(self) -> None:
@@ -144,19 +144,11 @@ class Engine:
 
     def _work(self) -> None:
         while batch := self._take():
-            groups: dict[tuple, list[Request]] = {}
+            groups: dict[bool, list[Request]] = {}  # without slots, and with
             for request in self._read(batch):
-                groups.setdefault(self._kind(request), []).append(request)
+                groups.setdefault(request.passages is None, []).append(request)
             for group in groups.values():
                 self._answer(group)
-
-    def _kind(self, request: Request) -> tuple:
-        """Requests of one kind can share a batch."""
-        return request.passages is None, self._records(request)
-
-    def _records(self, request: Request) -> bool:
-        """Whether the passes of its slots have to be counted while they are read. Without gates each is one."""
-        return request.passages is not None and request.return_slots and self.model.config.gate_mode != "off"
 
     def _take(self) -> list[Request]:
         """The next requests, in the order of their arrival; none when the engine is closed."""
@@ -221,8 +213,7 @@ class Engine:
         seconds = time.perf_counter() - began
         for request, ranked in zip(group, asked, strict=True):
             numbers = likeliest(ranked, request.max_passages)
-            if not self._records(request):  # else all are read again
-                request.kept = sum(ranked[number].is_kept for number in numbers)
+            request.kept = sum(ranked[number].is_kept for number in numbers)
             request.passages = request.passages.only(numbers)
             request.passages.seconds["choosing"] = seconds
             for number, each in ranked.items():
@@ -254,12 +245,9 @@ class Engine:
     def _inputs(self, group: list[Request]) -> dict[str, Any]:
         """What `generate` needs, for a batch."""
         chats = [self._chat(request) for request in group]
-        slots: dict[str, Any] = {}
         if group[0].passages is not None:
             rows = [request.passages.inputs for request in group]
-            slots = {name: [row[name] for row in rows] for name in rows[0]}
-        if slots and not self._records(group[0]):
-            inputs = self.store.prepare(chats, **slots)
+            inputs = self.store.prepare(chats, **{name: [row[name] for row in rows] for name in rows[0]})
             for request, kept, parts in zip(group, inputs.num_kept, inputs.num_passages, strict=True):
                 if request.kept is None:  # else known before they were asked about one by one
                     request.kept = len(request.passages.documents) * kept // parts
@@ -268,7 +256,6 @@ class Engine:
         if self.processor.chat_template is not None:
             inputs = self.processor.apply_chat_template(
                 chats,
-                **slots,
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=True,
@@ -277,7 +264,7 @@ class Engine:
                 processor_kwargs=padding,
             )
         else:
-            inputs = self.processor(chats, **slots, return_tensors="pt", **padding)
+            inputs = self.processor(chats, return_tensors="pt", **padding)
         check_length(inputs["input_ids"].shape[1], "The prompt", self.model.config.text_config)
         return {**inputs}
 
@@ -297,8 +284,8 @@ class Engine:
         about = zip(map(self._chat, group), read, strict=False)  # a group has passages or none has
         watch = AnswerConfidence(self.model, self.processor, about) if can_refuse else None
         prompt_tokens = inputs["attention_mask"].sum(dim=1).tolist()
-        with self.model.recorded_depths() as depths, watch or contextlib.nullcontext():
-            rows = AnswerStream(group, prompt_tokens, self, began, depths, watch)
+        with watch or contextlib.nullcontext():
+            rows = AnswerStream(group, prompt_tokens, self, began, watch)
             settings = GenerationConfig(
                 max_new_tokens=max(rows.max_new_tokens),
                 eos_token_id=self.model.generation_config.eos_token_id,

@@ -1,8 +1,7 @@
 """What a request may hold and what an answer looks like: OpenAI's chat completions, with passages.
 
-Beyond OpenAI's fields a request has `documents`, `top_k`, `tokens_per_slot`, `min_confidence`, `max_passages`,
-`copy_bonus` and `return_slots`; an answer has `arcaligner`, with its sources, confidence, segments,
-statistics, seconds and, where asked for, the passes of each slot.
+Beyond OpenAI's fields a request has `documents`, `top_k`, `tokens_per_slot`, `min_confidence`, `max_passages` and
+`copy_bonus`; an answer has `arcaligner`, with its sources, confidence, segments, statistics and seconds.
 """
 
 import json
@@ -104,7 +103,6 @@ class ChatRequest(Body):
     min_confidence: Annotated[float, Field(ge=0, le=1)] | None = None
     max_passages: Annotated[int, Field(ge=1)] | None = None
     copy_bonus: Annotated[float, Field(ge=0, le=100)] | None = None
-    return_slots: bool = False
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
@@ -152,7 +150,6 @@ def slots_report(answer: Answer) -> dict[str, Any]:
         "kept": answer.kept,
         "confidence": answer.confidence,
         "segments": [{"document": each.document, "start": each.start, "end": each.end} for each in segments],
-        "trajectories": answer.trajectories,
         "statistics": answer.statistics,
         "seconds": answer.seconds,
         "batch_size": answer.batch_size,

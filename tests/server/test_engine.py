@@ -74,16 +74,6 @@ def test_a_request_that_takes_too_long_ends_and_the_next_is_answered(engine_of):
     assert answer(engine, None, max_new_tokens=2).completion_tokens <= 2
 
 
-def test_without_gates_the_passes_of_kept_slots_are_told_and_nothing_is_read_again(engine_of, ask, monkeypatch):
-    monkeypatch.setattr(ask.model.config, "gate_mode", "off")
-    engine, documents = engine_of(), ["Ada wrote it. It was long."]
-    row = {"question": CHAT[0]["content"], "documents": documents}
-    expected = ask(row, return_slots=True, max_new_tokens=4)[0]["trajectories"]
-    for hits in range(2):
-        assert answer(engine, documents, return_slots=True).trajectories == expected
-        assert (engine.store.hits, engine.store.misses) == (hits, 1)
-
-
 def test_too_many_that_wait_are_told_and_a_closing_engine_answers_the_others(engine_of):
     engine = engine_of(limits=Limits(waiting=2), max_batch=1)
     busy, go_on = threading.Event(), threading.Event()
@@ -293,13 +283,6 @@ def test_passages_of_a_batch_are_chosen_together_and_a_request_that_cannot_be_re
     first, failed, last = [engine.submit(asked(PASSAGES, chat)) for chat in (CHAT, LONG, CHAT)]
     assert first.result().text == last.result().text == alone.text and first.result().batch_size == 2
     assert first.result().sources == alone.sources and "The prompt has" in str(failed.exception())
-
-
-def test_passages_that_are_read_again_for_the_passes_of_their_slots_were_not_kept(apart, engine_of):
-    apart.model.config.gate_mode = "adaptive"
-    engine = engine_of(None, apart, max_passages=1)
-    kept = [answer(engine, PASSAGES, return_slots=each) for each in (False, True)]
-    assert [each.kept for each in kept] == [0, 0] and kept[1].trajectories is not None
 
 
 def test_a_request_names_its_own_number_of_passages_and_the_engine_one_for_the_others(apart, engine_of):

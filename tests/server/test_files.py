@@ -94,7 +94,7 @@ def test_more_than_two_files_at_a_time_are_refused_and_others_are_answered(engin
 def test_the_page_is_told_what_there_is(url, engine, retriever, monkeypatch):
     found = httpx.get(f"{url}/about", headers={"Authorization": "Bearer a key"}).json()
     assert found["corpus"] == {"name": retriever.corpus.path.name, "documents": 2, "passages": 2}
-    assert (found["model"], found["top_k"], found["has_gates"]) == ("tiny", 5, True)
+    assert (found["model"], found["top_k"]) == ("tiny", 5)
     assert found["examples"] == []
     assert found["limits"] == {"documents": 4, "file_bytes": 16 * 2**20} and found["tokens_per_slot"] == "segment"
     client = TestClient(create_app(engine, ServerSettings()), base_url="http://localhost")

@@ -120,22 +120,6 @@ def test_what_was_kept_is_told_with_the_time(browser):
         assert f" ms; {kept} of 2 passages kept, not read again." in browser.seen("#cost")
 
 
-def test_the_legend_of_passes_is_there_only_where_gates_are_on(browser, engine, monkeypatch):
-    assert is_seen(browser, "#passes-choice")
-    ask(browser)
-    assert not is_seen(browser, "#legend")
-    browser.evaluate("$('passes').click()")
-    ask(browser)
-    assert is_seen(browser, "#legend")
-    colors = "new Set([...document.querySelectorAll('.slot')].map(each => getComputedStyle(each).backgroundColor))"
-    assert browser.evaluate(f"{colors}.size") > 1
-    monkeypatch.setattr(engine.model.config, "gate_mode", "off")
-    browser.evaluate("learn()")
-    browser.wait_for("!$('passes-choice').checkVisibility()")
-    ask(browser)
-    assert not is_seen(browser, "#legend")
-
-
 @pytest.mark.parametrize("way", ["Escape", "click"])
 def test_while_it_works_a_sign_is_seen_and_it_can_be_stopped(browser, held, way):
     assert not is_seen(browser, "#stop") and not is_seen(browser, "#sign")
