@@ -1,7 +1,6 @@
 """The page in a real browser: what is seen, what keys do, what becomes of files, on small and dark screens."""
 
 import json
-import re
 
 import numpy as np
 import pytest
@@ -154,47 +153,6 @@ def test_without_a_corpus_an_example_brings_its_text(browser, engine, monkeypatc
     browser.evaluate("document.querySelectorAll('#examples button')[1].click(); $('form').requestSubmit()")
     browser.wait_for("!running")
     assert browser.evaluate("$('question').value") == names[1] and "Radik Zhaparov" in browser.seen("article")
-
-
-MARKDOWN = """# On *ships*
-A **bold ship** of `oak_and_elm`, 2 * 3 * 4, snake_case_too, [a *link*](http://x.y).
-| Name | Of |
-|---|---|
-| 😀 Ada | **oak** |
-| `a` | <b>elm</b> \\| ash |
-The *end*.
-```
-**not bold**
-```"""
-
-
-def test_markdown_is_seen_as_what_it_means_and_no_word_of_it_is_hidden(browser, engine, monkeypatch):
-    place = {"start": MARKDOWN.index("Ada"), "end": MARKDOWN.index("Ada") + 3}
-    monkeypatch.setattr("arcaligner.server.answers.find_answer", lambda answer, text: place)
-    browser.evaluate("$('rate').append(new Option('2')); $('rate').value = '2'")
-    monkeypatch.setattr(engine, "limits", engine.limits.__class__(max_slots=400))
-    ask(browser, MARKDOWN)
-    texts = "(name => [...document.querySelectorAll('.passage ' + name)].map(each => each.textContent))"
-    joined = {name: "".join(browser.evaluate(f"{texts}('.{name}')")) for name in ("heading", "strong", "code", "fence")}
-    assert joined == {
-        "heading": " On *ships*",
-        "strong": "bold shipoak",
-        "code": "oak_and_elma",
-        "fence": "```\n**not bold**\n```",
-    }
-    assert "".join(browser.evaluate(f"{texts}('.em')")) == "end"
-    rows = browser.evaluate(
-        "[...document.querySelectorAll('.passage tr')].map(row => [...row.cells].map(each => each.textContent))"
-    )
-    assert rows == [["Name", "Of"], ["😀 Ada", "**oak**"], ["`a`", "<b>elm</b> \\| ash"]]
-    assert "".join(browser.evaluate(f"{texts}('mark')")) == "Ada"
-    assert browser.evaluate("getComputedStyle(document.querySelector('.passage .strong')).fontWeight") == "600"
-    words = set(re.findall(r"\w+", MARKDOWN))
-    assert words == set(re.findall(r"\w+", browser.evaluate("document.querySelector('.passage').innerText")))
-    starts = browser.evaluate("document.querySelectorAll('.slot.begins').length")
-    assert starts == len(set(browser.evaluate("[...document.querySelectorAll('.slot')].map(each => each.title)")))
-    browser.evaluate("fill($('answer'), '**Oak**, `elm`')")
-    assert browser.evaluate("$('answer').querySelector('.strong').textContent") == "Oak"
 
 
 def test_a_small_and_a_dark_screen(browser):
