@@ -252,7 +252,7 @@ def ask_corpus(
 ) -> None:
     """Answers a question from a corpus, and lists the passages that were read, those that most likely answer."""
     from ..configuration_arcaligner import check_question
-    from ..server.answers import Request
+    from ..server.engine import Request
 
     check_question(question)
     with busy("Loading the aligner and its base model"):
@@ -299,7 +299,8 @@ def serve_answers(
     ] = None,
 ) -> None:
     """Serves an OpenAI-compatible API and a web page to ask from."""
-    from ..server.app import ServerSettings, serve
+    from ..server.app import ServerSettings
+    from ..server.listen import serve
 
     settings = ServerSettings(Path(checkpoint).resolve().name, host, port, api_key or None)
 

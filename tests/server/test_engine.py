@@ -14,9 +14,8 @@ from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.table import Corpus
 from arcaligner.encoder_arcaligner import SlotEncoder, similarities_of
-from arcaligner.server.answers import Limits, Request, RowSampler
 from arcaligner.server.app import describe_error
-from arcaligner.server.engine import BusyError, Engine
+from arcaligner.server.engine import BusyError, Engine, Limits, Request, RowSampler
 
 CHAT = [{"role": "user", "content": "Who wrote it?"}]
 LONG = [{"role": "user", "content": "Who? " * 400}]
@@ -170,10 +169,16 @@ def corpus_of(folder, processor, *names):
     return corpus
 
 
-def test_a_corpus_that_vanishes_fails_its_questions_and_no_others(tmp_path, engine_of, processor):
+def test_a_corpus_that_vanishes_fails_its_questions_and_no_others(tmp_path, engine_of, processor, monkeypatch):
+    searched, search = [], Retriever.__call__
+    monkeypatch.setattr(
+        Retriever, "__call__", lambda self, *given, **k: searched.append(given) or search(self, *given, **k)
+    )
     corpus = corpus_of(tmp_path, processor, "Ada")
     engine = engine_of(Retriever(corpus, processor))
-    assert answer(engine, None).passages.documents[0]["text"] == "Ada wrote it."
+    engine.warm_up()
+    assert [question for question, *_ in searched] == ["?"]
+    assert answer(engine, None).sources[0]["text"] == "Ada wrote it."
     shutil.rmtree(corpus.path)
     error = engine.submit(asked(None)).exception()
     assert "cannot be searched" in str(error) and describe_error(error)[0] == 503
@@ -186,13 +191,6 @@ def test_too_many_slots_are_refused_before_any_is_encoded(engine_of, processor, 
     monkeypatch.setattr(SlotEncoder, "encode_tokens", None)
     error = engine.submit(asked(["one sentence " * 30])).exception()
     assert isinstance(error, ValueError) and "slots, but there is room for 40" in str(error)
-
-
-def test_a_warm_engine_has_searched_its_corpus(engine_of, retriever, monkeypatch):
-    searched, search = [], Retriever.__call__
-    monkeypatch.setattr(Retriever, "__call__", lambda self, each, **k: searched.append(each) or search(self, each, **k))
-    engine_of(retriever).warm_up()
-    assert searched == ["?"]
 
 
 def test_slot_prefixes_are_kept_within_their_bytes(engine_of):
@@ -223,12 +221,18 @@ def test_an_answer_with_less_confidence_than_asked_for_is_the_refusal_told_at_on
         told(min_confidence=2)
 
 
-def test_an_aligner_without_a_probe_answers_without_a_confidence(engine_of):
-    engine = engine_of()
-    assert answer(engine).confidence is None
-    for refused in (lambda: answer(engine, min_confidence=0.5), lambda: engine_of(min_confidence=0.5)):
-        with pytest.raises(ValueError, match="`min_confidence` needs an aligner whose confidence was fitted"):
-            refused()
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"min_confidence": 0.5}, "`min_confidence` needs an aligner whose confidence was fitted"),
+        ({"max_passages": 0}, "`max_passages` is 0; expected a whole number of at least 1"),
+        ({"tokens_per_slot": 0}, "`tokens_per_slot` is 0; expected"),
+        ({"max_batch": 0}, "`max_batch` is 0; expected at least 1 request"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(engine_of, settings, message):
+    with pytest.raises(ValueError, match=message):
+        engine_of(**settings)
 
 
 def test_the_similarity_to_the_question_counts(apart, engine_of, tmp_path, monkeypatch):
@@ -283,12 +287,5 @@ def test_passages_of_a_batch_are_chosen_together_and_a_request_that_cannot_be_re
     first, failed, last = [engine.submit(asked(PASSAGES, chat)) for chat in (CHAT, LONG, CHAT)]
     assert first.result().text == last.result().text == alone.text and first.result().batch_size == 2
     assert first.result().sources == alone.sources and "The prompt has" in str(failed.exception())
-
-
-def test_a_request_names_its_own_number_of_passages_and_the_engine_one_for_the_others(apart, engine_of):
-    engine = engine_of(None, apart, max_passages=1)
-    few, all_of_them = (answer(engine, PASSAGES, max_passages=most).sources for most in (None, 9))
-    assert sum(each["read"] for each in few) == 1 and all(each["read"] for each in all_of_them)
-    for refused in (lambda: engine_of(None, apart, max_passages=0), lambda: answer(engine, PASSAGES, max_passages=0)):
-        with pytest.raises(ValueError, match="`max_passages` is 0; expected a whole number of at least 1"):
-            refused()
+    all_of_them = answer(engine, PASSAGES, max_passages=9).sources  # a request names its own number
+    assert [sum(each["read"] for each in sources) for sources in (alone.sources, all_of_them)] == [1, 3]

@@ -99,7 +99,7 @@ def test_the_text_is_shown_as_it_is_written_and_no_letter_is_moved_by_slots(brow
 def test_the_place_of_the_answer_is_seen_in_the_passage(browser, monkeypatch):
     start = TEXT.index("jumper")
     place = {"start": start, "end": TEXT.index("competed") + 8}  # in two slots
-    find_answer = "arcaligner.server.answers.find_answer"
+    find_answer = "arcaligner.server.engine.find_answer"
     monkeypatch.setattr(find_answer, lambda answer, text: place if "Radik" in text else None)
     ask(browser)
     marks = browser.evaluate("[...document.querySelectorAll('mark')].map(each => each.textContent)")
