@@ -27,7 +27,6 @@ from transformers.utils import logging
 from ..checkpoint_arcaligner import WEIGHTS_DIGEST, AlignerCheckpointMixin, check_values
 from ..common.files import GGUF_FILE, digest, refuse_unknown, wheel_directory
 from ..configuration_arcaligner import DEFAULT_BASE_MODEL, SLOT_SETTINGS, ArcAlignerConfig, check_gates, longest_prompt
-from ..encoder_arcaligner import EncodedDocuments
 from ..modeling_arcaligner import ContextProjector
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import copied_next, copied_texts, documents_of, text_of, title_of
@@ -311,23 +310,15 @@ class LlamaCppEngine:
         """Reads text and slots of a prompt; the state after the last slot."""
         encoded = self.processor.encode_documents(documents, **slots)
         self._check_length(len(before) + len(encoded.context_embeds) + num_after)
-        self.session.clear()
-        self.session.read(before, has_logits=False)
-        self.session.read_apart(np.split(self.project(encoded), np.cumsum(self._sizes(encoded))[:-1]))
-        return self.session.state()
-
-    def _sizes(self, encoded: EncodedDocuments) -> list[int]:
-        """How many slots are read together: those of each passage, or all."""
-        if self.config.passage_attention == "joint":
-            return [len(encoded.context_embeds)]
-        return encoded.context_passage_ids.unique_consecutive(return_counts=True)[1].tolist()
-
-    @torch.no_grad()
-    def project(self, encoded: EncodedDocuments) -> np.ndarray:
-        """Slots (num_slots, hidden) as the first layer reads them."""
         words = encoded.context_word_ids
         parts = None if words is None else self._projector.average_words(words, self._table)
-        return self._projector(encoded.context_embeds, parts).numpy()
+        slots = self._projector(encoded.context_embeds, parts).numpy()  # (num_slots, hidden)
+        is_joint = self.config.passage_attention == "joint"
+        sizes = encoded.context_passage_ids.unique_consecutive(return_counts=True)[1]
+        self.session.clear()
+        self.session.read(before, has_logits=False)
+        self.session.read_apart([slots] if is_joint else np.split(slots, sizes.cumsum(0)[:-1]))
+        return self.session.state()
 
     def _keep(self, key: str, state: State) -> None:
         if len(state.data) > self.max_bytes:

@@ -133,12 +133,6 @@ class Passage(Body):
     text: str
 
 
-class StreamOptions(BaseModel):
-    """Whether the last piece of a stream says how many tokens there were."""
-
-    include_usage: bool = False
-
-
 class ChatRequest(Body):
     """The body of `/v1/chat/completions`. What the engine checks is not checked here."""
 
@@ -157,7 +151,7 @@ class ChatRequest(Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(as_list), Field(max_length=16)] = []
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: dict[str, Any] = {}  # `include_usage`: whether the last piece of a stream has it
 
     @model_validator(mode="before")
     @classmethod
@@ -183,8 +177,11 @@ class ChatRequest(Body):
         )
 
 
-async def read_body(request: Request, most: int) -> bytes:
-    """The body of a request, which is refused before it is read whole if it is longer than `most` bytes, or slow."""
+async def read_body(request: Request, kind: str, most: int) -> bytes:
+    """The body of a request. It is refused before it is read whole where it is longer than `most` bytes, slow, or of
+    another `kind`: a form of another page, which a browser sends without asking, is neither JSON nor a plain file."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != kind:
+        raise HTTPException(415, f"Expected a body with `Content-Type: {kind}`.")
     body = b""
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -369,15 +366,13 @@ class Routes:
         }
 
     async def passages(self, request: Request, name: str = "") -> dict[str, Any]:
-        if request.headers.get("content-type") != "application/octet-stream":  # which no form of another page sends
-            raise HTTPException(415, "Send the file as it is, with `Content-Type: application/octet-stream`.")
         if self.files.locked():
             raise BusyError("Too many files are being read. Try again later.")
         async with self.files:
             corpus = self.engine.retriever and self.engine.retriever.corpus
             words = 100 if corpus is None else corpus.settings["passage_words"]
-            data, spacy_model = await read_body(request, MAX_FILE_BYTES), self.engine.processor.spacy_model
-            return await asyncio.to_thread(read_passages, name, data, words, spacy_model)
+            data = await read_body(request, "application/octet-stream", MAX_FILE_BYTES)
+            return await asyncio.to_thread(read_passages, name, data, words, self.engine.processor.spacy_model)
 
     async def health(self) -> dict[str, Any]:
         return {"status": "ok", "model": self.settings.model, "corpus": self.engine.retriever is not None}
@@ -391,7 +386,7 @@ class Routes:
         return {"object": "list", "data": [model]}
 
     async def chat(self, request: Request) -> Response:
-        body = ChatRequest.model_validate_json(await read_body(request, MAX_BODY_BYTES))
+        body = ChatRequest.model_validate_json(await read_body(request, "application/json", MAX_BODY_BYTES))
         if body.model != self.settings.model:
             raise HTTPException(404, f"There is no model {body.model!r}; expected {self.settings.model!r}.")
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
@@ -415,7 +410,7 @@ class Routes:
             if isinstance(error, Exception):
                 return refuse(request, error)
             raise
-        completion = Completion(body.model, body.stream_options.include_usage)
+        completion = Completion(body.model, bool(body.stream_options.get("include_usage")))
         return StreamingResponse(self._events(completion, asked, first, pieces), media_type="text/event-stream")
 
     async def _events(

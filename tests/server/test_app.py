@@ -173,6 +173,8 @@ def test_what_is_no_request_at_all_is_refused(url, client, monkeypatch):
         for path in ("/v1/models", "/metrics", "/about"):
             assert httpx.get(url + path, headers=wrong).status_code == 401
         assert httpx.post(post, content=b"{", headers=wrong).status_code == 401
+    form = AUTHORIZED | {"Content-Type": "text/plain"}  # what a form of another page may send
+    assert httpx.post(post, content=b"{}", headers=form).status_code == 415
     with pytest.raises(openai.NotFoundError, match="There is no model 'gpt'; expected 'tiny'"):
         client.chat.completions.create(model="gpt", messages=[{"role": "user", "content": "?"}])
     for path, status in (("/none", 404), ("/v1/chat/completions", 405)):

@@ -51,7 +51,11 @@ def test_a_file_becomes_passages_with_titles_and_pages(drop, monkeypatch):
         (400, "file holds no text.", {"name": "", "data": b""}),
         (413, f"longer than {app.MAX_FILE_BYTES} bytes", {"data": b"x" * (app.MAX_FILE_BYTES + 1)}),
         (401, "The API key is missing or wrong", {"key": "another"}),
-        (415, "Send the file as it is", {"kind": "text/plain"}),  # what a form of another page may send
+        (
+            415,
+            "`Content-Type: application/octet-stream`",
+            {"kind": "text/plain"},
+        ),  # what a form of another page may send
     ],
     ids=["no text", "password", "binary", "nothing", "large", "key", "form"],
 )

@@ -52,25 +52,27 @@ def is_seen(browser, selector):
     return browser.evaluate(f"document.querySelector('{selector}').checkVisibility()")
 
 
-def test_a_question_is_asked_by_keyboard_alone(browser, client):
+def test_a_question_is_asked_by_keyboard_alone_and_what_was_kept_is_told(browser, client):
     browser.evaluate("$('question').focus()")
     browser.type(QUESTION)
     browser.press("Tab")
     assert browser.evaluate("document.activeElement.id") == "text"
-    browser.type(TEXT)
+    browser.type(TEXT + " By hand.")
     browser.press("Enter", modifiers=2)
     browser.wait_for("!running && $('report').checkVisibility()")
-    documents = TEXT.split("\n\n")
+    assert " ms; 0 of 2 passages kept, not read again." in browser.seen("#cost")
     messages = [{"role": "user", "content": QUESTION}]
-    settings = {"extra_body": {"documents": documents}}
-    expected = client.chat.completions.create(model="tiny", messages=messages, **settings)
+    documents = (TEXT + " By hand.").split("\n\n")
+    expected = client.chat.completions.create(model="tiny", messages=messages, extra_body={"documents": documents})
     assert expected.choices[0].finish_reason == "length"  # which is seen
     assert browser.evaluate("$('answer').textContent") == expected.choices[0].message.content + " …"
-    slots = expected.model_extra["arcaligner"]["statistics"]["slots"]
-    assert f" tokens of text read as {slots} slots, the first token after " in browser.seen("#cost")
     assert "A small model: check it." in browser.seen("#check")
     places = {url.split("/", 3)[2] for url in browser.opened if not url.startswith("data:")}
     assert places == {client.base_url.netloc.decode()}
+    ask(browser, TEXT + " By hand.")
+    slots = expected.model_extra["arcaligner"]["statistics"]["slots"]
+    assert f" tokens of text read as {slots} slots, the first token after " in browser.seen("#cost")
+    assert " ms; 2 of 2 passages kept, not read again." in browser.seen("#cost")
 
 
 def test_the_text_is_shown_as_it_is_written_and_no_letter_is_moved_by_slots(browser):
@@ -113,12 +115,6 @@ def test_the_place_of_the_answer_is_seen_in_the_passage(browser, monkeypatch):
     assert browser.evaluate("document.querySelectorAll('mark').length") == 0
 
 
-def test_what_was_kept_is_told_with_the_time(browser):
-    for kept in (0, 2):
-        ask(browser, TEXT + " It is new.")
-        assert f" ms; {kept} of 2 passages kept, not read again." in browser.seen("#cost")
-
-
 @pytest.mark.parametrize("way", ["Escape", "click"])
 def test_while_it_works_a_sign_is_seen_and_it_can_be_stopped(browser, held, way):
     assert not is_seen(browser, "#stop") and not is_seen(browser, "#sign")
@@ -132,18 +128,14 @@ def test_while_it_works_a_sign_is_seen_and_it_can_be_stopped(browser, held, way)
     ask(browser)
 
 
-def test_the_corpus_is_named_and_its_passages_are_as_many_as_chosen(browser):
+def test_the_corpus_is_named_and_asked_and_without_one_an_example_brings_its_text(browser, engine, monkeypatch):
     assert browser.seen("#corpus") == "Corpus corpus: 2 documents, 2 passages. Model tiny."
+    assert not is_seen(browser, "#examples")
     browser.evaluate("$('top-k').value = 1")
     ask(browser, text="")
     assert browser.evaluate("document.querySelectorAll('article').length") == 1
     head = browser.seen("article h3")
     assert " – characters 0 to " in head or " – Zhaparov – characters" in head
-    assert browser.evaluate("[...$('rate').options].map(each => each.text)") == ["default"]
-
-
-def test_without_a_corpus_an_example_brings_its_text(browser, engine, monkeypatch):
-    assert not is_seen(browser, "#examples")
     monkeypatch.setattr(engine, "retriever", None)
     monkeypatch.setattr(engine, "limits", engine.limits.__class__(max_slots=400))
     browser.evaluate("learn()")
@@ -167,17 +159,26 @@ def test_a_small_and_a_dark_screen(browser):
     assert min(int(each) for each in text.removeprefix("rgb(").rstrip(")").split(",")) > 200
 
 
-def test_files_that_are_dropped_become_passages(browser):
-    browser.drop("[new File(['# Ships\\n\\nOf wood.'], '../../ships.md'), new File(['A letter. Of Ada.'], 'ada.txt')]")
-    assert browser.seen("#files-read").splitlines() == ["ships.md: 1 passage remove", "ada.txt: 1 passage remove"]
+def test_files_that_are_dropped_become_passages_and_what_cannot_be_read_is_said(browser, monkeypatch):
+    monkeypatch.setattr("arcaligner.server.app.MAX_CHARACTERS", 20)
+    browser.drop(
+        "[new File(['# Ships\\n\\nOf wood.'], '../../ships.md'), new File(['A letter. Of Ada.'], 'ada.txt'),"
+        " new File(['\\0'], 'b.bin'), new File([new ArrayBuffer(100 * 2**20)], 'large.bin'),"
+        " new File(['A long one. Of Bob.'], 'bob.txt'), new File(['And a longer one. '.repeat(2)], 'long.txt')]"
+    )
+    lines = browser.seen("#files-read").splitlines()
+    names = ("ships.md", "ada.txt", "bob.txt", "long.txt")
+    assert lines[:4] == [f"{name}: 1 passage remove" for name in names]
+    assert "b.bin is not UTF-8 text" in lines[4] and lines[5] == "large.bin has 100 MiB; at most 16 are read."
+    assert lines[6].startswith("long.txt is too long: its first 1 passage can be asked about. Make a corpus of it:")
+    browser.evaluate("document.querySelectorAll('#files-read button')[3].click()")
+    browser.evaluate("document.querySelectorAll('#files-read button')[2].click()")
     ask(browser, text="Own.")
     assert shown(browser, "article h3") == ["Your text", "ships.md – Ships", "ada.txt"]
     browser.evaluate("$('top-k').value = 1")
     ask(browser, text="Own.", question="What are ships made of?")
     assert shown(browser, "article h3") == ["ships.md – Ships"]
     assert browser.seen("#chosen").startswith("1 of 3 passages read")
-    browser.evaluate("document.querySelector('#files-read button').click()")
-    assert browser.seen("#files-read").splitlines() == ["ada.txt: 1 passage remove"]
 
 
 def test_markup_in_files_and_their_names_is_text(browser):
@@ -191,13 +192,3 @@ def test_markup_in_files_and_their_names_is_text(browser):
     passages = browser.seen("#passages")
     assert "A letter & more." in passages and evil in passages
     assert "a<img src=x onerror=window.evil=1>.html" in browser.seen("#files-read")
-
-
-def test_too_many_and_too_large_files_are_bounded_and_it_is_said(browser):
-    browser.drop("Array.from({length: 500}, (_, n) => new File([n < 3 ? 'A text. ' : '\\0'], `${n}.txt`))")
-    lines = browser.seen("#files-read").splitlines()
-    assert lines[:3] == [f"{number}.txt: 1 passage remove" for number in range(3)]
-    assert lines[3].startswith("Of 500 files 100 are read; at most 100 at a time. Make a corpus of more: arcaligner ")
-    assert "is not UTF-8 text" in lines[4] and len(lines) == 3 + 1 + 97
-    browser.drop("[new File([new ArrayBuffer(100 * 2**20)], 'large.bin')]")
-    assert "large.bin has 100 MiB; at most 16 are read." in browser.seen("#files-read")
