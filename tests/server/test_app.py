@@ -141,18 +141,13 @@ def test_requests_that_arrive_together_share_a_batch_and_a_bad_one_fails_alone(c
         ({"max_tokens": 257}, "`max_tokens` is 257; expected 1 to 256"),
         ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
         ({"documents": ["a"] * 5}, "Got 5 documents; expected at most 4"),
-        ({"documents": ["A text. " * 41]}, "are 41 slots, but there is room for 40"),
         ({"documents": [{"body": "a"}]}, "documents.0.text: Field required"),
         ({"documents": [{"title": "T" * 1001, "text": "a"}]}, "documents.0.title: String should have at most 1000"),
-        ({"documents": "a"}, "documents: Input should be a valid array"),
-        ({"n": 2}, "`n` is not supported; leave it out, or pass 1."),
         ({"response_format": {"type": "json_object"}}, '`response_format` is not supported; leave it out, or pass {"'),
         ({"topk": 3}, "Unknown key `topk` in the request. Did you mean `top_k`?"),
-        ({"stop": [""]}, "stop.0: "),
         ({"tokens_per_slot": "word"}, "`tokens_per_slot` is 'word'; expected a whole number"),
         ({"seed": 2**63}, "seed: "),
         ({"copy_bonus": -1}, "`copy_bonus` is -1.0; expected a number from 0"),
-        ({"min_confidence": 0.5}, "`min_confidence` needs an aligner whose confidence was fitted"),
         ({"max_passages": 0}, "`max_passages` is 0; expected a whole number of at least 1"),
     ],
 )
@@ -173,7 +168,7 @@ def test_what_is_no_request_at_all_is_refused(url, client, monkeypatch):
         for path in ("/v1/models", "/metrics", "/about"):
             assert httpx.get(url + path, headers=wrong).status_code == 401
         assert httpx.post(post, content=b"{", headers=wrong).status_code == 401
-    form = AUTHORIZED | {"Content-Type": "text/plain"}  # what a form of another page may send
+    form = AUTHORIZED | {"Content-Type": "text/plain"}  # what another page may send
     assert httpx.post(post, content=b"{}", headers=form).status_code == 415
     with pytest.raises(openai.NotFoundError, match="There is no model 'gpt'; expected 'tiny'"):
         client.chat.completions.create(model="gpt", messages=[{"role": "user", "content": "?"}])

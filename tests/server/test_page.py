@@ -171,8 +171,8 @@ def test_files_that_are_dropped_become_passages_and_what_cannot_be_read_is_said(
     assert lines[:4] == [f"{name}: 1 passage remove" for name in names]
     assert "b.bin is not UTF-8 text" in lines[4] and lines[5] == "large.bin has 100 MiB; at most 16 are read."
     assert lines[6].startswith("long.txt is too long: its first 1 passage can be asked about. Make a corpus of it:")
-    browser.evaluate("document.querySelectorAll('#files-read button')[3].click()")
-    browser.evaluate("document.querySelectorAll('#files-read button')[2].click()")
+    for number in (3, 2):
+        browser.evaluate(f"document.querySelectorAll('#files-read button')[{number}].click()")
     ask(browser, text="Own.")
     assert shown(browser, "article h3") == ["Your text", "ships.md – Ships", "ada.txt"]
     browser.evaluate("$('top-k').value = 1")
