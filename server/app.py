@@ -232,8 +232,7 @@ class Completion:
     def piece(self, delta: dict[str, str], finish_reason: str | None = None, **report: Any) -> str:
         """An event of a stream, with what is new of the message."""
         choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
-        body = {**self.head, "object": "chat.completion.chunk", "choices": [choice]}
-        return event(body | ({"usage": None} if self.has_usage else {}) | report)
+        return event({**self.head, "object": "chat.completion.chunk", "choices": [choice]} | report)
 
     def end(self, answer: Answer) -> str:
         """The last events; the very last has the report, and the usage where it is asked for."""
