@@ -31,8 +31,7 @@ from ..common.rows import Row, contains_match, own_row, token_f1, usable_golds
 from ..evaluation.answering import count_tokens, load_aligner, load_text_lora
 from ..evaluation.methods import rate_title
 from ..pipeline_arcaligner import ArcAlignerPipeline, passages_to_read
-from ..train.data import full_text, passages_text, text_inputs
-from ..train.metrics import MAX_NEW_TOKENS
+from ..train.prompts import MAX_NEW_TOKENS, full_text, passages_text, text_inputs
 
 COLUMNS = ("what is read", "positions", "F1", "EM", "agreement", "first token")
 REMARKS = (

@@ -29,9 +29,6 @@ def build(
     ] = None,
     tokens_per_slot: TokensPerSlot = None,
     prune: Annotated[bool, typer.Option("--prune", help="Remove documents that are in none of the sources.")] = False,
-    ray: Annotated[
-        int | None, typer.Option("--ray", metavar="WORKERS", help="Number of Ray workers that encode.", min=1)
-    ] = None,
 ) -> None:
     """Makes a corpus from texts, or updates one: new documents are added, changed ones replaced."""
     shared.check_there(checkpoint)
@@ -41,11 +38,6 @@ def build(
 
     for source in sources:  # before anything is loaded
         check_source(source)
-    write_batches = None
-    if ray is not None:
-        from ..corpus.ray_build import RayWriter
-
-        write_batches = RayWriter(ray)
     processor, is_new = shared.load_processor(checkpoint), not folder.exists()
     corpus = Corpus.create(folder, processor, passage_words, tokens_per_slot)
     try:
@@ -56,7 +48,6 @@ def build(
                 processor,
                 prune=prune,
                 on_batch=lambda report: messages.print(f"[dim]{counted(report.passages, 'passage')}[/]"),
-                write_batches=write_batches,
             )
     except (ValueError, OSError):
         if is_new and len(corpus) == 0:  # nothing came of it

@@ -43,7 +43,7 @@ class BuildReport:
 class Batch:
     """Documents to be written together, the ids of those of them that are `replaced`, and what was met on the way to
     them: ids of documents that are `unchanged`, what was skipped, the ids of `unread` documents, and whether what was
-    skipped may hold other documents (`hides`); `error` ends the build."""
+    skipped may hold other documents (`hides`)."""
 
     documents: list[Document] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
@@ -51,7 +51,6 @@ class Batch:
     skipped: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     hides: int = 0
-    error: Exception | None = None
 
 
 def build_corpus(
@@ -61,7 +60,6 @@ def build_corpus(
     *,
     prune: bool = False,
     on_batch: Callable[[BuildReport], Any] = lambda report: None,
-    write_batches: Callable[..., Iterator[tuple[Batch, int]]] | None = None,
 ) -> BuildReport:
     """
     Adds the documents of sources, and replaces those that have changed. A killed build continues where it stopped.
@@ -73,8 +71,6 @@ def build_corpus(
         prune (`bool`): At the end, remove documents that are in none of the sources. A file that cannot be read keeps
             its document; a data set that cannot be read to its end keeps all.
         on_batch (`Callable`): Is told what was done, after each batch.
-        write_batches (`Callable`, *optional*): Encodes and writes, and gives each batch with its number of passages;
-            default: `write_here`.
 
     Raises:
         `ValueError`: no document at all; another process writes.
@@ -82,11 +78,11 @@ def build_corpus(
     report, num_hidden = BuildReport(), 0
     read: set[int] = set()  # ids, as hashes: there may be millions
     with corpus.writing():
-        for batch, num_passages in (write_batches or write_here)(sources, corpus, processor):
+        for batch in new_documents(sources, corpus):
             report.added += len(batch.documents) - len(batch.replaced)
             report.replaced += len(batch.replaced)
             report.unchanged += len(batch.unchanged)
-            report.passages += num_passages
+            report.passages += _write(batch, corpus, processor)
             report.skipped += batch.skipped
             num_hidden += batch.hides
             if prune:
@@ -118,15 +114,14 @@ def summary(report: BuildReport, info: dict[str, Any]) -> str:
     )
 
 
-def write_here(sources: list[str], corpus: Corpus, processor) -> Iterator[tuple[Batch, int]]:
-    """Encodes and writes in this process; gives each batch with its number of passages."""
-    for batch in new_documents(sources, corpus):
-        passages = corpus.cut(batch.documents)
-        starts = range(0, len(passages), PART_PASSAGES)
-        parts = [passage_rows(passages[start : start + PART_PASSAGES], processor, corpus) for start in starts]
-        if parts:
-            corpus.add(pa.concat_tables(parts), batch.replaced)
-        yield batch, len(passages)
+def _write(batch: Batch, corpus: Corpus, processor) -> int:
+    """Encodes and writes a batch; returns its number of passages."""
+    passages = corpus.cut(batch.documents)
+    starts = range(0, len(passages), PART_PASSAGES)
+    parts = [passage_rows(passages[start : start + PART_PASSAGES], processor, corpus) for start in starts]
+    if parts:
+        corpus.add(pa.concat_tables(parts), batch.replaced)
+    return len(passages)
 
 
 def new_documents(sources: list[str], corpus: Corpus) -> Iterator[Batch]:

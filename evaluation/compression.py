@@ -16,7 +16,7 @@ from ..base_model_arcaligner import CACHE
 from ..common.rows import Row
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import tokenize_segments
-from ..train.data import passages_text
+from ..train.prompts import passages_text
 from .answering import MissingMethodError, count_tokens
 
 RATE = 1 / 3  # the share of tokens that LLMLingua keeps, as in the paper

@@ -19,7 +19,7 @@ from rich.progress import Progress
 from ..base_model_arcaligner import default_dtype
 from ..common.files import describe_machine, digest
 from ..common.rows import Row
-from ..train.metrics import MAX_NEW_TOKENS
+from ..train.prompts import MAX_NEW_TOKENS
 from .answering import Answer, Answerer, MissingMethodError, in_batches, longest_first
 from .methods import Method, find_method
 from .metrics import METRICS, contains_match

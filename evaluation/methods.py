@@ -20,7 +20,7 @@ from ..common.files import digest_files
 from ..common.rows import Row
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..pipeline_arcaligner import check_max_passages
-from ..train.data import passages_text
+from ..train.prompts import passages_text
 from .answering import (
     Answerer,
     ApartAnswerer,

@@ -7,7 +7,7 @@ from training_rows import question_rows
 
 from arcaligner.benchmarks.arms import both_prompts, join_rows, load_models, make_arms, pick_rows
 from arcaligner.evaluation.answering import slot_inputs, text_inputs
-from arcaligner.train.data import full_text
+from arcaligner.train.prompts import full_text
 
 
 @pytest.fixture(scope="module", params=["joint", "separate"])

@@ -10,7 +10,7 @@ from training_rows import question_rows
 from arcaligner.evaluation.answering import MissingMethodError, text_inputs
 from arcaligner.evaluation.compression import RATE, PairCacheModel, llmlingua_compressor
 from arcaligner.evaluation.methods import METHODS, Checkpoints
-from arcaligner.train.data import passages_text, text_prompt
+from arcaligner.train.prompts import passages_text, text_prompt
 
 needs_llmlingua = pytest.mark.skipif(
     find_spec("llmlingua") is None, reason="llmlingua is not installed: `pip install llmlingua==0.2.2`"
