@@ -5,7 +5,7 @@ tasks                  questions, golds and passages
 retrieval              passages from a corpus
 methods                the ways to answer: answering, compression (of prompts)
 evaluate, runs         answers, one line per question
-metrics, judge         scores of answers
+metrics                scores of answers
 results, publish       means, intervals and differences; tables for readers
 analyses/              the figures: quality against rate, refusals, speed
 lm_eval_adapter        the aligner in lm-evaluation-harness

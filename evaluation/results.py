@@ -7,10 +7,9 @@ from typing import Any
 
 from ..common.files import markdown_table, write_whole
 from ..share.hub import METRIC_TITLES, RESULTS_FILE
-from .judge import judged_scores, judges_of
 from .methods import METHODS, find_method, sort_key
 from .metrics import METRICS, percent_interval, shown_interval
-from .runs import AnswerFile, answer_files
+from .runs import answer_files
 from .tasks import TASKS
 
 MAIN = "arcaligner"
@@ -40,8 +39,8 @@ def summarize(run: Path) -> dict[str, Any]:
     Returns:
         `dict`: `{"machine", "questions", "sets": {title: {"passages", "questions", "recall", "compression_rate",
         "methods", "differences"}}}`. `methods` has, by name, `[mean, low, high]` of each metric with 95 % bootstrap
-        intervals over questions, `acc` by judge, and the costs. `differences` has the
-        same of ArcAligner less a method, paired by question.
+        intervals over questions, and the costs. `differences` has the same of ArcAligner less a method, paired by
+        question.
     """
     files = {(file.task, file.method): file for file in answer_files(run)}
     if not files:
@@ -49,7 +48,7 @@ def summarize(run: Path) -> dict[str, Any]:
     sets = {}
     for task in (name for name, each in TASKS.items() if each.is_answered):
         names = sorted((method for name, method in files if name == task), key=sort_key)
-        of_task = {name: {each["id"]: each for each in judged(files[task, name])} for name in names}
+        of_task = {name: {each["id"]: each for each in files[task, name].read()} for name in names}
         of_task = {name: answers for name, answers in of_task.items() if answers}
         if of_task:
             _check_pairs(run, task, of_task)
@@ -62,14 +61,6 @@ def summarize(run: Path) -> dict[str, Any]:
         "questions": min((entry["questions"] for entry in sets.values()), default=0),
         "sets": sets,
     }
-
-
-def judged(file: AnswerFile) -> list[dict[str, Any]]:
-    """The answers in a file, each with the `acc` that it has from each judge that judged it."""
-    scores = {judge: judged_scores(file, judge) for judge in judges_of(file)}
-    return [
-        row | {"acc": {judge: of[row["id"]] for judge, of in scores.items() if row["id"] in of}} for row in file.read()
-    ]
 
 
 def _check_pairs(run: Path, task: str, of_task: dict[str, Answers]) -> None:
@@ -110,10 +101,6 @@ def _summarize_method(name: str, of_task: dict[str, Answers]) -> dict[str, Any]:
     }
     if name not in NOT_COMPRESSED and numbers["context_tokens"]:
         numbers["compression_rate"] = _rate(rows)
-    judges = sorted({judge for row in rows for judge in row["acc"]})
-    numbers["acc"] = {
-        judge: percent_interval([row["acc"][judge] for row in rows if judge in row["acc"]]) for judge in judges
-    }
     numbers |= {metric: percent_interval([row[metric] for row in rows]) for metric in METRICS}
     return numbers
 
@@ -142,10 +129,6 @@ def results_page(results: dict[str, Any]) -> str:
     lines: list[str] = []
     for metric in ("f1", "em", "em_raw"):
         lines += interval_table(METRIC_TITLES[metric], sets, "methods", metric)
-    for judge in sorted(
-        {judge for entry in sets.values() for each in entry["methods"].values() for judge in each["acc"]}
-    ):
-        lines += interval_table(f"Acc, judged by {judge}", sets, "methods", "acc", judge)
     differences = [
         interval_table(f"{METRIC_TITLES[metric]}, {MAIN_TITLE} less", sets, "differences", metric, sign="+")
         for metric in ("f1", "em")
@@ -168,20 +151,16 @@ def _section(title: str, *parts: list[str]) -> list[str]:
     return [f"## {title}", "", *lines] if lines else []
 
 
-def interval_table(title: str, sets: dict, part: str, *keys: str, sign: str = "") -> list[str]:
-    """Methods down, sets across, in each cell a mean with its interval and the number of questions if not all.
-
-    `part` is `"methods"` or `"differences"`, and `keys` lead from a method's entry there to the interval.
-    """
+def interval_table(title: str, sets: dict, part: str, metric: str, sign: str = "") -> list[str]:
+    """Methods down, sets across, in each cell a mean with its interval and the number of questions if not all; `part`
+    is `"methods"` or `"differences"`."""
 
     def show(entry: dict, method: str) -> str | None:
-        found = numbers = entry.get(part, {}).get(method, {})
-        for key in keys:
-            found = found.get(key, {})
-        if not found:
+        numbers = entry.get(part, {}).get(method, {})
+        if metric not in numbers:
             return None
         is_part = part == "methods" and numbers["questions"] < entry["questions"]
-        return shown_interval(found, sign) + (f" of {numbers['questions']}" if is_part else "")
+        return shown_interval(numbers[metric], sign) + (f" of {numbers['questions']}" if is_part else "")
 
     return table(title, method_titles(sets), sets, show)
 

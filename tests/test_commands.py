@@ -40,7 +40,6 @@ NOT_HERE = {
     "--accelerate": "several GPUs",
     "arcaligner push": "the Hub",
     "user/aligner": "the Hub",
-    "evaluation.judge": "a judge",
     "analyses.refusals": "answers at two rates; tested in tests/evaluation/test_refusals.py",
     "lm_eval": "the extra `lm-eval`",
     "llama.cpp": "the extra `llama-cpp`",
@@ -55,7 +54,7 @@ def documented_commands() -> list[str]:
         for block in re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL):
             lines = block.replace("\\\n", " ").splitlines()
             found += [re.sub(r"\s+# .*", "", line) for line in lines if not line.startswith(("make", "pip", "source"))]
-    return list(dict.fromkeys(command for command in found if not command.startswith("vllm")))
+    return list(dict.fromkeys(found))
 
 
 def why_not(command: str) -> str | None:

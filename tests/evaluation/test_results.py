@@ -6,7 +6,6 @@ import re
 import pytest
 from answer_rows import write_answers
 
-from arcaligner.evaluation.judge import judge_answers, verdict_file
 from arcaligner.evaluation.metrics import percent_interval
 from arcaligner.evaluation.results import (
     compare,
@@ -44,17 +43,6 @@ def test_what_the_passages_are_is_told_as_the_recipe_says(run):
     file = AnswerFile(run, "hotpotqa", "naive")  # the first of its methods
     file.settings_path.write_text(json.dumps(file.settings() | {"passages": "gold", "about": "gold: two of ten"}))
     assert summarize(run)["sets"]["HotpotQA"]["passages"] == "gold: two of ten"
-
-
-def test_verdicts_become_accuracy_over_the_answers_that_are_judged(run):
-    file = AnswerFile(run, "hotpotqa", "arcaligner")
-    judge_answers(lambda prompts: iter(("Yes", "No", "Hmm")), file.read()[:3], verdict_file(file, "org/judge"))
-    results = summarize(run)
-    numbers = results["sets"]["HotpotQA"]["methods"]["arcaligner"]
-    assert numbers["acc"] == {"org--judge": percent_interval([1.0, 0.0, 0.0])}
-    assert results["sets"]["HotpotQA"]["methods"]["naive"]["acc"] == {}
-    page = results_page(results)
-    assert page.count("| Acc, judged by org--judge | HotpotQA |") == 1 and "| **ArcAligner** | 33.3 [" in page
 
 
 def test_the_rate_is_measured_and_full_text_has_none(run):
@@ -123,4 +111,4 @@ def test_a_table_leaves_out_methods_without_a_number_and_marks_single_gaps():
     }
     rows = ["| Naive | 1.0 [0.0, 2.0] | - |", "| StandardRAG | - | 3.0 [2.0, 4.0] |"]
     assert interval_table("F1", sets, "methods", "f1") == ["| F1 | A | B |", "|---|---|---|", *rows, ""]
-    assert interval_table("Acc", sets, "methods", "acc", "judge") == []
+    assert interval_table("EM", sets, "methods", "em") == []
