@@ -32,6 +32,7 @@ from ..common.passages import PASSAGE_WORDS
 from ..common.rows import Row, contains_match, own_row, token_f1, usable_golds
 from ..evaluation.answering import count_tokens, load_aligner, load_text_lora
 from ..evaluation.methods import rate_title
+from ..evaluation.tasks import with_found
 from ..pipeline_arcaligner import CopyBonus, check_max_passages
 from ..prefix_store_arcaligner import SlotPrefixStore
 from ..train.data import passages_text, slot_inputs, text_ids
@@ -77,7 +78,6 @@ def find_passages(
     from ..corpus.build import build_corpus  # of the extra `corpus`
     from ..corpus.retrieve import Retriever
     from ..corpus.table import Corpus
-    from ..evaluation.retrieval import with_found
 
     with tempfile.TemporaryDirectory() as folder:
         corpus = Corpus.create(Path(folder, "corpus"), processor, PASSAGE_WORDS, "segment")

@@ -2,7 +2,6 @@
 
 settings, recipes/     what is evaluated
 tasks                  questions, golds and passages
-retrieval              passages from a corpus
 methods                the ways to answer: answering, compression (of prompts)
 evaluate, runs         answers, one line per question
 metrics                scores of answers

@@ -14,11 +14,12 @@ import logging
 import time
 from typing import Any
 
-from rich.progress import Progress
+from rich.progress import Progress, track
 
 from ..base_model_arcaligner import default_dtype
 from ..common.files import describe_machine, digest
 from ..common.rows import Row
+from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.metrics import MAX_NEW_TOKENS
 from .answering import Answer, Answerer, MissingMethodError, in_batches, longest_first
 from .methods import Method, find_method
@@ -26,9 +27,11 @@ from .metrics import METRICS, contains_match
 from .results import write_results
 from .runs import AnswerFile, row_digest
 from .settings import EvaluationSettings, TaskSettings
-from .tasks import TASKS, choose_passages
+from .tasks import TASKS, choose_passages, with_found
 
 logger = logging.getLogger(__name__)
+
+MIN_CANDIDATES = 20  # passages that are joined and re-ranked, as in the paper
 
 
 def evaluate(settings: EvaluationSettings) -> dict[str, Any]:
@@ -46,8 +49,6 @@ def load_rows(name: str, task: TaskSettings, settings: EvaluationSettings) -> li
     """The questions of a task with the passages that are read."""
     rows = TASKS[name].load(settings.data, task.num_questions)
     if task.passages == "retrieved":
-        from .retrieval import retrieve  # a corpus needs lancedb
-
         rows = retrieve(rows, settings.corpus, settings.checkpoints.aligner, settings.reranker, task.top_k or 1)
     rows = choose_passages(rows, task.passages, task.top_k)
     if not any(row["passages"] for row in rows) and set(settings.methods) - {"naive", "empty_slot"}:
@@ -58,6 +59,18 @@ def load_rows(name: str, task: TaskSettings, settings: EvaluationSettings) -> li
     if num_empty := sum(not row["passages"] for row in rows):
         logger.warning("%s: %d of %d questions have no passage", TASKS[name].title, num_empty, len(rows))
     return rows
+
+
+def retrieve(rows: list[Row], corpus: str, checkpoint: str, reranker: str | None, top_k: int) -> list[Row]:
+    """Rows with the `top_k` passages of a corpus, made by the aligner `checkpoint`, that are found for their questions,
+    the best first; `reranker` is a CrossEncoder."""
+    from ..corpus.retrieve import CANDIDATES, Retriever  # of the extra `corpus`
+    from ..corpus.table import Corpus
+
+    retriever = Retriever(Corpus(corpus), ArcAlignerProcessor.from_pretrained(checkpoint), reranker)
+    num_passages = max(top_k, MIN_CANDIDATES // CANDIDATES)
+    found = [retriever(row["question"], num_passages) for row in track(rows, "searching", transient=True)]
+    return [with_found(row, each.documents[:top_k]) for row, each in zip(rows, found, strict=True)]
 
 
 def answer_tasks(method: Method, rows: dict[str, list[Row]], settings: EvaluationSettings) -> None:

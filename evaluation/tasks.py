@@ -92,6 +92,11 @@ def choose_passages(rows: list[Row], passages: str = "given", top_k: int | None 
     return chosen
 
 
+def with_found(row: Row, documents: list[dict]) -> Row:
+    """A row with the passages that a search found."""
+    return row | {"passages": [{"title": each["title"], "text": each["text"]} for each in documents]}
+
+
 # Rows of the Hub to ours. Those without passages are for `--passages retrieved`.
 
 
