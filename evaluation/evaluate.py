@@ -11,7 +11,6 @@ all answers in the folder.
 """
 
 import logging
-import time
 from typing import Any
 
 from rich.progress import Progress, track
@@ -103,20 +102,15 @@ def task_settings(task: str, settings: EvaluationSettings) -> dict[str, Any]:
 
 def answer_file(answerer: Answerer, file: AnswerFile, rows: list[Row], batch_size: int, title: str) -> None:
     """Appends the answers to `rows`, with a progress bar."""
-
-    def timed(batch: list[Row]) -> tuple[list[Answer], float]:
-        start = time.perf_counter()
-        return answerer.answer(batch), time.perf_counter() - start
-
     with file.claim(), Progress(transient=True) as progress:
         bar = progress.add_task(title, total=len(rows))
         logger.info("%s, %d questions", title, len(rows))  # stays, also where no bar can be drawn
-        for batch, (answers, seconds) in in_batches(longest_first(rows), batch_size, timed):
-            file.append(map(record, batch, answers, [seconds / len(batch)] * len(batch)))
+        for batch, answers in in_batches(longest_first(rows), batch_size, answerer.answer):
+            file.append(map(record, batch, answers))
             progress.advance(bar, len(batch))
 
 
-def record(row: Row, answer: Answer, seconds: float) -> dict[str, Any]:
+def record(row: Row, answer: Answer) -> dict[str, Any]:
     """The line of an answer."""
     texts = " ".join(passage["text"] for passage in row["passages"])
     return {
@@ -129,7 +123,6 @@ def record(row: Row, answer: Answer, seconds: float) -> dict[str, Any]:
         "prompt_tokens": len(answer.prompt_ids),
         "context_tokens": answer.context_tokens,
         "passage_tokens": answer.passage_tokens,
-        "seconds": round(seconds, 4),
         **({} if answer.confidence is None else {"confidence": answer.confidence}),
         "prompt": digest(answer.prompt_ids),
         "row": row_digest(row),

@@ -1,6 +1,6 @@
 """A run's folder: what each method answered to each question, one JSON line per question.
 
-    <run>/<task>/<method>.jsonl   id, question, answers, prediction, scores, tokens, seconds, prompt and row digests
+    <run>/<task>/<method>.jsonl   id, question, answers, prediction, scores, tokens, prompt and row digests
     <run>/<task>/<method>.json    what they were made with; another configuration is refused
 
 Answers are appended batch by batch: a killed run continues where it stopped, and several processes may fill different
