@@ -24,12 +24,12 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.hub import RESULTS_FILE, write_model_card
 from .analyses.rates import save_rates
 from .analyses.speed import (
-    KNOWN,
+    KEPT_REPORT,
     SHORT_PASSAGES,
     find_size,
     first_token_ms,
     first_token_table,
-    save_known,
+    kept_lines,
     save_tradeoff,
     size_lines,
 )
@@ -55,13 +55,13 @@ README_ROWS = (
 ANSWERS_PER_SET = 13
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|&])")  # what could become structure of a page
 MARKS = "<!-- {}: evaluation/publish.py -->", "<!-- end of {} -->"  # of a part of a page, by its name
-SPEED_FIGURES = "latency", "f1_of_speed", "known_passages"  # on the page of speed, the others on that of results
+SPEED_FIGURES = "latency", "f1_of_speed"  # on the page of speed, the others on that of results
 
 
 def publish(
     run: Annotated[Path | None, typer.Option(help="Folder of an evaluation. Default: what is published.")] = None,
     checkpoint: Annotated[Path, typer.Option(help="The aligner that was measured.")] = DEFAULT_CHECKPOINT,
-    figures: Annotated[Path, typer.Option(help="Folder of the analyses and latency.json.")] = DOCS / "figures",
+    figures: Annotated[Path, typer.Option(help="Folder of figures, latency.json and kept.json.")] = DOCS / "figures",
 ) -> None:
     """Writes the pages and the README's table from a run, its figures and the timings."""
     if run is not None:
@@ -74,10 +74,11 @@ def publish(
     results = json.loads((checkpoint / RESULTS_FILE).read_text(encoding="utf-8"))
     latency = json.loads((figures / "latency.json").read_text(encoding="utf-8"))
     save_rates(figures, results)
-    read_by_all = {name: results["sets"][name] for name in README_SETS}
-    save_tradeoff(figures, latency, read_by_all)
-    published = DOCS / "figures"  # what was not made again stays
-    kept = save_known(figures, read_by_all) or save_known(published, read_by_all)
+    save_tradeoff(figures, latency, {name: results["sets"][name] for name in README_SETS})
+    published = DOCS / "figures" / KEPT_REPORT  # stays where it was not measured again
+    if (figures / KEPT_REPORT).exists():
+        write_whole(published, (figures / KEPT_REPORT).read_bytes())
+    kept = json.loads(published.read_text(encoding="utf-8"))
     shown = copy_figures(figures)
     others = [line for name, lines in shown.items() if name not in SPEED_FIGURES for line in lines]
     write_part(
@@ -85,7 +86,7 @@ def publish(
     )
     timed = [*first_token_table(latency), "", *shown["latency"], *shown["f1_of_speed"]]
     write_part(DOCS / "speed.md", "first token", timed)
-    write_part(DOCS / "speed.md", "known passages", kept + shown.get(KNOWN, []))
+    write_part(DOCS / "speed.md", "known passages", kept_lines(kept))
     write_part(DOCS / "speed_results.md", "all sizes", speed_tables(latency))
     write_part(ROOT / "README.md", "results", readme_table(results, latency))
 

@@ -1,7 +1,5 @@
 """Tables and figures of a report of `benchmarks/latency.py`: how soon an answer begins, and what F1 it has then."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -191,14 +189,14 @@ def tradeoff(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[dic
     return curves
 
 
-def draw_f1(curves: dict[str, list[dict[str, Any]]], label: Callable[[Any], str] = str) -> Figure:
-    """F1 across milliseconds to the first token, each point with the `label` of its rate."""
+def draw_f1(curves: dict[str, list[dict[str, Any]]]) -> Figure:
+    """F1 across milliseconds to the first token, each point with its rate."""
     figure, axes = new_figure(6.4, 3.8)
     for name, points in curves.items():
         axes.plot([point["ms"] for point in points], [point["f1"] for point in points], marker="o", label=name)
         for point in points:
             place = {"textcoords": "offset points", "xytext": (5, 4), "fontsize": 8}
-            axes.annotate(label(point["rate"]), (point["ms"], point["f1"]), **place)
+            axes.annotate(point["rate"], (point["ms"], point["f1"]), **place)
     axes.set(xlabel="time to the first token, ms", ylabel="F1, %", xscale="log", ylim=(0, None))
     axes.xaxis.set_major_formatter(ScalarFormatter())
     figure.legend(loc="outside upper center", ncols=2, frameon=False)
@@ -215,31 +213,21 @@ def save_tradeoff(folder: Path, report: dict[str, Any], sets: dict[str, Any]) ->
 # Passages that are known
 
 KEPT_REPORT = "kept.json"
-KNOWN = "known_passages"
 LIKELIEST = "_likeliest"  # ends the name of an arm that asks about each passage first
-KNOWN_PASSAGES = 5
-KNOWN_CAPTION = (
-    "F1, mean over the sets of the results, across the median time to the first token of a new question over a new "
-    "combination of {k} known passages, kept in memory. Each point of slots is a rate, from one checkpoint."
-)
 _KEPT_TITLES = {
     "text": "text, nothing kept",
     "text_same_set": "text, the same passages asked about before",
     "text_apart": "text apart, kept",
 }
+_HOW = {"_folder": ", from disk", LIKELIEST: ", each asked, the likeliest read", "": ""}
 
 
-def _what_is_kept(name: str) -> str:
-    """The name of an arm of `kept.py` without how what it keeps is read."""
-    return name.removesuffix("_folder").removesuffix(LIKELIEST)
-
-
-def _kept_title(name: str) -> str:
-    """The title of an arm of `kept.py`."""
-    kept = _what_is_kept(name)
+def _kept_arm(name: str) -> tuple[str, str]:
+    """What an arm of `kept.py` keeps, and its title."""
+    end = next(end for end in _HOW if name.endswith(end))
+    kept = name.removesuffix(end)
     title = _KEPT_TITLES.get(kept) or "**slots**, kept: " + rate_title(kept.removeprefix("slots_x"))
-    how = {"_folder": ", from disk", LIKELIEST: ", each asked, the likeliest read"}
-    return title + how.get(name.removeprefix(kept), "")
+    return kept, title + _HOW[end]
 
 
 def kept_lines(report: dict[str, Any]) -> list[str]:
@@ -248,51 +236,15 @@ def kept_lines(report: dict[str, Any]) -> list[str]:
     sizes = report["sizes"]
     rows = []
     for name in sizes[0]["arms"]:
-        kept = report["kept_bytes"].get(_what_is_kept(name))
-        cells = ["-" if kept is None else f"{kept / 1e6:.2f} MB"]
+        kept, title = _kept_arm(name)
+        cells = [f"{report['kept_bytes'][kept] / 1e6:.2f} MB" if kept in report["kept_bytes"] else "-"]
         for size in sizes:
             arm = size["arms"][name]
             times = "" if name == "text" else f" (x{arm['speed_up']['median']:.1f})"
             cells.append(f"{1000 * arm['first_token']['median']:.0f}{times}")
-        rows.append([_kept_title(name), *cells])
+        rows.append([title, *cells])
     columns = ["First token, ms (times sooner than text)", "kept of a passage"]
     counts = [counted(size["k"], "passage") for size in sizes]
     note = f"A passage has {report['tokens_per_passage']:.0f} tokens; medians of {sizes[-1]['rounds']} rounds or more"
     note += f"; {report['model']}, {report['dtype']}, one question; {machine_line(report)}."
     return [*markdown_table([*columns, *counts], rows), "", note]
-
-
-def known_points(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Points of each way to read known passages, by the `report` of `kept.py`: `rate`, `ms` to the first token, and
-    `f1` where `sets` of the results have it; of `KNOWN_PASSAGES` passages in memory."""
-    size = next((size for size in report["sizes"] if size["k"] == KNOWN_PASSAGES), report["sizes"][-1])
-    titles = {"text": "full_text_lora", "text_same_set": None, "text_apart": "text_apart"}
-    curves: dict[str, list[dict[str, Any]]] = {}
-    for name, arm in size["arms"].items():
-        rate = name.removeprefix("slots_x")
-        method = titles.get(name, f"{MAIN}_x{rate}")
-        if name != _what_is_kept(name) or method is None:
-            continue
-        method = MAIN if rate == str(report["own_tokens_per_slot"]) else method
-        if (f1 := mean_f1(sets, method)) is not None:
-            curve = "slots, kept" if rate != name else f"{_KEPT_TITLES[name]} (fine-tuned)"
-            point = {"rate": rate if rate != name else "", "ms": 1000 * arm["first_token"]["median"], "f1": f1}
-            curves.setdefault(curve, []).append(point)
-    return curves
-
-
-def save_known(folder: Path, sets: dict[str, Any]) -> list[str]:
-    """Writes the figure of `kept.py`'s report in `folder`, new or that of an earlier figure, and returns its table;
-    nothing without a report."""
-    new, earlier = folder / KEPT_REPORT, folder / f"{KNOWN}.json"
-    if new.exists():
-        report = json.loads(new.read_text(encoding="utf-8"))
-    elif earlier.exists():
-        report = json.loads(earlier.read_text(encoding="utf-8"))["report"]
-    else:
-        return []
-    points = known_points(report, sets)
-    caption = KNOWN_CAPTION.format(k=KNOWN_PASSAGES)
-    figure = draw_f1(points, lambda rate: f"x{rate}" if rate.isdecimal() else rate)
-    save_analysis(folder, KNOWN, figure, {"curves": points, "report": report}, caption)
-    return [*kept_lines(report), ""]
