@@ -25,15 +25,16 @@ from ..share.hub import RESULTS_FILE, write_model_card
 from .analyses.rates import save_rates
 from .analyses.speed import (
     KEPT_REPORT,
+    LATENCY_REPORT,
     SHORT_PASSAGES,
+    TRADEOFF,
     find_size,
     first_token_ms,
     first_token_table,
     kept_lines,
     save_tradeoff,
-    size_lines,
 )
-from .methods import find_method, fingerprint, rate_title
+from .methods import find_method, fingerprint
 from .results import results_page, write_results
 from .runs import answer_files
 from .tasks import TASKS
@@ -55,7 +56,6 @@ README_ROWS = (
 ANSWERS_PER_SET = 13
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|&])")  # what could become structure of a page
 MARKS = "<!-- {}: evaluation/publish.py -->", "<!-- end of {} -->"  # of a part of a page, by its name
-SPEED_FIGURES = "latency", "f1_of_speed"  # on the page of speed, the others on that of results
 
 
 def publish(
@@ -71,24 +71,27 @@ def publish(
         write_whole(checkpoint / RESULTS_FILE, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
         write_model_card(ArcAlignerConfig.from_pretrained(checkpoint), checkpoint)
         write_whole(DOCS / "answers.md", answers)
-    results = json.loads((checkpoint / RESULTS_FILE).read_text(encoding="utf-8"))
-    latency = json.loads((figures / "latency.json").read_text(encoding="utf-8"))
+    results = read_json(checkpoint / RESULTS_FILE)
+    for name in (LATENCY_REPORT, KEPT_REPORT):  # what was not measured again stays
+        if (figures / name).exists():
+            write_whole(DOCS / "figures" / name, (figures / name).read_bytes())
+    latency, kept = (read_json(DOCS / "figures" / name) for name in (LATENCY_REPORT, KEPT_REPORT))
     save_rates(figures, results)
     save_tradeoff(figures, latency, {name: results["sets"][name] for name in README_SETS})
-    published = DOCS / "figures" / KEPT_REPORT  # stays where it was not measured again
-    if (figures / KEPT_REPORT).exists():
-        write_whole(published, (figures / KEPT_REPORT).read_bytes())
-    kept = json.loads(published.read_text(encoding="utf-8"))
     shown = copy_figures(figures)
-    others = [line for name, lines in shown.items() if name not in SPEED_FIGURES for line in lines]
+    others = [line for name, lines in shown.items() if name != TRADEOFF for line in lines]
     write_part(
         DOCS / "results.md", "results", [results_page(results), *(["## Figures", "", *others] if others else [])]
     )
-    timed = [*first_token_table(latency), "", *shown["latency"], *shown["f1_of_speed"]]
+    timed = [*first_token_table(latency), "", *shown[TRADEOFF]]
     write_part(DOCS / "speed.md", "first token", timed)
     write_part(DOCS / "speed.md", "known passages", kept_lines(kept))
-    write_part(DOCS / "speed_results.md", "all sizes", speed_tables(latency))
     write_part(ROOT / "README.md", "results", readme_table(results, latency))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object of a JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def write_part(page: Path, name: str, lines: list[str]) -> None:
@@ -166,17 +169,6 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any]) -> list[str]:
     return [*markdown_table(columns, rows), "", *textwrap.wrap(note, 120)]
 
 
-def speed_tables(latency: dict[str, Any]) -> list[str]:
-    """The time to the first token of every size, and folded, all numbers of each."""
-    folded: dict[str, list[str]] = {}
-    for size in latency["sizes"]:
-        folded.setdefault(f"{rate_title(size['tokens_per_slot'])}, {size['dtype']}", []).extend(size_lines(size))
-    lines = [*first_token_table(latency, every_size=True), ""]
-    for title, tables in folded.items():
-        lines += [f"<details><summary>{title}</summary>", "", *tables, "</details>", ""]
-    return lines
-
-
 def with_block(text: str, block: str, marks: Sequence[str]) -> str:
     """`text` with the part between two marks replaced."""
     start, end = marks
@@ -196,7 +188,7 @@ def copy_figures(source: Path) -> dict[str, list[str]]:
     for data in sorted(folder.glob("*.json")):
         picture = data.with_suffix(".svg")
         if picture.exists():
-            caption = json.loads(data.read_text(encoding="utf-8"))["reading"]
+            caption = read_json(data)["reading"]
             lines[data.stem] = [f"![{data.stem.replace('_', ' ')}](figures/{picture.name})", "", caption, ""]
     return lines
 

@@ -1,94 +1,44 @@
-"""Tables and figures of a report of `benchmarks/latency.py`: how soon an answer begins, and what F1 it has then."""
+"""Tables of the reports of `benchmarks/latency.py` and `kept.py`: how soon an answer begins; and the figure of what F1
+it has then."""
 
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator, ScalarFormatter
+from matplotlib.ticker import ScalarFormatter
 
 from ...common.files import counted, markdown_table
 from ..methods import rate_title
 from ..results import MAIN
-from .figures import draw_curve, new_figure, save_analysis
+from .figures import new_figure, save_analysis
 
-BUDGET = 0.2  # of refinement, where it has one
+# The arms that have a column: of the others, with gates, all numbers are in the report.
 ARM_TITLES = {
     "standard_rag": "text",
     "standard_rag_cached": "text, kept",
     "off": "slots",
-    "adaptive": "slots, **adaptive**",
-    "budgeted": f"slots, adaptive within {BUDGET:.0%}",
-    "always": "slots, all refined",
     "slots_cached": "**slots, kept**",
 }
-COLUMNS = ("Arm", "First token, ms", "x text", "x text, with encoding", "ms/token", "questions/s")
-COLUMNS += ("peak", "cache", "GFLOP")
-
-SHORT_PASSAGES = 5, 20
-
-# Tables
+LATENCY_REPORT, KEPT_REPORT = "latency.json", "kept.json"  # of the benchmarks
+SHORT_PASSAGES = 5, 20  # of the README's table
 
 
-def encoded_speed_up(size: dict[str, Any], name: str) -> float | None:
-    """How many times sooner than from text the first token of an arm comes where its slots are made first, of medians;
-    `None` where none are made."""
-    if name in ("standard_rag", "standard_rag_cached", "slots_cached"):
-        return None
-    first = {arm: found["first_token"]["median"] for arm, found in size["arms"].items()}
-    return first["standard_rag"] / (first[name] + sum(part["median"] for part in size["encoder"].values()))
-
-
-def arm_cells(size: dict[str, Any], name: str) -> list[str]:
-    """An arm's numbers under `COLUMNS`."""
-    arm, encoded = size["arms"][name], encoded_speed_up(size, name)
-    first, peak = arm["first_token"], arm["peak_bytes"]
-    return [
-        ARM_TITLES[name],
-        f"{1000 * first['median']:.0f} ({1000 * first['lower']:.0f} to {1000 * first['upper']:.0f})",
-        f"{arm['speed_up']['median']:.1f}",
-        "-" if encoded is None else f"{encoded:.1f}",
-        f"{1000 * arm['per_token']['median']:.1f}",
-        f"{arm['questions_per_second']['median']:.2f}",
-        "-" if peak is None else f"{peak / 2**20:.1f} MiB",
-        f"{arm['cache_bytes'] / 2**20:.1f} MiB",
-        f"{arm['flops_counted'] / 1e9:.1f}",
-    ]
-
-
-def size_lines(size: dict[str, Any]) -> list[str]:
-    """Markdown lines of a size: a heading, one arm per row, and what holds for all arms."""
-    title = f"{counted(size['k'], 'passage')}, {rate_title(size['tokens_per_slot'])}, {size['dtype']}: "
-    title += f"{size['text_tokens']:.0f} tokens of text or {size['slots']:.0f} slots"
-    notes = [
-        f"{size['rounds']} rounds",
-        f"{size['open_share']:.1%} of gates open, in {size['open_layers']:.0%} of layers",
-        f"kept text takes {size['prefix_bytes_ratio']:.1f} x the bytes of kept slots and "
-        f"{size['cached_speed_up']['median']:.1f} x their time",
-        f"a token after slots takes {size['decoding_ratio']['median']:.3f} x the bare base model's time",
-        *(f"{name} {1000 * seconds['median']:.0f} ms" for name, seconds in size["encoder"].items()),
-    ]
-    table = markdown_table(COLUMNS, (arm_cells(size, name) for name in ARM_TITLES))
-    return [f"### {title}", "", *table, "", f"{'; '.join(notes)}.", ""]
-
-
-def first_token_table(report: dict[str, Any], every_size: bool = False) -> list[str]:
-    """Markdown lines: milliseconds to the first token of one question, and times faster than text without and with
-    encoding, a row for each k of `SHORT_PASSAGES` at the first, second and last rate, or for every size."""
-    sizes = report["sizes"]
-    if not every_size:
-        sizes = [size for size in sizes if size["k"] in SHORT_PASSAGES]
-        rates = list(dict.fromkeys(size["tokens_per_slot"] for size in sizes))
-        sizes = [size for size in sizes if size["tokens_per_slot"] in (*rates[:2], rates[-1])]
-    arms = [arm for arm in ARM_TITLES if arm not in ("adaptive", "budgeted", "always")]
+def first_token_table(report: dict[str, Any]) -> list[str]:
+    """Markdown lines: milliseconds to the first token of one question, and times faster than text without and, where
+    slots are made first, with encoding; a row for each size."""
     rows = []
-    for size in sizes:
-        cells = [size["k"], f"{size['text_tokens']:.0f}", size["tokens_per_slot"], f"{size['slots']:.0f}"]
-        for name in arms:
-            arm, encoded = size["arms"][name], encoded_speed_up(size, name)
-            times = f" (x{arm['speed_up']['median']:.1f}{'' if encoded is None else f'; x{encoded:.1f}'})"
-            cells.append(f"{1000 * arm['first_token']['median']:.0f}{'' if name == arms[0] else times}")
-        rows.append(cells)
-    lines = markdown_table(["Passages", "Tokens", "Rate", "Slots", *(ARM_TITLES[arm] for arm in arms)], rows)
+    for size in report["sizes"]:
+        arms, cells = size["arms"], []
+        encoder = sum(part["median"] for part in size["encoder"].values())
+        for name in ARM_TITLES:
+            first, times = arms[name]["first_token"]["median"], ""
+            if name != "standard_rag":
+                times = f"x{arms[name]['speed_up']['median']:.1f}"
+            if name == "off":
+                times += f"; x{arms['standard_rag']['first_token']['median'] / (first + encoder):.1f}"
+            cells.append(f"{1000 * first:.0f}" + (f" ({times})" if times else ""))
+        rows.append([size["k"], f"{size['text_tokens']:.0f}", size["tokens_per_slot"], f"{size['slots']:.0f}", *cells])
+    lines = markdown_table(["Passages", "Tokens", "Rate", "Slots", *ARM_TITLES.values()], rows)
     notes = f"Milliseconds (times faster than text; the same with encoding, in {report['encoder_dtype']})"
     return [*lines, "", f"{notes}; {report['model']}, one question; {machine_line(report)}."]
 
@@ -98,40 +48,6 @@ def machine_line(report: dict[str, Any]) -> str:
     made_on = report["machine"]
     line = f"{made_on['device']}, {made_on['cpu']}, {made_on['threads']} threads, load {made_on['load']:.1f}; "
     return line + f"torch {made_on['torch']}, transformers {made_on['transformers']}"
-
-
-# The figure
-
-CAPTION = (
-    "Median time to the first token, both scales logarithmic; bars are the middle half of the rounds. Slots were made "
-    "before: the encoder's time is not included."
-)
-
-
-def draw_figure(report: dict[str, Any]) -> Figure:
-    """A panel for each rate."""
-    sizes = sorted(report["sizes"], key=lambda size: size["k"])
-    titles = list(dict.fromkeys(f"{rate_title(size['tokens_per_slot'])}, {size['dtype']}" for size in sizes))
-    figure, panels = new_figure(3.6 * len(titles) + 1.2, 4.0, ncols=len(titles), sharey=True, squeeze=False)
-    for axes, title in zip(panels[0], titles, strict=True):
-        own = [size for size in sizes if f"{rate_title(size['tokens_per_slot'])}, {size['dtype']}" == title]
-        passages = [size["k"] for size in own]
-        for arm in ARM_TITLES:
-            first = [(size["k"], size["arms"][arm]["first_token"]) for size in own]
-            points = [{"k": k, "ms": [1000 * each[key] for key in ("median", "lower", "upper")]} for k, each in first]
-            draw_curve(axes, points, "k", "ms", label=arm)
-        axes.set(xscale="log", yscale="log", xlabel="passages", title=title, xticks=passages)
-        axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.xaxis.set_minor_locator(NullLocator())
-    panels[0][0].set_ylabel("time to the first token, ms")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False)
-    return figure
-
-
-def save_figure(folder: Path, report: dict[str, Any]) -> None:
-    """Writes the picture and the report: `latency.svg`, `latency.json`."""
-    save_analysis(folder, "latency", draw_figure(report), report, CAPTION)
 
 
 # What a wait buys
@@ -212,7 +128,6 @@ def save_tradeoff(folder: Path, report: dict[str, Any], sets: dict[str, Any]) ->
 
 # Passages that are known
 
-KEPT_REPORT = "kept.json"
 LIKELIEST = "_likeliest"  # ends the name of an arm that asks about each passage first
 _KEPT_TITLES = {
     "text": "text, nothing kept",

@@ -69,7 +69,7 @@ def size(models, processor):
 
 def test_a_size_has_all_numbers_of_all_arms(size, processor):
     arms = size["arms"]
-    assert list(arms) == list(speed.ARM_TITLES) and (size["k"], size["rounds"]) == (3, 3)
+    assert set(arms) > set(speed.ARM_TITLES) and (size["k"], size["rounds"]) == (3, 3)
     for name, arm in arms.items():
         assert arm["first_token"]["lower"] <= arm["first_token"]["median"] <= arm["first_token"]["upper"]
         assert arm["per_token"]["median"] > 0 and arm["questions_per_second"]["median"] > 0
@@ -85,8 +85,6 @@ def test_a_size_has_all_numbers_of_all_arms(size, processor):
         size["slots"] == len(processor.slot_encoder.segment_documents(row["passages"])) and 0 < size["open_share"] < 1
     )
     assert size["prefix_bytes_ratio"] > 1
-    table = [line for line in speed.size_lines(size) if line.startswith("| ")]
-    assert [line.split(" | ")[0] for line in table][1:] == [f"| {title}" for title in speed.ARM_TITLES.values()]
 
 
 def test_a_prompt_longer_than_the_backbones_context_is_refused(models, processor, monkeypatch):
@@ -95,7 +93,7 @@ def test_a_prompt_longer_than_the_backbones_context_is_refused(models, processor
         measure_size(models, processor, question_rows(6), 3, "segment", rounds=3, seconds=0.0)
 
 
-def test_the_command_writes_one_json_line_tables_and_a_picture(tmp_path, checkpoint_dir, capsys):
+def test_the_command_prints_a_table_and_one_json_line(tmp_path, checkpoint_dir, capsys):
     data, output = tmp_path / "rows.jsonl", tmp_path / "found"
     write_rows(data, question_rows(6))
     options = {"sizes": "2", "dtype": "float32", "tokens_per_slot": "4,segment", "device": "cpu"}
@@ -107,9 +105,8 @@ def test_the_command_writes_one_json_line_tables_and_a_picture(tmp_path, checkpo
     fine, coarse = found["sizes"]
     assert [(each["tokens_per_slot"], each["k"]) for each in (fine, coarse)] == [(4, 2), ("segment", 2)]
     assert fine["slots"] > coarse["slots"]
-    assert "## 2 passages, 4 tokens per slot, float32" in printed
+    assert printed.count("\n| 2 | ") == 2 and "| Passages | Tokens | Rate | Slots | text |" in printed
     assert json.loads((output / "latency.json").read_text("utf-8"))["sizes"] == found["sizes"]
-    assert {path.name for path in output.iterdir()} == {f"latency.{end}" for end in ("json", "svg")}
 
 
 @pytest.mark.parametrize("sizes", ["0", "5x1", "5,", "-1"])

@@ -19,7 +19,7 @@ def test_pages_the_readmes_table_and_figures_are_those_of_the_shipped_results_an
     (tmp_path / "README.md").write_text(readme, "utf-8")
     monkeypatch.setattr(publish, "ROOT", tmp_path)
     monkeypatch.setattr(publish, "DOCS", docs)
-    parts = {"README.md": ["results"], "docs/results.md": ["results"], "docs/speed_results.md": ["all sizes"]}
+    parts = {"README.md": ["results"], "docs/results.md": ["results"]}
     for page, names in (parts | {"docs/speed.md": ["first token", "known passages"]}).items():
         for name in names:
             write_part(tmp_path / page, name, ["nothing"])
