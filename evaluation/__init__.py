@@ -6,7 +6,7 @@ methods                the ways to answer: answering, compression (of prompts)
 evaluate, runs         answers, one line per question
 metrics                scores of answers
 results, publish       means, intervals and differences; tables for readers
-analyses/              the figures: quality against rate, refusals, speed
+analyses/              figures of quality against rate and speed; tables of speed and refusals
 lm_eval_adapter        the aligner in lm-evaluation-harness
 """
 
