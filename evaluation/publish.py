@@ -1,18 +1,16 @@
 """Publishes what was measured: results and card of the checkpoint, the pages of results, answers and speed, and the
-README's table and figure.
+README's table; draws the figures.
 
     python -m arcaligner.evaluation.publish --run runs/evaluation --figures runs/figures
     python -m arcaligner.evaluation.publish     # the same pages again, from what is published
 
-No number in these is typed by hand: each comes from the run's answers, the checkpoint's `results.json`, or the data
-beside a figure (`latency.json` is the report of `python -m arcaligner.benchmarks.latency`).
+No number in these is typed by hand: each comes from the run's answers, the checkpoint's `results.json`, or the reports
+of `python -m arcaligner.benchmarks.latency` and `kept`.
 """
 
 import json
 import re
-import shutil
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,17 +20,15 @@ from ..common.files import DEFAULT_CHECKPOINT, ROOT, markdown_table, printable, 
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.hub import RESULTS_FILE, write_model_card
-from .analyses.rates import save_rates
+from .analyses.figures import draw_rates, draw_speed, save_figure
 from .analyses.speed import (
     KEPT_REPORT,
     LATENCY_REPORT,
     SHORT_PASSAGES,
-    TRADEOFF,
     find_size,
     first_token_ms,
     first_token_table,
     kept_lines,
-    save_tradeoff,
 )
 from .methods import find_method, fingerprint
 from .results import results_page, write_results
@@ -61,9 +57,9 @@ MARKS = "<!-- {}: evaluation/publish.py -->", "<!-- end of {} -->"  # of a part 
 def publish(
     run: Annotated[Path | None, typer.Option(help="Folder of an evaluation. Default: what is published.")] = None,
     checkpoint: Annotated[Path, typer.Option(help="The aligner that was measured.")] = DEFAULT_CHECKPOINT,
-    figures: Annotated[Path, typer.Option(help="Folder of figures, latency.json and kept.json.")] = DOCS / "figures",
+    figures: Annotated[Path, typer.Option(help="Folder of latency.json and kept.json.")] = DOCS / "figures",
 ) -> None:
-    """Writes the pages and the README's table from a run, its figures and the timings."""
+    """Writes the pages and the README's table from a run and the timings."""
     if run is not None:
         check_weights(run, checkpoint)
         answers = answers_page(run, ArcAlignerProcessor.from_pretrained(checkpoint))
@@ -72,20 +68,18 @@ def publish(
         write_model_card(ArcAlignerConfig.from_pretrained(checkpoint), checkpoint)
         write_whole(DOCS / "answers.md", answers)
     results = read_json(checkpoint / RESULTS_FILE)
+    published = DOCS / "figures"
     for name in (LATENCY_REPORT, KEPT_REPORT):  # what was not measured again stays
         if (figures / name).exists():
-            write_whole(DOCS / "figures" / name, (figures / name).read_bytes())
-    latency, kept = (read_json(DOCS / "figures" / name) for name in (LATENCY_REPORT, KEPT_REPORT))
-    save_rates(figures, results)
-    save_tradeoff(figures, latency, {name: results["sets"][name] for name in README_SETS})
-    shown = copy_figures(figures)
-    others = [line for name, lines in shown.items() if name != TRADEOFF for line in lines]
-    write_part(
-        DOCS / "results.md", "results", [results_page(results), *(["## Figures", "", *others] if others else [])]
+            write_whole(published / name, (figures / name).read_bytes())
+    latency = read_json(published / LATENCY_REPORT)
+    save_figure(published / "rates.svg", draw_rates(results["sets"]))
+    save_figure(
+        published / "f1_of_speed.svg", draw_speed(latency, {name: results["sets"][name] for name in README_SETS})
     )
-    timed = [*first_token_table(latency), "", *shown[TRADEOFF]]
-    write_part(DOCS / "speed.md", "first token", timed)
-    write_part(DOCS / "speed.md", "known passages", kept_lines(kept))
+    write_part(DOCS / "results.md", "results", results_page(results).splitlines())
+    write_part(DOCS / "speed.md", "first token", first_token_table(latency))
+    write_part(DOCS / "speed.md", "known passages", kept_lines(read_json(published / KEPT_REPORT)))
     write_part(ROOT / "README.md", "results", readme_table(results, latency))
 
 
@@ -96,8 +90,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_part(page: Path, name: str, lines: list[str]) -> None:
     """Replaces the part of a page between the marks of a name; what stands around it is written by hand."""
-    text = with_block(page.read_text(encoding="utf-8"), "\n".join(lines).strip(), [mark.format(name) for mark in MARKS])
-    write_whole(page, text)
+    text, (start, end) = page.read_text(encoding="utf-8"), (mark.format(name) for mark in MARKS)
+    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
+        raise ValueError(f"Expected {start!r} and after it {end!r} in {page}, each once, to know where the tables go.")
+    block = "\n".join(lines).strip()
+    write_whole(page, f"{text.partition(start)[0]}{start}\n{block}\n{end}{text.partition(end)[2]}")
 
 
 def check_weights(run: Path, checkpoint: Path) -> None:
@@ -167,30 +164,6 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any]) -> list[str]:
         f"{', '.join(f1('no_copying'))} at 2 and {', '.join(f1('no_copying_x4'))} at 4."
     )
     return [*markdown_table(columns, rows), "", *textwrap.wrap(note, 120)]
-
-
-def with_block(text: str, block: str, marks: Sequence[str]) -> str:
-    """`text` with the part between two marks replaced."""
-    start, end = marks
-    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
-        raise ValueError(f"Expected {start!r} and after it {end!r}, each once, to know where the tables go.")
-    return f"{text.partition(start)[0]}{start}\n{block}\n{end}{text.partition(end)[2]}"
-
-
-def copy_figures(source: Path) -> dict[str, list[str]]:
-    """Copies the SVG and data of each analysis to `docs/figures`; by the name of each that is there then, the Markdown
-    lines that show it with its caption."""
-    lines, folder = {}, ROOT / "docs" / "figures"
-    for picture in source.glob("*.svg"):
-        for path in (picture, picture.with_suffix(".json")):
-            if path.exists() and path.resolve().parent != folder.resolve():
-                shutil.copyfile(path, folder / path.name)
-    for data in sorted(folder.glob("*.json")):
-        picture = data.with_suffix(".svg")
-        if picture.exists():
-            caption = read_json(data)["reading"]
-            lines[data.stem] = [f"![{data.stem.replace('_', ' ')}](figures/{picture.name})", "", caption, ""]
-    return lines
 
 
 if __name__ == "__main__":

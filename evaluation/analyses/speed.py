@@ -1,16 +1,9 @@
-"""Tables of the reports of `benchmarks/latency.py` and `kept.py`: how soon an answer begins; and the figure of what F1
-it has then."""
+"""Tables of the reports of `benchmarks/latency.py` and `kept.py`: how soon an answer begins."""
 
-from pathlib import Path
 from typing import Any
-
-from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
 
 from ...common.files import counted, markdown_table
 from ..methods import rate_title
-from ..results import MAIN
-from .figures import new_figure, save_analysis
 
 # The arms that have a column: of the others, with gates, all numbers are in the report.
 ARM_TITLES = {
@@ -50,18 +43,6 @@ def machine_line(report: dict[str, Any]) -> str:
     return line + f"torch {made_on['torch']}, transformers {made_on['transformers']}"
 
 
-# What a wait buys
-
-TRADEOFF = "f1_of_speed"
-TRADEOFF_PASSAGES = 20
-TRADEOFF_CAPTION = (
-    "F1, mean over the sets of the results, against the time to the first token of an answer from {k} passages that "
-    "are known beforehand: encoded before the question, or kept, slots or text, from an earlier one. Each point of a "
-    "line is a rate, tokens per slot, from one checkpoint. The fine-tuned reader is timed as the model that it is made "
-    "from. F1 is of the sets' own passages, which are fewer."
-)
-
-
 def find_size(report: dict[str, Any], k: int, rate: int | str) -> dict[str, Any]:
     """The part of a report on a question about `k` passages at a rate."""
     for size in report["sizes"]:
@@ -76,54 +57,6 @@ def find_size(report: dict[str, Any], k: int, rate: int | str) -> dict[str, Any]
 def first_token_ms(size: dict[str, Any], arm: str) -> float:
     """Median milliseconds to the first token of an arm."""
     return 1000 * size["arms"][arm]["first_token"]["median"]
-
-
-def mean_f1(sets: dict[str, Any], method: str) -> float | None:
-    """The mean F1 of a method over `sets` of the results, if all have it."""
-    f1 = [each["methods"][method]["f1"][0] for each in sets.values() if method in each["methods"]]
-    return sum(f1) / len(f1) if f1 and len(f1) == len(sets) else None
-
-
-def tradeoff(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Points of each way to read `TRADEOFF_PASSAGES` passages, by a `report` on latency at several rates and the `sets`
-    of an evaluation at these: `rate`, `ms` to the first token, and `f1`."""
-    own = report["own_tokens_per_slot"]
-    curves: dict[str, list[dict[str, Any]]] = {}
-
-    def add(curve: str, method: str, rate: int | str, ms: float) -> None:
-        if (f1 := mean_f1(sets, method)) is not None:
-            curves.setdefault(curve, []).append({"rate": rate, "ms": ms, "f1": f1})
-
-    for rate in dict.fromkeys(size["tokens_per_slot"] for size in report["sizes"]):
-        size = find_size(report, TRADEOFF_PASSAGES, rate)
-        method = MAIN if rate == own else f"{MAIN}_x{rate}"
-        add("slots, encoded before", method, rate, first_token_ms(size, "off"))
-        add("slots, kept", method, rate, first_token_ms(size, "slots_cached"))
-    size = find_size(report, TRADEOFF_PASSAGES, own)
-    add("text, fine-tuned", "full_text_lora", "text", first_token_ms(size, "standard_rag"))
-    add("text, fine-tuned, kept", "full_text_lora", "text", first_token_ms(size, "standard_rag_cached"))
-    return curves
-
-
-def draw_f1(curves: dict[str, list[dict[str, Any]]]) -> Figure:
-    """F1 across milliseconds to the first token, each point with its rate."""
-    figure, axes = new_figure(6.4, 3.8)
-    for name, points in curves.items():
-        axes.plot([point["ms"] for point in points], [point["f1"] for point in points], marker="o", label=name)
-        for point in points:
-            place = {"textcoords": "offset points", "xytext": (5, 4), "fontsize": 8}
-            axes.annotate(point["rate"], (point["ms"], point["f1"]), **place)
-    axes.set(xlabel="time to the first token, ms", ylabel="F1, %", xscale="log", ylim=(0, None))
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    figure.legend(loc="outside upper center", ncols=2, frameon=False)
-    return figure
-
-
-def save_tradeoff(folder: Path, report: dict[str, Any], sets: dict[str, Any]) -> None:
-    """Writes `f1_of_speed.svg` and `.json`."""
-    curves = tradeoff(report, sets)
-    caption = TRADEOFF_CAPTION.format(k=TRADEOFF_PASSAGES)
-    save_analysis(folder, TRADEOFF, draw_f1(curves), {"curves": curves}, caption)
 
 
 # Passages that are known
