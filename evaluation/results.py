@@ -127,7 +127,7 @@ def results_page(results: dict[str, Any]) -> str:
     """All tables of a run."""
     sets = results["sets"]
     lines: list[str] = []
-    for metric in ("f1", "em", "em_raw"):
+    for metric in ("f1", "em"):
         lines += interval_table(METRIC_TITLES[metric], sets, "methods", metric)
     differences = [
         interval_table(f"{METRIC_TITLES[metric]}, {MAIN_TITLE} less", sets, "differences", metric, sign="+")

@@ -11,8 +11,7 @@ from pathlib import Path
 import datasets
 
 from ..common.data_sets import HOTPOTQA, MUSIQUE, SQUAD, hotpotqa_row, musique_row, squad_row
-from ..common.rows import JSON_LINES, Row, read_rows
-from .metrics import usable_golds
+from ..common.rows import JSON_LINES, Row, read_rows, usable_golds
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ logger = logging.get_logger(__name__)
 
 RECIPE_FILE = "recipe.yaml"
 RESULTS_FILE = "results.json"
-METRIC_TITLES = {"em": "EM (non-strict)", "f1": "F1", "em_raw": "EM (raw)"}
+METRIC_TITLES = {"em": "EM (non-strict)", "f1": "F1"}
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 # Stands in each card that is written here. A card without this line was edited, and is not overwritten.
 GENERATED = (

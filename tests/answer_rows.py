@@ -7,7 +7,7 @@ from typing import Any
 from arcaligner.evaluation.runs import AnswerFile
 
 _ANSWER = {"row": "same", "answers": ["Ada"], "prediction": ""}
-_ANSWER |= {"f1": 0.0, "em": 0.0, "em_raw": 0.0, "recall": 1.0}
+_ANSWER |= {"f1": 0.0, "em": 0.0, "recall": 1.0}
 _ANSWER |= {"context_tokens": 2, "passage_tokens": 60, "prompt_tokens": 30}
 
 

@@ -36,7 +36,7 @@ RESULTS = {
         "NQ": {
             "questions": 1500,
             "methods": {
-                "arcaligner": {"f1": [8.0, 6.0, 10.0], "em_raw": [1.0, 0.0, 2.0], "compression_rate": 2.04},
+                "arcaligner": {"f1": [8.0, 6.0, 10.0], "compression_rate": 2.04},
                 "arcaligner_xsegment": {"f1": [5.0, 4.0, 6.0], "compression_rate": 8.4},
             },
         },
@@ -133,7 +133,7 @@ def test_metadata_are_what_the_hub_lists_a_model_by(config, folder):
     expected |= {"base_model": "someone/base", "base_model_relation": "adapter"}
     assert metadata == expected | {"datasets": ["hotpotqa/hotpot_qa", "someone/questions", "wikimedia/wikipedia"]}
     found = {(each["dataset"]["name"], m["type"]): m["value"] for each in listed["results"] for m in each["metrics"]}
-    assert found == {("SQuAD", "em"): 5.0, ("SQuAD", "f1"): 9.7, ("NQ", "f1"): 8.0, ("NQ", "em_raw"): 1.0}
+    assert found == {("SQuAD", "em"): 5.0, ("SQuAD", "f1"): 9.7, ("NQ", "f1"): 8.0}
 
 
 def test_card_without_results_and_recipe_says_nothing_of_them(config, tmp_path):
