@@ -50,7 +50,7 @@ def load_rows(name: str, task: TaskSettings, settings: EvaluationSettings) -> li
     if task.passages == "retrieved":
         rows = retrieve(rows, settings.corpus, settings.checkpoints.aligner, settings.reranker, task.top_k or 1)
     rows = choose_passages(rows, task.passages, task.top_k)
-    if not any(row["passages"] for row in rows) and set(settings.methods) - {"naive", "empty_slot"}:
+    if not any(row["passages"] for row in rows) and set(settings.methods) != {"naive"}:
         raise ValueError(
             f"{TASKS[name].title} has no passages of its own. Retrieve some with `--passages retrieved --corpus "
             f"CORPUS`, or name with `--data` a folder whose {name}.jsonl.gz has them."

@@ -186,7 +186,6 @@ METHODS = {
         Method("no_recursion", "w/o Recursion", slots=_OFF, **_OURS),
         Method("max_loop", "w/o Gate (Max Loop)", slots={"gate_mode": "always"}, **_OURS),
         Method("no_lora", "w/o LoRA & Recursion", slots=_OFF | {"use_lora": False}, **_OURS),
-        Method("empty_slot", "an empty slot", slots={"with_passages": False}, checkpoint="aligner"),
     )
 }
 

@@ -15,7 +15,7 @@ from .tasks import TASKS
 MAIN = "arcaligner"
 MAIN_TITLE = METHODS[MAIN].title
 # Methods that read all of the text, or nothing of it.
-NOT_COMPRESSED = ("standard_rag", "full_text_lora", "full_text_copying", "text_apart", "empty_slot")
+NOT_COMPRESSED = ("standard_rag", "full_text_lora", "full_text_copying", "text_apart")
 PAPER = json.loads((Path(__file__).parent / "paper_results.json").read_text(encoding="utf-8"))
 
 Answers = dict[str, dict[str, Any]]  # by question id

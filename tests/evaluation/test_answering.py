@@ -79,7 +79,6 @@ def test_the_ways_to_read_slots_differ(model, processor):
         SlotAnswerer(model, processor, gate_mode="off"),
         SlotAnswerer(model, processor, gate_mode="always"),
         SlotAnswerer(model, processor, gate_mode="off", use_lora=False),
-        SlotAnswerer(model, processor, gate_mode="adaptive", with_passages=False),
     ]
     texts = [tuple(answer.text for answer in answerer.answer(ROWS)) for answerer in answerers]
     assert len(set(texts)) == len(answerers)
@@ -100,14 +99,6 @@ def test_without_lora_the_slots_are_the_projectors_alone(model, processor, check
     assert not torch.allclose(with_lora, without)
 
 
-def test_the_empty_slot_is_one_that_no_passage_changes(model, processor):
-    answerer = SlotAnswerer(model, processor, gate_mode="adaptive", with_passages=False)
-    answers = answerer.answer(ROWS)
-    others = answerer.answer([row | {"passages": ROWS[0]["passages"]} for row in ROWS])
-    assert [answer.context_tokens for answer in answers] == [1] * 5
-    assert [answer.text for answer in answers] == [answer.text for answer in others]
-
-
 def test_the_prompt_with_text_differs_from_the_one_with_slots_in_the_passage_alone(processor):
     (row,) = question_rows(1)
     slots = processor.decode(slot_inputs(processor, [row])["input_ids"][0])
@@ -116,8 +107,6 @@ def test_the_prompt_with_text_differs_from_the_one_with_slots_in_the_passage_alo
     assert text == slots.replace("<context>" * 3, passage)
     closed = processor.decode(text_inputs(processor, [text_prompt(row, "")])["input_ids"][0])
     assert closed == text.replace(f"Refer to the background document: {passage}\n", "")
-    empty = processor.decode(slot_inputs(processor, [row], with_passages=False)["input_ids"][0])
-    assert empty == slots.replace("<context>" * 3, "<context>")
 
 
 def test_text_apart_answers_in_a_batch_as_alone_and_reads_no_other_passage(model, processor, base_model_dir):

@@ -16,7 +16,7 @@ from arcaligner.evaluation.metrics import METRICS
 from arcaligner.evaluation.runs import AnswerFile
 from arcaligner.evaluation.settings import read_settings
 
-OWN = ["naive", "standard_rag", "truncated", "arcaligner", "no_recursion", "max_loop", "no_lora", "empty_slot"]
+OWN = ["naive", "standard_rag", "truncated", "arcaligner", "no_recursion", "max_loop", "no_lora"]
 GIVEN = [
     "full_text_lora",
     "full_text_copying",
@@ -182,7 +182,7 @@ def test_a_task_without_any_passage_is_asked_of_those_that_read_none_alone(setti
     with pytest.raises(ValueError, match="NaturalQA has no passages of its own. Retrieve some"):
         evaluate(settings(["nq"], ["naive", "arcaligner"]))
     assert len(answers(settings(["nq"], ["naive"]), "nq", "naive")) == 0
-    evaluate(settings(["nq"], ["naive", "empty_slot"]))
+    evaluate(settings(["nq"], ["naive"]))
 
 
 def test_questions_without_a_passage_are_counted_and_asked(settings, data, caplog):
