@@ -2,7 +2,7 @@
 
 settings, recipes/     what is evaluated
 tasks                  questions, golds and passages
-methods                the ways to answer: answering, compression (of prompts)
+answering, methods     the ways to answer
 evaluate, runs         answers, one line per question
 metrics                scores of answers
 results, publish       means, intervals and differences; tables for readers

@@ -31,10 +31,6 @@ from ..train.metrics import greedy_answers, ranked_passages, with_likeliest
 logger = logging.getLogger(__name__)
 
 
-class MissingMethodError(Exception):
-    """The weights or the package of a method are not on this machine; the message says how to get them."""
-
-
 @dataclass(frozen=True)
 class Answer:
     """An answer, and what was read for it."""

@@ -20,12 +20,12 @@ from ..common.files import describe_machine, digest
 from ..common.rows import Row
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.metrics import MAX_NEW_TOKENS
-from .answering import Answer, Answerer, MissingMethodError, in_batches, longest_first
-from .methods import Method, find_method
+from .answering import Answer, Answerer, in_batches, longest_first
+from .methods import Method, MissingMethodError, find_method
 from .metrics import METRICS, contains_match
 from .results import write_results
 from .runs import AnswerFile, row_digest
-from .settings import EvaluationSettings, TaskSettings
+from .settings import EvaluationSettings
 from .tasks import TASKS, choose_passages, with_found
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ MIN_CANDIDATES = 20  # passages that are joined and re-ranked, as in the paper
 
 def evaluate(settings: EvaluationSettings) -> dict[str, Any]:
     """Answers what is not answered yet, writes the tables, and returns the content of `results.json`."""
-    rows = {name: load_rows(name, task, settings) for name, task in settings.tasks.items()}
+    rows = {name: load_rows(name, settings) for name in settings.tasks}
     for method in map(find_method, settings.methods):
         try:
             answer_tasks(method, rows, settings)
@@ -44,11 +44,12 @@ def evaluate(settings: EvaluationSettings) -> dict[str, Any]:
     return write_results(settings.output)
 
 
-def load_rows(name: str, task: TaskSettings, settings: EvaluationSettings) -> list[Row]:
+def load_rows(name: str, settings: EvaluationSettings) -> list[Row]:
     """The questions of a task with the passages that are read."""
+    task = settings.tasks[name]
     rows = TASKS[name].load(settings.data, task.num_questions)
     if task.passages == "retrieved":
-        rows = retrieve(rows, settings.corpus, settings.checkpoints.aligner, settings.reranker, task.top_k or 1)
+        rows = retrieve(rows, settings.corpus, settings.checkpoint, settings.reranker, task.top_k or 1)
     rows = choose_passages(rows, task.passages, task.top_k)
     if not any(row["passages"] for row in rows) and set(settings.methods) != {"naive"}:
         raise ValueError(
@@ -68,17 +69,19 @@ def retrieve(rows: list[Row], corpus: str, checkpoint: str, reranker: str | None
 
     retriever = Retriever(Corpus(corpus), ArcAlignerProcessor.from_pretrained(checkpoint), reranker)
     num_passages = max(top_k, MIN_CANDIDATES // CANDIDATES)
-    found = [retriever(row["question"], num_passages) for row in track(rows, "searching", transient=True)]
-    return [with_found(row, each.documents[:top_k]) for row, each in zip(rows, found, strict=True)]
+    return [
+        with_found(row, retriever(row["question"], num_passages).documents[:top_k])
+        for row in track(rows, "searching", transient=True)
+    ]
 
 
 def answer_tasks(method: Method, rows: dict[str, list[Row]], settings: EvaluationSettings) -> None:
     """Answers with a method what is unanswered of the tasks' `rows`; its models are loaded only where something is."""
-    of_method = method.answer_settings(settings.checkpoints)
+    of_method = method.answer_settings(settings)
     files = {task: AnswerFile(settings.output, task, method.name) for task in rows}
     todo = {task: file.open(of_method | task_settings(task, settings), rows[task]) for task, file in files.items()}
     if any(todo.values()):
-        answerer = method.load(settings.checkpoints)
+        answerer = method.load(settings)
         for task, unanswered in todo.items():
             answer_file(answerer, files[task], unanswered, settings.batch_size, f"{TASKS[task].title}: {method.title}")
 
@@ -91,9 +94,9 @@ def task_settings(task: str, settings: EvaluationSettings) -> dict[str, Any]:
         "top_k": chosen.top_k,
         "about": chosen.about,
         "max_new_tokens": MAX_NEW_TOKENS,
-        "dtype": str(default_dtype(settings.checkpoints.device)),
+        "dtype": str(default_dtype(settings.device)),
         "batch_size": settings.batch_size,
-        "machine": device_line(settings.checkpoints.device),
+        "machine": device_line(settings.device),
     }
     if chosen.passages == "retrieved":
         keys |= {"corpus": settings.corpus, "reranker": settings.reranker}

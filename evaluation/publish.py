@@ -101,7 +101,7 @@ def check_weights(run: Path, checkpoint: Path) -> None:
     """Refuses a run of another aligner."""
     expected = fingerprint(str(checkpoint))
     for file in answer_files(run):
-        if find_method(file.method).checkpoint == "aligner" and (found := file.settings()["weights"]) != expected:
+        if find_method(file.method).reads == "checkpoint" and (found := file.settings()["weights"]) != expected:
             raise ValueError(f"{file.path} was answered by weights {found}, {checkpoint} has {expected}.")
 
 

@@ -107,7 +107,7 @@ def test_every_question_gets_an_answer_and_its_scores_from_every_method(settings
 @pytest.mark.parametrize("passages, number", [("given", 2), ("gold", 1)])
 def test_gold_passages_alone_are_read_where_they_are_asked_for(settings, passages, number):
     made = settings(["hotpotqa"], of_tasks={"passages": passages})
-    rows = load_rows("hotpotqa", made.tasks["hotpotqa"], made)
+    rows = load_rows("hotpotqa", made)
     assert [len(row["passages"]) for row in rows] == 4 * [number]
 
 

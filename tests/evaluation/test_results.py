@@ -7,13 +7,7 @@ import pytest
 from answer_rows import write_answers
 
 from arcaligner.evaluation.metrics import percent_interval
-from arcaligner.evaluation.results import (
-    compare,
-    interval_table,
-    results_page,
-    summarize,
-    write_results,
-)
+from arcaligner.evaluation.results import compare, interval_table, results_page, summarize, write_results
 from arcaligner.evaluation.runs import AnswerFile
 from arcaligner.share.hub import write_model_card
 
@@ -32,10 +26,19 @@ def run(tmp_path):
     return tmp_path
 
 
-def test_a_mean_has_the_bootstrap_interval_of_its_questions(run):
-    numbers = summarize(run)["sets"]["HotpotQA"]["methods"]["arcaligner"]
+def test_numbers_are_those_of_the_answers_with_differences_over_questions_that_both_answered(run):
+    entry = summarize(run)["sets"]["HotpotQA"]
+    numbers, differences = entry["methods"]["arcaligner"], entry["differences"]
     assert numbers["f1"] == percent_interval([1.0, 0.5, 0.0, 0.5])
-    assert numbers["questions"] == 4 and numbers["context_tokens"] == 2
+    assert (numbers["questions"], numbers["context_tokens"]) == (4, 2)
+    assert entry["compression_rate"] == numbers["compression_rate"] == 30.0
+    assert entry["slots_per_question"] == 2 and entry["questions"] == 4
+    assert "compression_rate" not in entry["methods"]["naive"] | entry["methods"]["standard_rag"]
+    assert set(differences) == {"naive", "standard_rag"}
+    assert differences["naive"]["f1"] == percent_interval([1.0, 0.0, 0.0, 0.5])
+    assert differences["standard_rag"]["questions"] == 3
+    assert differences["standard_rag"]["f1"][0] == pytest.approx(-100 / 3)
+    assert compare({"a": {}}, {"b": {}}) == {"questions": 0}
 
 
 def test_what_the_passages_are_is_told_as_the_recipe_says(run):
@@ -43,22 +46,6 @@ def test_what_the_passages_are_is_told_as_the_recipe_says(run):
     file = AnswerFile(run, "hotpotqa", "naive")  # the first of its methods
     file.settings_path.write_text(json.dumps(file.settings() | {"passages": "gold", "about": "gold: two of ten"}))
     assert summarize(run)["sets"]["HotpotQA"]["passages"] == "gold: two of ten"
-
-
-def test_the_rate_is_measured_and_full_text_has_none(run):
-    entry = summarize(run)["sets"]["HotpotQA"]
-    assert entry["compression_rate"] == entry["methods"]["arcaligner"]["compression_rate"] == 30.0
-    assert entry["slots_per_question"] == 2 and entry["questions"] == 4
-    assert "compression_rate" not in entry["methods"]["naive"] | entry["methods"]["standard_rag"]
-
-
-def test_a_difference_is_paired_over_the_questions_that_both_answered(run):
-    differences = summarize(run)["sets"]["HotpotQA"]["differences"]
-    assert set(differences) == {"naive", "standard_rag"}
-    assert differences["naive"]["f1"] == percent_interval([1.0, 0.0, 0.0, 0.5])
-    assert differences["standard_rag"]["questions"] == 3
-    assert differences["standard_rag"]["f1"][0] == pytest.approx(-100 / 3)
-    assert compare({"a": {}}, {"b": {}}) == {"questions": 0}
 
 
 def test_answers_to_other_passages_are_not_paired(run):
@@ -82,7 +69,7 @@ def test_a_page_has_no_heading_without_anything_below(tmp_path):
     assert headings == ["## Positions"] and "\n\n\n" not in page
 
 
-def test_results_are_written_for_machines_and_for_people(run, tmp_path):
+def test_results_are_written_for_machines_people_and_the_model_card(run, model):
     results = write_results(run)
     assert json.loads((run / "results.json").read_text("utf-8")) == results
     page = (run / "results.md").read_text("utf-8")
@@ -93,15 +80,10 @@ def test_results_are_written_for_machines_and_for_people(run, tmp_path):
     assert "| StandardRAG | 60.0 |" in page and "| **ArcAligner** | 2.0, x30.0 |" in page
     assert "## The paper's numbers" in page and "| **ArcAligner** | 26.6 / 34.9 / 33.4 |" in page
     assert "Questions: HotpotQA 4." in page and "A gold stands in the passages read: HotpotQA 100 %." in page
-
-
-def test_the_model_card_shows_them(run, tmp_path, model):
-    write_results(run)
     write_model_card(model.config, run)
     card = (run / "README.md").read_text("utf-8")
     assert re.search(r"\| \*\*slots\*\* \| x30.0 \| 50.0 \[12.5, 87.5\] / [\d.]+ \|", card)
-    assert "| HotpotQA | 4 | those of its file | 100 % |" in card
-    assert "value: 50.0" in card
+    assert "| HotpotQA | 4 | those of its file | 100 % |" in card and "value: 50.0" in card
 
 
 def test_a_table_leaves_out_methods_without_a_number_and_marks_single_gaps():

@@ -29,7 +29,7 @@ def test_questions_get_the_passages_that_the_corpus_finds_the_best_first(process
     keys |= {"tasks": ["nq"], "methods": ["naive"]}
     settings = read_settings(None, keys, {"passages": "retrieved", "top_k": top_k})
     retriever = retrieve.Retriever(corpus, processor)
-    found = load_rows("nq", settings.tasks["nq"], settings)
+    found = load_rows("nq", settings)
     for row, before in zip(found, ROWS, strict=True):
         best = retriever(before["question"], top_k or 5).documents[: top_k or 1]
         assert row["passages"] == [{key: each[key] for key in ("title", "text")} for each in best]
