@@ -1,5 +1,7 @@
 """An evaluation reads what a corpus finds for its questions."""
 
+from unittest.mock import Mock
+
 import pytest
 from training_rows import question_rows, write_rows
 
@@ -10,7 +12,6 @@ pytest.importorskip("lancedb")
 from arcaligner.corpus import retrieve, table
 from arcaligner.corpus.build import build_corpus
 from arcaligner.evaluation import evaluate
-from arcaligner.evaluation.evaluate import load_rows
 from arcaligner.evaluation.settings import read_settings
 
 WORDS = "parkdale it riding ski zebra 2003 jumper canada x9 nobody".split()
@@ -27,9 +28,8 @@ def test_questions_get_the_passages_that_the_corpus_finds_the_best_first(process
     write_rows(tmp_path / "nq.jsonl", ROWS)
     keys = {"checkpoint": str(checkpoint_dir), "output": "run", "data": tmp_path, "corpus": str(corpus.path)}
     keys |= {"tasks": ["nq"], "methods": ["naive"]}
-    settings = read_settings(None, keys, {"passages": "retrieved", "top_k": top_k})
     retriever = retrieve.Retriever(corpus, processor)
-    found = load_rows("nq", settings)
+    found = evaluate.load_rows("nq", read_settings(None, keys, {"passages": "retrieved", "top_k": top_k}))
     for row, before in zip(found, ROWS, strict=True):
         best = retriever(before["question"], top_k or 5).documents[: top_k or 1]
         assert row["passages"] == [{key: each[key] for key in ("title", "text")} for each in best]
@@ -38,20 +38,11 @@ def test_questions_get_the_passages_that_the_corpus_finds_the_best_first(process
 
 
 def test_a_re_ranker_chooses_among_twenty(monkeypatch):
-    asked = []
-
-    class Watched:
-        def __init__(self, corpus, processor, reranker):
-            assert reranker == "a/reranker"
-
-        def __call__(self, question, top_k):
-            asked.append(top_k * retrieve.CANDIDATES)
-            return type("Found", (), {"documents": PASSAGES})
-
-    monkeypatch.setattr(retrieve, "Retriever", Watched)
+    search = Mock(return_value=Mock(documents=PASSAGES))
+    monkeypatch.setattr(retrieve, "Retriever", made := Mock(return_value=search))
     monkeypatch.setattr(table, "Corpus", str)
     monkeypatch.setattr(evaluate.ArcAlignerProcessor, "from_pretrained", str)
-    (found,) = evaluate.retrieve(ROWS[:1], "c", "a", "a/reranker", 1)
-    assert found["passages"] == PASSAGES[:1]
-    evaluate.retrieve(ROWS[:1], "c", "a", "a/reranker", 8)
-    assert asked == [20, 32]
+    for top_k in (1, 8):
+        (found,) = evaluate.retrieve(ROWS[:1], "c", "a", "a/reranker", top_k)
+        assert found["passages"] == PASSAGES[:top_k] and made.call_args.args[2] == "a/reranker"
+    assert [retrieve.CANDIDATES * each.args[1] for each in search.call_args_list] == [20, 32]
