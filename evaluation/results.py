@@ -37,10 +37,9 @@ def summarize(run: Path) -> dict[str, Any]:
     What a run found, in percent, of the questions that their passages answer.
 
     Returns:
-        `dict`: `{"machine", "questions", "sets": {title: {"passages", "questions", "recall", "compression_rate",
-        "methods", "differences"}}}`. `methods` has, by name, `[mean, low, high]` of each metric with 95 % bootstrap
-        intervals over questions, and the costs. `differences` has the same of ArcAligner less a method, paired by
-        question.
+        `dict`: `{"machine", "questions", "sets": {title: {"passages", "questions", "recall", "methods",
+        "differences"}}}`. `methods` has, by name, `[mean, low, high]` of each metric with 95 % bootstrap intervals over
+        questions, and the costs. `differences` has the same of ArcAligner less a method, paired by question.
     """
     files = {(file.task, file.method): file for file in answer_files(run)}
     if not files:
@@ -82,27 +81,20 @@ def _summarize_task(task: str, of_task: dict[str, Answers]) -> dict[str, Any]:
         "task": task,
         "questions": max(len(answers) for answers in of_task.values()),
         "recall": percent_interval([each["recall"] for each in first]),
-        "methods": {name: _summarize_method(name, of_task) for name in of_task},
+        "methods": {name: _summarize_method(name, list(answers.values())) for name, answers in of_task.items()},
     }
     if MAIN in of_task:
-        answers = of_task[MAIN].values()
-        entry["compression_rate"] = _rate(answers)
-        entry["slots_per_question"] = sum(each["context_tokens"] for each in answers) / len(answers)
         entry["differences"] = {name: compare(of_task[MAIN], each) for name, each in of_task.items() if name != MAIN}
     return entry
 
 
-def _summarize_method(name: str, of_task: dict[str, Answers]) -> dict[str, Any]:
-    rows = list(of_task[name].values())
-    numbers: dict[str, Any] = {
-        "questions": len(rows),
-        "context_tokens": sum(row["context_tokens"] for row in rows) / len(rows),
-        "prompt_tokens": sum(row["prompt_tokens"] for row in rows) / len(rows),
-    }
-    if name not in NOT_COMPRESSED and numbers["context_tokens"]:
-        numbers["compression_rate"] = _rate(rows)
-    numbers |= {metric: percent_interval([row[metric] for row in rows]) for metric in METRICS}
-    return numbers
+def _summarize_method(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    totals = {key: sum(row[key] for row in rows) for key in ("context_tokens", "prompt_tokens", "passage_tokens")}
+    numbers = {"questions": len(rows)} | {key: totals[key] / len(rows) for key in ("context_tokens", "prompt_tokens")}
+    if name not in NOT_COMPRESSED and totals["context_tokens"]:
+        # Tokens of the passages per position of the prompt that stands for them.
+        numbers["compression_rate"] = totals["passage_tokens"] / totals["context_tokens"]
+    return numbers | {metric: percent_interval([row[metric] for row in rows]) for metric in METRICS}
 
 
 def compare(ours: Answers, other: Answers) -> dict[str, Any]:
@@ -115,11 +107,6 @@ def compare(ours: Answers, other: Answers) -> dict[str, Any]:
     }
 
 
-def _rate(rows) -> float:
-    """Tokens of the passages per position of the prompt that stands for them."""
-    return sum(row["passage_tokens"] for row in rows) / sum(row["context_tokens"] for row in rows)
-
-
 # Tables
 
 
@@ -129,14 +116,14 @@ def results_page(results: dict[str, Any]) -> str:
     lines: list[str] = []
     for metric in ("f1", "em"):
         lines += interval_table(METRIC_TITLES[metric], sets, "methods", metric)
-    differences = [
-        interval_table(f"{METRIC_TITLES[metric]}, {MAIN_TITLE} less", sets, "differences", metric, sign="+")
-        for metric in ("f1", "em")
-    ]
-    lines += _section(f"{MAIN_TITLE} less another method, on the same questions", *differences)
+    differences: list[str] = []
+    for metric in ("f1", "em"):
+        title = f"{METRIC_TITLES[metric]}, {MAIN_TITLE} less"
+        differences += interval_table(title, sets, "differences", metric, sign="+")
+    lines += _section(f"{MAIN_TITLE} less another method, on the same questions", differences)
     lines += _section("Positions", cost_table(sets))
     lines += _section("The paper's numbers", paper_table(sets))
-    return "\n".join([*lines, *footnote(results), ""])
+    return "\n".join([*lines, footnote(results), ""])
 
 
 def method_titles(sets: dict) -> dict[str, str]:
@@ -145,9 +132,8 @@ def method_titles(sets: dict) -> dict[str, str]:
     return {name: find_method(name).title for name in names}
 
 
-def _section(title: str, *parts: list[str]) -> list[str]:
+def _section(title: str, lines: list[str]) -> list[str]:
     """Lines under a heading; no heading without lines."""
-    lines = [line for part in parts for line in part]
     return [f"## {title}", "", *lines] if lines else []
 
 
@@ -190,32 +176,23 @@ def paper_table(sets: dict) -> list[str]:
     return table("EM / F1 / Acc, Mistral 7B", methods, shared, show)
 
 
-def footnote(results: dict) -> list[str]:
+def footnote(results: dict) -> str:
     """What the numbers are."""
     counts = ", ".join(f"{name} {entry['questions']}" for name, entry in results["sets"].items())
     recalls = ", ".join(f"{name} {entry['recall'][0]:.0f} %" for name, entry in results["sets"].items())
-    rates = ", ".join(
-        f"{name} {entry['slots_per_question']:.1f} (x{entry['compression_rate']:.0f})"
-        for name, entry in results["sets"].items()
-        if "compression_rate" in entry
-    )
-    return [
+    return (
         f"Questions: {counts}. Percent, with 95 % bootstrap intervals over questions; differences are paired. "
         f"EM is non-strict: the answer contains a gold. A gold stands in the passages read: {recalls}. "
-        f"Slots per question, and tokens of text for each: {rates or 'none'}. "
         f"{results['machine']}."
-    ]
+    )
 
 
 def table(title: str, rows: dict[str, str], sets: dict, show: Callable[[dict, str], str | None]) -> list[str]:
     """Lines of a Markdown table without empty rows; `rows` has their titles, `show` makes a cell of a set's entry and a
     row's name."""
-    cells = {row: [show(entry, name) for entry in sets.values()] for name, row in rows.items()}
-    shown = {row: shown_cells for row, shown_cells in cells.items() if any(cell is not None for cell in shown_cells)}
-    if not shown:
-        return []
-    rows = [
-        [f"**{row}**" if row == MAIN_TITLE else row, *("-" if cell is None else cell for cell in shown_cells)]
-        for row, shown_cells in shown.items()
-    ]
-    return [*markdown_table([title, *sets], rows), ""]
+    shown = []
+    for name, row in rows.items():
+        cells = [show(entry, name) for entry in sets.values()]
+        if any(cells):
+            shown.append([f"**{row}**" if row == MAIN_TITLE else row, *(cell or "-" for cell in cells)])
+    return [*markdown_table([title, *sets], shown), ""] if shown else []
