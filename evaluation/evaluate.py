@@ -20,7 +20,7 @@ from ..common.files import describe_machine, digest
 from ..common.rows import Row
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.metrics import MAX_NEW_TOKENS
-from .answering import Answer, Answerer, in_batches, longest_first
+from .answering import Answer, in_batches, longest_first
 from .methods import Method, MissingMethodError, find_method
 from .metrics import METRICS, contains_match
 from .results import write_results
@@ -80,15 +80,22 @@ def answer_tasks(method: Method, rows: dict[str, list[Row]], settings: Evaluatio
     of_method = method.answer_settings(settings)
     files = {task: AnswerFile(settings.output, task, method.name) for task in rows}
     todo = {task: file.open(of_method | task_settings(task, settings), rows[task]) for task, file in files.items()}
-    if any(todo.values()):
-        answerer = method.load(settings)
-        for task, unanswered in todo.items():
-            answer_file(answerer, files[task], unanswered, settings.batch_size, f"{TASKS[task].title}: {method.title}")
+    answerer = method.load(settings) if any(todo.values()) else None
+    for task, unanswered in todo.items():
+        if unanswered:
+            title = f"{TASKS[task].title}: {method.title}"
+            logger.info("%s, %d questions", title, len(unanswered))  # stays, also where no bar can be drawn
+            with files[task].claim(), Progress(transient=True) as progress:
+                bar = progress.add_task(title, total=len(unanswered))
+                for batch, answers in in_batches(longest_first(unanswered), settings.batch_size, answerer.answer):
+                    files[task].append(map(record, batch, answers))
+                    progress.advance(bar, len(batch))
 
 
 def task_settings(task: str, settings: EvaluationSettings) -> dict[str, Any]:
     """What the answers to a task depend on, whichever method answers."""
-    chosen = settings.tasks[task]
+    chosen, machine = settings.tasks[task], describe_machine(settings.device)
+    device = machine["device"] if machine["device"] != "cpu" else f"{machine['cores']} cores of {machine['cpu']}"
     keys = {
         "passages": chosen.passages,
         "top_k": chosen.top_k,
@@ -96,21 +103,11 @@ def task_settings(task: str, settings: EvaluationSettings) -> dict[str, Any]:
         "max_new_tokens": MAX_NEW_TOKENS,
         "dtype": str(default_dtype(settings.device)),
         "batch_size": settings.batch_size,
-        "machine": device_line(settings.device),
+        "machine": f"{device}, torch {machine['torch']}",
     }
     if chosen.passages == "retrieved":
         keys |= {"corpus": settings.corpus, "reranker": settings.reranker}
     return keys
-
-
-def answer_file(answerer: Answerer, file: AnswerFile, rows: list[Row], batch_size: int, title: str) -> None:
-    """Appends the answers to `rows`, with a progress bar."""
-    with file.claim(), Progress(transient=True) as progress:
-        bar = progress.add_task(title, total=len(rows))
-        logger.info("%s, %d questions", title, len(rows))  # stays, also where no bar can be drawn
-        for batch, answers in in_batches(longest_first(rows), batch_size, answerer.answer):
-            file.append(map(record, batch, answers))
-            progress.advance(bar, len(batch))
 
 
 def record(row: Row, answer: Answer) -> dict[str, Any]:
@@ -130,10 +127,3 @@ def record(row: Row, answer: Answer) -> dict[str, Any]:
         "prompt": digest(answer.prompt_ids),
         "row": row_digest(row),
     }
-
-
-def device_line(device: str) -> str:
-    """The processor or the accelerator, in a few words for tables."""
-    machine = describe_machine(device)
-    name = f"{machine['cores']} cores of {machine['cpu']}" if machine["device"] == "cpu" else machine["device"]
-    return f"{name}, torch {machine['torch']}"

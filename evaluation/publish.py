@@ -107,25 +107,21 @@ def check_weights(run: Path, checkpoint: Path) -> None:
 
 def answers_page(run: Path, processor: ArcAlignerProcessor) -> str:
     """The answers of the aligner to the first questions of each set, by their ids, and how sure it is of each."""
-    no_answer, threshold = processor.no_answer, (processor.answer_probe or {"threshold": 0.0})["threshold"]
+    threshold = processor.answer_probe["threshold"]
     lines = [
         "# Answers",
         "",
         "What the shipped aligner answers, at its finest rate and with greedy decoding: the first",
         f"{ANSWERS_PER_SET} questions of each set by their ids, none left out, of the run of [results.md](results.md).",
+        f'With `min_confidence={threshold}`, those marked as refused become "{processor.no_answer}".',
     ]
-    if no_answer is not None:
-        lines.append(f'With `min_confidence={threshold}`, those marked as refused become "{no_answer}".')
     for file in answer_files(run):
         if file.method == "arcaligner" and file.task in TASKS:
-            rows = sorted(file.read(), key=lambda row: row["id"])[:ANSWERS_PER_SET]
             cells = []
-            for row in rows:
-                golds = row["answers"] or ["(not in the passages)"]
-                texts = row["question"], golds[0], row["prediction"]
+            for row in sorted(file.read(), key=lambda row: row["id"])[:ANSWERS_PER_SET]:
+                texts = row["question"], (row["answers"] or ["(not in the passages)"])[0], row["prediction"]
                 shown = (_MARKDOWN.sub(r"\\\1", printable(" ".join(text.split()))) for text in texts)
-                sure = row.get("confidence", 1.0)
-                said = ("refused, " if sure < threshold else "") + f"{sure:.2f}" if "confidence" in row else "-"
+                said = ("refused, " if row["confidence"] < threshold else "") + f"{row['confidence']:.2f}"
                 cells.append([*shown, f"{100 * row['f1']:.0f}" if row["answers"] else "-", said])
             table = markdown_table(["Question", "Expected", "Answer", "F1", "Confidence"], cells)
             lines += ["", f"## {TASKS[file.task].title}", "", *table]

@@ -87,8 +87,8 @@ class AnswerFile:
         before = self.settings()
         changed = [
             f"`{key}` was {before.get(key)!r} and is now {settings.get(key)!r}"
-            for key in {**before, **settings}
-            if key not in FREE_SETTINGS and before.get(key) != settings.get(key)
+            for key in sorted({*before, *settings} - FREE_SETTINGS)
+            if before.get(key) != settings.get(key)
         ]
         changed += [
             f"row {row['id']} has changed" for row in rows if known.get(row["id"], row_digest(row)) != row_digest(row)

@@ -50,20 +50,18 @@ def test_a_run_of_other_weights_is_refused(tmp_path, checkpoint_dir):
         check_weights(tmp_path, checkpoint_dir)
 
 
-@pytest.mark.parametrize("threshold", [None, 0.5])
-def test_the_page_of_answers_shows_the_first_by_id_and_what_is_refused(tmp_path, processor, threshold, monkeypatch):
+def test_the_page_of_answers_shows_the_first_by_id_and_what_is_refused(tmp_path, processor, monkeypatch):
     row = {"question": "Who | what?", "answers": ["an\x1b[1m answer"], "prediction": "a\nb", "f1": 0.5}
-    write_answers(tmp_path, "squad", "arcaligner", (row | {"id": f"q{number:02}"} for number in reversed(range(20))))
-    unknown = row | {"answers": [], "f1": 0.0}
-    sure = ({"confidence": each} for each in (0.25, 0.75))
-    write_answers(tmp_path, "squad_unanswerable", "arcaligner", (unknown | each for each in sure))
-    if threshold is not None:
-        monkeypatch.setattr(processor, "no_answer", "not in the text")
-        monkeypatch.setattr(processor, "answer_probe", {"layers": [0], "weight": [0.5], "bias": 0.0, "threshold": 0.5})
+    known = (row | {"id": f"q{number:02}", "confidence": 1 - number / 50} for number in reversed(range(20)))
+    write_answers(tmp_path, "squad", "arcaligner", known)
+    unknown = (row | {"answers": [], "f1": 0.0, "confidence": sure} for sure in (0.25, 0.75))
+    write_answers(tmp_path, "squad_unanswerable", "arcaligner", unknown)
+    monkeypatch.setattr(processor, "no_answer", "not in the text")
+    monkeypatch.setattr(processor, "answer_probe", {"layers": [0], "weight": [0.5], "bias": 0.0, "threshold": 0.5})
     page = answers_page(tmp_path, processor)
     lines = [line for line in page.splitlines() if line.startswith("| Who")]
-    assert lines[:13] == [r"| Who \| what? | an\\x1b\[1m answer | a b | 50 | - |"] * 13
-    refused = "" if threshold is None else "refused, "
+    said = r"| Who \| what? | an\\x1b\[1m answer | a b | 50 | "
+    assert lines[:13] == [f"{said}{1 - number / 50:.2f} |" for number in range(13)]
     start = r"| Who \| what? | (not in the passages) | a b | - | "
-    assert lines[13:] == [f"{start}{refused}0.25 |", f"{start}0.75 |"]
-    assert ('`min_confidence=0.5`, those marked as refused become "not in the text".' in page) == bool(refused)
+    assert lines[13:] == [f"{start}refused, 0.25 |", f"{start}0.75 |"]
+    assert '`min_confidence=0.5`, those marked as refused become "not in the text".' in page
