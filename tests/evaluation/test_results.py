@@ -8,20 +8,19 @@ from answer_rows import write_answers
 
 from arcaligner.evaluation.metrics import percent_interval
 from arcaligner.evaluation.results import compare, interval_table, results_page, summarize, write_results
-from arcaligner.evaluation.runs import AnswerFile
 from arcaligner.share.hub import write_model_card
 
 
-def write(run, method: str, f1s: list[float], task: str = "hotpotqa", context: int = 2) -> None:
+def write(run, method: str, f1s: list[float], task: str = "hotpotqa", context: int = 2, **settings) -> None:
     """Writes answers of a method with these scores."""
-    write_answers(run, task, method, ({"f1": f1, "context_tokens": context} for f1 in f1s))
+    write_answers(run, task, method, ({"f1": f1, "context_tokens": context} for f1 in f1s), **settings)
 
 
 @pytest.fixture
 def run(tmp_path):
     """ArcAligner and Naive on four questions of HotpotQA, StandardRAG on three of them."""
     write(tmp_path, "arcaligner", [1.0, 0.5, 0.0, 0.5], context=2)
-    write(tmp_path, "naive", [0.0, 0.5, 0.0, 0.0], context=0)
+    write(tmp_path, "naive", [0.0, 0.5, 0.0, 0.0], context=0, passages="gold", about="gold: two of ten")
     write(tmp_path, "standard_rag", [1.0, 1.0, 0.5], context=60)
     return tmp_path
 
@@ -30,7 +29,7 @@ def test_numbers_are_those_of_the_answers_with_differences_over_questions_that_b
     entry = summarize(run)["sets"]["HotpotQA"]
     numbers, differences = entry["methods"]["arcaligner"], entry["differences"]
     assert numbers["f1"] == percent_interval([1.0, 0.5, 0.0, 0.5])
-    assert (numbers["questions"], numbers["context_tokens"]) == (4, 2)
+    assert (numbers["questions"], numbers["context_tokens"]) == (4, 2) and entry["passages"] == "gold: two of ten"
     assert numbers["compression_rate"] == 30.0 and entry["questions"] == 4
     assert "compression_rate" not in entry["methods"]["naive"] | entry["methods"]["standard_rag"]
     assert set(differences) == {"naive", "standard_rag"}
@@ -38,13 +37,6 @@ def test_numbers_are_those_of_the_answers_with_differences_over_questions_that_b
     assert differences["standard_rag"]["questions"] == 3
     assert differences["standard_rag"]["f1"][0] == pytest.approx(-100 / 3)
     assert compare({"a": {}}, {"b": {}}) == {"questions": 0}
-
-
-def test_what_the_passages_are_is_told_as_the_recipe_says(run):
-    assert summarize(run)["sets"]["HotpotQA"]["passages"] == "given"
-    file = AnswerFile(run, "hotpotqa", "naive")  # the first of its methods
-    file.settings_path.write_text(json.dumps(file.settings() | {"passages": "gold", "about": "gold: two of ten"}))
-    assert summarize(run)["sets"]["HotpotQA"]["passages"] == "gold: two of ten"
 
 
 def test_answers_to_other_passages_are_not_paired(run):
@@ -63,7 +55,8 @@ def test_a_page_has_no_heading_without_anything_below(tmp_path):
     with pytest.raises(ValueError, match="holds no answers"):
         summarize(tmp_path)
     write(tmp_path, "naive", [0.5], task="adversarialqa")
-    page = results_page(summarize(tmp_path))
+    page = results_page(results := summarize(tmp_path))
+    assert results["sets"]["AdversarialQA"]["passages"] == "given"
     headings = [line for line in page.splitlines() if line.startswith("## ")]
     assert headings == ["## Positions"] and "\n\n\n" not in page
 
@@ -82,7 +75,7 @@ def test_results_are_written_for_machines_people_and_the_model_card(run, model):
     write_model_card(model.config, run)
     card = (run / "README.md").read_text("utf-8")
     assert re.search(r"\| \*\*slots\*\* \| x30.0 \| 50.0 \[12.5, 87.5\] / [\d.]+ \|", card)
-    assert "| HotpotQA | 4 | those of its file | 100 % |" in card and "value: 50.0" in card
+    assert "| HotpotQA | 4 | gold: two of ten | 100 % |" in card and "value: 50.0" in card
 
 
 def test_a_table_leaves_out_methods_without_a_number_and_marks_single_gaps():

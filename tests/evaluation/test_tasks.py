@@ -1,6 +1,7 @@
 """Each task reads its data set's rows and local files alike, and asks only what can be scored."""
 
 import logging
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -40,20 +41,10 @@ def row(number: int, answers=("Ada",), question="Who?") -> dict:
 
 
 @pytest.fixture
-def hub(monkeypatch):
-    """Has the Hub give these rows, and gives the calls as they come."""
-
-    def gives(rows: list[dict]) -> list[tuple]:
-        calls = []
-
-        def load_dataset(*args, **kwargs):
-            calls.append((*args, kwargs["split"]))
-            return datasets.Dataset.from_list(rows)
-
-        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-        return calls
-
-    return gives
+def hub(monkeypatch) -> Mock:
+    """In place of `load_dataset`."""
+    monkeypatch.setattr(datasets, "load_dataset", mock := Mock())
+    return mock
 
 
 def test_the_papers_six_tasks_ask_as_many_questions_as_its_table_says():
@@ -65,10 +56,10 @@ def test_the_papers_six_tasks_ask_as_many_questions_as_its_table_says():
 @pytest.mark.parametrize("name", TASKS)
 def test_a_row_of_the_hub_becomes_one_of_our_schema(name, hub):
     stored, expected = HUB_ROWS[name]
-    calls = hub([stored])
+    hub.return_value = datasets.Dataset.from_list([stored])
     (loaded,) = TASKS[name].load()
     assert loaded | {"gold": None} == expected | {"gold": None}
-    assert calls == [(TASKS[name].hub_id, TASKS[name].config, TASKS[name].split)]
+    hub.assert_called_once_with(TASKS[name].hub_id, TASKS[name].config, split=TASKS[name].split)
 
 
 def test_rows_outside_of_a_task_are_not_asked():
@@ -78,7 +69,7 @@ def test_rows_outside_of_a_task_are_not_asked():
 
 
 def test_a_sample_of_the_hub_is_random_and_always_the_same(hub):
-    hub([row(number) for number in range(50)])
+    hub.return_value = datasets.Dataset.from_list([row(number) for number in range(50)])
     task = Task("t", "T", "org/t", None, "test", dict, num_questions=10)
     ids = [each["id"] for each in task.load()]
     assert ids == [each["id"] for each in task.load()] and len(ids) == 10
@@ -97,10 +88,10 @@ def test_a_local_file_replaces_the_hub_without_rows_that_cannot_be_scored(tmp_pa
     assert TASKS["squad"].load(tmp_path, num_questions=1) == rows[:1]
 
 
-def test_files_that_cannot_be_asked_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets, "load_dataset", None)
+def test_files_that_cannot_be_asked_are_refused(tmp_path, hub):
     with pytest.raises(FileNotFoundError, match=r"no squad\.jsonl\.gz in .*to take rajpurkar/squad"):
-        TASKS["squad"].load(tmp_path)  # the Hub does not replace it
+        TASKS["squad"].load(tmp_path)
+    hub.assert_not_called()
     write_rows(tmp_path / "squad.jsonl", [row(0), row(1), row(0, question="Else?")])
     with pytest.raises(ValueError, match="has 1 duplicate ids, such as '0'"):
         TASKS["squad"].load(tmp_path)
@@ -109,11 +100,8 @@ def test_files_that_cannot_be_asked_are_refused(tmp_path, monkeypatch):
         TASKS["nq"].load(tmp_path)
 
 
-def test_a_task_that_is_nowhere_says_where_it_could_be(monkeypatch):
-    def offline(*args, **kwargs):
-        raise ConnectionError("offline")
-
-    monkeypatch.setattr(datasets, "load_dataset", offline)
+def test_a_task_that_is_nowhere_says_where_it_could_be(hub):
+    hub.side_effect = ConnectionError("offline")
     with pytest.raises(OSError, match=r"rajpurkar/squad: ConnectionError.*squad\.jsonl\.gz into the folder"):
         TASKS["squad"].load()
 
