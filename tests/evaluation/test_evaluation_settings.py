@@ -19,7 +19,8 @@ def test_without_a_recipe_all_tasks_and_methods_are_meant():
 
 
 def test_the_command_line_goes_over_the_recipe(tmp_path):
-    recipe = {"checkpoint": "a", "tasks": {"squad": {"top_k": 3}, "nq": None}, "batch_size": 4, "output": "o"}
+    tasks = {"squad": {"top_k": 3, "num_questions": 5}, "nq": None}
+    recipe = {"checkpoint": "a", "tasks": tasks, "batch_size": 4, "output": "o"}
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
     path = str(tmp_path / "r.yaml")
     settings = read_settings(path, {"checkpoint": "b", "methods": ["naive"], "device": None}, {"num_questions": 7})

@@ -32,7 +32,7 @@ def test_the_harness_gets_the_aligners_own_answers_in_order_and_reports_their_sc
     rows[3]["passages"] = rows[0]["passages"] + rows[1]["passages"]
     predictions = [answer.text for answer in SlotAnswerer(*load_aligner(str(checkpoint_dir), "cpu")).answer(rows)]
     assert len(set(predictions)) > 1
-    rows[1]["answers"] = [predictions[1]]
+    rows[1]["answers"], rows[2]["answers"] = [predictions[1]], [f"{predictions[2]} and more"]
     rows[4]["answers"] = ["nothing of it", predictions[4]]
     write_rows(tmp_path / "squad.jsonl.gz", rows)
 

@@ -40,6 +40,7 @@ def test_a_name_with_a_rate_is_a_method_of_its_own():
     assert (method.name, method.title) == ("arcaligner_x4", "ArcAligner, 4 tokens per slot")
     assert find_method("llmlingua_xsegment").tokens_per_slot == "segment"
     assert all(find_method(name) is METHODS[name] for name in METHODS)
+    assert {name for name in METHODS if METHODS[name].copies} == {"full_text_copying", "truncated_copying"}
 
 
 @pytest.mark.parametrize("name", ["naive_x4", "arcaligner_x0", "arcaligner_x", "arcaligner_xhalf", "arcaligner_4"])
