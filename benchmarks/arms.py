@@ -25,7 +25,7 @@ from ..base_model_arcaligner import CACHE, cache_of
 from ..common.rows import Row
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..train.data import slot_inputs, text_ids
+from ..train.prompts import slot_inputs, text_ids
 
 TOKENS_PER_PASSAGE = 150
 BUDGET = 0.2  # of refinement, where it has one

@@ -35,8 +35,7 @@ from ..evaluation.methods import rate_title
 from ..evaluation.tasks import with_found
 from ..pipeline_arcaligner import CopyBonus, check_max_passages
 from ..prefix_store_arcaligner import SlotPrefixStore
-from ..train.data import passages_text, slot_inputs, text_ids
-from ..train.metrics import MAX_NEW_TOKENS, ranked_passages, with_likeliest
+from ..train.prompts import MAX_NEW_TOKENS, passages_text, slot_inputs, text_ids, with_likeliest
 from .arms import cache_bytes, share
 from .measuring import wait_for
 
@@ -147,7 +146,7 @@ class Reader:
         """A prompt with slots, of passages that are new or kept by `store`."""
         if self.max_passages is not None and len(row["passages"]) > self.max_passages:
             store = self.model.slot_prefix_store(processor) if store is None else store
-            (row,) = with_likeliest([row], ranked_passages(store, [row], tokens_per_slot=self.rate), self.max_passages)
+            (row,) = with_likeliest(store, [row], self.max_passages, tokens_per_slot=self.rate)
         if store is None:
             inputs = slot_inputs(processor, [row], tokens_per_slot=self.rate).to(self.model.device)
         else:

@@ -50,7 +50,7 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..pipeline_arcaligner import likeliest, passages_to_read, rank_passages
 from ..prefix_store_arcaligner import SlotPrefixStore
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..train.data import text_ids
+from ..train.prompts import text_ids
 from .arms import FirstToken, join_rows, load_models, pick_rows, read, share
 from .latency import MIN_ROUNDS, parse_sizes
 from .measuring import quartiles, ratio, time_interleaved

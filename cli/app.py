@@ -17,7 +17,6 @@ characters as visible escapes.
 
 import contextlib
 import logging
-import signal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -253,7 +252,7 @@ def ask_corpus(
 ) -> None:
     """Answers a question from a corpus, and lists the passages that were read, those that most likely answer."""
     from ..configuration_arcaligner import check_question
-    from ..server.answers import Request
+    from ..server.engine import Request
 
     check_question(question)
     with busy("Loading the aligner and its base model"):
@@ -298,15 +297,10 @@ def serve_answers(
     api_key: Annotated[
         str | None, typer.Option(envvar="ARCALIGNER_API_KEY", help="Key that clients must send.")
     ] = None,
-    ray: Annotated[int | None, typer.Option(metavar="REPLICAS", help="Number of replicas on Ray Serve.", min=1)] = None,
 ) -> None:
     """Serves an OpenAI-compatible API and a web page to ask from."""
-    from ..server.app import ServerSettings, serve, serve_on_ray
-
-    def make_engine():
-        asked = {"top_k": top_k, "tokens_per_slot": tokens_per_slot, "min_confidence": min_confidence}
-        asked |= {"max_batch": max_batch, "max_passages": max_passages}
-        return shared.load_engine(checkpoint, corpus, reranker, dtype, prefix_bytes=prefix_megabytes * 2**20, **asked)
+    from ..server.app import ServerSettings
+    from ..server.listen import serve
 
     settings = ServerSettings(Path(checkpoint).resolve().name, host, port, api_key or None)
 
@@ -314,12 +308,10 @@ def serve_answers(
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         messages.print(f"{settings.model} answers at {address}/v1, a page is at {address}/", soft_wrap=True)
 
-    if ray is not None:
-        serve_on_ray(make_engine, settings, ray)
-        show_address(port)
-        signal.pause()
+    asked = {"top_k": top_k, "tokens_per_slot": tokens_per_slot, "min_confidence": min_confidence}
+    asked |= {"max_passages": max_passages, "max_batch": max_batch, "prefix_bytes": prefix_megabytes * 2**20}
     with busy("Loading the aligner and its base model"):
-        engine = make_engine()
+        engine = shared.load_engine(checkpoint, corpus, reranker, dtype, **asked)
     serve(engine, settings, on_listening=show_address)
 
 
@@ -345,7 +337,7 @@ def train(
         str | None, typer.Option("--output", help="Folder for the stages. Default: the recipe's.")
     ] = None,
     accelerate: Annotated[
-        str | None, typer.Option(help="For several processes: ddp, fsdp2, zero3, cpu, or a config file of accelerate.")
+        str | None, typer.Option(help="For several processes: ddp, fsdp2, cpu, or a config file of accelerate.")
     ] = None,
 ) -> None:
     """Trains the stages of a recipe in order, and skips those that are finished."""

@@ -23,9 +23,6 @@ Sources = Annotated[
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at anything that cannot be read, instead of skipping it.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Name everything that is skipped, not only the first three.")]
-Workers = Annotated[
-    int | None, typer.Option("--ray", metavar="WORKERS", help="Number of Ray workers that encode.", min=1)
-]
 
 
 def tell_time_left() -> Callable[[int, int], None]:
@@ -44,17 +41,10 @@ def tell_time_left() -> Callable[[int, int], None]:
     return tell
 
 
-def fill_corpus(
-    corpus, processor, sources: list[str], strict: bool, verbose: bool, workers: int | None, prune: bool = False
-) -> None:
+def fill_corpus(corpus, processor, sources: list[str], strict: bool, verbose: bool, prune: bool = False) -> None:
     """Adds sources to a corpus and says what was done."""
     from ..corpus.build import build_corpus, summary
 
-    write_batches = None
-    if workers is not None:
-        from ..corpus.ray_build import RayWriter
-
-        write_batches = RayWriter(workers)
     with busy("Encoding passages"):
         report = build_corpus(
             sources,
@@ -64,7 +54,6 @@ def fill_corpus(
             prune=prune,
             on_batch=lambda report: messages.print(f"[dim]{counted(report.passages, 'passage')}[/]"),
             on_part=tell_time_left(),
-            write_batches=write_batches,
         )
     shown = report.skipped[: None if verbose else 3]
     for each in shown:
@@ -84,7 +73,6 @@ def build(
     strict: Strict = False,
     prune: Annotated[bool, typer.Option("--prune", help="Remove documents that are in none of the sources.")] = False,
     verbose: Verbose = False,
-    ray: Workers = None,
 ) -> None:
     """Makes a corpus from texts, or updates one: new documents are added, changed ones replaced."""
     shared.check_there(checkpoint)
@@ -95,7 +83,7 @@ def build(
     is_new = not folder.exists()
     corpus = Corpus.create(folder, processor, passage_words, tokens_per_slot)
     try:
-        fill_corpus(corpus, processor, sources, strict, verbose, ray, prune)
+        fill_corpus(corpus, processor, sources, strict, verbose, prune)
     except ValueError:
         if is_new and len(corpus) == 0:  # nothing came of it
             shutil.rmtree(folder)
@@ -109,7 +97,6 @@ def add(
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     strict: Strict = False,
     verbose: Verbose = False,
-    ray: Workers = None,
 ) -> None:
     """Adds documents to a corpus, and replaces those that have changed."""
     shared.check_there(checkpoint)
@@ -119,7 +106,7 @@ def add(
 
     opened = Corpus(corpus)
     opened.check(processor)
-    fill_corpus(opened, processor, sources, strict, verbose, ray)
+    fill_corpus(opened, processor, sources, strict, verbose)
 
 
 @corpus_app.command("read")

@@ -51,7 +51,7 @@ class BuildReport:
 class Batch:
     """Documents to be written together, the ids of those of them that are `replaced`, and what was met on the way to
     them: ids of documents that are `unchanged`, what was skipped, the ids of `unread` documents, and whether what was
-    skipped may hold other documents (`hides`); `error` ends the build."""
+    skipped may hold other documents (`hides`)."""
 
     documents: list[Document] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
@@ -59,7 +59,6 @@ class Batch:
     skipped: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     hides: int = 0
-    error: Exception | None = None
 
 
 def build_corpus(
@@ -71,7 +70,6 @@ def build_corpus(
     prune: bool = False,
     on_batch: Callable[[BuildReport], Any] = lambda report: None,
     on_part: Callable[[int, int], Any] = lambda done, total: None,
-    write_batches: Callable[..., Iterator[tuple[Batch, int]]] | None = None,
 ) -> BuildReport:
     """
     Adds the documents of sources, and replaces those that have changed. A killed build continues where it stopped.
@@ -85,17 +83,15 @@ def build_corpus(
             its document; a data set that cannot be read to its end keeps all.
         on_batch (`Callable`): Is told what was done, after each batch.
         on_part (`Callable`): Is told how many passages of a batch of several parts are encoded, and how many it has.
-        write_batches (`Callable`, *optional*): Encodes and writes, and gives each batch with its number of passages;
-            default: `write_here`.
 
     Raises:
         `ValueError`: with `strict`, what cannot be read; no document at all; another process writes.
     """
     report, num_hidden = BuildReport(), 0
     read: set[int] = set()  # ids, as hashes: there may be millions
-    write_batches = write_batches or partial(write_here, on_part=on_part)
     with corpus.writing():
-        for batch, num_passages in write_batches(sources, corpus, processor, strict):
+        for batch in new_documents(sources, corpus, strict):
+            num_passages = _write(batch, corpus, processor, on_part)
             report.added += len(batch.documents) - len(batch.replaced)
             report.replaced += len(batch.replaced)
             report.unchanged += len(batch.unchanged)
@@ -132,23 +128,20 @@ def summary(report: BuildReport, info: dict[str, Any]) -> str:
     )
 
 
-def write_here(
-    sources: list[str], corpus: Corpus, processor, strict: bool, on_part: Callable[[int, int], Any]
-) -> Iterator[tuple[Batch, int]]:
-    """Encodes and writes in this process; gives each batch with its number of passages."""
-    for batch in new_documents(sources, corpus, strict):
-        passages = corpus.cut(batch.documents)
-        paths = []
-        for first in range(0, len(passages), PART_PASSAGES):
-            if len(passages) > PART_PASSAGES:
-                on_part(first, len(passages))
-            paths.append(_encoded_part(passages[first : first + PART_PASSAGES], processor, corpus))
-        if paths:
-            parts = (part for path in paths for part in feather.read_table(path, memory_map=False).to_batches())
-            corpus.add(pa.RecordBatchReader.from_batches(corpus.table.schema, parts), batch.replaced)
-        for path in paths:
-            path.unlink()
-        yield batch, len(passages)
+def _write(batch: Batch, corpus: Corpus, processor, on_part: Callable[[int, int], Any]) -> int:
+    """Encodes and writes a batch; returns its number of passages."""
+    passages = corpus.cut(batch.documents)
+    paths = []
+    for first in range(0, len(passages), PART_PASSAGES):
+        if len(passages) > PART_PASSAGES:
+            on_part(first, len(passages))
+        paths.append(_encoded_part(passages[first : first + PART_PASSAGES], processor, corpus))
+    if paths:
+        parts = (part for path in paths for part in feather.read_table(path, memory_map=False).to_batches())
+        corpus.add(pa.RecordBatchReader.from_batches(corpus.table.schema, parts), batch.replaced)
+    for path in paths:
+        path.unlink()
+    return len(passages)
 
 
 def _encoded_part(part: list[Passage], processor, corpus: Corpus) -> Path:

@@ -25,8 +25,15 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import mark_control_tokens
 from ..slot_rows_arcaligner import check_can_separate, passage_positions, separate_passages
-from ..train.data import ApartText, passages_text, slot_inputs, text_inputs, text_prompt
-from ..train.metrics import greedy_answers, ranked_passages, with_likeliest
+from ..train.prompts import (
+    ApartText,
+    greedy_answers,
+    passages_text,
+    slot_inputs,
+    text_inputs,
+    text_prompt,
+    with_likeliest,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +125,7 @@ class SlotAnswerer:
 
     def _likeliest(self, rows: list[Row], max_passages: int) -> list[Row]:
         settings = {"tokens_per_slot": self.tokens_per_slot, **self.refinement}
-        return with_likeliest(rows, ranked_passages(self._store, rows, **settings), max_passages)
+        return with_likeliest(self._store, rows, max_passages, **settings)
 
     @functools.cached_property
     def _store(self):

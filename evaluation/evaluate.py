@@ -19,7 +19,7 @@ from ..base_model_arcaligner import default_dtype
 from ..common.files import describe_machine, digest
 from ..common.rows import Row
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..train.metrics import MAX_NEW_TOKENS
+from ..train.prompts import MAX_NEW_TOKENS
 from .answering import Answer, in_batches, longest_first
 from .methods import Method, MissingMethodError, find_method
 from .metrics import METRICS, contains_match

@@ -28,7 +28,7 @@ from ..configuration_arcaligner import ArcAlignerConfig
 from ..pipeline_arcaligner import check_max_passages
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import tokenize_segments
-from ..train.data import passages_text
+from ..train.prompts import passages_text
 from .answering import (
     Answerer,
     ApartAnswerer,

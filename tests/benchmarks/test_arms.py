@@ -15,7 +15,7 @@ from arcaligner.benchmarks.arms import (
     pick_rows,
 )
 from arcaligner.evaluation.answering import slot_inputs, text_inputs
-from arcaligner.train.data import full_text
+from arcaligner.train.prompts import full_text
 
 # What must read the same as another arm, up to the rounding of differently shaped products.
 SAME_AS = {"standard_rag_cached": "standard_rag", "slots_cached": "adaptive"}

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from arcaligner.benchmarks.compare import COLUMNS, Asked, Reader, cells_of
 from arcaligner.common.rows import token_f1
 from arcaligner.pipeline_arcaligner import likeliest, rank_passages
-from arcaligner.train.data import full_text
+from arcaligner.train.prompts import full_text
 
 LETTER = "It was written by Ada. Nobody else knew. She wrote it in May."
 OTHER = {"title": "Ships", "text": "The ship left on Monday. It came back in June."}

@@ -13,7 +13,7 @@ from arcaligner.benchmarks.arms import load_models
 from arcaligner.benchmarks.kept import Known, know, main
 from arcaligner.evaluation.answering import ApartAnswerer, apart_text, slot_inputs, text_inputs
 from arcaligner.pipeline_arcaligner import likeliest, rank_passages
-from arcaligner.train.data import full_text
+from arcaligner.train.prompts import full_text
 
 RATES = [2, "segment"]
 

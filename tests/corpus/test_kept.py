@@ -17,8 +17,7 @@ from arcaligner.corpus import kept
 from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.kept import kept_folder, plan, read_corpus
 from arcaligner.corpus.retrieve import Retriever
-from arcaligner.server.answers import Request
-from arcaligner.server.engine import Engine
+from arcaligner.server.engine import Engine, Request
 
 
 @pytest.fixture(scope="module")
