@@ -25,7 +25,7 @@ from arcaligner.evaluation.methods import (
     llmlingua_compressor,
     sort_key,
 )
-from arcaligner.train.data import passages_text, text_prompt
+from arcaligner.train.prompts import passages_text, text_prompt
 
 TEXT = " ".join(passages_text(row) for row in question_rows(3))
 
