@@ -25,6 +25,7 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.prompts import slot_inputs, text_ids
 
 TOKENS_PER_PASSAGE = 150
+BUDGET = 0.2  # of refinement, where it has one
 
 
 # Models

@@ -30,6 +30,7 @@ from ..common.passages import PASSAGE_WORDS
 from ..common.rows import Row, contains_match, own_row, token_f1, usable_golds
 from ..evaluation.answering import count_tokens, load_aligner, load_text_lora
 from ..evaluation.methods import rate_title
+from ..evaluation.tasks import with_found
 from ..pipeline_arcaligner import ArcAlignerPipeline, passages_to_read
 from ..train.prompts import MAX_NEW_TOKENS, full_text, passages_text, text_inputs
 
@@ -68,7 +69,6 @@ def find_passages(rows: list[Row], sources: list[str], processor, top_k: int) ->
     from ..corpus.build import build_corpus  # of the extra `corpus`
     from ..corpus.retrieve import Retriever
     from ..corpus.table import Corpus
-    from ..evaluation.retrieval import with_found
 
     with tempfile.TemporaryDirectory() as folder:
         corpus = Corpus.create(Path(folder, "corpus"), processor, PASSAGE_WORDS, "segment")

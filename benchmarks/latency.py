@@ -18,10 +18,10 @@ import torch
 import typer
 from transformers import PreTrainedModel
 
-from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, describe_machine, run_command
+from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, describe_machine, run_command, write_whole
 from ..common.rows import Row, read_rows
 from ..configuration_arcaligner import check_length
-from ..evaluation.analyses.speed import first_token_table, save_figure
+from ..evaluation.analyses.speed import LATENCY_REPORT, first_token_table
 from ..evaluation.settings import split_rates
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
@@ -96,7 +96,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Maximum number of rounds of a size.")] = 15,
     seconds: Annotated[float, typer.Option(help="Seconds of a size after which no further round begins.")] = 30.0,
     data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = SQUAD_SAMPLE,
-    output: Annotated[Path | None, typer.Option(help="Folder for the report and its figure.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for the report.")] = None,
 ) -> None:
     """Measures the time to the first token of slots and of text."""
     asked = parse_sizes(sizes)
@@ -113,12 +113,13 @@ def main(
     }
     models = load_models(checkpoint, getattr(torch, dtype), device)
     for k, rate in itertools.product(asked, rates):
+        typer.echo(f"{k} passages, rate {rate}")
         numbers = measure_size(models, processor, rows, k, rate, rounds, seconds)
         report["sizes"].append({"dtype": dtype, **numbers})
-    typer.echo("\n".join(first_token_table(report, every_size=True)))
+    typer.echo("\n".join(first_token_table(report)))
     typer.echo(json.dumps(report))
     if output is not None:
-        save_figure(output, report)
+        write_whole(output / LATENCY_REPORT, json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

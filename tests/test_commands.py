@@ -27,7 +27,6 @@ SHORTER = {
     "python -m arcaligner evaluate --recipe smollm2_135m --tasks": "--data FOLDER --methods naive,arcaligner -n 2",
     "python -m arcaligner evaluate --recipe": "--tasks squad --methods naive,standard_rag,arcaligner -n 2",
     "python -m arcaligner evaluate": "--data FOLDER -n 2",
-    "python -m arcaligner.evaluation.retrieval": "-n 2",
     "python -m arcaligner.benchmarks.latency": "--sizes 1 --tokens-per-slot 2 --rounds 2 --seconds 1",
     "python -m arcaligner.benchmarks.kept": "--sizes 1 --tokens-per-slot 2 --rounds 2 --seconds 1",
     "arcaligner compare": "--tokens-per-slot 2 -n 2",
@@ -39,7 +38,6 @@ NOT_HERE = {
     "--accelerate": "several GPUs",
     "arcaligner push": "the Hub",
     "user/aligner": "the Hub",
-    "evaluation.judge": "a judge",
     "analyses.refusals": "answers at two rates; tested in tests/evaluation/test_refusals.py",
     "lm_eval": "the extra `lm-eval`",
     "llama.cpp": "the extra `llama-cpp`",
@@ -54,7 +52,7 @@ def documented_commands() -> list[str]:
         for block in re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL):
             lines = block.replace("\\\n", " ").splitlines()
             found += [re.sub(r"\s+# .*", "", line) for line in lines if not line.startswith(("make", "pip", "source"))]
-    return list(dict.fromkeys(command for command in found if not command.startswith("vllm")))
+    return list(dict.fromkeys(found))
 
 
 def why_not(command: str) -> str | None:

@@ -46,14 +46,9 @@ def text_inputs(processor: ArcAlignerProcessor, contents: list[str], **slots: An
     )
 
 
-def slot_inputs(
-    processor: ArcAlignerProcessor,
-    rows: list[Row],
-    with_passages: bool = True,
-    tokens_per_slot: int | str | None = None,
-):
+def slot_inputs(processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: int | str | None = None):
     """Prompts with slots, left-padded, and `context_embeds` (batch, max_slots, encoder_hidden_size)."""
-    documents = [row["passages"] if with_passages else [] for row in rows]
+    documents = [row["passages"] for row in rows]
     questions = [row["question"] for row in rows]
     return text_inputs(processor, questions, documents=documents, tokens_per_slot=tokens_per_slot)
 

@@ -36,7 +36,7 @@ def test_a_prompt_longer_than_the_backbones_context_is_refused(checkpoint_dir, p
         measure_size(models, processor, question_rows(6), 3, "segment", rounds=3, seconds=0.0)
 
 
-def test_the_command_writes_one_json_line_a_table_and_a_picture(tmp_path, checkpoint_dir, capsys):
+def test_the_command_prints_a_table_and_one_json_line(tmp_path, checkpoint_dir, capsys):
     data, output = tmp_path / "rows.jsonl", tmp_path / "found"
     write_rows(data, question_rows(6))
     options = {"sizes": "2", "dtype": "float32", "tokens_per_slot": "4,segment", "device": "cpu"}
@@ -60,7 +60,6 @@ def test_the_command_writes_one_json_line_a_table_and_a_picture(tmp_path, checkp
             assert 0 <= arm["cache_bytes"] - 3 * 2 * 2 * 8 * 4 * length < 3 * 2 * 2 * 8 * 4 * 100
     assert f"| 2 | {fine['text_tokens']} | 4 | {fine['slots']} |" in printed
     assert json.loads((output / "latency.json").read_text("utf-8"))["sizes"] == found["sizes"]
-    assert {path.name for path in output.iterdir()} == {f"latency.{end}" for end in ("json", "svg")}
 
 
 @pytest.mark.parametrize("sizes", ["0", "5x1", "5,", "-1"])
