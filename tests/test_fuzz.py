@@ -18,7 +18,7 @@ from arcaligner.cli import app as cli
 from arcaligner.cli import demo, shared
 from arcaligner.corpus import build, table
 from arcaligner.modeling_arcaligner import ArcAlignerForCausalLM
-from arcaligner.server import app
+from arcaligner.server import listen
 from arcaligner.train import stages
 
 BOUNDED = settings(
@@ -176,7 +176,6 @@ def test_good_rows_of_a_batch_are_answered_as_alone_and_a_bad_one_is_named(tiny,
 COMMANDS = {
     "answer": {"--question": "Who?", "--document": "letter.txt", "--checkpoint": "tiny"},
     "corpus build": {"": "letter.txt", "--output": "new.lance", "--checkpoint": "tiny"},
-    "corpus add": {"": "letter.txt", "--corpus": "corpus.lance", "--checkpoint": "tiny"},
     "corpus remove": {"": "letter.txt", "--corpus": "corpus.lance"},
     "corpus info": {"--corpus": "corpus.lance"},
     "ask": {"": "Who?", "--corpus": "corpus.lance", "--checkpoint": "tiny", "--max-new-tokens": "2"},
@@ -195,7 +194,7 @@ def options_of(name: str) -> list[str]:
     command = typer.main.get_command(cli.app)
     for part in name.split():
         command = command.commands[part]
-    return [each.opts[0] for each in command.params if each.opts[0] not in ("--help", "--ray", "--private")]
+    return [each.opts[0] for each in command.params if each.opts[0] not in ("--help", "--private")]
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +222,7 @@ def test_command_line(workplace, monkeypatch, capsys, data):
     monkeypatch.chdir(workplace)
     monkeypatch.setattr(shared, "load_pipeline", load)
     monkeypatch.setattr(demo, "run_demo", lambda *args: None)
-    monkeypatch.setattr(app, "serve", lambda engine, settings: engine.close())
+    monkeypatch.setattr(listen, "serve", lambda engine, settings, on_listening: engine.close())
     monkeypatch.setattr(stages, "run_stages", lambda *args: None)
     name = data.draw(st.sampled_from(sorted(COMMANDS)))
     given = dict(COMMANDS[name])

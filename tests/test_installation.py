@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 OF_CLI = ("typer", "rich")  # which spaCy and transformers bring too
 # What only extras bring.
-OF_EXTRAS = ("lancedb", "datasets", "trl", "matplotlib", "openai", "fastapi", "uvicorn", "prometheus_client", "gguf")
+OF_EXTRAS = ("lancedb", "datasets", "trl", "matplotlib", "fastapi", "uvicorn", "prometheus_client", "gguf")
 FOLDERS = {"common", "share", "train", "corpus", "server", "engines", "evaluation", "benchmarks", "cli"}
 
 
@@ -63,7 +63,7 @@ named |= {f"tests/data/{name}" for recipe in recipes if recipe.get("data_dir") =
           for name in recipe["train_files"]}
 assert len(named) >= 2
 found += [files.find_path(name) for name in named]
-found.append(Path(settings.read_settings("smollm2_135m", {}, {}).checkpoints.aligner))
+found.append(Path(settings.read_settings("smollm2_135m", {}, {}).checkpoint))
 site = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0])
 assert all(path.exists() and path.is_relative_to(site) for path in found), found
 sample = Path("tests/data/squad_dev_sample.jsonl")
