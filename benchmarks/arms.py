@@ -3,10 +3,7 @@
 standard_rag           the passages' text, read by the bare base model of transformers
 standard_rag_cached    the same, with cached keys and values of everything before the question
 off                    slots, no refinement
-adaptive               slots, the gates decide
-budgeted               slots, the gates decide within `BUDGET` of the slot prefix's operations
-always                 slots, each gate forced open
-slots_cached           `adaptive`, with cached keys and values of the slot prefix
+slots_cached           the same, with cached keys and values of the slot prefix
 
 A prompt is cut where the question begins. Nothing in its prefix (the passages, as text or as slots) depends on the
 question, so the keys and values of a prefix serve any number of questions.
@@ -23,12 +20,12 @@ from transformers.cache_utils import Cache
 
 from ..base_model_arcaligner import CACHE, cache_of
 from ..common.rows import Row
-from ..evaluation.analyses.speed import BUDGET
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..train.data import slot_inputs, text_ids
+from ..train.prompts import slot_inputs, text_ids
 
 TOKENS_PER_PASSAGE = 150
+BUDGET = 0.2  # of refinement, where it has one
 
 
 # Models
@@ -118,11 +115,10 @@ def both_prompts(
 
 @dataclass
 class FirstToken:
-    """What an arm has read: the first token of the answer (1,), the cache, and refinement steps."""
+    """What an arm has read: the first token of the answer (1,), and the cache."""
 
     token: torch.Tensor
-    cache: Cache | None
-    recursion_depth: torch.Tensor | None = None  # (1, num_layers, num_slots)
+    cache: Cache
 
 
 def share(cache: Cache) -> Cache:
@@ -143,52 +139,20 @@ def read(
     """Reads `ids` (1, num_new) at their `positions` behind all of `cache`, and scores the last of them."""
     given = {"input_ids": ids, "position_ids": positions, CACHE: cache}
     outputs = model(**given, use_cache=True, logits_to_keep=1, **inputs)
-    # The bare base model's output has no depth.
-    return FirstToken(outputs.logits[:, -1].argmax(dim=-1), cache_of(outputs), outputs.get("recursion_depth"))
+    return FirstToken(outputs.logits[:, -1].argmax(dim=-1), cache_of(outputs))
 
 
 @torch.no_grad()
 def make_arms(
     aligner: ArcAlignerForCausalLM, base: PreTrainedModel, text: Prompt, slots: Prompt
-) -> tuple[dict[str, Callable[[], FirstToken]], dict[str, Cache]]:
-    """The arms of a question by name, and by the names of two of them the caches of the prefixes that they start
-    from."""
+) -> dict[str, Callable[[], FirstToken]]:
+    """The arms of a question by name."""
+    off = {"gate_mode": "off"}
     text_prefix = read(base, *text.prefix).cache
-    slot_prefix = read(aligner, *slots.prefix, **slots.slots, gate_mode="adaptive").cache
-
-    def read_slots(**settings: Any) -> Callable[[], FirstToken]:
-        return lambda: read(aligner, slots.ids, slots.positions, **slots.slots, **settings)
-
-    arms = {
+    slot_prefix = read(aligner, *slots.prefix, **slots.slots, **off).cache
+    return {
         "standard_rag": lambda: read(base, text.ids, text.positions),
         "standard_rag_cached": lambda: read(base, *text.tail, share(text_prefix)),
-        "off": read_slots(gate_mode="off"),
-        "adaptive": read_slots(gate_mode="adaptive"),
-        "budgeted": read_slots(gate_mode="adaptive", refinement_budget=BUDGET),
-        "always": read_slots(gate_mode="always"),
+        "off": lambda: read(aligner, slots.ids, slots.positions, **slots.slots, **off),
         "slots_cached": lambda: read(aligner, *slots.tail, share(slot_prefix)),
     }
-    return arms, {"standard_rag_cached": text_prefix, "slots_cached": slot_prefix}
-
-
-@dataclass
-class Decoding:
-    """Greedy decoding after a `prompt` that was `read`, one token at a time, with `model` called as in `generate`."""
-
-    model: PreTrainedModel
-    prompt: Prompt
-    read: FirstToken
-    tokens: list[torch.Tensor] = field(init=False)  # each (1,)
-    position: torch.Tensor = field(init=False)  # (1, 1)
-    cache: Cache = field(init=False)
-
-    def restart(self) -> None:
-        """Back to the first token."""
-        self.cache, self.tokens = share(self.read.cache), [self.read.token]
-        self.position = self.prompt.positions[:, -1:]
-
-    def step(self) -> None:
-        """The next token."""
-        own = {"is_generated": True} if isinstance(self.model, ArcAlignerForCausalLM) else {}
-        self.position = self.position + 1
-        self.tokens.append(read(self.model, self.tokens[-1][:, None], self.position, self.cache, **own).token)

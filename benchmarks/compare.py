@@ -5,8 +5,7 @@
 A line of the questions is `{"question": str, "answers"?: [str], "passages"?: [{"title", "text"}]}`. Passages of a
 question without its own are searched for in the documents, as `ask` does. Text is read of all of them, slots of the
 likeliest, as by `ask`: of one where the aligner can tell. Answers are made with greedy decoding; the first token is
-timed while a question's passages are new, and once more while what was read of them is kept. Readers take turns, and
-their medians over the questions are reported.
+timed while a question's passages are new. Readers take turns, and their medians over the questions are reported.
 
 F1 and non-strict EM are of the questions with answers. Agreement is F1 to the answer of the first row, which reads the
 text: it says how often slots change an answer, not which one is right.
@@ -16,7 +15,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,24 +25,19 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from ..base_model_arcaligner import CACHE, cache_of
 from ..common.files import counted, describe_machine, markdown_table, read_json_lines, write_whole
 from ..common.passages import PASSAGE_WORDS
 from ..common.rows import Row, contains_match, own_row, token_f1, usable_golds
 from ..evaluation.answering import count_tokens, load_aligner, load_text_lora
 from ..evaluation.methods import rate_title
-from ..pipeline_arcaligner import CopyBonus, check_max_passages
-from ..prefix_store_arcaligner import SlotPrefixStore
-from ..train.data import passages_text, slot_inputs, text_ids
-from ..train.metrics import MAX_NEW_TOKENS, ranked_passages, with_likeliest
-from .arms import cache_bytes, share
-from .measuring import wait_for
+from ..evaluation.tasks import with_found
+from ..pipeline_arcaligner import ArcAlignerPipeline, passages_to_read
+from ..train.prompts import MAX_NEW_TOKENS, full_text, passages_text, text_inputs
 
-COLUMNS = ("what is read", "positions", "F1", "EM", "agreement", "first token", "from kept passages", "kept")
+COLUMNS = ("what is read", "positions", "F1", "EM", "agreement", "first token")
 REMARKS = (
     "Positions of the prompt that stand for the passages, per question. F1, EM and agreement in percent. First token: "
-    "median; passages that are read as slots are segmented and encoded in that time. From kept passages: the same "
-    "after what was read of them was kept, which takes the memory in the last column per question."
+    "median; passages that are read as slots are segmented and encoded in that time."
 )
 
 
@@ -62,9 +56,7 @@ def read_questions(path: Path) -> list[Row]:
     return found
 
 
-def find_passages(
-    rows: list[Row], sources: list[str], processor, top_k: int, tell: Callable[[str], Any] = lambda text: None
-) -> list[Row]:
+def find_passages(rows: list[Row], sources: list[str], processor, top_k: int) -> list[Row]:
     """Rows with the passages that are read: their own, else the `top_k` that a search of the sources finds."""
     alone = [row for row in rows if not any(each["text"].strip() for each in row["passages"])]
     if not alone:
@@ -77,11 +69,10 @@ def find_passages(
     from ..corpus.build import build_corpus  # of the extra `corpus`
     from ..corpus.retrieve import Retriever
     from ..corpus.table import Corpus
-    from ..evaluation.retrieval import with_found
 
     with tempfile.TemporaryDirectory() as folder:
         corpus = Corpus.create(Path(folder, "corpus"), processor, PASSAGE_WORDS, "segment")
-        build_corpus(sources, corpus, processor, on_batch=lambda report: tell(counted(report.passages, "passage")))
+        build_corpus(sources, corpus, processor)
         search = Retriever(corpus, processor)
         for row in track(alone, "Searching", console=Console(stderr=True), transient=True):
             row |= with_found(row, search(row["question"], top_k=top_k).documents)
@@ -92,14 +83,11 @@ def find_passages(
 
 
 class Asked(NamedTuple):
-    """An answer, the positions that stand for the passages, seconds to the first token of new passages and of kept
-    ones, and the bytes of these."""
+    """An answer, the positions that stand for the passages, and seconds to the first token."""
 
     answer: str
     positions: int
     seconds: float
-    seconds_kept: float
-    kept_bytes: int
 
 
 @dataclass
@@ -112,64 +100,29 @@ class Reader:
     max_passages: int | None = None  # of more, slots are read of those that most likely answer
 
     def ask(self, processor, row: Row) -> Asked:
-        """Reads a row's passages, keeps what was read, and answers from that."""
+        """Answers a row, whose passages are new."""
         if self.rate is None:
-            inputs, keep = self._text(processor, row)
-        else:
-            inputs, keep = partial(self._slots, processor, row), partial(self._keep_slots, processor, row)
-        seconds = self._time_first_token(inputs)
-        kept, num_bytes = keep()
-        seconds_kept = self._time_first_token(kept)
-        given = kept()
-        if self.rate is None:
-            num_positions = count_tokens(processor.tokenizer, [passages_text(row)])[0]
-        else:
-            num_positions = int((given["input_ids"] == processor.context_token_id).sum())
-        new = self._generate(given, MAX_NEW_TOKENS)[0, given["input_ids"].shape[1] :]
-        answer = processor.decode(new, skip_special_tokens=True).strip()
-        return Asked(answer, num_positions, seconds, seconds_kept, num_bytes)
-
-    def _text(self, processor, row: Row):
-        """What makes the prompt, and what keeps the part before the question: what makes that prompt, and its bytes."""
-        prompt = partial(text_ids, processor, row)
-
-        def as_inputs(ids: list[int]) -> dict[str, torch.Tensor]:
-            ids = torch.tensor([ids], device=self.model.device)  # (1, seq_len)
-            return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-        def keep():
-            prefix = cache_of(self.model(**as_inputs(prompt()[0]), use_cache=True, logits_to_keep=1))
-            return lambda: as_inputs(sum(prompt(), [])) | {CACHE: share(prefix)}, cache_bytes(prefix)
-
-        return lambda: as_inputs(sum(prompt(), [])), keep
-
-    def _slots(self, processor, row: Row, store: SlotPrefixStore | None = None):
-        """A prompt with slots, of passages that are new or kept by `store`."""
-        if self.max_passages is not None and len(row["passages"]) > self.max_passages:
-            store = self.model.slot_prefix_store(processor) if store is None else store
-            (row,) = with_likeliest([row], ranked_passages(store, [row], tokens_per_slot=self.rate), self.max_passages)
-        if store is None:
-            inputs = slot_inputs(processor, [row], tokens_per_slot=self.rate).to(self.model.device)
-        else:
-            inputs = store.prepare(row["question"], row["passages"], tokens_per_slot=self.rate)
-        bonus = CopyBonus(processor, [row["passages"]], None, self.model.generation_config.eos_token_id)
-        return {**inputs, "logits_processor": [bonus]}
-
-    def _keep_slots(self, processor, row: Row):
-        """What makes the prompt of passages that are kept, and the bytes that they take."""
-        store = self.model.slot_prefix_store(processor, max_bytes=2**40)
-        store.keep(row["question"], row["passages"], tokens_per_slot=self.rate)
-        return partial(self._slots, processor, row, store), store.bytes
-
-    def _time_first_token(self, make_inputs: Callable[[], dict[str, Any]]) -> float:
-        wait_for(self.model.device)
+            read = partial(self._read_text, processor, row)
+        else:  # by a pipeline of its own, which knows nothing of passages that were read before
+            ask = ArcAlignerPipeline(self.model, processor, task="text-generation", device=self.model.device)
+            read = partial(self._read_slots, ask, row)
         begin = time.perf_counter()
-        self._generate(make_inputs(), 1)
-        wait_for(self.model.device)
-        return time.perf_counter() - begin
+        read(1)
+        seconds = time.perf_counter() - begin
+        return Asked(*read(MAX_NEW_TOKENS), seconds)
 
-    def _generate(self, inputs: dict[str, Any], max_new_tokens: int) -> torch.Tensor:
-        return self.model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+    def _read_text(self, processor, row: Row, max_new_tokens: int) -> tuple[str, int]:
+        """An answer of at most so many tokens, and the positions that stand for the passages."""
+        inputs = text_inputs(processor, [full_text(row)]).to(self.model.device)
+        ids = self.model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+        answer = processor.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return answer.strip(), count_tokens(processor.tokenizer, [passages_text(row)])[0]
+
+    def _read_slots(self, ask: ArcAlignerPipeline, row: Row, max_new_tokens: int) -> tuple[str, int]:
+        settings = {"tokens_per_slot": self.rate, "max_new_tokens": max_new_tokens, "return_slots": True}
+        settings |= {} if self.max_passages is None else {"max_passages": self.max_passages}
+        record = ask({"question": row["question"], "documents": row["passages"]}, **settings)[0]
+        return record["generated_text"].strip(), record["statistics"]["slots"]
 
 
 @torch.inference_mode()
@@ -203,8 +156,6 @@ def cells_of(title: str, found: list[Asked], text: list[Asked], rows: list[Row])
         percent(contains_match(*each) for each in known),
         percent(agreement),
         f"{1000 * statistics.median(each.seconds for each in found):.0f} ms",
-        f"{1000 * statistics.median(each.seconds_kept for each in found):.0f} ms",
-        f"{statistics.mean(each.kept_bytes for each in found) / 2**20:.1f} MiB",
     ]
 
 
@@ -223,18 +174,16 @@ def run_compare(
     max_passages: int | None = None,
     num_questions: int | None = None,
     device: str = "cpu",
-    tell: Callable[[str], Any] = lambda text: None,
 ) -> list[str]:
     """Compares, and writes `comparison.md` and `answers.jsonl` to the folder `output`; the lines of the first."""
     rows = read_questions(questions)[:num_questions]
     aligner, processor = load_aligner(checkpoint, device)
     processor.encoder.device = device
-    if max_passages is not None:
-        check_max_passages(processor, max_passages)
+    max_passages = max_passages or passages_to_read(processor)
     rates = list(dict.fromkeys(rates or processor.trained_tokens_per_slot or [processor.tokens_per_slot]))
     for rate in rates:
         processor.slot_encoder.check_settings(tokens_per_slot=rate)
-    rows = find_passages(rows, sources, processor, top_k, tell)
+    rows = find_passages(rows, sources, processor, top_k)
     readers = [Reader("text, by the base model", None, aligner)]
     if full_text_lora is not None:
         readers.append(

@@ -21,7 +21,6 @@ import os
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -50,10 +49,10 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..pipeline_arcaligner import likeliest, passages_to_read, rank_passages
 from ..prefix_store_arcaligner import SlotPrefixStore
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..train.data import text_ids
+from ..train.prompts import text_ids
 from .arms import FirstToken, join_rows, load_models, pick_rows, read, share
-from .latency import MIN_ROUNDS, parse_sizes
-from .measuring import quartiles, ratio, time_interleaved
+from .latency import parse_sizes
+from .measuring import first_tokens, time_rounds
 
 SPARE = 4  # known passages beyond those of the largest combination
 
@@ -198,21 +197,17 @@ class Known:
             row = self.draw(k, number)
             return {name: partial(arm, row) for name, arm in self.arms.items()}
 
-        time_interleaved(turns(0), 0, self.device, before)  # warms up; text first
-        found, start = [], time.perf_counter()
-        while len(found) < MIN_ROUNDS or (len(found) < rounds and time.perf_counter() - start < seconds):
-            found.append(time_interleaved(turns(len(found) + 1), len(found), self.device, before))
-        arms = {
-            name: {"first_token": quartiles([each[name] for each in found]), "speed_up": ratio(found, "text", name)}
-            for name in self.arms
-        }
-        return {"k": k, "rounds": len(found), "arms": arms}
+        for name, arm in turns(0).items():  # warms up; text first
+            before(name)
+            arm()
+        found = time_rounds(lambda number: turns(number + 1), self.device, rounds, seconds, before)
+        return {"k": k, "rounds": len(found), "arms": {name: first_tokens(found, name, "text") for name in self.arms}}
 
 
 def know(rows: list[Row], processor: ArcAlignerProcessor, number: int) -> list[Row]:
     """`number` rows of a passage each, all different; see [`pick_rows`]."""
     unique = {passage["text"]: row | {"passages": [passage]} for row in rows for passage in row["passages"]}
-    return pick_rows(list(unique.values()), processor, min(number, len(unique)))
+    return pick_rows(list(unique.values()), processor, number)
 
 
 def main(
@@ -232,8 +227,6 @@ def main(
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
     processor.passage_attention = "separate"
     rows = know(read_rows(data), processor, max(asked) + SPARE)
-    if len(rows) < max(asked):
-        raise ValueError(f"{data} has {len(rows)} passages; `--sizes` asks for {max(asked)}. Name larger `--data`.")
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output, prefix=".kept-") as folder:
         known = Known(models, processor, rows, split_rates(tokens_per_slot), Path(folder))

@@ -17,7 +17,6 @@ characters as visible escapes.
 
 import contextlib
 import logging
-import signal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,11 +36,9 @@ from .shared import (
     Dtype,
     MaxPassages,
     MinConfidence,
-    Reranker,
     TokensPerSlot,
     busy,
     messages,
-    named,
     one_line,
     output,
     show,
@@ -139,10 +136,20 @@ def tell_confidence(confidence: float | None) -> None:
         messages.print(f"Confidence {confidence:.2f} [dim]that the passages answer, not that the answer is right[/]")
 
 
+def describe_passes(passes: list[str]) -> str:
+    """The passes of a slot through all layers in one line, from the pipeline's `trajectories`.
+
+    >>> describe_passes(["L0.", "LLL", "LL"])
+    '6 passes, 3 of them added by gates at layers 1 2'
+    """
+    counts = [layer.count("L") for layer in passes]
+    where = " ".join(str(layer) for layer, count in enumerate(counts) if count > 1)
+    added = f", {sum(counts) - len(counts)} of them added by gates at layers {where}" if where else ""
+    return f"{sum(counts)} passes{added}"
+
+
 def slots_table(record: dict[str, Any], passages: list[Passage], has_gates: bool) -> Table:
     """One row per slot: where its text stands and, with gates, its passes through all layers."""
-    from .demo import describe_passes
-
     table = Table("Slot", "Document", "Characters", "Text", *["Passes through layers"] * has_gates)
     segments = record["segments"] or [{"document": 0, "start": 0, "end": 0, "text": ""}]
     slots = zip(segments, zip(*record["trajectories"], strict=True), strict=True)
@@ -151,16 +158,14 @@ def slots_table(record: dict[str, Any], passages: list[Passage], has_gates: bool
         start, end = passage.start + segment["start"], passage.start + segment["end"]
         place = str(number), escape(one_line(Path(passage.document.id).name)), f"{start}-{end}"
         text = escape(printable(segment["text"])) or ("[dim]title[/]" if record["segments"] else "")
-        table.add_row(*place, text, *[describe_passes([[each] for each in passes])] * has_gates)
+        table.add_row(*place, text, *[describe_passes(passes)] * has_gates)
     return table
 
 
 def compression_summary(statistics: dict[str, Any]) -> str:
     """How many tokens were read as how many slots."""
-    num_slots, rate, tokens = statistics["slots"], statistics["compression_rate"], statistics["tokens"]
-    if statistics.get("dropped"):
-        tokens = f"{round(rate * num_slots)} of {tokens}"
-    return f"{tokens} tokens of text read as {'one slot' if num_slots == 1 else f'{num_slots} slots'}, x{rate:.1f}"
+    slots, rate = counted(statistics["slots"], "slot"), statistics["compression_rate"]
+    return f"{statistics['tokens']} tokens of text read as {slots}, x{rate:.1f}"
 
 
 @app.command()
@@ -175,9 +180,6 @@ def answer(
     tokens_per_slot: TokensPerSlot = None,
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,
-    max_slots: Annotated[
-        int | None, typer.Option(help="Maximum number of slots. Later text is ignored.", min=1)
-    ] = None,
     gate_mode: Annotated[
         Literal["off", "adaptive", "always"] | None,  # `GATE_MODES`, which would wait for transformers
         typer.Option(help="Which slots pass through layers again. Default: the checkpoint's."),
@@ -192,15 +194,14 @@ def answer(
 ) -> None:
     """Answers a question from your own text files. A long one is cut, and the likeliest passage is read."""
     files = [read_document(path) for path in document]
-    settings = {"max_new_tokens": max_new_tokens, "tokens_per_slot": tokens_per_slot, "max_slots": max_slots}
+    settings = {"max_new_tokens": max_new_tokens, "tokens_per_slot": tokens_per_slot}
     settings = {name: each for name, each in settings.items() if each is not None}
     if engine == "llama.cpp":
-        if show_slots:
-            raise ValueError("`--show-slots` needs the passes of each slot, which llama.cpp does not tell.")
-        if min_confidence is not None:
-            raise ValueError("`--min-confidence` needs an answer's confidence, which llama.cpp does not tell.")
-        if max_passages is not None:
-            raise ValueError("`--max-passages` needs each passage's confidence, which llama.cpp does not tell.")
+        if show_slots or min_confidence is not None or max_passages is not None:
+            raise ValueError(
+                "`--show-slots`, `--min-confidence` and `--max-passages` need passes and confidences, which llama.cpp "
+                "does not tell."
+            )
         shared.check_there(checkpoint)
         from ..engines.llama_cpp import LlamaCppEngine
 
@@ -216,10 +217,9 @@ def answer(
         raise ValueError("`--base-model` is for `--engine llama.cpp`; PyTorch takes the one that the checkpoint names.")
     with busy("Loading the aligner and its base model"):
         ask = shared.load_pipeline(checkpoint)
-    settings |= {} if gate_mode is None else {"gate_mode": gate_mode}
-    settings |= {} if min_confidence is None else {"min_confidence": min_confidence}
+    more = {"gate_mode": gate_mode, "min_confidence": min_confidence, "max_passages": max_passages}
+    settings |= {name: each for name, each in more.items() if each is not None}
     passages, documents = cut(files, ask.processor.spacy_model)
-    settings |= {} if max_passages is None else {"max_passages": max_passages}
     with busy(f"Reading {counted(len(passages), 'passage')}"):
         record = ask({"question": question, "documents": documents}, return_slots=True, **settings)[0]
     show(record["generated_text"].strip())
@@ -230,9 +230,7 @@ def answer(
         for each in read:
             messages.print(source_line(each), markup=False, soft_wrap=True)
     if left := len(passages) - len(read):
-        why = ["no room for them (--max-slots)"] * bool(record["statistics"].get("dropped"))
-        why += ["less likely to answer (--max-passages)"] * ("passage_confidences" in record["statistics"])
-        messages.print(f"[dim]{counted(left, 'passage')} not read: {', or '.join(why)}[/]")
+        messages.print(f"[dim]{counted(left, 'passage')} not read: less likely to answer (--max-passages)[/]")
     warn_of_words(record["generated_text"].strip(), read, ask.processor.no_answer)
     tell_confidence(record["statistics"].get("confidence"))
     messages.print(f"[dim]{compression_summary(record['statistics'])}[/]")
@@ -245,7 +243,6 @@ def ask_corpus(
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     top_k: Annotated[int, typer.Option(help="Passages to find. The likeliest are read: `--max-passages`.", min=1)] = 5,
     tokens_per_slot: TokensPerSlot = None,
-    reranker: Reranker = None,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the answer.", min=1)] = 256,
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,
@@ -253,12 +250,12 @@ def ask_corpus(
 ) -> None:
     """Answers a question from a corpus, and lists the passages that were read, those that most likely answer."""
     from ..configuration_arcaligner import check_question
-    from ..server.answers import Request
+    from ..server.engine import Request
 
     check_question(question)
     with busy("Loading the aligner and its base model"):
         options = {"tokens_per_slot": tokens_per_slot, "max_passages": max_passages}
-        engine = shared.load_engine(checkpoint, corpus, reranker, dtype, **options)
+        engine = shared.load_engine(checkpoint, corpus, dtype, **options)
     settings = {"top_k": top_k, "max_new_tokens": max_new_tokens, "min_confidence": min_confidence}
     request = Request([{"role": "user", "content": question}], **settings)
     with contextlib.closing(engine):  # else Python may end while the engine's thread computes, which aborts it
@@ -290,7 +287,6 @@ def serve_answers(
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,
     dtype: Dtype = None,
-    reranker: Reranker = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
     max_batch: Annotated[int, typer.Option(help="Maximum number of requests per batch.", min=1)] = 8,
@@ -298,15 +294,10 @@ def serve_answers(
     api_key: Annotated[
         str | None, typer.Option(envvar="ARCALIGNER_API_KEY", help="Key that clients must send.")
     ] = None,
-    ray: Annotated[int | None, typer.Option(metavar="REPLICAS", help="Number of replicas on Ray Serve.", min=1)] = None,
 ) -> None:
     """Serves an OpenAI-compatible API and a web page to ask from."""
-    from ..server.app import ServerSettings, serve, serve_on_ray
-
-    def make_engine():
-        asked = {"top_k": top_k, "tokens_per_slot": tokens_per_slot, "min_confidence": min_confidence}
-        asked |= {"max_batch": max_batch, "max_passages": max_passages}
-        return shared.load_engine(checkpoint, corpus, reranker, dtype, prefix_bytes=prefix_megabytes * 2**20, **asked)
+    from ..server.app import ServerSettings
+    from ..server.listen import serve
 
     settings = ServerSettings(Path(checkpoint).resolve().name, host, port, api_key or None)
 
@@ -314,18 +305,16 @@ def serve_answers(
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         messages.print(f"{settings.model} answers at {address}/v1, a page is at {address}/", soft_wrap=True)
 
-    if ray is not None:
-        serve_on_ray(make_engine, settings, ray)
-        show_address(port)
-        signal.pause()
+    asked = {"top_k": top_k, "tokens_per_slot": tokens_per_slot, "min_confidence": min_confidence}
+    asked |= {"max_passages": max_passages, "max_batch": max_batch, "prefix_bytes": prefix_megabytes * 2**20}
     with busy("Loading the aligner and its base model"):
-        engine = make_engine()
+        engine = shared.load_engine(checkpoint, corpus, dtype, **asked)
     serve(engine, settings, on_listening=show_address)
 
 
 @app.command()
 def demo(checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), tokens_per_slot: TokensPerSlot = None) -> None:
-    """Answers questions of SQuAD and the paper's case studies, and times slots and text, newly read and known."""
+    """Answers questions of SQuAD and the paper's case studies, and says how many are right."""
     from .demo import run_demo
 
     with busy("Loading the aligner and its base model"):
@@ -345,7 +334,7 @@ def train(
         str | None, typer.Option("--output", help="Folder for the stages. Default: the recipe's.")
     ] = None,
     accelerate: Annotated[
-        str | None, typer.Option(help="For several processes: ddp, fsdp2, zero3, cpu, or a config file of accelerate.")
+        str | None, typer.Option(help="For several processes: ddp, fsdp2, cpu, or a config file of accelerate.")
     ] = None,
 ) -> None:
     """Trains the stages of a recipe in order, and skips those that are finished."""
@@ -367,11 +356,11 @@ def evaluate(
     tokens_per_slot: Annotated[
         str | None, typer.Option(help="Tokens per slot to compare, separated by commas, such as 4,16,segment.")
     ] = None,
-    checkpoint: Annotated[str | None, named(help="The aligner: a folder or a Hub id.")] = None,
-    xrag: Annotated[str | None, named(help="Aligner for the method xrag, of recipe xrag.")] = None,
-    projector_only: Annotated[str | None, named(help="Aligner for the method projector_only.")] = None,
-    full_text_lora: Annotated[str | None, named(help="LoRA for full_text_lora, of train/full_text.py.")] = None,
-    text_apart: Annotated[str | None, named(help="LoRA for text_apart, of train/full_text.py.")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="The aligner: a folder or a Hub id.")] = None,
+    xrag: Annotated[str | None, typer.Option(help="Aligner for the method xrag, of recipe xrag.")] = None,
+    projector_only: Annotated[str | None, typer.Option(help="Aligner for the method projector_only.")] = None,
+    full_text_lora: Annotated[str | None, typer.Option(help="LoRA for full_text_lora, of train/full_text.py.")] = None,
+    text_apart: Annotated[str | None, typer.Option(help="LoRA for text_apart, of train/full_text.py.")] = None,
     folder: Annotated[Path | None, typer.Option("--output", help="Folder for answers and tables.")] = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder with TASK.jsonl.gz for each task. Default: the Hub.")
@@ -419,7 +408,7 @@ def compare(
         str | None,
         typer.Option(help="Tokens per slot to compare, such as 4,segment. Default: all it was trained with."),
     ] = None,
-    full_text_lora: Annotated[str | None, named(help="A reader of text too, of train/full_text.py.")] = None,
+    full_text_lora: Annotated[str | None, typer.Option(help="A reader of text too, of train/full_text.py.")] = None,
     top_k: Annotated[int, typer.Option(help="Passages to find. Of slots the likeliest are read.", min=1)] = 5,
     max_passages: MaxPassages = None,
     num_questions: Annotated[int | None, typer.Option("-n", help="Maximum number of questions.", min=1)] = None,
@@ -429,21 +418,19 @@ def compare(
     shared.check_there(checkpoint)
     from ..benchmarks.compare import run_compare
     from ..evaluation.settings import split_rates
-    from ..pipeline_arcaligner import passages_to_read
 
     shared.silence_transformers()
     options = {"full_text_lora": full_text_lora, "top_k": top_k, "num_questions": num_questions, "device": device}
-    options["max_passages"] = max_passages or passages_to_read(shared.load_processor(checkpoint))
-    options |= {"rates": split_rates(tokens_per_slot), "tell": lambda text: messages.print(f"[dim]{text}[/]")}
+    options |= {"max_passages": max_passages, "rates": split_rates(tokens_per_slot)}
     show("\n".join(run_compare(questions, documents or [], folder, checkpoint, **options)))
 
 
 @app.command("export-gguf")
 def export_gguf_adapter(
     folder: Annotated[Path, typer.Option("--output", help="Folder to write.")],
-    checkpoint: Annotated[
-        str, typer.Argument(help="Aligner checkpoint: a folder or a Hub id.", callback=shared.expand_home)
-    ] = str(DEFAULT_CHECKPOINT),
+    checkpoint: Annotated[str, typer.Argument(help="Aligner checkpoint: a folder or a Hub id.")] = str(
+        DEFAULT_CHECKPOINT
+    ),
 ) -> None:
     """Exports an aligner for llama.cpp: the checkpoint, with its LoRA as a GGUF adapter."""
     shared.check_there(checkpoint)
@@ -457,7 +444,7 @@ def export_gguf_adapter(
 @app.command()
 def push(
     repo_id: Annotated[str, typer.Option(help="Repository on the Hub, user/name. Created if it does not exist.")],
-    checkpoint: Annotated[str, named(help="Aligner checkpoint: a folder.")] = str(DEFAULT_CHECKPOINT),
+    checkpoint: Annotated[str, typer.Option(help="Aligner checkpoint: a folder.")] = str(DEFAULT_CHECKPOINT),
     private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
 ) -> None:
     """Uploads a trained aligner to the Hub, in one commit."""

@@ -1,8 +1,6 @@
 """The commands `arcaligner corpus`: build, change, read ahead and describe passages that are encoded once."""
 
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -15,111 +13,49 @@ from .shared import Checkpoint, CorpusFolder, Dtype, TokensPerSlot, busy, messag
 
 corpus_app = typer.Typer(help="Builds, changes and describes a corpus: passages encoded once.", no_args_is_help=True)
 
-Sources = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="SOURCE...", help="Text, Markdown, HTML, PDF, DOCX, JSON Lines, Parquet; folders; data sets."
-    ),
-]
-Strict = Annotated[bool, typer.Option("--strict", help="Stop at anything that cannot be read, instead of skipping it.")]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Name everything that is skipped, not only the first three.")]
-Workers = Annotated[
-    int | None, typer.Option("--ray", metavar="WORKERS", help="Number of Ray workers that encode.", min=1)
-]
-
-
-def tell_time_left() -> Callable[[int, int], None]:
-    """Says how far a large document is, and how long the rest will take at the pace of the last part."""
-    before = (0, 0.0)
-
-    def tell(done: int, total: int) -> None:
-        nonlocal before
-        parts, (last, then), now = f"{done} of {total} passages", before, time.monotonic()
-        if done > last:
-            seconds = (total - done) * (now - then) / (done - last)
-            parts += f", about {counted(round(seconds / 60), 'minute') if seconds > 90 else f'{seconds:.0f} s'} left"
-        before = done, now
-        messages.print(f"[dim]{parts} of a large document[/]")
-
-    return tell
-
-
-def fill_corpus(
-    corpus, processor, sources: list[str], strict: bool, verbose: bool, workers: int | None, prune: bool = False
-) -> None:
-    """Adds sources to a corpus and says what was done."""
-    from ..corpus.build import build_corpus, summary
-
-    write_batches = None
-    if workers is not None:
-        from ..corpus.ray_build import RayWriter
-
-        write_batches = RayWriter(workers)
-    with busy("Encoding passages"):
-        report = build_corpus(
-            sources,
-            corpus,
-            processor,
-            strict=strict,
-            prune=prune,
-            on_batch=lambda report: messages.print(f"[dim]{counted(report.passages, 'passage')}[/]"),
-            on_part=tell_time_left(),
-            write_batches=write_batches,
-        )
-    shown = report.skipped[: None if verbose else 3]
-    for each in shown:
-        messages.print(one_line(f"Skipped: {each}"), markup=False, soft_wrap=True)
-    if left := len(report.skipped) - len(shown):
-        messages.print(f"Skipped: {left} more, which --verbose names", soft_wrap=True)
-    show(summary(report, corpus.info()))
-
 
 @corpus_app.command("build")
 def build(
-    sources: Sources,
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE...", help="Text, Markdown, HTML, PDF, DOCX, JSON Lines, Parquet; folders; data sets."
+        ),
+    ],
     folder: Annotated[Path, typer.Option("--output", help="Folder of the corpus. An existing one is updated.")],
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
-    passage_words: Annotated[int, typer.Option(help="Maximum number of words per passage.", min=1)] = PASSAGE_WORDS,
+    passage_words: Annotated[
+        int | None, typer.Option(help=f"Maximum number of words per passage. Default: {PASSAGE_WORDS}.", min=1)
+    ] = None,
     tokens_per_slot: TokensPerSlot = None,
-    strict: Strict = False,
     prune: Annotated[bool, typer.Option("--prune", help="Remove documents that are in none of the sources.")] = False,
-    verbose: Verbose = False,
-    ray: Workers = None,
 ) -> None:
     """Makes a corpus from texts, or updates one: new documents are added, changed ones replaced."""
     shared.check_there(checkpoint)
-    shared.check_sources(sources)
-    processor = shared.load_processor(checkpoint)
+    from ..corpus.build import build_corpus, summary
+    from ..corpus.sources import check_source
     from ..corpus.table import Corpus
 
-    is_new = not folder.exists()
+    for source in sources:  # before anything is loaded
+        check_source(source)
+    processor, is_new = shared.load_processor(checkpoint), not folder.exists()
     corpus = Corpus.create(folder, processor, passage_words, tokens_per_slot)
     try:
-        fill_corpus(corpus, processor, sources, strict, verbose, ray, prune)
-    except ValueError:
+        with busy("Encoding passages"):
+            report = build_corpus(
+                sources,
+                corpus,
+                processor,
+                prune=prune,
+                on_batch=lambda report: messages.print(f"[dim]{counted(report.passages, 'passage')}[/]"),
+            )
+    except (ValueError, OSError):
         if is_new and len(corpus) == 0:  # nothing came of it
             shutil.rmtree(folder)
         raise
-
-
-@corpus_app.command("add")
-def add(
-    sources: Sources,
-    corpus: CorpusFolder,
-    checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
-    strict: Strict = False,
-    verbose: Verbose = False,
-    ray: Workers = None,
-) -> None:
-    """Adds documents to a corpus, and replaces those that have changed."""
-    shared.check_there(checkpoint)
-    shared.check_sources(sources)
-    processor = shared.load_processor(checkpoint)
-    from ..corpus.table import Corpus
-
-    opened = Corpus(corpus)
-    opened.check(processor)
-    fill_corpus(opened, processor, sources, strict, verbose, ray)
+    for each in report.skipped:
+        messages.print(one_line(f"Skipped: {each}"), markup=False, soft_wrap=True)
+    show(summary(report, corpus.info()))
 
 
 @corpus_app.command("read")

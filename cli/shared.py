@@ -1,10 +1,7 @@
 """What commands share: options, the checkpoint that they name, and how they print."""
 
-import os.path
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,15 +17,7 @@ output = Console()
 messages = Console(stderr=True)
 
 
-def expand_home(name: str | None) -> str | None:
-    """A shell leaves the tilde of `--checkpoint=~/mine`."""
-    return name and os.path.expanduser(name)
-
-
-# An option that names a checkpoint.
-named = partial(typer.Option, callback=expand_home)
-Checkpoint = Annotated[str, named(help="Aligner checkpoint: a folder or a Hub id.")]
-Reranker = Annotated[str | None, typer.Option(help="CrossEncoder that reorders the passages found.")]
+Checkpoint = Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.")]
 
 
 def parse_tokens_per_slot(value: str) -> int | str:
@@ -83,50 +72,26 @@ def check_there(checkpoint: str) -> None:
         return
     import huggingface_hub
 
-    def look() -> None:
-        if not isinstance(huggingface_hub.try_to_load_from_cache(checkpoint, "config.json"), str):
-            huggingface_hub.model_info(checkpoint, timeout=HUB_SECONDS)
+    found: list[Exception | None] = []
 
-    if error := ask_hub(look):
+    def look() -> None:
+        try:
+            if not isinstance(huggingface_hub.try_to_load_from_cache(checkpoint, "config.json"), str):
+                huggingface_hub.model_info(checkpoint, timeout=HUB_SECONDS)
+            found.append(None)
+        except Exception as error:  # of whichever HTTP library the Hub's client uses
+            found.append(error)
+
+    # Looking a name up in the net has no time limit of its own.
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    looking.join(HUB_SECONDS)
+    if error := found[0] if found else TimeoutError():
         raise OSError(
             f"There is no aligner at {checkpoint}: neither a checkpoint folder on this machine nor "
             f"a repository on the Hub that can be reached ({type(error).__name__}). Name another "
             "with `--checkpoint`, or train one: see docs/training.md."
         ) from error
-
-
-def check_sources(sources: list[str]) -> None:
-    """Refuses sources that are neither on this machine nor on a Hub that answers, before anything is loaded."""
-    from ..corpus.sources import check_source
-
-    for source in sources:
-        if (name := check_source(source)) is None:
-            continue
-        import huggingface_hub
-
-        if error := ask_hub(partial(huggingface_hub.dataset_info, name, timeout=HUB_SECONDS)):
-            raise OSError(
-                f"There is no source {name}: neither a file or folder on this machine nor a data set of the Hub that "
-                f"can be reached ({type(error).__name__})."
-            ) from error
-
-
-def ask_hub(look: Callable[[], Any]) -> BaseException | None:
-    """What went wrong, if the Hub did not answer at once: looking a name up in the net has no time limit of its own,
-    and the Hub's client tries again."""
-    problems: list[BaseException | None] = []
-
-    def run() -> None:
-        try:
-            look()
-            problems.append(None)
-        except Exception as error:  # of whichever HTTP library the Hub's client uses
-            problems.append(error)
-
-    looking = threading.Thread(target=run, daemon=True)
-    looking.start()
-    looking.join(HUB_SECONDS)
-    return problems[0] if problems else TimeoutError()
 
 
 def silence_transformers() -> None:
@@ -159,7 +124,7 @@ def load_pipeline(checkpoint: str, dtype: str | None = None):
     return ArcAlignerPipeline(model=model, processor=processor, task="text-generation")
 
 
-def load_engine(checkpoint: str, corpus: Path | None, reranker: str | None, dtype: str | None = None, **settings):
+def load_engine(checkpoint: str, corpus: Path | None, dtype: str | None = None, **settings):
     """An engine that has answered a request, so that nobody waits for what is loaded on first use.
 
     The model is loaded by a thread that ends. PyTorch keeps a team of threads for each thread that has computed, and
@@ -174,7 +139,7 @@ def load_engine(checkpoint: str, corpus: Path | None, reranker: str | None, dtyp
     opened = None if corpus is None else Corpus(corpus)
     with ThreadPoolExecutor(1) as loading:
         ask = loading.submit(load_pipeline, checkpoint, dtype).result()
-    engine = Engine(ask, None if opened is None else Retriever(opened, ask.processor, reranker), **settings)
+    engine = Engine(ask, None if opened is None else Retriever(opened, ask.processor), **settings)
     engine.warm_up()
     return engine
 

@@ -12,11 +12,9 @@ import contextlib
 import io
 import json
 import re
-import statistics
 import subprocess
 import sys
 import zipfile
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +23,6 @@ CONVERTED = (".html", ".htm", ".pdf", ".docx")
 LARGEST_CONVERTED = 64 * 2**20  # bytes of a file
 LARGEST_UNPACKED = 256 * 2**20  # of what a DOCX says that it unpacks to
 SECONDS, MEMORY = 120, 2 * 2**30  # of a conversion
-LARGER = 1.25  # a line of a PDF that is so much higher than most is a heading
 # Of encodings that are about as likely, the first one.
 PREFERRED = ("cp1252", "cp1251")
 # A title is read with each sentence: a long one would cost its length times that of the text.
@@ -203,28 +200,18 @@ def pdf_pages(data: bytes) -> list[str]:
 
 def _page_text(page: Any) -> str:
     tables = {table.bbox: table.extract() for table in page.find_tables()}
-    lines = page.textlinehorizontals
-    usual = statistics.median(_height(line) for line in lines) if lines else 0.0
     parts = []
     for box in page.textboxhorizontals:
         around = [each for each in tables if _is_inside(box, each)]
         if not around:
-            place = (box["x0"] - 1, box["top"] - 1, box["x1"] + 1, box["bottom"] + 1)
-            own = [line for line in lines if _is_inside(line, place)]
-            for is_heading, group in groupby(own, lambda line: _height(line) > LARGER * usual):
-                text = "".join(line["text"] for line in group)
-                text = re.sub(r"(?<=\w)-\n(?=[a-z])", "", text)  # words that were parted at the end of a line
-                parts.append("## " * is_heading + " ".join(text.split()))
+            text = re.sub(r"(?<=\w)-\n(?=[a-z])", "", box["text"])  # words that were parted at the end of a line
+            parts.append(" ".join(text.split()))
         elif (table := tables[around[0]]) is not None:
             cells = [[" ".join((cell or "").split()).replace("|", "\\|") for cell in row] for row in table]
             rows = [f"| {' | '.join(row)} |" for row in cells]
             parts.append("\n".join([rows[0], "|" + "---|" * len(cells[0]), *rows[1:]]))
             tables[around[0]] = None  # it is written once
-    return "\n\n".join(part for part in parts if part.strip("# "))
-
-
-def _height(line: dict[str, Any]) -> float:
-    return line["bottom"] - line["top"]
+    return "\n\n".join(filter(None, parts))
 
 
 def _is_inside(what: dict[str, Any], place: tuple[float, float, float, float]) -> bool:

@@ -8,7 +8,7 @@ path or a Hub id, with options after a question mark:
     questions.jsonl.gz                                               rows in our schema
     letters.parquet?text=body                                        one text per row
     wikimedia/wikipedia?name=20231101.en&split=train&title=title     a text corpus of the Hub
-    hotpotqa/hotpot_qa?name=distractor&passages=supporting           HotpotQA, the gold paragraphs only
+    hotpotqa/hotpot_qa?name=distractor                               HotpotQA
 
 The paper's EM is non-strict: a prediction is right when it contains a gold answer. Both sides are normalized by SQuAD's
 rule first (lower case, no punctuation, no articles, single spaces). A gold answer that normalizes to nothing would be
@@ -28,7 +28,7 @@ from .files import read_json_lines
 
 ROW_FIELDS = ("id", "question", "answers", "passages")
 JSON_LINES = (".jsonl", ".jsonl.gz")
-OPTIONS = {"name": None, "split": "train", "text": "text", "title": None, "passages": "supporting"}
+OPTIONS = {"name": None, "split": "train", "text": "text", "title": None}
 
 Row = dict[str, Any]
 
@@ -37,10 +37,10 @@ def parse_source(source: str) -> tuple[str, dict[str, str | None]]:
     """A path or Hub id and its options, the missing ones with their defaults.
 
     Raises:
-        `ValueError`: an unknown option, or `passages` other than `supporting` and `distractor`.
+        `ValueError`: an unknown option.
 
     >>> parse_source("org/corpus?text=body")
-    ('org/corpus', {'name': None, 'split': 'train', 'text': 'body', 'title': None, 'passages': 'supporting'})
+    ('org/corpus', {'name': None, 'split': 'train', 'text': 'body', 'title': None})
     """
     path, _, query = source.partition("?")
     given = dict(pair.partition("=")[::2] for pair in query.split("&") if pair)
@@ -50,10 +50,7 @@ def parse_source(source: str) -> tuple[str, dict[str, str | None]]:
             f"The source {source!r} has {f'unknown options {unknown}' if unknown else 'an option without a value'}; "
             f"expected path?key=value&key=value with keys of {sorted(OPTIONS)}."
         )
-    options = OPTIONS | given
-    if options["passages"] not in ("supporting", "distractor"):
-        raise ValueError(f"The source {source!r} asks for {options['passages']!r}: `supporting` or `distractor`.")
-    return path, options
+    return path, OPTIONS | given
 
 
 def read_rows(path: str | Path) -> list[Row]:

@@ -1,26 +1,19 @@
 """Documents to rows of a corpus: cut into passages, encoded, written. Documents that have not changed are left alone.
 
 read_documents -> new_documents (batches of those that are new or changed) -> passage_rows -> Corpus.add
-
-A batch is encoded part by part, into files beside the table, and written in one step: a build that is killed within a
-large document continues with the part that it had begun.
 """
 
 import logging
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
-from pyarrow import feather
 
 from ..base_model_arcaligner import search_text
-from ..common.files import counted, digest, write_whole
+from ..common.files import counted
 from ..common.passages import Document, Passage
 from .sources import read_documents
 from .table import Corpus, passage_checksums
@@ -30,9 +23,8 @@ logger = logging.getLogger(__name__)
 # What is written at a time, some hundred passages; a document is never parted.
 BATCH_DOCUMENTS = 512
 BATCH_CHARACTERS = 300_000
-# What is encoded at a time.
+# What is encoded at a time, of a large document.
 PART_PASSAGES = 256
-PARTS = ".parts"
 
 
 @dataclass
@@ -51,7 +43,7 @@ class BuildReport:
 class Batch:
     """Documents to be written together, the ids of those of them that are `replaced`, and what was met on the way to
     them: ids of documents that are `unchanged`, what was skipped, the ids of `unread` documents, and whether what was
-    skipped may hold other documents (`hides`); `error` ends the build."""
+    skipped may hold other documents (`hides`)."""
 
     documents: list[Document] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
@@ -59,7 +51,6 @@ class Batch:
     skipped: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     hides: int = 0
-    error: Exception | None = None
 
 
 def build_corpus(
@@ -67,11 +58,8 @@ def build_corpus(
     corpus: Corpus,
     processor,
     *,
-    strict: bool = False,
     prune: bool = False,
     on_batch: Callable[[BuildReport], Any] = lambda report: None,
-    on_part: Callable[[int, int], Any] = lambda done, total: None,
-    write_batches: Callable[..., Iterator[tuple[Batch, int]]] | None = None,
 ) -> BuildReport:
     """
     Adds the documents of sources, and replaces those that have changed. A killed build continues where it stopped.
@@ -80,26 +68,21 @@ def build_corpus(
         sources (`list[str]`): See `sources.py`.
         corpus ([`Corpus`]): Where to.
         processor ([`ArcAlignerProcessor`]): Makes the slots; its settings are the corpus's.
-        strict (`bool`): Stop at what cannot be read, instead of skipping it.
         prune (`bool`): At the end, remove documents that are in none of the sources. A file that cannot be read keeps
             its document; a data set that cannot be read to its end keeps all.
         on_batch (`Callable`): Is told what was done, after each batch.
-        on_part (`Callable`): Is told how many passages of a batch of several parts are encoded, and how many it has.
-        write_batches (`Callable`, *optional*): Encodes and writes, and gives each batch with its number of passages;
-            default: `write_here`.
 
     Raises:
-        `ValueError`: with `strict`, what cannot be read; no document at all; another process writes.
+        `ValueError`: no document at all; another process writes.
     """
     report, num_hidden = BuildReport(), 0
     read: set[int] = set()  # ids, as hashes: there may be millions
-    write_batches = write_batches or partial(write_here, on_part=on_part)
     with corpus.writing():
-        for batch, num_passages in write_batches(sources, corpus, processor, strict):
+        for batch in new_documents(sources, corpus):
             report.added += len(batch.documents) - len(batch.replaced)
             report.replaced += len(batch.replaced)
             report.unchanged += len(batch.unchanged)
-            report.passages += num_passages
+            report.passages += _write(batch, corpus, processor)
             report.skipped += batch.skipped
             num_hidden += batch.hides
             if prune:
@@ -116,7 +99,6 @@ def build_corpus(
             for first in range(0, len(gone), BATCH_DOCUMENTS):
                 corpus.delete(gone[first : first + BATCH_DOCUMENTS])
             report.removed = len(gone)
-        shutil.rmtree(corpus.path / PARTS, ignore_errors=True)  # of builds that did not come to their end
         corpus.optimize()
     return report
 
@@ -132,37 +114,17 @@ def summary(report: BuildReport, info: dict[str, Any]) -> str:
     )
 
 
-def write_here(
-    sources: list[str], corpus: Corpus, processor, strict: bool, on_part: Callable[[int, int], Any]
-) -> Iterator[tuple[Batch, int]]:
-    """Encodes and writes in this process; gives each batch with its number of passages."""
-    for batch in new_documents(sources, corpus, strict):
-        passages = corpus.cut(batch.documents)
-        paths = []
-        for first in range(0, len(passages), PART_PASSAGES):
-            if len(passages) > PART_PASSAGES:
-                on_part(first, len(passages))
-            paths.append(_encoded_part(passages[first : first + PART_PASSAGES], processor, corpus))
-        if paths:
-            parts = (part for path in paths for part in feather.read_table(path, memory_map=False).to_batches())
-            corpus.add(pa.RecordBatchReader.from_batches(corpus.table.schema, parts), batch.replaced)
-        for path in paths:
-            path.unlink()
-        yield batch, len(passages)
+def _write(batch: Batch, corpus: Corpus, processor) -> int:
+    """Encodes and writes a batch; returns its number of passages."""
+    passages = corpus.cut(batch.documents)
+    starts = range(0, len(passages), PART_PASSAGES)
+    parts = [passage_rows(passages[start : start + PART_PASSAGES], processor, corpus) for start in starts]
+    if parts:
+        corpus.add(pa.concat_tables(parts), batch.replaced)
+    return len(passages)
 
 
-def _encoded_part(part: list[Passage], processor, corpus: Corpus) -> Path:
-    """The file of a part's rows, written now or by an earlier build that did not come to its end."""
-    name = digest([[each.document.id, each.document.digest, each.start, each.end, each.title] for each in part])
-    path = corpus.path / PARTS / f"{name}.arrow"
-    try:
-        feather.read_table(path, memory_map=False)
-    except (OSError, pa.ArrowInvalid):
-        write_whole(path, partial(feather.write_feather, passage_rows(part, processor, corpus)))
-    return path
-
-
-def new_documents(sources: list[str], corpus: Corpus, strict: bool) -> Iterator[Batch]:
+def new_documents(sources: list[str], corpus: Corpus) -> Iterator[Batch]:
     """Documents that the corpus does not have, or has with another text, in batches."""
     batch, num_characters = Batch(), 0
 
@@ -174,8 +136,6 @@ def new_documents(sources: list[str], corpus: Corpus, strict: bool) -> Iterator[
             batch.hides += may_hold_documents
 
     def without_known(batch: Batch) -> Batch:
-        if strict and batch.skipped:  # here, so that who reads a file does not take it for an error of the file
-            raise ValueError(f"{batch.skipped[0]}. Fix it or leave it out, or run without `--strict` to skip it.")
         known = corpus.digests(document.id for document in batch.documents)
         new = [document for document in batch.documents if known.get(document.id) != document.digest]
         batch.unchanged += known.keys() - {document.id for document in new}
@@ -185,10 +145,6 @@ def new_documents(sources: list[str], corpus: Corpus, strict: bool) -> Iterator[
     text_of: dict[int, int] = {}  # by id, both as hashes: there may be millions
     for document in read_documents(sources, skip):
         key, text = hash(document.id), hash((document.title, document.text))
-        # A large document is a batch of its own: what came before it is written before it is encoded.
-        if len(document.text) >= BATCH_CHARACTERS and batch.documents:
-            yield without_known(batch)
-            batch, num_characters = Batch(), 0
         if key not in text_of:
             text_of[key] = text
             batch.documents.append(document)
@@ -236,7 +192,7 @@ def _search_vectors(read: list[list[dict]], encoded: list, processor) -> torch.T
     if processor.trained_encoder:
         return processor.encoder.untrained.encode([search_text(each["title"], each["text"]) for (each,) in read])
     means = [each.context_embeds.mean(dim=0) for each in encoded]
-    return torch.nn.functional.normalize(torch.stack(means), dim=-1) if means else torch.empty(0, 0)
+    return torch.nn.functional.normalize(torch.stack(means), dim=-1)
 
 
 def _vectors(rows: list[torch.Tensor], width: int) -> pa.FixedSizeListArray:

@@ -45,17 +45,29 @@ def kept_folder(corpus: Corpus) -> Path | None:
 
 
 def plan(corpus: Corpus, model, processor) -> str:
-    """What reading a corpus ahead takes on disk."""
+    """What reading a corpus ahead takes on disk.
+
+    Raises:
+        `ValueError`: an aligner that reads passages jointly, or that makes other slots.
+        `OSError`: a disk with less room.
+    """
     if processor.passage_attention != "separate":
         raise ValueError(
             "This checkpoint reads the passages of a question jointly (`passage_attention`), so none can be read "
             "ahead. Name one that was trained to read them apart."
         )
     corpus.check(processor)
-    found, per_slot = corpus.info(), _bytes_per_slot(model)
+    found, per_slot = corpus.info(), math.prod(entry_shape(model.config.text_config, 1)) * model.dtype.itemsize
+    there = sum(file.stat().st_size for file in (corpus.path / KEPT).glob("*.safetensors"))
+    needed, free = found["slots"] * per_slot, shutil.disk_usage(corpus.path).free
+    if needed - there > free:
+        raise OSError(
+            f"The keys and values of {corpus.path} take {(needed - there) / 1e9:.1f} GB more, but its disk has "
+            f"{free / 1e9:.1f} GB left. Make room, or build the corpus with more text per slot (`--tokens-per-slot`)."
+        )
     return (
-        f"Keys and values of {counted(found['passages'], 'passage')} take {found['slots'] * per_slot / 1e6:,.1f} MB on "
-        f"disk: {counted(found['slots'], 'slot')} of {per_slot / 1e3:.1f} KB."
+        f"Keys and values of {counted(found['passages'], 'passage')} take {needed / 1e6:,.1f} MB on disk: "
+        f"{counted(found['slots'], 'slot')} of {per_slot / 1e3:.1f} KB."
     )
 
 
@@ -63,12 +75,10 @@ def read_corpus(
     corpus: Corpus, model, processor, on_batch: Callable[[ReadReport], Any] = lambda report: None
 ) -> ReadReport:
     """Reads all passages of a corpus that are not kept yet, behind the text that a question without a system message
-    has before its slots. A killed reading continues where it stopped. `on_batch` is told what was done.
-    """
+    has before its slots. A killed reading continues where it stopped. `on_batch` is told what was done."""
     plan(corpus, model, processor)
     report, used = ReadReport(), set()
     with corpus.writing():
-        _check_space(corpus, model)
         store = model.slot_prefix_store(processor, max_bytes=0, folder=corpus.path / KEPT)
         columns = ["document", "title", "text", "start", "end", "segments", "slots"]
         columns += ["words"] * processor.context_words
@@ -86,17 +96,3 @@ def read_corpus(
                 path.unlink(missing_ok=True)
                 report.removed += 1
     return report
-
-
-def _bytes_per_slot(model) -> int:
-    return math.prod(entry_shape(model.config.text_config, 1)) * model.dtype.itemsize
-
-
-def _check_space(corpus: Corpus, model) -> None:
-    there = sum(file.stat().st_size for file in (corpus.path / KEPT).glob("*.safetensors"))
-    needed, free = corpus.info()["slots"] * _bytes_per_slot(model) - there, shutil.disk_usage(corpus.path).free
-    if needed > free:
-        raise OSError(
-            f"The keys and values of {corpus.path} take {needed / 1e9:.1f} GB more, but its disk has {free / 1e9:.1f} "
-            "GB left. Make room, or build the corpus with more text per slot (`--tokens-per-slot`)."
-        )

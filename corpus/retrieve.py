@@ -72,22 +72,19 @@ class Retriever:
         corpus ([`Corpus`]): With at least one passage.
         processor ([`ArcAlignerProcessor`]): Encodes questions, as it encoded the passages.
         reranker (`str`, *optional*): A CrossEncoder that reads each question with each candidate.
-        search (`str`): `"hybrid"`, or `"vector"` without the full text.
 
     Raises:
-        `ValueError`: a corpus that another encoder, segmenter or rate made, or an empty one; an empty re-ranker.
+        `ValueError`: a corpus that another encoder, segmenter or rate made, or an empty one.
         `OSError`: a re-ranker that is not there, with how to get it.
     """
 
-    def __init__(self, corpus: Corpus, processor, reranker: str | None = None, search: str = "hybrid"):
+    def __init__(self, corpus: Corpus, processor, reranker: str | None = None):
         corpus.check(processor)
         if len(corpus) == 0:
-            raise ValueError(f"The corpus {corpus.path} is empty. Add documents: `arcaligner corpus add`.")
-        self.corpus, self.processor, self.search = corpus, processor, search
+            raise ValueError(f"The corpus {corpus.path} is empty. Add documents: `arcaligner corpus build`.")
+        self.corpus, self.processor = corpus, processor
         self.reranker = None
         if reranker is not None:
-            if not reranker.strip():
-                raise ValueError(f"The re-ranker is {reranker!r}; expected a folder or a Hub id, or nothing.")
             folder = find_model("re-ranker", reranker, ENCODER_FILES)
             self.reranker = CrossEncoder(str(folder), device=processor.encoder.device)
         self.columns = [name for name in corpus.table.schema.names if name not in ("id", "digest")]
@@ -127,33 +124,28 @@ class Retriever:
         return passages
 
     def _check(self, rows) -> None:
-        for row, checksum in zip(
-            rows.select(["document", "checksum"]).to_pylist(), passage_checksums(rows), strict=True
+        for document, known, found in zip(
+            rows["document"].to_pylist(), rows["checksum"].to_pylist(), passage_checksums(rows), strict=True
         ):
-            if row["checksum"] != checksum:
+            if known != found:
                 raise OSError(
-                    f"The corpus {self.corpus.path} is damaged: a passage of {row['document']} is not what was "
-                    "written. Remove that document and add it again, or build the corpus anew."
+                    f"The corpus {self.corpus.path} is damaged: a passage of {document} is not what was written. "
+                    "Remove that document and add it again, or build the corpus anew."
                 )
 
     def _query(self, question: str, vector, limit: int):
-        table, words = self.corpus.table, MultiMatchQuery(question, ["text", "title"])
-        if self.search == "hybrid":
-            query = table.search(query_type="hybrid", vector_column_name="vector").vector(vector).text(words)
-            query = query.distance_type("dot").rerank(RRFReranker(FUSION))
-        else:
-            query = table.search(vector, vector_column_name="vector").distance_type("dot")
-        return query.limit(limit).select(self.columns)
+        query = self.corpus.table.search(query_type="hybrid", vector_column_name="vector").vector(vector)
+        query = query.text(MultiMatchQuery(question, ["text", "title"])).distance_type("dot")
+        return query.rerank(RRFReranker(FUSION)).limit(limit).select(self.columns)
 
 
 def slot_passages(rows, context_words: bool) -> SlotPassages:
     """Rows of a corpus as passages with slots, with their words where those are read."""
     fields = ("document", "title", "text", "start", "end", "page")
     documents = rows.select([name for name in fields if name in rows.column_names]).to_pylist()
-    for name, sign in (("_relevance_score", 1), ("_distance", -1)):  # hybrid search, vectors alone
-        if name in rows.column_names:
-            for document, value in zip(documents, rows[name].to_pylist(), strict=True):
-                document["score"] = sign * value
+    if "_relevance_score" in rows.column_names:  # which were searched for
+        for document, score in zip(documents, rows["_relevance_score"].to_pylist(), strict=True):
+            document["score"] = score
     segments = [
         Segment(number, each["start"], each["end"], document["text"][each["start"] : each["end"]])
         for number, (document, row) in enumerate(zip(documents, rows["segments"].to_pylist(), strict=True))

@@ -50,18 +50,16 @@ def read_documents(sources: Iterable[str], skip: Callable[..., None]) -> Iterato
                 skip(no_text(document.id), may_hold_documents=False)
 
 
-def check_source(source: str) -> str | None:
-    """Refuses a source that is neither on this machine nor the name of a data set of the Hub, which is returned."""
+def check_source(source: str) -> None:
+    """Refuses a source that is neither on this machine nor may be the name of a data set of the Hub."""
     path, _ = parse_source(source)
     if not path.strip():  # such as a variable that is not set; else it would be this folder
         raise ValueError(f"A source is {source!r}; expected a file, a folder or a data set of the Hub.")
-    if Path(path).exists():
-        return None
-    if path.endswith(FILES) or Path(path).parent.is_dir() or not _HUB_ID.fullmatch(path):
+    is_hub_id = _HUB_ID.fullmatch(path) and not path.endswith(FILES) and not Path(path).parent.is_dir()
+    if not is_hub_id and not Path(path).exists():
         raise FileNotFoundError(
             f"There is no file or folder {path}. Expected one, or a data set of the Hub, user/name."
         )
-    return path
 
 
 def _read_source(source: str, skip: Callable[..., None]) -> Iterator[Document]:

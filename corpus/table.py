@@ -114,10 +114,6 @@ class Corpus:
             self.settings = json.loads(self.table.schema.metadata[METADATA])
             found = self.settings["format"]
         except (ValueError, LookupError, TypeError, OSError, RuntimeError) as error:
-            if self._is_written():
-                raise FileNotFoundError(
-                    f"The corpus {path} is being made. Open it when its first step is done."
-                ) from error
             raise ValueError(
                 f"{path} is not a corpus of ArcAligner, or a broken one: {error}. Name another folder, or remove the "
                 "broken corpus and build it anew."
@@ -127,24 +123,34 @@ class Corpus:
 
     @classmethod
     def create(
-        cls, path: str | Path, processor, passage_words: int = PASSAGE_WORDS, tokens_per_slot: int | str | None = None
+        cls,
+        path: str | Path,
+        processor,
+        passage_words: int | None = None,
+        tokens_per_slot: int | str | None = None,
     ) -> "Corpus":
         """A new, empty corpus, or an existing one that was made with the same settings.
+
+        Args:
+            path (`str` or `Path`): Its folder.
+            processor ([`ArcAlignerProcessor`]): Makes the slots.
+            passage_words (`int`, *optional*), tokens_per_slot (`int` or `"segment"`, *optional*): Words of a passage at
+                most, and the rate. Default: those of an existing corpus, else 100 words and the processor's rate.
 
         Raises:
             `ValueError`: the folder holds a corpus with other settings, or something else.
         """
-        if passage_words < 1:
+        if passage_words is not None and passage_words < 1:
             raise ValueError(f"`passage_words` is {passage_words}; a passage needs at least 1 word.")
         path = Path(path)
-        settings = slot_settings(processor, tokens_per_slot)
         if not path.exists() or not any(each for each in path.iterdir() if each.name != LOCK):
-            about = {"format": FORMAT, **settings, "passage_words": passage_words}
+            about = {"format": FORMAT, **slot_settings(processor, tokens_per_slot)}
+            about["passage_words"] = passage_words or PASSAGE_WORDS
             path.mkdir(parents=True, exist_ok=True)
-            with FileLock(path / LOCK):  # which tells readers that it is being made
-                lancedb.connect(path).create_table(NAME, schema=table_schema(about), exist_ok=True)
+            lancedb.connect(path).create_table(NAME, schema=table_schema(about), exist_ok=True)
         corpus = cls(path)
-        corpus.check(processor, tokens_per_slot=settings["tokens_per_slot"], passage_words=passage_words)
+        wanted = {"passage_words": passage_words, "tokens_per_slot": tokens_per_slot}
+        corpus.check(processor, **{name: value for name, value in wanted.items() if value is not None})
         return corpus
 
     def check(self, processor, **wanted: Any) -> None:
@@ -180,16 +186,6 @@ class Corpus:
         """The passages of documents, as long as those of this corpus."""
         return passages_of(documents, self.settings["passage_words"], self.settings["spacy_model"])
 
-    def _is_written(self) -> bool:
-        """Whether another process writes at this moment."""
-        try:
-            if (self.path / LOCK).exists():
-                with FileLock(self.path / LOCK, timeout=0):
-                    pass
-        except Timeout:
-            return True
-        return False
-
     def __len__(self) -> int:
         return self.table.count_rows()
 
@@ -216,7 +212,7 @@ class Corpus:
         rows = self.table.search().where(_is_one_of(documents)).select(["document", "digest"]).to_arrow()
         return dict(zip(rows["document"].to_pylist(), rows["digest"].to_pylist(), strict=True))
 
-    def add(self, rows: pa.Table | pa.RecordBatchReader, replaced: list[str]) -> None:
+    def add(self, rows: pa.Table, replaced: list[str]) -> None:
         """Adds whole documents, in one step, in the place of those that are `replaced`."""
         if replaced:
             merge = self.table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
@@ -272,18 +268,15 @@ class Corpus:
             num_slots = sum(len(batch["segments"].flatten()) for batch in batches)
         except RuntimeError as error:  # raised by Lance
             raise OSError(f"The corpus {self.path} cannot be read: {error}. Build it anew.") from error
-        sizes = [
-            (self.path / KEPT in file.parents, file.stat().st_size) for file in self.path.rglob("*") if file.is_file()
-        ]
-        num_bytes, kept_bytes = (sum(size for is_kept, size in sizes if is_kept == kind) for kind in (False, True))
-        slot_bytes = 2 * self.settings["encoder_hidden_size"]
+        sizes = {file: file.stat().st_size for file in self.path.rglob("*") if file.is_file()}
+        kept_bytes = sum(size for file, size in sizes.items() if self.path / KEPT in file.parents)
         passages = max(1, len(self))
         return {
             "documents": len(self.documents()),
             "passages": len(self),
             "slots": num_slots,
-            "slot_bytes_per_passage": num_slots * slot_bytes / passages,
-            "bytes_per_passage": num_bytes / passages,
+            "slot_bytes_per_passage": num_slots * 2 * self.settings["encoder_hidden_size"] / passages,
+            "bytes_per_passage": (sum(sizes.values()) - kept_bytes) / passages,
             "kept_bytes_per_passage": kept_bytes / passages,
             **{name: value for name, value in self.settings.items() if name != "probe"},
         }

@@ -4,16 +4,12 @@
 
 Passages that are read apart are a sequence each, behind the same text, and then become one with that of the question.
 
-Gates decide within a layer, which llama.cpp cannot. With them the PyTorch model reads the slots instead, and its keys
-and values are written into the engine's state.
-
-Shapes: keys and values (layers, heads, length, head_dim).
+Gates decide within a layer, which llama.cpp cannot: they have to be off.
 """
 
 import ctypes
 import functools
 import importlib
-import struct
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -31,14 +27,13 @@ from transformers.utils import logging
 from ..checkpoint_arcaligner import WEIGHTS_DIGEST, AlignerCheckpointMixin, check_values
 from ..common.files import GGUF_FILE, digest, refuse_unknown, wheel_directory
 from ..configuration_arcaligner import DEFAULT_BASE_MODEL, SLOT_SETTINGS, ArcAlignerConfig, check_gates, longest_prompt
-from ..encoder_arcaligner import EncodedDocuments
-from ..modeling_arcaligner import ArcAlignerForCausalLM, ContextProjector
+from ..modeling_arcaligner import ContextProjector
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import copied_next, copied_texts, documents_of, text_of, title_of
-from .gguf_files import ADAPTER_FILE, architecture_of, check_base_model, head_dim_of, to_neighbors
+from .gguf_files import ADAPTER_FILE, check_base_model
 
 TESTED_VERSION = "0.3.36"
-CACHE_TYPES = {"f16": (1, np.float16), "f32": (0, np.float32)}  # GGML's number and NumPy's type
+CACHE_TYPES = {"f16": 1, "f32": 0}  # GGML's numbers
 # GGML's levels of what it logs, in pieces; a `CONTINUED` piece is of the message before it.
 WARNING, CONTINUED = 3, 5
 
@@ -108,12 +103,11 @@ class Session:
         self._model = api.llama_model_load_from_file(str(path).encode(), params)
         self._check(self._model, f"{path} cannot be loaded")
         weakref.finalize(self, api.llama_model_free, self._model)
-        self._type, self._dtype = CACHE_TYPES[cache_type]
         params = api.llama_context_default_params()
         params.n_ctx = params.n_batch = context_length
         params.n_seq_max, params.kv_unified = 2, True  # the question's, and that of a passage while it is read apart
         params.n_threads = params.n_threads_batch = torch.get_num_threads()
-        params.type_k = params.type_v = self._type
+        params.type_k = params.type_v = CACHE_TYPES[cache_type]
         params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED  # on the CPU it computes in half precision
         self._context = api.llama_init_from_model(self._model, params)
         self._check(self._context, f"no context of {context_length} positions")
@@ -192,29 +186,6 @@ class Session:
         self._check(done == size, "a state of another model or version was not taken")
         self.used = state.used
 
-    def state_of(self, keys: np.ndarray, values: np.ndarray, positions: np.ndarray) -> State:
-        """Keys and values (layers, heads, length, head_dim), in llama.cpp's order, of `positions` (length,), as a
-        `state`.
-        """
-        if self._api.__version__ != TESTED_VERSION:
-            raise ValueError(
-                f"llama-cpp-python is {self._api.__version__}, whose states may have another layout than those of "
-                f'{TESTED_VERSION}. Install that one, or read slots without refinement: `gate_mode="off"`.'
-            )
-        num_layers, num_heads, length, head_dim = keys.shape
-        self.clear()
-        positions = np.stack([positions, np.ones(length), np.zeros(length)], axis=1)  # and one sequence, 0
-        parts = [self.state().data[:12], struct.pack("<I", length), positions.astype("<i4").tobytes()]
-        parts += [struct.pack("<II", 1, num_layers)]  # values are transposed
-        size, width = self._dtype().itemsize, num_heads * head_dim
-        for layer in keys:
-            rows = layer.swapaxes(0, 1)  # (length, heads, head_dim)
-            parts += [struct.pack("<iQ", self._type, size * width), rows.astype(self._dtype).tobytes()]
-        for layer in values:
-            columns = layer.swapaxes(1, 2)  # (heads, head_dim, length)
-            parts += [struct.pack("<iII", self._type, size, width), columns.astype(self._dtype).tobytes()]
-        return State(b"".join(parts), length)
-
 
 # Settings of a processor that decide which slots passages become.
 _SEGMENTING = ("tokens_per_slot", "sentences_per_segment", "spacy_model")
@@ -227,8 +198,7 @@ class LlamaCppEngine:
     Args:
         folder (`str` or `Path`): What `arcaligner export-gguf` has written.
         base_model (`str` or `Path`, *optional*): GGUF file of the base model. Default: that of the default base model.
-        gate_mode (`str`, *optional*): Default: the checkpoint's. Other than `"off"`, slots are read by the PyTorch
-            model, which is loaded as well.
+        gate_mode (`str`, *optional*): Default: the checkpoint's. `"off"` is the only one that llama.cpp can do.
         context_length (`int`): Positions of prompt and answer.
         cache_type (`str`): The type of keys and values, `"f16"` or `"f32"`.
         max_bytes (`int`): Memory for states kept for further questions about the same passages.
@@ -236,7 +206,7 @@ class LlamaCppEngine:
     Raises:
         `ImportError`: llama.cpp is not installed.
         `OSError`: a file that is not there.
-        `ValueError`: a base model, tokenizer or adapter that does not fit.
+        `ValueError`: a base model, tokenizer or adapter that does not fit; gates that are on.
     """
 
     def __init__(
@@ -258,6 +228,11 @@ class LlamaCppEngine:
         import_llama_cpp()
         folder = Path(folder)
         self.config = config = ArcAlignerConfig.from_pretrained(folder)
+        if config.refines(gate_mode):
+            raise ValueError(
+                f"The gates of {folder} are on (`gate_mode` {gate_mode or config.gate_mode!r}), which llama.cpp cannot "
+                'do. Read each slot once, with `gate_mode="off"` (`--gate-mode off`), or use the PyTorch model.'
+            )
         adapter = folder / ADAPTER_FILE if config.lora_r else None
         if adapter is not None and not adapter.is_file():
             raise FileNotFoundError(
@@ -274,10 +249,6 @@ class LlamaCppEngine:
         self.session = Session(base_model, adapter, context_length, cache_type)
         end = GenerationConfig.from_pretrained(folder).eos_token_id
         self._end = {end} if isinstance(end, int) else set(end or ())
-        self.gate_mode = gate_mode or config.gate_mode
-        self._aligner = None
-        if self.gate_mode != "off":
-            self._aligner = ArcAlignerForCausalLM.from_pretrained(folder).eval()
         self.max_bytes = max_bytes
         self._kept: OrderedDict[str, State] = OrderedDict()  # least recently used first
         self._num_read = 0  # prompts; an answer ends where another is read
@@ -339,45 +310,15 @@ class LlamaCppEngine:
         """Reads text and slots of a prompt; the state after the last slot."""
         encoded = self.processor.encode_documents(documents, **slots)
         self._check_length(len(before) + len(encoded.context_embeds) + num_after)
-        if self._aligner is not None:
-            state = self.session.state_of(*self._refined(before, encoded))
-            self.session.restore(state)
-            return state
-        self.session.clear()
-        self.session.read(before, has_logits=False)
-        self.session.read_apart(np.split(self.project(encoded), np.cumsum(self._sizes(encoded))[:-1]))
-        return self.session.state()
-
-    def _sizes(self, encoded: EncodedDocuments) -> list[int]:
-        """How many slots are read together: those of each passage, or all."""
-        if self.config.passage_attention == "joint":
-            return [len(encoded.context_embeds)]
-        return encoded.context_passage_ids.unique_consecutive(return_counts=True)[1].tolist()
-
-    @torch.no_grad()
-    def project(self, encoded: EncodedDocuments) -> np.ndarray:
-        """Slots (num_slots, hidden) as the first layer reads them."""
         words = encoded.context_word_ids
         parts = None if words is None else self._projector.average_words(words, self._table)
-        return self._projector(encoded.context_embeds, parts).numpy()
-
-    def _refined(self, before: list[int], encoded: EncodedDocuments) -> list[np.ndarray]:
-        """Keys and values of text and slots, as the PyTorch model makes them, in llama.cpp's order, and positions."""
-        config, embeds, words = self.config.text_config, encoded.context_embeds, encoded.context_word_ids
-        ids = torch.tensor([before + [self.config.context_token_id] * len(embeds)])
-        cache = self._aligner.prefill_context(
-            ids,
-            embeds[None],
-            context_word_ids=None if words is None else words[None],
-            context_passage_ids=encoded.context_passage_ids[None],
-            gate_mode=self.gate_mode,
-        )
-        keys = torch.cat([layer.keys for layer in cache.layers]).float().numpy()
-        values = torch.cat([layer.values for layer in cache.layers]).float().numpy()
-        # (head_dim, layers, heads, length): the values of a head are reordered
-        keys = to_neighbors(np.moveaxis(keys, 3, 0), architecture_of(config), head_dim_of(config))
-        positions = [np.arange(len(before)), *(len(before) + np.arange(size) for size in self._sizes(encoded))]
-        return [np.moveaxis(keys, 0, 3), values, np.concatenate(positions)]
+        slots = self._projector(encoded.context_embeds, parts).numpy()  # (num_slots, hidden)
+        is_joint = self.config.passage_attention == "joint"
+        sizes = encoded.context_passage_ids.unique_consecutive(return_counts=True)[1]
+        self.session.clear()
+        self.session.read(before, has_logits=False)
+        self.session.read_apart([slots] if is_joint else np.split(slots, sizes.cumsum(0)[:-1]))
+        return self.session.state()
 
     def _keep(self, key: str, state: State) -> None:
         if len(state.data) > self.max_bytes:

@@ -2,12 +2,11 @@
 
 settings, recipes/     what is evaluated
 tasks                  questions, golds and passages
-retrieval              passages from a corpus
-methods                the ways to answer: answering, compression (of prompts)
+answering, methods     the ways to answer
 evaluate, runs         answers, one line per question
-metrics, judge         scores of answers
+metrics                scores of answers
 results, publish       means, intervals and differences; tables for readers
-analyses/              the figures: quality against rate, refusals, speed
+analyses/              figures of quality against rate and speed; tables of speed and refusals
 lm_eval_adapter        the aligner in lm-evaluation-harness
 """
 

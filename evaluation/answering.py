@@ -25,14 +25,17 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import mark_control_tokens
 from ..slot_rows_arcaligner import check_can_separate, passage_positions, separate_passages
-from ..train.data import ApartText, passages_text, slot_inputs, text_inputs, text_prompt
-from ..train.metrics import greedy_answers, ranked_passages, with_likeliest
+from ..train.prompts import (
+    ApartText,
+    greedy_answers,
+    passages_text,
+    slot_inputs,
+    text_inputs,
+    text_prompt,
+    with_likeliest,
+)
 
 logger = logging.getLogger(__name__)
-
-
-class MissingMethodError(Exception):
-    """The weights or the package of a method are not on this machine; the message says how to get them."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,6 @@ class SlotAnswerer:
     Args:
         model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): The aligner.
         use_lora (`bool`): `False` reads the slots with the projector alone.
-        with_passages (`bool`): `False` gives each question the one slot of "no passages".
         tokens_per_slot (`int` or `"segment"`, *optional*): Default: the checkpoint's.
         max_passages (`int`, *optional*): Of more passages, only those that most likely answer are read.
         copy_bonus (`float`, *optional*): How much answers in the words of the passages are preferred. Default: the
@@ -103,30 +105,27 @@ class SlotAnswerer:
         model: ArcAlignerForCausalLM,
         processor: ArcAlignerProcessor,
         use_lora: bool = True,
-        with_passages: bool = True,
         tokens_per_slot: int | str | None = None,
         max_passages: int | None = None,
         copy_bonus: float | None = None,
         **refinement: Any,
     ):
         self.model, self.processor, self.use_lora, self.refinement = model, processor, use_lora, refinement
-        self.with_passages, self.tokens_per_slot, self.max_passages = with_passages, tokens_per_slot, max_passages
-        self.copy_bonus = copy_bonus
+        self.tokens_per_slot, self.max_passages, self.copy_bonus = tokens_per_slot, max_passages, copy_bonus
 
     def answer(self, rows: list[Row]) -> list[Answer]:
         """One answer per row, in order."""
         with contextlib.nullcontext() if self.use_lora else lora_off(self.model):
             read = rows if self.max_passages is None else self._likeliest(rows, self.max_passages)
-            inputs = slot_inputs(self.processor, read, self.with_passages, self.tokens_per_slot).to(self.model.device)
+            inputs = slot_inputs(self.processor, read, self.tokens_per_slot).to(self.model.device)
             num_slots = (inputs["input_ids"] == self.model.config.context_token_id).sum(dim=1).tolist()
-            passages = [row["passages"] if self.with_passages else [] for row in read]
-            asked = {"questions": [row["question"] for row in read], "passages": passages}
+            asked = {"questions": [row["question"] for row in read], "passages": [row["passages"] for row in read]}
             settings = asked | {"copy_bonus": self.copy_bonus, **self.refinement}
             return _generate(self.model, self.processor, inputs, rows, num_slots, **settings)
 
     def _likeliest(self, rows: list[Row], max_passages: int) -> list[Row]:
         settings = {"tokens_per_slot": self.tokens_per_slot, **self.refinement}
-        return with_likeliest(rows, ranked_passages(self._store, rows, **settings), max_passages)
+        return with_likeliest(self._store, rows, max_passages, **settings)
 
     @functools.cached_property
     def _store(self):

@@ -11,29 +11,31 @@ all answers in the folder.
 """
 
 import logging
-import time
 from typing import Any
 
-from rich.progress import Progress
+from rich.progress import Progress, track
 
 from ..base_model_arcaligner import default_dtype
 from ..common.files import describe_machine, digest
 from ..common.rows import Row
-from ..train.metrics import MAX_NEW_TOKENS
-from .answering import Answer, Answerer, MissingMethodError, in_batches, longest_first
-from .methods import Method, find_method
+from ..processing_arcaligner import ArcAlignerProcessor
+from ..train.prompts import MAX_NEW_TOKENS
+from .answering import Answer, in_batches, longest_first
+from .methods import Method, MissingMethodError, find_method
 from .metrics import METRICS, contains_match
 from .results import write_results
 from .runs import AnswerFile, row_digest
-from .settings import EvaluationSettings, TaskSettings
-from .tasks import TASKS, choose_passages
+from .settings import EvaluationSettings
+from .tasks import TASKS, choose_passages, with_found
 
 logger = logging.getLogger(__name__)
+
+MIN_CANDIDATES = 20  # passages that are joined and re-ranked, as in the paper
 
 
 def evaluate(settings: EvaluationSettings) -> dict[str, Any]:
     """Answers what is not answered yet, writes the tables, and returns the content of `results.json`."""
-    rows = {name: load_rows(name, task, settings) for name, task in settings.tasks.items()}
+    rows = {name: load_rows(name, settings) for name in settings.tasks}
     for method in map(find_method, settings.methods):
         try:
             answer_tasks(method, rows, settings)
@@ -42,15 +44,14 @@ def evaluate(settings: EvaluationSettings) -> dict[str, Any]:
     return write_results(settings.output)
 
 
-def load_rows(name: str, task: TaskSettings, settings: EvaluationSettings) -> list[Row]:
+def load_rows(name: str, settings: EvaluationSettings) -> list[Row]:
     """The questions of a task with the passages that are read."""
+    task = settings.tasks[name]
     rows = TASKS[name].load(settings.data, task.num_questions)
     if task.passages == "retrieved":
-        from .retrieval import retrieve  # a corpus needs lancedb
-
-        rows = retrieve(rows, settings.corpus, settings.checkpoints.aligner, settings.reranker, task.top_k or 1)
+        rows = retrieve(rows, settings.corpus, settings.checkpoint, settings.reranker, task.top_k or 1)
     rows = choose_passages(rows, task.passages, task.top_k)
-    if not any(row["passages"] for row in rows) and set(settings.methods) - {"naive", "empty_slot"}:
+    if not any(row["passages"] for row in rows) and set(settings.methods) != {"naive"}:
         raise ValueError(
             f"{TASKS[name].title} has no passages of its own. Retrieve some with `--passages retrieved --corpus "
             f"CORPUS`, or name with `--data` a folder whose {name}.jsonl.gz has them."
@@ -60,50 +61,56 @@ def load_rows(name: str, task: TaskSettings, settings: EvaluationSettings) -> li
     return rows
 
 
+def retrieve(rows: list[Row], corpus: str, checkpoint: str, reranker: str | None, top_k: int) -> list[Row]:
+    """Rows with the `top_k` passages of a corpus, made by the aligner `checkpoint`, that are found for their questions,
+    the best first; `reranker` is a CrossEncoder."""
+    from ..corpus.retrieve import CANDIDATES, Retriever  # of the extra `corpus`
+    from ..corpus.table import Corpus
+
+    retriever = Retriever(Corpus(corpus), ArcAlignerProcessor.from_pretrained(checkpoint), reranker)
+    num_passages = max(top_k, MIN_CANDIDATES // CANDIDATES)
+    return [
+        with_found(row, retriever(row["question"], num_passages).documents[:top_k])
+        for row in track(rows, "searching", transient=True)
+    ]
+
+
 def answer_tasks(method: Method, rows: dict[str, list[Row]], settings: EvaluationSettings) -> None:
     """Answers with a method what is unanswered of the tasks' `rows`; its models are loaded only where something is."""
-    of_method = method.answer_settings(settings.checkpoints)
+    of_method = method.answer_settings(settings)
     files = {task: AnswerFile(settings.output, task, method.name) for task in rows}
     todo = {task: file.open(of_method | task_settings(task, settings), rows[task]) for task, file in files.items()}
-    if any(todo.values()):
-        answerer = method.load(settings.checkpoints)
-        for task, unanswered in todo.items():
-            answer_file(answerer, files[task], unanswered, settings.batch_size, f"{TASKS[task].title}: {method.title}")
+    answerer = method.load(settings) if any(todo.values()) else None
+    for task, unanswered in todo.items():
+        if unanswered:
+            title = f"{TASKS[task].title}: {method.title}"
+            logger.info("%s, %d questions", title, len(unanswered))  # stays, also where no bar can be drawn
+            with files[task].claim(), Progress(transient=True) as progress:
+                bar = progress.add_task(title, total=len(unanswered))
+                for batch, answers in in_batches(longest_first(unanswered), settings.batch_size, answerer.answer):
+                    files[task].append(map(record, batch, answers))
+                    progress.advance(bar, len(batch))
 
 
 def task_settings(task: str, settings: EvaluationSettings) -> dict[str, Any]:
     """What the answers to a task depend on, whichever method answers."""
-    chosen = settings.tasks[task]
+    chosen, machine = settings.tasks[task], describe_machine(settings.device)
+    device = machine["device"] if machine["device"] != "cpu" else f"{machine['cores']} cores of {machine['cpu']}"
     keys = {
         "passages": chosen.passages,
         "top_k": chosen.top_k,
         "about": chosen.about,
         "max_new_tokens": MAX_NEW_TOKENS,
-        "dtype": str(default_dtype(settings.checkpoints.device)),
+        "dtype": str(default_dtype(settings.device)),
         "batch_size": settings.batch_size,
-        "machine": device_line(settings.checkpoints.device),
+        "machine": f"{device}, torch {machine['torch']}",
     }
     if chosen.passages == "retrieved":
         keys |= {"corpus": settings.corpus, "reranker": settings.reranker}
     return keys
 
 
-def answer_file(answerer: Answerer, file: AnswerFile, rows: list[Row], batch_size: int, title: str) -> None:
-    """Appends the answers to `rows`, with a progress bar."""
-
-    def timed(batch: list[Row]) -> tuple[list[Answer], float]:
-        start = time.perf_counter()
-        return answerer.answer(batch), time.perf_counter() - start
-
-    with file.claim(), Progress(transient=True) as progress:
-        bar = progress.add_task(title, total=len(rows))
-        logger.info("%s, %d questions", title, len(rows))  # stays, also where no bar can be drawn
-        for batch, (answers, seconds) in in_batches(longest_first(rows), batch_size, timed):
-            file.append(map(record, batch, answers, [seconds / len(batch)] * len(batch)))
-            progress.advance(bar, len(batch))
-
-
-def record(row: Row, answer: Answer, seconds: float) -> dict[str, Any]:
+def record(row: Row, answer: Answer) -> dict[str, Any]:
     """The line of an answer."""
     texts = " ".join(passage["text"] for passage in row["passages"])
     return {
@@ -116,15 +123,7 @@ def record(row: Row, answer: Answer, seconds: float) -> dict[str, Any]:
         "prompt_tokens": len(answer.prompt_ids),
         "context_tokens": answer.context_tokens,
         "passage_tokens": answer.passage_tokens,
-        "seconds": round(seconds, 4),
         **({} if answer.confidence is None else {"confidence": answer.confidence}),
         "prompt": digest(answer.prompt_ids),
         "row": row_digest(row),
     }
-
-
-def device_line(device: str) -> str:
-    """The processor or the accelerator, in a few words for tables."""
-    machine = describe_machine(device)
-    name = f"{machine['cores']} cores of {machine['cpu']}" if machine["device"] == "cpu" else machine["device"]
-    return f"{name}, torch {machine['torch']}"

@@ -19,7 +19,7 @@ from lm_eval.api.registry import register_model
 from rich.progress import track
 
 from ..common.rows import Row
-from ..train.metrics import MAX_NEW_TOKENS
+from ..train.prompts import MAX_NEW_TOKENS
 from .answering import SlotAnswerer, in_batches, load_aligner, longest_first
 
 TASKS_DIRECTORY = Path(__file__).parent / "lm_eval_tasks"

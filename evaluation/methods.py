@@ -4,37 +4,46 @@ A method says which checkpoint it reads with and how it is loaded. If its weight
 raises `MissingMethodError`: it is skipped by name, never replaced.
 
 A name with a rate, such as `arcaligner_x4` or `truncated_xsegment`, reads with that number of tokens per slot; methods
-that read text keep one token for each of these slots. So one run compares several rates of one checkpoint.
+that read part of the text, its beginning or what LLMLingua keeps of it, keep as many tokens as there are slots then. So
+one run compares several rates of one checkpoint.
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
+from transformers import DynamicCache
 from transformers.utils import CONFIG_NAME
 
+from ..base_model_arcaligner import CACHE
 from ..common.files import digest_files
 from ..common.rows import Row
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..pipeline_arcaligner import check_max_passages
-from ..train.data import passages_text
+from ..processing_arcaligner import ArcAlignerProcessor
+from ..segmentation_arcaligner import tokenize_segments
+from ..train.prompts import passages_text
 from .answering import (
     Answerer,
     ApartAnswerer,
-    MissingMethodError,
     SlotAnswerer,
     TextAnswerer,
+    count_tokens,
     load_aligner,
     load_text_lora,
 )
-from .compression import compressed, truncated
 
 # The files of a checkpoint's folder that decide its answers.
 _CONFIGS = ("config.json", "adapter_config.json", "processor_config.json")
 CHECKPOINT_FILES = ("*.safetensors", *_CONFIGS, "chat_template.jinja")
+RATE = 1 / 3  # the share of tokens that LLMLingua keeps, as in the paper
+PART_SIZE = 200  # tokens that LLMLingua looks at together, the package's default
 
 
 def rate_title(tokens_per_slot: int | str) -> str:
@@ -46,13 +55,17 @@ def rate_title(tokens_per_slot: int | str) -> str:
     return "one slot per segment" if tokens_per_slot == "segment" else f"{tokens_per_slot} tokens per slot"
 
 
-@dataclass(frozen=True)
+class MissingMethodError(Exception):
+    """The weights or the package of a method are not on this machine; the message says how to get them."""
+
+
+@dataclass
 class Checkpoints:
     """The checkpoints that methods read with, folders or Hub ids, and where models run."""
 
-    aligner: str  # all methods use its backbone, chat template and segmentation
+    checkpoint: str  # the aligner: all methods use its backbone, chat template and segmentation
     xrag: str | None = None  # an aligner of a projector alone, one slot per passage
-    projector_only: str | None = None  # one with the slots of `aligner`
+    projector_only: str | None = None  # one with the slots of `checkpoint`
     full_text_lora: str | None = None  # a LoRA of the backbone that reads text, of `train/full_text.py`
     text_apart: str | None = None  # one that reads passages apart, of the same script
     device: str = "cpu"
@@ -87,11 +100,16 @@ class Method:
     texts: Callable[..., list[str]] | None = None
     # Without `texts`, how an aligner reads the rows' slots, as [`SlotAnswerer`] takes it.
     slots: dict[str, Any] = field(default_factory=dict)
-    checkpoint: str | None = None  # the field of `Checkpoints` that decides the answers, if not the backbone alone
+    reads: str | None = None  # the field of `Checkpoints` that decides the answers, if not the backbone alone
     made_by: str | None = None  # the command that makes such a checkpoint
     has_rates: bool = False  # whether it can be asked for with a rate
     copies: bool = False  # whether one that reads text prefers the words of the passages, as aligners do by themselves
     tokens_per_slot: int | str | None = None  # the rate, if not the checkpoint's own
+
+    @property
+    def option(self) -> str:
+        """Where its checkpoint is named on the command line."""
+        return f"--{self.reads}".replace("_", "-")
 
     def at_rate(self, tokens_per_slot: int | str) -> "Method":
         """The same method with another rate, under its own name and title."""
@@ -99,45 +117,46 @@ class Method:
             self,
             name=f"{self.name}_x{tokens_per_slot}",
             title=f"{self.title}, {rate_title(tokens_per_slot)}",
-            checkpoint=self.checkpoint or "aligner",  # its segments and tokens decide how many slots there are
+            reads=self.reads or "checkpoint",  # its segments and tokens decide how many slots there are
             tokens_per_slot=tokens_per_slot,
         )
 
     def answer_settings(self, checkpoints: Checkpoints) -> dict[str, Any]:
         """What the answers of this method depend on."""
-        path, option = getattr(checkpoints, self.checkpoint or "aligner"), f"--{self.checkpoint}".replace("_", "-")
+        path = getattr(checkpoints, self.reads or "checkpoint")
         if path is None:
-            raise MissingMethodError(f"name its checkpoint with `{option}`; `{self.made_by}` makes one")
+            raise MissingMethodError(f"name its checkpoint with `{self.option}`; `{self.made_by}` makes one")
         try:
-            weights = backbone_fingerprint(path) if self.checkpoint is None else fingerprint(path)
+            weights = backbone_fingerprint(path) if self.reads is None else fingerprint(path)
         except (ValueError, OSError) as error:
             if self.made_by is None:
                 raise
-            message = f"there is no {path}, named with `{option}`; `{self.made_by}` makes one"
+            message = f"there is no {path}, named with `{self.option}`; `{self.made_by}` makes one"
             raise MissingMethodError(message) from error
         found = {"weights": weights, "checkpoint": path}
-        if self.tokens_per_slot is None:
-            return found
-        if self.texts is not None and self.checkpoint != "aligner":
-            found["slots_of"] = fingerprint(checkpoints.aligner)  # decides how many positions there are
-        return found | {"tokens_per_slot": self.tokens_per_slot}
+        if self.tokens_per_slot is not None:
+            found["tokens_per_slot"] = self.tokens_per_slot
+            if self.texts is not None and self.reads != "checkpoint":
+                found["slots_of"] = fingerprint(checkpoints.checkpoint)  # decides how many positions there are
+        return found
 
     def load(self, checkpoints: Checkpoints) -> Answerer:
         """What answers."""
-        if self.checkpoint == "text_apart":
-            return ApartAnswerer(*load_text_lora(checkpoints.aligner, checkpoints.text_apart, checkpoints.device))
+        aligner, device = checkpoints.checkpoint, checkpoints.device
+        if self.reads in ("full_text_lora", "text_apart"):
+            model, processor = load_text_lora(aligner, getattr(checkpoints, self.reads), device)
+        else:
+            path = aligner if self.texts is not None else getattr(checkpoints, self.reads)
+            model, processor = load_aligner(path, device)
+        if self.reads == "text_apart":
+            return ApartAnswerer(model, processor)
         if self.texts is not None:
-            if self.checkpoint == "full_text_lora":
-                loaded = load_text_lora(checkpoints.aligner, checkpoints.full_text_lora, checkpoints.device)
-            else:
-                loaded = load_aligner(checkpoints.aligner, checkpoints.device)
-            return TextAnswerer(*loaded, lambda rows: self.texts(*loaded, rows, self.tokens_per_slot), self.copies)
-        path = getattr(checkpoints, self.checkpoint)
-        model, processor = load_aligner(path, checkpoints.device)
-        if self.checkpoint != "aligner" and model.config.lora_r:
+            texts = functools.partial(self.texts, model, processor, tokens_per_slot=self.tokens_per_slot)
+            return TextAnswerer(model, processor, texts, self.copies)
+        if self.reads != "checkpoint" and model.config.lora_r:
             raise ValueError(
-                f"{path} has a LoRA of rank {model.config.lora_r}; for `--{self.checkpoint.replace('_', '-')}` "
-                "expected an aligner of a projector alone, trained with `aligner: {lora_r: 0, gate_layers: []}`."
+                f"{path} has a LoRA of rank {model.config.lora_r}; for `{self.option}` expected an aligner of a "
+                "projector alone, trained with `aligner: {lora_r: 0, gate_layers: []}`."
             )
         if max_passages := self.slots.get("max_passages"):
             try:
@@ -147,23 +166,105 @@ class Method:
         return SlotAnswerer(model, processor, tokens_per_slot=self.tokens_per_slot, **self.slots)
 
 
-def no_texts(model, processor, rows: list[Row], tokens_per_slot: None) -> list[str]:
+# Texts in place of the passages, one for each row. `model` scores where they are compressed; at a rate no text has more
+# tokens than the aligner has slots.
+
+
+def no_texts(model, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: None) -> list[str]:
     """Nothing of the passages."""
     return [""] * len(rows)
 
 
-def whole_texts(model, processor, rows: list[Row], tokens_per_slot: None) -> list[str]:
+def whole_texts(model, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: None) -> list[str]:
     """The passages."""
     return [passages_text(row) for row in rows]
 
 
+def truncated(model, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: int | str | None) -> list[str]:
+    """As many tokens of each row's passages as the aligner has slots."""
+    return [first_tokens(processor, passages_text(row), count_slots(processor, row, tokens_per_slot)) for row in rows]
+
+
+def compressed(model, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: int | str | None) -> list[str]:
+    """What LLMLingua leaves of each row's passages: what a language model, here the backbone itself, finds surprising.
+    A third, or with `tokens_per_slot` no more tokens than slots."""
+    compress = llmlingua_compressor(model, processor.tokenizer)
+    texts = [passages_text(row) for row in rows]
+    if tokens_per_slot is None:
+        return [compress(text, RATE) for text in texts]
+    found = []
+    for row, text, length in zip(rows, texts, count_tokens(processor.tokenizer, texts), strict=True):
+        num_slots = count_slots(processor, row, tokens_per_slot)
+        kept = compress(text, num_slots / length) if length > num_slots else text
+        found.append(first_tokens(processor, kept, num_slots))
+    return found
+
+
+def count_slots(processor: ArcAlignerProcessor, row: Row, tokens_per_slot: int | str | None) -> int:
+    """The slots of a row's passages, without encoding them; the processor's rate where none is given."""
+    rate = tokens_per_slot or processor.tokens_per_slot
+    segments = processor.slot_encoder.segment_documents(row["passages"])
+    if rate == "segment":
+        return max(1, len(segments))
+    tokens = tokenize_segments(processor.tokenizer, segments, row["passages"])
+    return max(1, sum(len(each.runs(rate)) for each in tokens))
+
+
+def first_tokens(processor: ArcAlignerProcessor, text: str, number: int) -> str:
+    """The first tokens of a text."""
+    ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return processor.tokenizer.decode(ids[:number]).strip()
+
+
+class PairCacheModel:
+    """A language model as `llmlingua` calls it: its cache is a list of (keys, values), one pair per layer."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, input_ids, attention_mask, past_key_values, use_cache):
+        cache = DynamicCache(past_key_values)  # one pair (batch, heads, seq_len, head_dim) per layer, or `None`
+        output = self.model(input_ids, attention_mask=attention_mask, use_cache=use_cache, **{CACHE: cache})
+        pairs = [(layer.keys, layer.values) for layer in cache.layers]
+        return SimpleNamespace(logits=output.logits.float(), past_key_values=pairs)
+
+
+def llmlingua_compressor(model, tokenizer) -> Callable[[str, float], str]:
+    """LLMLingua whose scores come from `model`, a causal language model of transformers, with its `tokenizer`: from a
+    text and the share of its tokens to keep to what is kept."""
+    try:
+        from llmlingua import PromptCompressor
+    except ModuleNotFoundError as error:
+        message = "the package llmlingua is not installed; `pip install llmlingua==0.2.2` gets it"
+        raise MissingMethodError(message) from error
+    # Without `__init__`, which would load a model of its own and download OpenAI's tokenizer for counts we do not use.
+    compressor = PromptCompressor.__new__(PromptCompressor)
+    compressor.model, compressor.tokenizer, compressor.device = PairCacheModel(model), tokenizer, model.device
+    compressor.oai_tokenizer = tokenizer
+    compressor.max_position_embeddings = model.config.get_text_config().max_position_embeddings
+    compressor.use_llmlingua2 = False
+    compressor.cache_bos_num = 10
+
+    def compress(text: str, rate: float) -> str:
+        num_tokens = compressor.get_token_length(text, add_special_tokens=False)
+        if num_tokens < 2:  # nothing to predict one from
+            return text
+        # In equal parts: the package leaves a last part that is shorter than the others as it is.
+        part_size = num_tokens // math.ceil(num_tokens / PART_SIZE)
+        return compressor.compress_prompt([text], rate=rate, iterative_size=part_size)["compressed_prompt"]
+
+    return compress
+
+
+# All of them
+
 _TRAIN = "python -m arcaligner train --recipe"
 _FULL_TEXT = "python -m arcaligner.train.full_text --config train/recipes/smollm2_135m/full_text.yaml"
-_READER = {"checkpoint": "full_text_lora", "made_by": _FULL_TEXT}
+_READER = {"reads": "full_text_lora", "made_by": _FULL_TEXT}
 _COPIER = _READER | {"copies": True}
-_APART = {"checkpoint": "text_apart", "made_by": _FULL_TEXT.replace("full_text.yaml", "full_text_apart.yaml")}
-_OURS = {"checkpoint": "aligner", "has_rates": True}
-_PROJECTOR = {"checkpoint": "projector_only", "made_by": f"{_TRAIN} projector_only"}
+_APART = {"reads": "text_apart", "made_by": _FULL_TEXT.replace("full_text.yaml", "full_text_apart.yaml")}
+_OURS = {"reads": "checkpoint", "has_rates": True}
+_PROJECTOR = {"reads": "projector_only", "made_by": f"{_TRAIN} projector_only"}
 _OFF = {"gate_mode": "off"}
 
 METHODS = {
@@ -178,7 +279,7 @@ METHODS = {
         Method("truncated_lora", "truncated text, fine-tuned", truncated, has_rates=True, **_READER),
         Method("truncated_copying", "truncated text, fine-tuned, copying", truncated, has_rates=True, **_COPIER),
         Method("llmlingua", "LLMLingua (the backbone scores)", compressed, has_rates=True),
-        Method("xrag", "xRAG (our training)", slots=_OFF, checkpoint="xrag", made_by=f"{_TRAIN} xrag"),
+        Method("xrag", "xRAG (our training)", slots=_OFF, reads="xrag", made_by=f"{_TRAIN} xrag"),
         Method("projector_only", "projector only", slots=_OFF, has_rates=True, **_PROJECTOR),
         Method("arcaligner", "ArcAligner", **_OURS),
         Method("one_passage", "ArcAligner, the likeliest passage", slots=_OFF | {"max_passages": 1}, **_OURS),
@@ -186,7 +287,6 @@ METHODS = {
         Method("no_recursion", "w/o Recursion", slots=_OFF, **_OURS),
         Method("max_loop", "w/o Gate (Max Loop)", slots={"gate_mode": "always"}, **_OURS),
         Method("no_lora", "w/o LoRA & Recursion", slots=_OFF | {"use_lora": False}, **_OURS),
-        Method("empty_slot", "an empty slot", slots={"with_passages": False}, checkpoint="aligner"),
     )
 }
 

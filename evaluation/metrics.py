@@ -1,7 +1,7 @@
 """Metrics of question answering and their bootstrap intervals.
 
-EM and F1 are in `rows.py`, for training as well. `raw_contains_match` compares the strings as they are, as Self-RAG
-does. The bootstrap is ours and not SciPy's: it takes a single score, and its seed belongs to the published intervals.
+EM and F1 are in `rows.py`, for training as well. The bootstrap is ours and not SciPy's: it takes a single score, and
+its seed belongs to the published intervals.
 """
 
 import functools
@@ -9,24 +9,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..common.rows import contains_match, token_f1, usable_golds
+from ..common.rows import contains_match, token_f1
 
-
-def raw_contains_match(prediction: str, golds: Sequence[str]) -> float:
-    """1.0 when the prediction contains a gold, letter for letter.
-
-    >>> raw_contains_match("The capital is PARIS.", ["Paris"])
-    0.0
-    """
-    return float(any(gold in prediction for gold in usable_golds(golds)))
-
-
-METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
-    "em": contains_match,
-    "f1": token_f1,
-    "em_raw": raw_contains_match,
-}
-
+METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {"em": contains_match, "f1": token_f1}
 
 # Of all bootstrap intervals, which are 95 % percentile intervals.
 RESAMPLES, TAILS, SEED = 10_000, ((1 - 0.95) / 2, (1 + 0.95) / 2), 0
@@ -43,16 +28,6 @@ def resample_counts(size: int) -> np.ndarray:
     return counts
 
 
-def ratio_interval(numerators: np.ndarray, denominators: np.ndarray) -> np.ndarray:
-    """The ends (2, ...) of the bootstrap interval of `sum(numerators) / sum(denominators)`; each is (num_rows, ...).
-
-    >>> ratio_interval(np.array([2.0, 4.0]), np.array([1.0, 2.0])).tolist()
-    [2.0, 2.0]
-    """
-    counts = resample_counts(len(numerators))
-    return np.quantile(np.tensordot(counts, numerators, 1) / np.tensordot(counts, denominators, 1), TAILS, axis=0)
-
-
 def percent_interval(scores: Sequence[float]) -> list[float]:
     """Mean of `scores` in percent, and the ends of its 95 % bootstrap interval.
 
@@ -61,8 +36,9 @@ def percent_interval(scores: Sequence[float]) -> list[float]:
     """
     if not len(scores):
         raise ValueError("Got no scores; an interval needs at least one.")
-    percents = [100 * score for score in scores]
-    return [sum(percents) / len(percents), *ratio_interval(np.array(percents), np.ones(len(percents))).tolist()]
+    percents, size = [100 * score for score in scores], len(scores)
+    ends = np.quantile(resample_counts(size) @ np.array(percents) / size, TAILS)
+    return [sum(percents) / size, *ends.tolist()]
 
 
 def shown_interval(values: Sequence[float], sign: str = "") -> str:

@@ -1,18 +1,16 @@
 """Publishes what was measured: results and card of the checkpoint, the pages of results, answers and speed, and the
-README's table and figure.
+README's table; draws the figures.
 
     python -m arcaligner.evaluation.publish --run runs/evaluation --figures runs/figures
     python -m arcaligner.evaluation.publish     # the same pages again, from what is published
 
-No number in these is typed by hand: each comes from the run's answers, the checkpoint's `results.json`, or the data
-beside a figure (`latency.json` is the report of `python -m arcaligner.benchmarks.latency`).
+No number in these is typed by hand: each comes from the run's answers, the checkpoint's `results.json`, or the reports
+of `python -m arcaligner.benchmarks.latency` and `kept`.
 """
 
 import json
 import re
-import shutil
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,18 +20,17 @@ from ..common.files import DEFAULT_CHECKPOINT, ROOT, markdown_table, printable, 
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.hub import RESULTS_FILE, write_model_card
-from .analyses.rates import save_rates
+from .analyses.figures import draw_rates, draw_speed, save_figure
 from .analyses.speed import (
-    KNOWN,
+    KEPT_REPORT,
+    LATENCY_REPORT,
     SHORT_PASSAGES,
     find_size,
     first_token_ms,
     first_token_table,
-    save_known,
-    save_tradeoff,
-    size_lines,
+    kept_lines,
 )
-from .methods import find_method, fingerprint, rate_title
+from .methods import find_method, fingerprint
 from .results import results_page, write_results
 from .runs import answer_files
 from .tasks import TASKS
@@ -55,15 +52,14 @@ README_ROWS = (
 ANSWERS_PER_SET = 13
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|&])")  # what could become structure of a page
 MARKS = "<!-- {}: evaluation/publish.py -->", "<!-- end of {} -->"  # of a part of a page, by its name
-SPEED_FIGURES = "latency", "f1_of_speed", "known_passages"  # on the page of speed, the others on that of results
 
 
 def publish(
     run: Annotated[Path | None, typer.Option(help="Folder of an evaluation. Default: what is published.")] = None,
     checkpoint: Annotated[Path, typer.Option(help="The aligner that was measured.")] = DEFAULT_CHECKPOINT,
-    figures: Annotated[Path, typer.Option(help="Folder of the analyses and latency.json.")] = DOCS / "figures",
+    figures: Annotated[Path, typer.Option(help="Folder of latency.json and kept.json.")] = DOCS / "figures",
 ) -> None:
-    """Writes the pages and the README's table from a run, its figures and the timings."""
+    """Writes the pages and the README's table from a run and the timings."""
     if run is not None:
         check_weights(run, checkpoint)
         answers = answers_page(run, ArcAlignerProcessor.from_pretrained(checkpoint))
@@ -71,60 +67,61 @@ def publish(
         write_whole(checkpoint / RESULTS_FILE, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
         write_model_card(ArcAlignerConfig.from_pretrained(checkpoint), checkpoint)
         write_whole(DOCS / "answers.md", answers)
-    results = json.loads((checkpoint / RESULTS_FILE).read_text(encoding="utf-8"))
-    latency = json.loads((figures / "latency.json").read_text(encoding="utf-8"))
-    save_rates(figures, results)
-    read_by_all = {name: results["sets"][name] for name in README_SETS}
-    save_tradeoff(figures, latency, read_by_all)
-    published = DOCS / "figures"  # what was not made again stays
-    kept = save_known(figures, read_by_all) or save_known(published, read_by_all)
-    shown = copy_figures(figures)
-    others = [line for name, lines in shown.items() if name not in SPEED_FIGURES for line in lines]
-    write_part(
-        DOCS / "results.md", "results", [results_page(results), *(["## Figures", "", *others] if others else [])]
+    results = read_json(checkpoint / RESULTS_FILE)
+    published = DOCS / "figures"
+    for name in (LATENCY_REPORT, KEPT_REPORT):  # what was not measured again stays
+        if (figures / name).exists():
+            write_whole(published / name, (figures / name).read_bytes())
+    latency = read_json(published / LATENCY_REPORT)
+    save_figure(published / "rates.svg", draw_rates(results["sets"]))
+    save_figure(
+        published / "f1_of_speed.svg", draw_speed(latency, {name: results["sets"][name] for name in README_SETS})
     )
-    timed = [*first_token_table(latency), "", *shown["latency"], *shown["f1_of_speed"]]
-    write_part(DOCS / "speed.md", "first token", timed)
-    write_part(DOCS / "speed.md", "known passages", kept + shown.get(KNOWN, []))
-    write_part(DOCS / "speed_results.md", "all sizes", speed_tables(latency))
+    write_part(DOCS / "results.md", "results", results_page(results).splitlines())
+    write_part(DOCS / "speed.md", "first token", first_token_table(latency))
+    write_part(DOCS / "speed.md", "known passages", kept_lines(read_json(published / KEPT_REPORT)))
     write_part(ROOT / "README.md", "results", readme_table(results, latency))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object of a JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def write_part(page: Path, name: str, lines: list[str]) -> None:
     """Replaces the part of a page between the marks of a name; what stands around it is written by hand."""
-    text = with_block(page.read_text(encoding="utf-8"), "\n".join(lines).strip(), [mark.format(name) for mark in MARKS])
-    write_whole(page, text)
+    text, (start, end) = page.read_text(encoding="utf-8"), (mark.format(name) for mark in MARKS)
+    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
+        raise ValueError(f"Expected {start!r} and after it {end!r} in {page}, each once, to know where the tables go.")
+    block = "\n".join(lines).strip()
+    write_whole(page, f"{text.partition(start)[0]}{start}\n{block}\n{end}{text.partition(end)[2]}")
 
 
 def check_weights(run: Path, checkpoint: Path) -> None:
     """Refuses a run of another aligner."""
     expected = fingerprint(str(checkpoint))
     for file in answer_files(run):
-        if find_method(file.method).checkpoint == "aligner" and (found := file.settings()["weights"]) != expected:
+        if find_method(file.method).reads == "checkpoint" and (found := file.settings()["weights"]) != expected:
             raise ValueError(f"{file.path} was answered by weights {found}, {checkpoint} has {expected}.")
 
 
 def answers_page(run: Path, processor: ArcAlignerProcessor) -> str:
     """The answers of the aligner to the first questions of each set, by their ids, and how sure it is of each."""
-    no_answer, threshold = processor.no_answer, (processor.answer_probe or {"threshold": 0.0})["threshold"]
+    threshold = processor.answer_probe["threshold"]
     lines = [
         "# Answers",
         "",
         "What the shipped aligner answers, at its finest rate and with greedy decoding: the first",
         f"{ANSWERS_PER_SET} questions of each set by their ids, none left out, of the run of [results.md](results.md).",
+        f'With `min_confidence={threshold}`, those marked as refused become "{processor.no_answer}".',
     ]
-    if no_answer is not None:
-        lines.append(f'With `min_confidence={threshold}`, those marked as refused become "{no_answer}".')
     for file in answer_files(run):
         if file.method == "arcaligner" and file.task in TASKS:
-            rows = sorted(file.read(), key=lambda row: row["id"])[:ANSWERS_PER_SET]
             cells = []
-            for row in rows:
-                golds = row["answers"] or ["(not in the passages)"]
-                texts = row["question"], golds[0], row["prediction"]
+            for row in sorted(file.read(), key=lambda row: row["id"])[:ANSWERS_PER_SET]:
+                texts = row["question"], (row["answers"] or ["(not in the passages)"])[0], row["prediction"]
                 shown = (_MARKDOWN.sub(r"\\\1", printable(" ".join(text.split()))) for text in texts)
-                sure = row.get("confidence", 1.0)
-                said = ("refused, " if sure < threshold else "") + f"{sure:.2f}" if "confidence" in row else "-"
+                said = ("refused, " if row["confidence"] < threshold else "") + f"{row['confidence']:.2f}"
                 cells.append([*shown, f"{100 * row['f1']:.0f}" if row["answers"] else "-", said])
             table = markdown_table(["Question", "Expected", "Answer", "F1", "Confidence"], cells)
             lines += ["", f"## {TASKS[file.task].title}", "", *table]
@@ -163,41 +160,6 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any]) -> list[str]:
         f"{', '.join(f1('no_copying'))} at 2 and {', '.join(f1('no_copying_x4'))} at 4."
     )
     return [*markdown_table(columns, rows), "", *textwrap.wrap(note, 120)]
-
-
-def speed_tables(latency: dict[str, Any]) -> list[str]:
-    """The time to the first token of every size, and folded, all numbers of each."""
-    folded: dict[str, list[str]] = {}
-    for size in latency["sizes"]:
-        folded.setdefault(f"{rate_title(size['tokens_per_slot'])}, {size['dtype']}", []).extend(size_lines(size))
-    lines = [*first_token_table(latency, every_size=True), ""]
-    for title, tables in folded.items():
-        lines += [f"<details><summary>{title}</summary>", "", *tables, "</details>", ""]
-    return lines
-
-
-def with_block(text: str, block: str, marks: Sequence[str]) -> str:
-    """`text` with the part between two marks replaced."""
-    start, end = marks
-    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
-        raise ValueError(f"Expected {start!r} and after it {end!r}, each once, to know where the tables go.")
-    return f"{text.partition(start)[0]}{start}\n{block}\n{end}{text.partition(end)[2]}"
-
-
-def copy_figures(source: Path) -> dict[str, list[str]]:
-    """Copies the SVG and data of each analysis to `docs/figures`; by the name of each that is there then, the Markdown
-    lines that show it with its caption."""
-    lines, folder = {}, ROOT / "docs" / "figures"
-    for picture in source.glob("*.svg"):
-        for path in (picture, picture.with_suffix(".json")):
-            if path.exists() and path.resolve().parent != folder.resolve():
-                shutil.copyfile(path, folder / path.name)
-    for data in sorted(folder.glob("*.json")):
-        picture = data.with_suffix(".svg")
-        if picture.exists():
-            caption = json.loads(data.read_text(encoding="utf-8"))["reading"]
-            lines[data.stem] = [f"![{data.stem.replace('_', ' ')}](figures/{picture.name})", "", caption, ""]
-    return lines
 
 
 if __name__ == "__main__":

@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from ..common.files import markdown_table, write_whole
-from ..share.hub import METRIC_TITLES, RESULTS_FILE
-from .judge import judged_scores, judges_of
+from ..share.hub import RESULTS_FILE
 from .methods import METHODS, find_method, sort_key
 from .metrics import METRICS, percent_interval, shown_interval
-from .runs import AnswerFile, answer_files
+from .runs import answer_files
 from .tasks import TASKS
 
+METRIC_TITLES = {"em": "EM (non-strict)", "f1": "F1"}
 MAIN = "arcaligner"
 MAIN_TITLE = METHODS[MAIN].title
 # Methods that read all of the text, or nothing of it.
-NOT_COMPRESSED = ("standard_rag", "full_text_lora", "full_text_copying", "text_apart", "empty_slot")
+NOT_COMPRESSED = ("standard_rag", "full_text_lora", "full_text_copying", "text_apart")
 PAPER = json.loads((Path(__file__).parent / "paper_results.json").read_text(encoding="utf-8"))
 
 Answers = dict[str, dict[str, Any]]  # by question id
@@ -38,10 +38,9 @@ def summarize(run: Path) -> dict[str, Any]:
     What a run found, in percent, of the questions that their passages answer.
 
     Returns:
-        `dict`: `{"machine", "questions", "sets": {title: {"passages", "questions", "recall", "compression_rate",
-        "methods", "differences"}}}`. `methods` has, by name, `[mean, low, high]` of each metric with 95 % bootstrap
-        intervals over questions, `acc` by judge, and the costs. `differences` has the
-        same of ArcAligner less a method, paired by question.
+        `dict`: `{"machine", "questions", "sets": {title: {"passages", "questions", "recall", "methods",
+        "differences"}}}`. `methods` has, by name, `[mean, low, high]` of each metric with 95 % bootstrap intervals over
+        questions, and the costs. `differences` has the same of ArcAligner less a method, paired by question.
     """
     files = {(file.task, file.method): file for file in answer_files(run)}
     if not files:
@@ -49,7 +48,7 @@ def summarize(run: Path) -> dict[str, Any]:
     sets = {}
     for task in (name for name, each in TASKS.items() if each.is_answered):
         names = sorted((method for name, method in files if name == task), key=sort_key)
-        of_task = {name: {each["id"]: each for each in judged(files[task, name])} for name in names}
+        of_task = {name: {each["id"]: each for each in files[task, name].read()} for name in names}
         of_task = {name: answers for name, answers in of_task.items() if answers}
         if of_task:
             _check_pairs(run, task, of_task)
@@ -62,14 +61,6 @@ def summarize(run: Path) -> dict[str, Any]:
         "questions": min((entry["questions"] for entry in sets.values()), default=0),
         "sets": sets,
     }
-
-
-def judged(file: AnswerFile) -> list[dict[str, Any]]:
-    """The answers in a file, each with the `acc` that it has from each judge that judged it."""
-    scores = {judge: judged_scores(file, judge) for judge in judges_of(file)}
-    return [
-        row | {"acc": {judge: of[row["id"]] for judge, of in scores.items() if row["id"] in of}} for row in file.read()
-    ]
 
 
 def _check_pairs(run: Path, task: str, of_task: dict[str, Answers]) -> None:
@@ -91,31 +82,20 @@ def _summarize_task(task: str, of_task: dict[str, Answers]) -> dict[str, Any]:
         "task": task,
         "questions": max(len(answers) for answers in of_task.values()),
         "recall": percent_interval([each["recall"] for each in first]),
-        "methods": {name: _summarize_method(name, of_task) for name in of_task},
+        "methods": {name: _summarize_method(name, list(answers.values())) for name, answers in of_task.items()},
     }
     if MAIN in of_task:
-        answers = of_task[MAIN].values()
-        entry["compression_rate"] = _rate(answers)
-        entry["slots_per_question"] = sum(each["context_tokens"] for each in answers) / len(answers)
         entry["differences"] = {name: compare(of_task[MAIN], each) for name, each in of_task.items() if name != MAIN}
     return entry
 
 
-def _summarize_method(name: str, of_task: dict[str, Answers]) -> dict[str, Any]:
-    rows = list(of_task[name].values())
-    numbers: dict[str, Any] = {
-        "questions": len(rows),
-        "context_tokens": sum(row["context_tokens"] for row in rows) / len(rows),
-        "prompt_tokens": sum(row["prompt_tokens"] for row in rows) / len(rows),
-    }
-    if name not in NOT_COMPRESSED and numbers["context_tokens"]:
-        numbers["compression_rate"] = _rate(rows)
-    judges = sorted({judge for row in rows for judge in row["acc"]})
-    numbers["acc"] = {
-        judge: percent_interval([row["acc"][judge] for row in rows if judge in row["acc"]]) for judge in judges
-    }
-    numbers |= {metric: percent_interval([row[metric] for row in rows]) for metric in METRICS}
-    return numbers
+def _summarize_method(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    totals = {key: sum(row[key] for row in rows) for key in ("context_tokens", "prompt_tokens", "passage_tokens")}
+    numbers = {"questions": len(rows)} | {key: totals[key] / len(rows) for key in ("context_tokens", "prompt_tokens")}
+    if name not in NOT_COMPRESSED and totals["context_tokens"]:
+        # Tokens of the passages per position of the prompt that stands for them.
+        numbers["compression_rate"] = totals["passage_tokens"] / totals["context_tokens"]
+    return numbers | {metric: percent_interval([row[metric] for row in rows]) for metric in METRICS}
 
 
 def compare(ours: Answers, other: Answers) -> dict[str, Any]:
@@ -128,11 +108,6 @@ def compare(ours: Answers, other: Answers) -> dict[str, Any]:
     }
 
 
-def _rate(rows) -> float:
-    """Tokens of the passages per position of the prompt that stands for them."""
-    return sum(row["passage_tokens"] for row in rows) / sum(row["context_tokens"] for row in rows)
-
-
 # Tables
 
 
@@ -140,20 +115,16 @@ def results_page(results: dict[str, Any]) -> str:
     """All tables of a run."""
     sets = results["sets"]
     lines: list[str] = []
-    for metric in ("f1", "em", "em_raw"):
+    for metric in ("f1", "em"):
         lines += interval_table(METRIC_TITLES[metric], sets, "methods", metric)
-    for judge in sorted(
-        {judge for entry in sets.values() for each in entry["methods"].values() for judge in each["acc"]}
-    ):
-        lines += interval_table(f"Acc, judged by {judge}", sets, "methods", "acc", judge)
-    differences = [
-        interval_table(f"{METRIC_TITLES[metric]}, {MAIN_TITLE} less", sets, "differences", metric, sign="+")
-        for metric in ("f1", "em")
-    ]
-    lines += _section(f"{MAIN_TITLE} less another method, on the same questions", *differences)
+    differences: list[str] = []
+    for metric in ("f1", "em"):
+        title = f"{METRIC_TITLES[metric]}, {MAIN_TITLE} less"
+        differences += interval_table(title, sets, "differences", metric, sign="+")
+    lines += _section(f"{MAIN_TITLE} less another method, on the same questions", differences)
     lines += _section("Positions", cost_table(sets))
     lines += _section("The paper's numbers", paper_table(sets))
-    return "\n".join([*lines, *footnote(results), ""])
+    return "\n".join([*lines, footnote(results), ""])
 
 
 def method_titles(sets: dict) -> dict[str, str]:
@@ -162,26 +133,21 @@ def method_titles(sets: dict) -> dict[str, str]:
     return {name: find_method(name).title for name in names}
 
 
-def _section(title: str, *parts: list[str]) -> list[str]:
+def _section(title: str, lines: list[str]) -> list[str]:
     """Lines under a heading; no heading without lines."""
-    lines = [line for part in parts for line in part]
     return [f"## {title}", "", *lines] if lines else []
 
 
-def interval_table(title: str, sets: dict, part: str, *keys: str, sign: str = "") -> list[str]:
-    """Methods down, sets across, in each cell a mean with its interval and the number of questions if not all.
-
-    `part` is `"methods"` or `"differences"`, and `keys` lead from a method's entry there to the interval.
-    """
+def interval_table(title: str, sets: dict, part: str, metric: str, sign: str = "") -> list[str]:
+    """Methods down, sets across, in each cell a mean with its interval and the number of questions if not all; `part`
+    is `"methods"` or `"differences"`."""
 
     def show(entry: dict, method: str) -> str | None:
-        found = numbers = entry.get(part, {}).get(method, {})
-        for key in keys:
-            found = found.get(key, {})
-        if not found:
+        numbers = entry.get(part, {}).get(method, {})
+        if metric not in numbers:
             return None
         is_part = part == "methods" and numbers["questions"] < entry["questions"]
-        return shown_interval(found, sign) + (f" of {numbers['questions']}" if is_part else "")
+        return shown_interval(numbers[metric], sign) + (f" of {numbers['questions']}" if is_part else "")
 
     return table(title, method_titles(sets), sets, show)
 
@@ -211,32 +177,23 @@ def paper_table(sets: dict) -> list[str]:
     return table("EM / F1 / Acc, Mistral 7B", methods, shared, show)
 
 
-def footnote(results: dict) -> list[str]:
+def footnote(results: dict) -> str:
     """What the numbers are."""
     counts = ", ".join(f"{name} {entry['questions']}" for name, entry in results["sets"].items())
     recalls = ", ".join(f"{name} {entry['recall'][0]:.0f} %" for name, entry in results["sets"].items())
-    rates = ", ".join(
-        f"{name} {entry['slots_per_question']:.1f} (x{entry['compression_rate']:.0f})"
-        for name, entry in results["sets"].items()
-        if "compression_rate" in entry
-    )
-    return [
+    return (
         f"Questions: {counts}. Percent, with 95 % bootstrap intervals over questions; differences are paired. "
         f"EM is non-strict: the answer contains a gold. A gold stands in the passages read: {recalls}. "
-        f"Slots per question, and tokens of text for each: {rates or 'none'}. "
         f"{results['machine']}."
-    ]
+    )
 
 
 def table(title: str, rows: dict[str, str], sets: dict, show: Callable[[dict, str], str | None]) -> list[str]:
     """Lines of a Markdown table without empty rows; `rows` has their titles, `show` makes a cell of a set's entry and a
     row's name."""
-    cells = {row: [show(entry, name) for entry in sets.values()] for name, row in rows.items()}
-    shown = {row: shown_cells for row, shown_cells in cells.items() if any(cell is not None for cell in shown_cells)}
-    if not shown:
-        return []
-    rows = [
-        [f"**{row}**" if row == MAIN_TITLE else row, *("-" if cell is None else cell for cell in shown_cells)]
-        for row, shown_cells in shown.items()
-    ]
-    return [*markdown_table([title, *sets], rows), ""]
+    shown = []
+    for name, row in rows.items():
+        cells = [show(entry, name) for entry in sets.values()]
+        if any(cells):
+            shown.append([f"**{row}**" if row == MAIN_TITLE else row, *(cell or "-" for cell in cells)])
+    return [*markdown_table([title, *sets], shown), ""] if shown else []

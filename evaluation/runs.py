@@ -1,6 +1,6 @@
 """A run's folder: what each method answered to each question, one JSON line per question.
 
-    <run>/<task>/<method>.jsonl   id, question, answers, prediction, scores, tokens, seconds, prompt and row digests
+    <run>/<task>/<method>.jsonl   id, question, answers, prediction, scores, tokens, prompt and row digests
     <run>/<task>/<method>.json    what they were made with; another configuration is refused
 
 Answers are appended batch by batch: a killed run continues where it stopped, and several processes may fill different
@@ -87,8 +87,8 @@ class AnswerFile:
         before = self.settings()
         changed = [
             f"`{key}` was {before.get(key)!r} and is now {settings.get(key)!r}"
-            for key in {**before, **settings}
-            if key not in FREE_SETTINGS and before.get(key) != settings.get(key)
+            for key in sorted({*before, *settings} - FREE_SETTINGS)
+            if before.get(key) != settings.get(key)
         ]
         changed += [
             f"row {row['id']} has changed" for row in rows if known.get(row["id"], row_digest(row)) != row_digest(row)

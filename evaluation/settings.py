@@ -1,7 +1,6 @@
 """The settings of an evaluation: the keys of a recipe, overridden by the command line."""
 
 import dataclasses
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,20 +34,20 @@ class TaskSettings:
                 raise ValueError(f"`{key}` is {value!r}; expected a whole number of at least 1, or nothing for all.")
 
 
-@dataclass
-class EvaluationSettings:
-    """An evaluation."""
+@dataclass(kw_only=True)
+class EvaluationSettings(Checkpoints):
+    """An evaluation; its fields are the keys of a recipe, with `tokens_per_slot`, which becomes part of `methods`."""
 
     tasks: dict[str, TaskSettings]  # by name
     methods: list[str]  # names, of `methods.METHODS` or with a rate, such as `arcaligner_x4`
-    checkpoints: Checkpoints
-    output: str | Path  # the run's folder
-    data: str | Path | None = None  # a folder with local files of the tasks
+    output: Path  # the run's folder
+    data: Path | None = None  # a folder with local files of the tasks
     corpus: str | None = None  # a folder that the aligner made, for retrieved passages
     reranker: str | None = None  # a CrossEncoder that orders what is found in it
     batch_size: int = 16
 
     def __post_init__(self):
+        self.checkpoint = str(find_path(self.checkpoint))
         self.output, self.data = Path(self.output), self.data and Path(self.data)
         for kind, names, find in (("task", self.tasks, find_task), ("method", self.methods, find_method)):
             for name in names:
@@ -76,25 +75,20 @@ def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str,
         of_tasks (`dict`): Keys of `TaskSettings` of the command line, for all tasks.
     """
     keys = read_recipe(recipe) if recipe else {}
-    of_recipe = _by_name(keys.get("tasks", {}))
+    of_recipe = keys.get("tasks", {})
     keys |= {key: value for key, value in given.items() if value is not None}
-    # A recipe is flat: the fields of `Checkpoints` stand beside those of `EvaluationSettings`.
-    of_run, of_checkpoints = _fields(EvaluationSettings) - {"checkpoints"}, _fields(Checkpoints) - {"aligner"}
-    refuse_unknown("the evaluation's settings", keys, of_run | of_checkpoints | {"checkpoint", "tokens_per_slot"})
-    tasks = _by_name(keys.get("tasks", list(TASKS)), of_recipe)
-    for name, each in tasks.items():
-        refuse_unknown(f"`{name}`", each, _fields(TaskSettings))
+    refuse_unknown("the evaluation's settings", keys, _fields(EvaluationSettings) | {"tokens_per_slot"})
     if "checkpoint" not in keys:
         raise ValueError("No aligner is named. Name one with `--checkpoint`.")
     if "output" not in keys:
         raise ValueError("Name a folder for the answers with `--output`.")
-    over = {key: value for key, value in of_tasks.items() if value is not None}
-    others = {key: value for key, value in keys.items() if key in of_checkpoints}
-    rest = {key: value for key, value in keys.items() if key in of_run} | {
-        "tasks": {name: TaskSettings(**each | over) for name, each in tasks.items()},
-        "methods": at_rates(keys.get("methods", list(METHODS)), keys.get("tokens_per_slot", [])),
-    }
-    return EvaluationSettings(checkpoints=Checkpoints(str(find_path(keys["checkpoint"])), **others), **rest)
+    over, tasks = {key: value for key, value in of_tasks.items() if value is not None}, {}
+    for name in keys.get("tasks", TASKS):
+        own = (of_recipe.get(name) if isinstance(of_recipe, dict) else None) or {}
+        refuse_unknown(f"`{name}`", own, _fields(TaskSettings))
+        tasks[name] = TaskSettings(**own | over)
+    methods = at_rates(keys.get("methods", list(METHODS)), keys.pop("tokens_per_slot", []))
+    return EvaluationSettings(**keys | {"tasks": tasks, "methods": methods})
 
 
 def at_rates(methods: list[str], tokens_per_slot: list[int | str]) -> list[str]:
@@ -106,9 +100,11 @@ def at_rates(methods: list[str], tokens_per_slot: list[int | str]) -> list[str]:
     """
     for rate in tokens_per_slot:
         check_tokens_per_slot(rate)
-    with_rates = [name for name in METHODS if METHODS[name].has_rates and tokens_per_slot]
-    names = ([f"{name}_x{rate}" for rate in tokens_per_slot] if name in with_rates else [name] for name in methods)
-    return list(itertools.chain.from_iterable(names))
+    names = []
+    for name in methods:
+        has_rates = tokens_per_slot and name in METHODS and METHODS[name].has_rates
+        names += [f"{name}_x{rate}" for rate in tokens_per_slot] if has_rates else [name]
+    return names
 
 
 def split_names(names: str | None) -> list[str] | None:
@@ -142,10 +138,3 @@ def read_recipe(recipe: str) -> dict[str, Any]:
 
 def _fields(kind: type) -> set[str]:
     return {field.name for field in dataclasses.fields(kind)}
-
-
-def _by_name(tasks: list[str] | dict[str, dict | None], known: dict[str, dict] | None = None) -> dict[str, dict]:
-    """Tasks with their settings; tasks without settings get the `known` ones."""
-    if isinstance(tasks, list):
-        return {name: (known or {}).get(name, {}) for name in tasks}
-    return {name: each or {} for name, each in tasks.items()}

@@ -11,8 +11,7 @@ from pathlib import Path
 import datasets
 
 from ..common.data_sets import HOTPOTQA, MUSIQUE, SQUAD, hotpotqa_row, musique_row, squad_row
-from ..common.rows import JSON_LINES, Row, read_rows
-from .metrics import usable_golds
+from ..common.rows import JSON_LINES, Row, read_rows, usable_golds
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +89,11 @@ def choose_passages(rows: list[Row], passages: str = "given", top_k: int | None 
             found = [found[index] for index in gold]
         chosen.append(row | {"passages": found[:top_k]})
     return chosen
+
+
+def with_found(row: Row, documents: list[dict]) -> Row:
+    """A row with the passages that a search found."""
+    return row | {"passages": [{"title": each["title"], "text": each["text"]} for each in documents]}
 
 
 # Rows of the Hub to ours. Those without passages are for `--passages retrieved`.

@@ -1,9 +1,7 @@
 """Answers over HTTP, as the clients of OpenAI speak it.
 
-protocol.py   what a request may hold, what an answer looks like
-answers.py    a request, its answer, and how those of a batch are written
-engine.py     requests that arrive together -> one batch -> answers, token by token
-files.py      a file that is dropped into the page -> passages
-app.py        the routes, limits, key and metrics; one process, or replicas of Ray Serve
-page.html     a page to ask from
+listen.py   connections, and the way to end
+app.py      what a request may hold and an answer looks like; the addresses, key, limits and metrics
+engine.py   requests that arrive together -> one batch -> answers, token by token
+page.html   a page to ask from
 """

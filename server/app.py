@@ -1,43 +1,45 @@
-"""The server: routes, limits, key and metrics around an [`Engine`].
+"""The server around an [`Engine`]: what a request may hold, what an answer looks like, key, limits and metrics.
 
 /v1/chat/completions, /v1/models    as the clients of OpenAI speak them
 /health, /metrics                   for whoever watches it; metrics in the format of Prometheus
 /                                   a page to ask from
 /about, /passages                   what the page shows of the server; the passages of a file that is dropped into it
+
+Beyond OpenAI's fields a request has `documents`, `top_k`, `tokens_per_slot`, `min_confidence`, `max_passages` and
+`copy_bonus`; an answer has `arcaligner`, with its sources, confidence, segments, statistics and seconds.
 """
 
 import asyncio
 import contextlib
+import json
 import logging
 import secrets
-import socket
-import sys
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 try:
     import prometheus_client
-    import uvicorn
-    from fastapi import Depends, FastAPI, Query, Request
-    from fastapi.exceptions import RequestValidationError
+    import uvicorn  # noqa: F401
+    from fastapi import Depends, FastAPI, Request
     from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
-    from starlette.exceptions import HTTPException  # also of an unknown address and of a body that is no JSON
+    from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+    from starlette.exceptions import HTTPException  # also of an unknown address
     from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.requests import ClientDisconnect
 except ImportError as error:
     raise ImportError(
         "The server needs FastAPI, uvicorn and prometheus-client: `pip install 'arcaligner[server]'`."
     ) from error
 
-from ..common.files import CASE_STUDIES, read_json_lines
-from .answers import Answer
-from .answers import Request as EngineRequest
-from .engine import BusyError, Engine
-from .files import MAX_FILE_BYTES, example_questions, read_passages
-from .limits import BodyLimit, TimedConnection
-from .protocol import ChatRequest, Completion, error_body, event
+from ..common.files import CASE_STUDIES, read_json_lines, refuse_unknown
+from ..common.passages import Document, no_text, passages_of
+from ..common.reading import LONGEST_TITLE, read_file
+from .engine import Answer, BusyError, Engine
+from .engine import Request as EngineRequest
 
 logger = logging.getLogger(__name__)
 
@@ -45,31 +47,31 @@ PAGE = Path(__file__).parent / "page.html"
 # The page is whole: nothing is loaded from elsewhere, and no other page may frame it.
 PAGE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
 PAGE_POLICY += "img-src data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
-# Files that are read at a time, each by a process.
-MAX_FILES = 2
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
-
-class ClientLeftError(Exception):
-    """The client has left before its answer."""
-
-
+MAX_BODY_BYTES, BODY_SECONDS = 2**20, 30.0  # of a request
+# Of a file that is dropped into the page, and of its text: about 1,800 passages of 100 words. A corpus has room for
+# more. So many files are read at a time, each by a process.
+MAX_FILE_BYTES, MAX_CHARACTERS, MAX_FILES = 16 * 2**20, 2**20, 2
+# Of an answer, where a client names no number.
+MAX_TOKENS = 256
+# Fields of OpenAI that change no answer.
+WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+# Fields that would change it, and cannot be done here, with the value that asks for nothing.
+NOT_DONE = {"n": 1, "presence_penalty": 0, "frequency_penalty": 0, "logprobs": False, "tools": []}
+NOT_DONE |= {"tool_choice": "none", "response_format": {"type": "text"}}
 # What goes wrong, and the status that says so. 499, which only the metrics show, is nginx's of a client that has left.
-STATUSES = ((TimeoutError, 408), (ClientLeftError, 499), (BusyError, 429), (ValueError, 400), (TypeError, 400))
-STATUSES += ((RequestValidationError, 400), (OSError, 503))
-# Where a field takes one of several kinds, pydantic names the kind as it does a field.
-UNION_KINDS = ("constrained-", "literal[")
+STATUSES = ((TimeoutError, 408), (ClientDisconnect, 499), (BusyError, 429), (ValueError, 400), (TypeError, 400))
+STATUSES += ((OSError, 503),)
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How the server is reached: its model's name, where it listens, the key that clients send, the longest request."""
+    """How the server is reached: its model's name, where it listens, the key that clients send."""
 
     model: str = "arcaligner"
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
-    max_body_bytes: int = 2**20
 
     def __post_init__(self):
         if not self.api_key and self.host not in LOOPBACK:
@@ -77,6 +79,216 @@ class ServerSettings:
                 f"`--host` is {self.host!r} and there is no API key, so that anybody could ask. Set "
                 "`ARCALIGNER_API_KEY`, or bind to 127.0.0.1."
             )
+
+
+# What a request may hold
+
+
+def without_nulls(given: Any) -> Any:
+    """What is null is as if it were left out."""
+    return {name: each for name, each in given.items() if each is not None} if isinstance(given, dict) else given
+
+
+def as_text(given: Any) -> Any:
+    """A string is read as a text."""
+    return {"text": given} if isinstance(given, str) else given
+
+
+def as_list(given: Any) -> Any:
+    """A string is read as a list of one."""
+    return [given] if isinstance(given, str) else given
+
+
+class Body(BaseModel):
+    """Part of a request; an unknown field is refused, not ignored."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Text(Body):
+    """A part of a message; images and sound are refused."""
+
+    type: Literal["text"] = "text"
+    text: str
+
+
+class Message(Body):
+    """A turn of the chat. An answer of this server can be sent back as it is."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list[Annotated[Text, BeforeValidator(as_text)]], BeforeValidator(as_list)]
+    name: str | None = None
+
+    @property
+    def turn(self) -> dict[str, str]:
+        """As a chat template takes it."""
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": "".join(part.text for part in self.content)}
+
+
+class Passage(Body):
+    """A passage that comes with the request, also as a string."""
+
+    title: Annotated[str, Field(max_length=LONGEST_TITLE)] = ""
+    text: str
+
+
+class ChatRequest(Body):
+    """The body of `/v1/chat/completions`. What the engine checks is not checked here."""
+
+    model: str
+    messages: list[Annotated[Message, BeforeValidator(without_nulls)]] = Field(min_length=1)
+    documents: list[Annotated[Passage, BeforeValidator(as_text)]] | None = None
+    top_k: Annotated[int, Field(ge=0, le=100)] | None = None
+    tokens_per_slot: int | str | None = None
+    min_confidence: float | None = None
+    max_passages: int | None = None
+    copy_bonus: float | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(as_list), Field(max_length=16)] = []
+    stream: bool = False
+    stream_options: dict[str, Any] = {}  # `include_usage`: whether the last piece of a stream has it
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_what_changes_nothing(cls, given: Any) -> Any:
+        given = without_nulls(given)
+        if isinstance(given, dict):
+            refuse_unknown("the request", given, [*cls.model_fields, *WITHOUT_EFFECT, *NOT_DONE])
+            for name in NOT_DONE.keys() & given.keys():
+                if given[name] != NOT_DONE[name]:
+                    raise ValueError(f"`{name}` is not supported; leave it out, or pass {json.dumps(NOT_DONE[name])}.")
+            given = {name: each for name, each in given.items() if name in cls.model_fields}
+        return given
+
+    def engine_request(self, on_text: Callable[[str], Any]) -> EngineRequest:
+        """For the engine, which has most fields by the same names."""
+        own = {"model", "messages", "max_tokens", "max_completion_tokens", "temperature", "stream", "stream_options"}
+        return EngineRequest(
+            messages=[message.turn for message in self.messages],
+            max_new_tokens=self.max_completion_tokens or self.max_tokens or MAX_TOKENS,
+            temperature=round(self.temperature, 4),  # logits divided by less than that may overflow
+            on_text=on_text,
+            **self.model_dump(exclude=own),
+        )
+
+
+async def read_body(request: Request, kind: str, most: int) -> bytes:
+    """The body of a request. It is refused before it is read whole where it is longer than `most` bytes, slow, or of
+    another `kind`: a form of another page, which a browser sends without asking, is neither JSON nor a plain file."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != kind:
+        raise HTTPException(415, f"Expected a body with `Content-Type: {kind}`.")
+    body = b""
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > most:
+                    text = f"The body is longer than {most} bytes. Pass fewer or shorter documents."
+                    raise HTTPException(413, text)
+    except TimeoutError as error:
+        raise HTTPException(408, f"The body did not arrive within {BODY_SECONDS:g} seconds.") from error
+    return body
+
+
+def read_passages(name: str, data: bytes, passage_words: int, spacy_model: str) -> dict[str, Any]:
+    """The passages of a file, as a corpus would cut it. They are not kept; `name` is data, never a path, but its suffix
+    says how `data` is read.
+
+    Returns:
+        `dict`: The `name` without folders, `passages` with `title`, `text` and `page` (or `None`), the `characters` of
+        the text, and how many of these were `read`.
+    """
+    name = name.replace("\\", "/").rstrip("/").rpartition("/")[2][-255:] or "file"
+    title, text, sections = read_file(name, data)
+    title, text = (each.encode("utf-8", "replace").decode() for each in (title, text))  # a PDF may have halves
+    if not text.strip():
+        raise ValueError(f"{no_text(name)}.")
+    found = passages_of([Document(name, title, text[:MAX_CHARACTERS], sections)], passage_words, spacy_model)
+    passages = [{"title": each.title, "text": text[each.start : each.end], "page": each.page} for each in found]
+    return {"name": name, "passages": passages, "characters": len(text), "read": min(len(text), MAX_CHARACTERS)}
+
+
+# What an answer looks like
+
+
+class Completion:
+    """The bodies of one answer: whole, or piece by piece; `has_usage` as in the request's `stream_options`."""
+
+    def __init__(self, model: str, has_usage: bool = False):
+        self.head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self.has_usage = has_usage
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        message = {"role": "assistant", "content": answer.text}
+        choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
+        return {**self.head, "object": "chat.completion", "choices": [choice], **self._report(answer)}
+
+    def piece(self, delta: dict[str, str], finish_reason: str | None = None, **report: Any) -> str:
+        """An event of a stream, with what is new of the message."""
+        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+        return event({**self.head, "object": "chat.completion.chunk", "choices": [choice]} | report)
+
+    def end(self, answer: Answer) -> str:
+        """The last events; the very last has the report, and the usage where it is asked for."""
+        report = self._report(answer)
+        if not self.has_usage:
+            return self.piece({}, answer.finish_reason, arcaligner=report["arcaligner"])
+        return self.piece({}, answer.finish_reason) + self.piece({}, **report, choices=[])
+
+    def _report(self, answer: Answer) -> dict[str, Any]:
+        """Tokens read, a slot counts as one, and written; where the answer comes from, and what reading it has cost."""
+        read, written = answer.prompt_tokens, answer.completion_tokens
+        segments = [] if answer.passages is None else answer.passages.encoded.segments
+        report = {
+            "sources": answer.sources,
+            "kept": answer.kept,
+            "confidence": answer.confidence,
+            "segments": [{"document": each.document, "start": each.start, "end": each.end} for each in segments],
+            "statistics": answer.statistics,
+            "seconds": answer.seconds,
+            "batch_size": answer.batch_size,
+        }
+        usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        return {"usage": usage, "arcaligner": report}
+
+
+def event(body: dict[str, Any]) -> str:
+    """A server-sent event."""
+    return f"data: {json.dumps(body)}\n\n"
+
+
+def describe_error(error: BaseException) -> tuple[int, dict[str, Any]]:
+    """Status and body of an error: of the client's mistakes 4xx, of ours 5xx. What is not expected is logged, and the
+    client is told its kind only."""
+    if isinstance(error, HTTPException):
+        status, text = error.status_code, error.detail
+    else:
+        status, text = next((status for kind, status in STATUSES if isinstance(error, kind)), 500), str(error)
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        told = first.get("ctx", {}).get("error")  # as it was raised by us
+        place = ".".join(map(str, first["loc"])) or "The body"
+        text = str(told) if isinstance(told, ValueError) else f"{place}: {first['msg']}"
+    if status == 500:
+        logger.error("An answer failed.", exc_info=error)
+        text = type(error).__name__
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return status, {"error": {"message": text, "type": kind, "param": None, "code": None}}
+
+
+def refuse(request: Request, error: Exception) -> JSONResponse:
+    """An error as an answer."""
+    status, body = describe_error(error)
+    return JSONResponse(body, status)
+
+
+# Addresses
 
 
 class Metrics:
@@ -88,9 +300,7 @@ class Metrics:
         prometheus_client.ProcessCollector(registry=self.registry)  # memory, open files
         self.requests = prometheus_client.Counter("requests", "Requests by status.", ["status"], **own)
         self.tokens = prometheus_client.Counter("tokens", "Tokens read and written.", ["kind"], **own)
-        self.slots = prometheus_client.Counter("slots", "Slots read.", **own)
         self.seconds = prometheus_client.Histogram("seconds", "Seconds of an answer, by part.", ["part"], **own)
-        self.batch = prometheus_client.Histogram("batch_size", "Requests per batch.", buckets=(1, 2, 4, 8, 16), **own)
         for name, text, value in (
             ("waiting", "Requests that wait.", lambda: engine.num_waiting),
             ("prefix_bytes", "Bytes of slot prefixes in memory.", lambda: engine.store.bytes),
@@ -103,35 +313,121 @@ class Metrics:
         """Counts an answer that was given."""
         self.tokens.labels("read").inc(answer.prompt_tokens)
         self.tokens.labels("written").inc(answer.completion_tokens)
-        self.slots.inc(answer.statistics["slots"])
-        self.batch.observe(answer.batch_size)
-        for part in ("waiting", "retrieval", "slots", "choosing", "model", "first_token", "total"):
-            self.seconds.labels(part).observe(answer.seconds[part])
+        for part, seconds in answer.seconds.items():
+            self.seconds.labels(part).observe(seconds)
+
+    def counted(self, app: Callable) -> Callable:
+        """An application that counts its answers by status."""
+
+        async def counting(scope, receive, send) -> None:
+            async def count(message) -> None:
+                if message["type"] == "http.response.start":
+                    self.requests.labels(message["status"]).inc()
+                await send(message)
+
+            await app(scope, receive, count)
+
+        return counting
 
 
-def describe_error(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """Status and body of an error: of the client's mistakes 4xx, of ours 5xx. What is not expected is logged, and the
-    client is told its kind only."""
-    if isinstance(error, HTTPException):
-        status, text = error.status_code, error.detail
-    else:
-        status, text = next((status for kind, status in STATUSES if isinstance(error, kind)), 500), str(error)
-    if isinstance(error, RequestValidationError):
-        first = error.errors()[0]
-        parts = [str(part) for part in first["loc"] if part != "body"]
-        place = ".".join(part for part in parts if not part.startswith(UNION_KINDS))
-        told = first.get("ctx", {}).get("error")  # as it was raised by us
-        text = str(told) if isinstance(told, ValueError) else f"{place or 'The body'}: {first['msg']}"
-    if status == 500:
-        logger.error("An answer failed.", exc_info=error)
-        text = type(error).__name__
-    return status, error_body(text, "invalid_request_error" if status < 500 else "server_error")
+class Routes:
+    """What the server answers at each address."""
 
+    def __init__(self, engine: Engine, settings: ServerSettings):
+        self.engine, self.settings, self.metrics = engine, settings, Metrics(engine)
+        self.started, self.files = int(time.time()), asyncio.Semaphore(MAX_FILES)
 
-def refuse(request: Request, error: Exception) -> JSONResponse:
-    """An error as an answer."""
-    status, body = describe_error(error)
-    return JSONResponse(body, status)
+    def check_key(self, request: Request) -> None:
+        """Refuses a request without the key, if there is one."""
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self.settings.api_key and not secrets.compare_digest(given.encode(), self.settings.api_key.encode()):
+            raise HTTPException(401, "The API key is missing or wrong; expected `Authorization: Bearer KEY`.")
+
+    async def page(self) -> FileResponse:
+        return FileResponse(PAGE, media_type="text/html", headers={"Content-Security-Policy": PAGE_POLICY})
+
+    async def about(self) -> dict[str, Any]:
+        engine, corpus, examples = self.engine, None, []
+        if engine.retriever is not None:
+            opened = engine.retriever.corpus
+            documents = await asyncio.to_thread(opened.documents)
+            corpus = {"name": opened.path.name, "documents": len(documents), "passages": len(opened)}
+        else:
+            studies = read_json_lines(CASE_STUDIES)
+            examples = [{"question": each["question"], "text": each["passages"][0]["text"]} for each in studies]
+        return {
+            "model": self.settings.model,
+            "corpus": corpus,
+            "rates": engine.processor.trained_tokens_per_slot or [],
+            "top_k": engine.top_k,
+            "limits": {"documents": engine.limits.max_documents, "file_bytes": MAX_FILE_BYTES},
+            "examples": examples,
+        }
+
+    async def passages(self, request: Request, name: str = "") -> dict[str, Any]:
+        if self.files.locked():
+            raise BusyError("Too many files are being read. Try again later.")
+        async with self.files:
+            corpus = self.engine.retriever and self.engine.retriever.corpus
+            words = 100 if corpus is None else corpus.settings["passage_words"]
+            data = await read_body(request, "application/octet-stream", MAX_FILE_BYTES)
+            return await asyncio.to_thread(read_passages, name, data, words, self.engine.processor.spacy_model)
+
+    async def health(self) -> dict[str, Any]:
+        return {"status": "ok", "model": self.settings.model, "corpus": self.engine.retriever is not None}
+
+    async def show_metrics(self) -> Response:
+        text = prometheus_client.generate_latest(self.metrics.registry)
+        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    async def models(self) -> dict[str, Any]:
+        model = {"id": self.settings.model, "object": "model", "created": self.started, "owned_by": "arcaligner"}
+        return {"object": "list", "data": [model]}
+
+    async def chat(self, request: Request) -> Response:
+        body = ChatRequest.model_validate_json(await read_body(request, "application/json", MAX_BODY_BYTES))
+        if body.model != self.settings.model:
+            raise HTTPException(404, f"There is no model {body.model!r}; expected {self.settings.model!r}.")
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
+
+        def put(piece: str | None) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        asked = body.engine_request(put)
+        try:
+            future = self.engine.submit(asked)
+            if not body.stream:
+                answer = await while_connected(request, asyncio.wrap_future(future))
+                self.metrics.count(answer)
+                return JSONResponse(Completion(body.model).whole(answer))
+            future.add_done_callback(lambda future: put(None))
+            first = await while_connected(request, pieces.get())
+            if first is None:
+                future.result()  # or what was wrong, before an answer begins
+        except BaseException as error:
+            asked.cancelled = True
+            if isinstance(error, Exception):
+                return refuse(request, error)
+            raise
+        completion = Completion(body.model, bool(body.stream_options.get("include_usage")))
+        return StreamingResponse(self._events(completion, asked, first, pieces), media_type="text/event-stream")
+
+    async def _events(
+        self, completion: Completion, asked: EngineRequest, piece: str | None, pieces: asyncio.Queue
+    ) -> AsyncIterator[str]:
+        try:
+            yield completion.piece({"role": "assistant", "content": ""})
+            while piece is not None:
+                yield completion.piece({"content": piece})
+                piece = await pieces.get()
+            answer = asked.future.result()
+            self.metrics.count(answer)
+            yield completion.end(answer)
+            yield "data: [DONE]\n\n"
+        except Exception as error:
+            yield event(describe_error(error)[1])
+        finally:
+            asked.cancelled = True  # where the client has left
 
 
 async def while_connected(request: Request, result: Awaitable[Any]) -> Any:
@@ -145,125 +441,11 @@ async def while_connected(request: Request, result: Awaitable[Any]) -> Any:
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if not waiting[0].done():
-            raise ClientLeftError("The client has left.")
+            raise ClientDisconnect("The client has left.")
         return waiting[0].result()
     finally:
         for each in waiting:
             each.cancel()
-
-
-class Routes:
-    """What the server answers at each address."""
-
-    # Without a corpus each question brings its text.
-    examples = [
-        {"question": each["question"], "text": each["passages"][0]["text"]} for each in read_json_lines(CASE_STUDIES)
-    ]
-
-    def __init__(self, engine: Engine, settings: ServerSettings):
-        self.engine, self.settings, self.metrics = engine, settings, Metrics(engine)
-        self.started, self.files = int(time.time()), 0
-
-    def check_key(self, request: Request) -> None:
-        """Refuses a request without the key, if there is one."""
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self.settings.api_key and not secrets.compare_digest(given.encode(), self.settings.api_key.encode()):
-            raise HTTPException(401, "The API key is missing or wrong; expected `Authorization: Bearer KEY`.")
-
-    async def page(self) -> FileResponse:
-        return FileResponse(PAGE, media_type="text/html", headers={"Content-Security-Policy": PAGE_POLICY})
-
-    async def about(self) -> dict[str, Any]:
-        engine, corpus, rate, examples = self.engine, None, self.engine.tokens_per_slot, self.examples
-        if engine.retriever is not None:
-            opened = engine.retriever.corpus
-            size = {"documents": len(await asyncio.to_thread(opened.documents)), "passages": len(opened)}
-            corpus, rate = {"name": opened.path.name, **size}, rate or opened.settings["tokens_per_slot"]
-            examples = [{"question": each} for each in await asyncio.to_thread(example_questions, opened)]
-        return {
-            "model": self.settings.model,
-            "corpus": corpus,
-            "tokens_per_slot": rate or engine.processor.tokens_per_slot,
-            "rates": engine.processor.trained_tokens_per_slot or [],
-            "top_k": engine.top_k,
-            "has_gates": engine.model.config.gate_mode != "off",
-            "limits": {"documents": engine.limits.max_documents, "file_bytes": MAX_FILE_BYTES},
-            "examples": examples,
-        }
-
-    async def passages(self, name: Annotated[str, Query(max_length=1000)], request: Request) -> dict[str, Any]:
-        if request.headers.get("content-type") != "application/octet-stream":  # which no form of another page sends
-            raise HTTPException(415, "Send the file as it is, with `Content-Type: application/octet-stream`.")
-        if self.files >= MAX_FILES:
-            raise BusyError("Too many files are being read. Try again later.")
-        self.files += 1
-        try:
-            corpus = self.engine.retriever and self.engine.retriever.corpus
-            words = 100 if corpus is None else corpus.settings["passage_words"]
-            data, spacy_model = await request.body(), self.engine.processor.spacy_model
-            return await asyncio.to_thread(read_passages, name, data, words, spacy_model)
-        finally:
-            self.files -= 1
-
-    async def health(self) -> dict[str, Any]:
-        return {"status": "ok", "model": self.settings.model, "corpus": self.engine.retriever is not None}
-
-    async def show_metrics(self) -> Response:
-        text = prometheus_client.generate_latest(self.metrics.registry)
-        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
-
-    async def model(self, name: str) -> Any:
-        if name != self.settings.model:
-            text = f"There is no model {name!r}; expected {self.settings.model!r}."
-            return JSONResponse(error_body(text, code="model_not_found"), 404)
-        return {"id": name, "object": "model", "created": self.started, "owned_by": "arcaligner"}
-
-    async def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [await self.model(self.settings.model)]}
-
-    async def chat(self, body: ChatRequest, request: Request) -> Response:
-        if body.model != self.settings.model:
-            return await self.model(body.model)
-        loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
-
-        def put(piece: str | None) -> None:
-            loop.call_soon_threadsafe(pieces.put_nowait, piece)
-
-        asked = body.engine_request(put)
-        try:
-            future = self.engine.submit(asked)
-            if not body.stream:
-                answer = await while_connected(request, asyncio.wrap_future(future))
-                self.metrics.count(answer)
-                return JSONResponse(Completion(self.settings.model).whole(answer))
-            future.add_done_callback(lambda future: put(None))
-            first = await while_connected(request, pieces.get())
-            if first is None:
-                future.result()  # or what was wrong, before an answer begins
-        except BaseException as error:
-            asked.cancelled = True
-            if isinstance(error, Exception):
-                return refuse(request, error)
-            raise
-        return StreamingResponse(self._events(body, asked, first, pieces), media_type="text/event-stream")
-
-    async def _events(
-        self, body: ChatRequest, asked: EngineRequest, piece: str | None, pieces: asyncio.Queue
-    ) -> AsyncIterator[str]:
-        completion = Completion(self.settings.model, bool(body.stream_options and body.stream_options.include_usage))
-        try:
-            yield completion.begin()
-            while piece is not None:
-                yield completion.piece(piece)
-                piece = await pieces.get()
-            answer = asked.future.result()
-            self.metrics.count(answer)
-            yield completion.end(answer)
-            yield "data: [DONE]\n\n"
-        except Exception as error:
-            yield event(describe_error(error)[1])
-        finally:
-            asked.cancelled = True  # where the client has left
 
 
 def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
@@ -275,14 +457,10 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
         yield
         await asyncio.to_thread(engine.close)
 
-    def count(status: int) -> None:
-        routes.metrics.requests.labels(status).inc()
-
-    app = FastAPI(title="ArcAligner", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(lifespan=lifespan, openapi_url=None)
     if not settings.api_key:  # a name that was pointed here is a page that asks from somebody's browser
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=(*LOOPBACK, "[::1]"), www_redirect=False)
-    limits = {"max_body_bytes": settings.max_body_bytes, "others": {"/passages": MAX_FILE_BYTES}}
-    app.add_middleware(BodyLimit, count=count, **limits)
+    app.add_middleware(routes.metrics.counted)
     for kind in (HTTPException, *(kind for kind, _ in STATUSES), Exception):
         app.add_exception_handler(kind, refuse)
     app.get("/")(routes.page)
@@ -292,49 +470,5 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     app.post("/passages", dependencies=keyed)(routes.passages)
     app.get("/metrics", dependencies=keyed)(routes.show_metrics)
     app.get("/v1/models", dependencies=keyed)(routes.models)
-    app.get("/v1/models/{name:path}", dependencies=keyed)(routes.model)
     app.post("/v1/chat/completions", dependencies=keyed)(routes.chat)
     return app
-
-
-class Server(uvicorn.Server):
-    """Says that it listens, and that it stops."""
-
-    def __init__(self, config: uvicorn.Config, on_listening: Callable[[int], None]):
-        super().__init__(config)
-        self.on_listening = on_listening
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.on_listening(self.servers[0].sockets[0].getsockname()[1])
-
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        if not self.should_exit:
-            print("Stopping: answers that were begun are finished, another Ctrl-C ends at once.", file=sys.stderr)
-        super().handle_exit(sig, frame)
-
-
-def serve(engine: Engine, settings: ServerSettings, on_listening: Callable[[int], None]) -> None:
-    """Serves until it is asked to end; then what was begun is answered first. `on_listening` is called once, with the
-    port, when clients can connect."""
-    app, timeout = create_app(engine, settings), int(engine.limits.seconds)
-    limits = {"http": TimedConnection, "ws": "none", "timeout_graceful_shutdown": timeout}
-    config = uvicorn.Config(app, host=settings.host, port=settings.port, log_level="warning", **limits)
-    server = Server(config, on_listening)
-    with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises again when it has ended
-        server.run()
-
-
-def serve_on_ray(make_engine: Callable[[], Engine], settings: ServerSettings, replicas: int) -> None:
-    """Deploys the same application on Ray Serve, an engine per replica; Ray starts one again that dies."""
-    try:
-        from ray import serve as ray_serve
-    except ImportError as error:
-        raise ImportError("`--ray` needs Ray Serve: `pip install 'arcaligner[ray]'`.") from error
-
-    def build_app() -> FastAPI:
-        return create_app(make_engine(), settings)
-
-    ray_serve.start(http_options={"host": settings.host, "port": settings.port})
-    deployment = ray_serve.deployment(ray_serve.ingress(build_app)(), name="arcaligner", num_replicas=replicas)
-    ray_serve.run(deployment.bind(), name="arcaligner", route_prefix="/")

@@ -2,7 +2,8 @@
 
 One thread reads passages and runs the model; any number of threads may submit.
 
-    submit -> passages as slots (given, or of a corpus) -> slot prefixes, kept or read -> `generate` -> on_text
+    submit -> passages as slots (given, or of a corpus) -> the likeliest -> slot prefixes, kept or read -> `generate`
+    -> pieces of the answer
 """
 
 import contextlib
@@ -12,13 +13,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from os.path import commonprefix
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.streamers import BaseStreamer
 
-from ..configuration_arcaligner import check_copy_bonus, check_length
+from ..common.rows import find_answer
+from ..configuration_arcaligner import check_copy_bonus, check_length, longest_prompt
 from ..corpus.kept import kept_folder
 from ..corpus.retrieve import Retriever, SlotPassages
 from ..encoder_arcaligner import EncodedDocuments, similarities_of
@@ -31,11 +42,90 @@ from ..pipeline_arcaligner import (
     passages_to_read,
     rank_passages,
 )
-from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE, check_min_confidence
-from .answers import Answer, AnswerStream, Limits, Request, RowSampler
+from ..processing_arcaligner import check_min_confidence
 
 # Given passages whose slots are kept; the prefixes have their own budget, in bytes.
 KEPT_DOCUMENTS = 64
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for, and how many may wait."""
+
+    max_documents: int = 64
+    max_slots: int = 2048  # 20 passages of 160 tokens at two tokens per slot are 1,600
+    max_new_tokens: int = 1024
+    seconds: float = 120.0
+    waiting: int = 256
+
+
+@dataclass(eq=False)
+class Request:
+    """
+    A chat to be answered.
+
+    Args:
+        messages (`list[dict]`): With `role` and `content`.
+        documents (`list`, *optional*): Passages; `None` takes those of the corpus, if there is one.
+        top_k (`int`, *optional*): How many passages of the corpus are found; 0 reads none. Default: the engine's.
+        tokens_per_slot (`int` or `"segment"`, *optional*): Default: the engine's, or the rate of the corpus, whose
+            slots are read as they are stored. At another rate its passages are encoded again.
+        max_new_tokens, temperature, top_p: Of the answer; temperature 0 takes the likeliest token.
+        seed (`int`, *optional*): With a temperature, makes the draws of tokens the same each time.
+        stop (`list[str]`): Texts that end the answer; they are no part of it.
+        min_confidence (`float`, *optional*): Where it is less likely that the passages answer, the answer is the
+            processor's `no_answer`. Default: the engine's.
+        max_passages (`int`, *optional*): Of more passages, only those that most likely answer are read. Default: the
+            engine's.
+        copy_bonus (`float`, *optional*): How much answers in the words of the passages are preferred. Default: the
+            processor's.
+        on_text (`Callable`): Is told each new piece of the answer, by the engine's thread.
+    """
+
+    messages: list[dict[str, str]]
+    documents: list[Any] | None = None
+    top_k: int | None = None
+    tokens_per_slot: int | str | None = None
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: list[str] = field(default_factory=list)
+    min_confidence: float | None = None
+    max_passages: int | None = None
+    copy_bonus: float | None = None
+    on_text: Callable[[str], Any] = lambda text: None
+    future: "Future[Answer]" = field(default_factory=Future)
+    arrived: float = field(default_factory=time.monotonic)
+    cancelled: bool = False
+    passages: SlotPassages | None = None
+    kept: int | None = None  # of the passages, once that is known
+
+
+@dataclass
+class Answer:
+    """The result of a request. `seconds` since it arrived: `waiting`, `retrieval`, `slots`, `choosing` (passages are
+    read and each is asked about), `model` add up to `first_token`. `kept` is how many of the passages that the answer
+    was read from were read before, ahead or for an earlier question. `confidence` is how likely it is that they answer,
+    where that was fitted."""
+
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    batch_size: int
+    seconds: dict[str, float]
+    passages: SlotPassages | None
+    kept: int
+    confidence: float | None
+    statistics: dict[str, Any]
+
+    @property
+    def sources(self) -> list[dict[str, Any]]:
+        """The passages, each with `read`, whether the answer was read from it, and `answer`: the first characters of
+        its text where the answer stands, or `None`."""
+        documents = [] if self.passages is None else self.passages.documents
+        return [{"read": True, **each, "answer": find_answer(self.text, each["text"])} for each in documents]
 
 
 class BusyError(RuntimeError):
@@ -86,7 +176,6 @@ class Engine:
         folder = None if retriever is None else kept_folder(retriever.corpus)
         self.store = self.model.slot_prefix_store(self.processor, max_bytes=prefix_bytes, folder=folder, read_only=True)
         self._encode = functools.lru_cache(KEPT_DOCUMENTS)(self._encode_documents)
-        self._text: tuple[list[int], DynamicCache] = [], DynamicCache()
         self._waiting: list[Request] = []
         self._arrival = threading.Condition()
         self._closed = False
@@ -120,10 +209,10 @@ class Engine:
         if request.copy_bonus is not None:
             check_copy_bonus(request.copy_bonus)
         with self._arrival:
-            if self._closed or len(self._waiting) >= self.limits.waiting:
-                raise BusyError(
-                    "The server is closing." if self._closed else "Too many requests wait. Try again later."
-                )
+            if self._closed:
+                raise BusyError("The server is closing.")
+            if len(self._waiting) >= self.limits.waiting:
+                raise BusyError("Too many requests wait. Try again later.")
             self._waiting.append(request)
             self._arrival.notify()
         return request.future
@@ -132,7 +221,7 @@ class Engine:
         """Searches the corpus and answers a short request, which loads what is loaded on first use."""
         if self.retriever is not None:
             self.retriever("?", top_k=1)
-        request = Request([{"role": "user", "content": "?"}], documents=[".", ","], max_new_tokens=2, return_slots=True)
+        request = Request([{"role": "user", "content": "?"}], documents=[".", ","], max_new_tokens=2)
         self.submit(request).result()
 
     def close(self) -> None:
@@ -146,19 +235,11 @@ class Engine:
 
     def _work(self) -> None:
         while batch := self._take():
-            groups: dict[tuple, list[Request]] = {}
-            for request in self._read(batch):
-                groups.setdefault(self._kind(request), []).append(request)
-            for group in groups.values():
-                self._answer(group)
-
-    def _kind(self, request: Request) -> tuple:
-        """Requests of one kind can share a batch."""
-        return request.passages is None, self._records(request), request if request.full_text else None
-
-    def _records(self, request: Request) -> bool:
-        """Whether the passes of its slots have to be counted while they are read. Without gates each is one."""
-        return request.passages is not None and request.return_slots and self.model.config.gate_mode != "off"
+            read = [request for request in batch if self._read(request)]
+            chosen = [request for part, _ in _each_fails_alone(read, self._choose) for request in part]
+            for has_slots in (False, True):
+                if group := [request for request in chosen if (request.passages is not None) == has_slots]:
+                    self._answer(group)
 
     def _take(self) -> list[Request]:
         """The next requests, in the order of their arrival; none when the engine is closed."""
@@ -169,36 +250,32 @@ class Engine:
             batch, self._waiting = self._waiting[: self.max_batch], self._waiting[self.max_batch :]
         return batch
 
-    def _read(self, batch: list[Request]) -> list[Request]:
-        """Those whose passages could be read."""
-        read = []
-        for request in batch:
-            if request.future.set_running_or_notify_cancel():
-                try:
-                    if request.cancelled or time.monotonic() - request.arrived > self.limits.seconds:
-                        raise TimeoutError(f"The request waited for more than {self.limits.seconds:g} seconds.")
-                    if request.full_text:
-                        self._put_text(request)
-                    else:
-                        request.passages = self._passages(request)
-                    read.append(request)
-                except Exception as error:  # one request's mistake is its own
-                    request.future.set_exception(error)
-        read = [request for part, _ in _each_fails_alone(read, self._choose) for request in part]
-        for request in read:
-            if not request.full_text:
-                request.documents = [] if request.passages is None else request.passages.documents
-        return read
+    def _read(self, request: Request) -> bool:
+        """Reads the passages of a request, if it has any; whether that was possible."""
+        if not request.future.set_running_or_notify_cancel():
+            return False
+        try:
+            if request.cancelled or time.monotonic() - request.arrived > self.limits.seconds:
+                raise TimeoutError(f"The request waited for more than {self.limits.seconds:g} seconds.")
+            request.passages = self._passages(request)
+        except Exception as error:  # one request's mistake is its own
+            request.future.set_exception(error)
+            return False
+        return True
 
     def _passages(self, request: Request) -> SlotPassages | None:
-        began, most = time.perf_counter(), self.limits.max_slots
+        """Passages as slots: those of the request, or of the corpus, if there is one and any are asked for."""
         rate = self.tokens_per_slot if request.tokens_per_slot is None else request.tokens_per_slot
         if request.documents is not None:
-            encoded = self._encode(json.dumps(request.documents), rate)  # as text, which a cache can look up
-            seconds = {"retrieval": 0.0, "slots": time.perf_counter() - began}
-            return SlotPassages(_as_passages(request.documents), encoded, seconds)
-        if (passages := self._search(request)) is None:
+            began = time.perf_counter()
+            documents = [each if isinstance(each, dict) else {"title": "", "text": each} for each in request.documents]
+            encoded = self._encode(json.dumps(documents), rate)  # as text, which a cache can look up
+            return SlotPassages(documents, encoded, {"retrieval": 0.0, "slots": time.perf_counter() - began})
+        top_k, most = self.top_k if request.top_k is None else request.top_k, self.limits.max_slots
+        if self.retriever is None or top_k == 0:
             return None
+        questions = [each["content"] for each in request.messages if each["role"] == "user"]
+        passages = self.retriever(questions[-1] if questions else "", top_k)
         if rate not in (None, self.retriever.corpus.settings["tokens_per_slot"]):
             began = time.perf_counter()
             texts = [{name: each[name] for name in ("title", "text")} for each in passages.documents]
@@ -207,6 +284,12 @@ class Engine:
         if (num_slots := len(passages.encoded.context_embeds)) > most:  # read or only asked about: it is work
             raise ValueError(f"The passages have {num_slots} slots; expected at most {most}. Pass a lower `top_k`.")
         return passages
+
+    def _encode_documents(self, documents: str, tokens_per_slot: int | str | None) -> EncodedDocuments:
+        (encoded,) = self.processor.slot_encoder.encode_batch(
+            [json.loads(documents)], tokens_per_slot=tokens_per_slot, room=[self.limits.max_slots]
+        )
+        return encoded
 
     def _choose(self, group: list[Request]) -> None:
         """Leaves each the passages that most likely answer, each asked about by itself, where it has more than it
@@ -227,43 +310,15 @@ class Engine:
         seconds = time.perf_counter() - began
         for request, ranked in zip(group, asked, strict=True):
             numbers = likeliest(ranked, request.max_passages)
-            if not self._records(request):  # else all are read again
-                request.kept = sum(ranked[number].is_kept for number in numbers)
+            request.kept = sum(ranked[number].is_kept for number in numbers)
             request.passages = request.passages.only(numbers)
             request.passages.seconds["choosing"] = seconds
             for number, each in ranked.items():
                 request.passages.documents[number]["confidence"] = each.confidence
 
-    def _search(self, request: Request) -> SlotPassages | None:
-        """The passages of the corpus for the last question, if there is a corpus and any are asked for."""
-        top_k = self.top_k if request.top_k is None else request.top_k
-        if self.retriever is None or top_k == 0:
-            return None
-        questions = [each["content"] for each in request.messages if each["role"] == "user"]
-        return self.retriever(questions[-1] if questions else "", top_k)
-
-    def _put_text(self, request: Request) -> None:
-        """Writes the passages before the first question, where slots would stand."""
-        if request.documents is None:
-            found = self._search(request)
-            request.documents = [] if found is None else found.documents
-            request.seconds |= {} if found is None else found.seconds
-        request.documents, request.kept = _as_passages(request.documents), 0
-        text = " ".join(f"{each['title']}: {each['text']}".removeprefix(": ") for each in request.documents)
-        first = next((number for number, each in enumerate(request.messages) if each["role"] == "user"), None)
-        if text and first is not None:
-            asked = request.messages[first]
-            asked = asked | {"content": BACKGROUND_LINE + text + QUESTION_LINE + asked["content"]}
-            request.messages = [*request.messages[:first], asked, *request.messages[first + 1 :]]
-
-    def _encode_documents(self, documents: str, tokens_per_slot: int | str | None) -> EncodedDocuments:
-        (encoded,) = self.processor.slot_encoder.encode_batch(
-            [json.loads(documents)], tokens_per_slot=tokens_per_slot, room=[self.limits.max_slots]
-        )
-        return encoded
-
     def _answer(self, group: list[Request]) -> None:
-        for part, (began, inputs) in _each_fails_alone(group, lambda part: (time.monotonic(), self._inputs(part))):
+        began = time.monotonic()
+        for part, inputs in _each_fails_alone(group, self._inputs):
             try:
                 self._generate(part, inputs, began)
             except Exception as error:
@@ -274,12 +329,9 @@ class Engine:
     def _inputs(self, group: list[Request]) -> dict[str, Any]:
         """What `generate` needs, for a batch."""
         chats = [self._chat(request) for request in group]
-        slots: dict[str, Any] = {}
         if group[0].passages is not None:
             rows = [request.passages.inputs for request in group]
-            slots = {name: [row[name] for row in rows] for name in rows[0]}
-        if slots and not self._records(group[0]):
-            inputs = self.store.prepare(chats, **slots)
+            inputs = self.store.prepare(chats, **{name: [row[name] for row in rows] for name in rows[0]})
             for request, kept, parts in zip(group, inputs.num_kept, inputs.num_passages, strict=True):
                 if request.kept is None:  # else known before they were asked about one by one
                     request.kept = len(request.passages.documents) * kept // parts
@@ -288,7 +340,6 @@ class Engine:
         if self.processor.chat_template is not None:
             inputs = self.processor.apply_chat_template(
                 chats,
-                **slots,
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=True,
@@ -297,10 +348,8 @@ class Engine:
                 processor_kwargs=padding,
             )
         else:
-            inputs = self.processor(chats, **slots, return_tensors="pt", **padding)
+            inputs = self.processor(chats, return_tensors="pt", **padding)
         check_length(inputs["input_ids"].shape[1], "The prompt", self.model.config.text_config)
-        if group[0].full_text:
-            return {**inputs, "past_key_values": self._continue_text(group[0], inputs["input_ids"][0].tolist())}
         return {**inputs}
 
     def _chat(self, request: Request) -> list[dict[str, str]] | str:
@@ -311,41 +360,26 @@ class Engine:
             raise ValueError("This base model has no chat template; expected one user message.")
         return request.messages[0]["content"]
 
-    def _continue_text(self, request: Request, ids: list[int]) -> DynamicCache:
-        """Keys and values of what this prompt has in common with the last one that was read as text."""
-        (before, cache), self._text = self._text, ([], DynamicCache())
-        num_kept = min(len(commonprefix([before, ids])), len(ids) - 1)
-        if num_kept == 0:
-            cache = DynamicCache()
-        elif surplus := cache.get_seq_length() - num_kept:
-            cache.crop(-surplus)
-        head, end = self.processor.tokenizer.decode(ids[:num_kept]), 0
-        for document in request.documents:
-            if (start := head.find(document["text"], end)) < 0:
-                break
-            request.kept, end = request.kept + 1, start + len(document["text"])
-        return cache
-
     @torch.inference_mode()
     def _generate(self, group: list[Request], inputs: dict[str, Any], began: float) -> None:
         inputs = {name: x.to(self.model.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
-        can_refuse = self.processor.answer_probe is not None and group[0].passages is not None
-        read = [request.passages.read for request in group if request.passages is not None]
-        about = zip(map(self._chat, group), read, strict=False)  # a group has passages or none has
-        watch = AnswerConfidence(self.model, self.processor, about) if can_refuse else None
+        added, watch = [], None
+        if group[0].passages is not None:
+            read = [request.passages.read for request in group]
+            if self.processor.answer_probe is not None:
+                watch = AnswerConfidence(self.model, self.processor, zip(map(self._chat, group), read, strict=True))
+                added.append(watch)
+            bonus, end_ids = [request.copy_bonus for request in group], self.model.generation_config.eos_token_id
+            added.append(CopyBonus(self.processor, read, bonus, end_ids))
         prompt_tokens = inputs["attention_mask"].sum(dim=1).tolist()
-        with self.model.recorded_depths() as depths, watch or contextlib.nullcontext():
-            rows = AnswerStream(group, prompt_tokens, self, began, depths, watch)
+        with watch or contextlib.nullcontext():
+            rows = AnswerStream(group, prompt_tokens, self, began, watch)
             settings = GenerationConfig(
                 max_new_tokens=max(rows.max_new_tokens),
                 eos_token_id=self.model.generation_config.eos_token_id,
                 pad_token_id=self.processor.tokenizer.pad_token_id or 0,
                 do_sample=False,
             )
-            added = [] if watch is None else [watch]
-            if group[0].passages is not None:
-                bonus = [request.copy_bonus for request in group]
-                added.append(CopyBonus(self.processor, read, bonus, settings.eos_token_id))
             self.model.generate(
                 **inputs,
                 generation_config=settings,
@@ -353,8 +387,6 @@ class Engine:
                 stopping_criteria=StoppingCriteriaList([rows]),
                 logits_processor=LogitsProcessorList([*added, RowSampler(group)]),
             )
-        if group[0].full_text:
-            self._text = inputs["input_ids"][0].tolist(), inputs["past_key_values"]
 
 
 def _each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) -> Iterator[tuple[list[Request], Any]]:
@@ -365,12 +397,147 @@ def _each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any])
     except Exception as error:
         if len(group) == 1:
             group[0].future.set_exception(error)
-            return
-        for part in (group[: len(group) // 2], group[len(group) // 2 :]):
-            yield from _each_fails_alone(part, run)
+        else:
+            for part in (group[: len(group) // 2], group[len(group) // 2 :]):
+                yield from _each_fails_alone(part, run)
     else:
         yield group, result
 
 
-def _as_passages(documents: list[Any]) -> list[dict[str, Any]]:
-    return [each if isinstance(each, dict) else {"title": "", "text": each} for each in documents]
+class RowSampler(LogitsProcessor):
+    """Draws each row's tokens by its own temperature, `top_p` and seed, so that requests of any kind share a batch: the
+    likeliest token after Gumbel noise is a draw from the softmax."""
+
+    def __init__(self, group: list[Request]):
+        self.group = group
+        self.generators = [torch.Generator() for _ in group]
+        for request, generator in zip(group, self.generators, strict=True):
+            generator.seed() if request.seed is None else generator.manual_seed(request.seed)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Scores (batch, vocab_size) whose largest is the next token."""
+        rows = list(scores.float().split(1))
+        for number, (request, generator) in enumerate(zip(self.group, self.generators, strict=True)):
+            if request.temperature:
+                row = TemperatureLogitsWarper(float(request.temperature))(input_ids, rows[number])
+                row = TopPLogitsWarper(request.top_p)(input_ids, row)
+                draws = torch.rand(row.shape, generator=generator, dtype=torch.float64)
+                rows[number] = row - torch.log(-torch.log(draws)).to(row)
+        return torch.cat(rows)
+
+
+class AnswerStream(BaseStreamer, StoppingCriteria):
+    """The answers of a batch while they are written: gives each its tokens, and says which rows are done. `watch`
+    knows how likely it is that the passages answer."""
+
+    def __init__(
+        self,
+        group: list[Request],
+        prompt_tokens: list[int],
+        engine: Any,
+        began: float,
+        watch: AnswerConfidence | None = None,
+    ):
+        self.group, self.prompt_tokens, self.engine, self.watch = group, prompt_tokens, engine, watch
+        self.eos = set(torch.tensor(engine.model.generation_config.eos_token_id).reshape(-1).tolist())
+        self.ids: list[list[int]] = [[] for _ in group]
+        self.said = [""] * len(group)
+        self.reasons: list[str | None] = [None] * len(group)
+        self.began, self.first_token = began, 0.0
+        longest = longest_prompt(engine.model.config.text_config)
+        self.max_new_tokens = [
+            request.max_new_tokens if longest is None else max(1, min(request.max_new_tokens, longest - length))
+            for request, length in zip(group, prompt_tokens, strict=True)
+        ]
+
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt (batch, seq_len), then a token of each row (batch,)."""
+        if value.dim() == 2:
+            return
+        self.first_token = self.first_token or time.monotonic()
+        for row, token in enumerate(value.tolist()):
+            if self.reasons[row] is None:
+                self._put_token(row, token)
+
+    def _put_token(self, row: int, token: int) -> None:
+        request = self.group[row]
+        if self._is_refused(row):
+            self.said[row], self.reasons[row] = self.engine.processor.no_answer, "stop"
+            request.on_text(self.said[row])
+            return self._finish(row)
+        if token in self.eos:
+            self.reasons[row] = "stop"
+        else:
+            self.ids[row].append(token)
+            if len(self.ids[row]) == self.max_new_tokens[row]:
+                self.reasons[row] = "length"
+            elif request.cancelled or time.monotonic() - request.arrived > self.engine.limits.seconds:
+                self.reasons[row] = "time"
+        self._say(row)
+        if self.reasons[row] is not None:
+            self._finish(row)
+
+    def _say(self, row: int) -> None:
+        """Tells what is new, except for what may become half of a character or the beginning of a `stop`."""
+        text = self.engine.processor.tokenizer.decode(self.ids[row], skip_special_tokens=True).lstrip()
+        stops = self.group[row].stop
+        if ends := [end for each in stops if (end := text.find(each)) >= 0]:
+            self.reasons[row], text = "stop", text[: min(ends)]
+        elif self.reasons[row] is None:
+            if text.endswith("\ufffd"):
+                return
+            text = text[: len(text) - max((_overlap(text, each) for each in stops), default=0)]
+        new, self.said[row] = text[len(self.said[row]) :], text
+        if new:
+            self.group[row].on_text(new)
+
+    def _is_refused(self, row: int) -> bool:
+        least = self.group[row].min_confidence
+        return self.watch is not None and least is not None and self.watch.confidence[row].item() < least
+
+    def end(self) -> None:
+        """Nothing is left: each row is told its last piece when it is done."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor, **kwargs) -> torch.BoolTensor:
+        return torch.tensor([reason is not None for reason in self.reasons], device=input_ids.device)
+
+    def _finish(self, row: int) -> None:
+        request = self.group[row]
+        if self.reasons[row] == "time":
+            error = TimeoutError(f"The answer was not done within {self.engine.limits.seconds:g} seconds.")
+            return request.future.set_exception(error)
+        passages = request.passages
+        if passages is None:
+            parts = {"retrieval": 0.0, "slots": 0.0}
+            statistics: dict[str, Any] = {"tokens": 0, "slots": 0, "compression_rate": None}
+        else:
+            parts = dict(passages.seconds)
+            read = [each for each in passages.documents if each.get("read", True)]
+            statistics = self.engine.processor.slot_encoder.statistics(read, passages.encoded, has_budget=False)
+        first_token = self.first_token - request.arrived
+        parts.setdefault("choosing", 0.0)
+        parts["model"] = self.first_token - self.began
+        parts["waiting"] = first_token - sum(parts.values())
+        request.future.set_result(
+            Answer(
+                text=self.said[row],
+                finish_reason=self.reasons[row],
+                prompt_tokens=self.prompt_tokens[row],
+                completion_tokens=len(self.ids[row]),
+                batch_size=len(self.group),
+                seconds={**parts, "first_token": first_token, "total": time.monotonic() - request.arrived},
+                passages=passages,
+                kept=request.kept or 0,
+                confidence=None if self.watch is None else self.watch.confidence[row].item(),
+                statistics=statistics,
+            )
+        )
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of `text` are the beginning of `stop`.
+
+    >>> _overlap("yes\\n", "\\n\\n")
+    1
+    """
+    return next((size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0)

@@ -59,9 +59,6 @@ def answers_alike(folder: Path, model: ArcAlignerForCausalLM, processor: ArcAlig
 def main(
     stages: Annotated[Path, typer.Option(help="Folder of the stages' output folders.", exists=True)],
     output: Annotated[Path, typer.Option(help="Folder to write.")],
-    dataset: Annotated[
-        list[str] | None, typer.Option(help="Hub id of a data set the training files are from; can be repeated.")
-    ] = None,
 ) -> None:
     """Writes the aligner of the last stage in `stages` to `output`."""
     folders = sorted(path.parent for path in stages.glob("*/config.json"))
@@ -77,10 +74,8 @@ def main(
     if (output / RESULTS_FILE).exists() and not answers_alike(output, model, processor):
         (output / RESULTS_FILE).unlink()  # before the weights change: a kill leaves no numbers of others
         typer.echo(f"removed {output / RESULTS_FILE}: it was measured with other weights or settings")
-    for leftover in output.glob(".saving-*"):  # left by a killed process
-        shutil.rmtree(leftover)
     save_stage(output, model, processor, "\n---\n".join(recipes) + "\n")
-    if not write_model_card(model.config, output, datasets=tuple(dataset or ())):
+    if not write_model_card(model.config, output):
         typer.echo(f"left {output / 'README.md'} as it is: it was edited. Delete it to have one written.")
     typer.echo(f"wrote {folders[-1]} to {output}")
 

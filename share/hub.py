@@ -3,8 +3,7 @@
 The card (`model_card.md.jinja`) says what the configuration, `recipe.yaml` and `results.json` beside it say. Results
 are those of an evaluation, in percent with 95 % intervals:
 
-    {"questions": 500, "sets": {"SQuAD": {"questions": 500, "passages": "gold", "recall": [100.0, 100.0, 100.0],
-    "methods": {"arcaligner": {"compression_rate": 2.0, "f1": [9.7, 6.5, 13.2], "em": [5.0, 2.0, 8.5]}}}}}
+    {"sets": {"SQuAD": {"methods": {"arcaligner": {"f1": [9.7, 6.5, 13.2]}, "arcaligner_x4": {"f1": ...}}}}}
 
 An upload is one commit, which is there whole or not at all. `HfApi.upload_folder` commits in several steps where hf_xet
 is installed, which could leave new code beside old weights.
@@ -24,8 +23,8 @@ import torch
 import yaml
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
-from huggingface_hub.repocard import ModelCard, metadata_load
-from huggingface_hub.repocard_data import EvalResult, ModelCardData
+from huggingface_hub.repocard import ModelCard
+from huggingface_hub.repocard_data import ModelCardData
 from huggingface_hub.utils import validate_repo_id
 from transformers.utils import logging
 
@@ -41,24 +40,13 @@ logger = logging.get_logger(__name__)
 
 RECIPE_FILE = "recipe.yaml"
 RESULTS_FILE = "results.json"
-METRIC_TITLES = {"em": "EM (non-strict)", "f1": "F1", "em_raw": "EM (raw)"}
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 # Stands in each card that is written here. A card without this line was edited, and is not overwritten.
 GENERATED = (
     "<!-- Written from the files beside it, and again when they change. Remove this line to edit it yourself. -->"
 )
 
-_MAIN_METHOD = "arcaligner"
-# Rows of the card's table by a method's name, of any rate, with what a reader of the card calls it. Of all rates
-# of the second only the finest is shown, which reads as many positions as the finest aligner.
-_FULL_TEXT, _CUT_TEXT, _NOTHING = "full_text_lora", "truncated_copying", "naive"
-_CARD_TITLES = {
-    _FULL_TEXT: "the whole text, by the base model fine-tuned to read it",
-    _CUT_TEXT: "the first tokens of the text, by the same",
-    _MAIN_METHOD: "**slots**",
-    _NOTHING: "no passages, by the base model",
-}
-_PASSAGES = {"given": "those of its file", "gold": "gold", "retrieved": "found in a corpus"}
+_MAIN = "arcaligner"  # the method of results whose answers are the aligner's at its own rate
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".gz", ".csv")
 # Uploaded; other files of a training folder, such as optimizer states, are not.
@@ -78,31 +66,24 @@ _FORMER_FILE = re.compile(
 # The model card
 
 
-def write_model_card(
-    config: ArcAlignerConfig, folder: Path, *, name: str | None = None, datasets: tuple[str, ...] = ()
-) -> bool:
+def write_model_card(config: ArcAlignerConfig, folder: Path, *, name: str | None = None) -> bool:
     """Writes `README.md` from the configuration and the files in `folder`, and says whether it did: one that was edited
     stays.
 
     Args:
         config ([`ArcAlignerConfig`]), folder (`Path`): The checkpoint's, with its recipe and results where it has them.
         name (`str`, *optional*): The Hub id that the quick start loads. Default: `user/name`, to be replaced.
-        datasets (`tuple[str, ...]`): Hub ids of the data sets that the training files were made from. Those that the
-            card already names stay.
 
     Raises:
         `ValueError`: results or a recipe that cannot be read.
     """
     card = folder / "README.md"
-    if card.exists():
-        if GENERATED not in card.read_text(encoding="utf-8"):
-            return False
-        datasets = (*datasets, *(metadata_load(card) or {}).get("datasets", []))
-    stages, results, base = _read_recipes(folder), _read_results(folder), config.base_model_name_or_path
+    if card.exists() and GENERATED not in card.read_text(encoding="utf-8"):
+        return False
     processor_file = folder / "processor_config.json"
     processor = json.loads(processor_file.read_text(encoding="utf-8")) if processor_file.exists() else {}
-    places = {place for stage in stages for place in stage["places"]}
-    trained_on = {place for place in places if is_hub_id(place) and place not in ON_GITHUB}
+    (stages, data), results = _read_recipes(folder), _read_results(folder, processor)
+    base = config.base_model_name_or_path
     metadata = ModelCardData(
         license="apache-2.0",
         language=_language(processor.get("spacy_model", "")),
@@ -111,19 +92,11 @@ def write_model_card(
         tags=["arcaligner", "rag", "context-compression"],
         base_model=base if is_hub_id(base) else None,
         base_model_relation="adapter" if is_hub_id(base) else None,
-        datasets=sorted(trained_on | set(datasets)) or None,
-        model_name="ArcAligner",
-        eval_results=results and results["listed"],
+        datasets=sorted({place for place in data if is_hub_id(place)} - {*ON_GITHUB}) or None,
     )
-    given = {"config": config, "results": results}
-    given |= {"rates": processor.get("trained_tokens_per_slot"), "processor": processor}
-    given |= {"stages": Counter(stage["stage"] for stage in stages), "data": _describe_data(stages)}
-    given |= {
-        "name": name or "user/name",
-        "generated": GENERATED,
-        "recipe_file": RECIPE_FILE,
-        "needs": REQUIREMENTS,
-    }
+    given = {"config": config, "results": results, "processor": processor, "needs": REQUIREMENTS}
+    given |= {"rates": processor.get("trained_tokens_per_slot"), "data": _data_rows(data), "stages": stages}
+    given |= {"name": name or "user/name", "generated": GENERATED}
     write_whole(card, f"{ModelCard.from_template(metadata, str(TEMPLATE), **given)}\n")
     return True
 
@@ -140,37 +113,29 @@ def _language(spacy_model: str) -> str | None:
     return language if re.fullmatch("[a-z]{2,3}", language) and language != "xx" else None
 
 
-def _read_recipes(folder: Path) -> list[dict[str, Any]]:
-    """Name and data sets of each stage that the checkpoint went through, in order."""
-    path = folder / RECIPE_FILE
+def _read_recipes(folder: Path) -> tuple[Counter[str], dict[str, dict[str, None]]]:
+    """The stages that the checkpoint went through, and by its place each data set with the stages that read it."""
+    path, stages, data = folder / RECIPE_FILE, Counter(), {}
     if not path.exists():
-        return []
+        return stages, data
     try:
-        recipes = [recipe for recipe in yaml.safe_load_all(path.read_text(encoding="utf-8")) if recipe]
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML ({error}). Put the recipe the aligner was trained with there.") from error
-    for number, recipe in enumerate(recipes, start=1):
-        if not isinstance(recipe, dict) or "stage" not in recipe:
-            raise ValueError(
-                f"{path}: recipe {number} of {len(recipes)} has no `stage`. Expected the keys that a stage was trained "
-                "with, `stage: grounding` among them, a line of `---` between stages. Add it, or remove the file."
-            )
-    stages = []
-    for recipe in recipes:
-        sources = [_source_name(source) for source in recipe.get("train_files", {})]
-        places = [place for source in sources for place in TRAINING_FILES.get(source, [source])]
-        stages.append({"stage": recipe["stage"], "places": places})
-    return stages
+        for recipe in filter(None, yaml.safe_load_all(path.read_text(encoding="utf-8"))):
+            stages[recipe["stage"]] += 1
+            for source in map(_source_name, recipe.get("train_files", {})):
+                for place in TRAINING_FILES.get(source, [source]):
+                    data.setdefault(place, {})[recipe["stage"]] = None
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} does not hold recipes of stages ({error!r}). Expected YAML with the keys that a stage was trained "
+            "with, `stage: grounding` among them, a line of `---` between stages. Put it there, or remove the file."
+        ) from error
+    return stages, data
 
 
-def _describe_data(stages: list[dict[str, Any]]) -> list[list[str]]:
-    """Title, place, licence and stages of each data set that a checkpoint was trained on."""
-    read: dict[str, dict[str, None]] = {}
-    for stage in stages:
-        for place in stage["places"]:
-            read.setdefault(place, {})[stage["stage"]] = None
+def _data_rows(data: dict[str, dict[str, None]]) -> list[list[str]]:
+    """Title, place, licence and stages of each data set."""
     rows = []
-    for place, names in read.items():
+    for place, names in data.items():
         title, licence = LICENCES.get(place, Licence(place, "see there" if is_hub_id(place) else "not known"))
         rows.append([title, place, licence, ", ".join(names)])
     return rows
@@ -182,72 +147,33 @@ def _source_name(source: str) -> str:
     return name if is_hub_id(name) else Path(name).name
 
 
-def _read_results(folder: Path) -> dict[str, Any] | None:
-    """What the card says of the results: questions and passages of each set, a table, and the numbers for the Hub."""
+def _read_results(folder: Path, processor: dict[str, Any]) -> dict[str, Any] | None:
+    """What the card says of the results: F1 of what is read on each set, and what that is."""
     path = folder / RESULTS_FILE
     if not path.exists():
         return None
+    own = processor.get("tokens_per_slot", "-")
+    others = [rate for rate in processor.get("trained_tokens_per_slot") or () if rate != own]
+    named = [("the whole text, by the base model fine-tuned to read it", 1, "full_text_lora")]
+    named += [("**slots**", own, _MAIN), *(("**slots**", rate, f"{_MAIN}_x{rate}") for rate in others)]
+    named += [("no passages, by the base model", "-", "naive")]
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-        sets, questions = results["sets"], results["questions"]
-        sets = {title: each for title, each in sets.items() if _MAIN_METHOD in each["methods"]} or sets
-        described = [
-            [title, f"{each.get('questions', questions):,}", *_describe_passages(each)] for title, each in sets.items()
-        ]
-        listed = [
-            EvalResult("question-answering", title, title, metric, round(each["methods"][_MAIN_METHOD][metric][0], 1))
-            for title, each in sets.items()
-            for metric in METRIC_TITLES
-            if metric in each["methods"].get(_MAIN_METHOD, {})
-        ]
-        found = {"sets": list(sets), "described": described, "rows": _result_rows(sets), "listed": listed or None}
-        if not found["rows"] and any(each["methods"] for each in sets.values()):
-            raise ValueError("no method has a known name")
-        return found | {"machine": results.get("machine")}
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        sets = json.loads(path.read_text(encoding="utf-8"))["sets"]
+        sets = {title: each for title, each in sets.items() if _MAIN in each["methods"]}
+        rows = []
+        for what, rate, name in named:
+            scores = [each["methods"][name]["f1"][0] if name in each["methods"] else None for each in sets.values()]
+            if any(score is not None for score in scores):
+                rows.append([what, rate, *("-" if score is None else f"{score:.1f}" for score in scores)])
+        rows.append(["passages that are read", "", *(each.get("passages", "given") for each in sets.values())])
+        recalls = (f"{each['recall'][0]:.0f} %" if "recall" in each else "-" for each in sets.values())
+        rows.append(["with an expected answer in them", "", *recalls])
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path} does not hold results of an evaluation. Expected "
-            '{"questions": number, "sets": {set: {"methods": {name: {"f1": [value, low, high], "em": [...], '
-            '"compression_rate": number}}}}}, with names such as `arcaligner_x4`. Write them again, or remove the file.'
+            f"{path} does not hold results of an evaluation ({error!r}). Expected "
+            '{"sets": {set: {"methods": {"arcaligner": {"f1": [value, low, high]}}}}}. Write them again, or remove it.'
         ) from error
-
-
-def _describe_passages(each: dict[str, Any]) -> list[str]:
-    """Which passages of a set are read, and how many questions they hold an expected answer of."""
-    passages = each.get("passages", "given")
-    return [_PASSAGES.get(passages, passages), f"{each['recall'][0]:.0f} %" if "recall" in each else "-"]
-
-
-def _result_rows(sets: dict[str, Any]) -> list[list[str]]:
-    """What is read, tokens of text per position, and F1 with its interval and EM of each set: text first, then slots
-    from the finest rate to the coarsest."""
-    rates: dict[str, list[float]] = {}
-    for each in sets.values():
-        for method, numbers in each["methods"].items():
-            rates.setdefault(method, [])
-            rates[method] += [numbers["compression_rate"]] if "compression_rate" in numbers else []
-    finest = {method: min(found, default=0.0) for method, found in rates.items()}
-
-    def of(name: str) -> list[str]:
-        found = (method for method in rates if method == name or method.startswith(f"{name}_x"))
-        return sorted(found, key=finest.get)
-
-    shown = {_FULL_TEXT: of(_FULL_TEXT), _CUT_TEXT: of(_CUT_TEXT)[:1], _MAIN_METHOD: of(_MAIN_METHOD)}
-    shown[_NOTHING] = of(_NOTHING)
-    rows = []
-    for name, methods in shown.items():
-        for method in methods:
-            ends = [f"x{rate:.1f}" for rate in (min(rates[method]), max(rates[method]))] if rates[method] else ["-"]
-            cells = [_shown_scores(each["methods"].get(method, {})) for each in sets.values()]
-            rate = "x1" if name == _FULL_TEXT else " to ".join(dict.fromkeys(ends))
-            rows.append([_CARD_TITLES[name], rate, *cells])
-    return rows
-
-
-def _shown_scores(numbers: dict[str, Any]) -> str:
-    """F1 with its interval, and non-strict EM."""
-    f1 = "{:.1f} [{:.1f}, {:.1f}]".format(*numbers["f1"]) if "f1" in numbers else "-"
-    return f"{f1} / {numbers['em'][0]:.1f}" if "em" in numbers else f1
+    return {"sets": list(sets), "rows": rows} if sets else None
 
 
 # The upload
@@ -351,15 +277,11 @@ def _translate_hub_errors(repo_id: str, endpoint: str) -> Iterator[None]:
         while not isinstance(cause, HfHubHTTPError) and cause.__cause__ is not None:
             cause = cause.__cause__
         status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
-        if status == 401:
-            raise PermissionError(
-                f"The Hub does not accept the token for `{repo_id}` (401). Make a new one with write permission at "
-                f"{endpoint}/settings/tokens, then run `hf auth login` or set HF_TOKEN."
-            ) from error
-        if status in (403, 404):
+        if status in (401, 403, 404):
             raise PermissionError(
                 f"The token may not write to `{repo_id}` ({status}). It needs write permission, and its owner to be "
-                f"`{repo_id.split('/')[0]}` or a member of it: see {endpoint}/settings/tokens."
+                f"`{repo_id.split('/')[0]}` or a member of it: see {endpoint}/settings/tokens, then run `hf auth "
+                "login` or set HF_TOKEN."
             ) from error
         raise ConnectionError(
             f"The push to `{repo_id}` broke off ({type(cause).__name__}: {cause}). A push is visible whole or not at "

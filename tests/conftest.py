@@ -197,9 +197,9 @@ def few_tokens(monkeypatch):
     """Evaluation's answers of four tokens, and no model from or for another test."""
     from arcaligner.benchmarks import compare  # of an extra, which not all tests need
     from arcaligner.evaluation import answering
-    from arcaligner.train import metrics
+    from arcaligner.train import prompts
 
-    for module in (metrics, compare):
+    for module in (prompts, compare):
         monkeypatch.setattr(module, "MAX_NEW_TOKENS", 4)
     answering.load_aligner.cache_clear()
     yield

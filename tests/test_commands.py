@@ -27,10 +27,8 @@ SHORTER = {
     "python -m arcaligner evaluate --recipe smollm2_135m --tasks": "--data FOLDER --methods naive,arcaligner -n 2",
     "python -m arcaligner evaluate --recipe": "--tasks squad --methods naive,standard_rag,arcaligner -n 2",
     "python -m arcaligner evaluate": "--data FOLDER -n 2",
-    "python -m arcaligner.evaluation.retrieval": "-n 2",
     "python -m arcaligner.benchmarks.latency": "--sizes 1 --tokens-per-slot 2 --rounds 2 --seconds 1",
     "python -m arcaligner.benchmarks.kept": "--sizes 1 --tokens-per-slot 2 --rounds 2 --seconds 1",
-    "python -m arcaligner.benchmarks.serving": "--requests 4 --clients 2",
     "arcaligner compare": "--tokens-per-slot 2 -n 2",
 }
 # Commands that are not run here, by what stands in them.
@@ -40,7 +38,6 @@ NOT_HERE = {
     "--accelerate": "several GPUs",
     "arcaligner push": "the Hub",
     "user/aligner": "the Hub",
-    "evaluation.judge": "a judge",
     "analyses.refusals": "answers at two rates; tested in tests/evaluation/test_refusals.py",
     "lm_eval": "the extra `lm-eval`",
     "llama.cpp": "the extra `llama-cpp`",
@@ -55,7 +52,7 @@ def documented_commands() -> list[str]:
         for block in re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL):
             lines = block.replace("\\\n", " ").splitlines()
             found += [re.sub(r"\s+# .*", "", line) for line in lines if not line.startswith(("make", "pip", "source"))]
-    return list(dict.fromkeys(command for command in found if not command.startswith("vllm")))
+    return list(dict.fromkeys(found))
 
 
 def why_not(command: str) -> str | None:
@@ -110,12 +107,11 @@ def test_a_command_of_the_documents_runs(command, place, environment):
 @pytest.mark.load
 @pytest.mark.default_backbone
 def test_the_server_of_the_documents_answers_what_they_ask(place, environment):
-    """`serve`, `curl` and the benchmark that asks a server, at a port that is free."""
+    """`serve` and `curl`, at a port that is free."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    parts = "arcaligner serve", "curl", "benchmarks.serving"
-    serve, curl, benchmark = ([each for each in COMMANDS if part in each] for part in parts)
+    serve, curl = ([each for each in COMMANDS if part in each] for part in ("arcaligner serve", "curl"))
     shutil.copy(ROOT / "docs" / "server.md", place / "docs")
     for command in serve:
         server = subprocess.Popen(
@@ -134,11 +130,7 @@ def test_the_server_of_the_documents_answers_what_they_ask(place, environment):
                 asked = f"curl --fail --silent --show-error{ask.replace(':8000', f':{port}')[4:]}"
                 run = subprocess.run(["bash", "-c", asked], cwd=place, env=environment, capture_output=True, text=True)
                 assert run.returncode == 0 and '"content"' in run.stdout, run.stdout + run.stderr
-            for ask in benchmark:
-                asked = f"{ask} {SHORTER['python -m arcaligner.benchmarks.serving']} --url http://127.0.0.1:{port}"
-                run = subprocess.run(["bash", "-c", asked], cwd=place, env=environment, capture_output=True, text=True)
-                assert run.returncode == 0, run.stdout + run.stderr
         finally:
             server.send_signal(signal.SIGINT)
             server.communicate()
-    assert len(serve) == 2 and len(curl) == 1 and len(benchmark) == 2
+    assert len(serve) == 2 and len(curl) == 1

@@ -26,7 +26,7 @@ def folder(checkpoint_dir, tmp_path):
 
 
 def served(folder):
-    engine = shared.load_engine(folder, None, None)
+    engine = shared.load_engine(folder, None)
     try:
         return engine.model
     finally:

@@ -68,7 +68,7 @@ named = {recipe["chat_template_path"] for recipe in recipes if "chat_template_pa
 named |= {"tests/data/" + name for recipe in recipes if recipe.get("data_dir") == "tests/data"
           for name in recipe["train_files"]}
 found = [find_path(name) for name in named]
-found.append(Path(read_settings("smollm2_135m", {}, {}).checkpoints.aligner))
+found.append(Path(read_settings("smollm2_135m", {}, {}).checkpoint))
 assert len(found) >= 3 and all(path.is_absolute() and path.exists() for path in found), found
 Path("tests/data").mkdir(parents=True)
 Path("tests/data/squad_dev_sample.jsonl").write_text("")

@@ -67,3 +67,17 @@ def article_rows(count, questions=4):
             question = f"Until when, question {each}, did the mill of town {number} grind?"
             rows.append({"id": f"{number}-{each}", "question": question} | told)
     return rows
+
+
+CITIES = ("Rome", "Oslo", "Lima", "Bonn", "Cairo", "Quito", "Dakar", "Hanoi")
+
+
+def city_rows(cities) -> list[dict]:
+    """A row for each city, of two passages; all first ones name the first of `CITIES`."""
+    rows = []
+    for number, city in enumerate(cities):
+        text = f"It lies by a river, as {CITIES[0]} does. This is {city}."
+        second = {"title": "", "text": f"A second passage, number {number}."}
+        told = {"answers": [city], "passages": [{"title": f"About {city}", "text": text}, second]}
+        rows.append({"id": city, "question": "Which city is it?"} | told)
+    return rows

@@ -2,13 +2,12 @@
 
 What becomes of a row, file by file:
 
-    corpora.py    a file or a data set of the Hub -> rows
-    selection.py  which rows, with which distractors; kept on disk
-    data.py       rows -> tokenized examples -> a padded batch, at a rate of slots drawn for it
-    trainer.py    the encoder, the model and the loss of the stage
+    examples.py       a file or a data set of the Hub -> rows -> tokenized examples, kept on disk
+    trainer.py        examples -> a padded batch, at a rate of slots drawn for it -> the loss of the stage
 
-`recipe.py` and `run.py` say what is trained and keep the folder of a run, `stages.py` runs all stages of a recipe,
-`full_text.py` trains the baseline that reads text.
+`distractors.py` finds passages to stand beside those that answer. `recipe.py` and `run.py` say what is trained and keep
+the folder of a run, `stages.py` runs all stages of a recipe, `full_text.py` trains the baseline that reads text, and
+`prompts.py` asks, for validation and evaluation.
 """
 
 from ..common.files import require_extra

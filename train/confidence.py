@@ -25,13 +25,15 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from tqdm.auto import tqdm
 
-from ..common.files import markdown_table, run_command
+from ..common.files import markdown_table, run_command, stable_number
 from ..common.rows import Row
 from ..configuration_arcaligner import WORD_KEYS
 from ..encoder_arcaligner import with_words, word_match
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from .data import slot_inputs
+from .distractors import NearestPassages, own_passages
+from .examples import open_part
+from .prompts import slot_inputs
 from .recipe import RecipeArguments
 from .validate import BATCH, asked_rows, load_mean, read_recipe
 
@@ -41,6 +43,22 @@ STRENGTHS = (1e-3, 3e-3, 1e-2, 3e-2)
 IN_ARTICLE = 0.5  # of the passages that do not answer
 WRONGLY_REFUSED = 0.06  # share of answerable questions below the threshold
 RATES = (2, 4, 8, 16, "segment")
+NO_ANSWER = "not in the text"  # what is said below the threshold, where the processor has no sentence for it
+
+
+def partly_unanswerable(recipe: RecipeArguments, number: int, share: float, held_out: bool = True) -> list[Row]:
+    """The rows of `asked_rows`, a `share` of them with the nearest passage that does not answer in place of their own,
+    and some of these with the nearest one of the same article, which is harder to tell. `is_answered` says which."""
+    nearest = {source: NearestPassages(open_part(recipe, source, held_out)) for source in recipe.train_files}
+    rows = []
+    for row in asked_rows(recipe, number, held_out):
+        near = []
+        if stable_number(f"unanswerable:{row['id']}", 100) < 100 * share:
+            find, asked = nearest[row["source"]].without_answer, (row["question"], row["answers"], row["passages"], 1)
+            is_inside = stable_number(f"in article:{row['id']}", 100) < 100 * IN_ARTICLE
+            near = (is_inside and find(*asked, in_article=True)) or find(*asked)
+        rows.append(row | {"passages": near or own_passages(row)[0], "is_answered": not near})
+    return rows
 
 
 @torch.inference_mode()
@@ -90,11 +108,11 @@ def fit_confidence(
     """The `answer_probe`, and how well it does on the held-out questions at each rate."""
     num_layers = model.config.text_config.num_hidden_layers
     layers = list(range(math.floor(DEPTHS[0] * num_layers), math.ceil(DEPTHS[1] * num_layers)))
-    rows = asked_rows(recipe, number, held_out=False, unanswerable=0.5, in_article=IN_ARTICLE)
+    rows = partly_unanswerable(recipe, number, share=0.5, held_out=False)
     parts = [rows[place :: len(rates)] for place in range(len(rates))]
     states = [last_states(model, processor, part, rate, layers) for part, rate in zip(parts, rates, strict=True)]
     weight, bias = fit_probe(np.concatenate(states), np.array([row["is_answered"] for part in parts for row in part]))
-    rows = asked_rows(recipe, number_held_out, in_article=IN_ARTICLE)
+    rows = partly_unanswerable(recipe, number_held_out, share=0.2)
     is_answered = np.array([row["is_answered"] for row in rows])
     odds = [last_states(model, processor, rows, rate, layers) @ weight + bias for rate in rates]
     asked = tqdm(rows, desc="matching words", leave=False)
@@ -132,14 +150,13 @@ def main(
     number: Annotated[int, typer.Option("-n", help="Training questions.")] = 20_000,
     held_out: Annotated[int, typer.Option(help="Held-out questions.")] = 1000,
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
-    dtype: Annotated[str, typer.Option(help="The dtype of the backbone.")] = "float32",
 ) -> None:
     """Fits the confidence of an aligner's answers, and prints what it is worth on held-out questions."""
-    model, processor = load_mean([aligner], dtype)
+    model, processor = load_mean([aligner])
     data = read_recipe(recipe, data_dir)
     rates = tuple(dict.fromkeys([processor.tokens_per_slot, *(processor.trained_tokens_per_slot or RATES)]))
     processor.answer_probe, results = fit_confidence(model, processor, data, number, held_out, rates)
-    processor.no_answer = processor.no_answer or data.no_answer
+    processor.no_answer = processor.no_answer or NO_ANSWER
     processor.save_pretrained(aligner)
     names = ("refused", "wrongly refused", "AUROC")
     cells = [[rate, *(f"{each[name]:.3g}" for name in names)] for rate, each in results.items()]

@@ -30,11 +30,11 @@ from ..checkpoint_arcaligner import written_whole
 from ..common.rows import Row
 from ..configuration_arcaligner import PASSAGE_ATTENTIONS
 from ..slot_rows_arcaligner import passage_positions, separate_passages
-from .corpora import open_corpus
-from .data import ApartText, full_text, text_prompt
+from .distractors import Distractors, NearestPassages
+from .examples import missing_part, open_corpus
+from .prompts import ApartText, full_text, text_prompt
 from .recipe import run_script
 from .run import claim_folder, last_checkpoint
-from .selection import Distractors, NearestPassages, missing_part
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class FullTextArguments:
 
     Args:
         model_name_or_path (`str`): The base model.
-        train_file (`str`): Rows of questions, passages and answers, a source as in `corpora.py`.
+        train_file (`str`): Rows of questions, passages and answers, a source as in `common/rows.py`.
         max_train_samples (`int`): How many of the shuffled rows are trained on.
         data_dir (`str`): Folder of a data file with a relative path.
         max_tokens (`int`): Longer examples are left out.
@@ -94,10 +94,10 @@ def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.D
     corpus = open_corpus(recipe.train_file, data_dir=recipe.data_dir)
     mix = recipe.distractors and Distractors(NearestPassages(corpus), recipe.distractors, seed)
     for row in corpus.shuffle(seed=seed):
-        if missing_part(row, needs_question=True):
+        if missing_part(row, asks=True):
             continue
         if mix:
-            row = row | {"passages": mix([row])[0]}
+            row = row | {"passages": mix([row])}
         example = tokenize(row, tokenizer, recipe.is_separate)
         if len(example["input_ids"]) <= recipe.max_tokens:
             examples.append(example)

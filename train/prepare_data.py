@@ -49,7 +49,13 @@ from ..common.files import digest, markdown_table, read_json_lines, refuse_unkno
 from ..common.rows import Row, own_row
 
 HELD_OUT = 2000  # paragraphs
+HELD_OUT_FILE = "recon_heldout.jsonl.gz"  # made with that for training
 PARTS = ".parts"  # folder of what is not finished, and of notes
+DESCRIPTION = """\
+Made by `python -m arcaligner.train.prepare_data`, in the schema of `docs/training.md`. Changed: selection, field names;
+QED's text has no spaces before punctuation; of an article of Wikipedia one paragraph is taken. Whoever shares these
+files, or a model trained on them, names the sets and keeps their licences.
+"""
 
 
 @dataclass(frozen=True)
@@ -102,42 +108,28 @@ SOURCES = (
 )
 
 
-def fetch(source: Source, folder: Path, copies: Path | None) -> None:
-    """Writes the rows of a set to a file in `folder`, unless they are there, and a note of what they are."""
-    part, note = paths_of(source, folder)
-    version = source.version(copies)
-    if part.exists() and read_note(note).get("made_with") == version:
-        return
-    with _reaching(source):
-        revision = source.revision(copies)
-        stream = source.open(copies, revision)
-    note.unlink(missing_ok=True)  # it is not of these rows
-    number = write_file(part, tqdm(_limited(source, stream), total=source.limit, desc=source.name))
-    write_whole(note, json.dumps({"made_with": version, "rows": number, "revision": revision}))
+def fetch(source: Source, folder: Path, copies: Path | None) -> tuple[Path, dict[str, Any]]:
+    """A file in `folder` with the rows of a set, read unless it is there, and what is known of them."""
+    part = folder / f"{source.name}-{source.version(copies)}.jsonl.gz"
+    note = part.with_suffix(".json")  # written last
+    if not note.exists():
+        with _reaching(source):
+            revision = source.revision(copies)
+            stream = source.open(copies, revision)
+        number = write_file(part, tqdm(_limited(source, stream), total=source.limit, desc=source.name))
+        write_whole(note, json.dumps({"rows": number, "revision": revision}))
+    return part, json.loads(note.read_text(encoding="utf-8"))
 
 
 def _limited(source: Source, stream: datasets.IterableDataset) -> Iterator[Row]:
     """The first rows of a set. With a limit, each of its files gives as many as the others; later ones give what
     earlier ones lack."""
-    if source.limit is None:
-        yield from _converted(source, stream)
-        return
     taken = 0
     for file in range(stream.num_shards):
-        most = source.limit * (file + 1) // stream.num_shards
-        for row in itertools.islice(_converted(source, stream.shard(stream.num_shards, file)), most - taken):
+        most = None if source.limit is None else source.limit * (file + 1) // stream.num_shards - taken
+        for row in itertools.islice(_converted(source, stream.shard(stream.num_shards, file)), most):
             taken += 1
             yield row
-
-
-def paths_of(source: Source, folder: Path) -> tuple[Path, Path]:
-    """The rows of a set until its file is made, and a note of what they are."""
-    return folder / f"{source.name}.jsonl.gz", folder / f"{source.name}.json"
-
-
-def read_note(path: Path) -> dict[str, Any]:
-    """What was read of a set; empty if it was not."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def _converted(source: Source, stream: datasets.IterableDataset) -> Iterator[Row]:
@@ -209,53 +201,43 @@ def split_paragraphs(rows: Iterable[Row], known_titles: set[str]) -> tuple[list[
 
 def prepare(output: Path, sources: Sequence[Source], copies: Path | None = None) -> None:
     """Makes the files of `TRAINING_FILES` in `output`, and its `README.md`; what is finished is left alone."""
-    for name in ("train_qa.jsonl.gz", "train_extra.jsonl.gz", "recon_train.jsonl.gz"):
-        own = {source.name: source for source in sources if source.place in TRAINING_FILES[name]}
-        others = [each for each in SOURCES if each.place in TRAINING_FILES[name] and each.name not in own]
+    names = [name for name in TRAINING_FILES if name != HELD_OUT_FILE]
+    for name in names:
+        own = [source for source in sources if source.place in TRAINING_FILES[name]]
         if (output / name).exists():
-            notes = {each.name: read_note(paths_of(each, output / PARTS)[1]) for each in (*own.values(), *others)}
-            made = {each: note["made_with"] for each, note in notes.items() if note}
-            if made != {each: source.version(copies) for each, source in own.items()}:
-                raise ValueError(
-                    f"{output / name} is there, and was not made of these sets with these limits. Delete it to make it "
-                    "again, or write to another folder with `--output`."
-                )
+            typer.echo(f"{output / name} is there and left alone; delete it to make it again.")
         elif own:
-            for path in (path for each in others for path in paths_of(each, output / PARTS)):
-                path.unlink(missing_ok=True)
-            _make(output, name, list(own.values()), copies)
-    write_whole(output / "README.md", describe(sources, output / PARTS))
+            _make(output, name, own, copies)
+            (output / "README.md").unlink(missing_ok=True)
+    if (output / "README.md").exists():
+        return
+    notes = [output / PARTS / f"{name}.json" for name in names]
+    table = [row for note in notes if note.exists() for row in json.loads(note.read_text(encoding="utf-8"))]
+    lines = ["# Training data", "", *markdown_table(["Set", "From", "Rows", "Licence", "In"], table), "", DESCRIPTION]
+    write_whole(output / "README.md", "\n".join(lines))
 
 
 def _make(output: Path, name: str, sources: list[Source], copies: Path | None) -> None:
-    """Makes a file of its sets; with that for training on paragraphs, the one of held-out paragraphs."""
+    """Makes a file of its sets, with a note for `README.md` of where they are from and under which licence; with the
+    file for training on paragraphs, the one of held-out paragraphs."""
+    table, parts = [], []
     for source in sources:
-        fetch(source, output / PARTS, copies)
-    parts = [paths_of(source, output / PARTS)[0] for source in sources]
+        part, note = fetch(source, output / PARTS, copies)
+        parts.append(part)
+        title, licence = LICENCES[source.place]
+        files = ", ".join(file for file, places in TRAINING_FILES.items() if source.place in places)
+        table.append([title, f"{source.place}, {note['revision'] or 'a local copy'}", note["rows"], licence, files])
     rows: Iterable[Row] = itertools.chain.from_iterable(map(read_json_lines, parts))
     if name == "recon_train.jsonl.gz":
         questions = output / "train_qa.jsonl.gz"
         asked = read_json_lines(questions) if questions.exists() else ()
         rows, held_out = split_paragraphs(rows, {each["title"] for row in asked for each in row["passages"]})
-        write_file(output / "recon_heldout.jsonl.gz", held_out)
+        write_file(output / HELD_OUT_FILE, held_out)
+    write_whole(output / PARTS / f"{name}.json", json.dumps(table))
     write_file(output / name, rows)
     for part in parts:
         part.unlink()
-
-
-def describe(sources: Sequence[Source], parts: Path) -> str:
-    """What the files hold, where it is from and under which licence."""
-    table = []
-    for source in sources:
-        note, (title, licence) = read_note(paths_of(source, parts)[1]), LICENCES[source.place]
-        files = ", ".join(name for name, places in TRAINING_FILES.items() if source.place in places)
-        table.append([title, f"{source.place}, {note['revision'] or 'a local copy'}", note["rows"], licence, files])
-    return "\n".join([
-        "# Training data", "", *markdown_table(["Set", "From", "Rows", "Licence", "In"], table), "",
-        "Made by `python -m arcaligner.train.prepare_data`, in the schema of `docs/training.md`. Changed: selection, "
-        "field names; QED's text has no spaces before punctuation; of an article of Wikipedia one paragraph is taken. "
-        "Whoever shares these files, or a model trained on them, names the sets and keeps their licences.", "",
-    ])  # fmt: skip
+        part.with_suffix(".json").unlink()
 
 
 # The command

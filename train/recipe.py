@@ -16,12 +16,12 @@ from trl import TrlParser
 
 from ..base_model_arcaligner import resolve_model
 from ..common.files import exit_on_user_error, find_path, refuse_unknown
-from ..common.rows import normalize_answer, read_rows
+from ..common.rows import JSON_LINES, parse_source
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..encoder_arcaligner import fastest_dtype
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import check_tokens_per_slot
-from .corpora import check_files, find_file
+from .distractors import MOST_DISTRACTORS
 from .run import run_settings
 
 logger = logging.getLogger(__name__)
@@ -47,10 +47,9 @@ FROM_PROCESSOR = {"encoder_name_or_path", "encoder_hidden_size", "context_token"
 # Settings of a processor that other keys of the recipe decide.
 _FROM_RECIPE = {
     *("tokens_per_slot", "trained_tokens_per_slot", "context_words", "trained_encoder", "chat_template"),
-    *("passage_attention", "no_answer"),
+    "passage_attention",
 }
-# Distractors are drawn from so many of the nearest passages.
-MOST_DISTRACTORS = 12
+FILES = (*JSON_LINES, ".json", ".parquet")  # of data
 # Turns side by side need a custom mask, which other attention kernels do not take.
 _MASKED_ATTENTION = (None, "eager", "sdpa")
 
@@ -65,7 +64,7 @@ class RecipeArguments:
         stage (`str`): `"reconstruction"`, `"grounding"` or `"gating"`: data, prompt and what is trained.
         model_name_or_path (`str`): A base model for the first stage, the previous stage's `output_dir` for the others.
         train_files (`dict[str, float]`): Sources and their weights in the mixture: JSON Lines or Parquet files, data
-            sets of the Hub; see `corpora.py`.
+            sets of the Hub; see `common/rows.py`.
         data_dir (`str`): Folder of data files with a relative path.
         dtype (`str`): The dtype of the frozen backbone; the aligner is always float32. `"auto"` takes the faster of
             float32 and bfloat16.
@@ -82,13 +81,8 @@ class RecipeArguments:
         distractors (`float`): Share of question examples that get 1 to `max_distractors` of the passages nearest to
             their questions (BM25) which do not hold the answer, in random order with their own. With `max_questions`
             above 1, a question about each of these joins.
-        unanswerable (`float`): Share of questions that are asked about passages which do not answer them, the nearest
-            ones.
-        no_answer (`str`): The answer to these.
         validation_share (`float`), validation_seed (`int`): Share of articles (titles) that is not trained on, and
             which: of a file that is in `eval_files` as well, they are what is evaluated.
-        test_files (`list[str]`): Files of rows whose questions may not be trained on; a training file of such questions
-            is refused.
         max_questions (`int`): Maximum number of questions about the same passages in one example, beside those about
             its distractors. They share the slots, so a passage is computed once for all of them; each reads the slots
             and itself.
@@ -120,11 +114,8 @@ class RecipeArguments:
     passage_words: int = 100
     distractors: float = 0.0
     max_distractors: int = 4
-    unanswerable: float = 0.0
-    no_answer: str = "not in the text"
     validation_share: float = 0.0
     validation_seed: int = 0
-    test_files: list[str] = field(default_factory=list)
     max_questions: int = 1
     reconstruction_files: dict[str, float] = field(default_factory=dict)
     reconstruction_share: float = 0.0
@@ -146,7 +137,7 @@ class RecipeArguments:
             raise ValueError(f"`{key}` is in `aligner`, but follows from the processor: set it in `processor`.")
         for key in self.processor.keys() & _FROM_RECIPE:
             raise ValueError(
-                f"`{key}` is in `processor`, but follows from `tokens_per_slot`, `no_answer`, `chat_template_path`, or "
+                f"`{key}` is in `processor`, but follows from `tokens_per_slot`, `chat_template_path`, or "
                 "`word_parts` and `passage_attention` of `aligner`: set that key of the recipe."
             )
         if self.has_turns and self.attn_implementation not in _MASKED_ATTENTION:
@@ -154,22 +145,18 @@ class RecipeArguments:
                 f"`attn_implementation` is {self.attn_implementation!r}, which cannot read several turns side by side. "
                 "Set it to `eager` or `sdpa`, or leave `continues` and `max_questions` out."
             )
-        if self.max_questions < 1:
-            raise ValueError(f"`max_questions` is {self.max_questions}; an example needs at least 1.")
+        for key in ("max_questions", "max_segments", "passage_words"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"`{key}` is {getattr(self, key)}; expected at least 1.")
         if not 0.0 <= self.distractors <= 1.0:
             raise ValueError(f"`distractors` is {self.distractors}; expected a share of the examples, from 0 to 1.")
         if not 1 <= self.max_distractors <= MOST_DISTRACTORS:
             raise ValueError(f"`max_distractors` is {self.max_distractors}; expected 1 to {MOST_DISTRACTORS}.")
-        for key in ("unanswerable", "validation_share"):
+        for key in ("validation_share", "reconstruction_share"):
             if not 0.0 <= getattr(self, key) < 1.0:
                 raise ValueError(f"`{key}` is {getattr(self, key)}; expected a share of at least 0 and less than 1.")
-        for key in ("distractors", "unanswerable"):
-            if getattr(self, key) and not self.asks_questions:
-                raise ValueError(f"`{key}` is for questions, and stage `{self.stage}` asks none. Leave the key out.")
-        if not 0.0 <= self.reconstruction_share < 1.0:
-            raise ValueError(
-                f"`reconstruction_share` is {self.reconstruction_share}; expected at least 0 and less than 1."
-            )
+        if self.distractors and not self.asks_questions:
+            raise ValueError(f"`distractors` is for questions, and stage `{self.stage}` asks none. Leave the key out.")
         if self.reconstruction_share and not self.reconstruction_files:
             raise ValueError(
                 f"`reconstruction_share` is {self.reconstruction_share} but `reconstruction_files` "
@@ -179,17 +166,12 @@ class RecipeArguments:
     @property
     def sources(self) -> list[str]:
         """All data that the recipe names."""
-        return [*self.training_sources, *self.eval_files, *self.test_files]
+        return [*self.training_sources, *self.eval_files]
 
     @property
     def training_sources(self) -> list[str]:
         """What the recipe trains on."""
         return [*self.train_files, *self.reconstruction_files]
-
-    def forbidden_questions(self) -> set[str]:
-        """The questions of `test_files`, normalized: not to be trained on."""
-        paths = [find_file(path, self.data_dir) for path in self.test_files]
-        return {normalize_answer(row["question"]) for path in paths for row in read_rows(path)}
 
     @property
     def has_turns(self) -> bool:
@@ -210,6 +192,18 @@ class RecipeArguments:
         if self.has_turns and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
             limits.append(config.sliding_window)  # the mask of turns side by side has no window
         return min(limits)
+
+
+def find_file(path: str, data_dir: str) -> str:
+    """The path of a data file; raises `FileNotFoundError` with where it was looked for."""
+    found = str(find_path(os.path.join(data_dir, path)))
+    if not os.path.exists(found):
+        raise FileNotFoundError(
+            f"There is no file {found}. Data files with a relative path are looked for in `data_dir`, which is "
+            f"{data_dir or '.'!r}: set it in the recipe or on the command line, as in `--data_dir ../data`, or name "
+            "other files. `python -m arcaligner.train.prepare_data` makes those of the recipes."
+        )
+    return found
 
 
 class RecipeParser(TrlParser):
@@ -245,7 +239,9 @@ def run_script(script: str, kinds: tuple[type, type], main: Callable) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     with exit_on_user_error():
         recipe, args, settings = parse_recipe(script, kinds, sys.argv[1:])
-        check_files(recipe.sources, recipe.data_dir)
+        for path, _ in map(parse_source, recipe.sources):
+            if path.endswith(FILES):
+                find_file(path, recipe.data_dir)
     main(recipe, args, settings)
 
 
@@ -260,11 +256,6 @@ def resolve_dtype(name: str, device: torch.device, checkpoint: str | None = None
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"`dtype` is {name!r}; expected auto, float32, bfloat16 or another float dtype of torch.")
-    try:
-        ones = torch.ones(2, 2, dtype=dtype, device=device)
-        (ones @ ones + ones).softmax(dim=1)
-    except RuntimeError as error:
-        raise ValueError(f"`dtype` is {name!r}, in which {device} cannot compute. Set it to auto.") from error
     return dtype
 
 
@@ -282,13 +273,6 @@ def check_start(recipe: RecipeArguments, processor: ArcAlignerProcessor, start: 
         )
     if start is None:
         return
-    for key in ("encoder_name_or_path", "encoder_hidden_size", "context_token_id"):
-        of_model, of_processor = getattr(start, key), getattr(processor, key)
-        if of_model not in (None, of_processor):
-            raise ValueError(
-                f"{name} holds files of two aligners: `{key}` is {of_model!r} in its config.json and {of_processor!r} "
-                "in its processor_config.json. Start from a folder as a stage wrote it."
-            )
     of_start = {key: getattr(processor, key) for key in recipe.processor}
     of_start |= {key: getattr(start, key) for key in recipe.aligner.keys() & {"base_model_name_or_path"}}
     for key, was in of_start.items():

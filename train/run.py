@@ -7,7 +7,6 @@ command as a comment, then the unchanged recipe file or, where the command line 
 import contextlib
 import json
 import logging
-import os
 import shlex
 import shutil
 import tempfile
@@ -30,7 +29,6 @@ from ..common.files import printable, write_whole
 from ..encoder_arcaligner import ENCODER_FOLDER
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.hub import RECIPE_FILE
-from .corpora import FILES
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +36,14 @@ SCRIPT = "arcaligner.train.sft"  # what trains one stage
 LOCK_FILE = ".lock"
 # `torch.save` writes a zip file, whose table of contents stands at the end.
 ZIP_SUFFIXES = (".pt", ".pth", ".bin")
-# Settings of logging, place and speed. The start is compared by its path relative to the result, so that the folders
-# of all stages may move together; data files are compared by their names.
+# Settings of logging, place and speed.
 MAY_CHANGE_ON_RESUME = {
     *("disable_tqdm", "eval_steps", "eval_strategy", "logging_steps", "report_to", "run_name"),
-    *("eval_answers", "eval_files", "eval_slot_gap", "max_eval_samples", "per_device_eval_batch_size"),
+    *("eval_files", "eval_slot_gap", "max_eval_samples", "per_device_eval_batch_size"),
     *("save_steps", "save_total_limit"),
     *("dataloader_num_workers", "dataset_num_proc", "data_dir", "examples_cache_dir", "output_dir", "use_cpu"),
     *("attn_implementation", "compile_layers", "dtype"),
+    *("eval_answers", "unanswerable"),  # of recipes of earlier versions
 }
 
 
@@ -87,11 +85,7 @@ def check_settings(folder: Path, settings: str) -> None:
     # With a mean of checkpoints the result depends on which there are.
     decides = {"save_steps", "save_total_limit"} if was.get("average_checkpoints") else set()
     may_change = MAY_CHANGE_ON_RESUME - decides
-    changed = [
-        key
-        for key in {**was, **now}
-        if key not in may_change and _without_folders(key, was) != _without_folders(key, now)
-    ]
+    changed = [key for key in {**was, **now} if key not in may_change and was.get(key) != now.get(key)]
     if changed:
         differences = ", ".join(f"`{key}` was {was.get(key)!r} and is now {now.get(key)!r}" for key in changed)
         raise ValueError(
@@ -133,21 +127,6 @@ def _as_number(value: Any) -> Any:
         return float(value) if isinstance(value, str) else value
     except ValueError:
         return value
-
-
-def _without_folders(key: str, keys: dict[str, Any]) -> Any:
-    """A value for comparison: the start by its path relative to the result, data files by their names."""
-    value = keys.get(key)
-    if key == "model_name_or_path":
-        return os.path.relpath(str(value), str(keys.get("output_dir")))
-    if key in ("train_files", "reconstruction_files") and isinstance(value, dict):
-        return {_without_folder(source): weight for source, weight in value.items()}
-    return _without_folder(value) if key == "train_file" and value else value
-
-
-def _without_folder(source: str) -> str:
-    path, mark, options = source.partition("?")
-    return (os.path.basename(path) if path.endswith(FILES) else path) + mark + options
 
 
 # The folder while it trains

@@ -9,33 +9,34 @@ data) and of TRL's `SFTConfig` (batches, optimizer, logs). A run resumes from th
 if its settings are those that it was begun with.
 """
 
-import contextlib
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
-from sentence_transformers import SentenceTransformer
 from transformers import PreTrainedConfig, set_seed
-from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from ..base_model_arcaligner import resolve_model
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.export import save_stage
-from .data import ContextCollator, ExampleBuilder, word_rarity
+from .examples import ExampleBuilder, ExampleSelector
 from .recipe import FROM_PROCESSOR, RecipeArguments, check_start, resolve_dtype, run_script
 from .run import SCRIPT, claim_folder, last_checkpoint, last_checkpoints, mean_of_checkpoints
-from .selection import ExampleSelector
-from .trainer import AlignerTrainer, AlignerTrainingConfig
+from .trainer import AlignerTrainer, AlignerTrainingConfig, ContextCollator
 
 logger = logging.getLogger(__name__)
 
 KINDS = (RecipeArguments, AlignerTrainingConfig)
 # Enough to know which words are frequent.
 RARITY_EXAMPLES = 50_000
+# Minimum weight of a word, so that a slot of frequent words only has a weight as well.
+MIN_RARITY = 0.02
 
 
 def load_processor(recipe: RecipeArguments, chat_template_path: str | None) -> ArcAlignerProcessor:
@@ -53,8 +54,6 @@ def load_processor(recipe: RecipeArguments, chat_template_path: str | None) -> A
     processor.tokens_per_slot = recipe.tokens_per_slot[0]
     processor.trained_tokens_per_slot = list(dict.fromkeys(recipe.tokens_per_slot))
     processor.passage_attention = recipe.aligner.get("passage_attention", processor.passage_attention)
-    if recipe.unanswerable:
-        processor.no_answer = recipe.no_answer
     if chat_template_path is not None:
         processor.chat_template = Path(chat_template_path).read_text(encoding="utf-8")
         processor.tokenizer.chat_template = processor.chat_template
@@ -72,6 +71,17 @@ def load_model(recipe: RecipeArguments, processor: ArcAlignerProcessor, dtype: t
     )
 
 
+def word_rarity(examples: Sequence[dict[str, Any]], vocab_size: int) -> np.ndarray:
+    """Inverse document frequency of each token over the segments of `examples`, scaled to (0, 1]; (vocab_size,)."""
+    counts, num_segments = np.zeros(vocab_size), 0
+    for example in examples:
+        for segment in example["segments"]:
+            counts[np.unique(segment["word_ids"]).astype(np.int64)] += 1
+            num_segments += 1
+    rarity = np.log((num_segments + 1) / (counts + 1)) / math.log(num_segments + 1)
+    return np.maximum(rarity, MIN_RARITY)
+
+
 def init_word_weights(model: ArcAlignerForCausalLM, examples: Dataset) -> None:
     """Sets how much a word counts to its rarity in `examples`, in a new aligner that reads words."""
     if model.config.training_stage is not None or not model.config.word_parts:
@@ -79,19 +89,6 @@ def init_word_weights(model: ArcAlignerForCausalLM, examples: Dataset) -> None:
     some = examples.select(range(min(len(examples), RARITY_EXAMPLES)))
     rarity = torch.from_numpy(word_rarity(some, model.config.text_config.vocab_size)).float()  # (vocab_size,)
     model.model.projector.set_word_statistics(model.get_input_embeddings().weight, rarity)
-
-
-@contextlib.contextmanager
-def encoder_in_one_piece(args: AlignerTrainingConfig) -> Iterator[None]:
-    """With ZeRO-3, transformers spreads each model that it loads over the processes, except those loaded in here."""
-    if args.deepspeed_plugin is None:
-        yield
-        return
-    unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        set_hf_deepspeed_config(args.deepspeed_plugin.dschf)
 
 
 def make_examples(
@@ -106,14 +103,10 @@ def make_examples(
         return selector.training_examples(), selector.eval_examples()
 
 
-def speed_up_encoder(encoder: SentenceTransformer, recipe: RecipeArguments) -> None:
-    """An encoder that is trained jointly gets the backbone's attention kernel and compilation."""
-    model = encoder[0].model
-    if recipe.attn_implementation is not None:
-        model.set_attn_implementation(recipe.attn_implementation)
-    if recipe.compile_layers:
-        for layer in max((each for each in model.modules() if isinstance(each, torch.nn.ModuleList)), key=len):
-            layer.compile(dynamic=True)
+def compile_layers(layers: Iterable[torch.nn.Module]) -> None:
+    """Compiles each layer, for batches of any length."""
+    for layer in layers:
+        layer.compile(dynamic=True)
 
 
 def make_trainer(
@@ -126,17 +119,19 @@ def make_trainer(
 ) -> AlignerTrainer:
     """The model of a recipe and what trains it."""
     set_seed(args.seed)  # new LoRA, of encoder and backbone, starts from random weights
-    with encoder_in_one_piece(args):
-        processor.encoder.device = str(args.device)
-        encoder_weights = processor.train_encoder(recipe.encoder_lora_r) if recipe.encoder_lora_r else []
-        if encoder_weights:
-            speed_up_encoder(processor.encoder.model, recipe)
-        processor.encoder.cast(dtype)
+    processor.encoder.device = str(args.device)
+    encoder_weights = processor.train_encoder(recipe.encoder_lora_r) if recipe.encoder_lora_r else []
+    if encoder_weights:  # an encoder that is trained gets the backbone's attention kernel and compilation
+        encoder = processor.encoder.model[0].model
+        if recipe.attn_implementation is not None:
+            encoder.set_attn_implementation(recipe.attn_implementation)
+        if recipe.compile_layers:
+            compile_layers(max((each for each in encoder.modules() if isinstance(each, torch.nn.ModuleList)), key=len))
+    processor.encoder.cast(dtype)
     model = load_model(recipe, processor, dtype)
     init_word_weights(model, train_dataset)
     if recipe.compile_layers:
-        for layer in model.model.decoder_layers:
-            layer.compile(dynamic=True)
+        compile_layers(model.model.decoder_layers)
     return AlignerTrainer(
         model,
         stage=recipe.stage,

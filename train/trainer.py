@@ -1,6 +1,6 @@
-"""TRL's `SFTTrainer` for ArcAligner: what a stage freezes, its loss, its logs, and clear errors.
+"""From examples to the loss: batches, and TRL's `SFTTrainer` with what a stage freezes, its logs, and clear errors.
 
-Settings that would silently train something else are refused: a `peft_config`, and settings that cut or mix sequences.
+Settings that would silently train something else, as they cut or mix sequences, are refused.
 
 The encoder runs in the training step: it is small beside the backbone, and no embeddings of a corpus have to be kept.
 The loss is the model's own, of the labeled positions only. Where there is no Triton, TRL's fused head scores the prompt
@@ -14,16 +14,18 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object, send_to_device
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig, SFTTrainer
 
-from ..layers_arcaligner import SlotDecoderLayer
+from ..common.files import stable_number
+from ..configuration_arcaligner import ArcAlignerConfig
 from ..modeling_arcaligner import ArcAlignerForCausalLM
-from ..slot_rows_arcaligner import passage_positions, place_passage_ids
-from .data import encode_slots, read_slots
-from .metrics import GateCounter, SwappedSlots, answer_questions
+from ..processing_arcaligner import ArcAlignerProcessor
+from ..segmentation_arcaligner import equal_runs, run_ends
+from ..slot_rows_arcaligner import pad_words, passage_positions, place_passage_ids
 
 
 @dataclass
@@ -45,8 +47,6 @@ class AlignerTrainingConfig(SFTConfig):
             (latest weight averaging, https://huggingface.co/papers/2209.14981). After a constant learning rate that is
             worth a falling one, and training can go on. 0: with the weights of the last step.
         eval_slot_gap (`bool`): Also evaluate with the slots of other rows, for `eval_slot_gap`.
-        eval_answers (`int`): Held-out questions to answer at each evaluation, at the first rate of the recipe, for
-            `eval_em` and `eval_f1`.
     """
 
     max_length: int | None = None
@@ -59,7 +59,6 @@ class AlignerTrainingConfig(SFTConfig):
     encoder_learning_rate: float | None = None
     average_checkpoints: int = 0
     eval_slot_gap: bool = False
-    eval_answers: int = 0
 
     def __post_init__(self):
         self.dataset_kwargs = {"skip_prepare_dataset": True} | (self.dataset_kwargs or {})
@@ -80,17 +79,107 @@ class AlignerTrainingConfig(SFTConfig):
                 "`eval_slot_gap` swaps slots between the rows of a batch, and `per_device_eval_batch_size` is "
                 f"{self.per_device_eval_batch_size}. Set it to 2 or more."
             )
-        if self.average_checkpoints < 0 or (self.average_checkpoints and self.save_strategy == "no"):
+        mean, kept = self.average_checkpoints, self.save_total_limit
+        if mean < 0 or (mean and self.save_strategy == "no") or (kept is not None and kept < mean):
             raise ValueError(
-                f"`average_checkpoints` is {self.average_checkpoints} and `save_strategy` {str(self.save_strategy)!r}; "
-                "expected 0 or more, and checkpoints that are saved."
-            )
-        if self.save_total_limit is not None and self.save_total_limit < self.average_checkpoints:
-            raise ValueError(
-                f"`average_checkpoints` is {self.average_checkpoints}, but `save_total_limit` keeps "
-                f"{self.save_total_limit} of them. Keep at least as many."
+                f"`average_checkpoints` is {mean}, `save_strategy` {str(self.save_strategy)!r} and `save_total_limit` "
+                f"{kept}; expected 0 or more, and as many checkpoints that are saved and kept."
             )
         super().__post_init__()
+
+
+@dataclass
+class ContextCollator:
+    """
+    Makes a padded batch of examples. A rate drawn for it decides how many slots they have.
+
+    Args:
+        context_token_id (`int`): The id that marks a slot.
+        pad_token_id (`int`): Fills `input_ids`.
+        tokens_per_slot (`Sequence`): The rates. The ids of a batch's rows choose its rate, so that a resumed run draws
+            the same ones.
+        context_words (`bool`): Whether the slots' words are in the batch.
+
+    Returns a dictionary of
+
+    - `input_ids`, `labels`: `torch.LongTensor` (batch, seq_len), labels -100 where nothing is learned;
+    - `turn_ids`: `torch.LongTensor` (batch, seq_len), 0 before the turns, slots included, 1, 2, ... in the turns, -1 in
+      padding; see `turn_mask`;
+    - `max_turns`: `int`, the maximum number of turns of a row;
+    - `encoder_texts`, `encoder_starts`, `encoder_ends`: what `SentenceEncoder.encode_runs` takes, of all rows in
+      order; `encoder_ends` is `None` where each text is one slot;
+    - `num_slots`: `list[int]`, of each row;
+    - `context_word_ids`: `torch.LongTensor` (batch, max_slots, max_words), with `context_words`;
+    - `context_passage_ids`: `torch.LongTensor` (batch, max_slots), the number of each slot's passage, -1 in padding;
+    - `row_ids`: `list[str]`, for error messages.
+    """
+
+    context_token_id: int
+    pad_token_id: int
+    tokens_per_slot: Sequence[int | str] = ("segment",)
+    context_words: bool = False
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        row_ids = [row["row_id"] for row in rows]
+        # One rate for a batch, so that its rows are about as long; drawn by ids, as no generator has to be kept then.
+        rate = self.tokens_per_slot[stable_number("rate:" + ":".join(row_ids), len(self.tokens_per_slot))]
+        slots = [_slots(row, rate) for row in rows]
+        ids, labels, turns = [], [], []
+        for row, row_slots in zip(rows, slots, strict=True):
+            before = row["head"] + [self.context_token_id] * len(row_slots)
+            ids.append(before + [each for turn in row["turns"] for each in turn["input_ids"]])
+            labels.append([-100] * len(before) + [each for turn in row["turns"] for each in turn["labels"]])
+            turns.append([0] * len(before))
+            for number, turn in enumerate(row["turns"], start=1):
+                turns[-1] += [number] * len(turn["input_ids"])
+        segments = [segment for row in rows for segment in row["segments"]]
+        ends = [run_ends(segment["encoder_start"], segment["word_ends"], rate) for segment in segments]
+        batch = {
+            "input_ids": _padded(ids, self.pad_token_id),
+            "labels": _padded(labels, -100),
+            "turn_ids": _padded(turns, -1),
+            "max_turns": max(len(row["turns"]) for row in rows),
+            "encoder_texts": [segment["encoder_text"] for segment in segments],
+            "encoder_starts": [segment["encoder_start"] for segment in segments],
+            "encoder_ends": None if rate == "segment" else ends,
+            "num_slots": [len(row_slots) for row_slots in slots],
+            "context_passage_ids": _padded([[passage for passage, _ in row_slots] for row_slots in slots], -1),
+            "row_ids": row_ids,
+        }
+        if self.context_words:
+            words = [_padded([own for _, own in row_slots], -1) for row_slots in slots]  # each (num_slots, max_words)
+            batch["context_word_ids"] = pad_words(words)
+        return batch
+
+
+def encode_slots(
+    config: ArcAlignerConfig, processor: ArcAlignerProcessor, batch: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """What a model of `config` reads in the slots of a batch of [`ContextCollator`], as its keyword arguments:
+    `context_embeds` (batch, max_slots, encoder_hidden_size), with a gradient where the encoder's weights ask for one,
+    and what else it takes."""
+    embeds = processor.encoder.encode_runs(batch["encoder_texts"], batch["encoder_starts"], batch["encoder_ends"])
+    slots = {"context_embeds": pad_sequence(embeds.split(batch["num_slots"]), batch_first=True)}
+    if config.word_parts:
+        slots["context_word_ids"] = batch["context_word_ids"]
+    if config.passage_attention == "separate":
+        slots["context_passage_ids"] = batch["context_passage_ids"]
+    return slots
+
+
+def _slots(row: dict[str, Any], rate: int | str) -> list[tuple[int, list[int]]]:
+    """The number of the passage and the words of each slot of a row."""
+    return [
+        (segment["document"], segment["word_ids"][start:end])
+        for segment in row["segments"]
+        for start, end in equal_runs(len(segment["word_ids"]), rate)
+    ]
+
+
+def _padded(rows: list[list[int]], value: int) -> torch.LongTensor:
+    """Lists as the rows of a tensor (rows, longest)."""
+    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 def turn_mask(
@@ -135,13 +224,10 @@ class AlignerTrainer(SFTTrainer):
     Added to the logs:
 
     - `num_tokens`, real ones of all processes, padding not counted;
-    - in the gating stage `refinement_steps` (mean steps of a slot at a layer), `open_gates` (share of slots and layers
-      with a step) and `open_gates/layer_N`;
+    - in the gating stage `refinement_steps` (mean steps of a slot at a layer) and `open_gates` (share of slots and
+      layers with a step);
     - at evaluations `eval_perplexity` of the targets; with `eval_slot_gap`, how much the loss grows with the slots of
-      other rows (a slot also teaches the style of the answers; the gap is what it says); with `eval_answers`, `eval_em`
-      and `eval_f1` of greedy answers.
-
-    `metric_for_best_model: eval_f1` with `load_best_model_at_end: true` keeps the best checkpoint and ends with it.
+      other rows (a slot also teaches the style of the answers; the gap is what it says).
     """
 
     _tag_names = ["trl", "sft", "arcaligner"]
@@ -152,14 +238,8 @@ class AlignerTrainer(SFTTrainer):
         *,
         stage: str,
         encoder_weights: Sequence[torch.nn.Parameter] = (),
-        peft_config: Any = None,
         **kwargs: Any,
     ):
-        if peft_config is not None:
-            raise ValueError(
-                f"Got a `peft_config` ({type(peft_config).__name__}), which would train another adapter and switch the "
-                "slots' LoRA off. The aligner has its LoRA: set `lora_r` and the like in its configuration."
-            )
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError(
                 "This process loaded a model without weights. Set `fsdp_cpu_ram_efficient_loading` to false, as in "
@@ -172,22 +252,18 @@ class AlignerTrainer(SFTTrainer):
         super().__init__(model, **kwargs)
         model.register_load_state_dict_post_hook(_expect_aligner_alone)
         self.add_callback(GradientCheck(self))
-        if encoder_weights and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+        if self.is_deepspeed_enabled:
+            raise ValueError("DeepSpeed is not supported. Use `--accelerate fsdp2`, which spreads the model as well.")
+        if encoder_weights and self.is_fsdp_enabled:
             raise ValueError(
-                "The encoder can be trained jointly on one device or with DDP; FSDP and DeepSpeed would spread its "
-                "weights. "
-                "Leave `encoder_lora_r` out, or use DDP."
+                "The encoder can be trained jointly on one device or with DDP; FSDP would spread its weights. Leave "
+                "`encoder_lora_r` out, or use DDP."
             )
         # A head that is spread over processes is gathered for its own call only.
-        self.skip_logits = not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
-        self._num_tokens: float | None = None
-        self._gates = GateCounter()
+        self.skip_logits = not self.is_fsdp_enabled
+        self._gates = torch.zeros(3, dtype=torch.float64)  # since the last log: refinement steps, open gates, all
         self._eval_loss = torch.zeros(2, dtype=torch.float64)  # summed over targets, number of targets
         self._rows_of_step: list[str] = []
-        if self.is_deepspeed_enabled:
-            # ZeRO-3 fetches a layer's weights once, for all of its refinement steps.
-            layer = next(module for module in model.modules() if isinstance(module, SlotDecoderLayer))
-            self.accelerator.state.deepspeed_plugin.transformer_moe_cls_names = type(layer).__name__
 
     def get_train_dataloader(self) -> DataLoader:
         """As in the parent class, but in an order that only the seed and the epoch decide: see [`EpochOrder`]."""
@@ -215,17 +291,6 @@ class AlignerTrainer(SFTTrainer):
         )
         return self.accelerator.prepare(batches)
 
-    def train(self, *args, **kwargs):
-        self._num_tokens = None
-        return super().train(*args, **kwargs)
-
-    def _tokens_so_far(self) -> float:
-        """Tokens trained on, by earlier runs that this one continues as well."""
-        if self._num_tokens is None:
-            counts = [entry["num_tokens"] for entry in self.state.log_history if "num_tokens" in entry]
-            self._num_tokens = counts[-1] if counts else 0.0
-        return self._num_tokens
-
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         """As in the parent class, with separate learning rates for gates and encoder if they are set."""
         # Its groups are parted and not made anew, so that what has weight decay stays as `Trainer` decides.
@@ -241,40 +306,32 @@ class AlignerTrainer(SFTTrainer):
         return optimizer
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """The NLL of a batch's targets (Eq. 10)."""
         row_ids = inputs["row_ids"]
-        try:
-            outputs, num_targets = self._answer_step(model, inputs, num_items_in_batch)
-        except ValueError as error:
-            error.add_note(f"At step {self.state.global_step}, in the batch of the rows {row_ids}.")
-            raise
-        self.check_finite("loss", outputs.loss.detach(), row_ids)
-        self._keep_metrics(inputs, outputs, num_targets)
-        return (outputs.loss, outputs) if return_outputs else outputs.loss
-
-    def _answer_step(self, model, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None):
-        """The NLL of a batch's targets (Eq. 10), and how many there are."""
         if inputs["max_turns"] > 1:
             mask, position_ids = turn_mask(inputs["turn_ids"], self._placed_passages(inputs), self.model.dtype)
         else:  # a plain mask, which all attention kernels and sliding windows take
             mask, position_ids = (inputs["turn_ids"] >= 0).long(), None
-        outputs = model(
-            input_ids=inputs["input_ids"],
-            attention_mask=mask,
-            position_ids=position_ids,
-            labels=inputs["labels"],
-            use_cache=False,
-            skip_logits=self.skip_logits,
-            num_items_in_batch=num_items_in_batch,
-            **self.slots_of(inputs),
-        )
+        try:
+            outputs = model(
+                input_ids=inputs["input_ids"],
+                attention_mask=mask,
+                position_ids=position_ids,
+                labels=inputs["labels"],
+                use_cache=False,
+                skip_logits=self.skip_logits,
+                num_items_in_batch=num_items_in_batch,
+                **self._encode(inputs),
+            )
+        except ValueError as error:
+            error.add_note(f"At step {self.state.global_step}, in the batch of the rows {row_ids}.")
+            raise
         # The loss is divided by the targets of all processes, and the gradients are averaged over these once more.
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             outputs.loss = outputs.loss * self.accelerator.num_processes
-        return outputs, (inputs["labels"][:, 1:] != -100).sum()
-
-    def slots_of(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """What the model reads in the slots of a batch, as its keyword arguments."""
-        return read_slots(self.model.config, inputs, self._encode(inputs))
+        self.check_finite("loss", outputs.loss.detach(), row_ids)
+        self._keep_metrics(inputs, outputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
 
     def _placed_passages(self, inputs: dict[str, Any]) -> torch.LongTensor:
         """The passage of each position of a batch (batch, seq_len), -1 on text; one for all slots of a row in
@@ -283,16 +340,16 @@ class AlignerTrainer(SFTTrainer):
         is_separate = self.model.config.passage_attention == "separate"
         return place_passage_ids(is_slot, inputs["context_passage_ids"] if is_separate else None)
 
-    def _encode(self, inputs: dict[str, Any]) -> torch.FloatTensor:
-        """Context embeddings of a batch, (batch, max_slots, encoder_hidden_size)."""
+    def _encode(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """What the model reads in the slots of a batch."""
         has_lora, dtype, device = len(self.model.encoder_weights) > 0, self.model.dtype, self.args.device
         autocast = torch.autocast(device.type, dtype, enabled=has_lora and dtype != torch.float32)  # LoRA is float32
         with torch.set_grad_enabled(self.model.training and has_lora), autocast:
-            return encode_slots(self.processing_class, inputs).to(device)
+            slots = encode_slots(self.model.config, self.processing_class, inputs)
+        return {name: each.to(device) for name, each in slots.items()}
 
     def check_gradients(self) -> None:
-        """Before the optimizer's step, so that no checkpoint has weights that a gradient made NaN. DeepSpeed keeps its
-        gradients to itself: there the next loss tells."""
+        """Before the optimizer's step, so that no checkpoint has weights that a gradient made NaN."""
         gradients = [each.grad for each in self.model_wrapped.parameters() if each.grad is not None]
         if not self.args.fp16:  # the loss scaling of fp16 leaves such steps out
             norm = torch.tensor(float(torch.nn.utils.get_total_norm(gradients)), device=self.args.device)
@@ -311,28 +368,35 @@ class AlignerTrainer(SFTTrainer):
         )
 
     @torch.no_grad()
-    def _keep_metrics(self, inputs: dict[str, Any], outputs, num_targets: torch.Tensor) -> None:
+    def _keep_metrics(self, inputs: dict[str, Any], outputs) -> None:
         if not self.model.training:
+            num_targets = (inputs["labels"][:, 1:] != -100).sum()
             self._eval_loss += self._summed(torch.stack([outputs.loss.detach() * num_targets, num_targets]))
             return
         self._rows_of_step += inputs["row_ids"]
-        num_tokens = self.accelerator.gather((inputs["turn_ids"] >= 0).sum().reshape(1)).sum().item()
-        self._num_tokens = self._tokens_so_far() + num_tokens
-        if self.model.config.gate_mode != "off" and outputs.recursion_depth is not None:
-            self._gates.add(outputs.recursion_depth)  # (batch, num_layers, max_slots)
+        has_gates = self.model.config.gate_mode != "off" and outputs.recursion_depth is not None
+        # (batch, num_layers, max_slots), -1 where there is no slot
+        depths = outputs.recursion_depth if has_gates else inputs["turn_ids"].new_empty(0)
+        counts = [(inputs["turn_ids"] >= 0).sum(), depths.clamp(min=0).sum(), (depths > 0).sum(), (depths >= 0).sum()]
+        num_tokens, *gates = self._summed(torch.stack(counts))
+        self.state.num_input_tokens_seen += int(num_tokens)  # kept in checkpoints
+        self._gates += torch.stack(gates)
 
-    def _summed(self, pair: torch.Tensor) -> torch.Tensor:
-        """A pair of numbers, (2,), summed over all processes."""
-        return self.accelerator.gather(pair.double()[None]).sum(dim=0).cpu()
+    def _summed(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Some numbers, (n,), each summed over all processes."""
+        return self.accelerator.gather(numbers.double()[None]).sum(dim=0).cpu()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training and "loss" in logs:
-            logs["num_tokens"] = self._tokens_so_far()
-            logs |= self._gates.pop(self.accelerator)
+            logs["num_tokens"] = self.state.num_input_tokens_seen
+            steps, opened, num_gates = self._gates.tolist()
+            if num_gates:
+                logs |= {"refinement_steps": steps / num_gates, "open_gates": opened / num_gates}
+                self._gates.zero_()
         super().log(logs, start_time)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Held-out loss; perplexity over all targets; if asked for, the gap, EM and F1."""
+        """Held-out loss; perplexity over all targets; if asked for, the gap."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         self._eval_loss.zero_()
         metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
@@ -341,35 +405,35 @@ class AlignerTrainer(SFTTrainer):
         if self.args.eval_slot_gap:
             self._evaluate_with_swapped_slots(dataset)
             added["slot_gap"] = _mean(self._eval_loss) - loss
-        if self.args.eval_answers:
-            added |= self._answers(dataset)
         added = {f"{metric_key_prefix}_{name}": value for name, value in added.items()}
         self.log(added)
         return metrics | added
 
     def _evaluate_with_swapped_slots(self, dataset) -> None:
-        own, self.data_collator = self.data_collator, SwappedSlots(self.data_collator)
+        own = self.data_collator
+        self.data_collator = lambda rows: own(swapped_slots(rows))
         self._eval_loss.zero_()
         try:
             self.evaluation_loop(self.get_eval_dataloader(dataset), "swapped slots", prediction_loss_only=True)
         finally:
             self.data_collator = own
 
-    def _answers(self, dataset) -> dict[str, float]:
-        asked = dataset.filter(bool, input_columns="answers")
-        if not len(asked):
-            raise ValueError(
-                f"`eval_answers` is {self.args.eval_answers}, but no row of `eval_files` has a question. Name files of "
-                "questions, or leave `eval_answers` out."
-            )
-        asked = asked.shuffle(self.args.seed).select(range(min(len(asked), self.args.eval_answers)))
-        return answer_questions(self, asked, self.args.eval_batch_size)
-
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """Only the loss: there are no logits."""
         with torch.no_grad():
             loss = self.compute_loss(model, send_to_device(inputs, self.args.device))
         return loss.detach(), None, None
+
+
+def swapped_slots(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each row of a batch with the passages of the next one that has others. The loss that this adds is what the slots
+    say."""
+    segments = [row["segments"] for row in rows]
+    swapped = []
+    for number, row in enumerate(rows):
+        others = (each for each in [*segments[number + 1 :], *segments] if each != segments[number])
+        swapped.append(row | {"segments": next(others, segments[number])})
+    return swapped
 
 
 class GradientCheck(TrainerCallback):

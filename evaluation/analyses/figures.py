@@ -1,7 +1,11 @@
-"""Shared by the figures: the style, curves with intervals, and the files that each one writes."""
+"""The figures of the pages: F1 against the compression rate, and against the time to the first token.
+
+In the first a point is a method at a rate (`arcaligner_x4`): its F1 across the tokens of the passages that one position
+of the prompt stands for. In the second a point is a way to read twenty passages, at a rate where it has one.
+"""
 
 import io
-import json
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +14,13 @@ import numpy as np
 
 matplotlib.use("Agg")  # no window: files only
 from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
 from ...common.files import write_whole
+from ..methods import split_name
+from ..results import MAIN, method_titles
+from .speed import find_size, first_token_ms
 
 # Also distinguishable with color blindness (Okabe and Ito).
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
@@ -30,27 +37,90 @@ STYLE = {
     "svg.hashsalt": "arcaligner",  # the same picture is the same file
     "savefig.bbox": "tight",
 }
+BOUNDS = {"naive": ":", "full_text_lora": "--"}  # the ends of what can be reached, drawn as horizontal lines
+PASSAGES = 20  # that are read in the time to the first token
 
 
-def new_figure(width: float = 7.0, height: float = 3.5, **subplots: Any):
-    """A figure and its axes, in inches, in the style of all analyses."""
+def new_figure(width: float, height: float, **subplots: Any):
+    """A figure and its axes, in inches, in the style of both."""
     with plt.rc_context(STYLE):
         return plt.subplots(figsize=(width, height), layout="constrained", **subplots)
 
 
-def save_analysis(folder: Path, name: str, figure: Figure, data: dict[str, Any], caption: str) -> None:
-    """Writes `<name>.svg`, and `<name>.json` with the numbers and, as `reading`, the caption."""
+def save_figure(path: Path, figure: Figure) -> None:
+    """Writes an SVG."""
     picture = io.BytesIO()
     with plt.rc_context(STYLE):
         figure.savefig(picture, format="svg", metadata={"Date": None})
-    write_whole(folder / f"{name}.svg", picture.getvalue())
+    write_whole(path, picture.getvalue())
     plt.close(figure)
-    write_whole(folder / f"{name}.json", json.dumps({"reading": caption, **data}, indent=1, ensure_ascii=False) + "\n")
 
 
-def draw_curve(axes: Axes, points: list[dict[str, Any]], across: str, metric: str, **style: Any) -> None:
-    """A line of a metric of the points, with its intervals, over another of their numbers."""
-    means, lows, highs = np.transpose([point[metric] for point in points])
-    style = {"marker": "o", "markersize": 4, "capsize": 2} | style
-    reach = np.maximum(0, [means - lows, highs - means])
-    axes.errorbar([point[across] for point in points], means, reach, **style)
+def rate_curves(entry: dict[str, Any]) -> dict[str, list[tuple[float, list[float]]]]:
+    """Of a set of the results, the points of each method that was asked at several rates, by its title: tokens of the
+    passages per position, and F1 with its interval."""
+    curves: dict[str, list[tuple[float, list[float]]]] = {}
+    for name in method_titles({"": entry}):
+        numbers, (method, rate) = entry["methods"][name], split_name(name)
+        if rate is not None or method.name == MAIN:
+            curves.setdefault(method.title, []).append((numbers["compression_rate"], numbers["f1"]))
+    return {title: sorted(points) for title, points in curves.items() if len(points) > 1}
+
+
+def draw_rates(sets: dict[str, Any]) -> Figure:
+    """F1 across the compression rate: a panel for each of the `sets` with methods at several rates."""
+    curves = {title: found for title, entry in sets.items() if (found := rate_curves(entry))}
+    colors = dict(zip(dict.fromkeys(name for each in curves.values() for name in each), cycle(COLORS), strict=False))
+    size = 3.4 * len(curves) + 0.6, 3.5
+    figure, (panels,) = new_figure(*size, ncols=len(curves), sharex=True, sharey=True, squeeze=False)
+    for axes, (title, of_set) in zip(panels, curves.items(), strict=True):
+        for method, points in of_set.items():
+            rates = [rate for rate, _ in points]
+            means, lows, highs = np.transpose([f1 for _, f1 in points])
+            style = {"marker": "o", "markersize": 4, "capsize": 2, "color": colors[method]}
+            axes.errorbar(rates, means, [means - lows, highs - means], label=method, **style)
+        for name, line in BOUNDS.items():
+            if name in sets[title]["methods"]:
+                axes.axhline(sets[title]["methods"][name]["f1"][0], color="grey", linestyle=line, linewidth=1)
+        axes.set(xscale="log", title=title)
+        axes.xaxis.set_major_locator(LogLocator(base=2))
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_minor_locator(NullLocator())
+    panels[0].set_ylabel("F1, %")
+    figure.supxlabel("tokens of the passages per position", fontsize=10)
+    found = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=3, frameon=False)
+    return figure
+
+
+def speed_curves(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[tuple[float, float, int | str]]]:
+    """Points of each way to read `PASSAGES`, by a `report` on latency and the `sets` of an evaluation at its rates:
+    milliseconds to the first token, mean F1 of the sets, and the rate."""
+    own = report["own_tokens_per_slot"]
+    curves: dict[str, list[tuple[float, float, int | str]]] = {}
+
+    def add(title: str, arm: str, size: dict[str, Any], method: str, rate: int | str) -> None:
+        f1 = sum(each["methods"][method]["f1"][0] for each in sets.values()) / len(sets)
+        curves.setdefault(title, []).append((first_token_ms(size, arm), f1, rate))
+
+    for rate in dict.fromkeys(size["tokens_per_slot"] for size in report["sizes"]):
+        size, method = find_size(report, PASSAGES, rate), MAIN if rate == own else f"{MAIN}_x{rate}"
+        add("slots, encoded before", "off", size, method, rate)
+        add("slots, kept", "slots_cached", size, method, rate)
+    size = find_size(report, PASSAGES, own)
+    add("text, fine-tuned", "standard_rag", size, "full_text_lora", "text")
+    add("text, fine-tuned, kept", "standard_rag_cached", size, "full_text_lora", "text")
+    return curves
+
+
+def draw_speed(report: dict[str, Any], sets: dict[str, Any]) -> Figure:
+    """F1 across the time to the first token, each point with its rate."""
+    figure, axes = new_figure(6.4, 3.8)
+    for name, points in speed_curves(report, sets).items():
+        axes.plot([ms for ms, *_ in points], [f1 for _, f1, _ in points], marker="o", label=name)
+        for ms, f1, rate in points:
+            axes.annotate(rate, (ms, f1), textcoords="offset points", xytext=(5, 4), fontsize=8)
+    axes.set(xlabel="time to the first token, ms", ylabel="F1, %", xscale="log", ylim=(0, None))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    return figure

@@ -9,7 +9,7 @@ from typing import Any
 from datasets import Dataset, Features
 
 from ...common.rows import ROW_FIELDS
-from ...train.corpora import ROW_FEATURES
+from ...train.examples import ROW_FEATURES
 from ..metrics import contains_match, token_f1
 from ..tasks import TASKS
 

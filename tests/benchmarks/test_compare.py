@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from arcaligner.benchmarks.compare import COLUMNS, Asked, Reader, cells_of
 from arcaligner.common.rows import token_f1
 from arcaligner.pipeline_arcaligner import likeliest, rank_passages
-from arcaligner.train.data import full_text
+from arcaligner.train.prompts import full_text
 
 LETTER = "It was written by Ada. Nobody else knew. She wrote it in May."
 OTHER = {"title": "Ships", "text": "The ship left on Monday. It came back in June."}
@@ -58,13 +58,6 @@ def test_questions_with_passages_are_answered_by_each_reader(ask, tmp_path, mode
     assert any(answer[plain] != answer[tuned] for answer in answers)
 
 
-def test_a_fine_tuned_reader_that_is_not_there_ends_in_one_line(ask, tmp_path):
-    row = {"question": "Who wrote it?", "passages": [OTHER]}
-    code, out, err = ask([row], "--full-text-lora", tmp_path / "nothing")
-    assert (code, out) == (1, "") and not (tmp_path / "out").exists()
-    assert err.splitlines()[-1].startswith("Error: ") and "nothing" in err.splitlines()[-1]
-
-
 def test_passages_are_found_in_a_folder(ask, tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "letter.txt").write_text(LETTER)
@@ -75,28 +68,25 @@ def test_passages_are_found_in_a_folder(ask, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "has_documents", "message"),
+    ("rows", "option", "message"),
     [
-        ([], False, "mine.jsonl has no question. Expected lines such as"),
-        ([{"question": " "}], False, "has no question"),
-        ([{"question": 3}], False, "mine.jsonl, line 1: a text is not where it belongs; expected"),
-        (
-            [{"question": "Who?"}],
-            False,
-            "The question 'Who?' and 0 others have no `passages`, and no documents are named.",
-        ),
-        ([{"question": "Who?"}], True, "There is no document in "),
+        ([], None, "mine.jsonl has no question. Expected lines such as"),
+        ([{"question": " "}], None, "has no question"),
+        ([{"question": 3}], None, "mine.jsonl, line 1: a text is not where it belongs; expected"),
+        ([{"question": "Who?"}], None, "The question 'Who?' and 0 others have no `passages`, and no documents are"),
+        ([{"question": "Who?"}], "--documents", "There is no document in "),
+        ([ROWS[0]], "--full-text-lora", "empty"),
     ],
 )
-def test_what_cannot_be_compared_ends_in_one_line(ask, tmp_path, rows, has_documents, message):
+def test_what_cannot_be_compared_ends_in_one_line(ask, tmp_path, rows, option, message):
     (tmp_path / "empty").mkdir()
-    code, out, err = ask(rows, *(("--documents", tmp_path / "empty") if has_documents else ()))
-    assert (code, out) == (1, "") and message in err.splitlines()[-1]
+    code, out, err = ask(rows, *((option, tmp_path / "empty") if option else ()))
+    assert (code, out) == (1, "") and err.splitlines()[-1].startswith("Error: ") and message in err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
 
 
 def test_scores_are_of_the_questions_with_answers_and_agreement_of_all():
-    noted = (8, 0.2, 0.1, 2**20), (4, 0.4, 0.1, 0)
+    noted = (8, 0.2), (4, 0.4)
     text, slots = (
         [Asked(answer, *each) for answer, each in zip(answers, noted, strict=True)]
         for answers in (("by Ada", "June"), ("Ada", "May"))
@@ -105,7 +95,7 @@ def test_scores_are_of_the_questions_with_answers_and_agreement_of_all():
     cells = dict(zip(COLUMNS, cells_of("slots", slots, text, rows), strict=True))
     agreement = f"{50 * token_f1('Ada', ['by Ada']):.1f}"
     expected = {"what is read": "slots", "positions": "6", "F1": "100.0", "EM": "100.0", "agreement": agreement}
-    assert cells == expected | {"first token": "300 ms", "from kept passages": "100 ms", "kept": "0.5 MiB"}
+    assert cells == expected | {"first token": "300 ms"}
 
 
 def test_of_more_passages_slots_are_read_of_the_likeliest(separate):
@@ -117,5 +107,4 @@ def test_of_more_passages_slots_are_read_of_the_likeliest(separate):
     inputs = chat_inputs(reader, row["question"], [row["passages"][number]], tokens_per_slot=2)
     assert found.answer == greedy_answer(model, reader, inputs, 4).strip()
     assert found.positions == (inputs["input_ids"] == reader.context_token_id).sum()
-    alone = Reader("slots", 2, model).ask(reader, row)
-    assert alone.positions > found.positions and alone.kept_bytes == found.kept_bytes  # all passages are kept
+    assert Reader("slots", 2, model, max_passages=2).ask(reader, row).positions > found.positions

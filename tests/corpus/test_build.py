@@ -9,7 +9,6 @@ import pyarrow.parquet
 import pytest
 import torch
 from conftest import new_processor
-from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pdf_files import line, pdf
@@ -17,10 +16,10 @@ from training_rows import write_rows
 
 from arcaligner.common.passages import cut_passages
 from arcaligner.corpus import build
-from arcaligner.corpus.build import build_corpus
+from arcaligner.corpus.build import build_corpus, passage_rows
 from arcaligner.corpus.retrieve import Retriever, slot_passages
 from arcaligner.corpus.sources import read_documents
-from arcaligner.corpus.table import LOCK, METADATA, Corpus
+from arcaligner.corpus.table import METADATA, Corpus
 from arcaligner.encoder_arcaligner import SlotEncoder
 
 
@@ -84,64 +83,39 @@ def test_a_killed_build_goes_on_where_it_was(tmp_path, monkeypatch, processor):
     rows = [{"id": number, "text": f"Sentence {number} stands here. It ends."} for number in range(7)]
     source = write_rows(tmp_path / "rows.jsonl", rows)
     corpus = Corpus.create(tmp_path / "corpus", processor)
-    read = []
+    encoded, encode = [], SlotEncoder.encode_batch
 
     def killed(report):
-        read.append(report.added)
         if report.added == 4:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_corpus([str(source)], corpus, processor, on_batch=killed)
-    encoded = []
-    encode = SlotEncoder.encode_batch
-    monkeypatch.setattr(
-        SlotEncoder, "encode_batch", lambda own, rows, **k: encoded.extend(rows) or encode(own, rows, **k)
-    )
-    report = build_corpus([str(source)], Corpus(tmp_path / "corpus"), processor)
-    assert (read, report.added, report.unchanged, len(encoded)) == ([2, 4], 3, 4, 3)
+        build_corpus([source], corpus, processor, on_batch=killed)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            SlotEncoder, "encode_batch", lambda own, rows, **k: encoded.extend(rows) or encode(own, rows, **k)
+        )
+        report = build_corpus([source], Corpus(tmp_path / "corpus"), processor)
+    assert (report.added, report.unchanged, len(encoded)) == (3, 4, 3)
     whole = Corpus.create(tmp_path / "whole", processor)
-    build_corpus([str(source)], whole, processor)
+    build_corpus([source], whole, processor)
     assert rows_of(corpus).equals(rows_of(whole))
     assert corpus.info()["documents"] == corpus.info()["passages"] == 7 and corpus.info()["slots"] == 14
 
 
-@pytest.mark.parametrize("is_changed", [False, True])
-def test_a_build_that_is_killed_within_a_large_document_goes_on_there(tmp_path, monkeypatch, processor, is_changed):
+@pytest.mark.parametrize("before", ["", "Short."])
+def test_a_large_document_is_encoded_in_parts_and_written_in_one_step(tmp_path, monkeypatch, processor, before):
     monkeypatch.setattr(build, "PART_PASSAGES", 3)
     source, corpus = tmp_path / "long.txt", Corpus.create(tmp_path / "corpus", processor, passage_words=6)
-    if is_changed:
-        source.write_text("Short.")
+    if before:
+        source.write_text(before)
         build_corpus([str(source)], corpus, processor)
-    before, version = rows_of(corpus), corpus.table.version
+    version, told = corpus.table.version, []
     source.write_text(" ".join(f"Sentence {number} stands here." for number in range(11)))
-    encoded, told, encode = [], [], SlotEncoder.encode_batch
-
-    def killed(own, rows, **settings):
-        if len(encoded) == 6:
-            raise KeyboardInterrupt
-        encoded.extend(rows)
-        return encode(own, rows, **settings)
-
-    monkeypatch.setattr(SlotEncoder, "encode_batch", killed)
-    with pytest.raises(KeyboardInterrupt):
-        build_corpus([str(source)], corpus, processor)
-    assert rows_of(corpus).equals(before)
-    (part, _) = sorted((corpus.path / build.PARTS).iterdir())
-    part.write_bytes(part.read_bytes()[:-9])  # as if it had been torn
-    monkeypatch.setattr(
-        SlotEncoder, "encode_batch", lambda own, rows, **k: encoded.extend(rows) or encode(own, rows, **k)
-    )
-    corpus = Corpus(tmp_path / "corpus")
-    tell = {"on_part": lambda *progress: told.append(progress), "on_batch": lambda _: told.append(corpus.table.version)}
-    report = build_corpus([str(source)], corpus, processor, **tell)
-    assert (report.added + report.replaced, report.passages, len(encoded)) == (1, 11, 14)
-    assert told == [(0, 11), (3, 11), (6, 11), (9, 11), version + 1]  # written in one step
-    assert not (corpus.path / build.PARTS).exists()
-    monkeypatch.setattr(build, "PART_PASSAGES", 99)
-    whole = Corpus.create(tmp_path / "whole", processor, passage_words=6)
-    build_corpus([str(source)], whole, processor)
-    assert rows_of(corpus).equals(rows_of(whole))
+    build_corpus([str(source)], corpus, processor, on_batch=lambda report: told.append(corpus.table.version))
+    assert told == [version + 1]
+    expected = passage_rows(corpus.cut([*read_documents([str(source)], pytest.fail)]), processor, corpus)
+    assert len(corpus) == 11 and rows_of(corpus).equals(expected.sort_by("id").select(rows_of(corpus).column_names))
 
 
 def test_passages_have_the_page_or_heading_that_they_stand_under(tmp_path, processor):
@@ -160,23 +134,20 @@ def test_passages_have_the_page_or_heading_that_they_stand_under(tmp_path, proce
     assert {each["page"] for each in Retriever(corpus, processor)("Who brings the cake?", 5).documents} == {None, 1, 2}
 
 
-def test_a_changed_document_is_replaced_in_one_step_and_others_are_left(corpus, letters, processor, tmp_path):
+def test_a_changed_document_is_replaced_in_one_step_and_a_removed_one_is_gone(corpus, letters, processor):
     before, version = rows_of(corpus).to_pylist(), corpus.table.version
+    letter, ski = str(letters / "letter.txt"), str(letters / "old" / "ski.md")
     (letters / "letter.txt").write_text("Short now.", encoding="utf-8")
     seen = []
     report = build_corpus([str(letters)], corpus, processor, on_batch=lambda report: seen.append(corpus.table.version))
-    assert (report.added, report.replaced, report.unchanged) == (0, 1, 1)
-    assert seen == [version + 1]
+    assert (report.added, report.replaced, report.unchanged) == (0, 1, 1) and seen == [version + 1]
     after = rows_of(corpus).to_pylist()
-    assert [row for row in after if "ski" in row["id"]] == [row for row in before if "ski" in row["id"]]
-    assert [row["text"] for row in after if "ski" not in row["id"]] == ["Short now."]
-
-
-def test_removed_documents_are_gone_and_unknown_ones_are_named(corpus, letters):
+    assert [row for row in after if row["document"] == ski] == [row for row in before if row["document"] == ski]
+    assert [row["text"] for row in after if row["document"] == letter] == ["Short now."]
     with pytest.raises(ValueError, match="has no document 'none'"):
-        corpus.remove([str(letters / "letter.txt"), "none"])
-    corpus.remove([str(letters / "letter.txt")])
-    assert rows_of(corpus)["document"].to_pylist() == [str(letters / "old" / "ski.md")]
+        corpus.remove([letter, "none"])
+    corpus.remove([letter])
+    assert corpus.documents() == {ski}
 
 
 @pytest.mark.parametrize("prune", [True, False])
@@ -229,8 +200,8 @@ def test_parts_of_a_data_set_are_read_once_and_have_their_own_ids(tmp_path, proc
 def test_a_corpus_beside_its_texts_is_none_of_them(letters, processor):
     corpus = Corpus.create(letters / "corpus", processor)
     for added in (2, 0):
-        report = build_corpus([str(letters)], corpus, processor, strict=True)
-        assert (report.added, report.unchanged) == (added, 2 - added)
+        report = build_corpus([str(letters)], corpus, processor)
+        assert (report.added, report.unchanged, report.skipped) == (added, 2 - added, [])
 
 
 def test_ids_are_data_whatever_they_hold(tmp_path, processor):
@@ -263,52 +234,49 @@ def test_each_kind_of_source_gives_its_documents(tmp_path):
     assert documents[2] == documents[4]
 
 
-def test_what_cannot_be_read_is_named_and_skipped_or_stops_a_strict_build(tmp_path, processor, monkeypatch):
-    folder = tmp_path / "texts"
-    (folder / ".git").mkdir(parents=True)
-    (folder / ".git" / "hidden.txt").write_text("Hidden.")
-    (folder / "good.txt").write_text("Good.")
-    (folder / "binary.txt").write_bytes(b"\0\1\2 \xff")
-    (folder / "blank.md").write_text(" \n")
-    (folder / "broken.parquet").write_bytes(b"PAR1")
-    (folder / "broken.jsonl.gz").write_bytes(b"no gzip")
-    (folder / "deep.jsonl").write_text("[" * 10**5)
-    (folder / "picture.png").write_bytes(b"\x89PNG")
-    (folder / "torn.jsonl.gz").write_bytes(gzip.compress(b"{}")[:10] + b"\xff" * 20)
+def test_what_cannot_be_read_is_named_and_skipped(tmp_path, processor):
     rows = [{"text": None}, {"id": "a", "text": "One."}, {"id": "a", "text": "One."}, {"id": "a", "text": "Two."}]
     rows.append({"id": "b", "title": "T" * 1001, "text": "One."})
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{")
+    said = {
+        ".git/hidden.txt": (b"Hidden.",),
+        "binary.txt": (b"\0\1\2 \xff", "binary.txt is not UTF-8 text, nor in another encoding (byte 0)"),
+        "blank.md": (b" \n", "blank.md holds no text"),
+        "broken.jsonl.gz": (b"no gzip", "broken.jsonl.gz cannot be read"),
+        "broken.parquet": (b"PAR1", "broken.parquet cannot be read"),
+        "deep.jsonl": (b"[" * 10**5, "deep.jsonl, line 1 is not a JSON object"),
+        "good.txt": (b"Good.",),
+        "picture.png": (b"\x89PNG", "picture.png has none of the suffixes"),
+        "rows.jsonl": (
+            "".join(json.dumps(row) + "\n" for row in rows).encode() + b"{",
+            "rows.jsonl#1 has neither a text",
+            "a is the id of an earlier document with another text",
+            "b has a title of 1001 characters; at most 1000 are read",
+            "line 6 is not a JSON object",
+        ),
+        "torn.jsonl.gz": (gzip.compress(b"{}")[:10] + b"\xff" * 20, "torn.jsonl.gz cannot be read"),
+    }
+    folder = tmp_path / "texts"
+    (folder / ".git").mkdir(parents=True)
+    for name, (content, *_) in said.items():
+        (folder / name).write_bytes(content)
     corpus = Corpus.create(tmp_path / "corpus", processor)
     report = build_corpus([str(folder)], corpus, processor)
-    said = [
-        "binary.txt is not UTF-8 text, nor in another encoding (byte 0)",
-        "blank.md holds no text",
-        "broken.jsonl.gz cannot be read",
-        "broken.parquet cannot be read",
-        "deep.jsonl, line 1 is not a JSON object",
-        "picture.png has none of the suffixes",
-        "rows.jsonl#1 has neither a text",
-        "a is the id of an earlier document with another text",
-        "b has a title of 1001 characters; at most 1000 are read",
-        "line 6 is not a JSON object",
-        "torn.jsonl.gz cannot be read",
-    ]
-    assert len(report.skipped) == len(said)
-    assert all(part in found for part, found in zip(said, report.skipped, strict=True))
+    messages = [message for _, *more in said.values() for message in more]
+    assert all(part in found for part, found in zip(messages, report.skipped, strict=True))
     assert (report.added, report.unchanged, len(corpus)) == (2, 1, 2)
-    with pytest.raises(ValueError, match="binary.txt is not UTF-8 text"):
-        build_corpus([str(folder)], corpus, processor, strict=True)
-    with pytest.raises(ValueError, match="^[^ ]+rows.jsonl#1 has neither a text in [^.]+. Fix it [^.]+to skip it.$"):
-        build_corpus([str(folder / "rows.jsonl")], corpus, processor, strict=True)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="There is no document in .*empty is an empty folder"):
-        build_corpus([str(tmp_path / "empty")], corpus, processor)
+
+
+def test_sources_that_give_no_document_are_refused(tmp_path, processor, monkeypatch):
+    corpus = Corpus.create(tmp_path / "corpus", processor)
     monkeypatch.chdir(tmp_path)
-    for missing in (tmp_path / "none.txt", tmp_path / "none", "none", "texts/none"):
-        with pytest.raises(FileNotFoundError, match="There is no file or folder"):
-            build_corpus([str(missing)], corpus, processor)
-    with pytest.raises(ValueError, match="A source is ' '; expected"):  # not this folder
-        build_corpus([" "], corpus, processor)
+    (tmp_path / "empty").mkdir()
+    for source, error, message in (
+        ("empty", ValueError, "There is no document in empty: empty is an empty folder"),
+        (" ", ValueError, "A source is ' '; expected"),  # not this folder
+        *((name, FileNotFoundError, "There is no file or folder") for name in ("none", "none.txt", "empty/none")),
+    ):
+        with pytest.raises(error, match=message):
+            build_corpus([source], corpus, processor)
 
 
 @pytest.mark.parametrize(
@@ -354,8 +322,6 @@ def test_what_is_no_corpus_and_a_second_writer_are_refused(corpus, processor, le
     for folder in (letters, tmp_path, tmp_path / "half", tmp_path / "odd"):
         with pytest.raises(ValueError, match="is not a corpus of ArcAligner, or a broken one: .* remove the broken"):
             Corpus.create(folder, processor)
-    with FileLock(tmp_path / "half" / LOCK), pytest.raises(FileNotFoundError, match="half is being made"):
-        Corpus(tmp_path / "half")
     with corpus.writing(), pytest.raises(ValueError, match="Another process writes"):
         build_corpus([str(letters)], Corpus(corpus.path), processor)
     with pytest.raises(ValueError, match="`passage_words` is 0"):

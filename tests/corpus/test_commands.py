@@ -1,14 +1,10 @@
 """A corpus from the command line: built, asked, changed, described."""
 
 import re
-import threading
 from pathlib import Path
-
-import pytest
 
 from arcaligner import ArcAlignerPipeline
 from arcaligner.cli import app as cli
-from arcaligner.cli import shared
 from arcaligner.common.files import printable
 from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.table import Corpus
@@ -30,11 +26,9 @@ def test_from_a_folder_to_an_answer(run_cli, letters, checkpoint_dir, tmp_path, 
     (letters / "new\nline.txt").write_text("Ada wrote it.")
     for number in range(4):
         (letters / f"{number}.svg").write_text("<svg/>")
-    code, out, err = run_cli("corpus", "add", letters, "--corpus", folder, *aligner)
+    code, out, err = run_cli("corpus", "build", letters, "--output", folder, *aligner)  # in passages as before
     assert code == 0 and "1 document added, 0 replaced, 0 removed, 2 unchanged, 5 skipped." in out
-    assert err.count("Skipped: ") == 4 and "Skipped: 2 more, which --verbose names" in err
-    _, _, err = run_cli("corpus", "add", letters, "--corpus", folder, "--verbose", *aligner)
-    assert all(f"{number}.svg has none of the suffixes" in err for number in range(4)) and " more" not in err
+    assert err.count("Skipped: ") == 5 and "3.svg has none of the suffixes" in err
 
     question = "Who wrote it?"
     code, out, err = run_cli("ask", question, "--corpus", folder, "--top-k", 2, "--max-new-tokens", 5, *aligner)
@@ -50,7 +44,7 @@ def test_from_a_folder_to_an_answer(run_cli, letters, checkpoint_dir, tmp_path, 
 
     assert "The answer is not word for word in what was read: check it." in err
     said = lambda answer, text: {"start": 3, "end": 5} if "Radik" in text else None  # noqa: E731
-    monkeypatch.setattr("arcaligner.server.answers.find_answer", said)
+    monkeypatch.setattr("arcaligner.server.engine.find_answer", said)
     _, out, err = run_cli("ask", question, "--corpus", folder, "--top-k", 9, "--max-new-tokens", 5, *aligner)
     assert "letter.txt:66-132, the answer at 69-71" in out and out.count("the answer at") == 1 and "none of" not in err
 
@@ -63,45 +57,24 @@ def test_mistakes_end_in_one_clear_line(run_cli, letters, corpus, checkpoint_dir
     (letters / "binary.txt").write_bytes(b"\0\xff")
     (empty := tmp_path / "empty.txt").write_text(" ")
     aligner = ("--checkpoint", checkpoint_dir)
+    existing = ("--output", corpus.path, *aligner)
     for arguments, message in (
         (("corpus", "info", "--corpus", tmp_path / "none"), "There is no corpus"),
-        (("corpus", "build", letters, "--output", corpus.path, *aligner), "`passage_words` 16; expected 100"),
-        (("corpus", "add", letters, "--corpus", corpus.path, "--strict", *aligner), "binary.txt is not UTF-8 text"),
-        (("corpus", "add", letters, "typo/", "--corpus", corpus.path, *aligner), "There is no file or folder typo/."),
+        (("corpus", "build", letters, "--passage-words", 9, *existing), "`passage_words` 16; expected 9"),
+        (("corpus", "build", letters, "typo/", *existing), "There is no file or folder typo/."),
         (
             ("corpus", "build", "typo.txt", "--output", tmp_path / "new", *aligner),
             "There is no file or folder typo.txt",
         ),
         (("corpus", "build", empty, "--output", tmp_path / "new", *aligner), "There is no document in"),
+        (("corpus", "build", "no/where", "--output", tmp_path / "new", *aligner), "reach 'no/where' on the Hub"),
         (("ask", "Who?", "--corpus", letters, *aligner), "is not a corpus of ArcAligner"),
         (("ask", " ", "--corpus", corpus.path, *aligner), "The question is empty"),
-        (("ask", "Who?", "--corpus", corpus.path, "--reranker", "", *aligner), "The re-ranker is ''; expected"),
     ):
         code, out, err = run_cli(*arguments)
         assert code == 1 and out == ""
         assert err.splitlines()[-1].startswith("Error: ") and message in err.splitlines()[-1]
     assert not (tmp_path / "new").exists()  # of a build that found nothing
-
-
-@pytest.mark.parametrize("is_silent", [False, True])
-def test_a_source_that_is_nowhere_is_asked_for_once_before_anything_is_loaded(
-    run_cli, corpus, checkpoint_dir, monkeypatch, is_silent
-):
-    gone, asked = threading.Event(), []
-
-    def dataset_info(name, **settings):
-        asked.append(name)
-        gone.wait(30) if is_silent else None
-        raise ConnectionError
-
-    monkeypatch.setattr("huggingface_hub.dataset_info", dataset_info)
-    monkeypatch.setattr(shared, "load_processor", None)
-    code, _, err = run_cli("corpus", "add", "nowhere/x", "--corpus", corpus.path, "--checkpoint", checkpoint_dir)
-    gone.set()
-    assert code == 1 and asked == ["nowhere/x"]
-    assert err.startswith(
-        "Error: There is no source nowhere/x: neither a file or folder on this machine nor a data set"
-    )
 
 
 def test_the_code_of_the_document_answers_from_a_folder(capsys, letters, checkpoint_dir, monkeypatch):

@@ -17,8 +17,7 @@ from arcaligner.corpus import kept
 from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.kept import kept_folder, plan, read_corpus
 from arcaligner.corpus.retrieve import Retriever
-from arcaligner.server.answers import Request
-from arcaligner.server.engine import Engine
+from arcaligner.server.engine import Engine, Request
 
 
 @pytest.fixture(scope="module")
@@ -106,34 +105,25 @@ def test_a_reading_that_is_killed_continues_where_it_stopped(corpus, apart, monk
     assert before.items() < files(corpus).items()
 
 
-def test_from_the_command_line(run_cli, corpus, apart_dir, apart):
-    aligner = ("--corpus", corpus.path, "--checkpoint", apart_dir)
-    code, out, err = run_cli("corpus", "read", *aligner)
-    num_slots = corpus.info()["slots"]
-    bytes_per_slot = 3 * 2 * 2 * 8 * 4  # layers, keys and values, heads, head_dim, float32
-    assert code == 0 and out == "4 passages read, 0 kept before\n"
-    assert plan(corpus, *apart) in err.replace("\n", " ")
-    assert f"{num_slots * bytes_per_slot / 1e6:.1f} MB on disk: {num_slots} slots of 0.4 KB" in plan(corpus, *apart)
-    per_passage = corpus.info()["kept_bytes_per_passage"]
-    assert num_slots * bytes_per_slot / 4 < per_passage < num_slots * bytes_per_slot / 4 + 6000  # and what it is of
-    code, out, err = run_cli("ask", "Who?", *aligner, "--top-k", 2, "--max-new-tokens", 2)
-    assert code == 0 and "2 of 2 passages kept, not read again" in re.sub(r"\s+", " ", err)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "auto"])
+@pytest.mark.parametrize(("dtype", "width"), [(None, 4), ("bfloat16", 2), ("auto", 2)])
 def test_passages_serve_commands_in_the_precision_they_were_read_in(
-    run_cli, corpus, apart_dir, apart, monkeypatch, dtype
+    run_cli, corpus, apart_dir, apart, monkeypatch, dtype, width
 ):
     device = torch.accelerator.current_accelerator(check_available=True)
     fastest = {"cpu" if device is None else device.type: torch.bfloat16}
     monkeypatch.setattr("arcaligner.encoder_arcaligner.fastest_dtype", fastest.__getitem__)
     aligner = ("--corpus", corpus.path, "--checkpoint", apart_dir)
-    code, _, err = run_cli("corpus", "read", *aligner, "--dtype", dtype)
-    assert code == 0 and f"{corpus.info()['slots']} slots of 0.2 KB" in err.replace("\n", " ")
+    code, out, err = run_cli("corpus", "read", *aligner, *(("--dtype", dtype) if dtype else ()))
+    assert code == 0 and out == "4 passages read, 0 kept before\n"
+    num_bytes = corpus.info()["slots"] * 3 * 2 * 2 * 8 * width  # layers, keys and values, heads, head_dim
+    told = f"{num_bytes / 1e6:.1f} MB on disk: {corpus.info()['slots']} slots of 0.{width} KB"
+    assert told in err.replace("\n", " ") and (told in plan(corpus, *apart)) == (width == 4)
+    assert num_bytes / 4 < corpus.info()["kept_bytes_per_passage"] < num_bytes / 4 + 6000  # and what it is of
     ask = ("ask", "Who?", *aligner, "--top-k", 2, "--max-new-tokens", 2)
-    for options, found in ((("--dtype", "bfloat16"), 2), (("--dtype", "float32"), 0), ((), 0)):
+    for options, own in ((("--dtype", "bfloat16"), 2), (("--dtype", "float32"), 4), ((), 4)):
         code, _, err = run_cli(*ask, *options)
-        assert code == 0 and f"{found} of 2 passages kept" in re.sub(r"\s+", " ", err)
+        found = 2 if own == width else 0
+        assert code == 0 and f"{found} of 2 passages kept, not read again" in re.sub(r"\s+", " ", err)
     assert run_cli(*ask, "--dtype", "int8")[0] != 0
 
 
@@ -162,13 +152,12 @@ def test_what_cannot_be_read_ahead_is_refused(run_cli, corpus, apart, checkpoint
     assert code == 1 and out == "" and "reads the passages of a question jointly" in err
     with corpus.writing(), pytest.raises(ValueError, match="Another process writes"):
         read_corpus(corpus, *apart)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
-    with pytest.raises(OSError, match="but its disk has 0.0 GB left. Make room"):
-        read_corpus(corpus, *apart)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+        with pytest.raises(OSError, match="but its disk has 0.0 GB left. Make room"):
+            read_corpus(corpus, *apart)
     assert not kept_folder(corpus)
 
-
-def test_a_disk_that_fills_up_ends_the_reading(corpus, apart, monkeypatch):
     def full(tensors, path, metadata):
         raise SafetensorError("No space left on device")
 

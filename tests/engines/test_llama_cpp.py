@@ -19,51 +19,32 @@ from arcaligner.segmentation_arcaligner import YES_NO
 
 QUESTION = "Who wrote it?"
 LETTER = {"title": "Letter", "text": "It was written by Ada, and nobody else knew."}
-DOCUMENTS = [LETTER, "Radik has competed since 2003."]
+DOCUMENTS = [LETTER, "Radik has competed since 2003.", "It left on Monday.", LETTER]
 CLOSE = {"rtol": 0, "atol": 1e-3}
 
 needs_llama_cpp = pytest.mark.skipif(find_spec("llama_cpp") is None, reason="`pip install -e '.[llama-cpp]'`")
 
 
-@torch.no_grad()
-def reference_of(model, processor, documents, gate_mode):
-    """What PyTorch computes for the question: the length of the prompt, logits of the answer's first token, and the
-    greedy answer."""
-    inputs, settings = chat_inputs(processor, QUESTION, documents), {"gate_mode": gate_mode}
-    answer = model.generate(**inputs, max_new_tokens=16, do_sample=False, **settings)
-    return {
-        "length": inputs["input_ids"].shape[1],
-        "logits": model(**inputs, logits_to_keep=1, **settings).logits[0, 0],
-        "answer": answer[0, inputs["input_ids"].shape[1] :],
-    }
-
-
 @pytest.fixture(scope="module")
-def make_checkpoint(tmp_path_factory, base_model_dir, encoder_dir):
-    """An aligner whose slots, three tokens each, have words; LoRA and gates are random."""
-
-    def make(passage_attention):
-        folder = tmp_path_factory.mktemp("checkpoint")
+def checkpoints(tmp_path_factory, base_model_dir, encoder_dir):
+    """Aligners whose slots, three tokens each, have words; LoRA and gates are random, and these are on."""
+    folders = {}
+    for passage_attention in ("joint", "separate"):
+        folders[passage_attention] = folder = tmp_path_factory.mktemp("checkpoint")
         settings = {"tokens_per_slot": 3, "context_words": True, "passage_attention": passage_attention}
         processor = new_processor(base_model_dir, encoder_dir, **settings)
         settings = {"word_parts": 2, "passage_attention": passage_attention}
         random_aligner(base_model_dir, processor, seed=2, **settings).save_pretrained(folder)
         processor.save_pretrained(folder)
-        return folder
-
-    return make
+    return folders
 
 
 @pytest.fixture(scope="module")
-def checkpoint(make_checkpoint):
-    return make_checkpoint("joint")
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory, checkpoint):
-    folder = tmp_path_factory.mktemp("exported")
-    gguf_files.export_gguf(str(checkpoint), folder)
-    return folder
+def exported(tmp_path_factory, checkpoints):
+    folders = {each: tmp_path_factory.mktemp("exported") for each in checkpoints}
+    for passage_attention, checkpoint in checkpoints.items():
+        gguf_files.export_gguf(str(checkpoint), folders[passage_attention])
+    return folders
 
 
 @pytest.fixture(scope="module")
@@ -76,19 +57,11 @@ def base_model(tmp_path_factory, base_model_dir, tokenizer):
 
 @pytest.fixture
 def make_engine(exported, base_model):
-    def make(gate_mode="off", **settings):
-        settings = {"context_length": 256, "cache_type": "f32"} | settings
-        return llama_cpp.LlamaCppEngine(exported, base_model, gate_mode=gate_mode, **settings)
+    def make(passage_attention="joint", **settings):
+        settings = {"gate_mode": "off", "context_length": 256, "cache_type": "f32"} | settings
+        return llama_cpp.LlamaCppEngine(exported[passage_attention], base_model, **settings)
 
     return make
-
-
-@pytest.fixture(scope="module")
-def reference(checkpoint):
-    """What PyTorch computes with these gates."""
-    model = ArcAlignerForCausalLM.from_pretrained(checkpoint).eval()
-    processor = ArcAlignerProcessor.from_pretrained(checkpoint)
-    return lambda gate_mode: reference_of(model, processor, DOCUMENTS, gate_mode)
 
 
 @pytest.mark.parametrize("bonus", [0.0, 1e4])
@@ -144,64 +117,43 @@ def test_backbones_read_slots_as_pytorch_does(backbone, tmp_path):
 
 
 @needs_llama_cpp
-@pytest.mark.parametrize("gate_mode", ["off", "adaptive", "always"])
-def test_a_prompt_has_pytorchs_logits_and_answer(gate_mode, make_engine, reference):
-    expected, engine = reference(gate_mode), make_engine(gate_mode)
-    assert not torch.allclose(expected["logits"], reference("off")["logits"], **CLOSE) or gate_mode == "off"
-    np.testing.assert_allclose(engine.read(QUESTION, DOCUMENTS), expected["logits"], **CLOSE)
-    pieces = list(engine.stream(QUESTION, DOCUMENTS, max_new_tokens=len(expected["answer"])))
-    assert "".join(pieces) == engine.processor.decode(expected["answer"], skip_special_tokens=True)
-    assert len(pieces) > 1
-
-
-@needs_llama_cpp
-@pytest.mark.parametrize("gate_mode", ["off", "always"])
-def test_passages_apart_are_read_as_pytorch_does(gate_mode, make_checkpoint, base_model, tmp_path):
-    checkpoint = make_checkpoint("separate")
-    gguf_files.export_gguf(str(checkpoint), tmp_path / "exported")
-    model = ArcAlignerForCausalLM.from_pretrained(checkpoint).eval()
-    processor = ArcAlignerProcessor.from_pretrained(checkpoint)
-    documents = [*DOCUMENTS, "It left on Monday.", LETTER]
-    expected = reference_of(model, processor, documents, gate_mode)
-    model.config.passage_attention = processor.passage_attention = "joint"
-    jointly = reference_of(model, processor, documents, gate_mode)
-    assert not torch.allclose(expected["logits"], jointly["logits"], **CLOSE)
-    engine = llama_cpp.LlamaCppEngine(
-        tmp_path / "exported", base_model, gate_mode=gate_mode, context_length=256, cache_type="f32"
-    )
+@pytest.mark.parametrize("passage_attention", ["joint", "separate"])
+@torch.no_grad()
+def test_passages_are_read_and_answered_from_as_by_pytorch(passage_attention, make_engine, checkpoints):
+    model = ArcAlignerForCausalLM.from_pretrained(checkpoints[passage_attention]).eval()
+    processor = ArcAlignerProcessor.from_pretrained(checkpoints[passage_attention])
+    inputs = chat_inputs(processor, QUESTION, DOCUMENTS)
+    length = inputs["input_ids"].shape[1]
+    logits = model(**inputs, logits_to_keep=1, gate_mode="off").logits[0, 0]
+    answer = model.generate(**inputs, max_new_tokens=16, do_sample=False, gate_mode="off")[0, length:]
+    engine = make_engine(passage_attention)
     for _ in range(2):  # the second time from what was kept
-        np.testing.assert_allclose(engine.read(QUESTION, documents), expected["logits"], **CLOSE)
-        pieces = engine.stream(QUESTION, documents, max_new_tokens=len(expected["answer"]))
+        np.testing.assert_allclose(engine.read(QUESTION, DOCUMENTS), logits, **CLOSE)
+        # Passages that are read apart share positions, and yet each slot takes a cell of the context.
+        assert engine.session.used == length
+        pieces = list(engine.stream(QUESTION, DOCUMENTS, max_new_tokens=len(answer)))
         # A character whose bytes are not all there is no piece yet.
-        assert "".join(pieces) == processor.decode(expected["answer"], skip_special_tokens=True).rstrip("\ufffd")
-    # Passages share positions, and yet each slot takes a cell of the context.
-    engine.read(QUESTION, documents)
-    assert engine.session.used == expected["length"]
+        assert "".join(pieces) == processor.decode(answer, skip_special_tokens=True).rstrip("\ufffd")
+        assert len(pieces) > 1
     with pytest.raises(ValueError, match="may have 257 positions, but the engine's context holds 256"):
-        engine.read(QUESTION, documents, max_new_tokens=257 - expected["length"])
+        engine.read(QUESTION, DOCUMENTS, max_new_tokens=257 - length)
 
 
 @needs_llama_cpp
-def test_passages_asked_about_again_are_not_read_again(make_engine):
+def test_passages_asked_about_again_are_not_read_again_unless_their_slots_are_others(make_engine, monkeypatch):
     engine, fresh = make_engine(), make_engine(max_bytes=0)
-    answers = [engine.read(question, DOCUMENTS).copy() for question in (QUESTION, "When?")]
+    engine.read(QUESTION, DOCUMENTS)
     encode, calls = engine.processor.encode_documents, []
-    engine.processor.encode_documents = lambda *given, **settings: calls.append(given) or encode(*given, **settings)
-    for question, expected in zip((QUESTION, "When?"), answers, strict=True):
-        np.testing.assert_allclose(engine.read(question, DOCUMENTS), expected, **CLOSE)
-        assert not calls
-    np.testing.assert_allclose(fresh.read("When?", DOCUMENTS), answers[1], **CLOSE)
+    count = lambda *given, **settings: calls.append(given) or encode(*given, **settings)  # noqa: E731
+    monkeypatch.setattr(engine.processor, "encode_documents", count)
+    fresh.read(QUESTION, DOCUMENTS)
+    expected = fresh.read("When?", DOCUMENTS).copy()
+    np.testing.assert_allclose(engine.read("When?", DOCUMENTS), expected, **CLOSE)
+    assert not calls
     engine.read("When?", DOCUMENTS, max_slots=2)
     engine.read("When?", DOCUMENTS[:1])
-    assert len(calls) == 2
-
-
-@needs_llama_cpp
-def test_other_settings_of_the_processor_make_other_slots(make_engine):
-    engine = make_engine()
-    before = engine.read(QUESTION, DOCUMENTS).copy()
     engine.processor.tokens_per_slot = 2
-    assert not np.allclose(engine.read(QUESTION, DOCUMENTS), before, **CLOSE)
+    assert not np.allclose(engine.read("When?", DOCUMENTS), expected, **CLOSE) and len(calls) == 3
 
 
 @needs_llama_cpp
@@ -214,10 +166,11 @@ def test_an_answer_ends_with_an_error_where_another_question_was_read(make_engin
         list(pieces)
 
 
-def test_the_export_is_a_checkpoint_with_an_adapter_in_llama_cpps_names(exported, checkpoint):
-    assert {path.name for path in checkpoint.iterdir()} | {"adapter.gguf"} == {path.name for path in exported.iterdir()}
-    reader = gguf.GGUFReader(exported / "adapter.gguf")
-    model = ArcAlignerForCausalLM.from_pretrained(exported)
+def test_the_export_is_a_checkpoint_with_an_adapter_in_llama_cpps_names(exported, checkpoints):
+    folder, files = exported["joint"], {path.name for path in checkpoints["joint"].iterdir()}
+    assert files | {"adapter.gguf"} == {path.name for path in folder.iterdir()}
+    reader = gguf.GGUFReader(folder / "adapter.gguf")
+    model = ArcAlignerForCausalLM.from_pretrained(folder)
     found = {tensor.name: tensor.data for tensor in reader.tensors}
     layer = model.model.backbone.layers[1].self_attn
     np.testing.assert_array_equal(found["blk.1.attn_q.weight.lora_a"], layer.q_proj.lora_A["slot"].weight.detach())
@@ -228,14 +181,14 @@ def test_the_export_is_a_checkpoint_with_an_adapter_in_llama_cpps_names(exported
 
 
 @needs_llama_cpp
-def test_what_misfits_is_refused(exported, base_model, base_model_dir, tokenizer, checkpoint, tmp_path, make_engine):
-    def refused(message, folder=exported, path=base_model, error=ValueError):
+def test_what_misfits_is_refused(exported, base_model, base_model_dir, tokenizer, checkpoints, tmp_path, make_engine):
+    def refused(message, folder=exported["joint"], path=base_model, error=ValueError, **settings):
         with pytest.raises(error, match=message):
-            llama_cpp.LlamaCppEngine(folder, path, gate_mode="off", context_length=64)
+            llama_cpp.LlamaCppEngine(folder, path, **{"gate_mode": "off", "context_length": 64} | settings)
 
     refused("Name the GGUF file of the base model", path=None)
     refused("There is no file .*missing.gguf", path=tmp_path / "missing.gguf", error=FileNotFoundError)
-    refused("has no adapter.gguf. Make one: `arcaligner export-gguf", folder=checkpoint, error=FileNotFoundError)
+    refused("Make one: `arcaligner export-gguf", folder=checkpoints["joint"], error=FileNotFoundError)
     (tmp_path / "half.gguf").write_bytes(base_model.read_bytes()[:200])
     refused("half.gguf is not a GGUF file, or is cut off", path=tmp_path / "half.gguf")
     base, tokens = AutoModelForCausalLM.from_pretrained(base_model_dir), tokenizer.convert_ids_to_tokens(range(400))
@@ -248,52 +201,51 @@ def test_what_misfits_is_refused(exported, base_model, base_model_dir, tokenizer
     base.config.rope_parameters["rope_theta"] = 5e5
     write_base_model(base, tokens, tmp_path / "positions.gguf")
     refused("has `llama.rope.freq_base` 500000.0, but .* 10000.0", path=tmp_path / "positions.gguf")
-    shutil.copytree(exported, tmp_path / "torn")
-    (tmp_path / "torn" / "model.safetensors").write_bytes((exported / "model.safetensors").read_bytes()[:-100])
+    shutil.copytree(exported["joint"], tmp_path / "torn")
+    (tmp_path / "torn" / "model.safetensors").write_bytes((exported["joint"] / "model.safetensors").read_bytes()[:-100])
     refused("torn/model.safetensors cannot be read .*Save it again", folder=tmp_path / "torn")
     for setting in ({"cache_type": "q8"}, {"context_length": 0}):
-        with pytest.raises(ValueError, match="expected at least 1, and f16 or f32"):
-            make_engine(**setting)
+        refused("expected at least 1, and f16 or f32", **setting)
+    for gate_mode, named in ((None, "adaptive"), ("always", "always")):
+        refused(rf"The gates of .* are on \(`gate_mode` '{named}'\).*`--gate-mode off`", gate_mode=gate_mode)
+    refused("`gate_mode` is 'on'; expected one of", gate_mode="on")
     gguf_files.write_adapter(tiny_aligner(dtype=torch.float32), tmp_path / "adapter.gguf")
     with pytest.raises(ValueError, match="the adapter .* does not fit .*incorrect shape"):
         llama_cpp.Session(base_model, tmp_path / "adapter.gguf", 64)
-    with pytest.raises(ValueError, match="may have [0-9]+ positions, but the engine's context holds 256"):
-        make_engine().answer(QUESTION, DOCUMENTS * 20)
-    with pytest.raises(ValueError, match="Document 0 is of type dict with a `text` of type NoneType"):
-        make_engine().answer(QUESTION, [{"title": "Ada"}])
-    with pytest.raises(ValueError, match="Unknown key `refinement_budget` in the settings of an answer"):
-        make_engine().answer(QUESTION, DOCUMENTS, refinement_budget=0.1)
+    engine = make_engine()
+    for documents, settings, message in (
+        (DOCUMENTS * 20, {}, "may have [0-9]+ positions, but the engine's context holds 256"),
+        ([{"title": "Ada"}], {}, "Document 0 is of type dict with a `text` of type NoneType"),
+        (DOCUMENTS, {"refinement_budget": 0.1}, "Unknown key `refinement_budget` in the settings of an answer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.answer(QUESTION, documents, **settings)
 
 
-def test_backbones_that_llama_cpp_names_otherwise_are_refused():
-    with pytest.raises(ValueError, match="Backbone `gemma2` has no GGUF export here"):
-        gguf_files.architecture_of(tiny_aligner("gemma2").config.text_config)
-    with pytest.raises(ValueError, match="without a sliding window"):
-        gguf_files.architecture_of(tiny_aligner("mistral_window").config.text_config)
+@pytest.mark.parametrize(
+    ("backbone", "message"),
+    [("gemma2", "Backbone `gemma2` has no GGUF export here"), ("mistral_window", "without a sliding window")],
+)
+def test_backbones_that_llama_cpp_names_otherwise_are_refused(backbone, message):
+    with pytest.raises(ValueError, match=message):
+        gguf_files.architecture_of(tiny_aligner(backbone).config.text_config)
 
 
 def test_a_missing_engine_is_said_with_how_to_install_it(monkeypatch, exported):
     llama_cpp.import_llama_cpp.cache_clear()
     monkeypatch.setitem(llama_cpp.importlib.sys.modules, "llama_cpp", None)
     with pytest.raises(ImportError, match="is not installed: `pip install llama-cpp-python=="):
-        llama_cpp.LlamaCppEngine(exported)
+        llama_cpp.LlamaCppEngine(exported["joint"])
 
 
 @needs_llama_cpp
-def test_an_untested_version_is_said_and_its_layout_of_states_is_not_used(make_engine, monkeypatch, caplog):
+def test_an_untested_version_is_said_and_what_llama_cpp_warns_of_is_told_whole(monkeypatch, caplog):
     api = llama_cpp.import_llama_cpp()
     monkeypatch.setattr(api, "__version__", "9.9.9")
     llama_cpp.import_llama_cpp.cache_clear()
     monkeypatch.setattr(llama_cpp.logger, "propagate", True)
-    assert make_engine().answer(QUESTION, DOCUMENTS, max_new_tokens=1) is not None
-    assert "llama-cpp-python is 9.9.9; slots were tested with" in caplog.text
-    with pytest.raises(ValueError, match="9.9.9, whose states may have another layout"):
-        make_engine("always").answer(QUESTION, DOCUMENTS, max_new_tokens=1)
-
-
-@needs_llama_cpp
-def test_what_llama_cpp_warns_of_is_told_whole_and_nothing_else():
     note = llama_cpp.import_llama_cpp().note_of_arcaligner
+    assert "llama-cpp-python is 9.9.9; slots were tested with" in caplog.text
     for level, piece in [(2, b"loaded"), (5, b" well"), (4, b"bad "), (5, b"shape\n"), (1, b"debug")]:
         note(level, piece, None)
     with pytest.raises(ValueError, match=r"^llama.cpp: no model \(bad shape\)\.$"):
@@ -301,11 +253,11 @@ def test_what_llama_cpp_warns_of_is_told_whole_and_nothing_else():
 
 
 @needs_llama_cpp
-def test_the_commands_export_and_answer(run_cli, checkpoint, base_model, tmp_path):
+def test_the_commands_export_and_answer(run_cli, checkpoints, base_model, tmp_path):
     (tmp_path / "letter.txt").write_text(DOCUMENTS[1], encoding="utf-8")
-    assert run_cli("export-gguf", checkpoint, "--output", tmp_path / "exported")[0] == 0
+    assert run_cli("export-gguf", checkpoints["joint"], "--output", tmp_path / "exported")[0] == 0
     options = ("answer", "--question", QUESTION, "--document", tmp_path / "letter.txt")
-    options += ("--checkpoint", tmp_path / "exported", "--max-new-tokens", 5, "--gate-mode", "always")
+    options += ("--checkpoint", tmp_path / "exported", "--max-new-tokens", 5, "--gate-mode", "off")
     code, out, _ = run_cli(*options, "--engine", "llama.cpp", "--base-model", base_model)
     assert (code, out) == run_cli(*options)[:2]
     code, _, err = run_cli(*options, "--base-model", base_model)

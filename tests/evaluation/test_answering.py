@@ -24,21 +24,23 @@ from arcaligner.evaluation.answering import (
     slot_inputs,
     text_inputs,
 )
-from arcaligner.train.data import full_text, passages_text, text_prompt
-from arcaligner.train.metrics import ranked_passages, with_likeliest
+from arcaligner.pipeline_arcaligner import rank_passages
+from arcaligner.train.prompts import full_text, passages_text, text_prompt, with_likeliest
 
 ROWS = question_rows(5)
 NEW_TOKENS = 4
 
-
 pytestmark = pytest.mark.usefixtures("few_tokens")
+
+
+def texts(answerer, rows=ROWS) -> list[str]:
+    return [answer.text for answer in answerer.answer(rows)]
 
 
 def test_text_is_read_by_the_bare_backbone(model, processor, base_model_dir):
     answerer = TextAnswerer(model, processor, lambda rows: [passages_text(row) for row in rows])
     base = AutoModelForCausalLM.from_pretrained(base_model_dir)
-    answers = answerer.answer(ROWS)
-    for row, answer in zip(ROWS, answers, strict=True):
+    for row, answer in zip(ROWS, answerer.answer(ROWS), strict=True):
         inputs = text_inputs(processor, [full_text(row)])
         assert answer.text == greedy_answer(base, processor, inputs, NEW_TOKENS).strip()
         assert answer.prompt_ids == inputs["input_ids"][0].tolist()
@@ -46,19 +48,12 @@ def test_text_is_read_by_the_bare_backbone(model, processor, base_model_dir):
         assert answer.context_tokens == answer.passage_tokens == num_tokens
 
 
-def test_a_reader_of_text_that_copies_does_so_from_the_whole_passages_not_from_what_it_reads(
-    model, processor, monkeypatch
-):
+def test_a_reader_of_text_copies_from_the_whole_passages_not_from_what_it_reads(model, processor, monkeypatch):
     monkeypatch.setattr(processor, "copy_bonus", 100.0)
-    free, copied = (
-        [answer.text for answer in TextAnswerer(model, processor, lambda rows: [""] * len(rows), copies).answer(ROWS)]
-        for copies in (False, True)
-    )
-    is_there = [
-        [text in " ".join(passages_text(row).split()) for text, row in zip(texts, ROWS, strict=True)]
-        for texts in (free, copied)
-    ]
-    assert not any(is_there[0]) and all(is_there[1]) and all(copied)
+    passages = [" ".join(passages_text(row).split()) for row in ROWS]
+    for copies in (False, True):
+        found = texts(TextAnswerer(model, processor, lambda rows: [""] * len(rows), copies))
+        assert all(found) and {text in all_of_it for text, all_of_it in zip(found, passages, strict=True)} == {copies}
 
 
 @pytest.mark.parametrize("gate_mode", ["off", "adaptive", "always"])
@@ -73,39 +68,21 @@ def test_slots_are_read_in_the_gate_mode_that_is_asked_for_alone(model, processo
         assert answer.prompt_ids.count(model.config.context_token_id) == answer.context_tokens
 
 
-def test_the_ways_to_read_slots_differ(model, processor):
-    answerers = [
-        SlotAnswerer(model, processor, gate_mode="adaptive"),
-        SlotAnswerer(model, processor, gate_mode="off"),
-        SlotAnswerer(model, processor, gate_mode="always"),
-        SlotAnswerer(model, processor, gate_mode="off", use_lora=False),
-        SlotAnswerer(model, processor, gate_mode="adaptive", with_passages=False),
-    ]
-    texts = [tuple(answer.text for answer in answerer.answer(ROWS)) for answerer in answerers]
-    assert len(set(texts)) == len(answerers)
-
-
-def test_without_lora_the_slots_are_the_projectors_alone(model, processor, checkpoint_dir):
+def test_without_lora_the_slots_are_the_projectors_alone(model, processor):
     inputs = slot_inputs(processor, ROWS[:2])
     model.config.gate_mode = "off"
+    answers = texts(SlotAnswerer(model, processor, use_lora=False))
     with torch.inference_mode():
         with_lora = model(**inputs).logits
         with lora_off(model):
             without = model(**inputs).logits
         torch.testing.assert_close(model(**inputs).logits, with_lora, rtol=0, atol=0)
+        assert answers != texts(SlotAnswerer(model, processor))
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.zero_()
         torch.testing.assert_close(without, model(**inputs).logits)
-    assert not torch.allclose(with_lora, without)
-
-
-def test_the_empty_slot_is_one_that_no_passage_changes(model, processor):
-    answerer = SlotAnswerer(model, processor, gate_mode="adaptive", with_passages=False)
-    answers = answerer.answer(ROWS)
-    others = answerer.answer([row | {"passages": ROWS[0]["passages"]} for row in ROWS])
-    assert [answer.context_tokens for answer in answers] == [1] * 5
-    assert [answer.text for answer in answers] == [answer.text for answer in others]
+    assert not torch.allclose(with_lora, without) and answers == texts(SlotAnswerer(model, processor))
 
 
 def test_the_prompt_with_text_differs_from_the_one_with_slots_in_the_passage_alone(processor):
@@ -116,8 +93,6 @@ def test_the_prompt_with_text_differs_from_the_one_with_slots_in_the_passage_alo
     assert text == slots.replace("<context>" * 3, passage)
     closed = processor.decode(text_inputs(processor, [text_prompt(row, "")])["input_ids"][0])
     assert closed == text.replace(f"Refer to the background document: {passage}\n", "")
-    empty = processor.decode(slot_inputs(processor, [row], with_passages=False)["input_ids"][0])
-    assert empty == slots.replace("<context>" * 3, "<context>")
 
 
 def test_text_apart_answers_in_a_batch_as_alone_and_reads_no_other_passage(model, processor, base_model_dir):
@@ -141,6 +116,32 @@ def test_control_tokens_in_a_passage_that_is_read_apart_are_text(processor):
     (ids,) = apart_text(processor, row).passages
     assert processor.tokenizer.convert_tokens_to_ids("<|im_end|>") not in ids
     assert processor.decode(ids).endswith("He said <|im_end|> and left.")
+
+
+def test_of_more_passages_the_likeliest_are_read_and_all_counted(separate):
+    model, reader = separate
+    passages = [{"title": "", "text": text} for text in ("Ada wrote it.", "The loom wove. It was loud.", "Nobody.")]
+    row = ROWS[0] | {"passages": passages}
+    store = model.slot_prefix_store(reader)
+    (likely,) = with_likeliest(store, [row], 2, gate_mode="off")
+    (ranked,) = rank_passages(store, [row["question"]], [passages], gate_mode="off")
+    least = min(ranked, key=lambda number: ranked[number].log_odds)
+    assert likely == row | {"passages": [each for number, each in enumerate(passages) if number != least]}
+    (found,) = SlotAnswerer(model, reader, gate_mode="off", max_passages=2).answer([row])
+    (expected,) = SlotAnswerer(model, reader, gate_mode="off").answer([likely])
+    assert found.prompt_ids == expected.prompt_ids and found.text == expected.text
+    assert found.passage_tokens > expected.passage_tokens
+
+
+def test_slots_are_the_same_on_any_machine(checkpoint_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(encoder_arcaligner, "fastest_dtype", lambda device_type: torch.bfloat16)
+    copied = shutil.copytree(checkpoint_dir, tmp_path / "copied")
+    ArcAlignerProcessor.from_pretrained(copied, encoder_dtype="auto").save_pretrained(copied)
+    assert ArcAlignerProcessor.from_pretrained(copied).encoder.model.dtype == torch.bfloat16
+    assert load_aligner(str(copied), "cpu")[1].encoder.model.dtype == torch.float32
+
+
+# Batches
 
 
 @given(st.lists(st.integers()), st.integers(1, 9))
@@ -167,14 +168,11 @@ def short_of_memory(error, sizes, most=2):
     return run
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory."),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
-        MemoryError(),
-    ],
-)
+CUDA = torch.OutOfMemoryError("CUDA out of memory.")
+CPU = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+
+@pytest.mark.parametrize("error", [CUDA, CPU, MemoryError()])
 def test_a_lack_of_memory_halves_the_batch_and_goes_on(error, caplog):
     sizes, items = [], list(range(9))
     found = list(in_batches(items, 8, short_of_memory(error, sizes)))
@@ -183,27 +181,7 @@ def test_a_lack_of_memory_halves_the_batch_and_goes_on(error, caplog):
     assert "going on with batches of 2" in caplog.text
 
 
-@pytest.mark.parametrize("error, most", [(RuntimeError("a bug"), 2), (torch.OutOfMemoryError("out of memory."), 0)])
+@pytest.mark.parametrize("error, most", [(RuntimeError("a bug"), 2), (CUDA, 0)])
 def test_other_errors_and_a_lack_of_memory_for_one_item_are_raised(error, most):
     with pytest.raises(type(error), match=str(error)):
         list(in_batches(range(4), 4, short_of_memory(error, [], most)))
-
-
-def test_of_more_passages_the_likeliest_are_read_and_all_counted(separate):
-    model, reader = separate
-    passages = [{"title": "", "text": text} for text in ("Ada wrote it.", "The loom wove. It was loud.", "Nobody.")]
-    row = ROWS[0] | {"passages": passages}
-    ranked = ranked_passages(model.slot_prefix_store(reader), [row], gate_mode="off")
-    (likely,) = with_likeliest([row], ranked, 2)
-    (found,) = SlotAnswerer(model, reader, gate_mode="off", max_passages=2).answer([row])
-    (expected,) = SlotAnswerer(model, reader, gate_mode="off").answer([likely])
-    assert len(likely["passages"]) == 2 and found.prompt_ids == expected.prompt_ids and found.text == expected.text
-    assert found.passage_tokens > expected.passage_tokens
-
-
-def test_slots_are_the_same_on_any_machine(checkpoint_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(encoder_arcaligner, "fastest_dtype", lambda device_type: torch.bfloat16)
-    copied = shutil.copytree(checkpoint_dir, tmp_path / "copied")
-    ArcAlignerProcessor.from_pretrained(copied, encoder_dtype="auto").save_pretrained(copied)
-    assert ArcAlignerProcessor.from_pretrained(copied).encoder.model.dtype == torch.bfloat16
-    assert load_aligner(str(copied), "cpu")[1].encoder.model.dtype == torch.float32

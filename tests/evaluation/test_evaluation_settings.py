@@ -15,30 +15,35 @@ NEEDED = {"checkpoint": "user/aligner", "output": "runs/x"}
 def test_without_a_recipe_all_tasks_and_methods_are_meant():
     settings = read_settings(None, NEEDED, {})
     assert list(settings.tasks) == list(TASKS) and settings.methods == list(METHODS)
-    assert settings.checkpoints.aligner == "user/aligner" and settings.output == Path("runs/x")
+    assert settings.checkpoint == "user/aligner" and settings.output == Path("runs/x")
 
 
 def test_the_command_line_goes_over_the_recipe(tmp_path):
-    recipe = {"checkpoint": "a", "tasks": {"squad": {"top_k": 3}, "nq": None}, "batch_size": 4, "output": "o"}
+    tasks = {"squad": {"top_k": 3, "num_questions": 5}, "nq": None}
+    recipe = {"checkpoint": "a", "tasks": tasks, "batch_size": 4, "output": "o"}
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
     path = str(tmp_path / "r.yaml")
     settings = read_settings(path, {"checkpoint": "b", "methods": ["naive"], "device": None}, {"num_questions": 7})
-    assert settings.checkpoints.aligner == "b" and settings.methods == ["naive"] and settings.batch_size == 4
+    assert settings.checkpoint == "b" and settings.methods == ["naive"] and settings.batch_size == 4
     found = {name: (task.top_k, task.num_questions) for name, task in settings.tasks.items()}
     assert found == {"squad": (3, 7), "nq": (None, 7)}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe | {"tasks": ["nq"]}))
+    assert list(read_settings(path, {}, {}).tasks) == ["nq"]
+    (tmp_path / "r.yaml").write_text("tasks: {squad: {topk: 1}}")
+    with pytest.raises(ValueError, match="Unknown key `topk` in `squad`. Did you mean `top_k`"):
+        read_settings(path, NEEDED, {})
 
 
-def test_tasks_that_the_command_line_names_keep_the_recipes_settings():
+def test_recipes_read_as_they_are_meant_and_an_unknown_one_names_those_there_are():
     settings = read_settings("smollm2_135m", NEEDED | {"tasks": ["hotpotqa", "2wikimultihopqa"]}, {})
     found = {name: task.passages for name, task in settings.tasks.items()}
-    assert found == {"hotpotqa": "gold", "2wikimultihopqa": "given"}
-
-
-def test_the_papers_recipe_is_the_papers():
+    assert found == {"hotpotqa": "gold", "2wikimultihopqa": "given"}  # named tasks keep the recipe's settings
     settings = read_settings("paper", NEEDED, {})
-    assert list(settings.tasks) == list(TASKS)[:6]
-    assert {task.passages for task in settings.tasks.values()} == {"retrieved"}
-    assert settings.corpus and settings.reranker and {task.top_k for task in settings.tasks.values()} == {None}
+    assert list(settings.tasks) == list(TASKS)[:6] and settings.corpus and settings.reranker
+    assert {(task.passages, task.top_k) for task in settings.tasks.values()} == {("retrieved", None)}
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == {"paper", "smollm2_135m"}
+    with pytest.raises(ValueError, match="no recipe 'mine': neither one of paper, smollm2_135m nor a YAML file"):
+        read_settings("mine", NEEDED, {})
 
 
 @pytest.mark.parametrize(
@@ -48,27 +53,15 @@ def test_the_papers_recipe_is_the_papers():
         ({"methods": ["arcalinger"]}, {}, "no method 'arcalinger'. Known: naive"),
         ({"methods": []}, {}, "No method is named"),
         ({"color": "red"}, {}, "Unknown key `color` in the evaluation"),
-        ({"tasks": {"squad": {"topk": 1}}}, {}, "Unknown key `topk` in `squad`. Did you mean `top_k`"),
         ({"tasks": ["squad"]}, {"passages": "golden"}, "`passages` is 'golden'; expected one of given, gold"),
         ({"tasks": ["squad"]}, {"top_k": 0}, "`top_k` is 0; expected a whole number of at least 1"),
         ({"tasks": ["squad"]}, {"passages": "retrieved"}, "squad: `passages` is retrieved, but no corpus is named"),
         ({"batch_size": 0}, {}, "`batch_size` is 0"),
         ({"tokens_per_slot": [4, "word"]}, {}, "`tokens_per_slot` is 'word'; expected a whole number"),
+        ({"checkpoint": None}, {}, "No aligner is named"),
+        ({"output": None}, {}, "Name a folder"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(given, of_tasks, message):
     with pytest.raises(ValueError, match=message):
         read_settings(None, NEEDED | given, of_tasks)
-
-
-@pytest.mark.parametrize("missing, message", [("checkpoint", "No aligner is named"), ("output", "Name a folder")])
-def test_an_aligner_and_a_folder_are_needed(missing, message):
-    with pytest.raises(ValueError, match=message):
-        read_settings(None, {key: value for key, value in NEEDED.items() if key != missing}, {})
-
-
-def test_every_recipe_reads_and_an_unknown_one_names_those_there_are():
-    for path in RECIPES.glob("*.yaml"):
-        assert read_settings(path.stem, NEEDED, {}).methods
-    with pytest.raises(ValueError, match="no recipe 'mine': neither one of paper, smollm2_135m nor a YAML file"):
-        read_settings("mine", NEEDED, {})

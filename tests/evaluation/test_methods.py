@@ -1,13 +1,33 @@
-"""Methods are found by name, with a rate; answers of one checkpoint are told from those of another."""
+"""Methods are found by name, with a rate; answers of one checkpoint are told from those of another; LLMLingua leaves a
+third of the passages' tokens and nothing else of the prompt changes."""
 
 import shutil
+import sys
+from importlib.util import find_spec
 
 import pytest
+import torch
 from conftest import edit_json
+from training_rows import question_rows
 
 from arcaligner import ArcAlignerConfig
 from arcaligner.evaluation import methods
-from arcaligner.evaluation.methods import METHODS, Checkpoints, backbone_fingerprint, find_method, fingerprint, sort_key
+from arcaligner.evaluation.answering import text_inputs
+from arcaligner.evaluation.methods import (
+    METHODS,
+    RATE,
+    Checkpoints,
+    MissingMethodError,
+    PairCacheModel,
+    backbone_fingerprint,
+    find_method,
+    fingerprint,
+    llmlingua_compressor,
+    sort_key,
+)
+from arcaligner.train.prompts import passages_text, text_prompt
+
+TEXT = " ".join(passages_text(row) for row in question_rows(3))
 
 
 @pytest.fixture
@@ -15,34 +35,50 @@ def copied(checkpoint_dir, tmp_path):
     return shutil.copytree(checkpoint_dir, tmp_path / "copied")
 
 
-def test_a_copy_is_the_same_checkpoint_and_a_folder_without_weights_none(checkpoint_dir, copied):
+def test_a_name_with_a_rate_is_a_method_of_its_own():
+    method = find_method("arcaligner_x4")
+    assert (method.name, method.title) == ("arcaligner_x4", "ArcAligner, 4 tokens per slot")
+    assert find_method("llmlingua_xsegment").tokens_per_slot == "segment"
+    assert all(find_method(name) is METHODS[name] for name in METHODS)
+    assert {name for name in METHODS if METHODS[name].copies} == {"full_text_copying", "truncated_copying"}
+
+
+@pytest.mark.parametrize("name", ["naive_x4", "arcaligner_x0", "arcaligner_x", "arcaligner_xhalf", "arcaligner_4"])
+def test_a_name_that_is_no_method_is_refused_with_those_that_are(name):
+    with pytest.raises(ValueError, match=f"There is no method '{name}'.* with a rate, such as `_x4` .*: truncated"):
+        find_method(name)
+
+
+def test_rates_stand_after_their_method_from_fine_to_coarse():
+    ordered = ["naive", "arcaligner", "arcaligner_x4", "arcaligner_x16", "arcaligner_xsegment", "no_recursion"]
+    assert sorted(reversed(ordered), key=sort_key) == ordered
+
+
+# What answers depend on
+
+
+def prints(folder) -> tuple[str, str]:
+    return fingerprint(str(folder)), backbone_fingerprint(str(folder))
+
+
+def test_a_copy_is_the_same_checkpoint_and_other_weights_or_settings_another(checkpoint_dir, copied):
+    own, backbone = prints(checkpoint_dir)
     (copied / "README.md").write_text("another card")
-    assert fingerprint(str(copied)) == fingerprint(str(checkpoint_dir))
-    assert backbone_fingerprint(str(copied)) == backbone_fingerprint(str(checkpoint_dir))
-    with pytest.raises(ValueError, match="There is no checkpoint in"):
-        fingerprint(str(copied / "nowhere"))
-
-
-@pytest.mark.parametrize(
-    "file, changes", [("config", {"gate_threshold": 0.9}), ("processor_config", {"sentences_per_segment": 3})]
-)
-def test_other_settings_are_another_checkpoint(checkpoint_dir, copied, file, changes):
-    edit_json(copied / f"{file}.json", **changes)
-    assert fingerprint(str(copied)) != fingerprint(str(checkpoint_dir))
-
-
-def test_other_weights_are_another_checkpoint_of_the_same_backbone(checkpoint_dir, copied):
+    assert prints(copied) == (own, backbone)
+    for file, changes in (("config", {"gate_threshold": 0.9}), ("processor_config", {"sentences_per_segment": 3})):
+        before = (copied / f"{file}.json").read_bytes()
+        edit_json(copied / f"{file}.json", **changes)
+        assert fingerprint(str(copied)) != own
+        (copied / f"{file}.json").write_bytes(before)
     (weights,) = copied.glob("*.safetensors")
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert fingerprint(str(copied)) != fingerprint(str(checkpoint_dir))
-    assert backbone_fingerprint(str(copied)) == backbone_fingerprint(str(checkpoint_dir))
-
-
-def test_another_chat_template_asks_the_backbone_otherwise(checkpoint_dir, copied):
+    assert prints(copied)[0] != own and prints(copied)[1] == backbone
     template = copied / "chat_template.jinja"
     template.write_text(template.read_text("utf-8") + " ", encoding="utf-8")
-    assert backbone_fingerprint(str(copied)) != backbone_fingerprint(str(checkpoint_dir))
+    assert backbone_fingerprint(str(copied)) != backbone  # which is asked otherwise
+    with pytest.raises(ValueError, match="There is no checkpoint in"):
+        fingerprint(str(copied / "nowhere"))
 
 
 def test_a_checkpoint_of_the_hub_is_named_with_its_commit(monkeypatch):
@@ -53,41 +89,77 @@ def test_a_checkpoint_of_the_hub_is_named_with_its_commit(monkeypatch):
     assert fingerprint("user/name") == "user/name@abc" and asked == ["user/name"]
 
 
-def test_a_name_with_a_rate_is_a_method_of_its_own():
-    method = find_method("arcaligner_x4")
-    assert (method.name, method.title) == ("arcaligner_x4", "ArcAligner, 4 tokens per slot")
-    assert find_method("llmlingua_xsegment").tokens_per_slot == "segment"
-    assert all(find_method(name) is METHODS[name] for name in METHODS)
+def test_the_rate_and_whose_slots_are_counted_are_part_of_what_answers_depend_on(checkpoint_dir, copied):
+    def settings(name, aligner=checkpoint_dir):
+        readers = {"full_text_lora": str(checkpoint_dir), "projector_only": str(checkpoint_dir)}
+        return find_method(name).answer_settings(Checkpoints(str(aligner), **readers))
 
-
-@pytest.mark.parametrize("name", ["naive_x4", "arcaligner_x0", "arcaligner_x", "arcaligner_xhalf", "arcaligner_4"])
-def test_a_name_that_is_no_method_is_refused_with_those_that_are(name):
-    with pytest.raises(ValueError, match=f"There is no method '{name}'.* with a rate, such as `_x4` .*: truncated"):
-        find_method(name)
-
-
-def test_a_text_cut_to_the_slots_of_another_aligner_is_another_text(checkpoint_dir, copied):
-    def settings(aligner):
-        checkpoints = Checkpoints(str(aligner), full_text_lora=str(checkpoint_dir))
-        return find_method("truncated_lora_x4").answer_settings(checkpoints)
-
-    assert settings(copied) == settings(checkpoint_dir)
+    plain = settings("arcaligner")
+    assert settings("arcaligner_x4") == plain | {"tokens_per_slot": 4}
+    assert settings("llmlingua_x4")["weights"] == plain["weights"] != settings("llmlingua")["weights"]
+    assert settings("truncated_lora_x4", copied) == settings("truncated_lora_x4")
     edit_json(copied / "processor_config.json", sentences_per_segment=3)
-    assert settings(copied) != settings(checkpoint_dir)
-    alone = Checkpoints(str(copied), projector_only=str(checkpoint_dir))  # reads slots of its own
-    assert "slots_of" not in find_method("projector_only_x4").answer_settings(alone)
+    assert settings("truncated_lora_x4", copied) != settings("truncated_lora_x4")
+    assert settings("projector_only_x4", copied) == settings("projector_only_x4")  # which reads slots of its own
 
 
-def test_rates_stand_after_their_method_from_fine_to_coarse():
-    names = ["arcaligner_xsegment", "no_recursion", "arcaligner_x16", "naive", "arcaligner_x4", "arcaligner"]
-    ordered = ["naive", "arcaligner", "arcaligner_x4", "arcaligner_x16", "arcaligner_xsegment", "no_recursion"]
-    assert sorted(names, key=sort_key) == ordered
+def test_of_several_passages_none_is_the_likeliest_without_a_confidence(checkpoint_dir):
+    with pytest.raises(MissingMethodError, match="confidence"):
+        METHODS["one_passage"].load(Checkpoints(str(checkpoint_dir)))
 
 
-def test_the_rate_is_part_of_what_answers_depend_on(checkpoint_dir):
-    checkpoints = Checkpoints(str(checkpoint_dir))
-    plain, fine = (find_method(name).answer_settings(checkpoints) for name in ("arcaligner", "arcaligner_x4"))
-    assert fine == plain | {"tokens_per_slot": 4}
-    # Its slots decide how much text the baseline reads.
-    baseline = find_method("llmlingua_x4").answer_settings(checkpoints)
-    assert baseline["weights"] == plain["weights"] != find_method("llmlingua").answer_settings(checkpoints)["weights"]
+# LLMLingua
+
+needs_llmlingua = pytest.mark.skipif(
+    find_spec("llmlingua") is None, reason="llmlingua is not installed: `pip install llmlingua==0.2.2`"
+)
+
+
+@pytest.fixture
+def compress(model, tokenizer):
+    return llmlingua_compressor(model, tokenizer)
+
+
+@needs_llmlingua
+@pytest.mark.parametrize("repeats", [1, 5, 8])  # one part; three with a cache between them; more than the model reads
+def test_llmlingua_keeps_a_third_of_the_tokens_in_their_order(compress, tokenizer, repeats):
+    text = " ".join([TEXT] * repeats)
+    num_tokens = len(tokenizer(text)["input_ids"])
+    assert (num_tokens > 200, num_tokens > 512) == (repeats > 1, repeats > 5)
+    compressed, letters = compress(text, RATE), iter(text)
+    assert all(letter in letters for letter in compressed)
+    assert 0.25 < len(tokenizer(compressed)["input_ids"]) / num_tokens < 0.4
+
+
+@needs_llmlingua
+def test_a_cache_of_pairs_continues_as_if_all_were_read_at_once(tokenizer, model):
+    pairs_model = PairCacheModel(model)
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]  # (1, seq_len)
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        whole = model(ids).logits
+        first = pairs_model(ids[:, :9], mask[:, :9], None, True)
+        pairs = [[keys[:, :, :6], values[:, :, :6]] for keys, values in first.past_key_values]
+        rest = pairs_model(ids[:, 6:], attention_mask=mask, past_key_values=pairs, use_cache=True)
+    torch.testing.assert_close(first.logits, whole[:, :9])
+    torch.testing.assert_close(rest.logits, whole[:, 6:])
+    assert all(keys.shape[2] == values.shape[2] == ids.shape[1] for keys, values in rest.past_key_values)
+
+
+@needs_llmlingua
+def test_llmlingua_compresses_the_passages_and_leaves_the_question(checkpoint_dir, compress, processor):
+    rows = question_rows(3)
+    rows[1]["passages"] = []
+    answers = METHODS["llmlingua"].load(Checkpoints(str(checkpoint_dir))).answer(rows)
+    texts = [compress(passages_text(row), RATE) for row in rows]
+    assert texts[1] == "" and compress("a", RATE) == "a" and len(texts[0]) < len(passages_text(rows[0])) / 2
+    prompts = text_inputs(processor, [text_prompt(row, text) for row, text in zip(rows, texts, strict=True)])
+    expected = [ids[mask.bool()].tolist() for ids, mask in zip(*prompts.values(), strict=True)]
+    assert [answer.prompt_ids for answer in answers] == expected
+    assert answers[1].context_tokens == 0 < answers[0].context_tokens < 0.5 * answers[0].passage_tokens
+
+
+def test_without_the_package_the_error_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llmlingua", None)
+    with pytest.raises(MissingMethodError, match="pip install llmlingua==0.2.2"):
+        llmlingua_compressor(None, None)

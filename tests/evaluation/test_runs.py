@@ -9,10 +9,7 @@ from arcaligner.evaluation.runs import AnswerFile, answer_files, row_digest
 
 SETTINGS = {"weights": "abc", "passages": "given", "top_k": None, "machine": "here", "checkpoint": "runs/a"}
 ROWS = question_rows(4)
-
-
-def line(row: dict) -> dict:
-    return {"id": row["id"], "prediction": "é", "row": row_digest(row)}
+LINES = [{"id": row["id"], "prediction": "é", "row": row_digest(row)} for row in ROWS]
 
 
 @pytest.fixture
@@ -20,28 +17,21 @@ def file(tmp_path) -> AnswerFile:
     """Answers to the first two rows."""
     file = AnswerFile(tmp_path, "squad", "naive")
     assert file.open(SETTINGS, ROWS) == ROWS
-    file.append(map(line, ROWS[:2]))
+    file.append(LINES[:2])
     return file
 
 
 @pytest.mark.parametrize("kept", [1, 20, -1])
 def test_a_line_that_a_kill_cut_off_is_answered_anew(file, kept):
     whole = file.path.read_bytes()
-    broken = json.dumps(line(ROWS[2]), ensure_ascii=False).encode()[:kept]
-    file.path.write_bytes(whole + broken)
-    assert file.read() == [line(row) for row in ROWS[:2]]
-    assert file.open(SETTINGS, ROWS) == ROWS[2:]
+    file.path.write_bytes(whole + json.dumps(LINES[2], ensure_ascii=False).encode()[:kept])
+    assert file.read() == LINES[:2] and file.open(SETTINGS, ROWS) == ROWS[2:]
     with file.claim():
-        file.append([line(ROWS[2])])
-    assert file.read() == [line(row) for row in ROWS[:3]] and file.path.read_bytes().startswith(whole)
-
-
-def test_a_second_process_in_the_same_file_is_refused(file):
-    with file.claim(), pytest.raises(ValueError, match=r"Another process answers into .*naive\.jsonl"):
-        with AnswerFile(file.run, file.task, file.method).claim():
-            pass
-    with file.claim():
-        file.append([line(ROWS[2])])
+        with pytest.raises(ValueError, match=r"Another process answers into .*naive\.jsonl"):
+            with AnswerFile(file.run, file.task, file.method).claim():
+                pass
+        file.append(LINES[2:3])
+    assert file.read() == LINES[:3] and file.path.read_bytes().startswith(whole)
 
 
 def test_another_machine_or_place_of_the_same_weights_goes_on(file):
@@ -65,7 +55,6 @@ def test_another_row_of_the_same_id_is_refused(file, key, value):
 
 
 def test_the_files_of_a_run_are_found_by_task_and_method(file, tmp_path):
-    other = AnswerFile(tmp_path, "nq", "arcaligner")
-    other.open(SETTINGS, ROWS)  # nothing answered yet
+    AnswerFile(tmp_path, "nq", "arcaligner").open(SETTINGS, ROWS)  # nothing answered yet
     (tmp_path / "results.json").write_text("{}")
     assert answer_files(tmp_path) == [file]

@@ -1,6 +1,7 @@
 """Each task reads its data set's rows and local files alike, and asks only what can be scored."""
 
 import logging
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -8,21 +9,19 @@ from training_rows import HOTPOTQA, MUSIQUE, SQUAD, write_rows
 
 from arcaligner.evaluation.tasks import TASKS, Task, choose_passages
 
-BEN = {"title": "Ben", "text": "Ben."}
-HOTPOTQA_PASSAGES = [{"title": "Cy", "text": "No."}, {"title": "Ada", "text": "Ada was born. In 1815."}, BEN]
-
 
 def asked(row_id: str, question: str, answers: list[str], passages=(), **meta) -> dict:
-    """A row of our schema."""
-    made = {"id": row_id, "question": question, "answers": answers, "passages": list(passages)}
+    """A row of our schema, where passages are pairs of title and text."""
+    passages = [{"title": title, "text": text} for title, text in passages]
+    made = {"id": row_id, "question": question, "answers": answers, "passages": passages}
     return made | ({"meta": meta} if meta else {})
 
 
-HOTPOTQA_ASKED = asked("h1", "Was Ada born before Ben?", ["yes"], HOTPOTQA_PASSAGES, gold=[1, 2])
+THREE = [("Cy", "No."), ("Ada", "Ada was born. In 1815."), ("Ben", "Ben.")]
+HOTPOTQA_ASKED = asked("h1", "Was Ada born before Ben?", ["yes"], THREE, gold=[1, 2])
 POPQA = {"id": 7, "question": "What is Ada's occupation?", "s_pop": 99, "possible_answers": '["poet", "writer"]'}
 TRIVIAQA = {"question_id": "t1", "question": "Which?", "answer": {"value": "Bill", "aliases": ["Bill", "The Bill"]}}
-PARAGRAPHS = [{"title": "x", "text": "y"}, {"title": "z", "text": "w"}]
-SQUAD_ASKED = asked("s1", "Who?", ["Ada"], [{"title": "Ada L", "text": "Ada."}])
+SQUAD_ASKED = asked("s1", "Who?", ["Ada"], [("Ada L", "Ada.")])
 # A row as the data set of the Hub has it, and the row that is asked.
 HUB_ROWS = {
     "2wikimultihopqa": (HOTPOTQA, HOTPOTQA_ASKED),
@@ -33,12 +32,19 @@ HUB_ROWS = {
     "webq": ({"url": "u", "question": "what?", "answers": ["Ada"]}, asked("what?", "what?", ["Ada"])),
     **dict.fromkeys(("squad", "squad_more", "adversarialqa"), (SQUAD, SQUAD_ASKED)),
     "squad_unanswerable": (SQUAD | {"answers": {"text": []}}, SQUAD_ASKED | {"answers": []}),
-    "musique": (MUSIQUE, asked("m1", "Who?", ["Ada", "A."], PARAGRAPHS, gold=[1])),
+    "musique": (MUSIQUE, asked("m1", "Who?", ["Ada", "A."], [("x", "y"), ("z", "w")], gold=[1])),
 }
 
 
 def row(number: int, answers=("Ada",), question="Who?") -> dict:
-    return {"id": str(number), "question": question, "answers": list(answers), "passages": []}
+    return asked(str(number), question, list(answers))
+
+
+@pytest.fixture
+def hub(monkeypatch) -> Mock:
+    """In place of `load_dataset`."""
+    monkeypatch.setattr(datasets, "load_dataset", mock := Mock())
+    return mock
 
 
 def test_the_papers_six_tasks_ask_as_many_questions_as_its_table_says():
@@ -48,29 +54,22 @@ def test_the_papers_six_tasks_ask_as_many_questions_as_its_table_says():
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_row_of_the_hub_becomes_one_of_our_schema(name, monkeypatch):
+def test_a_row_of_the_hub_becomes_one_of_our_schema(name, hub):
     stored, expected = HUB_ROWS[name]
-    calls = []
-
-    def load_dataset(*args, **kwargs):
-        calls.append((*args, kwargs["split"]))
-        return datasets.Dataset.from_list([stored])
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    hub.return_value = datasets.Dataset.from_list([stored])
     (loaded,) = TASKS[name].load()
     assert loaded | {"gold": None} == expected | {"gold": None}
-    assert calls == [(TASKS[name].hub_id, TASKS[name].config, TASKS[name].split)]
+    hub.assert_called_once_with(TASKS[name].hub_id, TASKS[name].config, split=TASKS[name].split)
 
 
 def test_rows_outside_of_a_task_are_not_asked():
-    popular = HUB_ROWS["popqa_longtail"][0] | {"s_pop": 100}
-    assert TASKS["popqa_longtail"].to_row(popular) is None
-    assert TASKS["musique"].to_row(HUB_ROWS["musique"][0] | {"answerable": False}) is None
+    assert TASKS["popqa_longtail"].to_row(POPQA | {"s_pop": 100}) is None
+    assert TASKS["musique"].to_row(MUSIQUE | {"answerable": False}) is None
+    assert TASKS["squad_unanswerable"].to_row(SQUAD) is None
 
 
-def test_a_sample_of_the_hub_is_random_and_always_the_same(monkeypatch):
-    rows = [row(number) for number in range(50)]
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
+def test_a_sample_of_the_hub_is_random_and_always_the_same(hub):
+    hub.return_value = datasets.Dataset.from_list([row(number) for number in range(50)])
     task = Task("t", "T", "org/t", None, "test", dict, num_questions=10)
     ids = [each["id"] for each in task.load()]
     assert ids == [each["id"] for each in task.load()] and len(ids) == 10
@@ -89,36 +88,31 @@ def test_a_local_file_replaces_the_hub_without_rows_that_cannot_be_scored(tmp_pa
     assert TASKS["squad"].load(tmp_path, num_questions=1) == rows[:1]
 
 
-def test_a_folder_without_the_file_is_not_replaced_by_the_hub(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets, "load_dataset", None)
+def test_files_that_cannot_be_asked_are_refused(tmp_path, hub):
     with pytest.raises(FileNotFoundError, match=r"no squad\.jsonl\.gz in .*to take rajpurkar/squad"):
         TASKS["squad"].load(tmp_path)
-
-
-def test_two_rows_of_one_id_are_refused(tmp_path):
+    hub.assert_not_called()
     write_rows(tmp_path / "squad.jsonl", [row(0), row(1), row(0, question="Else?")])
     with pytest.raises(ValueError, match="has 1 duplicate ids, such as '0'"):
         TASKS["squad"].load(tmp_path)
+    write_rows(tmp_path / "nq.jsonl", [row(0, answers=[])])
+    with pytest.raises(ValueError, match=r"nq\.jsonl has no row with a question and an answer"):
+        TASKS["nq"].load(tmp_path)
 
 
-def test_a_task_that_is_nowhere_says_where_it_could_be(monkeypatch):
-    def offline(*args, **kwargs):
-        raise ConnectionError("offline")
-
-    monkeypatch.setattr(datasets, "load_dataset", offline)
+def test_a_task_that_is_nowhere_says_where_it_could_be(hub):
+    hub.side_effect = ConnectionError("offline")
     with pytest.raises(OSError, match=r"rajpurkar/squad: ConnectionError.*squad\.jsonl\.gz into the folder"):
         TASKS["squad"].load()
 
 
 def test_passages_are_those_given_or_the_gold_ones_and_the_first_of_them():
-    texts = [{"title": "", "text": text} for text in "abcd"]
-    rows = [row(0) | {"passages": texts, "meta": {"gold": [3, 1]}}, row(1) | {"passages": texts}]
+    texts = [("", text) for text in "abcd"]
+    rows = [asked("0", "Who?", ["Ada"], texts, gold=[3, 1]), asked("1", "Who?", ["Ada"], texts)]
 
     def read(*choice) -> list[str]:
         return ["".join(each["text"] for each in found["passages"]) for found in choose_passages(rows, *choice)]
 
-    assert read() == ["abcd", "abcd"]
-    assert read("given", 2) == ["ab", "ab"]
-    assert read("gold") == ["db", "abcd"]
-    assert read("gold", 1) == ["d", "a"]
-    assert rows[0]["passages"] == texts
+    assert read("given", None) == ["abcd", "abcd"] and read("given", 2) == ["ab", "ab"]
+    assert read("gold", None) == ["db", "abcd"] and read("gold", 1) == ["d", "a"]
+    assert len(rows[0]["passages"]) == 4

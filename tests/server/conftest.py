@@ -18,10 +18,9 @@ from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline
 from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.table import Corpus
-from arcaligner.server.answers import Limits
 from arcaligner.server.app import ServerSettings, create_app
-from arcaligner.server.engine import Engine
-from arcaligner.server.limits import TimedConnection
+from arcaligner.server.engine import Engine, Limits
+from arcaligner.server.listen import TimedConnection
 
 KEY = "a key"
 
@@ -79,8 +78,7 @@ def held(engine, monkeypatch) -> HeldRequests:
 @pytest.fixture(scope="session")
 def url(engine):
     """Where the server listens."""
-    settings = ServerSettings(model="tiny", api_key=KEY, max_body_bytes=20_000)
-    app = create_app(engine, settings)
+    app = create_app(engine, ServerSettings(model="tiny", api_key=KEY))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", http=TimedConnection))
     thread = threading.Thread(target=server.run)
     thread.start()

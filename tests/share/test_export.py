@@ -28,12 +28,10 @@ RESULTS = {"questions": 5, "sets": {"NQ": {"methods": {"arcaligner": {"f1": [9.7
 @pytest.fixture
 def stages(checkpoint_dir, tmp_path) -> Path:
     """Three finished stages and one that broke off; stage n has weights that are n larger."""
-    weights = load_file(checkpoint_dir / "model.safetensors")
     for number, (name, recipe) in enumerate(RECIPES.items(), start=1):
-        folder = tmp_path / "runs" / name
-        shutil.copytree(checkpoint_dir, folder)
+        folder = shutil.copytree(checkpoint_dir, tmp_path / "runs" / name)
         (folder / "recipe.yaml").write_text(recipe)
-        change_weights(folder, weights, number)
+        add_to_weights(folder, number)
     (tmp_path / "runs" / "4_broken").mkdir()
     return tmp_path / "runs"
 
@@ -43,33 +41,27 @@ def output(tmp_path) -> Path:
     return tmp_path / "exported"
 
 
-def change_weights(folder: Path, weights: dict[str, torch.Tensor], added: float) -> None:
-    weights = {name: tensor + added for name, tensor in weights.items()}
+def add_to_weights(folder: Path, added: float) -> None:
+    weights = {name: tensor + added for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     edit_json(folder / "config.json", digests=None)
 
 
-def run(*arguments) -> Result:
+def run(stages: Path, output: Path) -> Result:
     app = typer.Typer()
     app.command()(export.main)
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    return CliRunner().invoke(app, ["--stages", str(stages), "--output", str(output)], catch_exceptions=False)
 
 
-def write(stages: Path, output: Path, *arguments) -> str:
+def write(stages: Path, output: Path) -> str:
     """Exports; what was said."""
-    result = run("--stages", stages, "--output", output, *arguments)
+    result = run(stages, output)
     assert result.exit_code == 0, result.output
     return result.output
 
 
-def card_datasets(output: Path) -> list[str]:
-    return yaml.safe_load((output / "README.md").read_text().split("---\n")[1])["datasets"]
-
-
-def test_the_last_stage_is_written_in_bfloat16_with_processor_and_card(stages, output):
-    (output / ".saving-killed").mkdir(parents=True)
+def test_the_last_stage_is_written_in_bfloat16_with_processor_card_and_the_recipes_of_all(stages, output):
     write(stages, output)
-    assert not list(output.glob(".saving-*"))
     weights, trained = load_file(output / "model.safetensors"), load_file(stages / "3_gating" / "model.safetensors")
     assert weights.keys() == trained.keys()
     for name, tensor in weights.items():
@@ -77,28 +69,18 @@ def test_the_last_stage_is_written_in_bfloat16_with_processor_and_card(stages, o
         assert torch.equal(tensor, trained[name].to(torch.bfloat16)), name
     assert {p.dtype for _, p in ArcAlignerForCausalLM.from_pretrained(output).aligner_parameters()} == {torch.float32}
     assert check_checkpoint(output).model_type == "arcaligner"  # which a push takes
-    assert 'model="user/name", trust_remote_code=True)' in (output / "README.md").read_text()
-
-
-def test_recipes_of_all_stages_are_joined_whether_or_not_they_end_in_a_newline(stages, output):
-    write(stages, output)
-    text = (output / "recipe.yaml").read_text()
+    text, card = (output / "recipe.yaml").read_text(), (output / "README.md").read_text()
     assert list(yaml.safe_load_all(text)) == [yaml.safe_load(recipe) for recipe in RECIPES.values()]
     assert text == "---\n".join(f"{recipe.strip()}\n" for recipe in RECIPES.values())
-    assert card_datasets(output) == ["someone/questions", "someone/texts"]
+    assert "- someone/questions\n- someone/texts\n" in card
+    assert 'model="user/name", trust_remote_code=True)' in card
 
 
-def test_another_export_keeps_named_data_sets_and_an_edited_card(stages, output):
-    write(stages, output, "--dataset", "someone/squad", "--dataset", "someone/nq")
+def test_another_export_keeps_an_edited_card(stages, output):
     write(stages, output)
-    assert card_datasets(output) == ["someone/nq", "someone/questions", "someone/squad", "someone/texts"]
-    edited = '---\nlicense: mit\n---\n# Mine\n\nask = pipeline("text-generation", model="someone/mine")\n'
-    (output / "README.md").write_text(edited)
+    (output / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
     assert "left" in (said := write(stages, output)) and "Delete it" in said
-    assert (output / "README.md").read_text() == edited
-    (output / "README.md").unlink()
-    write(stages, output)
-    assert card_datasets(output) == ["someone/questions", "someone/texts"]
+    assert (output / "README.md").read_text() == "---\nlicense: mit\n---\n# Mine\n"
 
 
 def copy_more(stage):
@@ -108,16 +90,14 @@ def copy_more(stage):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [lambda stage: change_weights(stage, load_file(stage / "model.safetensors"), 1.0), copy_more],
-    ids=["weights", "a setting of the processor"],
+    "change", [lambda stage: add_to_weights(stage, 1.0), copy_more], ids=["weights", "a setting of the processor"]
 )
 def test_results_come_into_the_card_and_go_with_what_they_were_measured_with(stages, output, change):
     write(stages, output)
     (output / "results.json").write_text(json.dumps(RESULTS))
     assert "removed" not in write(stages, output)
     assert json.loads((output / "results.json").read_text()) == RESULTS
-    assert "| **slots** | - | 9.7 [6.5, 13.2] |" in (output / "README.md").read_text()
+    assert "| **slots** | segment | 9.7 |" in (output / "README.md").read_text()
     change(stages / "3_gating")
     assert "removed" in write(stages, output)
     assert not (output / "results.json").exists() and "9.7" not in (output / "README.md").read_text()
@@ -126,19 +106,16 @@ def test_results_come_into_the_card_and_go_with_what_they_were_measured_with(sta
 def test_results_are_gone_before_other_weights_are_there(stages, output, monkeypatch):
     write(stages, output)
     (output / "results.json").write_text(json.dumps(RESULTS))
-    change_weights(stages / "3_gating", load_file(stages / "3_gating" / "model.safetensors"), 1.0)
-    save = export.save_stage
+    add_to_weights(stages / "3_gating", 1.0)
 
-    def save_and_break_off(*arguments):
-        save(*arguments)
+    def break_off(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(export, "save_stage", save_and_break_off)
-    assert run("--stages", stages, "--output", output).exit_code != 0
-    assert load_file(output / "model.safetensors").keys() and not (output / "results.json").exists()
+    monkeypatch.setattr(export, "save_stage", break_off)
+    assert run(stages, output).exit_code != 0 and not (output / "results.json").exists()
 
 
 def test_a_folder_without_a_finished_stage_is_refused(stages, output):
-    result = run("--stages", stages / "4_broken", "--output", output)
+    result = run(stages / "4_broken", output)
     assert result.exit_code == 2 and "holds no finished stage" in " ".join(result.output.replace("│", "").split())
     assert not output.exists()

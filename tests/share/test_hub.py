@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.checkpoint_arcaligner import CODE_FILES
+from arcaligner.common.files import DEFAULT_CHECKPOINT, ROOT
 from arcaligner.share import hub
 
-ROOT = Path(__file__).parents[2]
 REPO = "someone/aligner"
 CHECKPOINT = set(CODE_FILES) | {
     *("config.json", "generation_config.json", "model.safetensors", "README.md", "recipe.yaml", "results.json"),
@@ -54,6 +54,7 @@ class FakeHub:
 
     def create_commit(self, repo_id, operations, commit_message):
         self._call("create_commit")
+        assert len({each.path_in_repo for each in operations}) == len(operations)  # else the Hub refuses it
         for operation in operations:
             if isinstance(operation, CommitOperationAdd):
                 self.files[operation.path_in_repo] = Path(operation.path_or_fileobj).read_bytes()
@@ -101,22 +102,21 @@ def push(run_cli, monkeypatch, folder):
     return push
 
 
-def change_weights(path: Path, change) -> None:
-    weights = change(load_file(path))
-    path.unlink()
-    save_file(weights, path, {"format": "pt"})
-
-
-def test_a_push_is_one_commit_of_the_whole_checkpoint_and_nothing_else(fake_hub, push, folder, tmp_path):
-    code, out, err = push()
+def test_the_readmes_push_is_one_commit_of_the_whole_checkpoint_and_nothing_else(fake_hub, run_cli, folder, tmp_path):
+    (line,) = [
+        line for line in (ROOT / "README.md").read_text("utf-8").splitlines() if "python -m arcaligner push" in line
+    ]
+    ours = {"user/name": REPO, "checkpoints/mine": str(folder)}
+    (folder / "layers_arcaligner.py").unlink()  # code is that of the package
+    code, out, err = run_cli(*(ours.get(argument, argument) for argument in line.split()[3:]))
     assert (code, out) == (0, f"https://hub/{REPO}\n"), err
-    assert fake_hub.calls == ["create_repo", "create_commit"]
+    assert fake_hub.calls == ["create_repo", "create_commit"] and not fake_hub.private
     assert fake_hub.files.keys() == CHECKPOINT
     for name in CHECKPOINT - {"README.md"}:
-        assert fake_hub.files[name] == (folder / name).read_bytes(), name
+        assert fake_hub.files[name] == (ROOT if name in CODE_FILES else folder).joinpath(name).read_bytes(), name
     card = fake_hub.files["README.md"].decode()
     assert f'model="{REPO}", trust_remote_code=True' in card
-    assert "| **slots** | - | 9.7 [6.5, 13.2] |" in card and "- hotpotqa/hotpot_qa\n" in card
+    assert "| **slots** | segment | 9.7 |" in card and "- hotpotqa/hotpot_qa\n" in card
     ArcAlignerForCausalLM.from_pretrained(fake_hub.pull(tmp_path / "pulled"))
 
 
@@ -132,24 +132,17 @@ def test_a_trained_encoder_is_pushed_along_and_its_absence_is_refused(fake_hub, 
     assert code == 1 and "lacks encoder/adapter_config.json" in err
 
 
-def test_an_edited_card_is_pushed_as_it_is_and_code_that_a_folder_lacks_from_the_package(fake_hub, push, folder):
-    (folder / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
-    (folder / "layers_arcaligner.py").unlink()
-    assert push()[0] == 0
-    assert fake_hub.files["README.md"] == b"---\nlicense: mit\n---\n# Mine\n"
-    assert fake_hub.files["layers_arcaligner.py"] == (ROOT / "layers_arcaligner.py").read_bytes()
-
-
-def test_the_next_push_removes_what_is_left_of_the_former_aligner(fake_hub, push, folder):
-    assert push()[0] == 0
+def test_the_next_push_removes_what_is_left_of_the_former_aligner_and_keeps_an_edited_card(fake_hub, push, folder):
     theirs = {"figure.png": b"png", "model.gguf": b"weights", "old_results.json": b"{}"}
     shards = {"model-00001-of-00002.safetensors": b"", "model.safetensors.index.json": b"{}"}
-    fake_hub.files |= theirs | shards | {"former_arcaligner.py": b"code"}
+    fake_hub.files |= theirs | shards | {"former_arcaligner.py": b"code", "layers_arcaligner.py": b"former"}
+    fake_hub.files |= {"recipe.yaml": b"", "results.json": b"{}"}
     for name in ("recipe.yaml", "results.json"):
         (folder / name).unlink()
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
     assert push()[0] == 0
     assert fake_hub.files.keys() == CHECKPOINT - {"recipe.yaml", "results.json"} | theirs.keys()
-    assert "## Results" not in fake_hub.files["README.md"].decode()
+    assert fake_hub.files["README.md"] == b"---\nlicense: mit\n---\n# Mine\n"
 
 
 def refusal(status: int) -> HfHubHTTPError:
@@ -159,8 +152,7 @@ def refusal(status: int) -> HfHubHTTPError:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        ("create_repo", refusal(401), "does not accept the token for `someone/aligner` (401)"),
-        ("create_repo", refusal(403), "may not write to `someone/aligner` (403)"),
+        ("create_repo", refusal(401), "may not write to `someone/aligner` (401)"),
         ("create_commit", refusal(404), "may not write to `someone/aligner` (404)"),
         ("create_commit", refusal(500), "broke off (HfHubHTTPError"),
         ("create_commit", HTTPError("no route"), "broke off (HTTPError: no route). A push is visible whole"),
@@ -176,13 +168,6 @@ def test_a_refusal_or_lost_connection_is_said_with_the_remedy(fake_hub, push, ca
     assert push()[0] == 0 and fake_hub.files.keys() == CHECKPOINT
 
 
-def test_without_a_token_the_hub_is_not_asked(fake_hub, push, monkeypatch):
-    monkeypatch.setattr(hub, "get_token", lambda: None)
-    code, _, err = push()
-    assert code == 1 and f"No token to write to `{REPO}`" in err and "/settings/tokens" in err
-    assert fake_hub.calls == []
-
-
 def test_a_private_push_makes_a_private_repository_and_refuses_a_public_one(fake_hub, push):
     assert push("--private")[0] == 0 and fake_hub.private
     fake_hub.private, fake_hub.files = False, {}
@@ -190,9 +175,11 @@ def test_a_private_push_makes_a_private_repository_and_refuses_a_public_one(fake
     assert code == 1 and "is public; nothing was uploaded" in err and fake_hub.files == {}
 
 
-def drop_a_weight(weights: dict) -> dict:
+def drop_a_weight(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
     weights.pop(next(key for key in weights if "slot_gate" in key))
-    return weights
+    (folder / "model.safetensors").unlink()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def cut_the_weights(folder: Path) -> None:
@@ -207,7 +194,7 @@ def cut_the_weights(folder: Path) -> None:
         (lambda folder: (folder / "config.json").unlink(), "lacks config.json"),
         (lambda folder: edit_json(folder / "config.json", model_type="llama"), "of type 'llama'"),
         (lambda folder: (folder / "model.safetensors").unlink(), "aligner weights"),
-        (lambda folder: change_weights(folder / "model.safetensors", drop_a_weight), "lacks 1 of "),
+        (drop_a_weight, "lacks 1 of "),
         (cut_the_weights, "model.safetensors cannot be read"),
         (lambda folder: (folder / "processor_config.json").unlink(), "lacks processor_config.json"),
         (lambda folder: (folder / "results.json").write_text("{}"), "does not hold results"),
@@ -220,26 +207,19 @@ def test_an_incomplete_checkpoint_is_refused_before_the_hub_is_asked(fake_hub, p
     assert fake_hub.calls == []
 
 
-@pytest.mark.parametrize("repo_id", ["someone/else/where", "some one/aligner", "-/x--y"])
-def test_an_invalid_name_is_refused_before_the_hub_is_asked(fake_hub, push, repo_id):
+@pytest.mark.parametrize("repo_id", ["someone/else/where", "some one/aligner", "-/x--y", REPO])
+def test_an_invalid_name_and_a_missing_token_are_refused_before_the_hub_is_asked(fake_hub, push, repo_id, monkeypatch):
+    monkeypatch.setattr(hub, "get_token", lambda: None)
     code, _, err = push(repo_id=repo_id)
     assert code == 1 and repo_id in err and fake_hub.calls == []
+    assert ("No token to write to" in err and "/settings/tokens" in err) == (repo_id == REPO)
 
 
 def test_the_shipped_checkpoint_can_be_pushed(fake_hub, push):
-    shipped = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
-    code, _, err = push(checkpoint=shipped)
+    code, _, err = push(checkpoint=DEFAULT_CHECKPOINT)
     assert code == 0, err
-    encoder = {path.relative_to(shipped).as_posix() for path in (shipped / "encoder").rglob("*") if path.is_file()}
-    assert "encoder/adapter_model.safetensors" in encoder
-    assert fake_hub.files.keys() == CHECKPOINT | encoder
-    for name in (CHECKPOINT | encoder) - {"README.md"}:
-        assert fake_hub.files[name] == (shipped / name).read_bytes(), name
-
-
-def test_the_readmes_push_runs(fake_hub, folder, run_cli):
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (line,) = [line for line in readme.splitlines() if line.startswith("python -m arcaligner push ")]
-    ours = {"user/name": REPO, "checkpoints/mine": str(folder)}
-    assert run_cli(*(ours.get(argument, argument) for argument in line.partition("#")[0].split()[3:]))[0] == 0
-    assert fake_hub.files.keys() == CHECKPOINT
+    encoder = [path for path in (DEFAULT_CHECKPOINT / "encoder").rglob("*") if path.is_file()]
+    names = {path.relative_to(DEFAULT_CHECKPOINT).as_posix() for path in encoder}
+    assert "encoder/adapter_model.safetensors" in names and fake_hub.files.keys() == CHECKPOINT | names
+    for name in (CHECKPOINT | names) - {"README.md"}:
+        assert fake_hub.files[name] == (DEFAULT_CHECKPOINT / name).read_bytes(), name

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from trl import SFTTrainer
 
 from arcaligner.train import full_text as script
-from arcaligner.train.data import passages_text
 from arcaligner.train.full_text import ApartCollator, FullTextArguments, build_dataset, full_text, tokenize
+from arcaligner.train.prompts import passages_text
 from arcaligner.train.recipe import parse_recipe
 from arcaligner.train.stages import RECIPES
 
@@ -55,17 +55,19 @@ def prompt_of(tokenizer, row) -> str:
     return tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
 
 
-@pytest.mark.parametrize("template", [None, TEMPLATE.read_text("utf-8")], ids=["ChatML", "of the recipe"])
-def test_the_prompt_is_read_and_the_answer_is_learned(tokenizer, monkeypatch, template):
-    if template is not None:
+def test_the_prompt_is_read_and_the_answer_is_learned(tokenizer, monkeypatch):
+    for template in (tokenizer.chat_template, TEMPLATE.read_text("utf-8")):
         monkeypatch.setattr(tokenizer, "chat_template", template)
-    for row in question_rows(3):
-        example = tokenize(row, tokenizer)
-        asked = tokenizer(prompt_of(tokenizer, row), add_special_tokens=False)["input_ids"]
-        target = example["input_ids"][len(asked) :]
-        assert example["input_ids"][: len(asked)] == asked
-        assert example["labels"] == [-100] * len(asked) + target
-        assert tokenizer.decode(target) == row["answers"][0] + "<|im_end|>"
+        for row in question_rows(3):
+            example = tokenize(row, tokenizer)
+            asked = tokenizer(prompt_of(tokenizer, row), add_special_tokens=False)["input_ids"]
+            target = example["input_ids"][len(asked) :]
+            assert example["input_ids"][: len(asked)] == asked
+            assert example["labels"] == [-100] * len(asked) + target
+            assert tokenizer.decode(target) == row["answers"][0] + "<|im_end|>"
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages | length }}{{ messages[0]['content'] }}")
+    with pytest.raises(ValueError, match="Row row-0: the prompt .* is not how the whole conversation"):
+        tokenize(question_rows(1)[0], tokenizer)
 
 
 def test_rows_are_shuffled_and_those_too_long_or_incomplete_left_out(tmp_path, tokenizer):
@@ -83,18 +85,10 @@ def test_rows_are_shuffled_and_those_too_long_or_incomplete_left_out(tmp_path, t
     assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
 
 
-def test_a_template_whose_prompt_is_not_the_beginning_is_refused(tokenizer, monkeypatch):
-    template = "{{ messages | length }}{{ messages[0]['content'] }}"
-    monkeypatch.setattr(tokenizer, "chat_template", template)
-    with pytest.raises(ValueError, match="Row row-0: the prompt .* is not how the whole conversation"):
-        tokenize(question_rows(1)[0], tokenizer)
-
-
 def test_a_run_leaves_a_lora_that_changes_what_the_backbone_says(whole_run, base_model_dir, tokenizer):
     lora = load_file(whole_run / WEIGHTS)
     assert all(key.split(".lora_")[1] in ("A.weight", "B.weight") for key in lora)
     assert all(tensor.abs().sum() > 0 for tensor in lora.values())
-    assert not list(whole_run.glob(".saving-*"))
     base = AutoModelForCausalLM.from_pretrained(base_model_dir, dtype=torch.float32)
     inputs = tokenizer(prompt_of(tokenizer, question_rows(1)[0]), return_tensors="pt", return_token_type_ids=False)
     with torch.inference_mode():
@@ -142,13 +136,17 @@ def test_a_broken_run_ends_as_if_unbroken_and_then_rests(tmp_path, base_model_di
         run([*options, "--lora_r", "4"])
 
 
-def test_the_shipped_recipe_has_the_data_and_template_of_stage_two():
-    path = RECIPES / "smollm2_135m" / "full_text.yaml"
+def test_the_shipped_recipes_have_the_data_and_template_of_stage_two_and_differ_in_the_passages():
+    folder = RECIPES / "smollm2_135m"
+    path = folder / "full_text.yaml"
     recipe, args, _ = parse_recipe(script.SCRIPT, script.KINDS, ["--config", str(path)])
-    stages = [yaml.safe_load(each.read_text("utf-8")) for each in sorted(path.parent.glob("[12]_*.yaml"))]
+    stages = [yaml.safe_load(each.read_text("utf-8")) for each in sorted(folder.glob("[12]_*.yaml"))]
     assert recipe.train_file in stages[1]["train_files"]
     expected = stages[0]["model_name_or_path"], stages[0]["chat_template_path"]
     assert (recipe.model_name_or_path, args.chat_template_path) == expected
+    joint, apart = (yaml.safe_load((folder / f"full_text{name}.yaml").read_text("utf-8")) for name in ("", "_apart"))
+    own = {"output_dir", "passage_attention", "distractors", "max_tokens"}
+    assert {key for key in joint | apart if joint.get(key) != apart.get(key)} == own
     with pytest.raises(ValueError, match="Unknown key `max_token` in the command line. Did you mean `max_tokens`"):
         parse_recipe(script.SCRIPT, script.KINDS, ["--config", str(path), "--max_token", "1"])
 
@@ -205,10 +203,3 @@ def test_a_run_with_passages_apart_leaves_a_lora(tmp_path, base_model_dir):
     assert all(tensor.abs().sum() > 0 for tensor in lora.values())
     with pytest.raises(ValueError, match="`passage_attention` is 'apart'; expected one of joint, separate"):
         run(arguments(tmp_path, base_model_dir, tmp_path / "other", passage_attention="apart"))
-
-
-def test_the_peers_recipe_is_that_of_the_baseline_but_for_its_passages():
-    paths = [RECIPES / "smollm2_135m" / f"full_text{name}.yaml" for name in ("", "_apart")]
-    joint, apart = (yaml.safe_load(path.read_text("utf-8")) for path in paths)
-    own = {"output_dir", "passage_attention", "distractors", "max_tokens"}
-    assert {key for key in joint | apart if joint.get(key) != apart.get(key)} == own

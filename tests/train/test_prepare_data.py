@@ -15,7 +15,7 @@ from arcaligner.common.data_sets import TRAINING_FILES
 from arcaligner.common.files import ROOT
 from arcaligner.common.rows import read_rows
 from arcaligner.train import prepare_data
-from arcaligner.train.corpora import open_corpus
+from arcaligner.train.examples import open_corpus
 from arcaligner.train.prepare_data import SOURCES, prepare, read_limits
 
 ANSWERS = {"text": ["Ada", "Ada"], "answer_start": [0, 0]}
@@ -82,13 +82,19 @@ def copies(tmp_path):
     return tmp_path / "copies"
 
 
-def ids(path) -> list[str]:
-    return [row["id"] for row in read_rows(path)]
+@pytest.fixture
+def data(tmp_path):
+    return tmp_path / "data"
 
 
-def test_each_set_becomes_rows_of_the_files_that_recipes_name(copies, tmp_path):
-    prepare(tmp_path / "data", SOURCES, copies)
-    rows = {row["id"]: row for name in TRAINING_FILES for row in read_rows(tmp_path / "data" / name)}
+def source_of(name: str, **changes) -> prepare_data.Source:
+    (source,) = [source for source in SOURCES if source.name == name]
+    return replace(source, **changes)
+
+
+def test_each_set_becomes_rows_of_the_files_that_recipes_name(copies, data):
+    prepare(data, SOURCES, copies)
+    rows = {row["id"]: row for name in TRAINING_FILES for row in read_rows(data / name)}
     squad = {"title": "Ada Lovelace", "text": "Ada wrote it in 1843."}
     assert [rows[f"squad_s{number}"]["question"] for number in range(7)] == [row["question"] for row in SQUAD]
     assert (rows["squad_s0"]["answers"], rows["squad_s0"]["passages"]) == (["Ada"], [squad])
@@ -109,12 +115,18 @@ def test_each_set_becomes_rows_of_the_files_that_recipes_name(copies, tmp_path):
     sentence = {"title": "", "text": "Ships that grew replaced riverboats."}
     found = [(row["question"], row["answers"]) for row in rows.values() if row["passages"] == [sentence]]
     assert found == 2 * [("What replaced riverboats?", ["Ships"]), (LONG_QUESTION, ["replaced", "grew"])]
-    assert len(ids(tmp_path / "data" / "train_qa.jsonl.gz")) == 7 + 1 + 1 + 1
+    assert len(read_rows(data / "train_qa.jsonl.gz")) == 7 + 1 + 1 + 1
+    for path in sorted((ROOT / "train" / "recipes").glob("*/*.yaml")):
+        recipe = yaml.safe_load(path.read_text())
+        if recipe.get("data_dir") == "data":
+            sources = [recipe.get(key, {}) for key in ("train_files", "eval_files", "reconstruction_files")]
+            for name in {name for each in sources for name in each} | {*filter(None, [recipe.get("train_file")])}:
+                assert len(open_corpus(name, data_dir=str(data), asks=name.startswith("train_"))), f"{path}: {name}"
 
 
-def test_held_out_paragraphs_are_of_articles_that_are_not_trained_on(copies, tmp_path):
-    prepare(tmp_path / "data", SOURCES, copies)
-    trained, held_out = (read_rows(tmp_path / "data" / f"recon_{part}.jsonl.gz") for part in ("train", "heldout"))
+def test_held_out_paragraphs_are_of_articles_that_are_not_trained_on(copies, data):
+    prepare(data, SOURCES, copies)
+    trained, held_out = (read_rows(data / f"recon_{part}.jsonl.gz") for part in ("train", "heldout"))
     assert len(trained) == 7 and len(held_out) == 1
     found = {row["id"] for row in (*trained, *held_out)} - {"wikipedia_3", "wikipedia_4"}
     assert found == {f"wikipedia_{number}" for number in (0, 1, 5, 6, 7, 8, 9)}
@@ -123,39 +135,34 @@ def test_held_out_paragraphs_are_of_articles_that_are_not_trained_on(copies, tmp
         assert row["question"] == "" and row["answers"] == [] and len(row["passages"][0]["text"].split()) == 20
 
 
-def test_a_limit_takes_as_many_rows_of_each_file_of_a_set(copies, tmp_path):
-    sources = [replace(source, limit=4) for source in SOURCES if source.name == "wikipedia"]
-    prepare(tmp_path / "data", sources, copies)
-    found = {name for part in ("train", "heldout") for name in ids(tmp_path / "data" / f"recon_{part}.jsonl.gz")}
+def test_a_limit_takes_as_many_rows_of_each_file_of_a_set(copies, data):
+    prepare(data, [source_of("wikipedia", limit=4)], copies)
+    found = {row["id"] for part in ("train", "heldout") for row in read_rows(data / f"recon_{part}.jsonl.gz")}
     assert found == {"wikipedia_0", "wikipedia_1", "wikipedia_4", "wikipedia_5"}
 
 
-def test_a_run_that_broke_off_keeps_the_sets_it_has_read_and_writes_what_a_whole_one_writes(copies, tmp_path):
+def test_a_run_that_broke_off_keeps_the_sets_it_has_read_and_writes_what_a_whole_one_writes(copies, tmp_path, data):
     def lose(row):
         raise ConnectionError("lost")
 
-    data, names = tmp_path / "data", ("squad", "musique")
-    squad, musique = (source for source in SOURCES if source.name in names)
+    squad, musique = source_of("squad"), source_of("musique")
     prepare(tmp_path / "whole", [squad, musique], copies)
     with pytest.raises(ConnectionError):
-        prepare(data, [squad, replace(musique, to_rows=lose)], copies)
+        prepare(data, [squad, source_of("musique", to_rows=lose)], copies)
     assert not (data / "train_qa.jsonl.gz").exists()
-    prepare(data, [replace(squad, to_rows=lose), musique], copies)  # it is not read again
-    assert (data / "train_qa.jsonl.gz").read_bytes() == (tmp_path / "whole" / "train_qa.jsonl.gz").read_bytes()
+    prepare(data, [source_of("squad", to_rows=lose), musique], copies)  # it is not read again
+    for name in ("train_qa.jsonl.gz", "README.md"):
+        assert (data / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_what_is_finished_is_left_alone_and_what_was_made_otherwise_is_refused(copies, tmp_path, monkeypatch):
-    data = tmp_path / "data"
+def test_what_is_finished_is_left_alone(copies, data, capsys, monkeypatch):
     prepare(data, SOURCES, copies)
-    before = {name: (data / name).stat().st_mtime_ns for name in TRAINING_FILES}
-    monkeypatch.setattr(prepare_data, "fetch", None)
-    prepare(data, SOURCES, copies)
-    assert {name: (data / name).stat().st_mtime_ns for name in TRAINING_FILES} == before
+    before = {name: (data / name).read_bytes() for name in (*TRAINING_FILES, "README.md")}
     assert not list(data.glob(".parts/*.gz"))
-    one_less = [source for source in SOURCES if source.name != "hotpotqa"]
-    for others in ([replace(source, limit=1) for source in SOURCES], one_less):
-        with pytest.raises(ValueError, match=r"train_qa.jsonl.gz is there, and was not made of these sets"):
-            prepare(data, others, copies)
+    monkeypatch.setattr(prepare_data, "fetch", None)
+    prepare(data, SOURCES[:1], copies)
+    assert {name: (data / name).read_bytes() for name in before} == before
+    assert "train_qa.jsonl.gz is there and left alone; delete it to make it again" in capsys.readouterr().out
 
 
 def test_licences_stand_beside_the_files(copies, tmp_path, capsys):
@@ -167,29 +174,11 @@ def test_licences_stand_beside_the_files(copies, tmp_path, capsys):
     assert not (tmp_path / "data" / "recon_train.jsonl.gz").exists()
 
 
-def test_a_set_that_is_not_there_and_a_row_of_another_form_are_said(copies, tmp_path):
-    (squad,) = [source for source in SOURCES if source.name == "squad"]
+def test_a_set_that_is_not_there_and_a_row_of_another_form_are_said(copies, data, tmp_path):
     with pytest.raises(OSError, match=r"rajpurkar/squad cannot be reached.*--copies"):
-        prepare(tmp_path / "data", [squad], tmp_path / "nothing")
+        prepare(data, [source_of("squad")], tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"rajpurkar/squad has a row of another form .*KeyError: 'paragraphs'"):
-        prepare(tmp_path / "data", [replace(squad, to_rows=lambda row: [row["paragraphs"]])], copies)
-
-
-@pytest.mark.parametrize(
-    "given, message", [("squat=3", "Did you mean `squad`"), ("squad=all", "expected a whole number of rows")]
-)
-def test_a_limit_that_cannot_be_is_refused(given, message):
-    with pytest.raises(ValueError, match=message):
-        read_limits([given])
-
-
-def test_every_file_that_a_recipe_trains_on_is_made(copies, tmp_path):
-    prepare(tmp_path / "data", SOURCES, copies)
-    for path in sorted((ROOT / "train" / "recipes").glob("*/*.yaml")):
-        recipe = yaml.safe_load(path.read_text())
-        if recipe.get("data_dir") != "data":
-            continue
-        named = {*recipe.get("train_files", ()), *recipe.get("eval_files", ()), *recipe.get("reconstruction_files", ())}
-        for name in named | {recipe[key] for key in ("train_file",) if key in recipe}:
-            asks = name.startswith("train_")
-            assert len(open_corpus(name, data_dir=str(tmp_path / "data"), asks=asks)), f"{path}: {name}"
+        prepare(data, [source_of("squad", to_rows=lambda row: [row["paragraphs"]])], copies)
+    for given, message in (("squat=3", "Did you mean `squad`"), ("squad=all", "expected a whole number of rows")):
+        with pytest.raises(ValueError, match=message):
+            read_limits([given])

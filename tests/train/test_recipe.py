@@ -1,40 +1,28 @@
-"""Recipes: mistakes are refused, starts are checked, reconstruction mixes in; those that are shipped load."""
+"""Recipes: mistakes are refused, starts are checked; those that are shipped load."""
 
-import json
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from conftest import edit_json
 from training_recipes import parse
 
 from arcaligner import ArcAlignerConfig
 from arcaligner.common.rows import parse_source
 from arcaligner.train import sft
-from arcaligner.train.corpora import FILES
-from arcaligner.train.recipe import RecipeArguments, check_start, run_script
+from arcaligner.train.recipe import FILES, RecipeArguments, check_start, run_script
 from arcaligner.train.sft import load_processor
-from arcaligner.train.stages import SCRIPT
+from arcaligner.train.stages import RECIPES, SCRIPT
 
-ROOT = Path(__file__).parents[2]
-RECIPE = ROOT / "train/recipes/tiny/1_reconstruction.yaml"
-RECIPES = sorted((ROOT / "train/recipes").glob("*/[1-3]_*.yaml"))
 STAGES = ["reconstruction", "grounding", "gating"]
-PAPERS = ["mistral_7b", "llama_3_1_8b"]
 NUM_GPUS = 4  # in both of the paper's tables
 
 
 def recipe(**changes):
-    required = {"stage": "grounding", "model_name_or_path": "base", "train_files": {"a": 1.0}, "data_dir": ""}
-    return RecipeArguments(**{**required, **changes})
-
-
-def test_the_command_line_overrides_the_recipe():
-    arguments = ["--config", str(RECIPE), "--learning_rate", "0.5", "--tokens_per_slot", "4", "segment"]
-    parsed, args, text = parse(arguments)
-    assert (args.learning_rate, parsed.tokens_per_slot) == (0.5, recipe(tokens_per_slot=[4, "segment"]).tokens_per_slot)
-    assert "--learning_rate 0.5" in text.splitlines()[0]
+    required = {"stage": "grounding", "model_name_or_path": "base", "train_files": {"a": 1.0}}
+    return RecipeArguments(**required | changes)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +37,7 @@ def test_the_command_line_overrides_the_recipe():
 )
 def test_unknown_keys_and_settings_that_lose_slots_are_refused(tmp_path, setting, message):
     path = tmp_path / "recipe.yaml"
-    path.write_text(f"{RECIPE.read_text('utf-8')}\n{setting}\n")
+    path.write_text(f"{(RECIPES / 'tiny/1_reconstruction.yaml').read_text('utf-8')}\n{setting}\n")
     with pytest.raises(ValueError, match=message):
         parse(["--config", str(path)])
 
@@ -65,6 +53,8 @@ def test_unknown_keys_and_settings_that_lose_slots_are_refused(tmp_path, setting
         ({"max_distractors": 13}, "`max_distractors` is 13; expected 1 to 12"),
         ({"distractors": 0.5, "stage": "reconstruction"}, "stage `reconstruction` asks none"),
         ({"max_questions": 0}, "`max_questions` is 0"),
+        ({"max_segments": 0}, "`max_segments` is 0"),
+        ({"passage_words": 0}, "`passage_words` is 0"),
         ({"tokens_per_slot": [0]}, "`tokens_per_slot` is .*expected a whole number"),
         ({"tokens_per_slot": ["4.5"]}, "`tokens_per_slot` is .*expected a whole number"),
         ({"tokens_per_slot": []}, "`tokens_per_slot` is empty"),
@@ -101,66 +91,36 @@ def test_help_tells_the_keys_and_an_unknown_option_is_named(capsys):
 # Starts
 
 
-def start_recipe(stage, name, **changes):
-    return RecipeArguments(stage=stage, model_name_or_path=str(name), train_files={"rows.jsonl": 1.0}, **changes)
-
-
-@pytest.fixture
-def start(tmp_path, checkpoint_dir):
-    """Writes a copy of the aligner checkpoint, as a stage or with other keys in its configuration."""
-
-    def write(**changes):
-        folder = tmp_path / "start"
-        shutil.copytree(checkpoint_dir, folder)
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"digests": None} | changes))
-        return folder
-
-    return write
-
-
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_starts_from_the_one_before_or_goes_on(processor, checkpoint_dir, stage):
+def test_a_stage_starts_from_the_one_before_or_goes_on(processor, checkpoint_dir, base_model_dir, stage):
+    asked = recipe(stage=stage, model_name_or_path="runs/1")
     for before in STAGES:
         config = ArcAlignerConfig.from_pretrained(checkpoint_dir, training_stage=before)
         if STAGES.index(stage) - STAGES.index(before) in (0, 1):
-            check_start(start_recipe(stage, "runs/1"), processor, config)
+            check_start(asked, processor, config)
         else:
             with pytest.raises(ValueError, match=f"`{stage}` cannot start from runs/1, which is a {before} checkpoint"):
-                check_start(start_recipe(stage, "runs/1"), processor, config)
+                check_start(asked, processor, config)
+    base = recipe(stage=stage, model_name_or_path=str(base_model_dir))
+    if stage != "gating":
+        assert load_processor(base, None)
+    else:
+        with pytest.raises(ValueError, match="which is a base model; expected one of grounding, gating"):
+            load_processor(base, None)
 
 
-def test_a_stage_has_rates_of_its_own(start):
-    processor = load_processor(start_recipe("grounding", start(), tokens_per_slot=[4, "segment"]), None)
-    assert processor.encoder_hidden_size == 12
+def test_a_stage_has_rates_of_its_own_and_the_segments_of_its_start(tmp_path, checkpoint_dir):
+    start = shutil.copytree(checkpoint_dir, tmp_path / "start")
+    edit_json(start / "config.json", digests=None)
+    processor = load_processor(recipe(model_name_or_path=str(start), tokens_per_slot=[4, "segment"]), None)
     assert (processor.tokens_per_slot, processor.trained_tokens_per_slot) == (4, [4, "segment"])
-
-
-def test_a_base_model_is_no_start_for_gating(base_model_dir):
-    for stage in STAGES[:2]:
-        assert load_processor(start_recipe(stage, base_model_dir), None)
-    with pytest.raises(ValueError, match="which is a base model; expected one of grounding, gating"):
-        load_processor(start_recipe("gating", base_model_dir), None)
-
-
-@pytest.mark.parametrize(
-    "changes, was",
-    [
-        ({"processor": {"sentences_per_segment": 3}}, "1"),
-        ({"processor": {"encoder_name_or_path": "org/another"}}, "'.*encoder'"),
-        ({"aligner": {"base_model_name_or_path": "org/another"}}, "'.*base_model0'"),
-    ],
-)
-def test_another_backbone_encoder_or_segmentation_is_refused(start, changes, was):
-    folder = start()
-    ((key, value),) = next(iter(changes.values())).items()
-    with pytest.raises(ValueError, match=f"`{key}` to {value!r}, but {folder} was trained with {was}.*stage I"):
-        load_processor(start_recipe("grounding", folder, **changes), None)
-
-
-def test_a_folder_of_two_aligners_is_refused(start):
-    with pytest.raises(ValueError, match="two aligners: `encoder_name_or_path` is 'org/another' in its config.json"):
-        load_processor(start_recipe("grounding", start(encoder_name_or_path="org/another")), None)
+    for part, key, value, was in (
+        ("processor", "sentences_per_segment", 3, "1"),
+        ("processor", "encoder_name_or_path", "org/another", "'.*encoder'"),
+        ("aligner", "base_model_name_or_path", "org/another", "'.*base_model0'"),
+    ):
+        with pytest.raises(ValueError, match=f"`{key}` to {value!r}, but {start} was trained with {was}.*stage I"):
+            load_processor(recipe(model_name_or_path=str(start), **{part: {key: value}}), None)
 
 
 # The shipped recipes
@@ -171,26 +131,21 @@ def parse_shipped(path, *arguments):
     return parse(["--config", str(path), "--use_cpu", "true", *arguments])
 
 
-def recipe_id(path):
-    return f"{path.parent.name}/{path.stem}"
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=recipe_id)
-def test_a_shipped_recipe_parses(path):
-    parsed, args, text = parse_shipped(path)
-    assert parsed.stage == path.stem.split("_")[1] == STAGES[int(path.stem[0]) - 1]
-    assert Path(args.output_dir).parts == ("runs", path.parent.name, path.stem)
-    assert yaml.safe_load(text) == yaml.safe_load(path.read_text("utf-8")) | {"use_cpu": True}
-    for source in [*parsed.train_files, *parsed.reconstruction_files, *parsed.eval_files]:
-        assert not parse_source(source)[0].endswith(FILES) or "/" not in source, "files are found by `data_dir`"
-
-
-@pytest.mark.parametrize("folder", sorted({path.parent for path in RECIPES}), ids=lambda folder: folder.name)
-def test_each_stage_starts_where_the_one_before_ended(folder):
-    stages = [yaml.safe_load(path.read_text("utf-8")) for path in sorted(folder.glob("[1-3]_*.yaml"))]
-    first = STAGES.index(stages[0]["stage"])
-    assert [stage["stage"] for stage in stages] == STAGES[first : first + len(stages)] and len(stages) > 1
-    assert [stage["model_name_or_path"] for stage in stages[1:]] == [stage["output_dir"] for stage in stages[:-1]]
+@pytest.mark.parametrize("folder", sorted(RECIPES.glob("*/")), ids=lambda folder: folder.name)
+def test_a_shipped_recipe_parses_and_each_stage_starts_where_the_one_before_ended(folder):
+    paths, before = sorted(folder.glob("[1-3]_*.yaml")), None
+    assert len(paths) > 1
+    for stage, path in zip(STAGES, paths, strict=False):
+        parsed, args, text = parse_shipped(path, "--learning_rate", "0.5", "--tokens_per_slot", "4", "segment")
+        assert (parsed.stage, path.stem) == (stage, f"{STAGES.index(stage) + 1}_{stage}")
+        assert Path(args.output_dir).parts == ("runs", folder.name, path.stem)
+        assert before is None or parsed.model_name_or_path == before
+        before = args.output_dir
+        for source in parsed.sources:
+            assert not parse_source(source)[0].endswith(FILES) or "/" not in source, "files are found by `data_dir`"
+        given = {"learning_rate": 0.5, "tokens_per_slot": [4, "segment"], "use_cpu": True}
+        assert yaml.safe_load(text) == yaml.safe_load(path.read_text("utf-8")) | given
+        assert (args.learning_rate, parsed.tokens_per_slot) == (0.5, [4, "segment"])
 
 
 # Tables "Hyperparameters for Stage I" and "Hyperparameters for Stage II & III".
@@ -206,9 +161,9 @@ ALIGNER = {"lora_r": 128, "lora_alpha": 32, "lora_dropout": 0.05, "gate_layers":
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize("name", ["mistral_7b", "llama_3_1_8b"])
 def test_the_recipes_of_the_paper_have_its_values(name, stage):
-    (path,) = (ROOT / "train/recipes" / name).glob(f"{stage}_*.yaml")
+    (path,) = (RECIPES / name).glob(f"{stage}_*.yaml")
     parsed, args, _ = parse_shipped(path)
     expected = OF_BOTH_TABLES | OF_STAGE[stage]
     assert {key: getattr(args, key) for key in expected} == expected
@@ -224,18 +179,18 @@ def test_the_recipes_of_the_paper_have_its_values(name, stage):
 @pytest.mark.slow
 @pytest.mark.default_backbone
 def test_the_tiny_recipe_trains_all_stages(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    folders = [tmp_path / stage for stage in STAGES]
+    monkeypatch.chdir(RECIPES.parents[1])
     quick = ["--max_steps", "1", "--per_device_train_batch_size", "1", "--eval_strategy", "no"]
     quick += ["--examples_cache_dir", str(tmp_path / "cache")]
-    for number, path in enumerate(path for path in RECIPES if path.parent.name == "tiny"):
-        start = ["--model_name_or_path", str(folders[number - 1])] if number else []
-        sft.train(*parse_shipped(path, "--output_dir", str(folders[number]), *quick, *start))
-        assert ArcAlignerConfig.from_pretrained(folders[number]).training_stage == STAGES[number]
+    start = []
+    for stage, path in zip(STAGES, sorted((RECIPES / "tiny").glob("*.yaml")), strict=True):
+        sft.train(*parse_shipped(path, "--output_dir", str(tmp_path / stage), *quick, *start))
+        assert ArcAlignerConfig.from_pretrained(tmp_path / stage).training_stage == stage
+        start = ["--model_name_or_path", str(tmp_path / stage)]
 
 
 def test_a_missing_data_file_is_said_in_one_line_before_anything_is_loaded(tmp_path, monkeypatch, capsys):
-    path = ROOT / "train/recipes/smollm2_135m/2_grounding.yaml"
+    path = RECIPES / "smollm2_135m" / "2_grounding.yaml"
     monkeypatch.setattr(sys, "argv", ["sft", "--config", str(path), "--data_dir", str(tmp_path)])
     with pytest.raises(SystemExit):
         run_script(SCRIPT, sft.KINDS, lambda *parsed: pytest.fail("training began"))

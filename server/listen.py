@@ -1,11 +1,17 @@
-"""What a client may hold: a connection that asks for nothing, headers that never end, a body that is long or slow."""
+"""The server listens: connections that ask for nothing are closed, and what was begun is finished before it ends."""
 
 import asyncio
+import contextlib
+import socket
+import sys
 from collections.abc import Callable
 from typing import Any
 
-from starlette.exceptions import HTTPException
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .app import ServerSettings, create_app
+from .engine import Engine
 
 
 class TimedConnection(H11Protocol):
@@ -56,39 +62,29 @@ class TimedConnection(H11Protocol):
             self.deadline = None
 
 
-class BodyLimit:
-    """Refuses a request with a body that is too long, before it is read whole, or does not arrive within `seconds`, and
-    counts answers by status. `others` are addresses with a limit of their own."""
+class Server(uvicorn.Server):
+    """Says that it listens, and that it stops."""
 
-    seconds = 30.0
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[int], None]):
+        super().__init__(config)
+        self.on_listening = on_listening
 
-    def __init__(self, app: Callable, max_body_bytes: int, count: Callable[[int], Any], others: dict[str, int]):
-        self.app, self.max_body_bytes, self.count, self.others = app, max_body_bytes, count, others
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.on_listening(self.servers[0].sockets[0].getsockname()[1])
 
-    async def __call__(self, scope, receive, send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        most = self.others.get(scope["path"], self.max_body_bytes)
-        seen, end = 0, asyncio.get_running_loop().time() + self.seconds
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        if not self.should_exit:
+            print("Stopping: answers that were begun are finished, another Ctrl-C ends at once.", file=sys.stderr)
+        super().handle_exit(sig, frame)
 
-        async def limited():
-            nonlocal seen, end
-            try:
-                async with asyncio.timeout_at(end):
-                    message = await receive()
-            except TimeoutError as error:
-                raise HTTPException(408, f"The body did not arrive within {self.seconds:g} seconds.") from error
-            if not message.get("more_body"):
-                end = None  # what is received then is that the client leaves
-            seen += len(message.get("body", b""))
-            if seen > most:
-                text = f"The body is longer than {most} bytes. Pass fewer or shorter documents."
-                raise HTTPException(413, text)
-            return message
 
-        async def counted(message):
-            if message["type"] == "http.response.start":
-                self.count(message["status"])
-            await send(message)
-
-        await self.app(scope, limited, counted)
+def serve(engine: Engine, settings: ServerSettings, on_listening: Callable[[int], None]) -> None:
+    """Serves until it is asked to end; then what was begun is answered first. `on_listening` is called once, with the
+    port, when clients can connect."""
+    app, timeout = create_app(engine, settings), int(engine.limits.seconds)
+    limits = {"http": TimedConnection, "ws": "none", "timeout_graceful_shutdown": timeout}
+    config = uvicorn.Config(app, host=settings.host, port=settings.port, log_level="warning", **limits)
+    server = Server(config, on_listening)
+    with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises again when it has ended
+        server.run()

@@ -8,10 +8,8 @@ import pytest
 from training_rows import HOTPOTQA, question_rows, write_rows
 
 from arcaligner.common.rows import parse_source, read_rows
-from arcaligner.train.corpora import open_corpus
+from arcaligner.train.examples import open_corpus
 
-BEN = {"title": "Ben", "text": "Ben."}
-SUPPORTING = [{"title": "Ada", "text": "Ada was born. In 1815."}, BEN]
 WORDS = [f"word{number}" for number in range(23)]
 
 
@@ -21,13 +19,19 @@ def schema_rows(count):
     return [{key: row[key] for key in keys} | {"gold": []} for row in question_rows(count)]
 
 
+def write_parquet(path, **columns) -> str:
+    datasets.Dataset.from_dict(columns).to_parquet(path)
+    return str(path)
+
+
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
-def test_rows_are_read_plain_and_gzipped(tmp_path, name):
-    rows = question_rows(2)
-    path = write_rows(tmp_path / name, rows)
-    assert read_rows(path) == [row | {"gold": []} for row in rows]
-    corpus = open_corpus(path)
-    assert list(corpus) == [corpus[0], corpus[1]] == schema_rows(2)
+def test_rows_are_read_plain_and_gzipped_and_anew_when_the_file_has_changed(tmp_path, name):
+    path = write_rows(tmp_path / name, question_rows(2))
+    assert read_rows(path) == [row | {"gold": []} for row in question_rows(2)]
+    before = open_corpus(path)
+    assert list(before) == schema_rows(2) and before._fingerprint == open_corpus(path)._fingerprint
+    after = open_corpus(write_rows(tmp_path / name, question_rows(3)))
+    assert list(after) == schema_rows(3) and before._fingerprint != after._fingerprint
 
 
 @pytest.mark.parametrize(
@@ -81,24 +85,12 @@ def test_what_a_row_lacks_is_empty(tmp_path):
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "texts.parquet", "hotpotqa.parquet"])
 def test_rows_whose_id_is_null_get_their_number(tmp_path, name):
-    ids = ["a", None, None]
-    rows = [row | {"id": row_id} for row, row_id in zip(question_rows(3), ids, strict=True)]
-    if name == "texts.parquet":
-        rows = [{"id": row_id, "text": "A text."} for row_id in ids]
-    elif name == "hotpotqa.parquet":
-        rows = [HOTPOTQA | {"id": row_id} for row_id in ids]
+    rows = {"texts.parquet": 3 * [{"text": "A text."}], "hotpotqa.parquet": 3 * [HOTPOTQA]}.get(name, question_rows(3))
+    rows = [row | {"id": row_id} for row, row_id in zip(rows, ("a", None, None), strict=True)]
     path = tmp_path / name
     write_rows(path, rows) if name == "rows.jsonl" else datasets.Dataset.from_list(rows).to_parquet(path)
     suffix = "-0" if name == "texts.parquet" else ""
     assert [row["id"] for row in open_corpus(str(path))] == [f"{row_id}{suffix}" for row_id in ("a", 1, 2)]
-
-
-def test_a_changed_file_is_read_anew(tmp_path):
-    before = open_corpus(write_rows(tmp_path / "rows.jsonl", question_rows(2)))
-    after = open_corpus(write_rows(tmp_path / "rows.jsonl", question_rows(3)))
-    assert list(after) == schema_rows(3)
-    assert before._fingerprint != after._fingerprint
-    assert after._fingerprint == open_corpus(str(tmp_path / "rows.jsonl"))._fingerprint
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json"])
@@ -107,9 +99,9 @@ def test_a_column_of_texts_is_cut_into_passages_of_one_length(tmp_path, suffix):
     texts = [" ".join(WORDS), "A  short\none.", "", None]
     table = datasets.Dataset.from_dict({"body": texts, "head": ["T", None, "U", "V"], "year": [1, 2, 3, 4]})
     table.to_parquet(path) if suffix == "parquet" else table.to_json(path)
-    corpus = open_corpus(f"{path}?text=body&title=head", passage_words=10)
-    passages = [(row["id"], row["passages"]) for row in corpus]
-    assert passages == [
+    one, two = (open_corpus(f"{path}?text=body&title=head", passage_words=10, num_proc=number) for number in (1, 2))
+    assert list(one) == list(two)
+    assert [(row["id"], row["passages"]) for row in one] == [
         ("0-0", [{"title": "T", "text": " ".join(WORDS[:10])}]),
         ("0-1", [{"title": "T", "text": " ".join(WORDS[10:20])}]),
         ("0-2", [{"title": "T", "text": " ".join(WORDS[20:])}]),
@@ -117,43 +109,23 @@ def test_a_column_of_texts_is_cut_into_passages_of_one_length(tmp_path, suffix):
         ("2-0", [{"title": "U", "text": ""}]),
         ("3-0", [{"title": "V", "text": ""}]),
     ]
-    assert all((row["question"], row["answers"]) == ("", []) for row in corpus)
-
-
-def test_another_length_of_passages_is_another_corpus(tmp_path):
-    path = tmp_path / "texts.parquet"
-    datasets.Dataset.from_dict({"text": [" ".join(WORDS)], "id": ["page"]}).to_parquet(path)
-    long, short = open_corpus(str(path), passage_words=100), open_corpus(str(path), passage_words=1)
-    assert [len(long), len(short)] == [1, 23]
-    assert short[22]["id"] == "page-22"
-    assert long._fingerprint != short._fingerprint
-    with pytest.raises(ValueError, match="`passage_words` is 0"):
-        open_corpus(str(path), passage_words=0)
-
-
-def test_several_processes_cut_as_one(tmp_path):
-    path = tmp_path / "texts.parquet"
-    datasets.Dataset.from_dict({"text": [" ".join(WORDS[:n]) for n in range(1, 20)]}).to_parquet(path)
-    one, two = open_corpus(f"{path}", passage_words=4), open_corpus(f"{path}?split=train", passage_words=4, num_proc=2)
-    assert list(one) == list(two)
+    assert all((row["question"], row["answers"]) == ("", []) for row in one)
+    other = open_corpus(f"{path}?text=body&title=head", passage_words=100)
+    assert len(other) == 4 and other._fingerprint != one._fingerprint
 
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """Folders that stand for data sets of the Hub, with two configurations and two splits."""
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "org" / "corpus"
+    folder, card = tmp_path / "org" / "corpus", "---\nconfigs:\n"
     for name in ("en", "de"):
+        (folder / name).mkdir(parents=True)
+        card += f"- config_name: {name}\n  data_files:\n"
         for split in ("train", "validation"):
-            (folder / name).mkdir(parents=True, exist_ok=True)
-            table = datasets.Dataset.from_dict({"text": [f"The {split} text, {name}."]})
-            table.to_parquet(folder / name / f"{split}.parquet")
-    configs = "".join(
-        f"- config_name: {name}\n  data_files:\n"
-        + "".join(f"  - split: {split}\n    path: {name}/{split}.parquet\n" for split in ("train", "validation"))
-        for name in ("en", "de")
-    )
-    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+            write_parquet(folder / name / f"{split}.parquet", text=[f"The {split} text, {name}."])
+            card += f"  - split: {split}\n    path: {name}/{split}.parquet\n"
+    (folder / "README.md").write_text(f"{card}---\n")
     folder = tmp_path / "hotpotqa" / "hotpot_qa"
     folder.mkdir(parents=True)
     datasets.Dataset.from_list([HOTPOTQA]).to_parquet(folder / "train.parquet")
@@ -161,18 +133,17 @@ def hub(tmp_path, monkeypatch):
 
 def test_a_data_set_of_the_hub_is_read_by_configuration_and_split(hub):
     for query, text in [("name=de", "The train text, de."), ("name=en&split=validation", "The validation text, en.")]:
-        (row,) = open_corpus(f"org/corpus?{query}")
+        (row,) = open_corpus(f"org/corpus?{query}", data_dir="of files alone")
         assert row["passages"] == [{"title": "", "text": text}]
+    with pytest.raises(ValueError, match="org/corpus cannot be read: .*[Uu]nknown split"):
+        open_corpus("org/corpus?name=en&split=test")
 
 
-def test_hotpotqa_has_its_supporting_passages_or_all(hub):
-    expected = {"id": "h1", "question": HOTPOTQA["question"], "answers": ["yes"]}
-    supporting, explicit = open_corpus("hotpotqa/hotpot_qa"), open_corpus("hotpotqa/hotpot_qa?passages=supporting")
-    assert list(supporting) == list(explicit) == [expected | {"passages": SUPPORTING, "gold": [0, 1]}]
-    distractor = open_corpus("hotpotqa/hotpot_qa?passages=distractor")
-    passages = [{"title": "Cy", "text": "No."}, *SUPPORTING]
-    assert list(distractor) == [expected | {"passages": passages, "gold": [1, 2]}]
-    assert supporting._fingerprint != distractor._fingerprint
+def test_hotpotqa_says_which_of_its_passages_are_needed(hub):
+    texts = {"Cy": "No.", "Ada": "Ada was born. In 1815.", "Ben": "Ben."}
+    passages = [{"title": title, "text": text} for title, text in texts.items()]
+    expected = {"id": "h1", "question": HOTPOTQA["question"], "answers": ["yes"], "passages": passages, "gold": [1, 2]}
+    assert list(open_corpus("hotpotqa/hotpot_qa", asks=True)) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +151,6 @@ def test_hotpotqa_has_its_supporting_passages_or_all(hub):
     [
         ("rows?splt=train", r"unknown options \['splt'\]; expected .*'split'"),
         ("rows?split=", "an option without a value"),
-        ("rows?passages=gold", "'gold': `supporting` or `distractor`"),
     ],
 )
 def test_options_of_a_source_are_checked(source, message):
@@ -188,34 +158,24 @@ def test_options_of_a_source_are_checked(source, message):
         parse_source(source)
 
 
-def test_columns_of_no_kind_are_refused(tmp_path):
-    path = tmp_path / "letters.parquet"
-    datasets.Dataset.from_dict({"body": ["Dear Ada."]}).to_parquet(path)
+def test_what_holds_no_rows_of_a_known_kind_is_refused(tmp_path):
+    body = write_parquet(tmp_path / "letters.parquet", body=["Dear Ada."])
     with pytest.raises(ValueError, match=r"columns \['body'\], but no \['text'\].*`\?text=body`"):
-        open_corpus(str(path))
-
-
-def test_a_split_that_is_not_there_is_refused(hub):
-    with pytest.raises(ValueError, match="org/corpus cannot be read: .*[Uu]nknown split"):
-        open_corpus("org/corpus?name=en&split=test")
-
-
-def test_no_rows_and_broken_files_are_refused(tmp_path):
+        open_corpus(body)
+    with pytest.raises(ValueError, match="letters.parquet.* has no questions"):
+        open_corpus(f"{body}?text=body", asks=True)
     path = tmp_path / "none.parquet"
     datasets.Dataset.from_dict({"text": []}, features=datasets.Features(text=datasets.Value("string"))).to_parquet(path)
     with pytest.raises(ValueError, match="none.parquet cannot be read: .* no data"):
         open_corpus(str(path))
-    (tmp_path / "none.jsonl").write_text("")
-    with pytest.raises(ValueError, match="none.jsonl cannot be read"):
-        open_corpus(str(tmp_path / "none.jsonl"))
-    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
-    with pytest.raises(ValueError, match="broken.parquet cannot be read"):
-        open_corpus(str(tmp_path / "broken.parquet"))
+    for name, content in (("none.jsonl", b""), ("broken.parquet", b"PAR1 and no more")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{name} cannot be read"):
+            open_corpus(str(tmp_path / name))
 
 
-def test_files_are_found_in_the_data_folder_and_data_sets_are_not_looked_for_there(hub, tmp_path):
+def test_files_are_found_in_the_data_folder(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", question_rows(2))
     assert list(open_corpus("rows.jsonl", data_dir=str(tmp_path))) == list(open_corpus(path, data_dir="elsewhere"))
-    assert len(open_corpus("org/corpus?name=de", data_dir="elsewhere")) == 1
     with pytest.raises(FileNotFoundError, match="no file elsewhere/rows.jsonl.*`data_dir`, which is 'elsewhere': set"):
         open_corpus("rows.jsonl", data_dir="elsewhere")

@@ -1,0 +1,137 @@
+"""Connections that ask for nothing, or slowly, are closed, and keep nobody out who asks; the command that listens."""
+
+import json
+import re
+import signal
+import socket
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+
+from arcaligner.cli import app as cli
+from arcaligner.server import app
+from arcaligner.server.listen import TimedConnection
+
+HEADERS = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer a key\r\n"
+HEADERS += "Content-Type: application/json\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.fixture
+def connect(url):
+    """Opens connections to the server, which are closed at the end."""
+    opened = []
+
+    def connect() -> socket.socket:
+        opened.append(socket.create_connection(("127.0.0.1", httpx.URL(url).port), timeout=20))
+        return opened[-1]
+
+    yield connect
+    for each in opened:
+        each.close()
+
+
+def received(connection: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
+    found = b""
+    try:
+        while data := connection.recv(2**16):
+            found += data
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def drip(connection: socket.socket) -> None:
+    """Sends headers, a byte at a time, for as long as the connection is open."""
+    connection.settimeout(0.02)
+    for byte in HEADERS.encode() + b"X: " + b"y" * 1000:
+        try:
+            connection.send(bytes([byte]))
+            assert connection.recv(1) == b""
+            return
+        except TimeoutError:
+            continue
+        except (ConnectionResetError, BrokenPipeError):
+            return
+    raise AssertionError("the server has waited for all of it")
+
+
+def test_a_connection_without_a_whole_request_is_closed_in_time_also_after_an_answer(connect, monkeypatch):
+    monkeypatch.setattr(TimedConnection, "seconds", 0.2)
+    for begun in (b"", HEALTH[:14]):
+        (connection := connect()).sendall(begun)
+        assert received(connection) == b""
+    drip(connect())
+    (connection := connect()).sendall(HEALTH)
+    answer = b""
+    while not answer.endswith(b"}"):
+        answer += connection.recv(2**16)
+    assert answer.startswith(b"HTTP/1.1 200")
+    drip(connection)
+
+
+def test_who_waits_for_an_answer_is_not_closed(connect, held, monkeypatch):
+    monkeypatch.setattr(TimedConnection, "seconds", 0.2)
+    body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 64})
+    asking = connect()
+    asking.sendall(f"{HEADERS}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+    assert held.begun.wait(20)
+    assert received(connect()) == b""  # one that came later has had its time
+    held.go_on.set()
+    assert received(asking).startswith(b"HTTP/1.1 200")
+
+
+def test_of_too_many_connections_the_oldest_that_does_not_ask_makes_room(connect, monkeypatch, url):
+    monkeypatch.setattr(TimedConnection, "most", 4)
+    silent = [connect() for _ in range(6)]
+    assert httpx.get(f"{url}/health").status_code == 200
+    assert [received(each) for each in silent[:3]] == [b""] * 3
+    silent[-1].sendall(HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+    assert received(silent[-1]).startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_that_does_not_arrive_is_not_waited_for(connect, monkeypatch):
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.1)
+    connection = connect()
+    connection.sendall(f"{HEADERS}Connection: close\r\nContent-Length: 50\r\n\r\n{{".encode())
+    answer = received(connection)
+    assert answer.startswith(b"HTTP/1.1 408") and b"did not arrive within 0.1 seconds" in answer
+
+
+def test_the_command_serves_a_checkpoint_and_a_corpus(capsys, monkeypatch, checkpoint_dir, retriever):
+    served = []
+    monkeypatch.setattr("uvicorn.Server.run", lambda server: served.append(server.config))
+    monkeypatch.setenv("ARCALIGNER_API_KEY", "")
+    options = ["serve", "--checkpoint", str(checkpoint_dir), "--corpus", str(retriever.corpus.path), "--port", "8001"]
+    with pytest.raises(SystemExit) as end:
+        cli.main([*options, "--host", "0.0.0.0"])
+    assert end.value.code == 1 and "there is no API key" in capsys.readouterr().err and not served
+    with pytest.raises(SystemExit) as end:
+        cli.main(options)
+    assert end.value.code == 0
+    (config,) = served
+    assert (config.host, config.port, config.http) == ("127.0.0.1", 8001, TimedConnection)
+    with TestClient(config.app, base_url="http://127.0.0.1:8001") as client:
+        body = {"model": checkpoint_dir.name, "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2}
+        assert client.post("/v1/chat/completions", json=body).json()["arcaligner"]["sources"]
+
+
+def test_the_command_tells_its_address_once_clients_can_connect_there(monkeypatch, checkpoint_dir):
+    told = []
+
+    def connect(text, **options):
+        if address := re.search(r"http://127\.0\.0\.1:(\d+)/v1", text):
+            told.append(text)
+            socket.create_connection(("127.0.0.1", int(address[1]))).close()
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(cli.messages, "print", connect)
+    command = ["serve", "--checkpoint", str(checkpoint_dir), "--port"]
+    with pytest.raises(SystemExit) as end:
+        cli.main([*command, "0"])
+    assert end.value.code == 0 and len(told) == 1
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(SystemExit) as end:
+        cli.main([*command, str(other.getsockname()[1])])
+    assert end.value.code != 0 and len(told) == 1

@@ -1,0 +1,99 @@
+"""Passages beside those that answer: the nearest, without an answer, drawn by seed and row alone."""
+
+import pytest
+from training_rows import CITIES, city_rows
+
+from arcaligner.train.distractors import Distractors, NearestPassages, contains_answer, own_passages
+
+
+@pytest.fixture
+def corpus():
+    return [row | {"gold": []} for row in city_rows(CITIES)]
+
+
+@pytest.fixture
+def nearest(corpus):
+    return NearestPassages(corpus)
+
+
+def texts(passages):
+    return [passage["text"] for passage in passages]
+
+
+def nearest_of(told):
+    """Passages, titles by texts, that no question is about."""
+    passages = [{"title": title, "text": text} for text, title in told.items()]
+    return NearestPassages([{"question": "", "answers": [], "passages": passages, "gold": []}]), passages
+
+
+def test_the_nearest_passages_come_first_and_hold_no_answer():
+    told = ["The tower of Oslo is tall.", "Oslo has a tower.", "A tower.", "Nothing."]
+    found, _ = nearest_of(dict.fromkeys(told, ""))
+    assert texts(found.without_answer("the tower of oslo", ["tall"], [], 2)) == told[1:3]
+    assert texts(found.without_answer("the tower of oslo", ["x"], [{"text": told[1]}], 1)) == told[:1]
+    assert found.without_answer("?", ["x"], [], 3) == []
+
+
+def test_the_nearest_passages_of_an_article_are_of_no_other():
+    told = {"The tower of Oslo is tall.": "Oslo", "Oslo is old.": "Oslo", "The tower of Oslo burned.": "Norway"}
+    found, passages = nearest_of(told)
+    asked = "the tower of oslo", ["tall"], passages[:1], 3
+    assert texts(found.without_answer(*asked)) == ["The tower of Oslo burned.", "Oslo is old."]
+    assert texts(found.without_answer(*asked, in_article=True)) == ["Oslo is old."]
+    assert found.without_answer("fjord", ["x"], passages[:1], 3, in_article=True) == []  # no word in common
+
+
+def test_a_row_keeps_its_passages_among_one_to_four_others_of_the_corpus(corpus, nearest):
+    known = {text for row in corpus for text in texts(row["passages"])}
+    numbers, places = set(), set()
+    for seed in range(12):
+        for row in corpus:
+            mixed = texts(Distractors(nearest, 1.0, seed)([row | {"question": "second passage city"}]))
+            assert len(mixed) == len(set(mixed)) and set(texts(row["passages"])) < set(mixed) <= known
+            numbers.add(len(mixed) - 2)
+            places.add(mixed.index(texts(row["passages"])[0]))
+    assert numbers == {1, 2, 3, 4} and places == set(range(6))
+    assert len(Distractors(nearest, 1.0, seed=0, most=7)([corpus[0]])) > 2 + 4
+
+
+@pytest.mark.parametrize("share, expected", [(0.0, 0), (0.33, 133), (1.0, 400)])
+def test_a_share_of_the_rows_gets_distractors_by_seed_and_row_alone(corpus, nearest, share, expected):
+    rows = [corpus[number % 8] | {"id": str(number), "question": "passage"} for number in range(400)]
+    mixed = [Distractors(nearest, share, seed=0)([row]) for row in rows]
+    number = sum(found != row["passages"] for row, found in zip(rows, mixed, strict=True))
+    assert abs(number - expected) < 30
+    assert mixed[::-1] == [Distractors(nearest, share, seed=0)([row]) for row in reversed(rows)]
+    assert share == 0.0 or mixed != [Distractors(nearest, share, seed=1)([row]) for row in rows]
+
+
+def test_few_passages_that_hold_no_answer_give_fewer_distractors(corpus):
+    row = corpus[0] | {"question": "second passage by the river"}  # Rome: all first passages name it
+    two = NearestPassages(corpus[:2])
+    for seed in range(8):
+        expected = sorted([*texts(row["passages"]), texts(corpus[1]["passages"])[1]])
+        assert sorted(texts(Distractors(two, 1.0, seed)([row]))) == expected
+
+
+def test_of_a_row_that_says_which_passages_it_needs_the_others_are_distractors(nearest):
+    passages = [{"title": "", "text": f"Text {number}."} for number in range(10)]
+    row = {"id": "x", "question": "Which?", "answers": ["Text 3"], "passages": passages, "gold": [3, 7]}
+    for seed in range(20):
+        mixed = Distractors(nearest, 1.0, seed)([row])
+        assert {"Text 3.", "Text 7."} < set(texts(mixed)) <= set(texts(passages)) and len(mixed) <= 6
+    assert own_passages(row) == ([passages[3], passages[7]], [each for each in passages if each["text"][5] not in "37"])
+
+
+@pytest.mark.parametrize(
+    "text, answers, found",
+    [
+        ("It is in ROME, Italy.", ["Rome"], True),
+        ("It is in Italy.", ["Lima", "italy"], True),
+        ("It is well known.", ["no"], False),
+        ("New\n York is large.", ["new york"], True),
+        ("It cost $5 (five).", ["$5"], True),
+        ("Romeo came.", ["Rome"], False),
+    ],
+)
+def test_an_answer_is_found_as_whole_words(text, answers, found):
+    assert contains_answer({"title": "", "text": text}, answers) is found
+    assert contains_answer({"title": text, "text": ""}, answers) is found

@@ -1,0 +1,422 @@
+"""Rows become examples: the prompt of inference, labels on what the assistant says, turns side by side; and mixtures of
+sources: shares, limits, questions that share an example, counted rows, blocks made once."""
+
+import copy
+import logging
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+import datasets
+import pytest
+from conftest import chat_inputs
+from training_rows import CITIES, article_rows, city_rows, passage_rows, question_rows, write_rows
+
+from arcaligner.common.files import stable_number
+from arcaligner.segmentation_arcaligner import encoder_texts
+from arcaligner.train import examples as module
+from arcaligner.train.examples import (
+    CONTINUATION,
+    RECONSTRUCTION_TEMPLATES,
+    Example,
+    ExampleBuilder,
+    ExampleSelector,
+    Turn,
+    choose_template,
+)
+from arcaligner.train.recipe import RecipeArguments
+
+# Table "Stage-I instruction templates", as printed.
+TEMPLATES = (
+    "Background: [B]. This is equivalent to: [T].",
+    "Rewrite the background in your own words: [B] → [T].",
+    "Provide a restatement of the background: [B]. Return: [T].",
+    "[B] is a paraphrase of what? Answer with: [T].",
+    "These two expressions convey the same meaning: (1) [B] (2) [T].",
+    "Restate [B] using a single sentence. Output only [T].",
+)
+
+
+@pytest.fixture
+def builder(processor):
+    return ExampleBuilder(processor, max_segments=2)
+
+
+def targets(processor, example) -> list[str]:
+    """What the assistant is to say in each turn."""
+    return [processor.decode([label for label in turn.labels if label != -100]) for turn in example.turns]
+
+
+def same_passages(count) -> list[dict]:
+    return [row | {"passages": question_rows(1)[0]["passages"]} for row in question_rows(count)]
+
+
+# Questions
+
+
+def test_a_question_has_the_prompt_of_inference(processor, builder):
+    for row in (*question_rows(3), question_rows(1)[0] | {"question": "What does <context> mean?"}):
+        (example,) = builder.question_examples([row])
+        prompt = chat_inputs(processor, row["question"], row["passages"])["input_ids"][0].tolist()
+        (turn,) = example.turns
+        answer = processor.tokenizer(row["answers"][0] + "<|im_end|>")["input_ids"]
+        whole = example.head + [processor.context_token_id] * len(example.segments) + turn.input_ids
+        assert whole == prompt + answer
+        assert turn.labels == [-100] * (len(turn.input_ids) - len(answer)) + answer
+        assert example.length == len(whole)
+        assert processor.context_token_id not in example.head + turn.input_ids
+
+
+def test_segments_keep_what_the_encoder_reads_and_their_own_words(processor, builder):
+    (row,) = question_rows(1)
+    (example,) = builder.question_examples([row])
+    (passage,) = row["passages"]
+    assert [segment["encoder_text"] for segment in example.segments] == [
+        "Toronto Northwest: It was a federal district.",
+        "Toronto Northwest: It was created in 1924!",
+        "Toronto Northwest: Parkdale lost a part to it?",
+    ]
+    for segment in example.segments:
+        assert segment["encoder_text"][segment["encoder_start"] :] in passage["text"]
+        assert segment["word_ends"] == sorted(segment["word_ends"])
+    words = [processor.tokenizer.decode(segment["word_ids"]).strip() for segment in example.segments]
+    assert " ".join(words) == f"{passage['title']}: {passage['text']}"
+    (example,) = builder.question_examples([row | {"passages": []}])  # the slot of the empty text
+    empty = {"document": 0, "encoder_text": "", "encoder_start": 0, "word_ids": [], "word_ends": []}
+    assert example.segments == [empty]
+
+
+def test_questions_about_the_same_passages_are_turns_as_far_as_they_fit(processor, builder):
+    rows = same_passages(5)
+    (together,) = builder.question_examples(rows)
+    alone = [next(builder.question_examples([row])) for row in rows]
+    assert together.turns == [each.turns[0] for each in alone]
+    assert all((each.head, each.segments) == (together.head, together.segments) for each in alone)
+    one = together.length - sum(len(turn.input_ids) for turn in together.turns[1:])
+    assert one == alone[0].length
+    for limit, sizes in ((together.length, [5]), (together.length - 1, [4, 1]), (one, [1] * 5), (1, [1] * 5)):
+        found = list(ExampleBuilder(processor, max_segments=2, max_tokens=limit).question_examples(rows))
+        assert [len(example.turns) for example in found] == sizes
+        assert [turn for example in found for turn in example.turns] == together.turns
+        assert len({example.row_id for example in found}) == len(found)
+        assert all(example.segments == together.segments for example in found)
+        assert limit in (1, one) or max(example.length for example in found) <= limit
+
+
+def test_the_finest_rate_decides_how_long_an_example_is(processor):
+    (row,) = question_rows(1)
+    coarse, fine = (
+        next(ExampleBuilder(processor, tokens_per_slot=rates).question_examples([row])).length
+        for rates in (["segment"], ["segment", 4, 2])
+    )
+    fewest, most = (len(processor.encode_documents(row["passages"], tokens_per_slot=r)[1]) for r in ("segment", 2))
+    assert fewest < most and fine - coarse == most - fewest
+
+
+def test_a_template_that_renders_the_prompt_in_two_ways_is_refused(builder, processor, monkeypatch):
+    plain = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+    monkeypatch.setattr(processor, "chat_template", plain)  # which ends no turn, so that EOS is added
+    (example,) = builder.question_examples(question_rows(1))
+    assert processor.decode(example.turns[0].input_ids).endswith("it?<|im_end|>")
+    monkeypatch.setattr(processor, "chat_template", plain + "{% if add_generation_prompt %}?{% endif %}")
+    with pytest.raises(ValueError, match="Row row-0: the prompt .* is not how the whole .*chat_template_path"):
+        list(builder.question_examples(question_rows(1)))
+
+
+# Texts to read back
+
+
+def test_templates_are_those_of_the_paper_fixed_by_the_id_and_used_about_equally():
+    assert tuple(f"{before}[B]{after} [T]." for before, after in RECONSTRUCTION_TEMPLATES) == TEMPLATES
+    # Written out: another hash would change every training set, and `hash` does so in each process.
+    assert stable_number("recon_train_0", 1000) == 200
+    counts = Counter(choose_template(f"row-{number}") for number in range(6000))
+    assert len(counts) == 6 and min(counts.values()) > 850
+
+
+def test_reconstruction_covers_each_segment_once_with_its_text_as_target(processor):
+    builder, sizes = ExampleBuilder(processor, max_segments=3), set()
+    long = {"title": "", "text": " ".join(f"This is sentence {number}." for number in range(40))}
+    for row in (*passage_rows(3), passage_rows(1)[0] | {"passages": [long]}):
+        examples = list(builder.reconstruction_examples([row]))
+        assert examples == list(builder.reconstruction_examples([row]))
+        (passage,) = row["passages"]
+        texts = [text for example in examples for text in targets(processor, example)]
+        assert all(text.endswith("<|im_end|>") for text in texts)
+        assert " ".join(text.removesuffix("<|im_end|>") for text in texts) == passage["text"]
+        read = [segment["encoder_text"] for example in examples for segment in example.segments]
+        assert read == encoder_texts(processor.slot_encoder.segment_documents(row["passages"]), row["passages"])
+        sizes |= {len(example.segments) for example in examples}
+    assert sizes == {1, 2, 3}
+
+
+def test_reconstruction_puts_the_slots_where_the_template_says(processor):
+    (example,) = ExampleBuilder(processor).reconstruction_examples([passage_rows(3)[2]])
+    before, after = choose_template("row-2:0:0")
+    assert processor.decode(example.head) == f"<|im_start|>user\n{before}"
+    assert processor.decode(example.turns[0].input_ids) == (
+        f"{after}<|im_end|>\n<|im_start|>assistant\nNobody else knew how to read it aloud.<|im_end|>"
+    )
+
+
+def test_a_second_turn_goes_on_with_the_next_segment(processor):
+    row = passage_rows(1)[0]
+    plain, examples = (
+        list(ExampleBuilder(processor, continues=continues).reconstruction_examples([row]))
+        for continues in (False, True)
+    )
+    texts = [segment.text + "<|im_end|>" for segment in processor.slot_encoder.segment_documents(row["passages"])]
+    assert [targets(processor, each) for each in examples] == [texts[:2], texts[1:], texts[2:]]
+    for example, without in zip(examples, plain, strict=True):
+        assert (example.head, example.turns[0], example.segments) == (without.head, without.turns[0], without.segments)
+    assert processor.decode(examples[0].turns[1].input_ids).startswith(f"{CONTINUATION}<|im_end|>\n<|im_start|>assis")
+
+
+# Which rows
+
+
+@dataclass
+class OneExample:
+    """A stand-in for a builder: one example for rows that share their passages, as long as the first question."""
+
+    max_tokens: int | None = None
+    drawn: list[list[dict]] = field(default_factory=list)  # the rows of each example
+
+    def question_examples(self, rows):
+        if rows[0]["id"] == os.environ.get("STOP_AT"):
+            raise KeyboardInterrupt
+        self.drawn.append(rows)
+        questions = [Turn([0], [0]) for _ in rows]
+        yield Example(",".join(row["id"] for row in rows), [], questions, [], len(rows[0]["question"].split()))
+
+    reconstruction_examples = question_examples
+
+
+@pytest.fixture
+def selector(tmp_path):
+    """A selector of sources, by a recipe with other keys."""
+
+    def selector(sources, limit=None, builder=None, seed=0, num_proc=None, **changes):
+        keys = {"stage": "grounding", "model_name_or_path": "base", "data_dir": ""}
+        keys |= {"train_files": dict.fromkeys([sources], 1.0) if isinstance(sources, str) else sources}
+        keys |= {"examples_cache_dir": str(tmp_path / "examples"), "max_train_samples": limit}
+        return ExampleSelector(RecipeArguments(**keys | changes), builder or OneExample(), seed, num_proc)
+
+    return selector
+
+
+@pytest.fixture
+def select(selector):
+    return lambda *args, **kwargs: selector(*args, **kwargs).training_examples()
+
+
+def test_a_mixture_has_the_shares_and_repeats_nothing(select, tmp_path):
+    files = [
+        write_rows(tmp_path / f"{kind}.jsonl", [row | {"id": f"{kind}-{row['id']}"} for row in question_rows(count)])
+        for kind, count in (("many", 30), ("few", 6))
+    ]
+
+    def counts(limit, *weights):
+        names = select(dict(zip(files, weights, strict=True)), limit)["row_id"]
+        assert len(set(names)) == len(names)
+        return [sum(name.startswith(kind) for name in names) for kind in ("many", "few")]
+
+    assert counts(16, 3.0, 1.0) == [12, 4]
+    for limit in (30, None):  # a short file shrinks the mixture but keeps its shares
+        assert counts(limit, 1.0, 1.0) == [6, 6]
+    found = [list(select(files[0], 8, seed=seed)["row_id"]) for seed in (0, 0, 1)]
+    assert found[0] == found[1] != found[2] and found[0] != [f"many-row-{number}" for number in range(8)]
+    with pytest.raises(ValueError, match="No examples"):
+        select(files[0], 8, OneExample(max_tokens=1))
+    with pytest.raises(ValueError, match="positive weights"):
+        counts(8, 1.0, 0.0)
+
+
+def test_stage_one_examples_mix_in_without_distractors(select, tmp_path, processor):
+    questions = write_rows(tmp_path / "questions.jsonl", question_rows(12))
+    passages = write_rows(tmp_path / "passages.jsonl", passage_rows(12))
+    share = {"reconstruction_files": {passages: 1.0}, "reconstruction_share": 0.25, "distractors": 1.0}
+    examples = select(questions, 8, ExampleBuilder(processor), max_questions=2, **share)
+    texts = [processor.decode(example["turns"][0]["input_ids"]) for example in examples]
+    assert ["Question: " in text for text in texts] == [True] * 6 + [False] * 2
+    sizes = [len(segments) for segments in examples["segments"]]
+    assert min(sizes[:6]) > 2 and sizes[6:] == [1] * 2
+
+
+def test_long_examples_are_left_out_made_up_for_and_counted(select, tmp_path, caplog):
+    rows = [row | {"question": "Who is it?" if number % 2 else "Who?"} for number, row in enumerate(question_rows(20))]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    with caplog.at_level(logging.INFO):
+        mixture = select(path, 8, OneExample(max_tokens=1))
+    assert list(mixture["length"]) == [1] * 8
+    assert f"{path}: 8 examples" in caplog.text
+    assert f"{path}: left out 10 longer than 1 tokens" in caplog.text
+
+
+def test_rows_without_a_part_are_left_out_and_reported(select, tmp_path, caplog):
+    rows = question_rows(8)
+    rows[1]["question"], rows[2]["answers"], rows[3]["passages"] = " ", [], []
+    rows[4]["passages"][0]["text"] = "\n"
+    gaps = write_rows(tmp_path / "gaps.jsonl", rows)
+    with caplog.at_level(logging.INFO):
+        examples = select(gaps)
+    assert sorted(examples["row_id"]) == ["row-0", "row-5", "row-6", "row-7"]
+    assert f"{gaps}: 4 examples" in caplog.text
+    assert f"{gaps}: left out 1 without a question: row-1" in caplog.text
+    assert f"{gaps}: left out 1 without an answer: row-2" in caplog.text
+    assert re.search(f"{gaps}: left out 2 without a passage: row-[34], row-[34]\n", caplog.text)
+    examples = select(gaps, stage="reconstruction")  # needs passages only
+    assert sorted(examples["row_id"]) == ["row-0", "row-1", "row-2", "row-5", "row-6", "row-7"]
+
+
+def test_a_report_of_rows_is_short_and_cannot_steer_a_terminal(select, tmp_path, caplog):
+    rows = [row | {"id": f"\x1b[2J{row['id']}", "answers": []} for row in question_rows(9)]
+    select(write_rows(tmp_path / "rows.jsonl", [*rows, question_rows(1)[0] | {"id": "whole"}]))
+    (record,) = [record for record in caplog.records if "without an answer" in record.message]
+    assert record.levelname == "WARNING" and "left out 9 " in record.message
+    assert record.message.count(r"\x1b[2Jrow-") == 5 and record.message.endswith(", ...")
+
+
+def test_texts_are_cut_as_the_recipe_says(select, tmp_path):
+    path = str(tmp_path / "texts.parquet")
+    datasets.Dataset.from_dict({"text": ["One two three."]}).to_parquet(path)
+    assert sorted(select(path, stage="reconstruction", passage_words=2)["row_id"]) == ["0-0", "0-1"]
+
+
+@pytest.mark.parametrize("max_questions, sizes", [(1, [1] * 12), (2, [2] * 6), (3, [1, 1, 1, 3, 3, 3]), (9, [4] * 3)])
+def test_questions_about_the_same_passages_share_an_example(select, tmp_path, max_questions, sizes):
+    examples = select(write_rows(tmp_path / "rows.jsonl", question_rows(12)), max_questions=max_questions)
+    groups = [ids.split(",") for ids in examples["row_id"]]
+    assert sorted(map(len, groups)) == sizes
+    assert sorted(row_id for group in groups for row_id in group) == sorted(f"row-{n}" for n in range(12))
+    assert all(len({int(row_id.removeprefix("row-")) % 3 for row_id in group}) == 1 for group in groups)
+
+
+def test_passages_that_differ_in_their_titles_are_not_the_same(select, tmp_path):
+    rows = same_passages(2)
+    rows[1]["passages"] = [rows[0]["passages"][0] | {"title": "Another"}]
+    assert len(select(write_rows(tmp_path / "rows.jsonl", rows), max_questions=2)) == 2
+
+
+def test_questions_that_share_an_example_share_distractors_that_answer_none_of_them(select, tmp_path):
+    own = [{"title": "", "text": "A text of two questions."}]
+    rows = [row | {"passages": own, "question": "Which second passage?"} for row in city_rows(CITIES[:2])]
+    path = write_rows(tmp_path / "rows.jsonl", [*rows, *city_rows(CITIES[2:])])
+    builder = OneExample()
+    for seed in range(4):  # in some, the question whose answer is Rome comes second
+        select(path, builder=builder, seed=seed, max_questions=2, distractors=1.0)
+    shared = [group for group in builder.drawn if group[0]["id"] in CITIES[:2]]
+    for first, second in shared:
+        assert first["passages"] == second["passages"] and own[0] in first["passages"]
+        others = [passage for passage in first["passages"] if passage not in own]
+        # The first passages of the other cities name Rome, too.
+        assert 1 <= len(others) <= 4 and all(passage["text"].startswith("A second passage") for passage in others)
+    assert {group[0]["id"] for group in shared} == set(CITIES[:2])
+
+
+@pytest.mark.parametrize("max_questions, joined", [(1, 0), (2, 3)])
+def test_a_question_about_each_distractor_joins_where_questions_share_an_example(
+    select, tmp_path, max_questions, joined
+):
+    rows = question_rows(8)
+    for number, row in enumerate(rows):
+        row |= {"id": str(number), "question": f"Which text has number {number}?", "answers": [f"n{number}"]}
+        row |= {"passages": [{"title": "", "text": f"The text has the number n{number}."}]}
+    path, builder = write_rows(tmp_path / "rows.jsonl", rows), OneExample()
+    select(path, builder=builder, max_questions=max_questions, distractors=1.0, max_distractors=3)
+    assert max(len(group) - 1 for group in builder.drawn) == joined
+    for group in builder.drawn:
+        told = {passage["text"] for passage in group[0]["passages"]}
+        assert 2 <= len(told) <= 4 and all(row["passages"] == group[0]["passages"] for row in group)
+        asked = {f"The text has the number {row['answers'][0]}." for row in group}
+        assert asked == told if joined else len(asked) == 1 and asked < told
+
+
+def titles(examples):
+    return {segment["encoder_text"].partition(":")[0] for example in examples for segment in example["segments"]}
+
+
+def test_held_out_articles_are_validated_with_and_never_trained_on(selector, tmp_path, processor):
+    path = write_rows(tmp_path / "rows.jsonl", article_rows(60))
+
+    def parts(**changes):
+        keys = {"eval_files": {path: 1.0}, "distractors": 1.0, "validation_share": 0.2} | changes
+        made = selector(path, builder=ExampleBuilder(processor), **keys)
+        return titles(made.training_examples()), titles(made.eval_examples())
+
+    trained, validated = parts()
+    assert trained | validated == {f"Town {number}" for number in range(60)} and not trained & validated
+    assert 4 <= len(validated) <= 24
+    assert parts() == (trained, validated) != parts(validation_seed=1)
+    with pytest.raises(ValueError, match="no row is left to train on with `validation_share` 0.9999"):
+        parts(validation_share=0.9999)
+    assert selector(path).eval_examples() is None
+    assert len(selector("unused", eval_files={path: 1.0}, max_eval_samples=4).eval_examples()) == 4
+
+
+# Blocks
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"sentences_per_segment": 0.5},
+        {"spacy_model": "de"},
+        {"context_token_id": 999},
+        {"encoder_name_or_path": "org/another"},
+        {"chat_template": "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"},
+        {"tokens": ["sentence"]},
+    ],
+    ids=lambda changes: next(iter(changes), "the same"),
+)
+def test_examples_are_made_once_for_a_segmenter_prompt_and_tokenizer(select, tmp_path, processor, monkeypatch, changes):
+    def refuse(batch, **kwargs):
+        raise AssertionError("these examples were made before")
+
+    path = write_rows(tmp_path / "rows.jsonl", question_rows(3))
+    made = select(path, builder=ExampleBuilder(processor))
+    monkeypatch.setattr(module, "_examples_of_rows", refuse)
+    other = copy.deepcopy(processor)
+    for name, value in changes.items():
+        other.tokenizer.add_tokens(value) if name == "tokens" else setattr(other, name, value)
+    if not changes:
+        assert select(path, builder=ExampleBuilder(other)).to_dict() == made.to_dict()
+    else:
+        with pytest.raises(AssertionError, match="made before"):
+            select(path, builder=ExampleBuilder(other))
+
+
+@pytest.mark.parametrize("changes", [{}, {"distractors": 1.0}, {"seed": 1}])
+def test_examples_of_other_data_are_not_taken(select, tmp_path, changes):
+    path = write_rows(tmp_path / "rows.jsonl", question_rows(6))
+    select(path)
+    path = write_rows(tmp_path / "rows.jsonl", [row | {"question": "Another?"} for row in question_rows(6)])
+    fresh = select(path, **changes, examples_cache_dir=str(tmp_path / "fresh"))
+    assert select(path, **changes).to_dict() == fresh.to_dict()
+
+
+def test_a_stopped_run_goes_on_at_its_next_block(select, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "ROWS_PER_BLOCK", 4)
+    path = write_rows(tmp_path / "rows.jsonl", question_rows(12))
+    whole = select(path, examples_cache_dir=str(tmp_path / "whole"))
+    monkeypatch.setenv("STOP_AT", whole["row_id"][9])
+    with pytest.raises(KeyboardInterrupt):
+        select(path)
+    assert len(list((tmp_path / "examples").glob("*.arrow"))) == 2
+    monkeypatch.setenv("STOP_AT", whole["row_id"][2])  # a row of the first block: it must not be asked again
+    assert select(path).to_dict() == whole.to_dict()
+
+
+def test_several_processes_make_the_same_examples(select, tmp_path, processor):
+    path, builder = write_rows(tmp_path / "rows.jsonl", question_rows(6)), ExampleBuilder(processor)
+    two = select(path, builder=builder, num_proc=2, examples_cache_dir=str(tmp_path / "two"))
+    assert two.to_dict() == select(path, builder=builder).to_dict()
+
+
+def test_a_cache_that_cannot_be_made_is_named_with_the_remedy(select, tmp_path):
+    (folder := tmp_path / "folder").touch()
+    rows = write_rows(tmp_path / "rows.jsonl", question_rows(2))
+    with pytest.raises(OSError, match=rf"cannot be kept in {folder} \(.*\). Name a folder .*examples_cache_dir"):
+        select(rows, examples_cache_dir=str(folder))

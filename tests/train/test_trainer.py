@@ -1,0 +1,253 @@
+"""From examples to the loss: batches at a rate of their own, turns side by side, what is logged, rows in errors."""
+
+import math
+from dataclasses import asdict
+
+import pytest
+import torch
+from datasets import Dataset
+from tiny_models import float64_throughout
+from torch.nn.functional import cross_entropy
+from training_recipes import logs, parameters, parse, run
+from training_rows import question_rows, write_rows
+
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
+from arcaligner.encoder_arcaligner import SentenceEncoder
+from arcaligner.train import trainer as module
+from arcaligner.train.examples import EXAMPLE_FEATURES, ExampleBuilder, ExampleSelector
+from arcaligner.train.trainer import (
+    AlignerTrainer,
+    AlignerTrainingConfig,
+    ContextCollator,
+    encode_slots,
+    swapped_slots,
+    turn_mask,
+)
+
+SLOT, PAD = 99, 7
+
+
+def row(row_id, num_words, num_turns=1):
+    """An example as 🤗 Datasets gives it: a segment of one-character words after a title of three characters."""
+    turns = [{"input_ids": [20 + n, 30 + n], "labels": [-100, 30 + n]} for n in range(num_turns)]
+    segment = {"document": 0, "encoder_text": "T: " + "w" * num_words, "encoder_start": 3}
+    segment |= {"word_ids": list(range(num_words)), "word_ends": list(range(1, num_words + 1))}
+    return {"row_id": row_id, "head": [1, 2], "turns": turns, "segments": [segment]}
+
+
+def collate(rows, rates=("segment",), **settings):
+    return ContextCollator(SLOT, PAD, rates, **settings)(rows)
+
+
+def examples_of(processor, count):
+    builder = ExampleBuilder(processor)
+    return [asdict(example) for each in question_rows(count) for example in builder.question_examples([each])]
+
+
+# Batches
+
+
+def test_a_batch_is_padded_and_tells_turns_apart():
+    batch = collate([row("x", 2, num_turns=2), row("y", 4)], context_words=True)
+    expected = {
+        "input_ids": torch.tensor([[1, 2, SLOT, 20, 30, 21, 31], [1, 2, SLOT, 20, 30, PAD, PAD]]),
+        "labels": torch.tensor([[-100, -100, -100, -100, 30, -100, 31], [-100, -100, -100, -100, 30, -100, -100]]),
+        "turn_ids": torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 0, 0, 1, 1, -1, -1]]),
+        "context_word_ids": torch.tensor([[[0, 1, -1, -1]], [[0, 1, 2, 3]]]),
+        "context_passage_ids": torch.tensor([[0], [0]]),
+    }
+    for key, tensor in expected.items():
+        assert torch.equal(batch.pop(key), tensor), key
+    read = {"encoder_texts": ["T: ww", "T: wwww"], "encoder_starts": [3, 3], "encoder_ends": None}
+    assert batch == read | {"num_slots": [1, 1], "max_turns": 2, "row_ids": ["x", "y"]}
+
+
+def test_a_rate_cuts_segments_into_slots_with_their_words_and_characters():
+    batch = collate([row("x", 6), row("y", 3)], rates=(3,), context_words=True)
+    assert batch["num_slots"] == (batch["input_ids"] == SLOT).sum(dim=1).tolist() == [2, 1]
+    assert batch["encoder_ends"] == [[6, 9], [6]]
+    assert torch.equal(batch["context_word_ids"], torch.tensor([[[0, 1, 2], [3, 4, 5]], [[0, 1, 2], [-1, -1, -1]]]))
+    empty = {"document": 0, "encoder_text": "", "encoder_start": 0, "word_ids": [], "word_ends": []}
+    batch = collate([row("x", 4), row("y", 0) | {"segments": [empty]}], rates=(2,), context_words=True)
+    assert batch["num_slots"] == [2, 1] and batch["encoder_ends"] == [[5, 7], [0]]
+    assert torch.equal(batch["context_word_ids"][1], torch.full((2, 2), -1))
+
+
+def test_the_ids_of_the_rows_decide_the_rate_and_all_rates_are_drawn():
+    rates = (1, 2, "segment")
+    once, again, more_turns = (
+        [collate([row(f"{n}", 4, turns), row("y", 4)], rates)["num_slots"][0] for n in range(40)] for turns in (1, 1, 2)
+    )
+    assert once == again == more_turns and set(once) == {4, 2, 1}
+
+
+def test_slots_of_a_batch_are_those_of_inference(processor, model):
+    """The same embeddings and words as `encode_documents` has for each row's passages."""
+    rows = examples_of(processor, 3)
+    for rate in ("segment", 4):
+        batch = ContextCollator(processor.context_token_id, PAD, (rate,), context_words=True)(rows)
+        embeds = encode_slots(model.config, processor, batch)["context_embeds"]
+        for number, (own, asked) in enumerate(zip(embeds, question_rows(3), strict=True)):
+            expected = processor.encode_documents(asked["passages"], tokens_per_slot=rate)
+            own = own[: batch["num_slots"][number]]
+            torch.testing.assert_close(own, expected.context_embeds, rtol=1e-5, atol=1e-6)
+            words = [segment["word_ids"] for segment in rows[number]["segments"]]
+            found = batch["context_word_ids"][number]
+            assert found[found >= 0].tolist() == [word for each in words for word in each]
+
+
+# Turns
+
+
+def test_a_turn_reads_the_slots_and_itself_and_counts_on_from_the_slots():
+    turn_ids = torch.tensor([[0, 0, 1, 1, 2], [0, 1, 2, -1, -1]])
+    mask, position_ids = turn_mask(turn_ids, torch.tensor([[-1, 0, -1, -1, -1], [0, -1, -1, -1, -1]]), torch.float32)
+    reads = [
+        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]],
+        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 1, 1]],
+    ]
+    expected = torch.where(torch.tensor(reads) == 1, 0.0, torch.finfo(torch.float32).min)
+    assert mask.shape == (2, 1, 5, 5) and torch.equal(mask[:, 0], expected)
+    assert position_ids[0].tolist() == [0, 1, 2, 3, 2] and position_ids[1, :3].tolist() == [0, 1, 1]
+    # of passages that are read apart, from the longest one
+    turn_ids = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 2]])
+    _, position_ids = turn_mask(turn_ids, torch.tensor([[-1, 0, 0, 1, 2, -1, -1, -1]]), torch.float32)
+    assert position_ids.tolist() == [[0, 1, 2, 1, 1, 3, 4, 3]]
+
+
+@pytest.mark.parametrize("gate_mode", ["off", "adaptive"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_turns_side_by_side_give_the_logits_and_loss_of_each_alone(processor, model, gate_mode, attention):
+    model = model.double()
+    model.set_attn_implementation(attention)
+    rows = [each | {"passages": question_rows(1)[0]["passages"]} for each in question_rows(3)]
+    (example,) = ExampleBuilder(processor).question_examples(rows)
+    together = asdict(example)
+    apart = [together | {"row_id": f"{number}", "turns": [turn]} for number, turn in enumerate(together["turns"])]
+
+    def forward(rows, use_turn_mask):
+        batch = ContextCollator(processor.context_token_id, 0)(rows)
+        is_slot = batch["input_ids"] == processor.context_token_id
+        mask, position_ids = turn_mask(batch["turn_ids"], torch.where(is_slot, 0, -1), torch.float64)
+        if not use_turn_mask:
+            mask, position_ids = (batch["turn_ids"] >= 0).long(), None
+        embeds = encode_slots(model.config, processor, batch)["context_embeds"].double()
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": mask, "position_ids": position_ids}
+        with torch.no_grad(), float64_throughout():
+            logits = model(**inputs, context_embeds=embeds, gate_mode=gate_mode, use_cache=False).logits
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+        return batch["turn_ids"], logits, loss
+
+    turns, logits, loss = forward([together], use_turn_mask=True)
+    turns_alone, logits_alone, loss_alone = forward(apart, use_turn_mask=False)
+    torch.testing.assert_close(loss, loss_alone, rtol=1e-10, atol=1e-10)
+    for number in range(3):
+        own, alone = logits[0][turns[0] == number + 1], logits_alone[number][turns_alone[number] == 1]
+        torch.testing.assert_close(own, alone, rtol=0, atol=1e-9)
+
+
+# What is logged
+
+
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory) -> dict:
+    path = write_rows(tmp_path_factory.mktemp("held_out") / "questions.jsonl", question_rows(7))
+    return {"eval_files": {path: 1.0}, "eval_strategy": "steps", "eval_steps": 2}
+
+
+def test_perplexity_and_gap_are_those_of_all_targets_whatever_the_batches(tmp_path, write_recipe, held_out):
+    found = []
+    # Rows are evaluated in their order.
+    keys = {"train_sampling_strategy": "random", "max_steps": 2, "eval_slot_gap": True, **held_out}
+    for batch_size in (2, 7):
+        arguments = write_recipe("grounding", tmp_path / str(batch_size), per_device_eval_batch_size=batch_size, **keys)
+        run(arguments)
+        found += logs(tmp_path / str(batch_size), "eval_slot_gap")
+    assert found[0]["eval_perplexity"] == pytest.approx(found[1]["eval_perplexity"], rel=1e-5)
+    recipe, args, _ = parse(arguments)
+    model = ArcAlignerForCausalLM.from_pretrained(tmp_path / "7").eval()
+    processor = ArcAlignerProcessor.from_pretrained(tmp_path / "7")
+    rows = list(ExampleSelector(recipe, ExampleBuilder(processor), args.seed).eval_examples())
+    nll = []
+    for read in (rows, swapped_slots(rows)):
+        batch = ContextCollator(processor.context_token_id, 0)(read)
+        mask, slots = (batch["turn_ids"] >= 0).long(), encode_slots(model.config, processor, batch)
+        with torch.no_grad():
+            logits = model(batch["input_ids"], attention_mask=mask, **slots).logits
+        nll.append(cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()).item())
+    assert found[1]["eval_perplexity"] == pytest.approx(math.exp(nll[0]), rel=1e-5)
+    assert found[1]["eval_slot_gap"] == pytest.approx(nll[1] - nll[0], abs=1e-5)
+    assert abs(nll[1] - nll[0]) > 1e-5
+
+
+def test_swapped_slots_are_those_of_the_next_row_with_other_passages():
+    rows = [{"row_id": name, "segments": segments} for name, segments in zip("abcd", ["x", "x", "y", "z"], strict=True)]
+    assert [(each["row_id"], each["segments"]) for each in swapped_slots(rows)] == [*zip("abcd", "yyzx", strict=True)]
+    assert swapped_slots(rows[:2]) == rows[:2]
+
+
+def test_a_gap_within_batches_of_one_row_is_refused(write_recipe, tmp_path):
+    with pytest.raises(ValueError, match="`per_device_eval_batch_size` is 1"):
+        parse(write_recipe("grounding", tmp_path, eval_slot_gap=True, per_device_eval_batch_size=1))
+
+
+def test_the_best_checkpoint_is_kept_and_is_what_the_stage_ends_with(tmp_path, write_recipe, held_out, monkeypatch):
+    losses = iter([5.0, 1.0, 3.0])
+    monkeypatch.setattr(module, "_mean", lambda pair: math.log(next(losses)))
+    keys = {"save_total_limit": 1, "max_steps": 6, **held_out}
+    keys |= {"metric_for_best_model": "eval_perplexity", "greater_is_better": False, "load_best_model_at_end": True}
+    run(write_recipe("grounding", tmp_path / "run", **keys))
+    assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-4"}
+    best, final = parameters(tmp_path / "run" / "checkpoint-4"), parameters(tmp_path / "run")
+    assert all(torch.equal(final[name], tensor) for name, tensor in best.items())
+
+
+# The loss
+
+
+@pytest.fixture
+def trainer(tmp_path, processor, model):
+    """On two batches of questions."""
+    settings = {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_batch_size": 4, "max_steps": 2}
+    return AlignerTrainer(
+        model,
+        stage="grounding",
+        args=AlignerTrainingConfig(str(tmp_path / "run"), **settings),
+        data_collator=ContextCollator(processor.context_token_id, processor.tokenizer.pad_token_id),
+        train_dataset=Dataset.from_list(examples_of(processor, 8), features=EXAMPLE_FEATURES),
+        processing_class=processor,
+    )
+
+
+def test_the_loss_is_that_of_the_whole_model(trainer):
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    inputs = {"attention_mask": (batch["turn_ids"] >= 0).long(), "labels": batch["labels"]}
+    inputs |= encode_slots(trainer.model.config, trainer.processing_class, batch)
+    trainer.model.eval()
+    expected = trainer.model(batch["input_ids"], **inputs).loss
+    torch.testing.assert_close(trainer.compute_loss(trainer.model, batch), expected)
+    loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=100)
+    torch.testing.assert_close(loss, expected * (batch["labels"] != -100).sum() / 100)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_rows(trainer):
+    with torch.no_grad():
+        trainer.model.model.projector.up.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match=r"The loss is nan at step 0 for the rows \['row-"):
+        trainer.train()
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_it_changes_a_weight(trainer):
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    trainer.model.model.projector.up.weight.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(ValueError, match=r"The gradient norm is (nan|inf) at step 0 for the rows \['row-"):
+        trainer.train()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in trainer.model.named_parameters())
+
+
+def test_an_error_of_the_model_names_the_rows(trainer, monkeypatch):
+    broken = lambda self, texts, starts, ends: torch.full((len(texts), 12), torch.nan)  # noqa: E731
+    monkeypatch.setattr(SentenceEncoder, "encode_runs", broken)
+    with pytest.raises(ValueError, match="NaN or values beyond") as error:
+        trainer.train()
+    assert error.value.__notes__[0].startswith("At step 0, in the batch of the rows ['row-")

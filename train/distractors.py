@@ -1,0 +1,121 @@
+"""Passages that stand beside those that answer: the nearest to a question that do not answer it (BM25)."""
+
+import random
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import bm25s
+import numpy as np
+
+from ..common.files import stable_number
+from ..common.rows import Row
+
+# Distractors are drawn from so many of the nearest passages.
+MOST_DISTRACTORS = 12
+# The nearest passages without an answer are found among so many of the nearest ones.
+CANDIDATES = 60
+
+
+def contains_answer(passage: dict[str, str], answers: list[str]) -> bool:
+    """Whether title or text hold an answer as whole words, in capitals or not: "no" is not in "known"."""
+    text = f"{passage['title']}\n{passage['text']}".casefold()
+    words = (re.escape(" ".join(answer.casefold().split())).replace(r"\ ", r"\s+") for answer in answers)
+    return any(re.search(rf"(?<!\w){answer}(?!\w)", text) for answer in words)
+
+
+def own_passages(row: Row) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """The passages that the answer needs, and the row's others; all are needed where the row does not say."""
+    gold = set(row["gold"]) or set(range(len(row["passages"])))
+    own, others = [], []
+    for number, passage in enumerate(row["passages"]):
+        (own if number in gold else others).append(passage)
+    return own, others
+
+
+def passage_key(passage: dict[str, str]) -> tuple[str, str]:
+    return passage["title"], passage["text"]
+
+
+class NearestPassages:
+    """Finds, among the passages of rows, those nearest to a question that do not answer it (BM25).
+
+    Args:
+        rows (`Iterable[Row]`): Whose passages are searched.
+    """
+
+    def __init__(self, rows: Iterable[Row]):
+        unique, self.questions = {}, defaultdict(list)  # passages, and numbers of the rows asked about each alone
+        for number, row in enumerate(rows):
+            unique |= {passage_key(each): each for each in row["passages"] if each["text"]}
+            if len(own := own_passages(row)[0]) == 1 and row["question"].strip() and row["answers"]:
+                self.questions[passage_key(own[0])].append(number)
+        self.passages = list(unique.values())
+        self.titles = np.array([each["title"] for each in self.passages])
+        texts = [f"{each['title']} {each['text']}" for each in self.passages]
+        self.index = bm25s.BM25()
+        self.index.index(bm25s.tokenize(texts, stopwords="en", show_progress=False), show_progress=False)
+
+    def without_answer(
+        self, question: str, answers: list[str], others: Sequence[dict], number: int, in_article: bool = False
+    ) -> list[dict]:
+        """The `number` nearest passages, nearest first, that hold none of `answers` and are none of `others`; with
+        `in_article` only those of the articles of `others`."""
+        words = bm25s.tokenize([question], stopwords="en", show_progress=False, return_ids=False)
+        depth = min(len(self.passages), CANDIDATES)
+        if not words[0] or not depth:
+            return []
+        weights = np.isin(self.titles, [each["title"] for each in others]) if in_article else None
+        found, scores = self.index.retrieve(words, k=depth, show_progress=False, weight_mask=weights)
+        taken, texts = [], {each["text"] for each in others}
+        for place, score in zip(found[0].tolist(), scores[0].tolist(), strict=True):
+            passage = self.passages[place]
+            if (score > 0 or not in_article) and passage["text"] not in texts and not contains_answer(passage, answers):
+                taken.append(passage)
+            if len(taken) == number:
+                break
+        return taken
+
+
+@dataclass
+class Distractors:
+    """
+    Adds 1 to `most` of the passages nearest to the questions, which do not hold the answer, to some rows.
+
+    The draw depends on the seed and the row's id only, so a row has the same passages in each run and process.
+
+    Args:
+        nearest (`NearestPassages`): Where they come from.
+        share (`float`): Share of rows that get some.
+        seed (`int`): Another one draws others.
+        most (`int`): The most that a row gets.
+    """
+
+    nearest: NearestPassages
+    share: float
+    seed: int
+    most: int = 4
+
+    def __call__(self, rows: list[Row]) -> list[dict[str, str]]:
+        """The passages for `rows`, which share theirs, in random order. None of the added ones holds an answer to any
+        of the rows; fewer are added where there are no more."""
+        own, others = own_passages(rows[0])
+        draw = random.Random(f"distractors:{self.seed}:{rows[0]['id']}")
+        if draw.random() >= self.share:
+            return own
+        number = draw.randint(1, self.most)
+        question = " ".join(row["question"] for row in rows)
+        answers = [answer for row in rows for answer in row["answers"]]
+        near = [each for each in others if not contains_answer(each, answers)]  # a retriever chose them already
+        near = near or self.nearest.without_answer(question, answers, own, MOST_DISTRACTORS)
+        passages = [*own, *draw.sample(near, min(number, len(near)))]
+        draw.shuffle(passages)
+        return passages
+
+    def questions_about(self, passages: list[dict[str, str]], row: Row) -> list[int]:
+        """The numbers of rows asked about those of `passages` that are not the row's own, at most one about each."""
+        own = own_passages(row)[0]
+        draw = stable_number(f"joined:{self.seed}:{row['id']}", 2**32)
+        asked = [self.nearest.questions.get(passage_key(each)) for each in passages if each not in own]
+        return [numbers[draw % len(numbers)] for numbers in asked if numbers]

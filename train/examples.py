@@ -1,0 +1,560 @@
+"""From a source to examples: rows are read, chosen and tokenized, a block at a time.
+
+A source is a JSON Lines or Parquet file or a data set of the Hub; a row is that of `common/rows.py`. A row of texts
+becomes an example for every few consecutive segments of its passages (stage I): the slots, then a turn that gives their
+text back and, if asked for, one that continues with the text that follows. In stages II and III, the questions about
+the same passages become one example: the slots of all segments, and after them a turn for each question with its first
+answer. Questions that do not fit into `max_tokens` become a further example.
+
+How many slots a segment has is decided later: the collator draws the rate of each batch (`trainer.py`). So an example
+keeps its segments' tokens, and the prompt before and after the slots.
+
+The examples of a block of rows are made by several processes and kept as an Arrow file under a fingerprint of the data,
+the rows, the tokenizer, the segmenter, all settings and the code. So a block is made once, and a run that was killed
+continues with its next block.
+"""
+
+import ast
+import dataclasses
+import functools
+import itertools
+import logging
+import math
+import os
+import random
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from datasets import Features, List, Value
+from datasets.exceptions import DatasetGenerationError
+from datasets.fingerprint import Hasher
+
+from .. import encoder_arcaligner, processing_arcaligner, segmentation_arcaligner
+from ..common import rows
+from ..common.data_sets import hotpotqa_row
+from ..common.files import printable, read_json_lines, stable_number
+from ..common.rows import JSON_LINES, ROW_FIELDS, Row, id_or_number, own_row, parse_source
+from ..processing_arcaligner import ArcAlignerProcessor
+from ..segmentation_arcaligner import EMPTY_SEGMENT, SegmentTokens, equal_runs, tokenize_segments
+from . import distractors
+from .distractors import MOST_DISTRACTORS, Distractors, NearestPassages, own_passages, passage_key
+from .recipe import FILES, RecipeArguments, find_file
+
+logger = logging.getLogger(__name__)
+
+ROW_FEATURES = Features(
+    id=Value("string"),
+    question=Value("string"),
+    answers=List(Value("string")),
+    passages=List({"title": Value("string"), "text": Value("string")}),
+    gold=List(Value("int32")),
+)
+# The paper's Table "Stage-I instruction templates", in its order. A template there reads "... [B] ... [T]": the slots
+# stand for [B], and [T] is what the assistant says. Here are the user's words before and after the slots; the full
+# stop after [T] is the target's own. The prompt of stages II and III is the processor's, the same as at inference.
+RECONSTRUCTION_TEMPLATES = (
+    ("Background: ", ". This is equivalent to:"),
+    ("Rewrite the background in your own words: ", " →"),
+    ("Provide a restatement of the background: ", ". Return:"),
+    ("", " is a paraphrase of what? Answer with:"),
+    ("These two expressions convey the same meaning: (1) ", " (2)"),
+    ("Restate ", " using a single sentence. Output only"),
+)
+# Not in the paper: what follows the slots in a turn that continues with the text after theirs.
+CONTINUATION = " Continue:"
+EXAMPLE_FEATURES = Features(
+    row_id=Value("string"),
+    head=List(Value("int32")),
+    turns=List({"input_ids": List(Value("int32")), "labels": List(Value("int32"))}),
+    segments=List(
+        {
+            "document": Value("int32"),
+            "encoder_text": Value("string"),
+            "encoder_start": Value("int32"),
+            "word_ids": List(Value("int32")),
+            "word_ends": List(Value("int32")),
+        }
+    ),
+    length=Value("int32"),
+)
+_BLOCK_FEATURES = Features(EXAMPLE_FEATURES | {"problem": Value("string")})
+ROWS_PER_BLOCK = 2048
+NAMED_ROWS = 5  # ids in a report
+# The code that decides what an example is: another version of it, comments aside, makes other blocks.
+_MODULES = (distractors, rows, encoder_arcaligner, processing_arcaligner, segmentation_arcaligner)
+_FILES = (__file__, *(module.__file__ for module in _MODULES))
+_CODE = Hasher.hash([ast.dump(ast.parse(Path(file).read_bytes())) for file in _FILES])
+
+
+# A source to rows
+
+
+def open_corpus(
+    source: str, passage_words: int = 100, num_proc: int | None = None, data_dir: str = "", asks: bool = False
+) -> datasets.Dataset:
+    """
+    Reads a source, or finds it in the cache of 🤗 Datasets.
+
+    Args:
+        source (`str`): See the top of this file.
+        passage_words (`int`): Words of a passage that a longer text is cut into; the last one may be shorter. Texts
+            are cut between words, wherever a sentence ends: passages of a fixed length, as in the paper.
+        num_proc (`int`, *optional*): Processes that cut or convert.
+        data_dir (`str`): Folder of files with a relative path; the working directory by default.
+        asks (`bool`): Whether questions are needed.
+
+    Returns:
+        `datasets.Dataset`: Rows of our schema; what is missing or null in a row is empty.
+    """
+    path, options = parse_source(source)
+    if path.endswith(FILES):
+        path = find_file(path, data_dir)
+    try:
+        if path.endswith(JSON_LINES) and _is_own(path):
+            # The JSON builder refuses rows whose other fields differ, and does not name a bad line.
+            given = {"path": path, "version": (os.path.abspath(path), os.path.getsize(path), os.stat(path).st_mtime_ns)}
+            return datasets.Dataset.from_generator(_rows_of_file, features=ROW_FEATURES, gen_kwargs=given)
+        if path.endswith(FILES):
+            builder = "parquet" if path.endswith(".parquet") else "json"
+            dataset = datasets.load_dataset(builder, data_files=path, split=options["split"])
+        else:
+            dataset = datasets.load_dataset(path, options["name"], split=options["split"])
+    except (DatasetGenerationError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error.__cause__ or error}") from error
+    columns = set(dataset.column_names)
+    if asks and "question" not in columns:
+        raise ValueError(f"{source} has no questions. Stages II and III need rows of {ROW_FIELDS}, or HotpotQA's.")
+    is_text = False
+    if "passages" in columns:
+        convert = functools.partial(own_row, where=source)
+    elif {"context", "supporting_facts"} <= columns:
+        convert = functools.partial(_hotpotqa, where=source)
+    elif missing := [options[key] for key in ("text", "title") if options[key] and options[key] not in columns]:
+        raise ValueError(
+            f"{source} has columns {sorted(columns)}, but no {missing}. Expected {ROW_FIELDS}; HotpotQA's; or a column "
+            "of texts, named as in `?text=body`."
+        )
+    else:
+        is_text = True
+        convert = functools.partial(_rows_of_texts, text=options["text"], title=options["title"], words=passage_words)
+    return dataset.map(
+        convert,
+        with_indices=True,
+        batched=is_text,
+        num_proc=num_proc,
+        remove_columns=dataset.column_names,
+        features=ROW_FEATURES,
+        new_fingerprint=Hasher.hash((dataset._fingerprint, convert)),
+        desc="reading rows",
+    )
+
+
+def _hotpotqa(row: dict, index: int, *, where: str) -> Row:
+    """A row of HotpotQA: its ten paragraphs, of which `gold` are those that the answer needs."""
+    return own_row(hotpotqa_row(row), index, where=where)
+
+
+def _is_own(path: str) -> bool:
+    """Whether the first row of a JSON Lines file is of our schema."""
+    first = next(read_json_lines(path), None)
+    if first is None:
+        raise ValueError("it is empty.")
+    return bool({"passages", "answers"} & first.keys())
+
+
+def _rows_of_file(path: str, version: tuple) -> Iterator[Row]:
+    """Rows of our schema; `version` makes a changed file another data set."""
+    for index, row in enumerate(read_json_lines(path)):
+        yield own_row(row, index, where=f"{path}, line {index + 1}")
+
+
+def _rows_of_texts(batch: dict, indices: list[int], *, text: str, title: str | None, words: int) -> dict:
+    """A row without a question for each passage of the texts."""
+    rows = {field: [] for field in ROW_FEATURES}
+    ids = batch.get("id", indices)
+    titles = batch[title] if title else [""] * len(indices)
+    for index, row_id, row_title, row_text in zip(indices, ids, titles, batch[text], strict=True):
+        split = (row_text or "").split() or [""]  # an empty text stays a row, to be counted
+        for number, start in enumerate(range(0, len(split), words)):
+            rows["id"].append(f"{id_or_number(row_id, index)}-{number}")
+            rows["question"].append("")
+            rows["answers"].append([])
+            rows["passages"].append([{"title": row_title or "", "text": " ".join(split[start : start + words])}])
+            rows["gold"].append([])
+    return rows
+
+
+def missing_part(row: Row, asks: bool) -> str:
+    """What a row is without, questions and answers where they are asked for; empty when it is whole."""
+    if asks and not row["question"].strip():
+        return "without a question"
+    if asks and not row["answers"]:
+        return "without an answer"
+    return "" if any(passage["text"].strip() for passage in row["passages"]) else "without a passage"
+
+
+def open_part(recipe: RecipeArguments, source: str, held_out: bool, num_proc: int | None = None) -> datasets.Dataset:
+    """The rows of a source that may be used: those of its validation part, or the others. A row belongs to that part
+    where one of its articles does, by title or, without one, by text."""
+    corpus = open_corpus(source, recipe.passage_words, num_proc, recipe.data_dir, recipe.asks_questions)
+    share, seed = recipe.validation_share, recipe.validation_seed
+
+    def is_held_out(row: Row) -> bool:
+        articles = {passage["title"] or passage["text"] for passage in row["passages"]}
+        return any(stable_number(f"validation:{seed}:{each}", 10_000) < share * 10_000 for each in articles)
+
+    if share and (source in recipe.training_sources or not held_out):
+        corpus = corpus.select([number for number, row in enumerate(corpus) if is_held_out(row) == held_out])
+    if not len(corpus):
+        raise ValueError(
+            f"{source}: no row is left to {'validate with' if held_out else 'train on'} with `validation_share` "
+            f"{share}. Change it, or name other files."
+        )
+    return corpus
+
+
+# Rows to examples
+
+
+@dataclass
+class Turn:
+    """Ids from the slots to the end of the assistant's turn, and labels: what the assistant says, -100 elsewhere."""
+
+    input_ids: list[int]
+    labels: list[int]
+
+
+@dataclass
+class Example:
+    """Slots and the turns that read them.
+
+    Turns stand side by side: each reads the slots and itself, and no other turn. `length` counts tokens at the rate
+    with the most slots.
+    """
+
+    row_id: str
+    head: list[int]
+    turns: list[Turn]
+    segments: list[dict[str, Any]]
+    length: int = 0
+
+
+def choose_template(example_id: str) -> tuple[str, str]:
+    """The stage-I template of an example, fixed by its id."""
+    return RECONSTRUCTION_TEMPLATES[stable_number(f"template:{example_id}", len(RECONSTRUCTION_TEMPLATES))]
+
+
+@dataclass
+class ExampleBuilder:
+    """
+    Turns rows into examples, with the prompt the processor writes at inference.
+
+    Args:
+        processor ([`ArcAlignerProcessor`]): Tokenizer, chat template and segmenter.
+        max_segments (`int`): Maximum number of segments of a reconstruction example, at least 1.
+        continues (`bool`): Whether a reconstruction example has a second turn, which continues with the next segment.
+        tokens_per_slot (`Sequence`): The rates that batches will have. The finest decides how long examples are.
+        max_tokens (`int`, *optional*): Questions about the same passages share an example up to this length.
+    """
+
+    processor: ArcAlignerProcessor
+    max_segments: int = 1
+    continues: bool = False
+    tokens_per_slot: Sequence[int | str] = ("segment",)
+    max_tokens: int | None = None
+
+    @property
+    def finest_rate(self) -> int | str:
+        """The rate with the most slots."""
+        return min(self.tokens_per_slot, key=lambda rate: math.inf if rate == "segment" else rate)
+
+    def reconstruction_examples(self, rows: list[Row]) -> Iterator[Example]:
+        """Stage I: each run of 1 to `max_segments` segments of a passage as slots, its text as the target."""
+        for row in rows:
+            tokens = self._tokens(row["passages"])
+            for document, group in itertools.groupby(tokens, key=lambda each: each.segment.document):
+                segments, start = list(group), 0
+                while start < len(segments):
+                    end = start + 1 + stable_number(f"chunk:{row['id']}:{document}:{start}", self.max_segments)
+                    chunk, following = segments[start:end], segments[end : end + 1]
+                    yield self._reconstruction(row["id"], row["passages"][document]["text"], chunk, following)
+                    start = end
+
+    def _reconstruction(
+        self, row_id: str, text: str, chunk: list[SegmentTokens], following: list[SegmentTokens]
+    ) -> Example:
+        """Consecutive segments of a text as slots; their text and that of the `following` segment as targets."""
+        first, last = chunk[0].segment, chunk[-1].segment
+        before, after = choose_template(f"{row_id}:{first.document}:{first.start}")
+        head, turn = self._turn(before, after, text[first.start : last.end].strip(), row_id)
+        turns = [turn]
+        if self.continues and following:
+            # The words before the slots are shared: only what comes after them tells the two turns apart.
+            _, turn = self._turn(before, CONTINUATION, following[0].segment.text.strip(), row_id)
+            turns.append(turn)
+        return self._example(row_id, head, turns, chunk)
+
+    def question_examples(self, rows: list[Row]) -> Iterator[Example]:
+        """Stages II and III: the passages that `rows` share as slots, a turn for each question."""
+        tokens = self._tokens(rows[0]["passages"])
+        example = None
+        for row in rows:
+            head, turn = self._question_turn(row["question"], row["answers"][0], row["id"])
+            # The slots are paid for once: a further question adds its turn only.
+            if example and (self.max_tokens is None or example.length + len(turn.input_ids) <= self.max_tokens):
+                example.turns.append(turn)
+                example.length += len(turn.input_ids)
+                continue
+            if example:
+                yield example
+            example = self._example(row["id"], head, [turn], tokens)
+        yield example
+
+    def _tokens(self, documents: list[dict[str, str]]) -> list[SegmentTokens]:
+        segments = self.processor.slot_encoder.segment_documents(documents)
+        return tokenize_segments(self.processor.tokenizer, segments, documents)
+
+    def _example(self, row_id, head, turns, tokens: list[SegmentTokens]) -> Example:
+        """An example; without segments it has one slot, the encoding of the empty string."""
+        segments = [
+            {
+                "document": each.segment.document,
+                "encoder_text": each.encoder_text,
+                "encoder_start": each.encoder_start,
+                "word_ids": list(each.word_ids),
+                "word_ends": list(each.word_ends),
+            }
+            for each in tokens or [EMPTY_SEGMENT]
+        ]
+        num_slots = sum(len(equal_runs(len(each["word_ids"]), self.finest_rate)) for each in segments)
+        length = len(head) + num_slots + sum(len(turn.input_ids) for turn in turns)
+        return Example(row_id, head, turns, segments, length)
+
+    def _turn(self, before: str, after: str, target: str, row_id: str) -> tuple[list[int], Turn]:
+        """The ids before the slots, and the turn after them; `before` and `after` are the user's words."""
+        mark = uuid.uuid4().hex
+        messages = [
+            {"role": "user", "content": before + mark + after},
+            {"role": "assistant", "content": target},
+        ]
+        return self._split(
+            row_id,
+            self.processor.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True).split(mark),
+            self.processor.apply_chat_template(messages, tokenize=False).split(mark),
+        )
+
+    def _question_turn(self, question: str, answer: str, row_id: str) -> tuple[list[int], Turn]:
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return self._split(
+            row_id,
+            self.processor.split_prompt(messages[:1], add_generation_prompt=True),
+            self.processor.split_prompt(messages),
+        )
+
+    def _split(self, row_id: str, prompt: Sequence[str], whole: Sequence[str]) -> tuple[list[int], Turn]:
+        """Labels on what the assistant says and the token that ends its turn, nothing else."""
+        tokenize = self.processor.tokenize_prompt
+        head, asked, said = tokenize(prompt[0]), tokenize(prompt[1]), tokenize(whole[1])
+        if prompt[0] != whole[0] or said[: len(asked)] != asked:
+            raise ValueError(
+                f"Row {row_id}: the prompt {prompt!r} is not how the whole conversation {whole!r} begins, so the "
+                "target cannot be told from the prompt. Name another `chat_template_path`."
+            )
+        target = self._end_of_turn(said[len(asked) :])
+        return head, Turn(asked + target, [-100] * len(asked) + target)
+
+    def _end_of_turn(self, target: list[int]) -> list[int]:
+        """Cuts what follows the end of the turn; adds EOS if the template has no end."""
+        tokenizer = self.processor.tokenizer
+        special = set(tokenizer.all_special_ids)
+        special.update(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+        end = len(target)
+        while end and target[end - 1] not in special and not tokenizer.decode(target[end - 1 : end]).strip():
+            end -= 1
+        target = target[:end]
+        return target if target and target[-1] in special else [*target, tokenizer.eos_token_id]
+
+
+# Which rows
+
+
+@dataclass
+class ExampleSelector:
+    """
+    Takes examples from sources, as a recipe says.
+
+    Args:
+        recipe ([`RecipeArguments`]): Its stage decides what a row needs and becomes.
+        builder ([`ExampleBuilder`]): Makes examples of rows that share their passages. Those longer than its
+            `max_tokens` are left out and counted.
+        seed (`int`): Order of the rows, and their distractors.
+        num_proc (`int`, *optional*): Processes that segment and tokenize.
+    """
+
+    recipe: RecipeArguments
+    builder: ExampleBuilder
+    seed: int = 0
+    num_proc: int | None = None
+
+    def training_examples(self) -> datasets.Dataset:
+        """The stage's examples, a row per [`Example`], with reconstruction examples mixed in when the recipe says so.
+        None is about an article that is held out.
+        """
+        share, limit = self.recipe.reconstruction_share, self.recipe.max_train_samples
+        examples = self.select(self.recipe.train_files, None if limit is None else round(limit * (1 - share)))
+        if share:
+            stage_one = dataclasses.replace(
+                self.recipe, stage="reconstruction", distractors=0.0, reconstruction_share=0.0
+            )
+            selector = dataclasses.replace(self, recipe=stage_one)
+            number = round(len(examples) * share / (1 - share))
+            others = selector.select(self.recipe.reconstruction_files, number)
+            examples = datasets.concatenate_datasets([examples, others])
+        return examples
+
+    def eval_examples(self) -> datasets.Dataset | None:
+        """The stage's held-out examples; none without `eval_files`. Of a file that is trained on as well, these are
+        the ones about held-out articles."""
+        if not self.recipe.eval_files:
+            return None
+        return self.select(self.recipe.eval_files, self.recipe.max_eval_samples, held_out=True)
+
+    def select(
+        self, sources: dict[str, float], max_examples: int | None = None, held_out: bool = False
+    ) -> datasets.Dataset:
+        """A mixture of several sources.
+
+        Args:
+            sources (`dict[str, float]`): Each source and its weight: its share of the mixture is weight / sum of
+                weights.
+            max_examples (`int`, *optional*): Size of the mixture. Nothing is repeated: when a source holds less than
+                its share, the mixture gets smaller and keeps its shares. Default: as many as that allows.
+            held_out (`bool`): Whether rows of the validation part are taken, rather than the others.
+        """
+        if not sources or any(weight <= 0 for weight in sources.values()):
+            raise ValueError(f"Got files and weights {sources}; expected files with positive weights.")
+        total = sum(sources.values())
+        shares = {source: weight / total for source, weight in sources.items()}
+        taken = {}
+        for source, share in shares.items():
+            taken[source] = self._take(source, None if max_examples is None else round(max_examples * share), held_out)
+        size = min(len(taken[source]) / share for source, share in shares.items())
+        if max_examples is not None and size < max_examples - len(sources):
+            logger.warning("%s: found %d examples of the %d asked for.", list(sources), size, max_examples)
+        counts = {source: min(len(taken[source]), round(size * share)) for source, share in shares.items()}
+        if not sum(counts.values()):
+            raise ValueError(
+                f"No examples in {list(sources)}: {max_examples=}, max_tokens={self.builder.max_tokens}. Raise the "
+                "limits or name other files."
+            )
+        return datasets.concatenate_datasets([taken[source].select(range(counts[source])) for source in sources])
+
+    def _take(self, source: str, quota: int | None, held_out: bool) -> datasets.Dataset:
+        """The first `quota` examples of a source that are not too long, its rows in random order."""
+        recipe, asks = self.recipe, self.recipe.asks_questions
+        # Distractors are of the same part: no held-out passage is trained on.
+        corpus = open_part(recipe, source, held_out, self.num_proc)
+        mix = drawn = None
+        if recipe.distractors:
+            mix = Distractors(NearestPassages(corpus), recipe.distractors, self.seed, recipe.max_distractors)
+            drawn = [recipe.distractors, recipe.max_distractors, MOST_DISTRACTORS, self.seed]
+        make = functools.partial(
+            _examples_of_rows, corpus=corpus, mix=mix, joins=recipe.max_questions > 1, builder=self.builder, asks=asks
+        )
+        settings = Hasher.hash((_CODE, corpus._fingerprint, self.builder, asks, recipe.max_questions, drawn))
+        left_out: dict[str, list[str]] = defaultdict(list)  # ids of rows, by what is wrong with them
+        taken = [datasets.Dataset.from_dict({name: [] for name in EXAMPLE_FEATURES}, features=EXAMPLE_FEATURES)]
+        order = self._order(corpus)
+        for start in range(0, len(order), ROWS_PER_BLOCK):
+            if quota is not None and sum(map(len, taken)) >= quota:
+                break
+            block = self._block(make, settings, order[start : start + ROWS_PER_BLOCK])
+            problems = block["problem"][:]
+            taken.append(block.select(np.flatnonzero([not each for each in problems])).remove_columns("problem"))
+            for row_id, problem in zip(block["row_id"][:], problems, strict=True):
+                if problem:
+                    left_out[problem].append(row_id)
+        examples = datasets.concatenate_datasets(taken)
+        examples = examples.select(range(min(len(examples), len(examples) if quota is None else quota)))
+        logger.info("%s: %d examples", source, len(examples))
+        for problem, row_ids in left_out.items():
+            first = printable(", ".join(row_ids[:NAMED_ROWS])) + (", ..." if len(row_ids) > NAMED_ROWS else "")
+            logger.warning("%s: left out %d %s: %s", source, len(row_ids), problem, first)
+        return examples
+
+    def _order(self, corpus: datasets.Dataset) -> list[list[int]]:
+        """Numbers of the rows in random order, grouped by the example that they become."""
+        draw = random.Random(self.seed)
+        size = self.recipe.max_questions if self.recipe.asks_questions else 1
+        if size == 1:
+            order = [[number] for number in range(len(corpus))]
+        else:
+            groups = defaultdict(list)
+            for number, row in enumerate(corpus):
+                groups[tuple(map(passage_key, row["passages"]))].append(number)
+            keys = sorted(groups)  # so that the draw depends on the seed and not on the order of the file
+            draw.shuffle(keys)
+            order = []
+            for numbers in (groups[key] for key in keys):
+                draw.shuffle(numbers)
+                order += [numbers[i : i + size] for i in range(0, len(numbers), size)]
+        draw.shuffle(order)
+        return order
+
+    def _block(self, make, settings: str, groups: list[list[int]]) -> datasets.Dataset:
+        """Examples of some rows, and a line for each row that lacks a part; from the cache if they were made before."""
+        fingerprint = Hasher.hash((settings, groups))
+        folder = Path(self.recipe.examples_cache_dir).expanduser()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                f"Tokenized examples cannot be kept in {folder} ({error}). Name a folder that you may write to: "
+                "`examples_cache_dir` of the recipe, or the variable ARCALIGNER_CACHE."
+            ) from error
+        return datasets.Dataset.from_dict({"numbers": groups}).map(
+            make,
+            batched=True,
+            batch_size=64,
+            num_proc=self.num_proc,
+            remove_columns=["numbers"],
+            features=_BLOCK_FEATURES,
+            cache_file_name=str(folder / f"{fingerprint}.arrow"),
+            new_fingerprint=fingerprint,
+            desc="segmenting and tokenizing",
+        )
+
+
+def _examples_of_rows(batch: dict, *, corpus, mix, joins: bool, builder, asks: bool) -> dict[str, list]:
+    """Columns of `_BLOCK_FEATURES`. A row that lacks a part gives an empty example with a `problem`."""
+    columns = {name: [] for name in _BLOCK_FEATURES}
+    for numbers in batch["numbers"]:
+        whole, examples = [], []
+        for row in (corpus[number] for number in numbers):
+            if problem := missing_part(row, asks):
+                examples.append((Example(row["id"], [], [], []), problem))
+            else:
+                whole.append(row)
+        if whole and asks:
+            passages = own_passages(whole[0])[0]
+            if mix is not None:
+                passages = mix(whole)  # one draw: no distractor may hold an answer to any of the questions
+                joined = mix.questions_about(passages, whole[0]) if joins else []
+                whole += [corpus[number] for number in joined]  # a further question costs its turn, and no slot
+            whole = [row | {"passages": passages} for row in whole]
+        if whole:
+            of_rows = builder.question_examples(whole) if asks else builder.reconstruction_examples(whole)
+            limit = builder.max_tokens or math.inf
+            too_long = f"longer than {limit} tokens (`max_tokens`, or the backbone's `max_position_embeddings`)"
+            examples += [(example, too_long if example.length > limit else "") for example in of_rows]
+        for example, problem in examples:
+            for name, value in dataclasses.asdict(example).items():
+                columns[name].append(value)
+            columns["problem"].append(problem)
+    return columns
