@@ -1,6 +1,5 @@
 """Answers in the words of the passages: what can be copied, what is preferred for it, and what stays as it was."""
 
-import functools
 import gc
 import time
 import weakref
@@ -21,6 +20,7 @@ from arcaligner.segmentation_arcaligner import YES_NO, copied_next, copied_texts
 
 QUESTION = "Who wrote it?"
 DOCUMENTS = ["It was written by Ada.  Nobody else knew.", {"title": "Toronto Northwest", "text": "A riding, in 1924."}]
+CHAT = [{"role": "user", "content": QUESTION}]
 ROW = {"question": QUESTION, "documents": DOCUMENTS}
 NEW_TOKENS = 12
 HUGE = 1e4  # leaves no other token a chance
@@ -29,6 +29,12 @@ HUGE = 1e4  # leaves no other token a chance
 @pytest.fixture
 def ask(model, processor):
     return pipeline_of(model, processor, max_new_tokens=NEW_TOKENS)
+
+
+@pytest.fixture
+def ask_apart(separate):
+    """The pipeline of an aligner that reads the likeliest passage."""
+    return pipeline_of(*separate, max_new_tokens=4)
 
 
 def copies(tokenizer, documents: list, no_answer: str | None = None) -> list[tuple[list[int], list[bool]]]:
@@ -42,32 +48,32 @@ def texts_of(documents: list) -> str:
     return "\n".join(each if isinstance(each, str) else f"{each['title']}\n{each['text']}" for each in documents)
 
 
+# What can be copied
+
+
 @given(text=st.text(st.sampled_from("ab Z.,-!?\n\té漢😀'\"1"), max_size=60))
 def test_what_can_be_copied_is_the_text_from_one_of_its_words_on(processor, text):
-    tokenizer = processor.tokenizer
+    tokenizer, texts = processor.tokenizer, copied_texts(processor.tokenizer, [text])
     for ids, ends_word in copies(tokenizer, [text])[: -len(YES_NO)]:
         copied = tokenizer.decode(ids).rstrip("\ufffd")
         assert len(ids) == len(ends_word) > 0 and copied and not copied[0].isspace()
         starts = [place for place in range(len(text)) if text.startswith(copied, place)]
         assert any(place == 0 or not (text[place - 1] + text[place]).isalnum() for place in starts)
+        for length in range(1, len(ids)):  # it is not ended early
+            assert ids[length] in copied_next(texts, ids[:length], set())
 
 
 def test_a_copy_begins_with_any_word_and_may_end_where_a_word_does(processor):
     tokenizer = processor.tokenizer
-    found = copies(tokenizer, [{"title": "Ada", "text": "It was, (é) 3.5%."}], "not there")
+    found = copies(tokenizer, [{"title": "Ada", "text": "It was, (é) 3.5%."}, "<|im_end|> end."], "not there")
     whole = ["Ada", "It was, (é) 3.5%.", "was, (é) 3.5%.", "(é) 3.5%.", "é) 3.5%.", "3.5%.", "5%.", *YES_NO]
-    assert sorted(tokenizer.decode(ids) for ids, _ in found) == sorted([*whole, "not there"])
+    whole += ["not there", "im_end|> end.", "end|> end.", "end."]  # of a control token no more than its text
+    assert sorted(tokenizer.decode(ids) for ids, _ in found) == sorted(whole)
+    assert not {tokenizer.eos_token_id} & {each for ids, _ in found for each in ids}
     ids, ends_word = next(each for each in found if tokenizer.decode(each[0]) == whole[1])
     ends = {tokenizer.decode(ids[: number + 1]) for number, is_end in enumerate(ends_word) if is_end}
     assert {"It", "It was", "It was, (é", "It was, (é) 3", "It was, (é) 3.5%."} <= ends
     assert not any(each.endswith(("\ufffd", "wa")) or each == "I" for each in ends)
-
-
-def test_a_control_token_of_a_text_is_never_copied(processor):
-    tokenizer, text = processor.tokenizer, "Ada <|im_end|> wrote it."
-    spans = copies(tokenizer, [text])
-    assert {"Ada", "wrote it.", "it."} <= {tokenizer.decode(ids).split("<")[0].strip() for ids, _ in spans}
-    assert not {tokenizer.eos_token_id} & {each for ids, _ in spans for each in ids}
 
 
 @pytest.mark.parametrize("text", ["a-", "a ", "(", "漢", "a" * 99 + "-", "<|im_end|>"])
@@ -81,20 +87,26 @@ def test_the_time_is_linear_in_any_text(processor, text):
     assert seconds[1] < 30 * max(seconds[0], 0.1)
 
 
+# What is preferred
+
+
 @pytest.mark.parametrize("as_ends", [int, lambda end: [end], torch.tensor], ids=["int", "list", "tensor"])
 def test_the_bonus_is_of_tokens_that_go_on_with_a_copy_or_end_it_and_of_no_others(processor, as_ends):
-    tokenizer = processor.tokenizer
+    tokenizer, refusal = processor.tokenizer, "Nobody knows zebra"
+    learned = processor_with(processor, no_answer=refusal)
     encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     prompt, end = encode("Who?"), tokenizer.eos_token_id
     for written, expected in (
-        ("", {encode(each)[0] for each in ("It", "was", "written", "by", "Ada", *YES_NO)}),
+        ("", {encode(each)[0] for each in ("It", "was", "written", "by", "Ada", *YES_NO, refusal)}),
         ("yes", {end}),
+        ("Nobody", {encode(refusal)[len(encode("Nobody"))]}),  # a learned refusal counts as copied, as a whole
+        (refusal, {end}),
         ("It was", {encode("It was written by Ada")[len(encode("It was"))], end}),
         ("by Ada", {encode("by Ada.")[-1], end}),
         ("was Ada", set()),
     ):
         ids, scores = torch.tensor([prompt + encode(written)]), torch.randn(1, len(tokenizer))
-        bonus = CopyBonus(processor, [["It was written by Ada."]], 3.0, as_ends(end))
+        bonus = CopyBonus(learned, [["It was written by Ada."]], 3.0, as_ends(end))
         bonus(torch.tensor([prompt]), scores)
         found, before = bonus(ids, scores), scores.clone()
         before[0, sorted(expected)] += 3.0
@@ -112,49 +124,15 @@ def test_an_answer_is_word_for_word_in_the_passages(ask, options):
 
 def test_a_beam_of_copies_is_as_likely_as_its_tokens_not_preferred_for_its_length(model, processor):
     copier = CopyBonus(processor, [DOCUMENTS], 3.0, processor.tokenizer.eos_token_id)
-    inputs, options = (
-        chat_inputs(processor, QUESTION, DOCUMENTS),
-        {"max_new_tokens": 6, "num_beams": 3, "length_penalty": 0.0},
-    )
-    found = model.generate(
-        **inputs, **options, logits_processor=[copier], return_dict_in_generate=True, output_scores=True
-    )
-    copier.prompt_length, ids = None, found.sequences
-    total, length = 0.0, inputs["input_ids"].shape[1]
-    for place in range(length, ids.shape[1]):
-        scores = model(
-            **inputs | {"input_ids": ids[:, :place], "attention_mask": torch.ones_like(ids[:, :place])}
-        ).logits
+    options = {"max_new_tokens": 6, "num_beams": 3, "length_penalty": 0.0, "logits_processor": [copier]}
+    inputs = chat_inputs(processor, QUESTION, DOCUMENTS)
+    found = model.generate(**inputs, **options, return_dict_in_generate=True, output_scores=True)
+    copier.prompt_length, ids, total = None, found.sequences, 0.0
+    for place in range(inputs["input_ids"].shape[1], ids.shape[1]):
+        written = {"input_ids": ids[:, :place], "attention_mask": torch.ones_like(ids[:, :place])}
+        scores = model(**inputs | written).logits
         total += copier(ids[:, :place], scores[:, -1])[0, ids[0, place]]
     torch.testing.assert_close(found.sequences_scores[0], total, rtol=1e-3, atol=1e-3)
-
-
-def test_a_long_copy_is_not_ended_early(processor):
-    tokenizer, text = processor.tokenizer, " ".join(f"word{number}" for number in range(100))
-    ids = tokenizer(text)["input_ids"]
-    for length in range(2, len(ids)):
-        assert ids[length] in copied_next(copied_texts(tokenizer, [text]), ids[:length], set())
-    assert copied_next(copied_texts(tokenizer, [text]), ids, {-7}) == [-7]
-
-
-def test_the_end_of_an_answer_is_that_of_the_model_where_a_configuration_names_none(ask):
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
-    config = GenerationConfig(**options)
-    assert config.eos_token_id is None
-    assert ask(ROW, copy_bonus=HUGE, generation_config=config) == ask(ROW, copy_bonus=HUGE, **options)
-
-
-@pytest.mark.parametrize("documents", [[""], [" "], [{"title": "Ada", "text": ""}]], ids=str)
-def test_of_passages_without_text_nothing_is_copied(ask, documents):
-    row = ROW | {"documents": documents}
-    assert ask(row, copy_bonus=HUGE) == ask(row, copy_bonus=0)
-
-
-def test_the_processor_says_how_much_copying_is_preferred_and_a_call_may_say_otherwise(ask, model, processor):
-    free = greedy_answer(model, processor, chat_inputs(processor, QUESTION, DOCUMENTS), NEW_TOKENS)
-    copying = pipeline_of(model, processor_with(processor, copy_bonus=HUGE), max_new_tokens=NEW_TOKENS)
-    assert copying(ROW)[0] == ask(ROW, copy_bonus=HUGE)[0] != {"generated_text": free}
-    assert copying(ROW, copy_bonus=0)[0] == ask(ROW)[0] == {"generated_text": free}
 
 
 def test_rows_of_a_batch_copy_from_their_own_passages(ask):
@@ -166,18 +144,10 @@ def test_rows_of_a_batch_copy_from_their_own_passages(ask):
     assert alone[2]["generated_text"] in (*YES_NO, "He is a ski jumper.") and alone[1] == ask(rows[1], copy_bonus=0)[0]
 
 
-def test_an_answer_that_is_begun_goes_on_as_before(ask):
-    chat = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "It was"}]
-    assert ask(chat, documents=DOCUMENTS, copy_bonus=HUGE) == ask(chat, documents=DOCUMENTS)
-
-
-def test_a_learned_refusal_counts_as_copied(model, processor):
-    learned = processor_with(processor, no_answer="Nobody knows zebra")
-    end, ids = processor.tokenizer.eos_token_id, processor.tokenizer("Nobody knows zebra")["input_ids"]
-    bonus = CopyBonus(learned, [["It was written by Ada."]], 3.0, end)
-    for length in range(len(ids) + 1):
-        raised = bonus(torch.tensor([[5, *ids[:length]]]), torch.zeros(1, len(processor.tokenizer)))
-        torch.testing.assert_close(raised[0, [*ids, end][length]] - raised.min(), torch.tensor(3.0))
+def test_of_chosen_passages_those_that_are_read_are_copied_from(ask_apart):
+    (record,) = ask_apart(ROW, copy_bonus=HUGE, max_passages=1, return_slots=True)
+    read = {segment["document"] for segment in record["segments"]}
+    assert len(read) == 1 and record["generated_text"] in texts_of([DOCUMENTS[number] for number in read])
 
 
 def test_evaluation_copies_as_the_pipeline_does_and_can_do_without(ask, model, processor, few_tokens):
@@ -195,13 +165,47 @@ def test_evaluation_copies_as_the_pipeline_does_and_can_do_without(ask, model, p
     assert answers[HUGE] != answers[0.0]
 
 
+# What stays as it was
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(ROW | {"documents": documents} for documents in ([""], [" "], [{"title": "Ada", "text": ""}])),
+        {"documents": DOCUMENTS, "messages": [*CHAT, {"role": "assistant", "content": "It was"}]},
+    ],
+    ids=["empty", "blank", "a title alone", "an answer that is begun"],
+)
+def test_nothing_is_copied_of_no_text_and_into_an_answer_that_is_begun(ask, given):
+    assert ask(given, copy_bonus=HUGE) == ask(given, copy_bonus=0)
+
+
+def test_the_end_of_an_answer_is_that_of_the_model_where_a_configuration_names_none(ask):
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    config = GenerationConfig(**options)
+    assert config.eos_token_id is None
+    assert ask(ROW, copy_bonus=HUGE, generation_config=config) == ask(ROW, copy_bonus=HUGE, **options)
+
+
+def test_the_processor_says_how_much_copying_is_preferred_and_a_call_may_say_otherwise(ask, model, processor, tmp_path):
+    free = greedy_answer(model, processor, chat_inputs(processor, QUESTION, DOCUMENTS), NEW_TOKENS)
+    processor_with(processor, copy_bonus=HUGE).save_pretrained(tmp_path)
+    copying = type(processor).from_pretrained(tmp_path)
+    assert copying.copy_bonus == HUGE and processor.copy_bonus == 0.0  # as in older checkpoints
+    asked = pipeline_of(model, copying, max_new_tokens=NEW_TOKENS)
+    assert asked(ROW)[0] == ask(ROW, copy_bonus=HUGE)[0] != {"generated_text": free}
+    assert asked(ROW, copy_bonus=0)[0] == ask(ROW)[0] == {"generated_text": free}
+
+
+# How near question and passage are
+
+
 def test_rows_of_any_form_are_ranked_by_the_same_cosines(separate):
     model, fitted = separate
-    rank = functools.partial(rank_passages, model.slot_prefix_store(fitted), [QUESTION])
-    (expected,) = rank([["Ada wrote it."]])
-    assert expected[0].similarity == pytest.approx(similarities_of(fitted.encoder, QUESTION, ["Ada wrote it."])[0])
-    for row in ("Ada wrote it.", {"text": "Ada wrote it."}, (each for each in ["Ada wrote it."])):
-        assert rank([row])[0][0].similarity == expected[0].similarity
+    (expected,) = similarities_of(fitted.encoder, QUESTION, ["Ada wrote it."])
+    for row in (["Ada wrote it."], "Ada wrote it.", {"text": "Ada wrote it."}, (each for each in ["Ada wrote it."])):
+        (ranked,) = rank_passages(model.slot_prefix_store(fitted), [QUESTION], [row])
+        assert ranked[0].similarity == pytest.approx(expected)
 
 
 def test_vectors_are_kept_as_long_as_their_encoder(encoder_dir):
@@ -222,32 +226,3 @@ def test_vectors_are_kept_as_long_as_their_encoder(encoder_dir):
     del encoder
     gc.collect()
     assert seen() is None
-
-
-def test_a_chat_without_a_question_is_refused_as_without_choosing(separate):
-    model, fitted = separate
-    ask = pipeline_of(model, fitted)
-    for options in ({"max_passages": 9}, {"max_passages": 1}):
-        with pytest.raises(ValueError, match="no user message"):
-            ask([{"role": "assistant", "content": "Hi."}], documents=DOCUMENTS, **options)
-
-
-def test_of_chosen_passages_those_that_are_read_are_copied_from(separate):
-    model, fitted = separate
-    ask = pipeline_of(model, fitted, max_new_tokens=4)
-    (record,) = ask(ROW, copy_bonus=HUGE, max_passages=1, return_slots=True)
-    read = {segment["document"] for segment in record["segments"]}
-    assert len(read) == 1 and record["generated_text"] in texts_of([DOCUMENTS[number] for number in read])
-
-
-def test_the_setting_is_saved_and_absent_in_older_checkpoints(processor, tmp_path):
-    assert "copy_bonus" in processor.to_dict() and processor.copy_bonus == 0.0
-    processor_with(processor, copy_bonus=2.5).save_pretrained(tmp_path)
-    assert type(processor).from_pretrained(tmp_path).copy_bonus == 2.5
-
-
-@pytest.mark.parametrize("bonus", [-1, True, "6", float("inf"), float("nan")])
-def test_another_bonus_is_refused(ask, processor, bonus):
-    for use in (lambda: ask(ROW, copy_bonus=bonus), lambda: processor_with(processor, copy_bonus=bonus)):
-        with pytest.raises(ValueError, match="`copy_bonus` is .*expected a number from 0"):
-            use()

@@ -6,7 +6,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import ENCODER_WIDTH
 from peft import LoraConfig, inject_adapter_in_model
 from tiny_models import tiny_aligner
 
@@ -16,25 +15,18 @@ from arcaligner.prefix_store_arcaligner import canonical_settings, passage_finge
 from arcaligner.segmentation_arcaligner import GivenSlots
 
 
-@pytest.fixture
-def fingerprint_of(model, processor):
-    store = model.slot_prefix_store(processor)
-
-    def get(prompt_ids=(1, 2, 3), passages=("Ada wrote it.",)):
-        shared = shared_fingerprint(model, processor, store.weights(list(passages)))
-        return shared | passage_fingerprint(list(prompt_ids), list(passages))
-
-    return get
-
-
-def test_what_changes_slots_changes_its_field(model, processor, fingerprint_of, monkeypatch):
-    encoder = copy.deepcopy(processor.encoder.model)
+def test_what_changes_slots_changes_its_field(model, processor, monkeypatch):
+    store, encoder = model.slot_prefix_store(processor), copy.deepcopy(processor.encoder.model)
     monkeypatch.setattr(type(processor.encoder), "model", encoder)
     other_tokenizer = copy.deepcopy(processor.tokenizer)
     other_tokenizer.add_tokens(["whole"])
-    before = fingerprint_of()
     gate = next(parameter for name, parameter in model.aligner_parameters() if "slot_gate" in name)
-    changes = {
+
+    def fingerprint():
+        return shared_fingerprint(model, processor, store.weights(["Ada wrote it."]))
+
+    before = fingerprint()
+    for field, change in {
         "gate_mode": lambda: setattr(model.config, "gate_mode", "always"),
         "gate_threshold": lambda: setattr(model.config, "gate_threshold", 0.7),
         "max_refinement_steps": lambda: setattr(model.config, "max_refinement_steps", 1),
@@ -48,34 +40,31 @@ def test_what_changes_slots_changes_its_field(model, processor, fingerprint_of, 
         "encoder": lambda: monkeypatch.setattr(processor, "encoder_name_or_path", "another"),
         "sentences_per_segment": lambda: monkeypatch.setattr(processor, "sentences_per_segment", 3),
         "spacy_model": lambda: monkeypatch.setattr(processor, "spacy_model", "de"),
-    }
-    for field, change in changes.items():
+    }.items():
         change()
-        after = fingerprint_of()
+        after = fingerprint()
         assert [name for name in after if after[name] != before[name]] == [field]
         before = after
-    assert fingerprint_of(prompt_ids=[1, 2])["prompt"] != before["prompt"]
     model.to(torch.bfloat16)
-    assert fingerprint_of()["backbone_weights"] != before["backbone_weights"]
+    assert fingerprint()["backbone_weights"] != before["backbone_weights"]
 
 
-def test_passages_are_told_apart_by_what_is_read_of_them(fingerprint_of):
-    passage = {"title": "Ada", "text": "She wrote it."}
-    same = [{**passage, "score": 0.3, "id": 7}]
-    others = [["She wrote it."], [{**passage, "title": "Bob"}], [passage, passage]]
-    others.append([{"title": "Ada", "text": "She wrote"}, " it."])
-    expected = fingerprint_of(passages=[passage])["passages"]
-    assert fingerprint_of(passages=same)["passages"] == expected
-    assert expected not in [fingerprint_of(passages=other)["passages"] for other in others]
+PASSAGE = {"title": "Ada", "text": "She wrote it."}
+EMBEDS = torch.arange(24.0).view(2, 12)
 
 
-def test_embeddings_are_told_apart_by_values_and_shape():
-    embeds = torch.arange(2.0 * ENCODER_WIDTH).view(2, ENCODER_WIDTH)
-    nudged = embeds.clone()
-    nudged[1, -1] += 1e-3
-    given = [GivenSlots(each, None) for each in (embeds, nudged, embeds.view(4, -1), embeds.clone())]
-    prints = [passage_fingerprint([1], each)["passages"] for each in given]
-    assert len(set(prints)) == 3 and prints[3] == prints[0]
+def test_passages_are_told_apart_by_what_is_read_of_them():
+    given = [[PASSAGE], ["She wrote it."], [PASSAGE | {"title": "Bob"}], [PASSAGE] * 2]
+    given += [[PASSAGE | {"text": "She wrote"}, " it."]]
+    given += [GivenSlots(each, None) for each in (EMBEDS, EMBEDS + 1e-3 * (EMBEDS == 23), EMBEDS.view(4, -1))]
+    prints = [passage_fingerprint([1, 2], each)["passages"] for each in given]
+    assert len(set(prints)) == len(prints)
+    for passages, same in (
+        (given[0], [{**PASSAGE, "score": 0.3, "id": 7}]),
+        (given[5], GivenSlots(EMBEDS.clone(), None)),
+    ):
+        assert passage_fingerprint([1, 2], passages) == passage_fingerprint([1, 2], same)
+        assert passage_fingerprint([1, 2], passages)["prompt"] != passage_fingerprint([1], same)["prompt"]
 
 
 @pytest.mark.parametrize(
@@ -84,14 +73,12 @@ def test_embeddings_are_told_apart_by_values_and_shape():
         ({"max_slots": np.int64(2), "gate_threshold": 1}, {"max_slots": 2, "gate_threshold": 1.0}),
         ({"max_slots": None, "refinement_budget": float("inf"), "gate_mode": None}, {}),
         ({"refinement_budget": np.float32(0), "gate_mode": "always"}, {"gate_mode": "off"}),
-        ({"max_slots": 3, "refinement_budget": 0.5}, None),
+        ({"max_slots": 3, "refinement_budget": 0.5}, {"max_slots": 3, "refinement_budget": 0.5}),
     ],
     ids=str,
 )
 def test_settings_of_one_meaning_have_one_spelling(settings, expected):
-    found = canonical_settings(settings)
-    assert found == (settings if expected is None else expected)
-    json.dumps(found)
+    assert json.loads(json.dumps(canonical_settings(settings))) == expected
 
 
 # Weights that are watched
@@ -134,23 +121,11 @@ def test_no_change_of_a_weight_goes_unseen(write, part):
     model = tiny_aligner()
     watch = watched(model)
     before = watch.digests()
-    assert watch.digests() is before  # nothing was read again
+    model.generate(torch.arange(9)[None], max_new_tokens=2)
+    assert watch.digests() is before == watched(copy.deepcopy(model)).digests()  # nothing was read again
     WRITES[write](model, next(each for name, each in model.named_parameters() if part in name))
     assert watch.digests() != before
     assert watched(model).digests() == watch.digests()
-
-
-def test_what_changes_no_value_makes_no_other_digest():
-    model = tiny_aligner()
-    watch, other = watched(model), watched(model)
-    before = watch.digests()
-    for each in (model, copy.deepcopy(model)):
-        assert watched(each).digests() == before
-    with torch.no_grad():
-        model(torch.arange(9)[None])
-        model.generate(torch.arange(9)[None], max_new_tokens=2)
-    assert watch.digests() is before
-    assert other.digests() == before
 
 
 @pytest.mark.parametrize("weight", [torch.ones(2, 2, device="meta"), torch.eye(2).to_sparse()])

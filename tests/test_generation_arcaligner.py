@@ -11,11 +11,11 @@ from threading import Thread
 import pytest
 import torch
 from tiny_models import ENCODER_HIDDEN_SIZE, VOCAB_SIZE, collate, for_generate, random_rows, tiny_aligner
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from arcaligner import base_model_arcaligner, layers_arcaligner
 
 SIX_TOKENS = {"max_new_tokens": 6, "min_new_tokens": 6}
+GREEDY = {**SIX_TOKENS, "do_sample": False}
 
 
 @pytest.fixture(scope="module", params=[VOCAB_SIZE, VOCAB_SIZE - 1], ids=["id-outside-vocab", "id-inside-vocab"])
@@ -23,65 +23,78 @@ def model(request):
     return tiny_aligner("llama", dtype=torch.float32, context_token_id=request.param)
 
 
+@pytest.fixture
+def recorded():
+    """A model whose attention can be recorded."""
+    return tiny_aligner("llama", dtype=torch.float32, attn_implementation="eager")
+
+
 def prompts(model, slot_counts, seed=0):
     return for_generate(collate(random_rows(model, slot_counts, seed=seed, contiguous=True, num_text=9), "left"))
+
+
+# What is recorded
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize(
     "method", [{"do_sample": False}, {"do_sample": True, "top_k": 5}, {"num_beams": 3, "num_return_sequences": 2}]
 )
-def test_hidden_states_and_attentions_are_recorded_once_per_layer(method, use_cache):
+def test_hidden_states_and_attentions_are_recorded_once_per_layer(recorded, method, use_cache):
     """Refinement applies a layer again, which must not show as another layer."""
-    model = tiny_aligner("llama", dtype=torch.float32, attn_implementation="eager")
-    batch = prompts(model, [3, 6, 0])
-    length, num_layers = batch["input_ids"].shape[1], model.config.text_config.num_hidden_layers
-    recorded = {"output_hidden_states": True, "output_attentions": True, "return_dict_in_generate": True}
-    output = model.generate(**batch, **SIX_TOKENS, **method, **recorded, use_cache=use_cache)
+    batch = prompts(recorded, [3, 6, 0])
+    length, num_layers = batch["input_ids"].shape[1], recorded.config.text_config.num_hidden_layers
+    method = method | dict.fromkeys(("output_hidden_states", "output_attentions", "return_dict_in_generate"), True)
+    output = recorded.generate(**batch, **SIX_TOKENS, **method, use_cache=use_cache)
     for step, (hidden_states, attentions) in enumerate(zip(output.hidden_states, output.attentions, strict=True)):
         new = length if step == 0 else 1 if use_cache else length + step
         assert [h.shape[1] for h in hidden_states] == [new] * (num_layers + 1)
         assert [a.shape[2:] for a in attentions] == [(new, length + step)] * num_layers
 
 
-def test_without_the_variable_of_transformers_all_passes_of_a_layer_are_recorded(monkeypatch):
+def test_without_the_variable_of_transformers_all_passes_of_a_layer_are_recorded(recorded, monkeypatch):
     """Where the private variable is not found, refinement's passes are recorded as well; nothing else differs."""
     spec = importlib.util.spec_from_file_location("arcaligner.another_way", base_model_arcaligner.__file__)
     another_way = importlib.util.module_from_spec(spec)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "transformers.utils.output_capturing", types.ModuleType("of_another_version"))
         spec.loader.exec_module(another_way)
-    model = tiny_aligner("llama", dtype=torch.float32, attn_implementation="eager")
-    batch = prompts(model, [3, 6, 0])
+    batch = prompts(recorded, [3, 6, 0])
     options = {"output_attentions": True, "gate_mode": "always", "max_refinement_steps": 2}
-    expected = model(**batch, **options)
+    expected = recorded(**batch, **options)
     for name in ("is_recording_outputs", "not_recording_outputs"):
         monkeypatch.setattr(layers_arcaligner, name, getattr(another_way, name))
-    found = model(**batch, **options)
-    assert torch.equal(found.logits, expected.logits)
+    found = recorded(**batch, **options)
+    assert torch.equal(found.logits, expected.logits) and not another_way.is_recording_outputs()
     length = batch["input_ids"].shape[1]
     whole = [each for each in found.attentions if each.shape[2:] == (length, length)]
-    assert len(found.attentions) > len(expected.attentions) == model.config.text_config.num_hidden_layers
+    assert len(found.attentions) > len(expected.attentions) == recorded.config.text_config.num_hidden_layers
     assert all(any(torch.equal(each, one) for one in whole) for each in expected.attentions)
-    assert not another_way.is_recording_outputs()
 
 
-def test_prompt_lookup_finds_what_greedy_search_finds(model):
+def test_depths_are_recorded_in_a_thread_that_has_the_context_of_the_recorder(model):
+    batch = prompts(model, [3, 6, 0])
+    with model.recorded_depths() as depths:
+        for target in (model.generate, contextvars.copy_context().run):
+            thread = Thread(target=target, args=(model.generate,) * (target != model.generate), kwargs=batch)
+            assert depths == []
+            thread.start(), thread.join()
+    assert torch.equal(depths[0], model(**batch).recursion_depth) and len(depths) == 1
+
+
+# No slot is a token
+
+
+@pytest.mark.parametrize("ngram", [1, 2])
+def test_assisted_decoding_finds_what_greedy_search_finds(model, ngram):
     """Also when the last word stands right before the slots, which are then looked up as candidates."""
-    batch = prompts(model, [4])
+    batch, settings = prompts(model, [4]), {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
     batch["input_ids"][0, -1] = batch["input_ids"][0, 2]
-    settings = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
     expected = model.generate(**batch, **settings)
-    for ngram in (1, 2):
-        found = model.generate(**batch, **settings, prompt_lookup_num_tokens=4, max_matching_ngram_size=ngram)
-        assert torch.equal(found, expected)
-    model.generate(**batch, **settings, prompt_lookup_num_tokens=4, repetition_penalty=1.4)
-
-
-def test_assistant_with_slots_changes_nothing(model):
-    batch = prompts(model, [4])
-    expected = model.generate(**batch, **SIX_TOKENS, do_sample=False)
-    assert torch.equal(model.generate(**batch, **SIX_TOKENS, do_sample=False, assistant_model=model), expected)
+    lookup = {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": ngram}
+    for helper in (lookup, {"assistant_model": model}):
+        assert torch.equal(model.generate(**batch, **settings, **helper), expected)
+    model.generate(**batch, **settings, **lookup, repetition_penalty=1.4)
 
 
 @pytest.mark.parametrize(
@@ -104,84 +117,57 @@ def test_logits_processors_work_on_prompts_of_slots(model, processor):
         assert torch.equal(found, model.generate(**batch, **SIX_TOKENS, **processor, use_cache=False))
 
 
-def test_text_embeddings_generate_as_their_tokens_do(model):
-    ids = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
-    embeds = model.get_input_embeddings()(ids)
-    expected = model.generate(ids, **SIX_TOKENS, do_sample=False)[:, 9:]
-    assert torch.equal(model.generate(inputs_embeds=embeds, **SIX_TOKENS, do_sample=False), expected)
+def test_no_logits_processor_sees_a_slot(model):
+    seen = []
+    watch = [lambda ids, scores: seen.append(ids) or scores]
+    model.generate(**prompts(model, [4]), **SIX_TOKENS, logits_processor=watch)
+    assert len(seen) == 6 and not any((ids == model.config.context_token_id).any() for ids in seen)
+
+
+# Other forms of input and output
+
+
+@pytest.mark.parametrize("counts, options", [([0, 0], {}), ([3, 0, 5], {}), ([3, 0, 5], {"num_beams": 2})])
+def test_embeddings_and_a_mask_of_slots_are_read_as_the_tokens_they_stand_for(counts, options):
+    """What `inputs_embeds` has at a slot is not read; without slots no mask is needed."""
+    model = tiny_aligner()
+    batch = prompts(model, counts)
+    ids = batch.pop("input_ids")
+    context_mask = ids == model.config.context_token_id
+    words = model.get_input_embeddings()(ids.masked_fill(context_mask, 7))
+    placed = {**batch, "inputs_embeds": words} | ({"context_mask": context_mask.long()} if any(counts) else {})
+    with torch.no_grad():
+        expected, found = model(input_ids=ids, **batch), model(**placed)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=0)
+    assert not any(counts) or torch.equal(found.recursion_depth, expected.recursion_depth)
+    answers, whole = model.generate(**placed, **GREEDY, **options), model.generate(ids, **batch, **GREEDY, **options)
+    assert torch.equal(answers, whole[:, ids.shape[1] :])
 
 
 @pytest.mark.parametrize("keep", [2, torch.tensor([1, 5]), torch.tensor([[0, 3], [2, 4], [1, 1]])])
 def test_logits_are_kept_where_asked(model, keep):
     batch = prompts(model, [3, 6, 0])
-    with torch.no_grad():
-        every = model(**batch).logits
-        kept = model(**batch, logits_to_keep=keep).logits
-    if isinstance(keep, int):
-        expected = every[:, -keep:]
-    else:
-        expected = every[:, keep] if keep.dim() == 1 else every[torch.arange(3)[:, None], keep]
-    torch.testing.assert_close(kept, expected)
+    every, kept = model(**batch).logits, model(**batch, logits_to_keep=keep).logits
+    places = torch.tensor([-2, -1]) if isinstance(keep, int) else keep
+    expected = [logits[each] for logits, each in zip(every, places.expand(3, 2), strict=True)]
+    torch.testing.assert_close(kept, torch.stack(expected))
 
 
 def test_copy_and_pickle_generate_the_same(model):
     batch = prompts(model, [3, 6, 0])
-    expected = model.generate(**batch, **SIX_TOKENS, do_sample=False)
+    expected = model.generate(**batch, **GREEDY)
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(again.generate(**batch, **SIX_TOKENS, do_sample=False), expected)
+        assert torch.equal(again.generate(**batch, **GREEDY), expected)
         again.config.gate_mode = "off"
         assert not again(**batch).recursion_depth.clamp(min=0).any()
     assert model(**batch).recursion_depth.clamp(min=0).any()
 
 
-def test_depths_are_recorded_in_a_thread_that_has_the_context_of_the_recorder(model):
-    batch = prompts(model, [3, 6, 0])
-    with model.recorded_depths() as depths:
-        for target in (model.generate, contextvars.copy_context().run):
-            thread = Thread(target=target, args=(model.generate,) * (target != model.generate), kwargs=batch)
-            assert depths == []
-            thread.start(), thread.join()
-    assert torch.equal(depths[0], model(**batch).recursion_depth) and len(depths) == 1
-
-
-class Products(TorchDispatchMode):
-    """Notes the names of the matrix products inside that give one column for each word."""
-
-    def __init__(self, vocab_size: int):
-        super().__init__()
-        self.vocab_size, self.names = vocab_size, []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm) and result.shape[-1] == self.vocab_size:
-            self.names.append(function.overloadpacket.__name__)
-        return result
-
-
 @torch.no_grad()
-def test_one_row_of_logits_copies_no_weights_of_the_head():
+def test_logits_copy_no_weights_of_the_head(model):
     """A batched product would, of the whole frozen head: in bfloat16 a third of the time to the first token."""
-    model = tiny_aligner("llama")
-    ids = torch.randint(0, 50, (2, 7))
-    with Products(model.lm_head.out_features) as products:
-        kept = model(input_ids=ids, logits_to_keep=1).logits
-    assert products.names == ["mm"]
-    torch.testing.assert_close(kept, model(input_ids=ids).logits[:, -1:])
-
-
-def test_slots_are_placed_by_a_mask_where_there_are_embeddings_and_no_tokens():
-    """As with the tokens they stand for; what `inputs_embeds` has at a slot is not read."""
-    model = tiny_aligner()
-    batch = for_generate(collate(random_rows(model, [3, 0, 5]), "left"))
-    ids = batch.pop("input_ids")
-    context_mask = ids == model.config.context_token_id
-    words = model.get_input_embeddings()(ids.masked_fill(context_mask, 7))
-    placed = {**batch, "inputs_embeds": words, "context_mask": context_mask.long()}
-    with torch.no_grad():
-        expected, found = model(input_ids=ids, **batch), model(**placed)
-    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=0)
-    assert torch.equal(found.recursion_depth, expected.recursion_depth)
-    for settings in ({}, {"num_beams": 2}):
-        answers = model.generate(**placed, max_new_tokens=5, min_new_tokens=5, do_sample=False, **settings)
-        whole = model.generate(ids, **batch, max_new_tokens=5, min_new_tokens=5, do_sample=False, **settings)
-        assert torch.equal(answers, whole[:, ids.shape[1] :])
+    read = []
+    hook = model.lm_head.register_forward_pre_hook(lambda head, given: read.append(given[0].dim()))
+    model(torch.randint(0, 50, (2, 7)), logits_to_keep=1)
+    hook.remove()
+    assert read == [2]  # rows and features: one product

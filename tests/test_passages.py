@@ -5,22 +5,23 @@ import random
 
 import pytest
 import torch
-from conftest import ENCODER_WIDTH, aligner_for, chat_inputs, pipeline_of, processor_with
+from conftest import aligner_for, chat_inputs, pipeline_of, processor_with
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import EXACT, assert_matches_reference, loss_gradients
 from safetensors.torch import load_file, save_file
+from test_prefix_store_arcaligner import FIVE_TOKENS, assert_answers_alone
 from tiny_models import random_rows, tiny_aligner
 
 from arcaligner.generation_arcaligner import read_passages, read_text
 
 pytestmark = pytest.mark.usefixtures("float64_model_code")
-FIVE_TOKENS = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 PASSAGES = [
     "It was written by Ada. Nobody knew how to read it aloud.",
     {"title": "Radik", "text": "He is a ski jumper. He has competed since 2003. He is tall, and his skis are longer."},
     "Parkdale is in Canada.",
 ]
+NEW = "Something new stands here."
 MODES = [{"gate_mode": "off"}, {"gate_mode": "always"}, {"gate_mode": "adaptive"}]
 
 
@@ -35,6 +36,27 @@ def model(processor):
     return aligner_for(processor, passage_attention="separate")
 
 
+@pytest.fixture
+def store(model, apart):
+    return model.slot_prefix_store(apart)
+
+
+@pytest.fixture
+def assert_answers(model, apart):
+    """Asserts that a store, which may read no more for it, answers as reading the passages with the question does."""
+
+    def check(store, documents, questions=("Who wrote it?",), gates=None, **slots):
+        prepared = store.prepare(list(questions), documents, **(gates or {}), **slots)
+        rows = {name: [value] * len(questions) for name, value in slots.items()} | {"documents": documents}
+        assert_answers_alone(model, apart, prepared, questions, gates, **rows)
+        return prepared
+
+    return check
+
+
+# Algorithm 1
+
+
 def cut(draw: random.Random, num_slots: int) -> list[int]:
     """Numbers of passages for the slots of a row: some passages of one slot, some of several."""
     numbers, number = [], 0
@@ -42,9 +64,6 @@ def cut(draw: random.Random, num_slots: int) -> list[int]:
         number += draw.random() < 0.4
         numbers.append(number)
     return numbers
-
-
-# Algorithm 1
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -56,8 +75,7 @@ def test_passages_apart_are_those_of_the_plain_algorithm(draw, training, attenti
     counts = [draw.randrange(13) for _ in range(3)]
     rows = random_rows(model, counts, seed=draw.randrange(99), contiguous=True)
     passages = [cut(draw, count) for count in counts]
-    side = draw.choice(["left", "right"])
-    assert_matches_reference(model, rows, side, training, passages)
+    assert_matches_reference(model, rows, draw.choice(["left", "right"]), training, passages)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -83,24 +101,14 @@ def test_a_joint_model_reads_the_passages_before_and_a_separate_one_does_not(apa
 
 
 @pytest.mark.parametrize("gates", MODES, ids=str)
-def test_kept_passages_answer_in_any_combination_as_when_read_together(apart, model, gates):
-    store = model.slot_prefix_store(apart)
+def test_kept_passages_answer_in_any_combination_as_when_read_together(store, assert_answers, gates):
     store.prepare("?", PASSAGES, **gates)
     assert (store.hits, store.misses) == (0, 3)
-    new = ["Something new stands here."]
-    combinations = [[2, 0], [1], [0, 1, 2], [2, 1]]
     questions = ["Who wrote it?", "When, and why?", "Who is tall?", "Where?"]
-    documents = [[PASSAGES[number] for number in numbers] for numbers in combinations]
-    documents[3] = documents[3] + new
-    inputs = store.prepare(questions, documents, **gates)
+    documents = [PASSAGES[::-2], PASSAGES[1:2], PASSAGES, [*PASSAGES[:0:-1], NEW]]
+    inputs = assert_answers(store, documents, questions, gates)
     assert (store.hits, store.misses) == (8, 4)
     assert inputs.num_passages == [2, 1, 3, 3] and inputs.num_kept == [2, 1, 3, 2]
-    found = model.generate(**inputs, **FIVE_TOKENS, output_logits=True, return_dict_in_generate=True)
-    logits = torch.stack(found.logits, dim=1)
-    for row, (question, passages) in enumerate(zip(questions, documents, strict=True)):
-        alone = chat_inputs(apart, question, passages)
-        expected = model.generate(**alone, **FIVE_TOKENS, **gates, output_logits=True, return_dict_in_generate=True)
-        torch.testing.assert_close(logits[row], torch.stack(expected.logits, dim=1)[0], rtol=0, atol=1e-6)
 
 
 def test_generated_tokens_are_those_of_reading_the_whole_again(apart, model):
@@ -113,9 +121,9 @@ def test_generated_tokens_are_those_of_reading_the_whole_again(apart, model):
 
 
 @pytest.mark.parametrize("room", [0, 3, 99])
-def test_a_joined_cache_grows_beyond_its_room_and_a_copy_is_its_own(apart, model, room, monkeypatch):
+def test_a_joined_cache_grows_beyond_its_room_and_a_copy_is_its_own(apart, model, store, room, monkeypatch):
     monkeypatch.setattr("arcaligner.generation_arcaligner.ROOM", room)
-    store, questions, documents = model.slot_prefix_store(apart), ["Who wrote it?", "When?"], [PASSAGES, PASSAGES[:1]]
+    questions, documents = ["Who wrote it?", "When?"], [PASSAGES, PASSAGES[:1]]
     with torch.inference_mode():
         inputs = store.prepare(questions, documents)
     before = copy.deepcopy(inputs)
@@ -123,13 +131,10 @@ def test_a_joined_cache_grows_beyond_its_room_and_a_copy_is_its_own(apart, model
     for layer, other in zip(inputs["past_key_values"].layers, before["past_key_values"].layers, strict=True):
         assert layer.keys.shape[2] == ids.shape[1] - 1  # the last token was not read
         assert torch.equal(layer.keys[:, :, : other.keys.shape[2]], other.keys)
-    assert torch.equal(model.generate(**before, **FIVE_TOKENS), ids)
-    for row, (question, passages) in enumerate(zip(questions, documents, strict=True)):
-        alone = model.generate(**chat_inputs(apart, question, passages), **FIVE_TOKENS)
-        assert torch.equal(ids[row, -5:], alone[0, -5:])
+    assert_answers_alone(model, apart, before, questions, documents=documents)
 
 
-def test_a_batch_of_chats_beams_and_the_pipeline_answer_as_one_by_one(apart, model):
+def test_a_batch_of_chats_beams_and_the_pipeline_answer_as_one_by_one(apart, model, store):
     ask = pipeline_of(model, apart)
     asked = [{"question": "Who?", "documents": PASSAGES[:number]} for number in (3, 0, 1, 2)]
     for options in ({}, {"num_beams": 3}, {"max_slots": 5}, {"return_slots": True}, {"refinement_budget": 0.2}):
@@ -138,110 +143,39 @@ def test_a_batch_of_chats_beams_and_the_pipeline_answer_as_one_by_one(apart, mod
     chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ada."}]
     chat += [{"role": "user", "content": "When?"}]
     (record,) = ask(chat, documents=PASSAGES, **FIVE_TOKENS)
-    store = model.slot_prefix_store(apart)
     ids = model.generate(**store.prepare(chat, PASSAGES), **FIVE_TOKENS)
     assert record["generated_text"][-1]["content"] == apart.decode(ids[0, -5:], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("most", [1, 6, 9, 99])
-def test_the_first_slots_of_kept_passages_are_those_of_a_budget_of_slots(apart, model, most):
-    store = model.slot_prefix_store(apart)
-    ids = model.generate(**store.prepare("Who?", PASSAGES, max_slots=most), **FIVE_TOKENS)
-    expected = model.generate(**chat_inputs(apart, "Who?", PASSAGES, max_slots=most), **FIVE_TOKENS)
-    assert torch.equal(ids[:, -5:], expected[:, -5:])
-    store.prepare("Who?", PASSAGES)
+def test_the_first_slots_of_kept_passages_are_those_of_a_budget_of_slots(store, assert_answers):
+    for most in (1, 6, 9, 99):
+        assert_answers(store, [PASSAGES], max_slots=most)
     assert store.misses == 3  # whole passages are kept
 
 
-def test_passages_without_text_have_no_slots_beside_others(apart, model):
-    store = model.slot_prefix_store(apart)
+def test_passages_without_text_have_no_slots_beside_others(apart, store):
     for documents in ([], [" "], [" ", PASSAGES[0], {"title": "Nothing", "text": ""}]):
         inputs, plain = store.prepare("Who?", documents), chat_inputs(apart, "Who?", documents)
         assert torch.equal(inputs["input_ids"], plain["input_ids"])
         assert torch.equal(inputs["context_passage_ids"] * 0, plain["context_passage_ids"] * 0)
 
 
-def test_precomputed_slots_are_kept_by_passage(apart, model):
-    embeds = torch.randn(5, ENCODER_WIDTH, generator=torch.Generator().manual_seed(0))
-    store, numbers = model.slot_prefix_store(apart), torch.tensor([3, 3, 4, 4, 4])
-    store.prepare("Who?", context_embeds=embeds, context_passage_ids=numbers)
-    turned = {"context_embeds": embeds.roll(3, dims=0), "context_passage_ids": torch.tensor([0, 0, 0, 1, 1])}
-    inputs = store.prepare("Who?", **turned)
-    assert store.misses == 2 and inputs["context_passage_ids"].tolist() == [[0, 0, 0, 1, 1]]
-    ids = model.generate(**store.prepare("Who?", context_embeds=embeds, context_passage_ids=numbers), **FIVE_TOKENS)
-    plain = chat_inputs(apart, "Who?", context_embeds=embeds, context_passage_ids=numbers)
-    assert torch.equal(ids, model.generate(**plain, **FIVE_TOKENS))
-
-
-def test_words_of_a_kept_passage_are_the_same_beside_longer_ones(processor):
+def test_precomputed_slots_are_kept_by_passage_also_beside_longer_ones(processor):
     """A corpus hands over the words of all passages found, padded to the longest."""
     reader = processor_with(processor, passage_attention="separate", context_words=True)
     model = aligner_for(processor, passage_attention="separate", word_parts=2)
     store = model.slot_prefix_store(reader)
-    _, embeds, words, passage_ids, *_ = reader.encode_documents(["Nobody knew how to read it aloud.", "Ada."])
-    is_short = passage_ids == 1
-    own = words[is_short][:, (words[is_short] >= 0).any(dim=0)]  # as long as its own words
-    assert own.shape[1] < words.shape[1]
-    alone = {"context_word_ids": own, "context_passage_ids": passage_ids[is_short]}
-    store.prepare("Who?", context_embeds=embeds[is_short], **alone)
-    both = {"context_embeds": embeds, "context_word_ids": words, "context_passage_ids": passage_ids}
-    inputs = store.prepare("Who?", **both)
-    assert (store.hits, store.misses) == (1, 2) and inputs.num_kept == [1]
-    expected = model.generate(**chat_inputs(reader, "Who?", **both), **FIVE_TOKENS)
-    assert torch.equal(model.generate(**inputs, **FIVE_TOKENS), expected)
-
-
-# A folder of passages
-
-
-def test_passages_read_ahead_are_found_by_a_store_that_writes_nothing(apart, model, tmp_path):
-    ahead = model.slot_prefix_store(apart, max_bytes=0, folder=tmp_path)
-    paths = ahead.keep("?", PASSAGES)
-    assert len(paths) == 4 and set(paths) == set(tmp_path.iterdir())  # with the text before them
-    assert ahead.keep("Another?", PASSAGES[1:]) == [paths[0], *paths[2:]]
-    assert (ahead.misses, ahead.loads, ahead.bytes) == (3, 2, 0)
-    store = model.slot_prefix_store(apart, folder=tmp_path, read_only=True)
-    for question in ("Who?", "When?"):
-        inputs = store.prepare(question, [PASSAGES[2], "Something new stands here.", PASSAGES[0]])
-        plain = chat_inputs(apart, question, [PASSAGES[2], "Something new stands here.", PASSAGES[0]])
-        assert torch.equal(model.generate(**inputs, **FIVE_TOKENS), model.generate(**plain, **FIVE_TOKENS))
-    assert (store.loads, store.misses, store.hits) == (2, 1, 3) and inputs.num_kept == [3]
-    assert set(paths) == set(tmp_path.iterdir())
-    copied = copy.deepcopy(store)
-    assert copied.read_only and copied.folder == tmp_path
-
-
-def test_a_broken_file_is_warned_of_and_its_passage_read_again(apart, model, tmp_path, caplog):
-    paths = model.slot_prefix_store(apart, folder=tmp_path).keep("Who?", PASSAGES)
-    whole, kept = paths[2].read_bytes(), load_file(paths[2])["keys_values"].clone()
-    paths[2].write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    store = model.slot_prefix_store(apart, folder=tmp_path)
-    ids = model.generate(**store.prepare("Who?", PASSAGES), **FIVE_TOKENS)
-    assert torch.equal(ids, model.generate(**chat_inputs(apart, "Who?", PASSAGES), **FIVE_TOKENS))
-    (message,) = caplog.messages
-    assert paths[2].name in message and "not those that were saved" in message
-    assert (store.loads, store.misses) == (2, 1)
-    torch.testing.assert_close(load_file(paths[2])["keys_values"], kept)
-
-
-def test_a_disk_that_fills_up_costs_no_answer(apart, model, tmp_path, monkeypatch, caplog):
-    written = []
-
-    def save(tensors, path, metadata):
-        if len(written) == 2:
-            path.write_bytes(b"half")
-            raise OSError("No space left on device")
-        written.append(path)
-        save_file(tensors, path, metadata)
-
-    monkeypatch.setattr("arcaligner.generation_arcaligner.save_file", save)
-    store = model.slot_prefix_store(apart, max_bytes=0, folder=tmp_path)
-    ids = model.generate(**store.prepare("Who?", PASSAGES), **FIVE_TOKENS)
-    assert torch.equal(ids, model.generate(**chat_inputs(apart, "Who?", PASSAGES), **FIVE_TOKENS))
-    assert "No space left on device" in caplog.text and "will be read again" in caplog.text
-    assert len(list(tmp_path.iterdir())) == 2
-    store.prepare("Who?", PASSAGES)
-    assert (store.loads, store.misses) == (1, 5)
+    _, embeds, words, numbers, *_ = reader.encode_documents(["Ada.", "Nobody knew how to read it. Who did?"])
+    own = words[:1, (words[0] >= 0)]  # as long as its own words
+    assert numbers.tolist() == [0, 1, 1] and own.shape[1] < words.shape[1]
+    store.prepare("Who?", context_embeds=embeds[:1], context_word_ids=own)
+    for order in ([0, 1, 2], [1, 2, 0]):
+        given = {"context_embeds": [embeds[order]], "context_word_ids": [words[order]]}
+        given["context_passage_ids"] = [torch.tensor([3, 4, 4] if order[0] == 0 else [3, 3, 4])]
+        inputs = store.prepare(["Who?"], **given)
+        assert inputs["context_passage_ids"].tolist() == [[each.item() - 3 for each in given["context_passage_ids"][0]]]
+        assert_answers_alone(model, reader, inputs, ["Who?"], **given)
+    assert (store.hits, store.misses) == (3, 2)
 
 
 @pytest.mark.parametrize("gates", MODES, ids=str)
@@ -267,74 +201,110 @@ def test_passages_share_rows_of_like_length_and_read_as_one_by_one(apart, model,
         assert sum(rows for rows, _ in read) == 12 and max(rows * width for rows, width in read) <= 20
 
 
+# A folder of passages
+
+
+def test_passages_read_ahead_are_found_by_a_store_that_writes_nothing(apart, model, assert_answers, tmp_path):
+    ahead = model.slot_prefix_store(apart, max_bytes=0, folder=tmp_path)
+    paths = ahead.keep("?", PASSAGES)
+    assert len(paths) == 4 and set(paths) == set(tmp_path.iterdir())  # with the text before them
+    assert ahead.keep("Another?", PASSAGES[1:]) == [paths[0], *paths[2:]]
+    assert (ahead.misses, ahead.loads, ahead.bytes) == (3, 2, 0)
+    store = model.slot_prefix_store(apart, folder=tmp_path, read_only=True)
+    for question in ("Who?", "When?"):
+        inputs = assert_answers(store, [[PASSAGES[2], NEW, PASSAGES[0]]], [question])
+    assert (store.loads, store.misses, store.hits) == (2, 1, 3) and inputs.num_kept == [3]
+    assert set(paths) == set(tmp_path.iterdir())
+    copied = copy.deepcopy(store)
+    assert copied.read_only and copied.folder == tmp_path
+
+
+def test_a_broken_file_is_warned_of_and_its_passage_read_again(apart, model, assert_answers, tmp_path, caplog):
+    path = model.slot_prefix_store(apart, folder=tmp_path).keep("Who?", PASSAGES)[2]
+    whole, kept = path.read_bytes(), load_file(path)["keys_values"].clone()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    store = model.slot_prefix_store(apart, folder=tmp_path)
+    assert_answers(store, [PASSAGES])
+    (message,) = caplog.messages
+    assert path.name in message and "not those that were saved" in message
+    assert (store.loads, store.misses) == (2, 1)
+    torch.testing.assert_close(load_file(path)["keys_values"], kept)
+
+
+def test_a_disk_that_fills_up_costs_no_answer(apart, model, assert_answers, tmp_path, monkeypatch, caplog):
+    def save(tensors, path, metadata):
+        if len(list(tmp_path.iterdir())) == 2:
+            path.write_bytes(b"half")
+            raise OSError("No space left on device")
+        save_file(tensors, path, metadata)
+
+    monkeypatch.setattr("arcaligner.generation_arcaligner.save_file", save)
+    store = model.slot_prefix_store(apart, max_bytes=0, folder=tmp_path)
+    assert_answers(store, [PASSAGES])
+    assert "No space left on device" in caplog.text and "will be read again" in caplog.text
+    assert len(list(tmp_path.iterdir())) == 2
+    store.prepare("Who?", PASSAGES)
+    assert (store.loads, store.misses) == (1, 5)
+
+
 # Refused
 
 
-def test_numbers_of_passages_that_do_not_fit_the_slots_are_refused(model):
-    (row,) = random_rows(model, [4], contiguous=True, num_text=6)
-    inputs = {"input_ids": row.input_ids[None], "context_embeds": torch.ones(1, 4, ENCODER_WIDTH).double()}
-    for numbers, message in [
-        ([[0, 1, 0, 1]], "never fall"),
-        ([[0, 0, -1, -1]], "of at least 0"),
-        ([[0, 0]], "of shape \\(1, 4\\)"),
-        ([[0.0, 0.0, 1.0, 1.0]], "expected whole numbers"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            model(**inputs, context_passage_ids=torch.tensor(numbers))
-    with pytest.raises(ValueError, match="is list; expected whole numbers"):
-        model(**inputs, context_passage_ids=[0, 0, 1, 1])
-    (row,) = random_rows(model, [4], seed=3, num_text=6)
+def four_slots(model, **options):
+    (row,) = random_rows(model, [4], num_text=6, **options)
+    return {"input_ids": row.input_ids[None], "context_embeds": row.context_embeds[None]}
+
+
+@pytest.mark.parametrize(
+    "numbers, message",
+    [
+        (torch.tensor([[0, 1, 0, 1]]), "never fall"),
+        (torch.tensor([[0, 0, -1, -1]]), "of at least 0"),
+        (torch.tensor([[0, 0]]), "of shape \\(1, 4\\)"),
+        (torch.tensor([[0.0, 0.0, 1.0, 1.0]]), "expected whole numbers"),
+        ([[0, 0, 1, 1]], "is list; expected whole numbers"),
+    ],
+)
+def test_numbers_of_passages_that_do_not_fit_the_slots_are_refused(model, numbers, message):
+    with pytest.raises(ValueError, match=message):
+        model(**four_slots(model, contiguous=True), context_passage_ids=numbers)
+
+
+TWO = torch.tensor([[0, 0, 1, 1]])
+
+
+def test_passages_that_cannot_be_read_apart_are_refused_by_what_stands_against_it(model, processor, apart, monkeypatch):
     with pytest.raises(ValueError, match="There is text between the slots"):
-        model(**inputs | {"input_ids": row.input_ids[None]}, context_passage_ids=torch.tensor([[0, 0, 1, 1]]))
-
-
-@pytest.mark.parametrize("backbone", ["mistral_window", "gemma2"])
-def test_a_backbone_with_a_sliding_window_is_refused(backbone):
-    model = tiny_aligner(backbone, passage_attention="separate")
-    (row,) = random_rows(model, [4], contiguous=True)
-    inputs = {"input_ids": row.input_ids[None], "context_embeds": row.context_embeds[None]}
-    with pytest.raises(ValueError, match="have a sliding window.*Use 'joint'"):
-        model(**inputs, context_passage_ids=torch.tensor([[0, 0, 1, 1]]))
-    model(**inputs)  # one passage
-
-
-def test_kept_passages_are_not_joined_behind_a_sliding_window(processor, apart):
-    store = aligner_for(processor, "mistral_window", passage_attention="separate").slot_prefix_store(apart)
-    with pytest.raises(ValueError, match="have a sliding window.*Use 'joint', or pass one passage"):
-        store.prepare("Who?", PASSAGES)
-    assert store.misses == 0  # said before anything is read
-    store.prepare("Who?", PASSAGES[:1])
-
-
-def test_a_kernel_without_masks_is_refused_by_name(model, monkeypatch):
-    (row,) = random_rows(model, [4], contiguous=True)
-    inputs = {"input_ids": row.input_ids[None], "context_embeds": torch.ones(1, 4, ENCODER_WIDTH).double()}
-    monkeypatch.setattr(model.config.text_config, "_attn_implementation", "flash_attention_2")
-    with pytest.raises(ValueError, match="attention `flash_attention_2` takes no mask"):
-        model(**inputs, context_passage_ids=torch.tensor([[0, 0, 1, 1]]))
-
-
-def test_a_store_of_a_model_and_a_processor_that_disagree_is_refused(processor, model):
+        model(**four_slots(model, seed=3), context_passage_ids=TWO)
+    for backbone in ("mistral_window", "gemma2"):
+        other = aligner_for(processor, backbone, passage_attention="separate")
+        inputs = four_slots(other, contiguous=True)
+        with pytest.raises(ValueError, match="have a sliding window.*Use 'joint'"):
+            other(**inputs, context_passage_ids=TWO)
+        other(**inputs)  # one passage
+        store = other.slot_prefix_store(apart)
+        with pytest.raises(ValueError, match="have a sliding window.*Use 'joint', or pass one passage"):
+            store.prepare("Who?", PASSAGES)
+        assert store.misses == 0  # said before anything is read
+        store.prepare("Who?", PASSAGES[:1])
     with pytest.raises(ValueError, match="`passage_attention` is 'separate' of the model and 'joint' of the processor"):
         model.slot_prefix_store(processor)
+    monkeypatch.setattr(model.config.text_config, "_attn_implementation", "flash_attention_2")
+    with pytest.raises(ValueError, match="attention `flash_attention_2` takes no mask"):
+        model(**four_slots(model, contiguous=True), context_passage_ids=TWO)
 
 
-def test_passages_together_may_be_longer_than_the_context_and_one_may_not(apart, model):
+def test_passages_together_may_be_longer_than_the_context_and_one_may_not(apart, store, assert_answers):
     words = "He is tall. " * 50  # a slot each
-    inputs = chat_inputs(apart, "Who?", [words + str(number) for number in range(6)])
+    inputs = assert_answers(store, [[words + str(number) for number in range(6)]])
     assert inputs["input_ids"].shape[1] > 300
-    store = model.slot_prefix_store(apart)
-    kept = store.prepare("Who?", [words + str(number) for number in range(6)])
-    ids = model.generate(**kept, **FIVE_TOKENS)
-    assert torch.equal(ids[:, -5:], model.generate(**inputs, **FIVE_TOKENS)[:, -5:])
     with pytest.raises(ValueError, match="room for 262"):
-        model.generate(**chat_inputs(apart, "Who?", [words * 6]), **FIVE_TOKENS)
+        chat_inputs(apart, "Who?", [words * 6])
     with pytest.raises(ValueError, match="there is room for"):
         store.prepare("Who?", [words * 6])
 
 
-def test_a_question_too_long_for_the_longest_kept_passage_is_refused_and_nothing_read(apart, model):
-    store = model.slot_prefix_store(apart)
+def test_a_question_too_long_for_the_longest_kept_passage_is_refused_and_nothing_read(store):
     store.prepare("Who?", PASSAGES)
     with pytest.raises(ValueError, match="The prompt has .* positions but the backbone llama reads 300"):
         store.prepare("Who? " * 150, PASSAGES)
@@ -345,7 +315,7 @@ def test_a_question_too_long_for_the_longest_kept_passage_is_refused_and_nothing
     assert store.misses == 6 and len(store) == 4  # the last three were neither read nor kept
 
 
-def test_a_checkpoint_trained_jointly_is_read_apart_by_name_with_one_warning(processor, model, tmp_path, caplog):
+def test_a_checkpoint_trained_jointly_is_read_apart_by_name_with_one_warning(processor, tmp_path, caplog):
     trained = aligner_for(processor, passage_attention="separate")
     trained.config.passage_attention, trained.config.training_stage = "joint", "grounding"
     trained.save_pretrained(tmp_path)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import chat_inputs, greedy_answer, pipeline_of
+from conftest import chat_inputs, greedy_answer, pipeline_of, processor_with
 from transformers import AutoModelForCausalLM, TextGenerationPipeline, TextIteratorStreamer
 
 from arcaligner.layers_arcaligner import format_trajectory
@@ -13,6 +13,7 @@ QUESTION = "Who wrote it?"
 TORONTO = {"title": "Toronto Northwest", "text": "The riding was created in 1924."}
 DOCUMENTS = ["It was written by Ada.  Nobody else knew.", TORONTO]
 CHAT = [{"role": "user", "content": QUESTION}]
+TURNS = [*CHAT, {"role": "assistant", "content": "Ada."}, {"role": "user", "content": "When?"}]
 ROWS = [
     {"question": QUESTION, "documents": DOCUMENTS},
     {"question": "What sport does Radik Zhaparov play?", "documents": ["He is a ski jumper."]},
@@ -27,18 +28,15 @@ def ask(model, processor):
     return pipeline_of(model, processor, max_new_tokens=NEW_TOKENS)
 
 
-@pytest.fixture
-def ask_base_model(base_model_dir, processor):
-    """The built-in pipeline around the base model."""
-    base = AutoModelForCausalLM.from_pretrained(base_model_dir)
-    settings = {"device": "cpu", "max_new_tokens": NEW_TOKENS, "do_sample": False}
-    tokenizer = copy.deepcopy(processor.tokenizer)
-    return TextGenerationPipeline(model=base, tokenizer=tokenizer, task="text-generation", **settings)
-
-
-def test_question_gets_the_answer_that_the_model_generates(ask, model, processor):
-    expected = greedy_answer(model, processor, chat_inputs(processor, CHAT, DOCUMENTS), NEW_TOKENS)
-    assert ask(ROWS[0]) == [{"generated_text": expected}]
+@pytest.mark.parametrize(
+    "given, chat, documents",
+    [(ROWS[0], CHAT, DOCUMENTS), ({"messages": TURNS}, TURNS, DOCUMENTS), ({"question": QUESTION}, CHAT, [])],
+    ids=["question", "earlier turns", "no passage"],
+)
+def test_the_answer_is_what_the_model_generates(ask, model, processor, given, chat, documents):
+    expected = greedy_answer(model, processor, chat_inputs(processor, chat, documents), NEW_TOKENS)
+    record = ask({"documents": documents} | given, return_full_text=False, return_slots=True)[0]
+    assert record["generated_text"] == expected and record["statistics"]["slots"] == (3 if documents else 1)
 
 
 def test_a_question_comes_back_as_an_answer_and_a_chat_with_the_answer_appended(ask):
@@ -49,23 +47,19 @@ def test_a_question_comes_back_as_an_answer_and_a_chat_with_the_answer_appended(
         assert answer_only == [{"generated_text": answer}]
 
 
-def test_earlier_turns_are_kept_and_the_slots_stand_in_the_first(ask, model, processor):
-    chat = [*CHAT, {"role": "assistant", "content": "Ada."}, {"role": "user", "content": "When?"}]
-    expected = greedy_answer(model, processor, chat_inputs(processor, chat, DOCUMENTS), NEW_TOKENS)
-    output = ask(chat, documents=DOCUMENTS)[0]["generated_text"]
-    assert output == [*chat, {"role": "assistant", "content": expected}]
-
-
-def test_chat_ending_with_the_assistant_is_continued(ask):
+def test_chat_ending_with_the_assistant_is_continued(ask, model, processor):
     chat = [*CHAT, {"role": "assistant", "content": "It was"}]
-    output = ask(chat, documents=DOCUMENTS)[0]["generated_text"]
-    assert output[:-1] == CHAT
-    assert output[-1]["content"].startswith("It was") and output[-1]["content"] != "It was"
+    inputs = chat_inputs(processor, chat, DOCUMENTS, add_generation_prompt=False, continue_final_message=True)
+    expected = "It was" + greedy_answer(model, processor, inputs, NEW_TOKENS)
+    assert ask(chat, documents=DOCUMENTS)[0]["generated_text"] == [*CHAT, chat[1] | {"content": expected}]
 
 
 @pytest.mark.parametrize("given", ["Once upon a time", CHAT], ids=["text", "chat"])
-def test_input_without_documents_is_answered_by_the_base_model(ask, ask_base_model, given):
-    assert ask(given) == ask_base_model(given)
+def test_input_without_documents_is_answered_by_the_base_model(ask, base_model_dir, processor, given):
+    settings = {"device": "cpu", "max_new_tokens": NEW_TOKENS, "do_sample": False, "task": "text-generation"}
+    base, tokenizer = AutoModelForCausalLM.from_pretrained(base_model_dir), copy.deepcopy(processor.tokenizer)
+    expected = TextGenerationPipeline(model=base, tokenizer=tokenizer, **settings)(given)
+    assert ask(given) == ask(given, max_slots=2) == expected
 
 
 def test_rows_bring_their_own_documents_whatever_the_batch_size(ask):
@@ -76,6 +70,7 @@ def test_rows_bring_their_own_documents_whatever_the_batch_size(ask):
     assert [r[0]["statistics"]["slots"] for r in one_by_one] == [0, 3, 1, 1, 7]
     for batch_size in (1, 2, 3, 5):
         assert ask(rows, batch_size=batch_size, return_slots=True) == one_by_one
+    assert list(ask((row for row in rows), return_slots=True)) == one_by_one  # a generator, lazily
 
 
 def test_rows_without_documents_take_those_of_the_call(ask):
@@ -84,44 +79,28 @@ def test_rows_without_documents_take_those_of_the_call(ask):
     assert ask([CHAT, CHAT], documents=DOCUMENTS) == 2 * [ask(CHAT, documents=DOCUMENTS)]
 
 
-def test_a_generator_of_rows_is_answered_lazily(ask):
-    answers = ask(row for row in ROWS)
-    assert [answer for answer in answers] == [ask(row) for row in ROWS]
-
-
-def test_question_without_documents_has_the_slot_of_no_passages(ask, model, processor):
-    expected = greedy_answer(model, processor, chat_inputs(processor, CHAT, []), NEW_TOKENS)
-    records = ask({"question": QUESTION}, return_slots=True)
-    assert records[0]["generated_text"] == expected
-    assert records[0]["statistics"]["slots"] == 1 and records[0]["segments"] == []
-
-
-def test_slots_tell_their_segments_trajectories_and_rate(ask, model, processor):
-    record = ask(ROWS[0], return_slots=True)[0]
-    texts = [DOCUMENTS[0], DOCUMENTS[1]["text"]]
-    for segment in record["segments"]:
-        assert texts[segment["document"]][segment["start"] : segment["end"]] == segment["text"]
-    sentences = ["It was written by Ada.", "Nobody else knew.", "The riding was created in 1924."]
-    assert [segment["text"] for segment in record["segments"]] == sentences
-    inputs = chat_inputs(processor, CHAT, DOCUMENTS)
-    depth = model(**inputs).recursion_depth[0]  # (num_layers, num_slots)
+@pytest.mark.parametrize("slots", [{}, {"max_slots": 2}, {"tokens_per_slot": 4}])
+def test_slots_tell_their_segments_trajectories_and_rate(ask, model, processor, slots):
+    record = ask(ROWS[0], return_slots=True, **slots)[0]
+    (segments,), (statistics,) = (
+        processor(text=QUESTION, documents=DOCUMENTS, return_segments=True, **slots)[name]
+        for name in ("segments", "statistics")
+    )
+    assert record["segments"] == [vars(segment) for segment in segments] and record["statistics"] == statistics
+    if "tokens_per_slot" not in slots:
+        sentences = ["It was written by Ada.", "Nobody else knew.", "The riding was created in 1924."]
+        assert [segment["text"] for segment in record["segments"]] == sentences[: slots.get("max_slots")]
+    depth = model(**chat_inputs(processor, CHAT, DOCUMENTS, **slots)).recursion_depth[0]  # (num_layers, num_slots)
     expected = [[format_trajectory(each) for each in layer] for layer in depth.tolist()]
-    assert record["trajectories"] == expected
-    assert {"L0.", "LLL"} <= {each for layer in expected for each in layer}
-    tokens = sum(len(processor.tokenizer(t, add_special_tokens=False)["input_ids"]) for t in texts)
-    assert record["statistics"] == {"tokens": tokens, "slots": 3, "compression_rate": tokens / 3}
+    assert record["trajectories"] == expected and {"L0.", "LLL"} <= {each for layer in expected for each in layer}
 
 
-def test_streamer_receives_the_answer_piece_by_piece(ask, processor):
-    streamer = TextIteratorStreamer(processor.tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=30)
-    answer = ask(ROWS[1], streamer=streamer)[0]["generated_text"]
-    assert "".join(streamer) == answer
-
-
-def test_streamer_that_shows_the_prompt_survives_slots(ask, processor):
-    streamer = TextIteratorStreamer(processor.tokenizer, timeout=30)
-    ask(ROWS[0], streamer=streamer)
-    assert f"Question: {QUESTION}" in "".join(streamer)
+@pytest.mark.parametrize("skips_prompt", [True, False])
+def test_streamer_receives_the_answer_piece_by_piece_or_behind_the_prompt(ask, processor, skips_prompt):
+    options = {"skip_prompt": skips_prompt, "skip_special_tokens": True, "timeout": 30}
+    streamer = TextIteratorStreamer(processor.tokenizer, **options)
+    answer, found = ask(ROWS[1], streamer=streamer)[0]["generated_text"], "".join(streamer)
+    assert found == answer if skips_prompt else f"Question: {ROWS[1]['question']}" in found
 
 
 def test_generation_options_reach_the_model(ask, model, processor):
@@ -144,12 +123,15 @@ def test_it_samples_only_when_asked_to(ask):
 
 
 def test_backbone_without_chat_template_gets_the_plain_prompt(ask, model, processor):
+    expected = greedy_answer(model, processor, processor(**plain_prompt(ROWS[0]), return_tensors="pt"), NEW_TOKENS)
+    assert ask(ROWS[0]) != [{"generated_text": expected}]
     ask.processor = copy.deepcopy(processor)
     ask.processor.chat_template = None
-    inputs = processor(text=QUESTION, documents=DOCUMENTS, return_tensors="pt")
-    expected = greedy_answer(model, processor, inputs, NEW_TOKENS)
     assert ask(ROWS[0]) == [{"generated_text": expected}]
-    assert expected != greedy_answer(model, processor, chat_inputs(processor, CHAT, DOCUMENTS), NEW_TOKENS)
+
+
+def plain_prompt(row):
+    return {"text": row["question"], "documents": row["documents"]}
 
 
 @pytest.mark.parametrize(
@@ -159,7 +141,9 @@ def test_backbone_without_chat_template_gets_the_plain_prompt(ask, model, proces
         ({"query": "Who?"}, {}, "`query` of type str"),
         ({"question": QUESTION, "passages": DOCUMENTS}, {}, "no `documents` but `passages`"),
         ({"messages": CHAT, "context": "It was Ada.", "id": 1}, {}, "no `documents` but `context`, `id`"),
-        (7, {}, "got int"),
+        ([ROWS[0], {"question": QUESTION, "documents": 5}], {"batch_size": 2}, r"`documents` of row \d is 5; expected"),
+        ([ROWS[0], 7], {"batch_size": 2}, "got int"),
+        ({"question": "Who? " * 600, "documents": ["One."]}, {}, "are 1 slots, but there is room for 0 .* a shorter"),
         (CHAT, {"documents": [DOCUMENTS]}, "Document 0 is of type list"),
         ([{"role": "system", "content": "x"}], {"documents": DOCUMENTS}, "no user message"),
         (ROWS[0], {"handle_long_generation": "hole"}, "where the slots stand"),
@@ -171,13 +155,25 @@ def test_bad_input_is_refused_with_what_was_given(ask, given, options, message):
         ask(given, **options)
 
 
-def test_budget_of_slots_reaches_the_processor(ask, processor):
-    record = ask(ROWS[0], max_slots=2, return_slots=True)[0]
-    expected = processor(text=QUESTION, documents=DOCUMENTS, return_segments=True, max_slots=2)
-    assert record["segments"] == [vars(segment) for segment in expected["segments"][0]]
-    assert record["statistics"] == expected["statistics"][0]
-    assert [len(layer) for layer in record["trajectories"]] == [2, 2, 2]
-    assert ask("Once upon a time", max_slots=2) == ask("Once upon a time")
+NAN, WHOLE = float("nan"), "expected a whole number of at least 1"
+SETTINGS = {
+    "max_slots": ([0, -1, 1.5, "3", True, NAN], WHOLE),
+    "max_passages": ([0, -1, 1.5, True, "2"], WHOLE),
+    "tokens_per_slot": ([0, -1, 2.5, "sentence", True, [4]], "expected a whole number of tokens of at least 1"),
+    "min_confidence": ([-0.1, 1.5, "0.5", True, NAN], "expected a number from 0 to 1"),
+    "copy_bonus": ([-1, True, "6", float("inf"), NAN], "expected a number from 0"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_that_cannot_be_is_refused_by_its_name(ask, processor, name):
+    values, message = SETTINGS[name]
+    for value in values:
+        with pytest.raises(ValueError, match=f"`{name}` is .*{message}"):
+            ask(ROWS[0], **{name: value})
+        if name in ("copy_bonus", "tokens_per_slot"):
+            with pytest.raises(ValueError, match=f"`{name}` is .*{message}"):
+                processor_with(processor, **{name: value})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,360 @@
+"""Passages to slots: segments, what the encoder makes of them, several slots of one, and a slot's own words."""
+
+import copy
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ENCODER_WIDTH, chat_inputs, greedy_answer, pipeline_of, random_aligner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch.nn.functional import normalize
+
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, base_model_arcaligner, segmentation_arcaligner
+from arcaligner.encoder_arcaligner import SentenceEncoder, fastest_dtype, word_match
+from arcaligner.modeling_arcaligner import ContextProjector
+from arcaligner.segmentation_arcaligner import equal_runs, segment_document
+from arcaligner.train.recipe import resolve_dtype
+
+QUESTION = "What sport does he play?"
+DOCUMENTS = [
+    "It was written by Ada, and nobody else knew how to read it aloud.",
+    {"title": "Radik", "text": "Radik is a ski jumper.  He has competed since 2003 for Kazakhstan!"},
+]
+EXACT = {"atol": 1e-6, "rtol": 0}
+
+# Segments: nothing is lost, offsets are true, pieces fit the encoder
+
+TEXT = "One is here. Two goes there!  Is three next? Four ends it."
+
+
+def reads_of(longest):
+    return lambda text: -(-len(text) // longest)
+
+
+def cut(text, **settings):
+    return [segment.text for segment in segment_document(text, **settings)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    text=st.text(st.sampled_from("ab .!?\n\t\u2028\x00é漢😀'\""), max_size=200),
+    sentences=st.sampled_from([0.5, 1, 2, 3]),
+    longest=st.integers(1, 30),
+)
+def test_segments_keep_order_and_offsets_and_lose_only_white_space(text, sentences, longest):
+    segments = segment_document(text, 3, sentences_per_segment=sentences, num_reads=reads_of(longest))
+    ends = [0]
+    for segment in segments:
+        assert text[segment.start : segment.end] == segment.text and segment.document == 3
+        assert segment.text.strip() and len(segment.text) <= longest
+        assert not text[ends[-1] : segment.start].strip()
+        ends.append(segment.end)
+    assert not text[ends[-1] :].strip()
+
+
+URL = "https://" + "example.com/!?" * 20
+
+
+@pytest.mark.parametrize(
+    "text, options, expected",
+    [
+        ("One. Two!", {}, ["One.", "Two!"]),
+        ("Aaaa bbbb cccc dddd.", {"sentences_per_segment": 0.5}, ["Aaaa bbbb", "cccc dddd."]),  # nearest to the middle
+        ("Stop!", {"sentences_per_segment": 0.5}, ["Stop!"]),  # one word has no half
+        (TEXT, {"sentences_per_segment": 3}, ["One is here. Two goes there!  Is three next?", "Four ends it."]),
+        ("aa bb cc dd ee", {"num_reads": reads_of(6)}, ["aa bb", "cc", "dd ee"]),  # at spaces
+        (f"See {URL}page. It is long! Yes.", {}, [f"See {URL}page.", "It is long!", "Yes."]),
+    ],
+)
+def test_sentences_are_segments_or_halved_or_merged(text, options, expected):
+    assert cut(text, **options) == expected
+
+
+HOSTILE = [*'("[😀$a!. \n', "(.a", "你好。", "(" * 16 + " ", "[1].", "a ", "мир! Hi. "]
+
+
+@pytest.mark.parametrize("text, language", [*((text, "en") for text in HOSTILE), ("你好。" * 3, "zh")])
+def test_time_is_linear_in_any_text(text, language):
+    """On runs of brackets, spaCy's own tokenizer needs 25 seconds for 10,000 characters, four times that for 20,000."""
+    text, start = (text * 100_000)[: 100_000 if language == "en" else 270_000], time.process_time()
+    segments = cut(text, sentences_per_segment=0.5, num_reads=reads_of(500), spacy_model=language)
+    assert time.process_time() - start < 3
+    assert "".join("".join(segments).split()) == "".join(text.split())
+
+
+def test_spacy_forgets_the_words_of_others(monkeypatch):
+    nlp, most_words = segmentation_arcaligner._load_spacy("en")
+    monkeypatch.setattr(segmentation_arcaligner, "_MAX_NEW_WORDS", 100)
+    segmentation_arcaligner._load_spacy.cache_clear()
+    for start in range(0, 200, 50):
+        assert len(cut(" ".join(f"new{number}." for number in range(start, start + 50)))) == 50
+        assert len(segmentation_arcaligner._load_spacy("en")[0].vocab.strings) < most_words
+    segmentation_arcaligner._load_spacy.cache_clear()
+
+
+@pytest.mark.parametrize("sentences", [0, -1, 0.25, 1.5])
+def test_impossible_numbers_of_sentences_are_refused(sentences):
+    with pytest.raises(ValueError, match=rf"`sentences_per_segment` is {sentences}; expected 0.5"):
+        segment_document("One.", sentences_per_segment=sentences)
+
+
+# The encoder, and its dtype
+
+TEXTS = ["It was written by Ada, and nobody else knew.", "", "Radik has competed since 2003."] * 4
+
+
+@pytest.fixture
+def load(checkpoint_dir):
+    """A processor of the tiny checkpoint, or of another folder, whose encoder computes in a dtype."""
+    return lambda dtype, folder=checkpoint_dir: ArcAlignerProcessor.from_pretrained(folder, encoder_dtype=dtype)
+
+
+@pytest.fixture
+def trained(load, tmp_path):
+    """A checkpoint with an encoder that was trained jointly."""
+    processor = load("float32")
+    for weight in processor.train_encoder(lora_r=2):
+        torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(0))
+    processor.save_pretrained(tmp_path / "trained")
+    return tmp_path / "trained"
+
+
+def test_texts_are_encoded_as_sentence_transformers_does(processor):
+    expected = processor.encoder.model.encode(TEXTS, normalize_embeddings=True, convert_to_tensor=True)
+    torch.testing.assert_close(processor.encoder.encode(TEXTS), expected, **EXACT)
+
+
+def test_the_match_of_words_is_the_mean_of_the_highest_cosines_of_those_that_say_something(processor):
+    question, passages = "Who wrote the letter?", [{"title": "Post", "text": "Ada wrote it."}, "It was a long letter."]
+
+    def tokens(text):
+        states = processor.encoder.model.encode(text, output_value="token_embeddings", convert_to_tensor=True)
+        places = processor.encoder.model.tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+        pairs = zip(places, normalize(states, dim=-1), strict=True)
+        return {place: state for place, state in pairs if place[0] < place[1]}
+
+    theirs = torch.stack([*tokens("Post Ada wrote it.").values(), *tokens("It was a long letter.").values()])
+    asked = tokens(question)
+    said = [(a, b) for a, b in asked if question[a:b].lower() not in ("who", "the", "?")]
+    assert 0 < len(said) < len(asked)
+    expected = torch.stack([(theirs @ asked[place]).max() for place in said]).mean().item()
+    chat = [("user", "Hi."), ("assistant", "Yes?"), ("user", question)]
+    chat = [{"role": role, "content": content} for role, content in chat]
+    without_tokens = ["\u200b"]
+    for each, texts in ((question, passages), (chat, passages), (question, without_tokens + passages)):
+        assert word_match(processor, each, texts) == pytest.approx(expected, abs=1e-3)  # they are kept in float16
+    for texts in ([], [""], without_tokens, [{"title": question, "text": " "}]):
+        assert math.isnan(word_match(processor, question, texts))
+    assert math.isnan(word_match(processor, "", passages))
+
+
+def test_words_of_an_encoders_prompt_are_not_those_of_a_text(encoder_dir):
+    encoder, prompted = SentenceEncoder(str(encoder_dir)), SentenceEncoder(str(encoder_dir))
+    prompted.model.prompts, prompted.model.default_prompt_name = {"query": "book author: "}, "query"
+    (plain, _), (found, states) = (each.encode_words(["Who wrote it?"])[0] for each in (encoder, prompted))
+    assert found == plain and len(states) == len(plain)
+
+
+def test_all_words_of_a_long_passage_are_matched(processor, monkeypatch):
+    encoder, read = processor.encoder, []
+    encode = encoder.encode_words
+    monkeypatch.setattr(encoder, "encode_words", lambda texts: read.extend(texts) or encode(texts))
+    long = " ".join(f"Number {number} stands here." for number in range(200))
+    word_match(processor, "Which one?", [long])
+    question, *pieces = read
+    assert question == "Which one?" and " ".join(pieces) == long
+    assert len(pieces) > 1 and {encoder.num_reads(piece) for piece in pieces} == {1}
+
+
+@pytest.mark.parametrize("folder", ["checkpoint_dir", "trained"])
+def test_bfloat16_rounds_the_embeddings_which_stay_normalized_and_float32(load, folder, request):
+    folder = request.getfixturevalue(folder)
+    exact, rounded = load("float32", folder), load("bfloat16", folder)
+    for rate in ("segment", 3):
+        expected, found = (each.encode_documents(TEXTS, tokens_per_slot=rate) for each in (exact, rounded))
+        expected, found = expected.context_embeds, found.context_embeds
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
+        assert not torch.equal(found, expected)
+        torch.testing.assert_close(found.norm(dim=1), torch.ones(len(found)))
+
+
+@pytest.mark.parametrize(("speed", "dtype"), [(60.0, torch.bfloat16), (25.0, torch.float32)])
+def test_auto_is_bfloat16_where_the_machine_is_much_faster_in_it(load, trained, monkeypatch, speed, dtype, tmp_path):
+    fastest_dtype.cache_clear()
+    monkeypatch.setattr(base_model_arcaligner, "_products_per_second", {torch.bfloat16: speed, torch.float32: 20.0}.get)
+    processor = load("auto", trained)
+    processor.encoder.device = "cpu"
+    assert processor.encoder.model.dtype == dtype == processor.encoder.untrained.model.dtype
+    assert resolve_dtype("auto", torch.device("cpu")) == dtype  # that of a recipe
+    processor.save_pretrained(tmp_path / "saved")  # for other machines
+    assert ArcAlignerProcessor.from_pretrained(tmp_path / "saved").encoder_dtype == "auto"
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: speed == 60.0)
+    assert fastest_dtype("cuda") == dtype
+    fastest_dtype.cache_clear()
+
+
+def test_an_encoder_in_bfloat16_is_saved_and_trained_on_unrounded(load, trained, tmp_path):
+    processor, exact = load("bfloat16", trained), load("float32", trained)
+    processor.encoder.encode(TEXTS)
+    processor.save_pretrained(tmp_path / "saved")
+    expected, found = (load_file(each / "encoder/adapter_model.safetensors") for each in (trained, tmp_path / "saved"))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[key], weight) for key, weight in expected.items())
+    for each in (processor, exact):
+        each.train_encoder(lora_r=2)
+    pairs = zip(processor.encoder.model.parameters(), exact.encoder.model.parameters(), strict=True)
+    assert all(torch.equal(found, expected) for found, expected in pairs)
+
+
+def test_an_unknown_dtype_is_refused(load):
+    with pytest.raises(ValueError, match="`encoder_dtype` is 'float16'; expected one of float32, bfloat16, auto"):
+        load("float16")
+
+
+# Several slots of a segment, and their words
+
+
+@pytest.fixture(scope="session")
+def words_processor(processor) -> ArcAlignerProcessor:
+    """As `processor`, for an aligner that has learned runs of 3 tokens and segments, and reads words."""
+    processor = copy.deepcopy(processor)
+    processor.tokens_per_slot, processor.trained_tokens_per_slot = 3, [3, "segment"]
+    processor.context_words = True
+    return processor
+
+
+@pytest.fixture(scope="session")
+def words_dir(tmp_path_factory, base_model_dir: Path, words_processor) -> Path:
+    """An aligner checkpoint that reads words in three parts; all of it is random."""
+    folder = tmp_path_factory.mktemp("words")
+    model = random_aligner(base_model_dir, words_processor, seed=3, word_parts=3)
+    weights = torch.rand(model.config.text_config.vocab_size, generator=torch.Generator().manual_seed(0)) + 0.1
+    model.model.projector.set_word_statistics(model.get_input_embeddings().weight, weights)
+    model.save_pretrained(folder)
+    words_processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def words_model(words_dir: Path) -> ArcAlignerForCausalLM:
+    return ArcAlignerForCausalLM.from_pretrained(str(words_dir)).eval()
+
+
+@given(num_tokens=st.integers(1, 200), tokens_per_slot=st.integers(1, 40))
+def test_runs_are_all_tokens_in_order_and_about_as_long_as_asked(num_tokens, tokens_per_slot):
+    runs = equal_runs(num_tokens, tokens_per_slot)
+    lengths = [end - start for start, end in runs]
+    assert [start for start, _ in runs] == [0, *[end for _, end in runs][:-1]] and runs[-1][1] == num_tokens
+    assert max(lengths) - min(lengths) <= 1
+    assert len(runs) == max(1, int(num_tokens / tokens_per_slot + 0.5))
+
+
+@pytest.mark.parametrize("rate", [1, 3, 8, "segment"])
+def test_slots_stand_for_all_of_a_documents_text_and_tokens(words_processor, processor, rate):
+    encoded, tokenizer = words_processor.encode_documents(DOCUMENTS, tokens_per_slot=rate), processor.tokenizer
+    for number, text in enumerate((DOCUMENTS[0], DOCUMENTS[1]["text"])):
+        pieces = [each for each in encoded.segments if each.document == number]
+        assert "".join(piece.text for piece in pieces) == text.replace("  ", "")
+        assert all(piece.text == text[piece.start : piece.end] for piece in pieces)
+    words = encoded.context_word_ids
+    expected = tokenizer([DOCUMENTS[0], "Radik: " + DOCUMENTS[1]["text"]], add_special_tokens=False)["input_ids"]
+    # White space between two sentences belongs to none.
+    found, expected = words[words >= 0].tolist(), [token for ids in expected for token in ids]
+    found, expected = ([token for token in ids if tokenizer.decode([token]).strip()] for ids in (found, expected))
+    assert found == expected and len(encoded.segments) == len(encoded.context_embeds) == len(words)
+    cut = words_processor.encode_documents(DOCUMENTS, tokens_per_slot=rate, max_slots=2)
+    assert cut.segments == encoded.segments[:2] and cut.dropped == encoded.segments[2:]
+    assert torch.equal(cut.context_embeds, encoded.context_embeds[:2]) and len(cut.context_word_ids) == 2
+    if rate == "segment":
+        torch.testing.assert_close(
+            encoded.context_embeds, processor.encode_documents(DOCUMENTS).context_embeds, **EXACT
+        )
+
+
+def test_a_rate_that_was_not_learned_warns_and_names_those_that_were(words_processor, caplog):
+    words_processor.encode_documents(DOCUMENTS, tokens_per_slot=3)
+    assert "has learned" not in caplog.text
+    words_processor.encode_documents(DOCUMENTS, tokens_per_slot=5)
+    assert "`tokens_per_slot` is 5, but this aligner has learned 3, segment" in caplog.text
+
+
+def test_parts_of_a_slot_add_up_to_the_mean_of_its_words_by_rarity():
+    projector = ContextProjector(4, 6, word_parts=3, vocab_size=20)
+    table, rarity = torch.randn(20, 6), torch.rand(20)
+    projector.set_word_statistics(table, rarity)
+    word_ids = torch.tensor([[3, 7, 7, 1], [5, -1, -1, -1], [-1, -1, -1, -1]])
+    parts = projector.average_words(word_ids, table)  # (slots, parts, hidden)
+    words, weights = table[[3, 7, 7, 1]] - table.mean(dim=0), rarity[[3, 7, 7, 1]]
+    torch.testing.assert_close(parts[0].sum(dim=0), (weights[:, None] * words).sum(dim=0) / weights.sum(), **EXACT)
+    # Four words in three parts: two, one, one.
+    torch.testing.assert_close(parts[0, 0], (weights[:2, None] * words[:2]).sum(dim=0) / weights.sum(), **EXACT)
+    torch.testing.assert_close(parts[1, 0], table[5] - table.mean(dim=0), **EXACT)
+    assert not parts[1, 1:].any() and not parts[2].any()
+    parts[0, 0].square().sum().backward()  # how much a word counts is learned
+    gradient = projector.word_weights.grad
+    assert gradient[[3, 7, 1]].all() and not gradient[[5, 0]].any()
+
+
+def test_a_fresh_slot_of_one_word_is_nearly_that_words_embedding(base_model_dir):
+    model = ArcAlignerForCausalLM.from_pretrained(str(base_model_dir), encoder_hidden_size=ENCODER_WIDTH, word_parts=2)
+    table = model.get_input_embeddings().weight
+    model.model.projector.set_word_statistics(table, torch.ones(len(table)))
+    slot = model.model.project(normalize(torch.randn(1, 1, ENCODER_WIDTH), dim=-1), torch.tensor([[[17]]]))[0, 0]
+    mean = table.mean(dim=0)
+    assert torch.cosine_similarity(slot - mean, table[17] - mean, dim=0) > 0.9
+    torch.testing.assert_close((slot - mean).norm(), (table - mean).norm(dim=1).mean())
+
+
+def test_rows_with_words_answer_in_a_batch_as_alone(words_dir):
+    # In float64: what float32 rounds otherwise in a padded batch depends on the processor.
+    model = ArcAlignerForCausalLM.from_pretrained(str(words_dir), dtype=torch.float64).eval()
+    processor = ArcAlignerProcessor.from_pretrained(str(words_dir))
+    processor.encoder.cast(torch.float64)
+    rows = [DOCUMENTS, ["Ada."], []]
+    batch = processor(text=[QUESTION] * 3, documents=rows, return_tensors="pt", padding=True, padding_side="left")
+    together = model(**batch).logits[:, -1]
+    for row, documents in enumerate(rows):
+        alone = model(**processor(text=QUESTION, documents=documents, return_tensors="pt")).logits[:, -1]
+        torch.testing.assert_close(together[row], alone[0], atol=1e-5, rtol=1e-5)
+
+
+def test_words_are_read_and_travel_with_embeddings_that_were_made_before(words_model, words_processor):
+    encoded = words_processor.encode_documents(DOCUMENTS)
+    made = {"context_embeds": encoded.context_embeds, "context_word_ids": encoded.context_word_ids}
+    given = words_processor(text=QUESTION, **made, return_tensors="pt")
+    expected = words_processor(text=QUESTION, documents=DOCUMENTS, return_tensors="pt")
+    assert given.keys() == expected.keys()
+    torch.testing.assert_close(dict(given), dict(expected))
+    others = given | {"context_word_ids": given["context_word_ids"].roll(1, dims=1)}
+    assert not torch.allclose(words_model(**given).logits, words_model(**others).logits)
+
+
+def test_the_pipeline_reads_the_words_of_each_row_of_a_batch(words_model, words_processor):
+    inputs, row = chat_inputs(words_processor, QUESTION, DOCUMENTS), {"question": QUESTION, "documents": DOCUMENTS}
+    ask = pipeline_of(words_model, words_processor, max_new_tokens=6)
+    batch = ask([row, "plain text", {"question": "Who?", "documents": ["Ada."]}, row], batch_size=4)
+    expected = [{"generated_text": greedy_answer(words_model, words_processor, inputs, 6)}]
+    assert batch[0] == batch[3] == ask(row) == expected
+
+
+def test_kept_prefixes_answer_as_the_model_does_at_each_rate(words_model, words_processor):
+    store = words_model.slot_prefix_store(words_processor)
+    for rate in (3, "segment", 3):
+        inputs = chat_inputs(words_processor, QUESTION, DOCUMENTS, tokens_per_slot=rate)
+        kept = store.prepare(QUESTION, DOCUMENTS, tokens_per_slot=rate)
+        assert torch.equal(kept["input_ids"], inputs["input_ids"])
+        found, expected = (greedy_answer(words_model, words_processor, each, 6) for each in (kept, inputs))
+        assert found == expected
+    assert (store.hits, store.misses) == (1, 2)
+
+
+def test_word_statistics_are_part_of_the_checkpoint_in_float32(words_dir):
+    whole, half = (ArcAlignerForCausalLM.from_pretrained(str(words_dir), dtype=d) for d in (None, torch.bfloat16))
+    saved = load_file(words_dir / "model.safetensors")
+    for name in ("word_weights", "word_mean", "slot_norm", "slot_mean", "part_maps"):
+        assert torch.equal(getattr(whole.model.projector, name), saved[f"model.projector.{name}"])
+    assert half.model.projector.word_weights.dtype == torch.float32
