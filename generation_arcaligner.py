@@ -1,8 +1,8 @@
 """Generation with slots: they are read with the prompt, reused by any question, and never written.
 
 `generate` is transformers' own. What is added here: slots reach the model with the prompt and no later, no logits
-processor or candidate lookup takes a slot for a token, a slot prefix can be prefilled once (`prefill_context`), and
-passages that are read apart are read by themselves and joined (`read_passages`, `join_keys_values`).
+processor or candidate lookup takes a slot for a token, and passages that are read apart are read by themselves and
+joined (`read_passages`, `join_keys_values`).
 """
 
 import contextlib
@@ -57,64 +57,6 @@ def text_for_slots(input_ids: torch.LongTensor, context_token_id: int) -> torch.
 
 class SlotGenerationMixin(GenerationMixin):
     """`GenerationMixin` for prompts with context slots."""
-
-    @torch.no_grad()
-    def prefill_context(
-        self,
-        input_ids: torch.LongTensor,
-        context_embeds: torch.FloatTensor,
-        attention_mask: torch.Tensor | None = None,
-        context_word_ids: torch.LongTensor | None = None,
-        context_passage_ids: torch.LongTensor | None = None,
-        **kwargs,
-    ) -> Cache:
-        """Reads the slot prefix of a prompt once, for any number of questions.
-
-        Slots do not depend on what follows them, so the cache of everything up to the last slot can be copied and
-        continued by `generate(input_ids=whole_prompt, past_key_values=copy.deepcopy(cache))` with any question. It
-        holds the mandatory pass only, and the unmodified base model continues from it with the same logits.
-
-        Args:
-            input_ids (`torch.LongTensor` of shape `(batch, seq_len)`):
-                A prompt with slots, or just its prefix. What follows the last slot is not read.
-            context_embeds (`torch.FloatTensor` of shape `(batch, max_slots, encoder_hidden_size)`): The slots.
-            attention_mask (`torch.Tensor` of shape `(batch, seq_len)`, *optional*): 0 on padding.
-            context_word_ids (`torch.LongTensor` of shape `(batch, max_slots, max_words)`, *optional*): Their words.
-            context_passage_ids (`torch.LongTensor` of shape `(batch, max_slots)`, *optional*): Their passages.
-            kwargs: Of [`ArcAlignerModel`], among them `gate_mode`, `gate_threshold`, `max_refinement_steps` and
-                `refinement_budget`.
-
-        Returns:
-            [`~transformers.Cache`]: `last slot + 1` positions long; a row's positions are counted after its padding,
-            as `generate` does.
-
-        Raises:
-            `ValueError`: no slots, or rows whose last slots are at different positions.
-        """
-        slot_mask = input_ids == self.config.context_token_id
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        last_slots = torch.where(slot_mask, positions, -1).max(dim=1).values  # (batch,)
-        length = int(last_slots[0]) + 1
-        if length == 0 or bool((last_slots != last_slots[0]).any()):
-            raise ValueError(
-                f"The last slots of the rows stand at {last_slots.tolist()} (-1: none); a common prefix needs one and "
-                "the same position. Pass rows with slots, left-padded so that their slots end together, or one row at "
-                "a time."
-            )
-        prefix = input_ids[:, :length]
-        if attention_mask is not None:
-            attention_mask = attention_mask[:, :length]
-            kwargs.setdefault("position_ids", self.prompt_positions(prefix, attention_mask, context_passage_ids))
-        outputs = self.model(
-            input_ids=prefix,
-            attention_mask=attention_mask,
-            context_embeds=context_embeds,
-            context_word_ids=context_word_ids,
-            context_passage_ids=context_passage_ids,
-            use_cache=True,
-            **kwargs,
-        )
-        return cache_of(outputs)
 
     def prompt_positions(
         self,
@@ -219,14 +161,15 @@ class SlotGenerationMixin(GenerationMixin):
                 raise ValueError(f"`input_ids` has shape {tuple(input_ids.shape)}; expected a prompt in each row.")
             if kwargs.get("context_embeds") is None and cache is None:  # text alone
                 check_length(input_ids.shape[1], "The prompt", self.config.text_config)
-        if mask is not None and not isinstance(mask, torch.Tensor | dict):
-            raise ValueError(f"`attention_mask` is a {type(mask).__name__}; expected a tensor (batch, seq_len).")
+        if not (mask is None or isinstance(mask, dict) or isinstance(mask, torch.Tensor) and mask.dim() > 1):
+            found = f" of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else ""
+            raise ValueError(f"`attention_mask` is a {type(mask).__name__}{found}; expected a tensor (batch, seq_len).")
         settings = {name: kwargs[name] for name in REFINEMENT_SETTINGS if kwargs.get(name) is not None}
         check_gates(**settings)
         if settings and self._has_read_slots(input_ids, cache):
             logger.warning_once(
                 f"{', '.join(f'`{name}`' for name in settings)} of `generate` changes no slot that is in "
-                "`past_key_values` already. For other gates, give them to `store.prepare` or `prefill_context`."
+                "`past_key_values` already. For other gates, give them to `store.prepare`."
             )
         generation_config = kwargs.get("generation_config") or self.generation_config
         if kwargs.get("prefill_chunk_size", generation_config.prefill_chunk_size) is not None:
@@ -318,6 +261,12 @@ def from_int8(kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if kept.dtype != torch.int8:
         return kept
     return (kept[..., :-4].float() * kept[..., -4:].contiguous().view(torch.float32)).to(dtype)
+
+
+def to_int8(keys_values: torch.Tensor) -> torch.Tensor:
+    """Keys and values (..., head_dim) as bytes for `from_int8`: steps of a slot and head, as many as bytes tell."""
+    step = keys_values.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 127
+    return torch.cat([(keys_values.float() / step).round().to(torch.int8), step.contiguous().view(torch.int8)], dim=-1)
 
 
 # Positions that a joined cache has room for before it is copied: a question and a short answer.

@@ -17,7 +17,6 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, TextGenerationPipeline
 from transformers.pipelines.text_generation import ReturnType
-from transformers.utils import logging
 from transformers.utils.chat_template_utils import Chat
 
 from .configuration_arcaligner import (
@@ -31,17 +30,15 @@ from .configuration_arcaligner import (
 from .encoder_arcaligner import similarities_of, with_words, word_match
 from .layers_arcaligner import format_trajectory
 from .processing_arcaligner import check_min_confidence, check_probe
-from .segmentation_arcaligner import copied_next, copied_texts, documents_of, text_of
+from .segmentation_arcaligner import Segment, copied_next, copied_texts, cut_long, documents_of
 from .slot_rows_arcaligner import pad_passage_ids, pad_words
-
-logger = logging.get_logger(__name__)
 
 # Options of a call that go to the processor.
 _SLOT_OPTIONS = (*SLOT_SETTINGS, "sanitize_control_tokens")
 # Options of `generate` that have more than the prompt read before its first scores.
 _READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
 _OF_ROWS = ("context_embeds", "context_word_ids", "context_passage_ids", "copied", "about")  # of each row
-LONGEST_PASSAGE = 500  # words
+LONGEST_PASSAGE, CUT_PASSAGE = 250, 180  # words: longer documents are cut into pieces of so many
 
 # How likely it is that passages answer a question. Beyond the paper: a frozen model that has read passages and question
 # shows in its middle layers whether it found an answer, also where it goes on to invent one. A logistic regression, the
@@ -263,9 +260,10 @@ class ArcAlignerPipeline(TextGenerationPipeline):
       takes those of the call;
     - a string, read as a question when the call has `documents=`, else as text to continue.
 
-    A document is a string or `{"title": str, "text": str}`; of several the likeliest is read (`max_passages`). A chat
-    without documents has no slots: the unchanged base model answers it. A question without documents has the one slot
-    that stands for "no passages". Unlike the built-in pipeline, this one samples only when asked to.
+    A document is a string or `{"title": str, "text": str}`; one of more than 250 words is cut into passages, and of
+    several passages the likeliest is read (`max_passages`). A chat without documents has no slots: the unchanged base
+    model answers it. A question without documents has the one slot that stands for "no passages". Unlike the built-in
+    pipeline, this one samples only when asked to.
 
     Example:
 
@@ -305,9 +303,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             tokens_per_slot (`int` or `"segment"`, *optional*): Tokens of text for a slot. Default: the processor's.
             max_slots (`int`, *optional*): Maximum number of slots per input, the first ones.
             max_passages (`int`, *optional*):
-                Of more documents, only those that most likely answer are read, in their order: each is first asked
-                about by itself, and has to fit by itself. See [`rank_passages`]. What was read for this is kept for
-                further questions, in at most 256 MiB. Default: 1, or all where the aligner cannot tell.
+                Of more passages, only those that most likely answer are read, in their order: each is first asked
+                about by itself. See [`rank_passages`]. What was read for this is kept for further questions, in at most
+                256 MiB. Default: 1, or all, uncut, where the aligner cannot tell.
             min_confidence (`float`, *optional*):
                 Where it is less likely, from 0 to 1, that the passages answer the question, the answer becomes the
                 processor's `no_answer`. See [`AnswerConfidence`]. Not with a `streamer`, which would be told the
@@ -376,12 +374,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         if isinstance(prompt, Chat):
             check_conversation(prompt.messages)
         documents = None if documents is None else documents_of(documents, "`documents` of row 0")
-        if any(len(text_of(each, 0).split()) > LONGEST_PASSAGE for each in documents or []):
-            logger.warning_once(
-                f"A document has more than {LONGEST_PASSAGE} words, but aligners read passages of a paragraph or two. "
-                "Cut it into several documents, or expect a wrong answer."
-            )
-        numbers, confidences, copied, about = range(len(documents or [])), None, [], ("", [])
+        fits = None if passages_to_read(self.processor) is None else LONGEST_PASSAGE  # else nothing chooses pieces
+        passages, read = cut_long(documents or [], fits or math.inf, CUT_PASSAGE, self.processor.spacy_model)
+        confidences, copied, about = None, [], ("", [])
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
         else:
@@ -392,18 +387,20 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             template["add_generation_prompt"] = not template["continue_final_message"]
             slots = {"sanitize_control_tokens": True} | slots
             messages = asked.messages if isinstance(asked, Chat) else asked
-            max_passages = max_passages or passages_to_read(self.processor) or len(numbers)
-            if len(numbers) > max_passages:
-                (ranked,) = rank_passages(self._passages, [messages], [documents], **slots, **template, **gates)
+            max_passages = max_passages or passages_to_read(self.processor) or len(read)
+            if len(read) > max_passages:
+                (ranked,) = rank_passages(self._passages, [messages], [passages], **slots, **template, **gates)
+                surest = sorted(ranked, key=lambda number: ranked[number].confidence)  # of a document's the last counts
+                confidences = {read[number].document: ranked[number].confidence for number in surest}
                 numbers = likeliest(ranked, max_passages)
-                confidences = {number: each.confidence for number, each in ranked.items()}
-            slots |= {"documents": documents and [documents[number] for number in numbers]}
+                read, passages = [read[number] for number in numbers], [passages[number] for number in numbers]
+            slots |= {"documents": None if documents is None else passages}
             copied = [] if template["continue_final_message"] else slots["documents"]  # else an answer has begun
             is_whole = slots.get("max_slots") is None  # else some texts may not be read
             about = messages, is_whole and slots["documents"] or []
             slots |= {"return_segments": return_slots, "return_tensors": "pt"}
             encoded = self._encode(asked, slots, template, **kwargs)
-        row = self._describe_row(encoded, is_question, return_slots, numbers, confidences)
+        row = self._describe_row(encoded, is_question, return_slots, read, confidences)
         row |= {"copied": copied or [], "about": about}
         return {name: encoded[name] for name in ("input_ids", "attention_mask")} | {"row": row, "prompt_text": chat}
 
@@ -507,22 +504,22 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         encoded: dict,
         is_question: bool,
         return_slots: bool,
-        numbers: Sequence[int],
+        read: Sequence[Segment],
         confidences: dict[int, float] | None,
     ) -> dict[str, Any]:
         """A row's embeddings (num_slots, encoder_hidden_size), words (num_slots, max_words) and passages (num_slots,),
-        and what its slots stand for: `numbers` are those of the documents that are read, `confidences` of all."""
+        and what its slots stand for: `read` is what is read of which document, `confidences` are those of all."""
         width = self.model.config.encoder_hidden_size
         empty = torch.zeros(1, 0, width), torch.full((1, 0, 1), -1), torch.full((1, 0), -1)  # of a row without slots
         slots = {name: encoded.get(name, none)[0] for name, none in zip(_OF_ROWS, empty, strict=False)}
         row = {"is_question": is_question, "has_slots": "context_embeds" in encoded} | slots
         if return_slots:
             segments = encoded.get("segments", [[]])[0]
-            row["segments"] = [asdict(each) | {"document": numbers[each.document]} for each in segments]
+            row["segments"] = [asdict(each.of_document(read[each.document])) for each in segments]
             no_slots = {"tokens": 0, "slots": 0, "compression_rate": None}
             row["statistics"] = encoded.get("statistics", [no_slots])[0]
             if confidences is not None:
-                row["statistics"] |= {"passage_confidences": confidences}
+                row["statistics"] |= {"passage_confidences": dict(sorted(confidences.items()))}
         return row
 
     def save_pretrained(self, save_directory: str, **kwargs):

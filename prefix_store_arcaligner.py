@@ -18,6 +18,7 @@ logits (not those kept as int8); where passages are read apart, `position_ids` g
 Shapes: keys and values (num_layers, 2, key_value_heads, num_slots, head_dim); rows of a batch left-padded.
 """
 
+import copy
 import hashlib
 import threading
 from collections import OrderedDict
@@ -49,6 +50,7 @@ from .generation_arcaligner import (
     read_passages,
     read_text,
     save_keys_values,
+    to_int8,
 )
 from .segmentation_arcaligner import GivenSlots, passages_apart, passages_of_questions, spacy_version
 from .slot_rows_arcaligner import check_can_separate, pad_passage_ids
@@ -419,7 +421,10 @@ class SlotPrefixStore:
         # Written out it is megabytes. Tokens that are added show in its length.
         known, size, digest = self._tokenizers.get(id(tokenizer), (None, 0, ""))
         if known is not tokenizer or size != len(tokenizer):
-            digest = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+            backend = copy.deepcopy(tokenizer.backend_tokenizer)
+            backend.no_padding()
+            backend.no_truncation()  # whose settings are those of the last call; the limit is in `encoder_reads`
+            digest = hashlib.sha256(backend.to_str().encode()).hexdigest()
             self._tokenizers[id(tokenizer)] = tokenizer, len(tokenizer), digest
         return digest
 
@@ -461,12 +466,6 @@ class SlotPrefixStore:
             self.bytes -= oldest.nbytes
         self._kept[key] = entry
         self.bytes += entry.nbytes
-
-
-def to_int8(keys_values: torch.Tensor) -> torch.Tensor:
-    """Keys and values (..., head_dim) as bytes for `from_int8`: steps of a slot and head, as many as bytes tell."""
-    step = keys_values.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 127
-    return torch.cat([(keys_values.float() / step).round().to(torch.int8), step.contiguous().view(torch.int8)], dim=-1)
 
 
 def _first_slots(parts: list[torch.Tensor], most: int | None) -> list[torch.Tensor]:

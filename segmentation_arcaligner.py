@@ -38,6 +38,10 @@ class Segment:
     end: int
     text: str
 
+    def of_document(self, piece: "Segment") -> "Segment":
+        """This segment of a `piece` of a document as a segment of the document."""
+        return Segment(piece.document, piece.start + self.start, piece.start + self.end, self.text)
+
 
 @dataclass(frozen=True)
 class SegmentTokens:
@@ -273,8 +277,6 @@ def _encode_as_text(tokenizer, text: str) -> list[int]:
 _LONG_WORD = re.compile(r"(?<!\S)(?=\S{100}|(?:\w*[^\w\s]){9})\S+")
 _MARKS_AT_THE_END = re.compile(r"[^\w\s]*$")
 _SPACE = re.compile(r"\s")
-# What spaCy's tokenizers of scripts without spaces are given at a time; theirs take quadratic time as well.
-_BLOCK = re.compile(r"(?s).{1,10000}(?:(?<=\s)|\Z)|.{10000}")
 # spaCy never forgets a word. After this number of new ones it is loaded again.
 _MAX_NEW_WORDS = 100_000
 
@@ -293,8 +295,6 @@ def _load_spacy(spacy_model: str):
     nlp.max_length = _MAX_SPACY_CHARACTERS
     if isinstance(nlp.tokenizer, spacy.tokenizer.Tokenizer):
         nlp.tokenizer = functools.partial(_tokenize, nlp.tokenizer, spacy.tokens.Doc)
-    elif len(spacy_model) <= 3:  # a trained pipeline reads more of the tokens than their text
-        nlp.tokenizer = functools.partial(_tokenize_blocks, nlp.tokenizer, spacy.tokens.Doc)
     return nlp, len(nlp.vocab.strings) + _MAX_NEW_WORDS
 
 
@@ -310,12 +310,6 @@ def _tokenize(tokenizer, doc_class, text: str):
         return read
     tokens += [(token.text, bool(token.whitespace_)) for token in read]
     return doc_class(tokenizer.vocab, *zip(*tokens, strict=True))
-
-
-def _tokenize_blocks(tokenizer, doc_class, text: str):
-    """As spaCy's `tokenizer` of a language without spaces, in linear time."""
-    read = [token for block in _BLOCK.findall(text) for token in tokenizer(block)]
-    return doc_class(tokenizer.vocab, [token.text for token in read], [bool(token.whitespace_) for token in read])
 
 
 def _strip(text: str, start: int, end: int) -> tuple[int, int]:
@@ -397,6 +391,25 @@ def segment_document(
         spans = [(spans[i][0], spans[min(i + size, len(spans)) - 1][1]) for i in range(0, len(spans), size)]
     pieces = [piece for span in spans for piece in fitting_pieces(text, *span, num_reads)]
     return [Segment(document, start, end, text[start:end]) for start, end in pieces]
+
+
+def cut_long(
+    documents: Sequence[str | dict], longest: float, most: int, spacy_model: str = "en"
+) -> tuple[list[str | dict], list[Segment]]:
+    """Passages, and what they are of documents: all or, of one with more than `longest` words, pieces of whole
+    sentences with at most `most` words."""
+    passages, pieces = [], []
+    for number, document in enumerate(documents):
+        text, starts, size = text_of(document, number), [0], 0
+        for sentence in segment_document(text, spacy_model=spacy_model) if len(text.split()) > longest else ():
+            size += (num_words := len(sentence.text.split()))
+            if size > max(most, num_words):  # a longer sentence is a piece
+                starts, size = [*starts, sentence.start], num_words
+        ends = [*starts[1:], len(text)]
+        own = [Segment(number, start, end, text[start:end]) for start, end in zip(starts, ends, strict=True)]
+        passages += [document | {"text": each.text} if isinstance(document, dict) else each.text for each in own]
+        pieces += own
+    return passages, pieces
 
 
 def check_max_slots(max_slots: int | None) -> None:

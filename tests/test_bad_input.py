@@ -145,7 +145,7 @@ def reader():
     ],
 )
 def test_words_of_slots_are_checked_as_ids_are(reader, words, message):
-    assert_refused(reader, "`context_word_ids` .*" + message, reader.prefill_context, **GOOD, context_word_ids=words)
+    assert_refused(reader, "`context_word_ids` .*" + message, **GOOD, context_word_ids=words)
 
 
 def test_words_of_slots_may_be_of_either_type_of_ids(reader):
@@ -171,14 +171,9 @@ def test_slots_after_a_cache_are_refused_and_the_cache_is_kept(model):
     assert cache.get_seq_length() == length and torch.equal(cache.layers[0].keys, keys)
 
 
-def test_prefill_in_chunks_without_slots_or_of_rows_whose_slots_end_apart_is_refused(model):
+def test_prefill_in_chunks_is_refused(model):
     with pytest.raises(ValueError, match=r"(?s)`prefill_chunk_size`.*chunks.*unset"):
         model.generate(**GOOD, prefill_chunk_size=4, max_new_tokens=2)
-    with pytest.raises(ValueError, match=r"(?s)\[-1\].*slots"):
-        model.prefill_context(torch.ones(1, 5, dtype=torch.long), torch.zeros(1, 0, ENCODER_HIDDEN_SIZE))
-    batch = collate(random_rows(model, [2, 5], contiguous=True))
-    with pytest.raises(ValueError, match=r"(?s)last slots.*\[\d+, \d+\].*one row at a time"):
-        model.prefill_context(batch["input_ids"], batch["context_embeds"], batch["attention_mask"])
 
 
 # Adapters and configurations

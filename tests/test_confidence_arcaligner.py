@@ -219,11 +219,28 @@ def test_of_more_passages_the_likeliest_are_read_in_their_order(ask_apart, most)
     assert most > 1 or ask_apart(row)[0]["segments"] == record["segments"]  # by default
 
 
-def test_a_passage_that_is_too_long_is_told_of(ask_apart, caplog):
-    for words in (500, 501, 502):
-        assert any("paragraph or two" in each for each in caplog.messages) == (words == 502)  # told once
-        ask_apart({"question": "Who?", "documents": ["word " * words]}, tokens_per_slot="segment")
-    assert len([each for each in caplog.messages if "more than 500 words" in each]) == 1
+def test_a_long_document_is_cut_between_sentences_and_its_likeliest_passage_is_read(ask_apart):
+    sentences = [f"Sentence {number} is about word and number {number}." for number in range(100)]
+    text = " ".join(sentences)  # 800 words
+    pieces = [" ".join(sentences[start : start + 22]) for start in range(0, 100, 22)]  # of at most 180
+    documents = ["Ada wrote it.", {"title": "Numbers", "text": text}]
+    cut = [documents[0], *({"title": "Numbers", "text": each} for each in pieces)]
+    for most in (1, 3):
+        (record,) = ask_apart(QUESTION, documents=documents, max_passages=most)
+        (expected,) = ask_apart(QUESTION, documents=cut, max_passages=most)
+        assert record["generated_text"] == expected["generated_text"]
+        assert [each["text"] for each in record["segments"]] == [each["text"] for each in expected["segments"]]
+        for each in record["segments"]:
+            assert each["text"] == (text if each["document"] else documents[0])[each["start"] : each["end"]]
+        sure = expected["statistics"]["passage_confidences"]
+        told = {0: sure[0], 1: max(sure[number] for number in range(1, 6))}
+        assert record["statistics"]["passage_confidences"] == pytest.approx(told, abs=1e-4)
+
+
+def test_a_document_is_read_whole_up_to_250_words_and_where_nothing_can_choose(ask_apart, ask):
+    for words, pipe in ((250, ask_apart), (251, ask)):
+        (record,) = pipe("Who?", documents=["word " * (words - 6) + "word. Here is a last one."], return_slots=True)
+        assert "passage_confidences" not in record["statistics"] and len(record["segments"]) > 1
 
 
 @pytest.mark.parametrize("documents", [*PASSAGES[:2], tuple(PASSAGES), np.array(PASSAGES[::3])], ids=type)

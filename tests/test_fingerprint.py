@@ -49,6 +49,14 @@ def test_what_changes_slots_changes_its_field(model, processor, monkeypatch):
     assert fingerprint()["backbone_weights"] != before["backbone_weights"]
 
 
+def test_a_tokenizer_that_was_used_is_the_same(model, processor):
+    passages = ["Ada wrote it."]
+    before = model.slot_prefix_store(processor).weights(passages)
+    for tokenizer in (processor.tokenizer, processor.encoder.model.tokenizer):
+        tokenizer(["One.", "One, two."], padding="max_length", truncation=True, max_length=7)
+    assert model.slot_prefix_store(processor).weights(passages) == before
+
+
 PASSAGE = {"title": "Ada", "text": "She wrote it."}
 EMBEDS = torch.arange(24.0).view(2, 12)
 

@@ -23,6 +23,7 @@ from tiny_models import BACKBONES, WINDOW, backbone_config, random_row, tiny_ali
 from transformers import DynamicCache
 
 from arcaligner import prefix_store_arcaligner
+from arcaligner.base_model_arcaligner import cache_of
 from arcaligner.encoder_arcaligner import SlotEncoder
 from arcaligner.generation_arcaligner import keys_values_of, load_keys_values, save_keys_values
 
@@ -292,8 +293,8 @@ def prefix_and_tail(model, num_slots=4):
     """A one-row prompt cut after its last slot: the prefix's keys and values, the row and the ids that follow."""
     row = random_row(model, num_slots, num_text=12, contiguous=True)
     length = int((row.input_ids == model.config.context_token_id).nonzero().max()) + 1
-    cache = model.prefill_context(row.input_ids[None, :length], row.context_embeds[None])
-    return keys_values_of(cache, 0, 0, length), row, row.input_ids[None, length:]
+    read = model.model(row.input_ids[None, :length], context_embeds=row.context_embeds[None], use_cache=True)
+    return keys_values_of(cache_of(read), 0, 0, length), row, row.input_ids[None, length:]
 
 
 @in_float64

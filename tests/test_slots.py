@@ -77,11 +77,11 @@ def test_sentences_are_segments_or_halved_or_merged(text, options, expected):
 HOSTILE = [*'("[😀$a!. \n', "(.a", "你好。", "(" * 16 + " ", "[1].", "a ", "мир! Hi. "]
 
 
-@pytest.mark.parametrize("text, language", [*((text, "en") for text in HOSTILE), ("你好。" * 3, "zh")])
-def test_time_is_linear_in_any_text(text, language):
+@pytest.mark.parametrize("text", HOSTILE)
+def test_time_is_linear_in_any_text(text):
     """On runs of brackets, spaCy's own tokenizer needs 25 seconds for 10,000 characters, four times that for 20,000."""
-    text, start = (text * 100_000)[: 100_000 if language == "en" else 270_000], time.process_time()
-    segments = cut(text, sentences_per_segment=0.5, num_reads=reads_of(500), spacy_model=language)
+    text, start = (text * 100_000)[:100_000], time.process_time()
+    segments = cut(text, sentences_per_segment=0.5, num_reads=reads_of(500))
     assert time.process_time() - start < 3
     assert "".join("".join(segments).split()) == "".join(text.split())
 
