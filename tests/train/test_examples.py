@@ -254,28 +254,23 @@ def test_long_examples_are_left_out_made_up_for_and_counted(select, tmp_path, ca
     assert f"{path}: left out 10 longer than 1 tokens" in caplog.text
 
 
-def test_rows_without_a_part_are_left_out_and_reported(select, tmp_path, caplog):
-    rows = question_rows(8)
-    rows[1]["question"], rows[2]["answers"], rows[3]["passages"] = " ", [], []
-    rows[4]["passages"][0]["text"] = "\n"
+def test_rows_without_a_part_are_left_out_and_reported_in_a_line_that_cannot_steer_a_terminal(select, tmp_path, caplog):
+    rows = question_rows(16)
+    rows[1]["question"], rows[2]["passages"], rows[3]["passages"][0]["text"] = " ", [], "\n"
+    for row in rows[7:]:
+        row |= {"id": f"\x1b[2J{row['id']}", "answers": []}
     gaps = write_rows(tmp_path / "gaps.jsonl", rows)
     with caplog.at_level(logging.INFO):
         examples = select(gaps)
-    assert sorted(examples["row_id"]) == ["row-0", "row-5", "row-6", "row-7"]
+    assert sorted(examples["row_id"]) == ["row-0", "row-4", "row-5", "row-6"]
     assert f"{gaps}: 4 examples" in caplog.text
     assert f"{gaps}: left out 1 without a question: row-1" in caplog.text
-    assert f"{gaps}: left out 1 without an answer: row-2" in caplog.text
-    assert re.search(f"{gaps}: left out 2 without a passage: row-[34], row-[34]\n", caplog.text)
+    assert re.search(f"{gaps}: left out 2 without a passage: row-[23], row-[23]\n", caplog.text)
+    (record,) = [record for record in caplog.records if "left out 9 without an answer" in record.message]
+    assert record.levelname == "WARNING" and record.message.endswith(", ...")
+    assert record.message.count(r"\x1b[2Jrow-") == 5 and "\x1b" not in caplog.text
     examples = select(gaps, stage="reconstruction")  # needs passages only
-    assert sorted(examples["row_id"]) == ["row-0", "row-1", "row-2", "row-5", "row-6", "row-7"]
-
-
-def test_a_report_of_rows_is_short_and_cannot_steer_a_terminal(select, tmp_path, caplog):
-    rows = [row | {"id": f"\x1b[2J{row['id']}", "answers": []} for row in question_rows(9)]
-    select(write_rows(tmp_path / "rows.jsonl", [*rows, question_rows(1)[0] | {"id": "whole"}]))
-    (record,) = [record for record in caplog.records if "without an answer" in record.message]
-    assert record.levelname == "WARNING" and "left out 9 " in record.message
-    assert record.message.count(r"\x1b[2Jrow-") == 5 and record.message.endswith(", ...")
+    assert len(examples) == 14 and not {"row-2", "row-3"} & {*examples["row_id"]}
 
 
 def test_texts_are_cut_as_the_recipe_says(select, tmp_path):
@@ -284,19 +279,17 @@ def test_texts_are_cut_as_the_recipe_says(select, tmp_path):
     assert sorted(select(path, stage="reconstruction", passage_words=2)["row_id"]) == ["0-0", "0-1"]
 
 
-@pytest.mark.parametrize("max_questions, sizes", [(1, [1] * 12), (2, [2] * 6), (3, [1, 1, 1, 3, 3, 3]), (9, [4] * 3)])
+@pytest.mark.parametrize(
+    "max_questions, sizes", [(1, [1] * 13), (2, [1] + [2] * 6), (3, [1, 1, 1, 1, 3, 3, 3]), (9, [1, 4, 4, 4])]
+)
 def test_questions_about_the_same_passages_share_an_example(select, tmp_path, max_questions, sizes):
-    examples = select(write_rows(tmp_path / "rows.jsonl", question_rows(12)), max_questions=max_questions)
+    rows = question_rows(13)
+    rows[12]["passages"] = [rows[12]["passages"][0] | {"title": "Another"}]  # so they are not the same
+    examples = select(write_rows(tmp_path / "rows.jsonl", rows), max_questions=max_questions)
     groups = [ids.split(",") for ids in examples["row_id"]]
-    assert sorted(map(len, groups)) == sizes
-    assert sorted(row_id for group in groups for row_id in group) == sorted(f"row-{n}" for n in range(12))
+    assert sorted(map(len, groups)) == sizes and ["row-12"] in groups
+    assert sorted(row_id for group in groups for row_id in group) == sorted(f"row-{n}" for n in range(13))
     assert all(len({int(row_id.removeprefix("row-")) % 3 for row_id in group}) == 1 for group in groups)
-
-
-def test_passages_that_differ_in_their_titles_are_not_the_same(select, tmp_path):
-    rows = same_passages(2)
-    rows[1]["passages"] = [rows[0]["passages"][0] | {"title": "Another"}]
-    assert len(select(write_rows(tmp_path / "rows.jsonl", rows), max_questions=2)) == 2
 
 
 def test_questions_that_share_an_example_share_distractors_that_answer_none_of_them(select, tmp_path):
@@ -358,43 +351,28 @@ def test_held_out_articles_are_validated_with_and_never_trained_on(selector, tmp
 # Blocks
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"sentences_per_segment": 0.5},
-        {"spacy_model": "de"},
-        {"context_token_id": 999},
-        {"encoder_name_or_path": "org/another"},
-        {"chat_template": "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"},
-        {"tokens": ["sentence"]},
-    ],
-    ids=lambda changes: next(iter(changes), "the same"),
-)
-def test_examples_are_made_once_for_a_segmenter_prompt_and_tokenizer(select, tmp_path, processor, monkeypatch, changes):
+def test_examples_are_made_once_for_rows_segmenter_prompt_and_tokenizer(select, tmp_path, processor, monkeypatch):
     def refuse(batch, **kwargs):
-        raise AssertionError("these examples were made before")
+        raise AssertionError("made before")
 
-    path = write_rows(tmp_path / "rows.jsonl", question_rows(3))
+    path = write_rows(tmp_path / "rows.jsonl", question_rows(6))
     made = select(path, builder=ExampleBuilder(processor))
     monkeypatch.setattr(module, "_examples_of_rows", refuse)
-    other = copy.deepcopy(processor)
+    assert select(path, builder=ExampleBuilder(copy.deepcopy(processor))).to_dict() == made.to_dict()
+    asked = [(processor, {"distractors": 1.0}), (processor, {"seed": 1})]
+    changes = {"sentences_per_segment": 0.5, "spacy_model": "de", "context_token_id": 999}
+    changes |= {"encoder_name_or_path": "org/another", "chat_template": "{% for m in messages %}{{ m }}{% endfor %}"}
     for name, value in changes.items():
-        other.tokenizer.add_tokens(value) if name == "tokens" else setattr(other, name, value)
-    if not changes:
-        assert select(path, builder=ExampleBuilder(other)).to_dict() == made.to_dict()
-    else:
+        asked.append((copy.deepcopy(processor), {}))
+        setattr(asked[-1][0], name, value)
+    asked.append((copy.deepcopy(processor), {}))
+    asked[-1][0].tokenizer.add_tokens(["sentence"])
+    for other, keys in asked:
         with pytest.raises(AssertionError, match="made before"):
-            select(path, builder=ExampleBuilder(other))
-
-
-@pytest.mark.parametrize("changes", [{}, {"distractors": 1.0}, {"seed": 1}])
-def test_examples_of_other_data_are_not_taken(select, tmp_path, changes):
-    path = write_rows(tmp_path / "rows.jsonl", question_rows(6))
-    select(path)
-    path = write_rows(tmp_path / "rows.jsonl", [row | {"question": "Another?"} for row in question_rows(6)])
-    fresh = select(path, **changes, examples_cache_dir=str(tmp_path / "fresh"))
-    assert select(path, **changes).to_dict() == fresh.to_dict()
+            select(path, builder=ExampleBuilder(other), **keys)
+    write_rows(tmp_path / "rows.jsonl", [row | {"question": "Another?"} for row in question_rows(6)])
+    with pytest.raises(AssertionError, match="made before"):
+        select(path, builder=ExampleBuilder(processor))
 
 
 def test_a_stopped_run_goes_on_at_its_next_block(select, tmp_path, monkeypatch):

@@ -101,13 +101,8 @@ def test_compiled_layers_give_the_loss_and_gradients_of_plain_ones(backend):
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
-# The encoder
-
-TEXTS = ["Radik Zhaparov is a Kazakh ski jumper who has competed since 2003.", "Ada", "Parkdale lost a part of it?"]
-
-
 def test_runs_share_out_the_tokens_of_a_text_and_leave_the_title(processor):
-    title, text = "Toronto: ", TEXTS[0]
+    title, text = "Toronto: ", "Radik Zhaparov is a Kazakh ski jumper who has competed since 2003."
     ends = [len(title) + end for end in (14, 15, 40, len(text))]  # the second run is a space, without a token
     model = processor.encoder.model.eval()
     runs = processor.encoder.encode_runs([title + text], [len(title)], [ends])
@@ -122,12 +117,3 @@ def test_runs_share_out_the_tokens_of_a_text_and_leave_the_title(processor):
         if not inside.any():
             inside = torch.arange(len(middles)) == (middles - (start + end) / 2).abs().argmin()
         torch.testing.assert_close(run, normalize(states[inside].mean(dim=0), dim=0), rtol=1e-5, atol=1e-6)
-
-
-def test_texts_of_several_lengths_in_one_call_equal_one_by_one(processor, monkeypatch):
-    encoder = processor.encoder
-    ends = [[20, len(TEXTS[0])], [3], [8, 16, len(TEXTS[2])]]
-    one_by_one = torch.cat([encoder.encode_runs([text], [0], [own]) for text, own in zip(TEXTS, ends, strict=True)])
-    for batch_size in (64, 2):
-        monkeypatch.setattr("arcaligner.encoder_arcaligner.CPU_BATCH", batch_size)
-        torch.testing.assert_close(encoder.encode_runs(TEXTS, [0, 0, 0], ends), one_by_one, rtol=1e-5, atol=1e-6)
