@@ -47,6 +47,7 @@ def test_a_pdf_gives_its_pages_with_tables_in_their_places():
     first = f"Annual report\n\nThe meeting is on Thursday.\n\n{table}\n\nAfter the table.\n\n"
     assert found.text == f"{first}Anna brings the cake.\n\n"
     assert found.sections == [(0, 1), (len(first), 2)] and found.title == ""
+    assert read_file("pictures.pdf", pdf("50 50 100 100 re f")).text.strip() == ""
 
 
 def test_two_columns_are_read_one_after_the_other():
@@ -96,6 +97,8 @@ def test_text_is_read_in_the_encoding_that_it_has(encoding, text):
     assert read_file("a.txt", text.encode(encoding)).text == text
 
 
+EMPTY = "<" + "00" * 32 + ">"
+LOCKED = pdf(PAGE, encrypted=f"/ID[{EMPTY}{EMPTY}]/Encrypt<</Filter/Standard/V 1/R 2/O{EMPTY}/U{EMPTY}/P -1>>")
 BOMB = docx("<w:p>" + " " * (reading.LARGEST_UNPACKED + 1) + "</w:p>")
 
 
@@ -104,6 +107,7 @@ BOMB = docx("<w:p>" + " " * (reading.LARGEST_UNPACKED + 1) + "</w:p>")
     [
         ("../../a.pdf", b"%PDF-1.4 broken", r"^\.\./\.\./a\.pdf cannot be read: it is broken, or no PDF"),
         ("a.pdf", pdf(PAGE)[:-200], "a.pdf cannot be read: it is broken"),
+        ("a.pdf", LOCKED, r"a\.pdf cannot be read: it is protected by a password"),
         ("a.docx", b"PK\3\4", "a.docx cannot be read: it is broken"),
         ("a.docx", BOMB, "it unpacks to 25[67] MiB; at most 256 are read"),
         ("a.html", b"<div>" * 100_000 + b"x", "a.html cannot be read: it is broken"),
@@ -114,17 +118,6 @@ BOMB = docx("<w:p>" + " " * (reading.LARGEST_UNPACKED + 1) + "</w:p>")
 def test_what_cannot_be_read_is_named_with_the_reason(name, data, message):
     with pytest.raises(ValueError, match=message):
         read_file(name, data)
-
-
-def test_a_pdf_with_a_password_is_named():
-    empty = "<" + "00" * 32 + ">"
-    locked = pdf(PAGE, encrypted=f"/ID[{empty}{empty}]/Encrypt<</Filter/Standard/V 1/R 2/O{empty}/U{empty}/P -1>>")
-    with pytest.raises(ValueError, match=r"a\.pdf cannot be read: it is protected by a password"):
-        read_file("a.pdf", locked)
-
-
-def test_a_pdf_of_pictures_gives_no_text():
-    assert read_file("a.pdf", pdf("50 50 100 100 re f")).text.strip() == ""
 
 
 def test_size_and_time_of_a_conversion_are_bounded(monkeypatch, tmp_path):

@@ -29,10 +29,15 @@ def recipe(**changes):
     "setting, message",
     [
         ("learning_rat: 1", "Unknown key `learning_rat` in the recipe. Did you mean `learning_rate`?"),
-        ("packing: true", "`packing=.*context tokens from their"),
-        ("padding_free: true", "`padding_free=.*context tokens from their"),
-        ("max_length: 64", "`max_length=.*context tokens from their"),
-        ("remove_unused_columns: true", "`remove_unused_columns=.*context tokens from their"),
+        *(
+            (setting, f"`{setting.split(':')[0]}=.*context tokens from their")
+            for setting in ("packing: true", "padding_free: true", "max_length: 64", "remove_unused_columns: true")
+        ),
+        ("eval_slot_gap: true\nper_device_eval_batch_size: 1", "`per_device_eval_batch_size` is 1"),
+        *(
+            (f"average_checkpoints: {setting}", "expected 0 or more, and as many checkpoints that are saved and kept")
+            for setting in ("3\nsave_total_limit: 2", "3\nsave_strategy: 'no'", "-1")
+        ),
     ],
 )
 def test_unknown_keys_and_settings_that_lose_slots_are_refused(tmp_path, setting, message):
