@@ -86,9 +86,7 @@ def test_rows_are_shuffled_and_those_too_long_or_incomplete_left_out(tmp_path, t
 
 
 def test_a_run_leaves_a_lora_that_changes_what_the_backbone_says(whole_run, base_model_dir, tokenizer):
-    lora = load_file(whole_run / WEIGHTS)
-    assert all(key.split(".lora_")[1] in ("A.weight", "B.weight") for key in lora)
-    assert all(tensor.abs().sum() > 0 for tensor in lora.values())
+    assert all(tensor.abs().sum() > 0 for tensor in load_file(whole_run / WEIGHTS).values())
     base = AutoModelForCausalLM.from_pretrained(base_model_dir, dtype=torch.float32)
     inputs = tokenizer(prompt_of(tokenizer, question_rows(1)[0]), return_tensors="pt", return_token_type_ids=False)
     with torch.inference_mode():
@@ -103,16 +101,14 @@ def test_the_loss_is_trls_without_the_columns_that_have_no_target(tmp_path, base
     (trainer,) = trainers
     batch = next(iter(trainer.get_train_dataloader()))
     assert (batch["labels"] == -100).any(dim=0).sum() > 0
-    losses = []
-    for compute in (SFTTrainer.compute_loss, script.AnswerTrainer.compute_loss):
-        for number in (None, torch.tensor(50)):
+    for number in (None, torch.tensor(50)):
+        found = []
+        for compute in (SFTTrainer.compute_loss, script.AnswerTrainer.compute_loss):
             trainer.model.zero_grad()
             loss = compute(trainer, trainer.model, dict(batch), num_items_in_batch=number)
             loss.backward()
-            gradients = [each.grad.clone() for each in trainer.model.parameters() if each.requires_grad]
-            losses.append((loss.detach(), *gradients))
-    for theirs, ours in zip(losses[:2], losses[2:], strict=True):
-        torch.testing.assert_close(ours, theirs)
+            found.append([loss.detach(), *(each.grad for each in trainer.model.parameters() if each.requires_grad)])
+        torch.testing.assert_close(found[1], found[0])
 
 
 def test_a_broken_run_ends_as_if_unbroken_and_then_rests(tmp_path, base_model_dir, whole_run, caplog):
@@ -124,9 +120,8 @@ def test_a_broken_run_ends_as_if_unbroken_and_then_rests(tmp_path, base_model_di
     with caplog.at_level("INFO"):
         run(options)
     assert f"resuming from {tmp_path / 'run' / 'checkpoint-1'}" in caplog.text
-    resumed, whole = load_file(tmp_path / "run" / WEIGHTS), load_file(whole_run / WEIGHTS)
-    assert resumed.keys() == whole.keys() and all(torch.equal(resumed[key], whole[key]) for key in whole)
-    changed = (tmp_path / "run" / WEIGHTS).stat().st_mtime_ns
+    resumed, changed = load_file(tmp_path / "run" / WEIGHTS), (tmp_path / "run" / WEIGHTS).stat().st_mtime_ns
+    torch.testing.assert_close(resumed, load_file(whole_run / WEIGHTS), rtol=0, atol=0)
     with caplog.at_level("INFO"):
         run(options)
     assert "run is finished; delete it to train it again" in caplog.text

@@ -155,23 +155,18 @@ def test_a_run_that_broke_off_keeps_the_sets_it_has_read_and_writes_what_a_whole
         assert (data / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_what_is_finished_is_left_alone(copies, data, capsys, monkeypatch):
-    prepare(data, SOURCES, copies)
-    before = {name: (data / name).read_bytes() for name in (*TRAINING_FILES, "README.md")}
-    assert not list(data.glob(".parts/*.gz"))
-    monkeypatch.setattr(prepare_data, "fetch", None)
-    prepare(data, SOURCES[:1], copies)
-    assert {name: (data / name).read_bytes() for name in before} == before
-    assert "train_qa.jsonl.gz is there and left alone; delete it to make it again" in capsys.readouterr().out
-
-
-def test_licences_stand_beside_the_files(copies, tmp_path, capsys):
-    prepare_data.main(tmp_path / "data", ["squad=3", "wikipedia=0"], copies)
-    page = (tmp_path / "data" / "README.md").read_text()
+def test_licences_stand_beside_the_files_and_what_is_finished_is_left_alone(copies, data, capsys, monkeypatch):
+    prepare_data.main(data, ["squad=3", "wikipedia=0"], copies)
+    page = (data / "README.md").read_text()
     assert "| SQuAD 1.1 | rajpurkar/squad, a local copy | 3 | CC BY-SA 4.0 | train_qa.jsonl.gz |" in page
     assert "| MuSiQue |" in page and "| CC BY 4.0 |" in page and "Wikipedia |" not in page
     assert page in capsys.readouterr().out
-    assert not (tmp_path / "data" / "recon_train.jsonl.gz").exists()
+    assert not (data / "recon_train.jsonl.gz").exists() and not list(data.glob(".parts/*.gz"))
+    before = {path: path.read_bytes() for path in data.iterdir() if path.is_file()}
+    monkeypatch.setattr(prepare_data, "fetch", None)
+    prepare(data, SOURCES[:1], copies)
+    assert {path: path.read_bytes() for path in before} == before
+    assert "train_qa.jsonl.gz is there and left alone; delete it to make it again" in capsys.readouterr().out
 
 
 def test_a_set_that_is_not_there_and_a_row_of_another_form_are_said(copies, data, tmp_path):

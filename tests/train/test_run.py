@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import save_file
 
 from arcaligner.train.run import check_settings, claim_folder, last_checkpoint, read_keys, run_settings
@@ -32,20 +31,15 @@ def begun(tmp_path, config) -> Path:
 
 def test_a_recipe_is_kept_below_the_command_and_with_its_keys(config):
     assert run_settings(SCRIPT, config) == f"# {SCRIPT} --config {config[1]}\n{RECIPE}\n"  # as it is
+    Path(config[1]).write_text(RECIPE + "\nweight_decay: 1e-4")  # which YAML takes for text
     given = ["--stage", "gating", "--learning-rate=3e-4", "--report_to", "wandb", "tensorboard"]
     given += ["--no_bf16", "--tf32", "--run_name", "it's mine\nand yours"]
     text = run_settings(SCRIPT, config + given)
     keys = {"stage": "gating", "seed": 1, "output_dir": "runs/2", "model_name_or_path": "runs/1", "bf16": False}
-    keys |= {"learning_rate": 3e-4, "report_to": ["wandb", "tensorboard"], "tf32": True}
+    keys |= {"learning_rate": 3e-4, "weight_decay": 1e-4, "report_to": ["wandb", "tensorboard"], "tf32": True}
     keys["run_name"] = "it's mine and yours"
-    assert yaml.safe_load(text) == read_keys(text) == keys
+    assert read_keys(text) == keys
     assert text.startswith(f"# {SCRIPT} --config") and text.endswith("\n")
-
-
-def test_a_number_is_the_same_however_it_is_written(config):
-    Path(config[1]).write_text(RECIPE + "\nlearning_rate: 1e-4")  # which YAML takes for text
-    given = run_settings(SCRIPT, [*config, "--learning_rate", "0.0001"])
-    assert read_keys(run_settings(SCRIPT, config)) == read_keys(given)
 
 
 def test_a_run_resumes_with_its_own_settings_and_other_ways_to_watch_and_run_it(begun, config):

@@ -1,5 +1,6 @@
 """All stages by one command: what is finished is skipped, what is broken goes on, what does not fit is refused."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -149,8 +150,8 @@ def test_mistakes_are_named(recipe):
 
 
 def test_recipes_are_found_by_name_or_folder(recipe):
-    assert find_recipe("smollm2_135m") == RECIPES / "smollm2_135m" and find_recipe("recipe") == recipe
-    for folder in (recipe, RECIPES / "smollm2_135m"):  # both have a full_text.yaml, too
+    for name, folder in (("recipe", recipe), ("smollm2_135m", RECIPES / "smollm2_135m")):  # each has a full_text.yaml
+        assert find_recipe(name) == folder
         found = read_stages(folder)
         assert [(stage.number, stage.name) for stage in found] == list(enumerate(NAMES, start=1))
     assert [stage.start for stage in found] == [None, *found[:2]]
@@ -172,10 +173,7 @@ def test_a_stage_ends_with_the_command_that_runs_it(tmp_path, interruptible, num
         f"os.kill(os.getppid(), {number}); signal.pause()"
     )
     former = signal.getsignal(signal.SIGTERM)
-    if number == signal.SIGINT:
-        with pytest.raises(KeyboardInterrupt):
-            run_to_end([sys.executable, "-c", child])
-    else:
+    with pytest.raises(KeyboardInterrupt) if number == signal.SIGINT else contextlib.nullcontext():
         assert run_to_end([sys.executable, "-c", child]) == -signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)

@@ -68,13 +68,12 @@ def test_two_aligners_are_compared_question_by_question(recipe, separate):
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.model.projector.out.weight.mul_(3.0)
-    ours, theirs = (validate(each, reader, recipe, [4], 12, 0)["4"] for each in (model, other))
-    both = validate(model, reader, recipe, [4], 12, 0, other=(other, reader))["4"]
-    assert both["loss"] == ours["loss"] and "difference" not in ours
+    theirs = validate(other, reader, recipe, [4], 12, 0)["4"]
+    both, same = (validate(model, reader, recipe, [4], 12, 0, other=(each, reader))["4"] for each in (other, model))
+    assert both["loss"] == same["loss"] and "difference" not in theirs
     for kind, (mean, error) in both["difference"].items():
-        assert mean == pytest.approx(ours["loss"][kind][0] - theirs["loss"][kind][0], abs=1e-9)
+        assert mean == pytest.approx(both["loss"][kind][0] - theirs["loss"][kind][0], abs=1e-9)
         assert mean != 0 and error > 0
-    same = validate(model, reader, recipe, [4], 12, 0, other=(model, reader))["4"]
     assert set(same["difference"].values()) <= {(0.0, 0.0), (0.0, np.inf)}
     assert "+0.000 ± 0.000" in table({"4": same})
 
