@@ -202,7 +202,8 @@ def _page_text(page: Any) -> str:
     tables = {table.bbox: table.extract() for table in page.find_tables()}
     parts = []
     for box in page.textboxhorizontals:
-        around = [each for each in tables if _is_inside(box, each)]
+        x, y = (box["x0"] + box["x1"]) / 2, (box["top"] + box["bottom"]) / 2
+        around = [each for each in tables if each[0] <= x <= each[2] and each[1] <= y <= each[3]]
         if not around:
             text = re.sub(r"(?<=\w)-\n(?=[a-z])", "", box["text"])  # words that were parted at the end of a line
             parts.append(" ".join(text.split()))
@@ -212,12 +213,6 @@ def _page_text(page: Any) -> str:
             parts.append("\n".join([rows[0], "|" + "---|" * len(cells[0]), *rows[1:]]))
             tables[around[0]] = None  # it is written once
     return "\n\n".join(filter(None, parts))
-
-
-def _is_inside(what: dict[str, Any], place: tuple[float, float, float, float]) -> bool:
-    """Whether the middle of something lies in a place (left, top, right, bottom)."""
-    x, y = (what["x0"] + what["x1"]) / 2, (what["top"] + what["bottom"]) / 2
-    return place[0] <= x <= place[2] and place[1] <= y <= place[3]
 
 
 def main(suffix: str) -> None:

@@ -203,11 +203,11 @@ def open_part(recipe: RecipeArguments, source: str, held_out: bool, num_proc: in
     """The rows of a source that may be used: those of its validation part, or the others. A row belongs to that part
     where one of its articles does, by title or, without one, by text."""
     corpus = open_corpus(source, recipe.passage_words, num_proc, recipe.data_dir, recipe.asks_questions)
-    share, seed = recipe.validation_share, recipe.validation_seed
+    share = recipe.validation_share
 
     def is_held_out(row: Row) -> bool:
-        articles = {passage["title"] or passage["text"] for passage in row["passages"]}
-        return any(stable_number(f"validation:{seed}:{each}", 10_000) < share * 10_000 for each in articles)
+        keys = {f"validation:{recipe.validation_seed}:{each['title'] or each['text']}" for each in row["passages"]}
+        return any(stable_number(key, 10_000) < share * 10_000 for key in keys)
 
     if share and (source in recipe.training_sources or not held_out):
         corpus = corpus.select([number for number, row in enumerate(corpus) if is_held_out(row) == held_out])
@@ -269,11 +269,6 @@ class ExampleBuilder:
     tokens_per_slot: Sequence[int | str] = ("segment",)
     max_tokens: int | None = None
 
-    @property
-    def finest_rate(self) -> int | str:
-        """The rate with the most slots."""
-        return min(self.tokens_per_slot, key=lambda rate: math.inf if rate == "segment" else rate)
-
     def reconstruction_examples(self, rows: list[Row]) -> Iterator[Example]:
         """Stage I: each run of 1 to `max_segments` segments of a passage as slots, its text as the target."""
         for row in rows:
@@ -305,7 +300,10 @@ class ExampleBuilder:
         tokens = self._tokens(rows[0]["passages"])
         example = None
         for row in rows:
-            head, turn = self._question_turn(row["question"], row["answers"][0], row["id"])
+            asked = {"role": "user", "content": row["question"]}
+            prompt = self.processor.split_prompt([asked], add_generation_prompt=True)
+            whole = self.processor.split_prompt([asked, {"role": "assistant", "content": row["answers"][0]}])
+            head, turn = self._split(row["id"], prompt, whole)
             # The slots are paid for once: a further question adds its turn only.
             if example and (self.max_tokens is None or example.length + len(turn.input_ids) <= self.max_tokens):
                 example.turns.append(turn)
@@ -332,30 +330,18 @@ class ExampleBuilder:
             }
             for each in tokens or [EMPTY_SEGMENT]
         ]
-        num_slots = sum(len(equal_runs(len(each["word_ids"]), self.finest_rate)) for each in segments)
+        finest = min(self.tokens_per_slot, key=lambda rate: math.inf if rate == "segment" else rate)
+        num_slots = sum(len(equal_runs(len(each["word_ids"]), finest)) for each in segments)
         length = len(head) + num_slots + sum(len(turn.input_ids) for turn in turns)
         return Example(row_id, head, turns, segments, length)
 
     def _turn(self, before: str, after: str, target: str, row_id: str) -> tuple[list[int], Turn]:
         """The ids before the slots, and the turn after them; `before` and `after` are the user's words."""
         mark = uuid.uuid4().hex
-        messages = [
-            {"role": "user", "content": before + mark + after},
-            {"role": "assistant", "content": target},
-        ]
-        return self._split(
-            row_id,
-            self.processor.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True).split(mark),
-            self.processor.apply_chat_template(messages, tokenize=False).split(mark),
-        )
-
-    def _question_turn(self, question: str, answer: str, row_id: str) -> tuple[list[int], Turn]:
-        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        return self._split(
-            row_id,
-            self.processor.split_prompt(messages[:1], add_generation_prompt=True),
-            self.processor.split_prompt(messages),
-        )
+        messages = [{"role": "user", "content": before + mark + after}, {"role": "assistant", "content": target}]
+        prompt = self.processor.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+        whole = self.processor.apply_chat_template(messages, tokenize=False)
+        return self._split(row_id, prompt.split(mark), whole.split(mark))
 
     def _split(self, row_id: str, prompt: Sequence[str], whole: Sequence[str]) -> tuple[list[int], Turn]:
         """Labels on what the assistant says and the token that ends its turn, nothing else."""
@@ -409,10 +395,8 @@ class ExampleSelector:
         share, limit = self.recipe.reconstruction_share, self.recipe.max_train_samples
         examples = self.select(self.recipe.train_files, None if limit is None else round(limit * (1 - share)))
         if share:
-            stage_one = dataclasses.replace(
-                self.recipe, stage="reconstruction", distractors=0.0, reconstruction_share=0.0
-            )
-            selector = dataclasses.replace(self, recipe=stage_one)
+            of_stage_one = {"stage": "reconstruction", "distractors": 0.0, "reconstruction_share": 0.0}
+            selector = dataclasses.replace(self, recipe=dataclasses.replace(self.recipe, **of_stage_one))
             number = round(len(examples) * share / (1 - share))
             others = selector.select(self.recipe.reconstruction_files, number)
             examples = datasets.concatenate_datasets([examples, others])

@@ -71,12 +71,6 @@ class Source:
     files: tuple[str, ...] = ()  # text files of the repository, whose lines or paragraphs are its rows
     sample_by: str = "line"  # or "paragraph"
 
-    def revision(self, copies: Path | None) -> str | None:
-        """The version of the set that is read; unknown of a copy."""
-        if copies is not None:
-            return None
-        return self.commit or huggingface_hub.HfApi().dataset_info(self.place).sha
-
     def open(self, copies: Path | None, revision: str | None) -> datasets.IterableDataset:
         """A stream of the set's rows, whose order is always the same."""
         if self.files:
@@ -85,10 +79,6 @@ class Source:
             return datasets.load_dataset("text", data_files=files, split="train", streaming=True, **how)
         path = self.place if copies is None else str(copies / self.place)
         return datasets.load_dataset(path, self.config, split="train", revision=revision, streaming=True)
-
-    def version(self, copies: Path | None) -> str:
-        """Changes with what decides the rows that are taken."""
-        return digest([self.place, self.config, self.limit, self.commit, self.files, copies and str(copies)])
 
 
 SOURCES = (
@@ -110,11 +100,12 @@ SOURCES = (
 
 def fetch(source: Source, folder: Path, copies: Path | None) -> tuple[Path, dict[str, Any]]:
     """A file in `folder` with the rows of a set, read unless it is there, and what is known of them."""
-    part = folder / f"{source.name}-{source.version(copies)}.jsonl.gz"
+    asked = [source.place, source.config, source.limit, source.commit, source.files, copies and str(copies)]
+    part = folder / f"{source.name}-{digest(asked)}.jsonl.gz"
     note = part.with_suffix(".json")  # written last
     if not note.exists():
         with _reaching(source):
-            revision = source.revision(copies)
+            revision = None if copies else source.commit or huggingface_hub.HfApi().dataset_info(source.place).sha
             stream = source.open(copies, revision)
         number = write_file(part, tqdm(_limited(source, stream), total=source.limit, desc=source.name))
         write_whole(note, json.dumps({"rows": number, "revision": revision}))

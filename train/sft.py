@@ -60,17 +60,6 @@ def load_processor(recipe: RecipeArguments, chat_template_path: str | None) -> A
     return processor
 
 
-def load_model(recipe: RecipeArguments, processor: ArcAlignerProcessor, dtype: torch.dtype) -> ArcAlignerForCausalLM:
-    """The previous stage's model, or a new aligner around a base model."""
-    return ArcAlignerForCausalLM.from_pretrained(
-        recipe.model_name_or_path,
-        dtype=dtype,
-        attn_implementation=recipe.attn_implementation,
-        **{name: getattr(processor, name) for name in FROM_PROCESSOR},
-        **recipe.aligner,
-    )
-
-
 def word_rarity(examples: Sequence[dict[str, Any]], vocab_size: int) -> np.ndarray:
     """Inverse document frequency of each token over the segments of `examples`, scaled to (0, 1]; (vocab_size,)."""
     counts, num_segments = np.zeros(vocab_size), 0
@@ -80,27 +69,6 @@ def word_rarity(examples: Sequence[dict[str, Any]], vocab_size: int) -> np.ndarr
             num_segments += 1
     rarity = np.log((num_segments + 1) / (counts + 1)) / math.log(num_segments + 1)
     return np.maximum(rarity, MIN_RARITY)
-
-
-def init_word_weights(model: ArcAlignerForCausalLM, examples: Dataset) -> None:
-    """Sets how much a word counts to its rarity in `examples`, in a new aligner that reads words."""
-    if model.config.training_stage is not None or not model.config.word_parts:
-        return
-    some = examples.select(range(min(len(examples), RARITY_EXAMPLES)))
-    rarity = torch.from_numpy(word_rarity(some, model.config.text_config.vocab_size)).float()  # (vocab_size,)
-    model.model.projector.set_word_statistics(model.get_input_embeddings().weight, rarity)
-
-
-def make_examples(
-    recipe: RecipeArguments, args: AlignerTrainingConfig, processor: ArcAlignerProcessor
-) -> tuple[Dataset, Dataset | None]:
-    """The examples to train on and, if the recipe has `eval_files`, to evaluate on."""
-    builder = ExampleBuilder(
-        processor, recipe.max_segments, recipe.continues, recipe.tokens_per_slot, recipe.token_limit()
-    )
-    with args.main_process_first(desc="making the training examples"):
-        selector = ExampleSelector(recipe, builder, args.seed, args.dataset_num_proc)
-        return selector.training_examples(), selector.eval_examples()
 
 
 def compile_layers(layers: Iterable[torch.nn.Module]) -> None:
@@ -115,7 +83,7 @@ def make_trainer(
     processor: ArcAlignerProcessor,
     dtype: torch.dtype,
     train_dataset: Dataset,
-    eval_dataset: Dataset | None = None,
+    eval_dataset: Dataset | None,
 ) -> AlignerTrainer:
     """The model of a recipe and what trains it."""
     set_seed(args.seed)  # new LoRA, of encoder and backbone, starts from random weights
@@ -128,8 +96,17 @@ def make_trainer(
         if recipe.compile_layers:
             compile_layers(max((each for each in encoder.modules() if isinstance(each, torch.nn.ModuleList)), key=len))
     processor.encoder.cast(dtype)
-    model = load_model(recipe, processor, dtype)
-    init_word_weights(model, train_dataset)
+    model = ArcAlignerForCausalLM.from_pretrained(
+        recipe.model_name_or_path,
+        dtype=dtype,
+        attn_implementation=recipe.attn_implementation,
+        **{name: getattr(processor, name) for name in FROM_PROCESSOR},
+        **recipe.aligner,
+    )
+    if model.config.training_stage is None and model.config.word_parts:  # a new aligner: a word counts by its rarity
+        some = train_dataset.select(range(min(len(train_dataset), RARITY_EXAMPLES)))
+        rarity = torch.from_numpy(word_rarity(some, model.config.text_config.vocab_size)).float()  # (vocab_size,)
+        model.model.projector.set_word_statistics(model.get_input_embeddings().weight, rarity)
     if recipe.compile_layers:
         compile_layers(model.model.decoder_layers)
     return AlignerTrainer(
@@ -157,7 +134,13 @@ def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -
         processor = load_processor(recipe, args.chat_template_path)
         if checkpoint is not None and recipe.encoder_lora_r:
             processor.load_trained_encoder(checkpoint)
-        trainer = make_trainer(recipe, args, processor, dtype, *make_examples(recipe, args, processor))
+        builder = ExampleBuilder(
+            processor, recipe.max_segments, recipe.continues, recipe.tokens_per_slot, recipe.token_limit()
+        )
+        with args.main_process_first(desc="making the training examples"):
+            selector = ExampleSelector(recipe, builder, args.seed, args.dataset_num_proc)
+            examples = selector.training_examples(), selector.eval_examples()
+        trainer = make_trainer(recipe, args, processor, dtype, *examples)
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_state()
         state_dict = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # by all processes: each may have a part

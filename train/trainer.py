@@ -307,9 +307,11 @@ class AlignerTrainer(SFTTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The NLL of a batch's targets (Eq. 10)."""
-        row_ids = inputs["row_ids"]
+        row_ids, config = inputs["row_ids"], self.model.config
         if inputs["max_turns"] > 1:
-            mask, position_ids = turn_mask(inputs["turn_ids"], self._placed_passages(inputs), self.model.dtype)
+            numbers = inputs["context_passage_ids"] if config.passage_attention == "separate" else None
+            passage_ids = place_passage_ids(inputs["input_ids"] == config.context_token_id, numbers)
+            mask, position_ids = turn_mask(inputs["turn_ids"], passage_ids, self.model.dtype)
         else:  # a plain mask, which all attention kernels and sliding windows take
             mask, position_ids = (inputs["turn_ids"] >= 0).long(), None
         try:
@@ -332,13 +334,6 @@ class AlignerTrainer(SFTTrainer):
         self.check_finite("loss", outputs.loss.detach(), row_ids)
         self._keep_metrics(inputs, outputs)
         return (outputs.loss, outputs) if return_outputs else outputs.loss
-
-    def _placed_passages(self, inputs: dict[str, Any]) -> torch.LongTensor:
-        """The passage of each position of a batch (batch, seq_len), -1 on text; one for all slots of a row in
-        `joint` attention."""
-        is_slot = inputs["input_ids"] == self.model.config.context_token_id
-        is_separate = self.model.config.passage_attention == "separate"
-        return place_passage_ids(is_slot, inputs["context_passage_ids"] if is_separate else None)
 
     def _encode(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """What the model reads in the slots of a batch."""
@@ -403,20 +398,17 @@ class AlignerTrainer(SFTTrainer):
         loss = _mean(self._eval_loss)
         added = {"perplexity": math.exp(min(loss, 700.0))}
         if self.args.eval_slot_gap:
-            self._evaluate_with_swapped_slots(dataset)
+            own = self.data_collator
+            self.data_collator = lambda rows: own(swapped_slots(rows))
+            self._eval_loss.zero_()
+            try:
+                self.evaluation_loop(self.get_eval_dataloader(dataset), "swapped slots", prediction_loss_only=True)
+            finally:
+                self.data_collator = own
             added["slot_gap"] = _mean(self._eval_loss) - loss
         added = {f"{metric_key_prefix}_{name}": value for name, value in added.items()}
         self.log(added)
         return metrics | added
-
-    def _evaluate_with_swapped_slots(self, dataset) -> None:
-        own = self.data_collator
-        self.data_collator = lambda rows: own(swapped_slots(rows))
-        self._eval_loss.zero_()
-        try:
-            self.evaluation_loop(self.get_eval_dataloader(dataset), "swapped slots", prediction_loss_only=True)
-        finally:
-            self.data_collator = own
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """Only the loss: there are no logits."""

@@ -55,6 +55,11 @@ def kind_of(row: Row) -> str:
     return row["id"].partition("_")[0]
 
 
+def _drawn(row: Row) -> int:
+    """Sorts rows at random, always the same way."""
+    return stable_number(f"validate:{row['id']}", 2**60)
+
+
 def asked_rows(recipe: RecipeArguments, number: int, held_out: bool = True) -> list[Row]:
     """About `number` questions of the held-out articles, or of the others, as many of each set as of the others where
     there are enough. `source` is what each is from."""
@@ -65,17 +70,10 @@ def asked_rows(recipe: RecipeArguments, number: int, held_out: bool = True) -> l
                 by_kind[kind_of(row)].append(row | {"source": source})
     chosen, left = [], number
     for place, rows in enumerate(sorted(by_kind.values(), key=len)):
-        rows = sorted(rows, key=lambda row: stable_number(f"validate:{row['id']}", 2**60))
-        taken = rows[: max(1, left // (len(by_kind) - place))]
+        taken = sorted(rows, key=_drawn)[: max(1, left // (len(by_kind) - place))]
         left -= len(taken)
         chosen += taken
     return chosen
-
-
-def held_out_texts(recipe: RecipeArguments, number: int) -> list[Row]:
-    """Held-out passages to read back."""
-    rows = [row for source in recipe.reconstruction_files for row in open_part(recipe, source, held_out=True)]
-    return sorted(rows, key=lambda row: stable_number(f"validate:{row['id']}", 2**60))[:number]
 
 
 @torch.inference_mode()
@@ -150,7 +148,8 @@ def validate(
     """Everything, by rate. Losses are pairs of a mean and its standard error, also those by which the losses are above
     the ones of an `other` aligner."""
     rows = [row | {"passages": own_passages(row)[0]} for row in asked_rows(recipe, number)]
-    texts = held_out_texts(recipe, number // 4)
+    texts = [row for source in recipe.reconstruction_files for row in open_part(recipe, source, held_out=True)]
+    texts = sorted(texts, key=_drawn)[: number // 4]
     kinds, articles, examples = zip(*_examples(processor, rows, texts), strict=True)
     theirs = other and [example for *_, example in _examples(other[1], rows, texts)]
     results = {}
