@@ -27,11 +27,9 @@ def contains_answer(passage: dict[str, str], answers: list[str]) -> bool:
 
 def own_passages(row: Row) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """The passages that the answer needs, and the row's others; all are needed where the row does not say."""
-    gold = set(row["gold"]) or set(range(len(row["passages"])))
-    own, others = [], []
-    for number, passage in enumerate(row["passages"]):
-        (own if number in gold else others).append(passage)
-    return own, others
+    gold = row["gold"] or range(len(row["passages"]))
+    own = [each for number, each in enumerate(row["passages"]) if number in gold]
+    return own, [each for number, each in enumerate(row["passages"]) if number not in gold]
 
 
 def passage_key(passage: dict[str, str]) -> tuple[str, str]:

@@ -28,6 +28,12 @@ logger = logging.getLogger(__name__)
 RECIPES = Path(__file__).parent / "recipes"
 ACCELERATE_CONFIGS = Path(__file__).parent / "accelerate"
 STAGE_FILES = "[1-3]_*.yaml"
+# Keys that would write all stages to one folder, or start them all from one model, and what to do instead.
+_OF_ALL_STAGES = {
+    "--config": "Copy the recipe's folder and name the copy with `--recipe`",
+    "--output_dir": "Name a folder for all stages with `--output`",
+    "--model_name_or_path": "Each stage starts from the one before; for another start name one stage, `--stage`",
+}
 
 
 @dataclass
@@ -71,7 +77,10 @@ def read_stages(
         only (`int`, *optional*): Number of the one stage that is wanted.
     """
     overrides = overrides or []
-    _check_overrides(overrides, only)
+    given = {argument.split("=")[0] for argument in overrides}
+    for key, remedy in _OF_ALL_STAGES.items():
+        if key in given and not (key == "--model_name_or_path" and only is not None):
+            raise ValueError(f"`{key}` cannot be given for the stages of a recipe. {remedy}.")
     stages: list[Stage] = []
     for path in sorted(folder.glob(STAGE_FILES)):
         arguments = ["--config", os.path.relpath(path)]
@@ -139,18 +148,6 @@ def run_to_end(command: list[str]) -> int:
         signal.signal(signal.SIGTERM, former)
         process.terminate()  # after an interrupt; does nothing when it has ended
         process.wait()
-
-
-def _check_overrides(overrides: list[str], only: int | None) -> None:
-    """Refuses keys that would write all stages to one folder, or start them all from one model."""
-    keys = {argument.split("=")[0] for argument in overrides}
-    for key, remedy in {
-        "--config": "Copy the recipe's folder and name the copy with `--recipe`",
-        "--output_dir": "Name a folder for all stages with `--output`",
-        "--model_name_or_path": "Each stage starts from the one before; for another start name one stage, `--stage`",
-    }.items():
-        if key in keys and not (key == "--model_name_or_path" and only is not None):
-            raise ValueError(f"`{key}` cannot be given for the stages of a recipe. {remedy}.")
 
 
 def _launcher(accelerate: str | None) -> list[str]:

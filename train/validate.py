@@ -13,12 +13,11 @@ which is what decides between the two.
 With `--output`, the mean of the checkpoints is written there; `train/confidence.py` then fits its confidence.
 """
 
-import dataclasses
 import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -45,7 +44,7 @@ BATCH = 16
 
 def read_recipe(path: Path, data_dir: str | None) -> RecipeArguments:
     """The keys of a recipe's file that are ours, with the folder of the data where one is given."""
-    names = {each.name for each in dataclasses.fields(RecipeArguments)}
+    names = {each.name for each in fields(RecipeArguments)}
     keys = {name: value for name, value in read_keys(path.read_text(encoding="utf-8")).items() if name in names}
     return RecipeArguments(**keys | ({} if data_dir is None else {"data_dir": data_dir}))
 
