@@ -8,12 +8,12 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from training_recipes import parameters, run
+from training_recipes import logs, parameters, run
 
 from arcaligner.train.run import last_checkpoint
 
@@ -41,18 +41,6 @@ LONG = {"per_device_train_batch_size": 2, "max_steps": 8, "save_steps": 2, "ddp_
 LONG["tokens_per_slot"] = [2, 4, "segment"]
 
 
-@dataclass
-class Runs:
-    """Folders of the runs by name, and the report of each process on each."""
-
-    root: Path
-    reports: dict[str, list[dict]]
-
-    def logs(self, name: str, key: str) -> list[float]:
-        state = json.loads((self.root / name / "trainer_state.json").read_text())
-        return [entry[key] for entry in state["log_history"] if key in entry]
-
-
 def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -71,8 +59,9 @@ def launch(config: Path, runs: list[dict], folder: Path) -> list[list[dict]]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, write_recipe) -> Runs:
-    """All runs: one in two processes and in one, one that breaks, and one with a NaN."""
+def runs(tmp_path_factory, write_recipe) -> SimpleNamespace:
+    """One run in two processes and in one, one that breaks, and one with a NaN: `root` has their folders, `reports` the
+    report of each process by the name of the run."""
     root = tmp_path_factory.mktemp("distributed")
     plan = {}
     for processes in (2, 1):
@@ -87,12 +76,13 @@ def runs(tmp_path_factory, write_recipe) -> Runs:
     in_two = {name: entry for name, entry in plan.items() if not name.endswith("-1")}
     reports = launch(CONFIGS / "ddp.yaml", list(in_two.values()), root)
     run(plan["grounding-1"]["arguments"])
-    return Runs(root, dict(zip(in_two, reports, strict=True)))
+    return SimpleNamespace(root=root, reports=dict(zip(in_two, reports, strict=True)))
 
 
 def test_two_processes_train_as_one_with_the_same_rows(runs):
     for key in ("loss", "grad_norm"):
-        two, one = (torch.tensor(runs.logs(f"grounding-{processes}", key)) for processes in (2, 1))
+        entries = (logs(runs.root / f"grounding-{processes}", key) for processes in (2, 1))
+        two, one = (torch.tensor([entry[key] for entry in each]) for each in entries)
         torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-6)
     assert (one.diff().abs() > 1e-3).all()
     two, one = (parameters(runs.root / f"grounding-{processes}") for processes in (2, 1))

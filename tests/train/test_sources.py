@@ -79,13 +79,15 @@ def test_what_a_row_lacks_is_empty(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "texts.parquet", "hotpotqa.parquet"])
-def test_rows_whose_id_is_null_get_their_number(tmp_path, name):
+def test_rows_of_each_kind_whose_id_is_null_get_their_number(tmp_path, name):
     rows = {"texts.parquet": 3 * [{"text": "A text."}], "hotpotqa.parquet": 3 * [HOTPOTQA]}.get(name, question_rows(3))
     rows = [row | {"id": row_id} for row, row_id in zip(rows, ("a", None, None), strict=True)]
     path = tmp_path / name
     write_rows(path, rows) if name == "rows.jsonl" else datasets.Dataset.from_list(rows).to_parquet(path)
-    suffix = "-0" if name == "texts.parquet" else ""
-    assert [row["id"] for row in open_corpus(str(path))] == [f"{row_id}{suffix}" for row_id in ("a", 1, 2)]
+    suffix, gold = "-0" if name == "texts.parquet" else "", [1, 2] if name == "hotpotqa.parquet" else []
+    found = open_corpus(str(path))
+    assert [row["id"] for row in found] == [f"{row_id}{suffix}" for row_id in ("a", 1, 2)]
+    assert found[0]["gold"] == gold and len(found[0]["passages"]) == (3 if gold else 1)
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json"])
@@ -109,10 +111,8 @@ def test_a_column_of_texts_is_cut_into_passages_of_one_length(tmp_path, suffix):
     assert len(other) == 4 and other._fingerprint != one._fingerprint
 
 
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """Folders that stand for data sets of the Hub, with two configurations and two splits."""
-    monkeypatch.chdir(tmp_path)
+def test_a_data_set_of_the_hub_is_read_by_configuration_and_split(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where a folder stands for the set
     folder, card = tmp_path / "org" / "corpus", "---\nconfigs:\n"
     for name in ("en", "de"):
         (folder / name).mkdir(parents=True)
@@ -121,24 +121,11 @@ def hub(tmp_path, monkeypatch):
             write_parquet(folder / name / f"{split}.parquet", text=[f"The {split} text, {name}."])
             card += f"  - split: {split}\n    path: {name}/{split}.parquet\n"
     (folder / "README.md").write_text(f"{card}---\n")
-    folder = tmp_path / "hotpotqa" / "hotpot_qa"
-    folder.mkdir(parents=True)
-    datasets.Dataset.from_list([HOTPOTQA]).to_parquet(folder / "train.parquet")
-
-
-def test_a_data_set_of_the_hub_is_read_by_configuration_and_split(hub):
     for query, text in [("name=de", "The train text, de."), ("name=en&split=validation", "The validation text, en.")]:
         (row,) = open_corpus(f"org/corpus?{query}", data_dir="of files alone")
         assert row["passages"] == [{"title": "", "text": text}]
     with pytest.raises(ValueError, match="org/corpus cannot be read: .*[Uu]nknown split"):
         open_corpus("org/corpus?name=en&split=test")
-
-
-def test_hotpotqa_says_which_of_its_passages_are_needed(hub):
-    texts = {"Cy": "No.", "Ada": "Ada was born. In 1815.", "Ben": "Ben."}
-    passages = [{"title": title, "text": text} for title, text in texts.items()]
-    expected = {"id": "h1", "question": HOTPOTQA["question"], "answers": ["yes"], "passages": passages, "gold": [1, 2]}
-    assert list(open_corpus("hotpotqa/hotpot_qa", asks=True)) == [expected]
 
 
 def test_what_holds_no_rows_of_a_known_kind_is_refused(tmp_path):
