@@ -177,11 +177,13 @@ class OneExample:
 
 @pytest.fixture
 def selector(tmp_path):
-    """A selector of sources, by a recipe with other keys."""
+    """A selector of sources, a file or rows that become one, by a recipe with other keys."""
 
     def selector(sources, limit=None, builder=None, seed=0, num_proc=None, **changes):
         keys = {"stage": "grounding", "model_name_or_path": "base", "data_dir": ""}
-        keys |= {"train_files": dict.fromkeys([sources], 1.0) if isinstance(sources, str) else sources}
+        if isinstance(sources, list):
+            sources = write_rows(tmp_path / "rows.jsonl", sources)
+        keys |= {"train_files": {sources: 1.0} if isinstance(sources, str) else sources}
         keys |= {"examples_cache_dir": str(tmp_path / "examples"), "max_train_samples": limit}
         return ExampleSelector(RecipeArguments(**keys | changes), builder or OneExample(), seed, num_proc)
 
@@ -264,23 +266,22 @@ def test_texts_are_cut_as_the_recipe_says(select, tmp_path):
 @pytest.mark.parametrize(
     "max_questions, sizes", [(1, [1] * 13), (2, [1] + [2] * 6), (3, [1, 1, 1, 1, 3, 3, 3]), (9, [1, 4, 4, 4])]
 )
-def test_questions_about_the_same_passages_share_an_example(select, tmp_path, max_questions, sizes):
+def test_questions_about_the_same_passages_share_an_example(select, max_questions, sizes):
     rows = question_rows(13)
     rows[12]["passages"] = [rows[12]["passages"][0] | {"title": "Another"}]  # so they are not the same
-    examples = select(write_rows(tmp_path / "rows.jsonl", rows), max_questions=max_questions)
+    examples = select(rows, max_questions=max_questions)
     groups = [ids.split(",") for ids in examples["row_id"]]
     assert sorted(map(len, groups)) == sizes and ["row-12"] in groups
     assert sorted(row_id for group in groups for row_id in group) == sorted(f"row-{n}" for n in range(13))
     assert all(len({int(row_id.removeprefix("row-")) % 3 for row_id in group}) == 1 for group in groups)
 
 
-def test_questions_that_share_an_example_share_distractors_that_answer_none_of_them(select, tmp_path):
+def test_questions_that_share_an_example_share_distractors_that_answer_none_of_them(select):
     own = [{"title": "", "text": "A text of two questions."}]
     rows = [row | {"passages": own, "question": "Which second passage?"} for row in city_rows(CITIES[:2])]
-    path = write_rows(tmp_path / "rows.jsonl", [*rows, *city_rows(CITIES[2:])])
     builder = OneExample()
     for seed in range(4):  # in some, the question whose answer is Rome comes second
-        select(path, builder=builder, seed=seed, max_questions=2, distractors=1.0)
+        select([*rows, *city_rows(CITIES[2:])], builder=builder, seed=seed, max_questions=2, distractors=1.0)
     shared = [group for group in builder.drawn if group[0]["id"] in CITIES[:2]]
     for first, second in shared:
         assert first["passages"] == second["passages"] and own[0] in first["passages"]
@@ -291,15 +292,13 @@ def test_questions_that_share_an_example_share_distractors_that_answer_none_of_t
 
 
 @pytest.mark.parametrize("max_questions, joined", [(1, 0), (2, 3)])
-def test_a_question_about_each_distractor_joins_where_questions_share_an_example(
-    select, tmp_path, max_questions, joined
-):
+def test_a_question_about_each_distractor_joins_where_questions_share_an_example(select, max_questions, joined):
     rows = question_rows(8)
     for number, row in enumerate(rows):
         row |= {"id": str(number), "question": f"Which text has number {number}?", "answers": [f"n{number}"]}
         row |= {"passages": [{"title": "", "text": f"The text has the number n{number}."}]}
-    path, builder = write_rows(tmp_path / "rows.jsonl", rows), OneExample()
-    select(path, builder=builder, max_questions=max_questions, distractors=1.0, max_distractors=3)
+    builder = OneExample()
+    select(rows, builder=builder, max_questions=max_questions, distractors=1.0, max_distractors=3)
     assert max(len(group) - 1 for group in builder.drawn) == joined
     for group in builder.drawn:
         told = {passage["text"] for passage in group[0]["passages"]}
@@ -337,9 +336,10 @@ def test_examples_are_made_once_for_rows_segmenter_prompt_and_tokenizer(select, 
     def refuse(batch, **kwargs):
         raise AssertionError("made before")
 
-    path = write_rows(tmp_path / "rows.jsonl", question_rows(6))
-    made = select(path, builder=ExampleBuilder(processor))
+    rows = question_rows(6)
+    made = select(rows, builder=ExampleBuilder(processor))
     monkeypatch.setattr(module, "_examples_of_rows", refuse)
+    path = str(tmp_path / "rows.jsonl")
     assert select(path, builder=ExampleBuilder(copy.deepcopy(processor))).to_dict() == made.to_dict()
     asked = [(processor, {"distractors": 1.0}), (processor, {"seed": 1})]
     changes = {"sentences_per_segment": 0.5, "spacy_model": "de", "context_token_id": 999}
@@ -352,9 +352,8 @@ def test_examples_are_made_once_for_rows_segmenter_prompt_and_tokenizer(select, 
     for other, keys in asked:
         with pytest.raises(AssertionError, match="made before"):
             select(path, builder=ExampleBuilder(other), **keys)
-    write_rows(tmp_path / "rows.jsonl", [row | {"question": "Another?"} for row in question_rows(6)])
     with pytest.raises(AssertionError, match="made before"):
-        select(path, builder=ExampleBuilder(processor))
+        select([row | {"question": "Another?"} for row in rows], builder=ExampleBuilder(processor))
 
 
 def test_a_stopped_run_goes_on_at_its_next_block(select, tmp_path, monkeypatch):
@@ -370,13 +369,12 @@ def test_a_stopped_run_goes_on_at_its_next_block(select, tmp_path, monkeypatch):
 
 
 def test_several_processes_make_the_same_examples(select, tmp_path, processor):
-    path, builder = write_rows(tmp_path / "rows.jsonl", question_rows(6)), ExampleBuilder(processor)
-    two = select(path, builder=builder, num_proc=2, examples_cache_dir=str(tmp_path / "two"))
-    assert two.to_dict() == select(path, builder=builder).to_dict()
+    rows, builder = question_rows(6), ExampleBuilder(processor)
+    two = select(rows, builder=builder, num_proc=2, examples_cache_dir=str(tmp_path / "two"))
+    assert two.to_dict() == select(rows, builder=builder).to_dict()
 
 
 def test_a_cache_that_cannot_be_made_is_named_with_the_remedy(select, tmp_path):
     (folder := tmp_path / "folder").touch()
-    rows = write_rows(tmp_path / "rows.jsonl", question_rows(2))
     with pytest.raises(OSError, match=rf"cannot be kept in {folder} \(.*\). Name a folder .*examples_cache_dir"):
-        select(rows, examples_cache_dir=str(folder))
+        select(question_rows(2), examples_cache_dir=str(folder))

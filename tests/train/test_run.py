@@ -92,23 +92,18 @@ def test_one_trainer_at_a_time_writes_its_settings_first(tmp_path):
     assert (folder / "recipe.yaml").read_text() == other
 
 
-@pytest.fixture
-def checkpoints(tmp_path) -> Path:
-    """A run with three checkpoints, with each kind of file that a trainer writes."""
-    for step in (2, 10, 8):
-        folder = tmp_path / "run" / f"checkpoint-{step}"
-        folder.mkdir(parents=True)
-        save_file({"weight": torch.arange(100.0)}, folder / "model.safetensors")
-        for name in ("optimizer.pt", "training_args.bin", "rng_state.pth"):
-            torch.save({"step": torch.arange(100.0)}, folder / name)
-        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
-    return tmp_path / "run"
-
-
 @pytest.mark.parametrize(
     "name", ["trainer_state.json", "model.safetensors", "optimizer.pt", "rng_state.pth", "training_args.bin"]
 )
-def test_a_checkpoint_with_a_cut_file_is_passed_over_and_logged(checkpoints, caplog, name):
+def test_a_checkpoint_with_a_cut_file_is_passed_over_and_logged(tmp_path, caplog, name):
+    checkpoints = tmp_path / "run"
+    for step in (2, 10, 8):
+        folder = checkpoints / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        save_file({"weight": torch.arange(100.0)}, folder / "model.safetensors")
+        for file in ("optimizer.pt", "training_args.bin", "rng_state.pth"):
+            torch.save({"step": torch.arange(100.0)}, folder / file)
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     (checkpoints / "checkpoint-11.old").mkdir()
     assert last_checkpoint(checkpoints) == str(checkpoints / "checkpoint-10")
     path = checkpoints / "checkpoint-10" / name
