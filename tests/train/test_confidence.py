@@ -6,9 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-import yaml
 from conftest import chat_inputs
-from training_rows import article_rows, write_rows
 
 from arcaligner import ArcAlignerProcessor
 from arcaligner.train.confidence import calibrate, fit_probe, last_states, main, partly_unanswerable
@@ -42,17 +40,8 @@ def test_a_regression_finds_what_tells_the_rows_apart_and_is_calibrated():
     assert sure.mean() == pytest.approx(is_answered.mean(), abs=0.01)
 
 
-@pytest.fixture
-def recipe(tmp_path):
-    rows = write_rows(tmp_path / "rows.jsonl", [row | {"id": f"town_{row['id']}"} for row in article_rows(60)])
-    keys = {"stage": "grounding", "train_files": {rows: 1.0}, "data_dir": "", "validation_share": 0.4}
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(keys | {"model_name_or_path": "base"}))
-    return path
-
-
-def test_a_share_of_the_questions_is_asked_about_a_passage_that_does_not_answer(recipe):
-    rows = partly_unanswerable(read_recipe(recipe, None), 40, share=0.4)
+def test_a_share_of_the_questions_is_asked_about_a_passage_that_does_not_answer(recipe_file):
+    rows = partly_unanswerable(read_recipe(recipe_file, None), 40, share=0.4)
     for row in rows:
         (passage,) = row["passages"]
         asked = row["question"].split("town ")[1].split()[0]
@@ -60,9 +49,9 @@ def test_a_share_of_the_questions_is_asked_about_a_passage_that_does_not_answer(
     assert 0.2 < sum(not row["is_answered"] for row in rows) / len(rows) < 0.6
 
 
-def test_the_command_writes_a_probe_that_the_pipeline_takes(recipe, checkpoint_dir, tmp_path, capsys):
+def test_the_command_writes_a_probe_that_the_pipeline_takes(recipe_file, checkpoint_dir, tmp_path, capsys):
     aligner = shutil.copytree(checkpoint_dir, tmp_path / "aligner")
-    main(recipe, aligner, number=40, held_out=20)
+    main(recipe_file, aligner, number=40, held_out=20)
     saved = ArcAlignerProcessor.from_pretrained(aligner)
     printed = capsys.readouterr().out
     assert "| segment |" in printed

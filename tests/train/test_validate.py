@@ -3,28 +3,16 @@
 import copy
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import yaml
-from training_rows import article_rows, write_rows
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.train.examples import ExampleBuilder, open_part
 from arcaligner.train.recipe import RecipeArguments
 from arcaligner.train.trainer import ContextCollator, encode_slots
 from arcaligner.train.validate import asked_rows, main, means_and_errors, read_recipe, table, target_losses, validate
-
-
-@pytest.fixture
-def recipe_file(tmp_path) -> Path:
-    rows = write_rows(tmp_path / "rows.jsonl", [row | {"id": f"town_{row['id']}"} for row in article_rows(40)])
-    keys = {"stage": "grounding", "train_files": {rows: 1.0}, "reconstruction_files": {rows: 1.0}, "data_dir": ""}
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(keys | {"model_name_or_path": "x", "output_dir": "x", "validation_share": 0.3}))
-    return path
 
 
 @pytest.fixture
