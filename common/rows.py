@@ -142,17 +142,13 @@ def token_f1(prediction: str, golds: Sequence[str]) -> float:
     >>> token_f1("the capital is Paris", ["Paris"])
     0.5
     """
-    predicted = Counter(normalize_answer(prediction).split())
-    return max((_f1(predicted, gold) for gold in usable_golds(golds)), default=0.0)
-
-
-def _f1(predicted: Counter, gold: str) -> float:
-    expected = Counter(normalize_answer(gold).split())
-    common = (predicted & expected).total()
-    if not common:
-        return 0.0
-    precision, recall = common / predicted.total(), common / expected.total()
-    return 2 * precision * recall / (precision + recall)
+    predicted, best = Counter(normalize_answer(prediction).split()), 0.0
+    for gold in usable_golds(golds):
+        expected = Counter(normalize_answer(gold).split())
+        if common := (predicted & expected).total():
+            precision, recall = common / predicted.total(), common / expected.total()
+            best = max(best, 2 * precision * recall / (precision + recall))
+    return best
 
 
 def find_answer(answer: str, text: str) -> dict[str, int] | None:

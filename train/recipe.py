@@ -29,11 +29,10 @@ logger = logging.getLogger(__name__)
 BASE_MODEL = "base model"
 
 
-def _cache_directory() -> Path:
-    """`$ARCALIGNER_CACHE`, else `arcaligner` in the user's cache folder."""
-    if own := os.environ.get("ARCALIGNER_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "arcaligner"
+def _examples_cache() -> str:
+    """`examples` in `$ARCALIGNER_CACHE`, else in `arcaligner` in the user's cache folder."""
+    of_user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return str(Path(os.environ.get("ARCALIGNER_CACHE") or Path(of_user, "arcaligner"), "examples"))
 
 
 # What a stage may start from. It may also continue from itself, on other data.
@@ -122,7 +121,7 @@ class RecipeArguments:
     tokens_per_slot: list[str] = field(default_factory=lambda: ["segment"])
     attn_implementation: str | None = None
     compile_layers: bool = False
-    examples_cache_dir: str = field(default_factory=lambda: str(_cache_directory() / "examples"))
+    examples_cache_dir: str = field(default_factory=_examples_cache)
 
     def __post_init__(self):
         # A command line gives text, a recipe numbers.
