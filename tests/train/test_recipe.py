@@ -114,8 +114,10 @@ def test_a_stage_starts_from_the_one_before_or_goes_on(processor, checkpoint_dir
 def test_a_stage_has_rates_of_its_own_and_the_segments_of_its_start(tmp_path, checkpoint_dir):
     start = shutil.copytree(checkpoint_dir, tmp_path / "start")
     edit_json(start / "config.json", digests=None)
-    processor = load_processor(recipe(model_name_or_path=str(start), tokens_per_slot=[4, "segment"]), None)
+    (template := tmp_path / "template.jinja").write_text("{{ messages }}")
+    processor = load_processor(recipe(model_name_or_path=str(start), tokens_per_slot=[4, "segment"]), str(template))
     assert (processor.tokens_per_slot, processor.trained_tokens_per_slot) == (4, [4, "segment"])
+    assert processor.chat_template == processor.tokenizer.chat_template == "{{ messages }}"
     for part, key, value, was in (
         ("processor", "sentences_per_segment", 3, "1"),
         ("processor", "encoder_name_or_path", "org/another", "'.*encoder'"),
