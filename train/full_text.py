@@ -74,11 +74,6 @@ class FullTextArguments:
             raise ValueError(f"`distractors` is {self.distractors}; expected a share of the rows from 0 to 1.")
 
     @property
-    def is_separate(self) -> bool:
-        """Whether passages do not read each other."""
-        return self.passage_attention == "separate"
-
-    @property
     def sources(self) -> list[str]:
         """The data that the recipe names."""
         return [self.train_file]
@@ -98,7 +93,7 @@ def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.D
             continue
         if mix:
             row = row | {"passages": mix([row])}
-        example = tokenize(row, tokenizer, recipe.is_separate)
+        example = tokenize(row, tokenizer, recipe.passage_attention == "separate")
         if len(example["input_ids"]) <= recipe.max_tokens:
             examples.append(example)
         else:
@@ -200,7 +195,7 @@ def train(recipe: FullTextArguments, args: SFTConfig, settings: str) -> None:
             tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
         args.max_length = None  # a row that is too long is left out; TRL would cut its answer off
         collator = None  # TRL's own
-        if recipe.is_separate:
+        if recipe.passage_attention == "separate":
             collator, args.remove_unused_columns = ApartCollator(tokenizer.pad_token_id or 0), False
         set_seed(args.seed)
         trainer = AnswerTrainer(

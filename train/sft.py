@@ -11,7 +11,7 @@ if its settings are those that it was begun with.
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +71,6 @@ def word_rarity(examples: Sequence[dict[str, Any]], vocab_size: int) -> np.ndarr
     return np.maximum(rarity, MIN_RARITY)
 
 
-def compile_layers(layers: Iterable[torch.nn.Module]) -> None:
-    """Compiles each layer, for batches of any length."""
-    for layer in layers:
-        layer.compile(dynamic=True)
-
-
 def make_trainer(
     recipe: RecipeArguments,
     args: AlignerTrainingConfig,
@@ -94,7 +88,8 @@ def make_trainer(
         if recipe.attn_implementation is not None:
             encoder.set_attn_implementation(recipe.attn_implementation)
         if recipe.compile_layers:
-            compile_layers(max((each for each in encoder.modules() if isinstance(each, torch.nn.ModuleList)), key=len))
+            for layer in max((each for each in encoder.modules() if isinstance(each, torch.nn.ModuleList)), key=len):
+                layer.compile(dynamic=True)  # for batches of any length
     processor.encoder.cast(dtype)
     model = ArcAlignerForCausalLM.from_pretrained(
         recipe.model_name_or_path,
@@ -108,7 +103,8 @@ def make_trainer(
         rarity = torch.from_numpy(word_rarity(some, model.config.text_config.vocab_size)).float()  # (vocab_size,)
         model.model.projector.set_word_statistics(model.get_input_embeddings().weight, rarity)
     if recipe.compile_layers:
-        compile_layers(model.model.decoder_layers)
+        for layer in model.model.decoder_layers:
+            layer.compile(dynamic=True)
     return AlignerTrainer(
         model,
         stage=recipe.stage,
