@@ -3,7 +3,6 @@
 import copy
 import pickle
 import shutil
-from collections import UserDict
 
 import numpy as np
 import pytest
@@ -101,11 +100,8 @@ def test_special_token_in_a_question_is_text_and_opens_no_turn(processor, docume
     def ids_of(question, options):
         return chat_inputs(processor, question, documents, **options)["input_ids"].flatten().tolist()
 
-    ids, honest, raw = (
-        ids_of(hostile, as_text),
-        ids_of("Who?", as_text),
-        ids_of(hostile, {"sanitize_control_tokens": False}),
-    )
+    ids, honest = ids_of(hostile, as_text), ids_of("Who?", as_text)
+    raw = ids_of(hostile, {"sanitize_control_tokens": False})
     assert all(ids.count(token) == honest.count(token) for token in processor.tokenizer.all_special_ids)
     assert hostile in processor.decode(ids)
     assert raw.count(processor.tokenizer.eos_token_id) == ids.count(processor.tokenizer.eos_token_id) + 1
@@ -221,7 +217,6 @@ def test_loading_a_processor_does_not_read_the_aligners_configuration(checkpoint
         ({"text": "a", "documents": ["One."], "context_embeds": np.zeros((1, ENCODER_WIDTH))}, "Got both `documents`"),
         ({"text": ["a"], "context_embeds": torch.tensor(0.0)}, "Got 1 questions but 0 entries of `context_embeds`"),
         ({"text": "a", "documents": np.array(5)}, r"`documents` of row 0 is array\(5\); expected a list of strings"),
-        ({"text": "a", "documents": UserDict(text="One.")}, r"`documents` of row 0 is .*; expected a list of strings"),
     ],
 )
 def test_bad_input_is_refused_with_both_sides(processor, call, message):
@@ -264,7 +259,6 @@ def test_a_template_that_reads_a_file_is_named(processor):
     "words, message",
     [
         (torch.tensor([[1.0, 2.0], [3.0, float("nan")]]), "of row 0 is torch.float32; expected whole numbers"),
-        (torch.tensor([[30001], [5]]).half(), "of row 0 is torch.float16; expected whole numbers"),
         ([[True], [False]], "of row 0 is torch.bool; expected whole numbers"),
         ([[-2], [1]], "of row 0 is torch.int64; expected whole numbers of -1 or more"),
         ([[1], [2, 3]], "of row 0 is of type list; expected a tensor of numbers"),
@@ -276,9 +270,8 @@ def test_words_of_precomputed_slots_are_checked(processor, words, message):
     reader, embeds = processor_with(processor, context_words=True), torch.ones(2, ENCODER_WIDTH)
     with pytest.raises(ValueError, match=message):
         reader(text=QUESTION, context_embeds=embeds, context_word_ids=words)
-    for kind in (torch.int16, torch.int32):
-        found = reader(text=QUESTION, context_embeds=embeds, context_word_ids=torch.tensor([[1, -1], [2, 3]]).to(kind))
-        assert found["context_word_ids"] == [[[1, -1], [2, 3]]]
+    found = reader(text=QUESTION, context_embeds=embeds, context_word_ids=torch.tensor([[1, -1], [2, 3]]).short())
+    assert found["context_word_ids"] == [[[1, -1], [2, 3]]]
 
 
 def test_a_text_that_becomes_the_context_tokens_id_is_refused(processor, tokenizer):
