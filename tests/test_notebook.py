@@ -29,6 +29,5 @@ def test_the_notebook_prints_what_is_saved_in_it():
     assert len(saved.cells) == 20
     assert shown(again) == shown(saved)
     assert sum("image/png" in text for outputs in shown(again) for text in outputs) == 2
-    assert [each.get("execution_count") for each in again.cells] == [
-        each.get("execution_count") for each in saved.cells
-    ]
+    counts = [[cell.get("execution_count") for cell in each.cells] for each in (again, saved)]
+    assert counts[0] == counts[1]

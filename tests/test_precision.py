@@ -94,8 +94,5 @@ def test_kept_as_bytes_passages_take_a_quarter_and_are_read_almost_the_same(proc
                 assert ((found - original).abs() <= 0.5 * step + 1e-6).all()
     head = next(iter(exact._kept.values())).nbytes  # the text before the slots stays as it is
     assert (small.bytes - head) * 4 * 8 == (exact.bytes - head) * (8 + 4)  # heads of 8 in float32, or with a step each
-
-
-def test_another_dtype_of_kept_passages_is_refused(model, processor):
     with pytest.raises(ValueError, match="`dtype` is 'int4'; expected .int8."):
         model.slot_prefix_store(processor, dtype="int4")
