@@ -15,12 +15,7 @@ from arcaligner.cli import app as cli
 from arcaligner.modeling_arcaligner import ArcAlignerForCausalLM
 
 BOUNDED = settings(
-    max_examples=60,
-    phases=[Phase.explicit, Phase.generate],
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
+    max_examples=60, phases=[Phase.generate], deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 SAYS = re.compile(r"expected|must|needs|is empty|not valid|has no|[Pp]ass |[Gg]ot |[Ff]ound |Use ")
 

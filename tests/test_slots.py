@@ -1,6 +1,7 @@
 """Passages to slots: segments, what the encoder makes of them, several slots of one, and a slot's own words."""
 
 import copy
+import itertools
 import math
 import time
 from pathlib import Path
@@ -137,8 +138,8 @@ def test_the_match_of_words_is_the_mean_of_the_highest_cosines_of_those_that_say
     said = [(a, b) for a, b in asked if question[a:b].lower() not in ("who", "the", "?")]
     assert 0 < len(said) < len(asked)
     expected = torch.stack([(theirs @ asked[place]).max() for place in said]).mean().item()
-    chat = [("user", "Hi."), ("assistant", "Yes?"), ("user", question)]
-    chat = [{"role": role, "content": content} for role, content in chat]
+    said = [("user", "Hi."), ("assistant", "Yes?"), ("user", question)]
+    chat = [{"role": role, "content": content} for role, content in said]
     without_tokens = ["\u200b"]
     for each, texts in ((question, passages), (chat, passages), (question, without_tokens + passages)):
         assert word_match(processor, each, texts) == pytest.approx(expected, abs=1e-3)  # they are kept in float16
@@ -165,13 +166,11 @@ def test_all_words_of_a_long_passage_are_matched(processor, monkeypatch):
     assert len(pieces) > 1 and {encoder.num_reads(piece) for piece in pieces} == {1}
 
 
-@pytest.mark.parametrize("folder", ["checkpoint_dir", "trained"])
-def test_bfloat16_rounds_the_embeddings_which_stay_normalized_and_float32(load, folder, request):
-    folder = request.getfixturevalue(folder)
-    exact, rounded = load("float32", folder), load("bfloat16", folder)
-    for rate in ("segment", 3):
-        expected, found = (each.encode_documents(TEXTS, tokens_per_slot=rate) for each in (exact, rounded))
-        expected, found = expected.context_embeds, found.context_embeds
+def test_bfloat16_rounds_the_embeddings_which_stay_normalized_and_float32(load, checkpoint_dir, trained):
+    for folder, rate in itertools.product((checkpoint_dir, trained), ("segment", 3)):
+        exact, rounded = load("float32", folder), load("bfloat16", folder)
+        encoded = (each.encode_documents(TEXTS, tokens_per_slot=rate) for each in (exact, rounded))
+        expected, found = (each.context_embeds for each in encoded)
         torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
         assert not torch.equal(found, expected)
         torch.testing.assert_close(found.norm(dim=1), torch.ones(len(found)))
