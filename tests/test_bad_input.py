@@ -217,12 +217,6 @@ def checkpoint(tmp_path):
     return tmp_path
 
 
-def edit_weights(folder, edit):
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def load_another_way(*args, **kwargs):
     """`from_pretrained`, where transformers' loader does not call the private method that we have of it."""
     with pytest.MonkeyPatch.context() as patch:
@@ -248,12 +242,11 @@ def test_checkpoint_for_another_backbone(checkpoint, backbone, changes):
 
 
 @pytest.mark.parametrize("load", [ArcAlignerForCausalLM.from_pretrained, load_another_way])
-def test_what_is_damaged_is_refused(checkpoint, load):
-    edit_weights(checkpoint / "base", lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+def test_a_base_model_that_lacks_weights_is_refused(checkpoint, load):
+    tensors = load_file(checkpoint / "base" / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, checkpoint / "base" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"(?s)base.*layers\.1\.mlp\.up_proj"):
-        load(checkpoint / "aligner")
-    edit_weights(checkpoint / "aligner", lambda tensors: next(iter(tensors.values())).fill_(torch.nan))
-    with pytest.raises(ValueError, match="NaN or infinite values"):
         load(checkpoint / "aligner")
 
 
