@@ -260,15 +260,6 @@ def test_passages_are_ranked_for_the_prompt_that_is_answered(ask_apart, chat, op
         assert sure[number] != pytest.approx(plain, abs=1e-4)
 
 
-def test_settings_of_the_pipeline_and_of_the_call_are_those_that_passages_are_ranked_with(separate):
-    def answer(call, **settings):
-        return pipeline_of(*separate, **settings)("Who?", documents=PASSAGES, return_slots=True, **TOKENS, **call)
-
-    expected = answer({"max_passages": 1} | ALWAYS)
-    assert answer(ALWAYS, max_passages=1) == answer({"max_passages": 1}, **ALWAYS) == expected
-    assert answer({"max_passages": 1}) != expected
-
-
 def test_precomputed_slots_are_ranked_as_their_passages_and_kept_for_the_answer(apart):
     encoded = apart.processor.encode_documents(PASSAGES)
     slots = {"context_embeds": [encoded.context_embeds], "context_passage_ids": [encoded.context_passage_ids]}

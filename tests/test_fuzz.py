@@ -70,13 +70,6 @@ def test_processor(processor, text, passages, options):
     assert_works_or_says_why(processor, text=text, return_tensors="pt", **passages, **options)
 
 
-@BOUNDED
-@given(chat=messages | anything | st.lists(messages, max_size=2), documents=documents | junk)
-def test_chat(processor, chat, documents):
-    asked = {"documents": documents, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    assert_works_or_says_why(processor.apply_chat_template, chat, **asked)
-
-
 @pytest.fixture(scope="module")
 def tiny(checkpoint_dir):
     return ArcAlignerForCausalLM.from_pretrained(str(checkpoint_dir)).eval()

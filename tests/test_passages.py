@@ -2,6 +2,7 @@
 
 import copy
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -181,18 +182,14 @@ def test_passages_share_rows_of_like_length_and_read_as_one_by_one(apart, model,
     documents = [" ".join(["It was written by Ada."] * (1 + number % 5)) for number in range(12)]
     encoded = apart.slot_encoder.encode_batch([[each] for each in documents])  # 33 slots
     head = apart.prompt_ids("Who?")[0]
-    text, read, forward = read_text(model, head), [], type(model.model).forward
-
-    def record(self, *args, **kwargs):
-        read.append(tuple(kwargs["context_embeds"].shape[:2]))
-        return forward(self, *args, **kwargs)
-
+    text, forward = read_text(model, head), mock.Mock(side_effect=model.model.forward)
     alone = [read_passages(model, head, text, [each], **gates)[0] for each in encoded]
-    monkeypatch.setattr(type(model.model), "forward", record)
+    monkeypatch.setattr(type(model.model), "forward", forward)
     monkeypatch.setattr("arcaligner.generation_arcaligner.SLOTS_PER_ROW", 9)
     monkeypatch.setattr("arcaligner.generation_arcaligner.SLOTS_PER_BATCH", 20)
     for each, other in zip(read_passages(model, head, text, encoded, **gates), alone, strict=True):
         torch.testing.assert_close(each, other, **EXACT)
+    read = [tuple(call.kwargs["context_embeds"].shape[:2]) for call in forward.call_args_list]
     if gates["gate_mode"] == "off":
         assert read == [(2, 9), (2, 8)]
     else:  # each passage has its own row, and its own budget
