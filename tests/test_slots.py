@@ -305,6 +305,9 @@ def test_words_are_read_and_travel_with_embeddings_that_were_made_before(words_m
     expected = words_processor(text=QUESTION, documents=DOCUMENTS, return_tensors="pt")
     assert given.keys() == expected.keys()
     torch.testing.assert_close(dict(given), dict(expected))
+    both = words_processor(text=[QUESTION] * 2, documents=[["Ada."], DOCUMENTS], return_tensors="pt")
+    assert torch.equal(both["context_word_ids"][1], expected["context_word_ids"][0])
+    assert (both["context_word_ids"][0, 1:] == -1).all()
     others = given | {"context_word_ids": given["context_word_ids"].roll(1, dims=1)}
     assert not torch.allclose(words_model(**given).logits, words_model(**others).logits)
 
