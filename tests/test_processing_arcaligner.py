@@ -217,7 +217,7 @@ def test_loading_a_processor_does_not_read_the_aligners_configuration(checkpoint
         ({"text": "a", "context_embeds": np.full((1, ENCODER_WIDTH), np.nan)}, "NaN or infinite"),
         ({"text": "a", "documents": ["One."], "context_embeds": np.zeros((1, ENCODER_WIDTH))}, "Got both `documents`"),
         ({"text": ["a"], "context_embeds": torch.tensor(0.0)}, "Got 1 questions but 0 entries of `context_embeds`"),
-        ({"text": "a", "documents": np.array(5)}, r"`documents` of row 0 is array\(5\); expected a list of strings"),
+        ({"text": "a", "documents": {"One."}}, r"`documents` of row 0 is {'One.'}; expected a list of strings"),
     ],
 )
 def test_bad_input_is_refused_with_both_sides(processor, call, message):
