@@ -42,16 +42,14 @@ def test_a_name_with_a_rate_is_a_method_of_its_own():
     assert all(find_method(name) is METHODS[name] for name in METHODS)
     assert {name for name in METHODS if METHODS[name].copies} == {"full_text_copying", "truncated_copying"}
 
+    ordered = ["naive", "arcaligner", "arcaligner_x4", "arcaligner_x16", "arcaligner_xsegment", "no_recursion"]
+    assert sorted(reversed(ordered), key=sort_key) == ordered
+
 
 @pytest.mark.parametrize("name", ["naive_x4", "arcaligner_x0", "arcaligner_x", "arcaligner_xhalf", "arcaligner_4"])
 def test_a_name_that_is_no_method_is_refused_with_those_that_are(name):
     with pytest.raises(ValueError, match=f"There is no method '{name}'.* with a rate, such as `_x4` .*: truncated"):
         find_method(name)
-
-
-def test_rates_stand_after_their_method_from_fine_to_coarse():
-    ordered = ["naive", "arcaligner", "arcaligner_x4", "arcaligner_x16", "arcaligner_xsegment", "no_recursion"]
-    assert sorted(reversed(ordered), key=sort_key) == ordered
 
 
 # What answers depend on

@@ -40,18 +40,21 @@ def test_another_machine_or_place_of_the_same_weights_goes_on(file):
     assert file.open(moved, ROWS) == ROWS[2:] and file.settings()["machine"] == "there"
 
 
-@pytest.mark.parametrize("key, value", [("weights", "other"), ("passages", "gold"), ("top_k", 1)])
-def test_answers_made_otherwise_are_refused_and_stay(file, key, value):
+@pytest.mark.parametrize(
+    "settings, row, message",
+    [
+        ({"weights": "other"}, {}, "`weights` was 'abc' and is now 'other'"),
+        ({"top_k": 1}, {}, "`top_k` was None and is now 1"),
+        ({}, {"question": "Else?"}, "row row-1 has changed"),
+        ({}, {"answers": ["x"]}, "row row-1 has changed"),
+        ({}, {"passages": []}, "row row-1 has changed"),
+    ],
+)
+def test_answers_made_otherwise_are_refused_and_stay(file, settings, row, message):
     before = file.path.read_bytes()
-    with pytest.raises(ValueError, match=rf"2 answers made with other settings: `{key}` was .* and is now {value!r}"):
-        file.open(SETTINGS | {key: value}, ROWS)
+    with pytest.raises(ValueError, match=f"2 answers made with other settings: {message}"):
+        file.open(SETTINGS | settings, [ROWS[0], ROWS[1] | row])
     assert file.path.read_bytes() == before and file.settings() == SETTINGS
-
-
-@pytest.mark.parametrize("key, value", [("question", "Else?"), ("answers", ["x"]), ("passages", [])])
-def test_another_row_of_the_same_id_is_refused(file, key, value):
-    with pytest.raises(ValueError, match="row row-1 has changed"):
-        file.open(SETTINGS, [ROWS[0], ROWS[1] | {key: value}])
 
 
 def test_the_files_of_a_run_are_found_by_task_and_method(file, tmp_path):

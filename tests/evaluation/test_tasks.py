@@ -7,7 +7,7 @@ import datasets
 import pytest
 from training_rows import HOTPOTQA, MUSIQUE, SQUAD, write_rows
 
-from arcaligner.evaluation.tasks import TASKS, Task, choose_passages
+from arcaligner.evaluation.tasks import TASKS, Task
 
 
 def asked(row_id: str, question: str, answers: list[str], passages=(), **meta) -> dict:
@@ -104,15 +104,3 @@ def test_a_task_that_is_nowhere_says_where_it_could_be(hub):
     hub.side_effect = ConnectionError("offline")
     with pytest.raises(OSError, match=r"rajpurkar/squad: ConnectionError.*squad\.jsonl\.gz into the folder"):
         TASKS["squad"].load()
-
-
-def test_passages_are_those_given_or_the_gold_ones_and_the_first_of_them():
-    texts = [("", text) for text in "abcd"]
-    rows = [asked("0", "Who?", ["Ada"], texts, gold=[3, 1]), asked("1", "Who?", ["Ada"], texts)]
-
-    def read(*choice) -> list[str]:
-        return ["".join(each["text"] for each in found["passages"]) for found in choose_passages(rows, *choice)]
-
-    assert read("given", None) == ["abcd", "abcd"] and read("given", 2) == ["ab", "ab"]
-    assert read("gold", None) == ["db", "abcd"] and read("gold", 1) == ["d", "a"]
-    assert len(rows[0]["passages"]) == 4
