@@ -44,9 +44,8 @@ def assert_same_reading(found, expected):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("number", [0, 1])
-def test_text_is_read_anew_behind_the_same_passages_and_behind_kept_ones(known, models, apart, number):
-    base, row = models[1], known.draw(3, number)
+def test_text_is_read_anew_behind_the_same_passages_and_behind_kept_ones(known, models, apart):
+    base, row = models[1], known.draw(3, 1)
     asked = row | {"question": "And when?"}
     for name, each in (("text", row), ("text_same_set", asked)):  # the second asks about the passages of the first
         whole = text_inputs(apart, [full_text(each)])
@@ -59,17 +58,12 @@ def test_text_is_read_anew_behind_the_same_passages_and_behind_kept_ones(known, 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("rate", RATES)
-def test_kept_slots_are_those_of_reading_the_combination_at_once(known, models, apart, rate):
+def test_kept_slots_are_those_of_reading_the_combination_or_the_likeliest_passage_at_once(known, models, apart):
     row = known.draw(4, 7)
-    expected = models[0](**slot_inputs(apart, [row], tokens_per_slot=rate), use_cache=True)
-    for end in ("", "_folder"):
-        assert_same_reading(known.arms[f"slots_x{rate}{end}"](row), expected)
-
-
-@torch.no_grad()
-def test_of_kept_passages_the_likeliest_is_read(known, models, apart):
-    row = known.draw(4, 7)
+    for rate in RATES:
+        expected = models[0](**slot_inputs(apart, [row], tokens_per_slot=rate), use_cache=True)
+        for end in ("", "_folder"):
+            assert_same_reading(known.arms[f"slots_x{rate}{end}"](row), expected)
     (ranked,) = rank_passages(models[0].slot_prefix_store(apart), [row["question"]], [row["passages"]])
     (best,) = likeliest(ranked, 1)
     alone = slot_inputs(apart, [row | {"passages": row["passages"][best : best + 1]}])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from arcaligner.evaluation.analyses.figures import draw_rates, rate_curves, speed_curves
+from arcaligner.evaluation.analyses.figures import draw_rates, speed_curves
 from arcaligner.evaluation.analyses.speed import find_size
 
 
@@ -18,13 +18,7 @@ METHODS |= {"llmlingua_x16": numbers(20.0, 12.0)}  # a single one is no line
 SETS = {"Naive only": {"methods": {"naive": numbers(10.0)}}, "SQuAD": {"methods": METHODS}}
 
 
-def test_each_method_has_a_point_for_each_rate_from_fine_to_coarse():
-    curves = rate_curves(SETS["SQuAD"])
-    assert list(curves) == ["truncated text", "ArcAligner"] and rate_curves(SETS["Naive only"]) == {}
-    assert curves["ArcAligner"] == [(rate, METHODS[name]["f1"]) for name, rate in RATES.items()]
-
-
-def test_a_line_of_the_figure_goes_through_the_points_of_its_method():
+def test_a_line_goes_through_the_points_of_its_method_from_fine_to_coarse():
     figure = draw_rates(SETS)
     (axes,) = figure.axes
     line, (lower, upper), _ = axes.containers[1]
