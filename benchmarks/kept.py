@@ -50,33 +50,26 @@ from ..pipeline_arcaligner import likeliest, passages_to_read, rank_passages
 from ..prefix_store_arcaligner import SlotPrefixStore
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.prompts import text_ids
-from .arms import FirstToken, join_rows, load_models, pick_rows, read, share
+from .arms import FirstToken, first_tokens, join_rows, load_models, pick_rows, read, share, time_rounds
 from .latency import parse_sizes
-from .measuring import first_tokens, time_rounds
 
 SPARE = 4  # known passages beyond those of the largest combination
 
 
 class TextReader:
-    """The base model reads text: anew, behind the same passages as before, or behind kept passages, which are written
-    to `folder` as well."""
+    """The base model reads text: anew, behind the same passages as before, or behind the kept `passages`, each read
+    behind the text before it and written to `folder` as well."""
 
-    def __init__(self, base: PreTrainedModel, processor: ArcAlignerProcessor, folder: Path):
+    def __init__(self, base: PreTrainedModel, processor: ArcAlignerProcessor, passages: list[dict], folder: Path):
         self.base, self.processor, self.folder = base, processor, folder
         folder.mkdir(parents=True)
-        self.head: torch.Tensor | None = None
         self.kept: dict[str, torch.Tensor] = {}  # (num_layers, 2, heads, num_tokens, head_dim), by the text
         self._last: tuple[Row, FirstToken] | None = None
-
-    def keep(self, row: Row) -> None:
-        """Reads each passage of `row` behind the text before it, and writes it."""
-        prompt = apart_text(self.processor, row)
-        if self.head is None:
-            self.head = read_text(self.base, prompt.head)
+        prompt = apart_text(processor, {"question": "?", "passages": passages})
+        self.head = read_text(base, prompt.head)
         start = len(prompt.head)
-        for passage, ids in zip(row["passages"], prompt.passages, strict=True):
-            cache = join_keys_values([[self.head]], self.base.config)
-            own = read(self.base, *self._new(ids, start), cache).cache
+        for passage, ids in zip(passages, prompt.passages, strict=True):
+            own = read(base, *self._new(ids, start), join_keys_values([[self.head]], base.config)).cache
             self.kept[passage["text"]] = keys_values_of(own, 0, start, start + len(ids))
             save_keys_values(self._path(passage), self.kept[passage["text"]], {})
 
@@ -158,12 +151,14 @@ class Known:
         (aligner, base), self.rows = models, rows
         self.device = str(base.device)
         passages = [row["passages"][0] for row in rows]
-        reader = TextReader(base, processor, folder / "text_apart")
-        reader.keep({"question": "?", "passages": passages})
+        reader = TextReader(base, processor, passages, folder / "text_apart")
         self.text_tokens = sum(each.shape[3] for each in reader.kept.values()) / len(rows)
-        self.arms: dict[str, Callable[[Row], FirstToken]] = {"text": reader.anew, "text_same_set": reader.same_set}
-        self.arms |= {"text_apart": partial(reader.apart, from_folder=False)}
-        self.arms |= {"text_apart_folder": partial(reader.apart, from_folder=True)}
+        self.arms: dict[str, Callable[[Row], FirstToken]] = {
+            "text": reader.anew,
+            "text_same_set": reader.same_set,
+            "text_apart": partial(reader.apart, from_folder=False),
+            "text_apart_folder": partial(reader.apart, from_folder=True),
+        }
         self.folders = {"text_apart_folder": reader.folder}
         per_slot = math.prod(entry_shape(base.config, 1)) * base.dtype.itemsize
         self.kept_bytes = {"text_apart": self.text_tokens * per_slot}
@@ -197,8 +192,7 @@ class Known:
             row = self.draw(k, number)
             return {name: partial(arm, row) for name, arm in self.arms.items()}
 
-        for name, arm in turns(0).items():  # warms up; text first
-            before(name)
+        for arm in turns(0).values():  # warms up; text first
             arm()
         found = time_rounds(lambda number: turns(number + 1), self.device, rounds, seconds, before)
         return {"k": k, "rounds": len(found), "arms": {name: first_tokens(found, name, "text") for name in self.arms}}

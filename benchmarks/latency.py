@@ -26,8 +26,17 @@ from ..evaluation.settings import split_rates
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import tokenize_segments
-from .arms import both_prompts, cache_bytes, join_rows, load_models, make_arms, pick_rows
-from .measuring import first_tokens, quartiles, time_rounds
+from .arms import (
+    both_prompts,
+    cache_bytes,
+    first_tokens,
+    join_rows,
+    load_models,
+    make_arms,
+    pick_rows,
+    quartiles,
+    time_rounds,
+)
 
 
 def encoder_arms(processor: ArcAlignerProcessor, row: Row, rate: int | str) -> dict[str, Callable]:

@@ -7,9 +7,8 @@ import pytest
 import torch
 from training_rows import question_rows, write_rows
 
-from arcaligner.benchmarks.arms import load_models
+from arcaligner.benchmarks.arms import first_tokens, load_models, time_rounds
 from arcaligner.benchmarks.latency import main, measure_size, parse_sizes
-from arcaligner.benchmarks.measuring import first_tokens, time_rounds
 from arcaligner.evaluation.analyses import speed
 
 
