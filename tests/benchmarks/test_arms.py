@@ -11,13 +11,8 @@ from arcaligner.train.prompts import full_text
 
 
 @pytest.fixture(scope="module", params=["joint", "separate"])
-def attention(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def models(checkpoint_dir, attention):
-    return load_models(str(checkpoint_dir), torch.float64, "cpu", passage_attention=attention)
+def models(checkpoint_dir, request):
+    return load_models(str(checkpoint_dir), torch.float64, "cpu", passage_attention=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +21,10 @@ def row(processor):
 
 
 @pytest.fixture(scope="module")
-def prompts(models, processor, attention, row):
+def prompts(models, processor, row):
     """Prompts with text and with slots, which are as exact as the models."""
-    found = both_prompts(models[0], processor_with(processor, passage_attention=attention), row, 4)
+    own = processor_with(processor, passage_attention=models[0].config.passage_attention)
+    found = both_prompts(models[0], own, row, 4)
     found[1].slots["context_embeds"] = found[1].slots["context_embeds"].double()
     return found
 
@@ -73,12 +69,10 @@ def test_prompts_are_those_of_the_evaluation_cut_where_the_question_begins(promp
 
 
 def test_rows_take_the_passages_nearest_in_length_and_the_question_of_the_first(processor):
-    texts = {f"{size}?": " ".join(["sky"] * size) for size in (1, 50, 400, 60, 55)}
-    rows = [{"question": each, "passages": [{"title": "", "text": text}]} for each, text in texts.items()]
-    tokens = [len(processor.tokenizer(row["passages"][0]["text"])["input_ids"]) for row in rows]
-    nearest = [rows[index] for index in sorted(range(5), key=lambda index: abs(tokens[index] - 150))[:3]]
-    assert pick_rows(rows, processor, 3) == nearest
-    passages = [row["passages"][0] for row in nearest]
-    assert join_rows(nearest) == {"question": nearest[0]["question"], "passages": passages}
+    passages = [{"title": "", "text": " " + "?" * size} for size in (1, 140, 400, 151, 170)]  # of about as many tokens
+    rows = [{"question": str(number), "passages": [each]} for number, each in enumerate(passages)]
+    nearest = pick_rows(rows, processor, 3)
+    assert nearest == [rows[3], rows[1], rows[4]]
+    assert join_rows(nearest) == {"question": "3", "passages": [passages[3], passages[1], passages[4]]}
     with pytest.raises(ValueError, match="Found 5 passages with a question, but 6 are wanted"):
         pick_rows(rows, processor, 6)

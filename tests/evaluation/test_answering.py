@@ -18,7 +18,6 @@ from arcaligner.evaluation.answering import (
     apart_text,
     in_batches,
     load_aligner,
-    lora_off,
     slot_inputs,
     text_inputs,
 )
@@ -67,20 +66,14 @@ def test_slots_are_read_in_the_gate_mode_that_is_asked_for_alone(model, processo
 
 
 def test_without_lora_the_slots_are_the_projectors_alone(model, processor):
-    inputs = slot_inputs(processor, ROWS[:2])
     model.config.gate_mode = "off"
-    answers = texts(SlotAnswerer(model, processor, use_lora=False))
-    with torch.inference_mode():
-        with_lora = model(**inputs).logits
-        with lora_off(model):
-            without = model(**inputs).logits
-        torch.testing.assert_close(model(**inputs).logits, with_lora, rtol=0, atol=0)
-        assert answers != texts(SlotAnswerer(model, processor))
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.zero_()
-        torch.testing.assert_close(without, model(**inputs).logits)
-    assert not torch.allclose(with_lora, without) and answers == texts(SlotAnswerer(model, processor))
+    with_lora = texts(SlotAnswerer(model, processor))
+    without = texts(SlotAnswerer(model, processor, use_lora=False))
+    assert texts(SlotAnswerer(model, processor)) == with_lora != without
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.zero_()
+    assert texts(SlotAnswerer(model, processor)) == without
 
 
 def test_the_prompt_with_text_differs_from_the_one_with_slots_in_the_passage_alone(processor):
