@@ -30,7 +30,7 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.prompts import slot_inputs, text_ids
 
 TOKENS_PER_PASSAGE = 150
-MIN_ROUNDS = 3
+MIN_ROUNDS, MAX_ROUNDS = 3, 15
 
 
 # Models
@@ -83,8 +83,9 @@ class Prompt:
 
 
 def pick_rows(rows: list[Row], processor: ArcAlignerProcessor, number: int) -> list[Row]:
-    """`number` passages with a question: those nearest to `TOKENS_PER_PASSAGE`, a row each."""
-    own = [row | {"passages": [passage]} for row in rows if row["question"] for passage in row["passages"]]
+    """`number` different passages with a question: those nearest to `TOKENS_PER_PASSAGE`, a row each."""
+    pairs = ((row, passage) for row in rows if row["question"] for passage in row["passages"])
+    own = list({passage["text"]: row | {"passages": [passage]} for row, passage in pairs}.values())
     if len(own) < number:
         raise ValueError(
             f"Found {len(own)} passages with a question, but {number} are wanted. Name larger `--data`, or fewer "
@@ -175,14 +176,13 @@ def wait_for(device: str) -> None:
 def time_rounds(
     arms_of: Callable[[int], dict[str, Callable[[], Any]]],
     device: str,
-    rounds: int,
     seconds: float,
     before: Callable[[str], Any] = lambda name: None,
 ) -> list[dict[str, float]]:
-    """Seconds of each arm in each round: at least `MIN_ROUNDS`, then at most `rounds`, until `seconds` are used.
+    """Seconds of each arm in each round: at least `MIN_ROUNDS`, then at most `MAX_ROUNDS`, until `seconds` are used.
     `arms_of` gives the arms of a round by its number; `before` is called with the name of each arm, and not timed."""
     found, start = [], time.perf_counter()
-    while len(found) < MIN_ROUNDS or (len(found) < rounds and time.perf_counter() - start < seconds):
+    while len(found) < MIN_ROUNDS or (len(found) < MAX_ROUNDS and time.perf_counter() - start < seconds):
         arms = arms_of(len(found))
         names, first, taken = list(arms), len(found) % len(arms), dict.fromkeys(arms, 0.0)
         for name in names[first:] + names[:first]:

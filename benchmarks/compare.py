@@ -119,9 +119,8 @@ class Reader:
         return answer.strip(), count_tokens(processor.tokenizer, [passages_text(row)])[0]
 
     def _read_slots(self, ask: ArcAlignerPipeline, row: Row, max_new_tokens: int) -> tuple[str, int]:
-        settings = {"tokens_per_slot": self.rate, "max_new_tokens": max_new_tokens, "return_slots": True}
-        settings |= {} if self.max_passages is None else {"max_passages": self.max_passages}
-        record = ask({"question": row["question"], "documents": row["passages"]}, **settings)[0]
+        settings = {"tokens_per_slot": self.rate, "max_passages": self.max_passages, "max_new_tokens": max_new_tokens}
+        record = ask({"question": row["question"], "documents": row["passages"]}, **settings, return_slots=True)[0]
         return record["generated_text"].strip(), record["statistics"]["slots"]
 
 

@@ -181,7 +181,7 @@ class Known:
         return join_rows(rows[-1:] + rows[:-1])
 
     @torch.no_grad()
-    def measure(self, k: int, rounds: int, seconds: float) -> dict[str, Any]:
+    def measure(self, k: int, seconds: float) -> dict[str, Any]:
         """Seconds to the first token of each arm over combinations of `k` passages."""
 
         def before(name: str) -> None:
@@ -194,14 +194,8 @@ class Known:
 
         for arm in turns(0).values():  # warms up; text first
             arm()
-        found = time_rounds(lambda number: turns(number + 1), self.device, rounds, seconds, before)
+        found = time_rounds(lambda number: turns(number + 1), self.device, seconds, before)
         return {"k": k, "rounds": len(found), "arms": {name: first_tokens(found, name, "text") for name in self.arms}}
-
-
-def know(rows: list[Row], processor: ArcAlignerProcessor, number: int) -> list[Row]:
-    """`number` rows of a passage each, all different; see [`pick_rows`]."""
-    unique = {passage["text"]: row | {"passages": [passage]} for row in rows for passage in row["passages"]}
-    return pick_rows(list(unique.values()), processor, number)
 
 
 def main(
@@ -211,7 +205,6 @@ def main(
     tokens_per_slot: Annotated[str, typer.Option(help="Numbers or `segment`, by commas.")] = "2,4,8,16,segment",
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the models.")] = "float32",
     device: Annotated[str, typer.Option(help="Where the models run: cpu, cuda.")] = "cpu",
-    rounds: Annotated[int, typer.Option(help="Maximum number of rounds of a size.")] = 15,
     seconds: Annotated[float, typer.Option(help="Seconds of a size after which no further round begins.")] = 60.0,
     data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = SQUAD_SAMPLE,
 ) -> None:
@@ -220,7 +213,7 @@ def main(
     models = load_models(checkpoint, getattr(torch, dtype), device, passage_attention="separate")
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
     processor.passage_attention = "separate"
-    rows = know(read_rows(data), processor, max(asked) + SPARE)
+    rows = pick_rows(read_rows(data), processor, max(asked) + SPARE)
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output, prefix=".kept-") as folder:
         known = Known(models, processor, rows, split_rates(tokens_per_slot), Path(folder))
@@ -233,7 +226,7 @@ def main(
             "known_passages": len(rows),
             "tokens_per_passage": known.text_tokens,
             "kept_bytes": known.kept_bytes,
-            "sizes": [known.measure(k, rounds, seconds) for k in asked],
+            "sizes": [known.measure(k, seconds) for k in asked],
         }
     typer.echo("\n".join(kept_lines(report)))
     typer.echo(json.dumps(report))

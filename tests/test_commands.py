@@ -27,8 +27,8 @@ SHORTER = {
     "python -m arcaligner evaluate --recipe smollm2_135m --tasks": "--data FOLDER --methods naive,arcaligner -n 2",
     "python -m arcaligner evaluate --recipe": "--tasks squad --methods naive,standard_rag,arcaligner -n 2",
     "python -m arcaligner evaluate": "--data FOLDER -n 2",
-    "python -m arcaligner.benchmarks.latency": "--sizes 1 --tokens-per-slot 2 --rounds 2 --seconds 1",
-    "python -m arcaligner.benchmarks.kept": "--sizes 1 --tokens-per-slot 2 --rounds 2 --seconds 1",
+    "python -m arcaligner.benchmarks.latency": "--sizes 1 --tokens-per-slot 2 --seconds 1",
+    "python -m arcaligner.benchmarks.kept": "--sizes 1 --tokens-per-slot 2 --seconds 1",
     "arcaligner compare": "--tokens-per-slot 2 -n 2",
 }
 # Commands that are not run here, by what stands in them.

@@ -9,8 +9,8 @@ from training_rows import article_rows, write_rows
 
 from arcaligner import ArcAlignerProcessor
 from arcaligner.base_model_arcaligner import CACHE, cache_of
-from arcaligner.benchmarks.arms import load_models
-from arcaligner.benchmarks.kept import Known, know, main
+from arcaligner.benchmarks.arms import load_models, pick_rows
+from arcaligner.benchmarks.kept import Known, main
 from arcaligner.evaluation.answering import ApartAnswerer, apart_text, slot_inputs, text_inputs
 from arcaligner.pipeline_arcaligner import likeliest, rank_passages
 from arcaligner.train.prompts import full_text
@@ -32,7 +32,7 @@ def apart(checkpoint_dir, models):
 
 @pytest.fixture(scope="module")
 def known(models, apart, tmp_path_factory):
-    return Known(models, apart, know(article_rows(6, questions=1), apart, 6), RATES, tmp_path_factory.mktemp("kept"))
+    return Known(models, apart, pick_rows(article_rows(6), apart, 6), RATES, tmp_path_factory.mktemp("kept"))
 
 
 def assert_same_reading(found, expected):
@@ -73,7 +73,7 @@ def test_kept_slots_are_those_of_reading_the_combination_or_the_likeliest_passag
 def test_known_passages_are_never_read_again_and_folders_are_read_each_time(known):
     stores = {name: arm.args[0] for name, arm in known.arms.items() if name.startswith("slots")}
     before = {name: (store.misses, store.loads) for name, store in stores.items()}
-    found = known.measure(3, rounds=3, seconds=0.0)
+    found = known.measure(3, seconds=0.0)
     for name, store in stores.items():
         misses, loads = before[name]
         assert store.misses == misses
@@ -102,7 +102,7 @@ def test_the_command_writes_a_report_and_prints_its_table(tmp_path, checkpoint_d
     data = tmp_path / "rows.jsonl"
     write_rows(data, article_rows(6, questions=1))
     options = {"sizes": "1,2", "tokens_per_slot": "4,segment", "dtype": "float32", "device": "cpu", "data": data}
-    main(tmp_path / "out", str(checkpoint_dir), rounds=3, seconds=0.0, **options)
+    main(tmp_path / "out", str(checkpoint_dir), seconds=0.0, **options)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["kept.json"]
     found = json.loads((tmp_path / "out" / "kept.json").read_text("utf-8"))
     assert [size["k"] for size in found["sizes"]] == [1, 2] and found["known_passages"] == 6

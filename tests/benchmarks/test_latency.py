@@ -7,18 +7,20 @@ import pytest
 import torch
 from training_rows import question_rows, write_rows
 
+from arcaligner.benchmarks import arms
 from arcaligner.benchmarks.arms import first_tokens, load_models, time_rounds
 from arcaligner.benchmarks.latency import main, measure_size, parse_sizes
 from arcaligner.evaluation.analyses import speed
 
 
-def test_at_least_three_rounds_are_timed_and_who_goes_first_rotates():
+def test_at_least_three_rounds_are_timed_and_who_goes_first_rotates(monkeypatch):
+    monkeypatch.setattr(arms, "MAX_ROUNDS", 4)
     seen, told = [], []
-    arms = {name: partial(seen.append, name) for name in "abc"}
-    found = time_rounds(lambda number: arms, "cpu", 4, 60.0, told.append)
+    turns = {name: partial(seen.append, name) for name in "abc"}
+    found = time_rounds(lambda number: turns, "cpu", 60.0, told.append)
     assert "".join(seen) == "".join(told) == "abcbcacababc"
     assert [list(each) for each in found] == [["a", "b", "c"]] * 4 and min(found[0].values()) > 0
-    assert len(time_rounds(lambda number: arms, "cpu", 9, 0.0)) == 3
+    assert len(time_rounds(lambda number: turns, "cpu", 0.0)) == 3
 
 
 def test_ratios_are_taken_within_a_round():
@@ -32,23 +34,24 @@ def test_a_prompt_longer_than_the_backbones_context_is_refused(checkpoint_dir, p
     models = load_models(str(checkpoint_dir), torch.float32, "cpu")
     monkeypatch.setattr(models[1].config, "max_position_embeddings", 64)
     with pytest.raises(ValueError, match="The text has .* positions but the backbone llama reads 64"):
-        measure_size(models, processor, question_rows(6), 3, "segment", rounds=3, seconds=0.0)
+        measure_size(models, processor, question_rows(6), 3, "segment", seconds=0.0)
 
 
 def test_the_command_prints_a_table_and_one_json_line(tmp_path, checkpoint_dir, capsys):
     data, output = tmp_path / "rows.jsonl", tmp_path / "found"
     write_rows(data, question_rows(6))
     options = {"sizes": "2", "dtype": "float32", "tokens_per_slot": "4,segment", "device": "cpu"}
-    main(str(checkpoint_dir), rounds=3, seconds=0.0, data=data, output=output, **options)
+    main(str(checkpoint_dir), seconds=0.0, data=data, output=output, **options)
     printed = capsys.readouterr().out
     (line,) = [line for line in printed.splitlines() if line.startswith("{")]
     found = json.loads(line)
     assert found["data"] == "rows.jsonl"
     fine, coarse = found["sizes"]
-    assert [(each["tokens_per_slot"], each["k"], each["rounds"]) for each in (fine, coarse)] == [
-        (4, 2, 3),
-        ("segment", 2, 3),
-    ]
+    assert (
+        fine["k"] == 2
+        and fine["rounds"] == 3
+        and [fine["tokens_per_slot"], coarse["tokens_per_slot"]] == [4, "segment"]
+    )
     assert fine["slots"] > coarse["slots"]
     for size in (fine, coarse):
         assert set(size["encoder"]) == {"segmenting", "encoding"} and list(size["arms"]) == list(speed.ARM_TITLES)
