@@ -38,7 +38,7 @@ NOT_HERE = {
     "--accelerate": "several GPUs",
     "arcaligner push": "the Hub",
     "user/aligner": "the Hub",
-    "analyses.refusals": "answers at two rates; tested in tests/evaluation/test_refusals.py",
+    "analyses.refusals": "answers at two rates; tested in tests/evaluation/test_results.py",
     "lm_eval": "the extra `lm-eval`",
     "llama.cpp": "the extra `llama-cpp`",
     "evaluation.publish": "writes the documents of a clone",

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
+from conftest import processor_with
 from tiny_models import random_probe
 from training_rows import article_rows, write_rows
 
-from arcaligner import ArcAlignerProcessor
 from arcaligner.base_model_arcaligner import CACHE, cache_of
 from arcaligner.benchmarks.arms import load_models, pick_rows
 from arcaligner.benchmarks.kept import Known, main
@@ -24,10 +24,8 @@ def models(checkpoint_dir):
 
 
 @pytest.fixture(scope="module")
-def apart(checkpoint_dir, models):
-    processor = ArcAlignerProcessor.from_pretrained(checkpoint_dir)
-    processor.passage_attention, processor.answer_probe = "separate", random_probe(models[0])
-    return processor
+def apart(processor, models):
+    return processor_with(processor, passage_attention="separate", answer_probe=random_probe(models[0]))
 
 
 @pytest.fixture(scope="module")

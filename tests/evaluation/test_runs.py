@@ -5,7 +5,7 @@ import json
 import pytest
 from training_rows import question_rows
 
-from arcaligner.evaluation.runs import AnswerFile, answer_files, row_digest
+from arcaligner.evaluation.runs import AnswerFile, row_digest
 
 SETTINGS = {"weights": "abc", "passages": "given", "top_k": None, "machine": "here", "checkpoint": "runs/a"}
 ROWS = question_rows(4)
@@ -55,9 +55,3 @@ def test_answers_made_otherwise_are_refused_and_stay(file, settings, row, messag
     with pytest.raises(ValueError, match=f"2 answers made with other settings: {message}"):
         file.open(SETTINGS | settings, [ROWS[0], ROWS[1] | row])
     assert file.path.read_bytes() == before and file.settings() == SETTINGS
-
-
-def test_the_files_of_a_run_are_found_by_task_and_method(file, tmp_path):
-    AnswerFile(tmp_path, "nq", "arcaligner").open(SETTINGS, ROWS)  # nothing answered yet
-    (tmp_path / "results.json").write_text("{}")
-    assert answer_files(tmp_path) == [file]
