@@ -185,9 +185,8 @@ def run_compare(
     rows = find_passages(rows, sources, processor, top_k)
     readers = [Reader("text, by the base model", None, aligner)]
     if full_text_lora is not None:
-        readers.append(
-            Reader("text, by the fine-tuned base model", None, load_text_lora(checkpoint, full_text_lora, device)[0])
-        )
+        tuned, _ = load_text_lora(checkpoint, full_text_lora, device)
+        readers.append(Reader("text, by the fine-tuned base model", None, tuned))
     readers += [Reader(f"slots, {rate_title(rate)}", rate, aligner, max_passages) for rate in rates]
     found = compare(rows, readers, processor)
     cells = [cells_of(title, each, found[readers[0].title], rows) for title, each in found.items()]
@@ -195,12 +194,10 @@ def run_compare(
     machine = describe_machine(device)
     about = f"{counted(len(rows), 'question')}, {known} with answers. {machine['cpu']}, {machine['threads']} threads, "
     about += f"{machine['device']}, torch {machine['torch']}. Base model {aligner.config.base_model_name_or_path}."
-    remarks = REMARKS
+    remarks = [REMARKS]
     if max_passages is not None and any(len(row["passages"]) > max_passages for row in rows):
-        remarks += (
-            f" Of more passages slots read the {max_passages} that most likely answer; asking each takes time, too."
-        )
-    lines = [*markdown_table(COLUMNS, cells), "", remarks, "", about]
+        remarks += [f"Of more passages slots read the {max_passages} likeliest to answer; asking each takes time, too."]
+    lines = [*markdown_table(COLUMNS, cells), "", " ".join(remarks), "", about]
     write_whole(output / "comparison.md", "\n".join(["# Text and slots", "", *lines, ""]))
     answers = [
         {"question": row["question"], "answers": row["answers"]}

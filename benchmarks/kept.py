@@ -16,7 +16,6 @@ learned, so one that was trained to read passages jointly is read apart here.
 """
 
 import json
-import math
 import os
 import random
 import sys
@@ -37,14 +36,7 @@ from ..configuration_arcaligner import check_length
 from ..evaluation.analyses.speed import KEPT_REPORT, LIKELIEST, kept_lines
 from ..evaluation.answering import apart_text
 from ..evaluation.settings import split_rates
-from ..generation_arcaligner import (
-    entry_shape,
-    join_keys_values,
-    keys_values_of,
-    load_keys_values,
-    read_text,
-    save_keys_values,
-)
+from ..generation_arcaligner import join_keys_values, keys_values_of, load_keys_values, read_text, save_keys_values
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..pipeline_arcaligner import likeliest, passages_to_read, rank_passages
 from ..prefix_store_arcaligner import SlotPrefixStore
@@ -125,12 +117,9 @@ def drop_from_memory(folder: Path) -> None:
     if sys.platform != "linux":
         return
     for path in folder.glob("*.safetensors"):
-        file = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(file)  # what is not written yet cannot be dropped
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(file)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # what is not written yet cannot be dropped
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class Known:
@@ -160,8 +149,8 @@ class Known:
             "text_apart_folder": partial(reader.apart, from_folder=True),
         }
         self.folders = {"text_apart_folder": reader.folder}
-        per_slot = math.prod(entry_shape(base.config, 1)) * base.dtype.itemsize
-        self.kept_bytes = {"text_apart": self.text_tokens * per_slot}
+        self.kept_bytes = {"text_apart": sum(each.nbytes for each in reader.kept.values()) / len(rows)}
+        per_slot = self.kept_bytes["text_apart"] / self.text_tokens
         for rate in rates:
             name, path = f"slots_x{rate}", folder / f"slots_x{rate}"
             memory = SlotPrefixStore(aligner, processor, max_bytes=2**40)

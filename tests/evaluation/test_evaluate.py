@@ -21,16 +21,12 @@ pytestmark = pytest.mark.usefixtures("few_tokens")
 
 @pytest.fixture
 def data(tmp_path):
-    """Four questions of SQuAD, of HotpotQA four with a distractor among their passages, and two of NaturalQA, without
-    any passage."""
+    """Four questions of SQuAD, the same of HotpotQA with a second passage, and two of NaturalQA without any."""
     (folder := tmp_path / "data").mkdir()
-    rows = question_rows(4)
+    rows, other = question_rows(4), {"title": "", "text": "This is one. Not that."}
     write_rows(folder / "squad.jsonl.gz", rows)
+    write_rows(folder / "hotpotqa.jsonl", [row | {"passages": [other, *row["passages"]]} for row in rows])
     write_rows(folder / "nq.jsonl", [row | {"passages": []} for row in rows[:2]])
-    for row in rows:
-        row["passages"] = [{"title": "", "text": "This is one. Not that."}, *row["passages"]]
-        row["meta"] = {"gold": [1]}
-    write_rows(folder / "hotpotqa.jsonl", rows)
     return folder
 
 
