@@ -28,6 +28,7 @@ from rich.progress import track
 from ..common.files import counted, describe_machine, markdown_table, read_json_lines, write_whole
 from ..common.passages import PASSAGE_WORDS
 from ..common.rows import Row, contains_match, own_row, token_f1, usable_golds
+from ..evaluation.analyses.speed import machine_line
 from ..evaluation.answering import count_tokens, load_aligner, load_text_lora
 from ..evaluation.methods import rate_title
 from ..evaluation.tasks import with_found
@@ -191,9 +192,8 @@ def run_compare(
     found = compare(rows, readers, processor)
     cells = [cells_of(title, each, found[readers[0].title], rows) for title, each in found.items()]
     known = sum(bool(usable_golds(row["answers"])) for row in rows)
-    machine = describe_machine(device)
-    about = f"{counted(len(rows), 'question')}, {known} with answers. {machine['cpu']}, {machine['threads']} threads, "
-    about += f"{machine['device']}, torch {machine['torch']}. Base model {aligner.config.base_model_name_or_path}."
+    about = f"{counted(len(rows), 'question')}, {known} with answers. {machine_line(describe_machine(device))}. "
+    about += f"Base model {aligner.config.base_model_name_or_path}."
     remarks = [REMARKS]
     if max_passages is not None and any(len(row["passages"]) > max_passages for row in rows):
         remarks += [f"Of more passages slots read the {max_passages} likeliest to answer; asking each takes time, too."]

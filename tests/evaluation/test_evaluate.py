@@ -1,5 +1,7 @@
-"""An evaluation answers each question with each method once, goes on after a kill, and skips what is not here."""
+"""An evaluation answers each question with each method once, goes on after a kill, and skips what is not here; answers
+that do not belong together are refused."""
 
+import json
 import logging
 from unittest.mock import Mock
 
@@ -13,7 +15,7 @@ from arcaligner.evaluation import answering
 from arcaligner.evaluation.evaluate import evaluate, load_rows
 from arcaligner.evaluation.methods import METHODS
 from arcaligner.evaluation.metrics import METRICS
-from arcaligner.evaluation.runs import AnswerFile
+from arcaligner.evaluation.runs import AnswerFile, row_digest
 from arcaligner.evaluation.settings import read_settings
 
 pytestmark = pytest.mark.usefixtures("few_tokens")
@@ -150,3 +152,55 @@ def test_a_task_without_any_passage_is_asked_of_those_that_read_none_alone(setti
     assert "NaturalQA: 1 of 2 questions have no passage" in caplog.text
     by_id = {row["id"]: row for row in answers(made, "nq", "arcaligner")}
     assert by_id["row-0"]["context_tokens"] == 1 and by_id["row-0"]["recall"] == 0.0
+
+
+# Answers line by line
+
+SETTINGS = {"weights": "abc", "passages": "given", "top_k": None, "machine": "here", "checkpoint": "runs/a"}
+ROWS = question_rows(4)
+LINES = [{"id": row["id"], "prediction": "é", "row": row_digest(row)} for row in ROWS]
+
+
+@pytest.fixture
+def file(tmp_path) -> AnswerFile:
+    """Answers to the first two rows."""
+    file = AnswerFile(tmp_path, "squad", "naive")
+    assert file.open(SETTINGS, ROWS) == ROWS
+    file.append(LINES[:2])
+    return file
+
+
+@pytest.mark.parametrize("kept", [1, 20, -1])
+def test_a_line_that_a_kill_cut_off_is_answered_anew(file, kept):
+    whole = file.path.read_bytes()
+    file.path.write_bytes(whole + json.dumps(LINES[2], ensure_ascii=False).encode()[:kept])
+    assert file.read() == LINES[:2] and file.open(SETTINGS, ROWS) == ROWS[2:]
+    with file.claim():
+        with pytest.raises(ValueError, match=r"Another process answers into .*naive\.jsonl"):
+            with AnswerFile(file.run, file.task, file.method).claim():
+                pass
+        file.append(LINES[2:3])
+    assert file.read() == LINES[:3] and file.path.read_bytes().startswith(whole)
+
+
+def test_another_machine_or_place_of_the_same_weights_goes_on(file):
+    moved = SETTINGS | {"machine": "there", "checkpoint": "runs/b"}
+    assert file.open(moved, ROWS[:2]) == [] and file.settings()["machine"] == "here"  # nothing was left to answer
+    assert file.open(moved, ROWS) == ROWS[2:] and file.settings()["machine"] == "there"
+
+
+@pytest.mark.parametrize(
+    "other, row, message",
+    [
+        ({"weights": "other"}, {}, "`weights` was 'abc' and is now 'other'"),
+        ({"top_k": 1}, {}, "`top_k` was None and is now 1"),
+        ({}, {"question": "Else?"}, "row row-1 has changed"),
+        ({}, {"answers": ["x"]}, "row row-1 has changed"),
+        ({}, {"passages": []}, "row row-1 has changed"),
+    ],
+)
+def test_answers_made_otherwise_are_refused_and_stay(file, other, row, message):
+    before = file.path.read_bytes()
+    with pytest.raises(ValueError, match=f"2 answers made with other settings: {message}"):
+        file.open(SETTINGS | other, [ROWS[0], ROWS[1] | row])
+    assert file.path.read_bytes() == before and file.settings() == SETTINGS
