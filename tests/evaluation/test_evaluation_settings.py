@@ -12,7 +12,8 @@ NEEDED = {"checkpoint": "user/aligner", "output": "runs/x"}
 
 
 def test_the_command_line_goes_over_the_recipe(tmp_path):
-    (path := tmp_path / "r.yaml").write_text("{checkpoint: a, batch_size: 4, tasks: {squad: {top_k: 3}, nq: }}")
+    tasks = "{squad: {top_k: 3, num_questions: 5}, nq: }"
+    (path := tmp_path / "r.yaml").write_text(f"{{checkpoint: a, batch_size: 4, tasks: {tasks}}}")
     settings = read_settings(path, NEEDED | {"methods": ["naive"], "device": None}, {"num_questions": 7})
     assert settings.checkpoint == "user/aligner" and settings.methods == ["naive"] and settings.batch_size == 4
     assert settings.device == "cpu" and settings.output == Path("runs/x")

@@ -89,6 +89,7 @@ def test_a_page_has_no_heading_without_anything_below_and_no_set_of_questions_wi
     AnswerFile(tmp_path, "nq", "naive").open({"machine": "there"}, [{"id": "0"}])  # nothing answered yet
     page = results_page(results := summarize(tmp_path))
     assert {name: entry["passages"] for name, entry in results["sets"].items()} == {"AdversarialQA": "given"}
+    assert results["machine"] == "here"
     headings = [line for line in page.splitlines() if line.startswith("## ")]
     assert headings == ["## Positions"] and "\n\n\n" not in page
 
