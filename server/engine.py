@@ -434,9 +434,9 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
         self,
         group: list[Request],
         prompt_tokens: list[int],
-        engine: Any,
+        engine: Engine,
         began: float,
-        watch: AnswerConfidence | None = None,
+        watch: AnswerConfidence | None,
     ):
         self.group, self.prompt_tokens, self.engine, self.watch = group, prompt_tokens, engine, watch
         self.eos = set(torch.tensor(engine.model.generation_config.eos_token_id).reshape(-1).tolist())
@@ -461,7 +461,8 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
 
     def _put_token(self, row: int, token: int) -> None:
         request = self.group[row]
-        if self._is_refused(row):
+        least = request.min_confidence
+        if self.watch is not None and least is not None and self.watch.confidence[row].item() < least:
             self.said[row], self.reasons[row] = self.engine.processor.no_answer, "stop"
             request.on_text(self.said[row])
             return self._finish(row)
@@ -490,10 +491,6 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
         new, self.said[row] = text[len(self.said[row]) :], text
         if new:
             self.group[row].on_text(new)
-
-    def _is_refused(self, row: int) -> bool:
-        least = self.group[row].min_confidence
-        return self.watch is not None and least is not None and self.watch.confidence[row].item() < least
 
     def end(self) -> None:
         """Nothing is left: each row is told its last piece when it is done."""

@@ -268,7 +268,7 @@ def test_the_demo_shows_every_question_with_its_answer_and_how_many_are_right(ch
     monkeypatch.setattr(demo, "contains_match", lambda answer, golds: float(golds == CASES[0]["answers"]))
     demo.run_demo(chooser, console := Console(file=io.StringIO(), width=400))
     shown = " ".join(console.file.getvalue().split())
-    many, (refused,), cases = (each.rows for each in demo.demo_questions("unanswerable"))
+    many, (refused,), cases = demo.demo_questions("unanswerable").values()
     assert cases == CASES and [len(row["passages"]) for row in many] == [20] * 10
     assert refused["question"] == many[0]["question"] and refused["answers"] == ["unanswerable"]
     texts = [each["text"] for each in refused["passages"]]
@@ -278,7 +278,7 @@ def test_the_demo_shows_every_question_with_its_answer_and_how_many_are_right(ch
         assert (f"gold: {row['answers'][0]}" in shown) == (row != CASES[0])  # where the answer is right, it says enough
     assert len(re.findall(r" [01]\.\d\d ", shown)) == 14 and "1 of 14 answers contain a gold answer" in shown
     assert shown.count(" unanswerable ") == 15  # all are refused, and one gold answer is that
-    assert [len(each.rows) for each in demo.demo_questions()] == [10, 3]  # of an aligner that refuses nothing
+    assert [*map(len, demo.demo_questions().values())] == [10, 3]  # of an aligner that refuses nothing
 
 
 def test_a_row_of_the_demo_is_green_where_it_is_right_and_has_the_gold_answer_where_not():
