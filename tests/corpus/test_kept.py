@@ -4,6 +4,7 @@ import re
 import shutil
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -151,9 +152,7 @@ def test_what_cannot_be_read_ahead_is_refused(run_cli, corpus, apart, checkpoint
             read_corpus(corpus, *apart)
     assert not kept_folder(corpus)
 
-    def full(tensors, path, metadata):
-        raise SafetensorError("No space left on device")
-
+    full = Mock(side_effect=SafetensorError("No space left on device"))
     monkeypatch.setattr("arcaligner.generation_arcaligner.save_file", full)
     with pytest.raises(OSError, match="could not be written. Make room, and run this again"):
         read_corpus(corpus, *apart)

@@ -51,11 +51,7 @@ def test_a_file_becomes_passages_with_titles_and_pages(drop, monkeypatch):
         (400, "file holds no text.", {"name": "", "data": b""}),
         (413, f"longer than {app.MAX_FILE_BYTES} bytes", {"data": b"x" * (app.MAX_FILE_BYTES + 1)}),
         (401, "The API key is missing or wrong", {"key": "another"}),
-        (
-            415,
-            "`Content-Type: application/octet-stream`",
-            {"kind": "text/plain"},
-        ),  # what a form of another page may send
+        (415, "`Content-Type: application/octet-stream`", {"kind": "text/plain"}),  # of a form of another page
     ],
     ids=["no text", "password", "binary", "nothing", "large", "key", "form"],
 )
