@@ -8,7 +8,6 @@ import lancedb
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-import torch
 from conftest import new_processor
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +17,7 @@ from training_rows import write_rows
 from arcaligner.common.passages import cut_passages
 from arcaligner.corpus import build
 from arcaligner.corpus.build import build_corpus, passage_rows
-from arcaligner.corpus.retrieve import Retriever, slot_passages
+from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.sources import read_documents
 from arcaligner.corpus.table import METADATA, Corpus
 
@@ -48,28 +47,6 @@ def test_the_heading_of_a_markdown_file_is_its_title_and_not_read_again(tmp_path
         (tmp_path / f"{name}.md").write_text(text)
     found = [(each.title, each.text) for each in read_documents([str(tmp_path)], pytest.fail)]
     assert found == [("Ada", "\n      \nShe wrote."), ("", "# Alone"), ("", fenced), ("", long)]
-
-
-@pytest.mark.parametrize("rate", ["segment", 3])
-def test_stored_slots_are_those_of_the_processor(rate, make_corpus, letters, base_model_dir, encoder_dir, processor):
-    reads_words = new_processor(base_model_dir, encoder_dir, context_words=True)
-    reads_words.encoder = processor.encoder
-    corpus = make_corpus(letters, by=reads_words, passage_words=16, tokens_per_slot=rate)
-    reads_words.tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=3)
-    corpus.check(reads_words)  # how a call pads does not matter
-    rows = rows_of(corpus)
-    found = slot_passages(rows, context_words=True)
-    documents = {str(path): path.read_text() for path in (letters / "letter.txt", letters / "old" / "ski.md")}
-    for each in found.documents:
-        assert each["text"] == documents[each["document"]][each["start"] : each["end"]]
-    assert [each["title"] for each in found.documents] == ["", "", "", "Zhaparov"]
-    expected = reads_words.encode_documents(found.documents, tokens_per_slot=rate)
-    assert found.encoded.segments == expected.segments
-    torch.testing.assert_close(found.encoded.context_embeds, expected.context_embeds.half().float(), atol=1e-3, rtol=0)
-    torch.testing.assert_close(found.encoded.context_word_ids, expected.context_word_ids)
-    first = slot_passages(rows.slice(0, 1), context_words=True).encoded.context_embeds.mean(dim=0)
-    vector = torch.tensor(rows["vector"][0].as_py(), dtype=torch.float32)
-    torch.testing.assert_close(vector, torch.nn.functional.normalize(first, dim=0), atol=2e-3, rtol=0)
 
 
 def test_a_killed_build_goes_on_where_it_was(tmp_path, monkeypatch, processor, make_corpus):

@@ -1,9 +1,11 @@
 """A question finds its passages, and their stored slots are read without encoding them again."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from conftest import new_processor
 from sentence_transformers import CrossEncoder
 from training_rows import write_rows
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
@@ -14,32 +16,38 @@ from arcaligner.corpus.table import Corpus
 from arcaligner.encoder_arcaligner import SlotEncoder
 
 
-def test_passages_come_with_the_slots_that_encoding_them_gives(corpus, processor, monkeypatch):
-    retriever = Retriever(corpus, processor)
+@pytest.mark.parametrize(("rate", "has_words"), [("segment", False), ("segment", True), (3, True)])
+def test_passages_come_with_the_slots_that_encoding_them_gives(
+    rate, has_words, letters, make_corpus, base_model_dir, encoder_dir, monkeypatch
+):
+    reader = new_processor(base_model_dir, encoder_dir, context_words=has_words)
+    corpus, question = make_corpus(letters, by=reader, passage_words=16, tokens_per_slot=rate), "Who is a ski jumper?"
+    reader.tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=3)  # how a call pads does not matter
+    retriever = Retriever(corpus, reader)
     with monkeypatch.context() as patched:
         patched.setattr(SlotEncoder, "encode_batch", lambda *a, **k: pytest.fail("a passage was encoded again"))
-        found = retriever("Who has competed as a Kazakh ski jumper?", top_k=3)
-    expected = processor.encode_documents(found.documents)
-    assert found.encoded.segments == expected.segments and len(found.documents) == 3
-    torch.testing.assert_close(found.encoded.context_embeds, expected.context_embeds, atol=1e-3, rtol=0)
-    assert found.encoded.context_word_ids is None and set(found.inputs) == {"context_embeds", "context_passage_ids"}
-    assert torch.equal(found.encoded.context_passage_ids, expected.context_passage_ids)
-    given = processor("Who?", **found.inputs, return_tensors="pt")
-    torch.testing.assert_close(given["context_embeds"][0], found.encoded.context_embeds)
+        found = retriever(question, top_k=9)
+    assert sorted(each["title"] for each in found.documents) == ["", "", "", "Zhaparov"]
+    expected = reader.encode_documents(found.documents, tokens_per_slot=rate)
+    embeds, words, ids = found.encoded[1:4]
+    torch.testing.assert_close(embeds, expected.context_embeds, atol=1e-3, rtol=0)
+    torch.testing.assert_close((words, ids), (expected.context_word_ids, expected.context_passage_ids))
+    assert found.encoded.segments == expected.segments
+    given = reader("Who?", **found.inputs, return_tensors="pt")
+    torch.testing.assert_close(given["context_embeds"][0], embeds)
     assert found.seconds.keys() == {"retrieval", "slots"} and min(found.seconds.values()) > 0
+    query = reader.encoder.encode([question])[0]
+    for number, each in enumerate(found.documents):
+        assert each["text"] == Path(each["document"]).read_text("utf-8")[each["start"] : each["end"]]
+        vector = torch.nn.functional.normalize(embeds[ids == number].mean(dim=0), dim=0)
+        assert each["similarity"] == pytest.approx(float(vector @ query), abs=2e-3)
 
 
-def test_full_text_finds_a_word_that_the_encoder_does_not_know_and_vectors_the_nearest(corpus, processor):
-    rows = {row["text"]: row["vector"] for row in corpus.table.search().to_arrow().to_pylist()}
-    retriever = Retriever(corpus, processor)
+def test_full_text_finds_a_word_that_the_encoder_does_not_know(corpus, processor):
     for word, part in (("Toronto", "district"), ("Zhaparov's", "jump")):  # of a text and of a title
-        found = retriever(word, top_k=9).documents
-        assert part in found[0]["text"] and len(found) == len(rows)
+        found = Retriever(corpus, processor)(word, top_k=9).documents
+        assert part in found[0]["text"] and len(found) == len(corpus)
         assert [each["score"] for each in found] == sorted((each["score"] for each in found), reverse=True)
-        query = processor.encoder.encode([word])[0]
-        for each in found:
-            vector = torch.tensor(rows[each["text"]], dtype=torch.float32)
-            assert each["similarity"] == pytest.approx(float(vector @ query), abs=1e-5)
 
 
 @pytest.mark.parametrize("question", ["the of", '"(a AND', "?", "\x00", "x" * 5000])

@@ -265,8 +265,7 @@ def test_of_more_passages_the_likeliest_are_read_and_told(apart, engine_of):
     sure = record["statistics"].pop("passage_confidences")
     assert {n: each["confidence"] for n, each in enumerate(new.sources)} == pytest.approx(sure, abs=1e-4)
     assert [asdict(each) for each in new.passages.encoded.segments] == record["segments"]
-    parts = sum(new.seconds[name] for name in ("waiting", "retrieval", "slots", "choosing", "model"))
-    assert parts == pytest.approx(new.seconds["first_token"]) and new.seconds["choosing"] > 0
+    assert new.seconds["choosing"] > 0
     assert new.confidence == pytest.approx(record["statistics"].pop("confidence"), abs=1e-4)
     assert (new.kept, known.kept) == (0, 2) and new.statistics == record["statistics"]
 
