@@ -286,10 +286,8 @@ class Engine:
         return passages
 
     def _encode_documents(self, documents: str, tokens_per_slot: int | str | None) -> EncodedDocuments:
-        (encoded,) = self.processor.slot_encoder.encode_batch(
-            [json.loads(documents)], tokens_per_slot=tokens_per_slot, room=[self.limits.max_slots]
-        )
-        return encoded
+        settings = {"tokens_per_slot": tokens_per_slot, "room": [self.limits.max_slots]}
+        return self.processor.slot_encoder.encode_batch([json.loads(documents)], **settings)[0]
 
     def _choose(self, group: list[Request]) -> None:
         """Leaves each the passages that most likely answer, each asked about by itself, where it has more than it
