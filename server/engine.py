@@ -39,6 +39,7 @@ from ..pipeline_arcaligner import (
     CopyBonus,
     check_max_passages,
     likeliest,
+    passages_of,
     passages_to_read,
     rank_passages,
 )
@@ -269,6 +270,7 @@ class Engine:
         if request.documents is not None:
             began = time.perf_counter()
             documents = [each if isinstance(each, dict) else {"title": "", "text": each} for each in request.documents]
+            documents, _ = passages_of(self.processor, documents)
             encoded = self._encode(json.dumps(documents), rate)  # as text, which a cache can look up
             return SlotPassages(documents, encoded, {"retrieval": 0.0, "slots": time.perf_counter() - began})
         top_k, most = self.top_k if request.top_k is None else request.top_k, self.limits.max_slots

@@ -270,6 +270,16 @@ def test_of_more_passages_the_likeliest_are_read_and_told(apart, engine_of):
     assert (new.kept, known.kept) == (0, 2) and new.statistics == record["statistics"]
 
 
+def test_a_long_document_is_cut_as_by_the_pipeline(apart, engine_of):
+    text = " ".join(f"Sentence {number} is about word and number {number}." for number in range(100))
+    settings = {"max_new_tokens": 6, "max_passages": 1}
+    found = answer(engine_of(None, apart), [text, "Ada."], **settings)
+    (record,) = apart({"question": CHAT[0]["content"], "documents": [text, "Ada."]}, return_slots=True, **settings)
+    assert found.text.strip() == record["generated_text"].strip() and len(found.sources) == 6
+    (read,) = (each for each in found.sources if each["read"])
+    assert read["text"].startswith(record["segments"][0]["text"])
+
+
 def test_passages_of_a_batch_are_chosen_together_and_a_request_that_cannot_be_read_fails_alone(apart, engine_of):
     engine = engine_of(None, apart, max_passages=1, batch_seconds=0.5, max_batch=3)
     alone = answer(engine, PASSAGES)
