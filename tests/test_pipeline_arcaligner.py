@@ -146,7 +146,6 @@ def plain_prompt(row):
         ({"question": "Who? " * 600, "documents": ["One."]}, {}, "are 1 slots, but there is room for 0 .* a shorter"),
         (CHAT, {"documents": [DOCUMENTS]}, "Document 0 is of type list"),
         ([{"role": "system", "content": "x"}], {"documents": DOCUMENTS}, "no user message"),
-        (ROWS[0], {"handle_long_generation": "hole"}, "where the slots stand"),
         (ROWS[0], {"truncation": True, "max_length": 4}, "would cut slots"),
     ],
 )
