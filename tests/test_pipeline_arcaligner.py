@@ -136,7 +136,6 @@ def test_backbone_without_chat_template_gets_the_plain_prompt(ask, model, proces
         ({"question": "Who? " * 600, "documents": ["One."]}, {}, "are 1 slots, but there is room for 0 .* a shorter"),
         (CHAT, {"documents": [DOCUMENTS]}, "Document 0 is of type list"),
         ([{"role": "system", "content": "x"}], {"documents": DOCUMENTS}, "no user message"),
-        (ROWS[0], {"handle_long_generation": "hole"}, "where the slots stand"),
         (ROWS[0], {"truncation": True, "max_length": 4}, "would cut slots"),
     ],
 )
