@@ -40,10 +40,10 @@ _READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
 _OF_ROWS = ("context_embeds", "context_word_ids", "context_passage_ids", "copied", "about")  # of each row
 LONGEST_PASSAGE, CUT_PASSAGE = 250, 180  # words: longer documents are cut into pieces of so many
 
-# How likely it is that passages answer a question. Beyond the paper: a frozen model that has read passages and question
-# shows in its middle layers whether it found an answer, also where it goes on to invent one. A logistic regression, the
-# processor's `answer_probe`, reads this from the states of the prompt's last token. Asked of all passages together, and
-# beside how well these match the question's words, it says whether to believe the answer; of each, which ones to read.
+# How likely it is that passages answer a question. Beyond the paper: a frozen model shows in its middle layers whether
+# it found an answer. A logistic regression, the processor's `answer_probe`, reads this from the states of the prompt's
+# last token. Of all passages together, and beside how well these match the question's words, it says whether to believe
+# the answer; of each by itself, which ones to read.
 
 
 def check_max_passages(processor, max_passages: int) -> None:
@@ -68,6 +68,13 @@ def passages_to_read(processor) -> int | None:
     several are needed; `None`, all, where the aligner cannot tell it."""
     can_tell = processor.answer_probe is not None and processor.passage_attention == "separate"
     return 1 if can_tell else None
+
+
+def passages_of(processor, documents: list) -> tuple[list, list[Segment]]:
+    """The passages that documents are read as, and what each is of which document: of long ones pieces, unless the
+    aligner cannot tell which of them to read."""
+    longest = math.inf if passages_to_read(processor) is None else LONGEST_PASSAGE
+    return cut_long(documents, longest, CUT_PASSAGE, processor.spacy_model)
 
 
 # What the cosine of question and passage is worth beside the confidence, in log-odds: fitted on held-out questions.
@@ -374,8 +381,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         if isinstance(prompt, Chat):
             check_conversation(prompt.messages)
         documents = None if documents is None else documents_of(documents, "`documents` of row 0")
-        fits = None if passages_to_read(self.processor) is None else LONGEST_PASSAGE  # else nothing chooses pieces
-        passages, read = cut_long(documents or [], fits or math.inf, CUT_PASSAGE, self.processor.spacy_model)
+        passages, read = passages_of(self.processor, documents or [])
         confidences, copied, about = None, [], ("", [])
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
@@ -400,8 +406,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             about = messages, is_whole and slots["documents"] or []
             slots |= {"return_segments": return_slots, "return_tensors": "pt"}
             encoded = self._encode(asked, slots, template, **kwargs)
-        row = self._describe_row(encoded, is_question, return_slots, read, confidences)
-        row |= {"copied": copied or [], "about": about}
+        row = {"copied": copied or [], "about": about}
+        row |= self._describe_row(encoded, is_question, return_slots, read, confidences)
         return {name: encoded[name] for name in ("input_ids", "attention_mask")} | {"row": row, "prompt_text": chat}
 
     def _encode(
@@ -412,16 +418,10 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         truncation: bool | str | None = None,
         padding: bool | str | None = None,
         max_length: int | None = None,
-        handle_long_generation: str | None = None,
         tokenizer_encode_kwargs: dict | None = None,
         **generate_kwargs,
     ) -> dict[str, Any]:
         """Runs the processor on a chat or, without a chat template, on a question."""
-        if handle_long_generation is not None:
-            raise ValueError(
-                f"`handle_long_generation={handle_long_generation!r}` cuts the beginning of the prompt, where the "
-                "slots stand. Pass fewer documents, or merge more sentences into a slot."
-            )
         options = {"truncation": truncation, "padding": padding, "max_length": max_length}
         options = {name: value for name, value in options.items() if value is not None}
         options |= tokenizer_encode_kwargs or {}

@@ -7,9 +7,14 @@ slots_cached           the same, with cached keys and values of the slot prefix
 
 A prompt is cut where the question begins. Nothing in its prefix (the passages, as text or as slots) depends on the
 question, so the keys and values of a prefix serve any number of questions.
+
+The speed of a machine drifts, but ratios within a moment do not. So arms take turns in one process, who goes first
+rotates, and a ratio is taken within a round. Its median over rounds is reported with the middle half.
 """
 
 import copy
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +30,7 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.prompts import slot_inputs, text_ids
 
 TOKENS_PER_PASSAGE = 150
-BUDGET = 0.2  # of refinement, where it has one
+MIN_ROUNDS, MAX_ROUNDS = 3, 15
 
 
 # Models
@@ -78,8 +83,9 @@ class Prompt:
 
 
 def pick_rows(rows: list[Row], processor: ArcAlignerProcessor, number: int) -> list[Row]:
-    """`number` passages with a question: those nearest to `TOKENS_PER_PASSAGE`, a row each."""
-    own = [row | {"passages": [passage]} for row in rows if row["question"] for passage in row["passages"]]
+    """`number` different passages with a question: those nearest to `TOKENS_PER_PASSAGE`, a row each."""
+    pairs = ((row, passage) for row in rows if row["question"] for passage in row["passages"])
+    own = list({passage["text"]: row | {"passages": [passage]} for row, passage in pairs}.values())
     if len(own) < number:
         raise ValueError(
             f"Found {len(own)} passages with a question, but {number} are wanted. Name larger `--data`, or fewer "
@@ -155,4 +161,50 @@ def make_arms(
         "standard_rag_cached": lambda: read(base, *text.tail, share(text_prefix)),
         "off": lambda: read(aligner, slots.ids, slots.positions, **slots.slots, **off),
         "slots_cached": lambda: read(aligner, *slots.tail, share(slot_prefix)),
+    }
+
+
+# Time
+
+
+def wait_for(device: str) -> None:
+    """Waits until everything that was started on `device` is done."""
+    if torch.device(device).type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def time_rounds(
+    arms_of: Callable[[int], dict[str, Callable[[], Any]]],
+    device: str,
+    seconds: float,
+    before: Callable[[str], Any] = lambda name: None,
+) -> list[dict[str, float]]:
+    """Seconds of each arm in each round: at least `MIN_ROUNDS`, then at most `MAX_ROUNDS`, until `seconds` are used.
+    `arms_of` gives the arms of a round by its number; `before` is called with the name of each arm, and not timed."""
+    found, start = [], time.perf_counter()
+    while len(found) < MIN_ROUNDS or (len(found) < MAX_ROUNDS and time.perf_counter() - start < seconds):
+        arms = arms_of(len(found))
+        names, first, taken = list(arms), len(found) % len(arms), dict.fromkeys(arms, 0.0)
+        for name in names[first:] + names[:first]:
+            before(name)
+            wait_for(device)
+            begin = time.perf_counter()
+            arms[name]()
+            wait_for(device)
+            taken[name] = time.perf_counter() - begin
+        found.append(taken)
+    return found
+
+
+def quartiles(values: list[float]) -> dict[str, float]:
+    """The median and the middle half."""
+    lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return {"lower": lower, "median": median, "upper": upper}
+
+
+def first_tokens(found: list[dict[str, float]], name: str, text: str) -> dict[str, dict[str, float]]:
+    """Seconds of an arm, and how many times sooner it is than the arm `text`: quartiles over rounds."""
+    return {
+        "first_token": quartiles([each[name] for each in found]),
+        "speed_up": quartiles([each[text] / each[name] for each in found]),
     }

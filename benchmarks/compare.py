@@ -28,6 +28,7 @@ from rich.progress import track
 from ..common.files import counted, describe_machine, markdown_table, read_json_lines, write_whole
 from ..common.passages import PASSAGE_WORDS
 from ..common.rows import Row, contains_match, own_row, token_f1, usable_golds
+from ..evaluation.analyses.speed import machine_line
 from ..evaluation.answering import count_tokens, load_aligner, load_text_lora
 from ..evaluation.methods import rate_title
 from ..evaluation.tasks import with_found
@@ -119,9 +120,8 @@ class Reader:
         return answer.strip(), count_tokens(processor.tokenizer, [passages_text(row)])[0]
 
     def _read_slots(self, ask: ArcAlignerPipeline, row: Row, max_new_tokens: int) -> tuple[str, int]:
-        settings = {"tokens_per_slot": self.rate, "max_new_tokens": max_new_tokens, "return_slots": True}
-        settings |= {} if self.max_passages is None else {"max_passages": self.max_passages}
-        record = ask({"question": row["question"], "documents": row["passages"]}, **settings)[0]
+        settings = {"tokens_per_slot": self.rate, "max_passages": self.max_passages, "max_new_tokens": max_new_tokens}
+        record = ask({"question": row["question"], "documents": row["passages"]}, **settings, return_slots=True)[0]
         return record["generated_text"].strip(), record["statistics"]["slots"]
 
 
@@ -186,22 +186,18 @@ def run_compare(
     rows = find_passages(rows, sources, processor, top_k)
     readers = [Reader("text, by the base model", None, aligner)]
     if full_text_lora is not None:
-        readers.append(
-            Reader("text, by the fine-tuned base model", None, load_text_lora(checkpoint, full_text_lora, device)[0])
-        )
+        tuned, _ = load_text_lora(checkpoint, full_text_lora, device)
+        readers.append(Reader("text, by the fine-tuned base model", None, tuned))
     readers += [Reader(f"slots, {rate_title(rate)}", rate, aligner, max_passages) for rate in rates]
     found = compare(rows, readers, processor)
     cells = [cells_of(title, each, found[readers[0].title], rows) for title, each in found.items()]
     known = sum(bool(usable_golds(row["answers"])) for row in rows)
-    machine = describe_machine(device)
-    about = f"{counted(len(rows), 'question')}, {known} with answers. {machine['cpu']}, {machine['threads']} threads, "
-    about += f"{machine['device']}, torch {machine['torch']}. Base model {aligner.config.base_model_name_or_path}."
-    remarks = REMARKS
+    about = f"{counted(len(rows), 'question')}, {known} with answers. {machine_line(describe_machine(device))}. "
+    about += f"Base model {aligner.config.base_model_name_or_path}."
+    remarks = [REMARKS]
     if max_passages is not None and any(len(row["passages"]) > max_passages for row in rows):
-        remarks += (
-            f" Of more passages slots read the {max_passages} that most likely answer; asking each takes time, too."
-        )
-    lines = [*markdown_table(COLUMNS, cells), "", remarks, "", about]
+        remarks += [f"Of more passages slots read the {max_passages} likeliest to answer; asking each takes time, too."]
+    lines = [*markdown_table(COLUMNS, cells), "", " ".join(remarks), "", about]
     write_whole(output / "comparison.md", "\n".join(["# Text and slots", "", *lines, ""]))
     answers = [
         {"question": row["question"], "answers": row["answers"]}

@@ -16,7 +16,6 @@ learned, so one that was trained to read passages jointly is read apart here.
 """
 
 import json
-import math
 import os
 import random
 import sys
@@ -37,46 +36,32 @@ from ..configuration_arcaligner import check_length
 from ..evaluation.analyses.speed import KEPT_REPORT, LIKELIEST, kept_lines
 from ..evaluation.answering import apart_text
 from ..evaluation.settings import split_rates
-from ..generation_arcaligner import (
-    entry_shape,
-    join_keys_values,
-    keys_values_of,
-    load_keys_values,
-    read_text,
-    save_keys_values,
-)
+from ..generation_arcaligner import join_keys_values, keys_values_of, load_keys_values, read_text, save_keys_values
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..pipeline_arcaligner import likeliest, passages_to_read, rank_passages
 from ..prefix_store_arcaligner import SlotPrefixStore
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.prompts import text_ids
-from .arms import FirstToken, join_rows, load_models, pick_rows, read, share
+from .arms import FirstToken, first_tokens, join_rows, load_models, pick_rows, read, share, time_rounds
 from .latency import parse_sizes
-from .measuring import first_tokens, time_rounds
 
 SPARE = 4  # known passages beyond those of the largest combination
 
 
 class TextReader:
-    """The base model reads text: anew, behind the same passages as before, or behind kept passages, which are written
-    to `folder` as well."""
+    """The base model reads text: anew, behind the same passages as before, or behind the kept `passages`, each read
+    behind the text before it and written to `folder` as well."""
 
-    def __init__(self, base: PreTrainedModel, processor: ArcAlignerProcessor, folder: Path):
+    def __init__(self, base: PreTrainedModel, processor: ArcAlignerProcessor, passages: list[dict], folder: Path):
         self.base, self.processor, self.folder = base, processor, folder
         folder.mkdir(parents=True)
-        self.head: torch.Tensor | None = None
         self.kept: dict[str, torch.Tensor] = {}  # (num_layers, 2, heads, num_tokens, head_dim), by the text
         self._last: tuple[Row, FirstToken] | None = None
-
-    def keep(self, row: Row) -> None:
-        """Reads each passage of `row` behind the text before it, and writes it."""
-        prompt = apart_text(self.processor, row)
-        if self.head is None:
-            self.head = read_text(self.base, prompt.head)
+        prompt = apart_text(processor, {"question": "?", "passages": passages})
+        self.head = read_text(base, prompt.head)
         start = len(prompt.head)
-        for passage, ids in zip(row["passages"], prompt.passages, strict=True):
-            cache = join_keys_values([[self.head]], self.base.config)
-            own = read(self.base, *self._new(ids, start), cache).cache
+        for passage, ids in zip(passages, prompt.passages, strict=True):
+            own = read(base, *self._new(ids, start), join_keys_values([[self.head]], base.config)).cache
             self.kept[passage["text"]] = keys_values_of(own, 0, start, start + len(ids))
             save_keys_values(self._path(passage), self.kept[passage["text"]], {})
 
@@ -132,12 +117,9 @@ def drop_from_memory(folder: Path) -> None:
     if sys.platform != "linux":
         return
     for path in folder.glob("*.safetensors"):
-        file = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(file)  # what is not written yet cannot be dropped
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(file)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # what is not written yet cannot be dropped
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class Known:
@@ -158,15 +140,17 @@ class Known:
         (aligner, base), self.rows = models, rows
         self.device = str(base.device)
         passages = [row["passages"][0] for row in rows]
-        reader = TextReader(base, processor, folder / "text_apart")
-        reader.keep({"question": "?", "passages": passages})
+        reader = TextReader(base, processor, passages, folder / "text_apart")
         self.text_tokens = sum(each.shape[3] for each in reader.kept.values()) / len(rows)
-        self.arms: dict[str, Callable[[Row], FirstToken]] = {"text": reader.anew, "text_same_set": reader.same_set}
-        self.arms |= {"text_apart": partial(reader.apart, from_folder=False)}
-        self.arms |= {"text_apart_folder": partial(reader.apart, from_folder=True)}
+        self.arms: dict[str, Callable[[Row], FirstToken]] = {
+            "text": reader.anew,
+            "text_same_set": reader.same_set,
+            "text_apart": partial(reader.apart, from_folder=False),
+            "text_apart_folder": partial(reader.apart, from_folder=True),
+        }
         self.folders = {"text_apart_folder": reader.folder}
-        per_slot = math.prod(entry_shape(base.config, 1)) * base.dtype.itemsize
-        self.kept_bytes = {"text_apart": self.text_tokens * per_slot}
+        self.kept_bytes = {"text_apart": sum(each.nbytes for each in reader.kept.values()) / len(rows)}
+        per_slot = self.kept_bytes["text_apart"] / self.text_tokens
         for rate in rates:
             name, path = f"slots_x{rate}", folder / f"slots_x{rate}"
             memory = SlotPrefixStore(aligner, processor, max_bytes=2**40)
@@ -186,7 +170,7 @@ class Known:
         return join_rows(rows[-1:] + rows[:-1])
 
     @torch.no_grad()
-    def measure(self, k: int, rounds: int, seconds: float) -> dict[str, Any]:
+    def measure(self, k: int, seconds: float) -> dict[str, Any]:
         """Seconds to the first token of each arm over combinations of `k` passages."""
 
         def before(name: str) -> None:
@@ -197,17 +181,10 @@ class Known:
             row = self.draw(k, number)
             return {name: partial(arm, row) for name, arm in self.arms.items()}
 
-        for name, arm in turns(0).items():  # warms up; text first
-            before(name)
+        for arm in turns(0).values():  # warms up; text first
             arm()
-        found = time_rounds(lambda number: turns(number + 1), self.device, rounds, seconds, before)
+        found = time_rounds(lambda number: turns(number + 1), self.device, seconds, before)
         return {"k": k, "rounds": len(found), "arms": {name: first_tokens(found, name, "text") for name in self.arms}}
-
-
-def know(rows: list[Row], processor: ArcAlignerProcessor, number: int) -> list[Row]:
-    """`number` rows of a passage each, all different; see [`pick_rows`]."""
-    unique = {passage["text"]: row | {"passages": [passage]} for row in rows for passage in row["passages"]}
-    return pick_rows(list(unique.values()), processor, number)
 
 
 def main(
@@ -217,7 +194,6 @@ def main(
     tokens_per_slot: Annotated[str, typer.Option(help="Numbers or `segment`, by commas.")] = "2,4,8,16,segment",
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the models.")] = "float32",
     device: Annotated[str, typer.Option(help="Where the models run: cpu, cuda.")] = "cpu",
-    rounds: Annotated[int, typer.Option(help="Maximum number of rounds of a size.")] = 15,
     seconds: Annotated[float, typer.Option(help="Seconds of a size after which no further round begins.")] = 60.0,
     data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = SQUAD_SAMPLE,
 ) -> None:
@@ -226,7 +202,7 @@ def main(
     models = load_models(checkpoint, getattr(torch, dtype), device, passage_attention="separate")
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
     processor.passage_attention = "separate"
-    rows = know(read_rows(data), processor, max(asked) + SPARE)
+    rows = pick_rows(read_rows(data), processor, max(asked) + SPARE)
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output, prefix=".kept-") as folder:
         known = Known(models, processor, rows, split_rates(tokens_per_slot), Path(folder))
@@ -239,7 +215,7 @@ def main(
             "known_passages": len(rows),
             "tokens_per_passage": known.text_tokens,
             "kept_bytes": known.kept_bytes,
-            "sizes": [known.measure(k, rounds, seconds) for k in asked],
+            "sizes": [known.measure(k, seconds) for k in asked],
         }
     typer.echo("\n".join(kept_lines(report)))
     typer.echo(json.dumps(report))

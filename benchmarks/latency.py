@@ -5,12 +5,11 @@
 
 All arms (`arms.py`) read the same question with the same passages, in one process and in turns; who goes first
 rotates. The first pass of an arm warms up. Then rounds are timed until `--seconds` are used, at least `MIN_ROUNDS` and
-at most `--rounds`. Tokenizing, segmenting and encoding happen before; segmenting and encoding are timed separately.
+at most `MAX_ROUNDS`. Tokenizing, segmenting and encoding happen before; segmenting and encoding are timed separately.
 """
 
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,18 +25,17 @@ from ..evaluation.settings import split_rates
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import tokenize_segments
-from .arms import both_prompts, cache_bytes, join_rows, load_models, make_arms, pick_rows
-from .measuring import first_tokens, quartiles, time_rounds
-
-
-def encoder_arms(processor: ArcAlignerProcessor, row: Row, rate: int | str) -> dict[str, Callable]:
-    """The work that is done online where no embeddings are kept."""
-
-    def segment() -> list:
-        return processor.slot_encoder.segment_documents(row["passages"])
-
-    tokens = tokenize_segments(processor.tokenizer, segment(), row["passages"])
-    return {"segmenting": segment, "encoding": lambda: processor.slot_encoder.encode_tokens(tokens, rate)}
+from .arms import (
+    both_prompts,
+    cache_bytes,
+    first_tokens,
+    join_rows,
+    load_models,
+    make_arms,
+    pick_rows,
+    quartiles,
+    time_rounds,
+)
 
 
 @torch.no_grad()
@@ -47,7 +45,6 @@ def measure_size(
     rows: list[Row],
     k: int,
     rate: int | str,
-    rounds: int,
     seconds: float,
 ) -> dict[str, Any]:
     """All numbers of a question about `k` passages at a rate; `models` are those of [`load_models`]."""
@@ -58,9 +55,16 @@ def measure_size(
         check_length(text.ids.shape[1], "The text", base.config)
     except ValueError as error:
         raise ValueError(f"{k} passages are too many: name fewer in `--sizes`. {error}") from error
-    arms, encoder = make_arms(aligner, base, text, slots), encoder_arms(processor, row, rate)
+    arms = make_arms(aligner, base, text, slots)
+
+    def segment() -> list:
+        return processor.slot_encoder.segment_documents(row["passages"])
+
+    tokens = tokenize_segments(processor.tokenizer, segment(), row["passages"])
+    # What is done online where no embeddings are kept.
+    encoder = {"segmenting": segment, "encoding": lambda: processor.slot_encoder.encode_tokens(tokens, rate)}
     num_bytes = {name: cache_bytes(arm().cache) for name, arm in arms.items()}  # which warms up
-    found = time_rounds(lambda number: arms | encoder, str(aligner.device), rounds, seconds)
+    found = time_rounds(lambda number: arms | encoder, str(aligner.device), seconds)
     return {
         "k": k,
         "tokens_per_slot": rate,
@@ -93,7 +97,6 @@ def main(
         str | None, typer.Option(help="Numbers or `segment`, separated by commas.", show_default="own")
     ] = None,
     device: Annotated[str, typer.Option(help="Where the models run: cpu, cuda.")] = "cpu",
-    rounds: Annotated[int, typer.Option(help="Maximum number of rounds of a size.")] = 15,
     seconds: Annotated[float, typer.Option(help="Seconds of a size after which no further round begins.")] = 30.0,
     data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = SQUAD_SAMPLE,
     output: Annotated[Path | None, typer.Option(help="Folder for the report.")] = None,
@@ -114,7 +117,7 @@ def main(
     models = load_models(checkpoint, getattr(torch, dtype), device)
     for k, rate in itertools.product(asked, rates):
         typer.echo(f"{k} passages, rate {rate}")
-        numbers = measure_size(models, processor, rows, k, rate, rounds, seconds)
+        numbers = measure_size(models, processor, rows, k, rate, seconds)
         report["sizes"].append({"dtype": dtype, **numbers})
     typer.echo("\n".join(first_token_table(report)))
     typer.echo(json.dumps(report))

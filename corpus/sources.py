@@ -107,16 +107,15 @@ def _documents_of_rows(
 ) -> Iterator[Document]:
     for number, row in enumerate(rows, start=1):
         where, text, passages = f"{place}#{number}", row.get(options["text"]), row.get("passages")
-        title = row.get(options["title"] or "title")
+        title, known = row.get(options["title"] or "title"), where if row.get("id") is None else str(row["id"])
         if isinstance(text, str) and isinstance(title, str | None):
-            yield Document(where if row.get("id") is None else str(row["id"]), title or "", text)
+            yield Document(known, title or "", text)
         elif isinstance(passages, list) and all(_is_passage(each) for each in passages):
             # Questions share passages; each is one document, by its content.
             for each in passages:
                 title, text = each.get("title") or "", each["text"]
                 yield Document(digest([title, text]), title, text)
         else:
-            known = where if row.get("id") is None else str(row["id"])
             what = f"{where} has neither a text in `{options['text']}` nor `passages` of title and text"
             skip(what, id=None if "passages" in row else known)
 

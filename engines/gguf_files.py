@@ -1,7 +1,7 @@
 """GGUF files for llama.cpp: the slot LoRA of an aligner is written, a base model is checked.
 
 llama.cpp has names of its own for weights, and in the Llama architecture it rotates neighboring values of a head where
-transformers rotates its two halves: rows that make queries and keys are reordered (`to_neighbors`).
+transformers rotates its two halves: rows that make queries and keys are reordered (`translate`).
 """
 
 from pathlib import Path
@@ -41,13 +41,6 @@ def architecture_of(config: PreTrainedConfig) -> str:
 
 def head_dim_of(config: PreTrainedConfig) -> int:
     return config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
-
-
-def to_neighbors(states: np.ndarray, architecture: str, head_dim: int) -> np.ndarray:
-    """Queries or keys (num_heads * head_dim, ...), or the weights that make them, in llama.cpp's order."""
-    if architecture != "llama":
-        return states
-    return states.reshape(-1, 2, head_dim // 2, *states.shape[1:]).swapaxes(1, 2).reshape(states.shape)
 
 
 def export_gguf(checkpoint: str, output: str | Path) -> None:
@@ -92,10 +85,12 @@ def gguf_name(name: str, config: PreTrainedConfig) -> str:
 
 
 def translate(name: str, weight: torch.Tensor, config: PreTrainedConfig) -> np.ndarray:
-    weight = weight.detach().float().numpy()
-    if ".attn_q." in name or ".attn_k." in name:
-        weight = to_neighbors(weight, architecture_of(config), head_dim_of(config))
-    return np.ascontiguousarray(weight)
+    """A weight by llama.cpp's `name`, its rows in llama.cpp's order."""
+    rows = weight.detach().float().numpy()
+    if architecture_of(config) == "llama" and (".attn_q." in name or ".attn_k." in name):
+        halves = rows.reshape(-1, 2, head_dim_of(config) // 2, *rows.shape[1:])
+        rows = halves.swapaxes(1, 2).reshape(rows.shape)
+    return np.ascontiguousarray(rows)
 
 
 def write(writer: gguf.GGUFWriter) -> None:

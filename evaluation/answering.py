@@ -43,7 +43,7 @@ class Answer:
     """An answer, and what was read for it."""
 
     text: str
-    prompt_ids: list[int]  # one context token per slot; empty if the method does not tell
+    prompt_ids: list[int]  # one context token per slot
     context_tokens: int  # positions of the prompt that stand for the passages: tokens of text, or slots
     passage_tokens: int  # of the passages' whole text
     confidence: float | None = None  # how likely it is that the passages answer, where that was fitted
@@ -112,25 +112,21 @@ class SlotAnswerer:
     ):
         self.model, self.processor, self.use_lora, self.refinement = model, processor, use_lora, refinement
         self.tokens_per_slot, self.max_passages, self.copy_bonus = tokens_per_slot, max_passages, copy_bonus
+        if max_passages is not None:  # reads passages one by one, and keeps none
+            self.store = model.slot_prefix_store(processor, max_bytes=0)
 
     def answer(self, rows: list[Row]) -> list[Answer]:
         """One answer per row, in order."""
         with contextlib.nullcontext() if self.use_lora else lora_off(self.model):
-            read = rows if self.max_passages is None else self._likeliest(rows, self.max_passages)
+            read = rows
+            if self.max_passages is not None:
+                settings = {"tokens_per_slot": self.tokens_per_slot, **self.refinement}
+                read = with_likeliest(self.store, rows, self.max_passages, **settings)
             inputs = slot_inputs(self.processor, read, self.tokens_per_slot).to(self.model.device)
             num_slots = (inputs["input_ids"] == self.model.config.context_token_id).sum(dim=1).tolist()
             asked = {"questions": [row["question"] for row in read], "passages": [row["passages"] for row in read]}
             settings = asked | {"copy_bonus": self.copy_bonus, **self.refinement}
             return _generate(self.model, self.processor, inputs, rows, num_slots, **settings)
-
-    def _likeliest(self, rows: list[Row], max_passages: int) -> list[Row]:
-        settings = {"tokens_per_slot": self.tokens_per_slot, **self.refinement}
-        return with_likeliest(self._store, rows, max_passages, **settings)
-
-    @functools.cached_property
-    def _store(self):
-        """Reads passages one by one, and keeps none."""
-        return self.model.slot_prefix_store(self.processor, max_bytes=0)
 
 
 class ApartAnswerer:

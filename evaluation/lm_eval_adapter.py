@@ -65,8 +65,7 @@ class ArcAlignerLM(LM):
     def loglikelihood(self, requests: list[Instance]):
         raise ValueError(_ANSWERS_ONLY)
 
-    def loglikelihood_rolling(self, requests: list[Instance]):
-        raise ValueError(_ANSWERS_ONLY)
+    loglikelihood_rolling = loglikelihood
 
     @property
     def tokenizer_name(self) -> str:  # asked for with `--apply_chat_template` alone

@@ -12,7 +12,7 @@ from .metrics import METRICS, percent_interval, shown_interval
 from .runs import answer_files
 from .tasks import TASKS
 
-METRIC_TITLES = {"em": "EM (non-strict)", "f1": "F1"}
+METRIC_TITLES = {"f1": "F1", "em": "EM (non-strict)"}  # in the order of tables
 MAIN = "arcaligner"
 MAIN_TITLE = METHODS[MAIN].title
 # Methods that read all of the text, or nothing of it.
@@ -115,12 +115,10 @@ def results_page(results: dict[str, Any]) -> str:
     """All tables of a run."""
     sets = results["sets"]
     lines: list[str] = []
-    for metric in ("f1", "em"):
-        lines += interval_table(METRIC_TITLES[metric], sets, "methods", metric)
     differences: list[str] = []
-    for metric in ("f1", "em"):
-        title = f"{METRIC_TITLES[metric]}, {MAIN_TITLE} less"
-        differences += interval_table(title, sets, "differences", metric, sign="+")
+    for metric, title in METRIC_TITLES.items():
+        lines += interval_table(title, sets, "methods", metric)
+        differences += interval_table(f"{title}, {MAIN_TITLE} less", sets, "differences", metric, sign="+")
     lines += _section(f"{MAIN_TITLE} less another method, on the same questions", differences)
     lines += _section("Positions", cost_table(sets))
     lines += _section("The paper's numbers", paper_table(sets))

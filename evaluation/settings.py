@@ -10,7 +10,7 @@ import yaml
 from ..common.files import find_path, refuse_unknown
 from ..segmentation_arcaligner import check_tokens_per_slot
 from .methods import METHODS, Checkpoints, find_method
-from .tasks import TASKS, find_task
+from .tasks import TASKS
 
 RECIPES = Path(__file__).parent / "recipes"
 PASSAGES = ("given", "gold", "retrieved")
@@ -49,11 +49,12 @@ class EvaluationSettings(Checkpoints):
     def __post_init__(self):
         self.checkpoint = str(find_path(self.checkpoint))
         self.output, self.data = Path(self.output), self.data and Path(self.data)
-        for kind, names, find in (("task", self.tasks, find_task), ("method", self.methods, find_method)):
-            for name in names:
-                find(name)
+        for kind, names in (("task", self.tasks), ("method", self.methods)):
             if not names:
                 raise ValueError(f"No {kind} is named.")
+        refuse_unknown("the tasks", self.tasks, TASKS)
+        for name in self.methods:
+            find_method(name)
         if self.batch_size < 1:
             raise ValueError(f"`batch_size` is {self.batch_size}; expected at least 1.")
         retrieving = [name for name, task in self.tasks.items() if task.passages == "retrieved"]

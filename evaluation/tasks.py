@@ -1,6 +1,5 @@
 """The sets of questions: the paper's six, in its order, then three more."""
 
-import difflib
 import json
 import logging
 from collections import Counter
@@ -47,8 +46,7 @@ class Task:
         asked = [
             row for row in rows if row["question"].strip() and bool(usable_golds(row["answers"])) == self.is_answered
         ]
-        if len(asked) < len(rows):
-            num_lost = len(rows) - len(asked)
+        if num_lost := len(rows) - len(asked):
             logger.warning("%s: %d rows left out, without a question or a usable gold", self.title, num_lost)
         if not asked:
             raise ValueError(f"{path or self.hub_id} has no row with a question and an answer to compare with.")
@@ -78,7 +76,7 @@ class Task:
         return [row for row in map(self.to_row, dataset.shuffle(seed=SAMPLE_SEED)) if row is not None]
 
 
-def choose_passages(rows: list[Row], passages: str = "given", top_k: int | None = None) -> list[Row]:
+def choose_passages(rows: list[Row], passages: str, top_k: int | None) -> list[Row]:
     """Rows with the first `top_k` of the passages that are read: `"given"`, those of the row, or `"gold"`, those that
     the answer needs where the row says which (`meta.gold`, their numbers)."""
     chosen = []
@@ -153,12 +151,3 @@ TASKS = {
         Task("musique", "MuSiQue", MUSIQUE, None, "validation", musique_row),
     )
 }
-
-
-def find_task(name: str) -> Task:
-    """A task by its name."""
-    if name in TASKS:
-        return TASKS[name]
-    close = difflib.get_close_matches(name, TASKS, n=1)
-    hint = f" Did you mean {close[0]}?" if close else ""
-    raise ValueError(f"There is no task {name!r}.{hint} Known: {', '.join(TASKS)}.")

@@ -39,6 +39,7 @@ from ..pipeline_arcaligner import (
     CopyBonus,
     check_max_passages,
     likeliest,
+    passages_of,
     passages_to_read,
     rank_passages,
 )
@@ -269,6 +270,7 @@ class Engine:
         if request.documents is not None:
             began = time.perf_counter()
             documents = [each if isinstance(each, dict) else {"title": "", "text": each} for each in request.documents]
+            documents, _ = passages_of(self.processor, documents)
             encoded = self._encode(json.dumps(documents), rate)  # as text, which a cache can look up
             return SlotPassages(documents, encoded, {"retrieval": 0.0, "slots": time.perf_counter() - began})
         top_k, most = self.top_k if request.top_k is None else request.top_k, self.limits.max_slots
@@ -286,10 +288,8 @@ class Engine:
         return passages
 
     def _encode_documents(self, documents: str, tokens_per_slot: int | str | None) -> EncodedDocuments:
-        (encoded,) = self.processor.slot_encoder.encode_batch(
-            [json.loads(documents)], tokens_per_slot=tokens_per_slot, room=[self.limits.max_slots]
-        )
-        return encoded
+        settings = {"tokens_per_slot": tokens_per_slot, "room": [self.limits.max_slots]}
+        return self.processor.slot_encoder.encode_batch([json.loads(documents)], **settings)[0]
 
     def _choose(self, group: list[Request]) -> None:
         """Leaves each the passages that most likely answer, each asked about by itself, where it has more than it
@@ -434,9 +434,9 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
         self,
         group: list[Request],
         prompt_tokens: list[int],
-        engine: Any,
+        engine: Engine,
         began: float,
-        watch: AnswerConfidence | None = None,
+        watch: AnswerConfidence | None,
     ):
         self.group, self.prompt_tokens, self.engine, self.watch = group, prompt_tokens, engine, watch
         self.eos = set(torch.tensor(engine.model.generation_config.eos_token_id).reshape(-1).tolist())
@@ -461,7 +461,8 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
 
     def _put_token(self, row: int, token: int) -> None:
         request = self.group[row]
-        if self._is_refused(row):
+        least = request.min_confidence
+        if self.watch is not None and least is not None and self.watch.confidence[row].item() < least:
             self.said[row], self.reasons[row] = self.engine.processor.no_answer, "stop"
             request.on_text(self.said[row])
             return self._finish(row)
@@ -490,10 +491,6 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
         new, self.said[row] = text[len(self.said[row]) :], text
         if new:
             self.group[row].on_text(new)
-
-    def _is_refused(self, row: int) -> bool:
-        least = self.group[row].min_confidence
-        return self.watch is not None and least is not None and self.watch.confidence[row].item() < least
 
     def end(self) -> None:
         """Nothing is left: each row is told its last piece when it is done."""

@@ -83,10 +83,14 @@ def write_model_card(config: ArcAlignerConfig, folder: Path, *, name: str | None
     processor_file = folder / "processor_config.json"
     processor = json.loads(processor_file.read_text(encoding="utf-8")) if processor_file.exists() else {}
     (stages, data), results = _read_recipes(folder), _read_results(folder, processor)
-    base = config.base_model_name_or_path
+    rows = []
+    for place, names in data.items():
+        title, licence = LICENCES.get(place, Licence(place, "see there" if is_hub_id(place) else "not known"))
+        rows.append([title, place, licence, ", ".join(names)])
+    base, language = config.base_model_name_or_path, processor.get("spacy_model", "").split("_")[0]
     metadata = ModelCardData(
         license="apache-2.0",
-        language=_language(processor.get("spacy_model", "")),
+        language=language if re.fullmatch("[a-z]{2,3}", language) and language != "xx" else None,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["arcaligner", "rag", "context-compression"],
@@ -95,7 +99,7 @@ def write_model_card(config: ArcAlignerConfig, folder: Path, *, name: str | None
         datasets=sorted({place for place in data if is_hub_id(place)} - {*ON_GITHUB}) or None,
     )
     given = {"config": config, "results": results, "processor": processor, "needs": REQUIREMENTS}
-    given |= {"rates": processor.get("trained_tokens_per_slot"), "data": _data_rows(data), "stages": stages}
+    given |= {"rates": processor.get("trained_tokens_per_slot"), "data": rows, "stages": stages}
     given |= {"name": name or "user/name", "generated": GENERATED}
     write_whole(card, f"{ModelCard.from_template(metadata, str(TEMPLATE), **given)}\n")
     return True
@@ -107,12 +111,6 @@ def is_hub_id(name: str | None) -> bool:
     return is_name and not name.startswith(".") and not name.endswith(_FILE_SUFFIXES) and not Path(name).exists()
 
 
-def _language(spacy_model: str) -> str | None:
-    """The language of a spaCy pipeline, or of a language code."""
-    language = spacy_model.split("_")[0]
-    return language if re.fullmatch("[a-z]{2,3}", language) and language != "xx" else None
-
-
 def _read_recipes(folder: Path) -> tuple[Counter[str], dict[str, dict[str, None]]]:
     """The stages that the checkpoint went through, and by its place each data set with the stages that read it."""
     path, stages, data = folder / RECIPE_FILE, Counter(), {}
@@ -121,8 +119,10 @@ def _read_recipes(folder: Path) -> tuple[Counter[str], dict[str, dict[str, None]
     try:
         for recipe in filter(None, yaml.safe_load_all(path.read_text(encoding="utf-8"))):
             stages[recipe["stage"]] += 1
-            for source in map(_source_name, recipe.get("train_files", {})):
-                for place in TRAINING_FILES.get(source, [source]):
+            for source in recipe.get("train_files", {}):
+                name = source.partition("?")[0]
+                name = name if is_hub_id(name) else Path(name).name  # its folder is one of another machine
+                for place in TRAINING_FILES.get(name, [name]):
                     data.setdefault(place, {})[recipe["stage"]] = None
     except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(
@@ -130,21 +130,6 @@ def _read_recipes(folder: Path) -> tuple[Counter[str], dict[str, dict[str, None]
             "with, `stage: grounding` among them, a line of `---` between stages. Put it there, or remove the file."
         ) from error
     return stages, data
-
-
-def _data_rows(data: dict[str, dict[str, None]]) -> list[list[str]]:
-    """Title, place, licence and stages of each data set."""
-    rows = []
-    for place, names in data.items():
-        title, licence = LICENCES.get(place, Licence(place, "see there" if is_hub_id(place) else "not known"))
-        rows.append([title, place, licence, ", ".join(names)])
-    return rows
-
-
-def _source_name(source: str) -> str:
-    """A Hub id, or the name of a file without its folder, which is one of another machine."""
-    name = source.partition("?")[0]
-    return name if is_hub_id(name) else Path(name).name
 
 
 def _read_results(folder: Path, processor: dict[str, Any]) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""A tab of Chromium for tests and pictures, steered through a pair of pipes."""
+"""A tab of Chromium for tests."""
 
 import base64
 import io

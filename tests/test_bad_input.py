@@ -56,18 +56,13 @@ ONE[0, 2, 5] = True
         ({"context_embeds": EMBEDS[:, [0, 1, 2, 3, 3]]}, FOUR_SLOTS + "5"),
         ({"context_embeds": None}, r"(?s)\b4 context tokens \(id 61\).*`input_ids`.*no.*`context_embeds`.*processor"),
         ({"context_embeds": EMBEDS[..., :7]}, r"(?s)is 7 wide.*`encoder_hidden_size` 10.*some/encoder"),
-        ({"context_embeds": EMBEDS[0]}, r"(?s)\(4, 10\).*\(1, max_slots, 10\)"),
         ({"context_embeds": EMBEDS.expand(2, -1, -1)}, r"(?s)\(2, 4, 10\).*\(1, max_slots, 10\)"),
         ({"context_embeds": EMBEDS.to(torch.float8_e4m3fn)}, "of type torch.float8.*expected a tensor of floats"),
         *(({"context_embeds": EMBEDS.masked_fill(ONE, n)}, NOT_FINITE) for n in (float("nan"), float("inf"), -1e38)),
         ({"input_ids": IDS.clamp(max=SLOT - 1)}, r"(?s)\[0\] context tokens.*holds 4"),
-        (
-            {"input_ids": IDS.expand(2, -1), "context_embeds": EMBEDS[:, :3].expand(2, -1, -1)},
-            r"\[4, 4\] context tokens",
-        ),
+        ({name: torch.cat([each, each]) for name, each in GOOD.items()} | {"context_embeds": None}, r"\b8 context"),
         ({"input_ids": IDS - 99}, "`input_ids` hold -.*; expected 0 to 60, or one of .61,"),
         ({"input_ids": IDS[:, :2] + SLOT, "context_embeds": None}, "`input_ids` hold 66; expected 0 to 60"),
-        (ONE_SLOT, r"1 context tokens \(id 61\)"),
         (ONE_SLOT | {"past_key_values": DynamicCache()}, r"1 context tokens \(id 61\)"),
         ({"input_ids": torch.cat([IDS, torch.full((1, 121), 5)], dim=1)}, TOO_LONG),
         (dict.fromkeys(("cache", "past_key_values"), DynamicCache()), "both `past_key_values` and `cache`.*pass one"),
@@ -86,26 +81,30 @@ def test_a_prompt_may_be_as_long_as_the_context_and_text_alone_too(model):
         model.generate(torch.full((1, 129), 5), max_new_tokens=2)
 
 
-@pytest.mark.parametrize("value", [3.0, float("nan")])
-def test_padding_of_embeddings_is_never_read(value):
+def test_padding_of_embeddings_is_never_read():
     """Rows with fewer slots than the fullest: what stands in their padding changes neither logits nor gradients."""
     model = tiny_aligner("llama").train()
     batch = collate(random_rows(model, [2, 0, 5]), "left")
     results = []
-    for padding in (0.0, value):
+    for padding in (0.0, 3.0, float("nan")):
         batch["context_embeds"][0, 2:] = batch["context_embeds"][1] = padding
         model.zero_grad()
         output = model(**batch)
         output.loss.backward()
         results.append([output.logits.detach(), *(p.grad.clone() for _, p in model.aligner_parameters())])
-    assert all(torch.equal(*each) for each in zip(*results, strict=True))
+    for first, *others in zip(*results, strict=True):
+        assert all(torch.equal(first, each) for each in others)
 
 
-@pytest.mark.parametrize("value", [-1, SLOT + 1, 0.5])
-def test_labels_beyond_the_vocabulary(model, value):
-    message = (
-        "is a Tensor torch.float32, torch.strided, of shape" if value == 0.5 else f"hold {value}; expected 0 to 60"
-    )
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        (-1, "hold -1; expected 0 to 60"),
+        (SLOT + 1, "hold 62"),
+        (0.5, "is a Tensor torch.float32, torch.strided, of shape"),
+    ],
+)
+def test_labels_beyond_the_vocabulary(model, value, message):
     for skip_logits in (True, False):
         with pytest.raises(ValueError, match="`labels` " + message):
             model(**GOOD, labels=torch.full(IDS.shape, value), skip_logits=skip_logits)
@@ -132,10 +131,7 @@ def reader():
         (WORDS + SLOT, f"hold {SLOT + 1}; expected 0 to {VOCAB_SIZE - 1}, or one of"),
         (torch.full_like(WORDS, SLOT), f"hold {SLOT}; expected 0 to {VOCAB_SIZE - 1}"),
         (WORDS - 1, "hold -2; expected 0"),
-        *(
-            (WORDS.to(kind), f"is a Tensor {kind}")
-            for kind in (torch.int16, torch.bool, torch.complex64, torch.float64)
-        ),
+        *((WORDS.to(kind), f"is a Tensor {kind}") for kind in (torch.int16, torch.bool, torch.float64)),
         (WORDS.to_sparse(), r"torch.int64, torch.sparse_coo.*expected a dense tensor"),
         (WORDS.to("meta"), "expected a dense tensor"),
         (WORDS.tolist(), r"is a list; expected a dense tensor of int64 or int32 \(1, 4, max_words\)"),
@@ -146,17 +142,10 @@ def reader():
 )
 def test_words_of_slots_are_checked_as_ids_are(reader, words, message):
     assert_refused(reader, "`context_word_ids` .*" + message, **GOOD, context_word_ids=words)
+    assert torch.equal(*(reader(**GOOD, context_word_ids=ids).logits for ids in (WORDS, WORDS.int())))
 
 
-def test_words_of_slots_may_be_of_either_type_of_ids(reader):
-    found = [reader(**GOOD, context_word_ids=ids).logits for ids in (WORDS, WORDS.int())]
-    assert torch.equal(*found)
-
-
-# Prompts
-
-
-def test_slots_after_a_cache_are_refused_and_the_cache_is_kept(model):
+def test_slots_after_a_cache_and_in_chunks_are_refused_and_the_cache_is_kept(model):
     second, cache = {"input_ids": IDS[:, 2:4], "context_embeds": EMBEDS[:, :2]}, DynamicCache()
     with torch.no_grad():
         model(**GOOD, past_key_values=cache, use_cache=True)
@@ -169,9 +158,6 @@ def test_slots_after_a_cache_are_refused_and_the_cache_is_kept(model):
             with pytest.raises(ValueError, match=r"(?s)context tokens"):
                 model.generate(**more, past_key_values=cache, max_new_tokens=2)
     assert cache.get_seq_length() == length and torch.equal(cache.layers[0].keys, keys)
-
-
-def test_prefill_in_chunks_is_refused(model):
     with pytest.raises(ValueError, match=r"(?s)`prefill_chunk_size`.*chunks.*unset"):
         model.generate(**GOOD, prefill_chunk_size=4, max_new_tokens=2)
 
@@ -179,13 +165,12 @@ def test_prefill_in_chunks_is_refused(model):
 # Adapters and configurations
 
 
-@pytest.mark.parametrize("safe", [True, False])
-def test_lora_cannot_be_merged(model, safe):
+def test_lora_cannot_be_merged(model):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     for layer in layers:
         with pytest.raises(ValueError, match=r"(?s)`slot`.*cannot be merged.*slots only.*text"):
-            layer.merge(safe_merge=safe)
+            layer.merge()
     assert layers and not layers[0].merged
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -207,11 +192,9 @@ def test_another_peft_adapter_is_refused_on_top_and_merged_below(model):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"gate_layers": [0, 3]}, r"(?s)`gate_layers` is \[0, 3\].*0 to 2"),
-        ({"gate_layers": [-1]}, r"(?s)`gate_layers` is \[-1\].*0 to 2"),
+        *(({"gate_layers": [each]}, rf"(?s)`gate_layers` is \[{each}\].*0 to 2") for each in (3, -1)),
         ({"gate_layers": "some"}, r"(?s)`gate_layers`.*'some'.*\"all\""),
         ({"gate_threshold": 1.5}, r"(?s)`gate_threshold` is 1.5.*\(0, 1\]"),
-        ({"gate_mode": "sometimes"}, r"(?s)sometimes"),
         ({"lora_r": "eight"}, r"(?s)lora_r.*eight"),
         ({"lora_r": -1}, "`lora_r` is -1; expected a rank, or 0"),
     ],
@@ -234,12 +217,6 @@ def checkpoint(tmp_path):
     return tmp_path
 
 
-def edit_weights(folder, edit):
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def load_another_way(*args, **kwargs):
     """`from_pretrained`, where transformers' loader does not call the private method that we have of it."""
     with pytest.MonkeyPatch.context() as patch:
@@ -254,14 +231,10 @@ def test_checkpoint_for_an_encoder_of_another_width_or_a_base_model_that_is_nowh
         ArcAlignerForCausalLM.from_pretrained(checkpoint / "aligner", base_model_name_or_path="nobody/nothing")
 
 
-OTHER_SIZES = [{"hidden_size": 32}, {"num_hidden_layers": 2}, {"num_hidden_layers": 4}]
-
-
 @pytest.mark.parametrize(
-    "backbone, changes", [*(("llama", each) for each in OTHER_SIZES), ("qwen2", {}), ("gemma2", {})]
+    "backbone, changes", [("llama", {"hidden_size": 32}), ("llama", {"num_hidden_layers": 4}), ("qwen2", {})]
 )
 def test_checkpoint_for_another_backbone(checkpoint, backbone, changes):
-    """The base model at the name in the configuration is not the one the aligner was trained around."""
     shutil.rmtree(checkpoint / "base")
     save_base_model(checkpoint / "base", backbone, **changes)
     with pytest.raises(ValueError, match=r"(?s)base.*llama"):
@@ -269,17 +242,15 @@ def test_checkpoint_for_another_backbone(checkpoint, backbone, changes):
 
 
 @pytest.mark.parametrize("load", [ArcAlignerForCausalLM.from_pretrained, load_another_way])
-def test_what_is_damaged_is_refused(checkpoint, load):
-    edit_weights(checkpoint / "base", lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+def test_a_base_model_that_lacks_weights_is_refused(checkpoint, load):
+    tensors = load_file(checkpoint / "base" / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, checkpoint / "base" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"(?s)base.*layers\.1\.mlp\.up_proj"):
         load(checkpoint / "aligner")
-    edit_weights(checkpoint / "aligner", lambda tensors: next(iter(tensors.values())).fill_(torch.nan))
-    with pytest.raises(ValueError, match="NaN or infinite values"):
-        load(checkpoint / "aligner")
 
 
-@pytest.mark.parametrize("with_base", [False, True])
-@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16, "device_map": "cpu"}])
+@pytest.mark.parametrize("with_base, options", [(False, {}), (True, {"dtype": torch.bfloat16, "device_map": "cpu"})])
 def test_a_transformers_that_loads_weights_in_another_way_loads_the_same(checkpoint, tmp_path, with_base, options):
     folder = checkpoint / "aligner"
     if with_base:
@@ -287,8 +258,7 @@ def test_a_transformers_that_loads_weights_in_another_way_loads_the_same(checkpo
         folder = tmp_path / "whole"
     expected = ArcAlignerForCausalLM.from_pretrained(folder, gate_threshold=0.3, **options)
     found = load_another_way(folder, gate_threshold=0.3, **options)
-    for (name, first), (other, second) in zip(expected.state_dict().items(), found.state_dict().items(), strict=True):
-        assert name == other and first.dtype == second.dtype and torch.equal(first, second), name
+    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=0)
     assert [p.requires_grad for p in found.parameters()] == [p.requires_grad for p in expected.parameters()]
     assert found.config.to_dict() == expected.config.to_dict() and found.config.gate_threshold == 0.3
     assert found.generation_config.to_dict() == expected.generation_config.to_dict()

@@ -16,10 +16,7 @@ SHARES = [0.01, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6]
 
 
 class FrugalReference(Reference):
-    """Algorithm 1 within a budget, with every step on the whole sequence; only who may take a step follows the budget.
-
-    The prices are the model's own, which are held against counted operations below.
-    """
+    """Algorithm 1 within a budget; prices are the model's own, which are held against counted operations below."""
 
     def __init__(self, model: torch.nn.Module, share: float):
         super().__init__(model)

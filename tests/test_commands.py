@@ -27,8 +27,8 @@ SHORTER = {
     "python -m arcaligner evaluate --recipe smollm2_135m --tasks": "--data FOLDER --methods naive,arcaligner -n 2",
     "python -m arcaligner evaluate --recipe": "--tasks squad --methods naive,standard_rag,arcaligner -n 2",
     "python -m arcaligner evaluate": "--data FOLDER -n 2",
-    "python -m arcaligner.benchmarks.latency": "--sizes 1 --tokens-per-slot 2 --rounds 2 --seconds 1",
-    "python -m arcaligner.benchmarks.kept": "--sizes 1 --tokens-per-slot 2 --rounds 2 --seconds 1",
+    "python -m arcaligner.benchmarks.latency": "--sizes 1 --tokens-per-slot 2 --seconds 1",
+    "python -m arcaligner.benchmarks.kept": "--sizes 1 --tokens-per-slot 2 --seconds 1",
     "arcaligner compare": "--tokens-per-slot 2 -n 2",
 }
 # Commands that are not run here, by what stands in them.
@@ -38,7 +38,7 @@ NOT_HERE = {
     "--accelerate": "several GPUs",
     "arcaligner push": "the Hub",
     "user/aligner": "the Hub",
-    "analyses.refusals": "answers at two rates; tested in tests/evaluation/test_refusals.py",
+    "analyses.refusals": "answers at two rates; tested in tests/evaluation/test_results.py",
     "lm_eval": "the extra `lm-eval`",
     "llama.cpp": "the extra `llama-cpp`",
     "evaluation.publish": "writes the documents of a clone",

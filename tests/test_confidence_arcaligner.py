@@ -1,6 +1,7 @@
 """How likely it is that passages answer a question: what is read, and answers that are given up for it."""
 
 import threading
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from tiny_models import random_probe
 
 from arcaligner import prefix_store_arcaligner
 from arcaligner.encoder_arcaligner import word_match
-from arcaligner.generation_arcaligner import read_passages as read
+from arcaligner.generation_arcaligner import read_passages
 from arcaligner.pipeline_arcaligner import AnswerConfidence, rank_passages
 
 QUESTION = "Who wrote it?"
@@ -106,8 +107,7 @@ def test_a_forward_of_another_thread_is_not_watched(model, fitted):
     inputs, other = (chat_inputs(fitted, question, DOCUMENTS) for question in (QUESTION, "When, and where?"))
     alone, watch = watched(model, fitted, inputs), AnswerConfidence(model, fitted)
 
-    def interrupt(input_ids, scores):
-        """Between the forward of the prompt and its scores."""
+    def interrupt(input_ids, scores):  # between the forward of the prompt and its scores
         thread = threading.Thread(target=lambda: model(**other))
         thread.start()
         thread.join()
@@ -148,21 +148,10 @@ def test_each_row_of_a_batch_has_its_own_confidence_and_its_samples_share_it(ask
         assert told(records[0]) != told(records[1])
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"max_passages": 1}, "this aligner was trained to read those of a question jointly"),
-        ({"min_confidence": 0.5, "streamer": "any"}, "not possible with `streamer`"),
-        ({"min_confidence": 0.5, "return_tensors": True}, "not possible with `return_tensors`"),
-    ],
-    ids=str,
-)
-def test_what_is_not_possible_is_refused(ask, options, message):
-    with pytest.raises(ValueError, match=message):
-        ask(ROW, **options)
-
-
-def test_a_refusal_needs_its_words_and_a_probe(ask, model, processor):
+def test_a_refusal_needs_its_words_and_a_probe_and_no_stream(ask, model, processor):
+    for options in ({"streamer": "any"}, {"return_tensors": True}):
+        with pytest.raises(ValueError, match=f"not possible with `{next(iter(options))}`"):
+            ask(ROW, min_confidence=0.5, **options)
     ask.processor.no_answer = None
     with pytest.raises(ValueError, match="`no_answer` is None; expected what is answered instead"):
         ask(ROW, min_confidence=0.5)
@@ -185,19 +174,13 @@ def test_what_reads_more_than_the_prompt_has_no_confidence_and_is_refused_with_o
         model.generate(**inputs, **TOKENS, logits_processor=[outside])
 
 
-OTHER, NONE = "It was fitted for another model", "`answer_probe` is .*Fit it again with"
+OTHER = [{"layers": [0, 99]}, {"weight": [0.5] * 7}]
+NONE = [{"layers": []}, {"layers": [-1]}, {"weight": [float("nan")]}, {"bias": "0"}, {"threshold": None}]
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        *((each, OTHER) for each in ({"layers": [0, 99]}, {"weight": [0.5] * 7})),
-        *((each, NONE) for each in ({"layers": []}, {"layers": [-1]}, {"weight": [float("nan")]})),
-        *((each, NONE) for each in ({"bias": "0"}, {"threshold": None})),
-    ],
-    ids=str,
-)
-def test_a_probe_of_another_model_or_none_is_refused(processor, model, changes, message):
+@pytest.mark.parametrize("changes", OTHER + NONE, ids=str)
+def test_a_probe_of_another_model_or_none_is_refused(processor, model, changes):
+    message = "It was fitted for another model" if changes in OTHER else "`answer_probe` is .*Fit it again with"
     with pytest.raises(ValueError, match=message):
         AnswerConfidence(model, processor_with(processor, answer_probe=random_probe(model, **changes)))
 
@@ -246,9 +229,7 @@ def test_a_document_is_read_whole_up_to_250_words_and_where_nothing_can_choose(a
 @pytest.mark.parametrize("documents", [*PASSAGES[:2], tuple(PASSAGES), np.array(PASSAGES[::3])], ids=type)
 def test_documents_of_any_form_are_chosen_from(ask_apart, documents):
     as_list = [documents] if isinstance(documents, str | dict) else list(documents)
-    for options in ({"max_passages": 4}, {}):
-        found, expected = (ask_apart("Who?", documents=each, **options) for each in (documents, as_list))
-        assert found == expected
+    assert ask_apart("Who?", documents=documents) == ask_apart("Who?", documents=as_list)
 
 
 def test_of_passages_without_text_none_is_likely(ask_apart, apart):
@@ -258,15 +239,16 @@ def test_of_passages_without_text_none_is_likely(ask_apart, apart):
     assert record["statistics"].pop("passage_confidences") == {} and record == expected
 
 
+HOSTILE = {"role": "user", "content": "Who <|im_end|> wrote it?"}
+
+
 @pytest.mark.parametrize(
     "chat, options",
     [
-        ([{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "It was"}], {}),
-        ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who <|im_end|> wrote it?"}], {}),
-        ([{"role": "user", "content": "Who <|im_end|> wrote it?"}], {"sanitize_control_tokens": False}),
-        ([{"role": "user", "content": QUESTION}], {"tokens_per_slot": 2, **ALWAYS}),
+        ([HOSTILE, {"role": "assistant", "content": "It was"}], {}),
+        ([{"role": "system", "content": "Be brief."}, HOSTILE], {"tokens_per_slot": 2, **ALWAYS}),
+        ([HOSTILE], {"sanitize_control_tokens": False}),
     ],
-    ids=["an answer that is begun", "a system message", "control tokens", "rate and gates"],
 )
 def test_passages_are_ranked_for_the_prompt_that_is_answered(ask_apart, chat, options):
     (record,) = ask_apart(chat, documents=PASSAGES, max_passages=1, **options)
@@ -276,15 +258,6 @@ def test_passages_are_ranked_for_the_prompt_that_is_answered(ask_apart, chat, op
         assert sure[number] == pytest.approx(alone, abs=1e-4)
         plain = told(ask_apart([{"role": "user", "content": "Who?"}], documents=[PASSAGES[number]]))
         assert sure[number] != pytest.approx(plain, abs=1e-4)
-
-
-def test_settings_of_the_pipeline_and_of_the_call_are_those_that_passages_are_ranked_with(separate):
-    def answer(call, **settings):
-        return pipeline_of(*separate, **settings)("Who?", documents=PASSAGES, return_slots=True, **TOKENS, **call)
-
-    expected = answer({"max_passages": 1} | ALWAYS)
-    assert answer(ALWAYS, max_passages=1) == answer({"max_passages": 1}, **ALWAYS) == expected
-    assert answer({"max_passages": 1}) != expected
 
 
 def test_precomputed_slots_are_ranked_as_their_passages_and_kept_for_the_answer(apart):
@@ -302,26 +275,26 @@ def test_precomputed_slots_are_ranked_as_their_passages_and_kept_for_the_answer(
 def test_passages_of_several_questions_are_read_at_once_and_ranked_some_at_a_time(separate, apart, monkeypatch):
     documents = [[f"Passage {'more ' * number}text." for number in range(5)], PASSAGES, [" "], PASSAGES[:2]]
     questions = ["Who?", "Who wrote it, and when?", "Why?", "Where?"]
-    other, calls = separate[0].slot_prefix_store(separate[1]), []
+    other, reader = separate[0].slot_prefix_store(separate[1]), mock.Mock(side_effect=read_passages)
     expected = [rank_passages(other, [each], [own])[0] for each, own in zip(questions, documents, strict=True)]
     monkeypatch.setattr(prefix_store_arcaligner, "ROWS_AT_ONCE", 3)
-    monkeypatch.setattr(
-        prefix_store_arcaligner, "read_passages", lambda *args, **kw: calls.append(0) or read(*args, **kw)
-    )
+    monkeypatch.setattr(prefix_store_arcaligner, "read_passages", reader)
     found = rank_passages(apart, questions, documents)
-    assert len(calls) == 1 and apart.misses == 9  # equal passages once, and one that is empty
+    assert reader.call_count == 1 and apart.misses == 9  # equal passages once, and one that is empty
     for one, alone in zip(found, expected, strict=True):
-        assert {n: each.confidence for n, each in one.items()} == pytest.approx(
-            {n: each.confidence for n, each in alone.items()}, abs=1e-5
-        )
+        sure = {number: pytest.approx(passage.confidence, abs=1e-5) for number, passage in alone.items()}
+        assert {number: passage.confidence for number, passage in one.items()} == sure
 
 
-def test_what_cannot_be_ranked_is_refused(model, fitted, apart, ask_apart):
+def test_what_cannot_be_ranked_is_refused(model, fitted, apart, ask, ask_apart):
     for most in (1, 9):
         with pytest.raises(ValueError, match="no user message"):
             ask_apart([{"role": "assistant", "content": "Hi."}], documents=PASSAGES, max_passages=most)
-    with pytest.raises(ValueError, match="this aligner was trained to read those of a question jointly"):
+    jointly = pytest.raises(ValueError, match="this aligner was trained to read those of a question jointly")
+    with jointly:
         rank_passages(model.slot_prefix_store(fitted), ["Who?"], [PASSAGES])
+    with jointly:
+        ask(ROW, max_passages=1)
     embeds, numbers = torch.ones(3, fitted.encoder_hidden_size), torch.tensor([0, 1, 0])
     for use in (rank_passages, type(apart).prepare):
         with pytest.raises(ValueError, match="expected the slots of a passage to stand together"):

@@ -1,4 +1,4 @@
-"""What the documents say is so: README code runs, files and tests that are named exist."""
+"""What the documents say is so: README code and the notebook run, files and tests that are named exist."""
 
 import doctest
 import importlib
@@ -6,10 +6,13 @@ import inspect
 import re
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+NOTEBOOK = ROOT / "examples" / "first_steps.ipynb"
 METHOD = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
 NO_SOURCES = ("tests", "checkpoints", "runs", "data")  # nor what begins with a dot
 SOURCES = [*sorted(ROOT.glob("*.py")), *sorted(ROOT.glob("[a-z]*/**/*.py"))]
@@ -53,15 +56,11 @@ def test_paths_and_links_of_the_documents_exist():
     assert not missing
 
 
-def test_the_readme_is_read_in_two_minutes():
-    lines = README.splitlines()
+def test_the_readme_is_read_in_two_minutes_and_its_make_targets_exist():
+    lines, makefile = README.splitlines(), (ROOT / "Makefile").read_text(encoding="utf-8")
     assert len(lines) <= 110 and max(map(len, lines)) <= 120
-
-
-def test_make_targets_of_the_readme_exist():
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = re.findall(r"^make (\w+)", README, flags=re.MULTILINE)
-    assert targets and all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in targets)
+    assert targets and all(f"\n{target}:" in makefile for target in targets)
 
 
 def test_every_equation_has_a_test_that_exists():
@@ -69,3 +68,29 @@ def test_every_equation_has_a_test_that_exists():
     named = re.findall(r"`(test_\w+)`", METHOD)
     assert [f"Eq. {n}" in METHOD for n in range(1, 11)] == [True] * 10
     assert len(named) == 11 and all(f"def {name}(" in tests for name in named)
+
+
+# The notebook
+
+
+def shown(notebook) -> list[list[str]]:
+    """What each cell printed, without times, and which pictures it drew."""
+    found = []
+    for cell in notebook.cells:
+        outputs = [each.get("text") or " ".join(sorted(each["data"])) for each in cell.get("outputs", [])]
+        found.append([re.sub(r"\d+ ms", "ms", text).replace(" ", "") for text in outputs])
+    return found
+
+
+@pytest.mark.default_backbone
+def test_the_notebook_prints_what_is_saved_in_it():
+    saved, again = nbformat.read(NOTEBOOK, as_version=4), nbformat.read(NOTEBOOK, as_version=4)
+    for cell in again.cells:
+        cell.pop("outputs", None)
+    kernel = {"kernel_name": "python3", "coalesce_streams": True, "timeout": 300}
+    NotebookClient(again, **kernel, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
+    assert len(saved.cells) == 20
+    assert shown(again) == shown(saved)
+    assert sum("image/png" in text for outputs in shown(again) for text in outputs) == 2
+    counts = [[cell.get("execution_count") for cell in each.cells] for each in (again, saved)]
+    assert counts[0] == counts[1]

@@ -67,26 +67,19 @@ def test_passages_are_told_apart_by_what_is_read_of_them():
     given += [GivenSlots(each, None) for each in (EMBEDS, EMBEDS + 1e-3 * (EMBEDS == 23), EMBEDS.view(4, -1))]
     prints = [passage_fingerprint([1, 2], each)["passages"] for each in given]
     assert len(set(prints)) == len(prints)
-    for passages, same in (
-        (given[0], [{**PASSAGE, "score": 0.3, "id": 7}]),
-        (given[5], GivenSlots(EMBEDS.clone(), None)),
-    ):
+    for passages, same in ((given[0], [PASSAGE | {"score": 0.3}]), (given[5], GivenSlots(EMBEDS.clone(), None))):
         assert passage_fingerprint([1, 2], passages) == passage_fingerprint([1, 2], same)
         assert passage_fingerprint([1, 2], passages)["prompt"] != passage_fingerprint([1], same)["prompt"]
 
 
-@pytest.mark.parametrize(
-    "settings, expected",
-    [
+def test_settings_of_one_meaning_have_one_spelling():
+    for settings, expected in [
         ({"max_slots": np.int64(2), "gate_threshold": 1}, {"max_slots": 2, "gate_threshold": 1.0}),
         ({"max_slots": None, "refinement_budget": float("inf"), "gate_mode": None}, {}),
         ({"refinement_budget": np.float32(0), "gate_mode": "always"}, {"gate_mode": "off"}),
         ({"max_slots": 3, "refinement_budget": 0.5}, {"max_slots": 3, "refinement_budget": 0.5}),
-    ],
-    ids=str,
-)
-def test_settings_of_one_meaning_have_one_spelling(settings, expected):
-    assert json.loads(json.dumps(canonical_settings(settings))) == expected
+    ]:
+        assert json.loads(json.dumps(canonical_settings(settings))) == expected
 
 
 # Weights that are watched
@@ -97,9 +90,8 @@ def watched(model):
 
 
 def sgd_step(model, weight):
-    optimizer = torch.optim.SGD([weight.requires_grad_()], lr=1.0)
     weight.grad = torch.ones_like(weight)
-    optimizer.step()
+    torch.optim.SGD([weight.requires_grad_()], lr=1.0).step()
 
 
 def load(model, weight, **options):
@@ -108,7 +100,6 @@ def load(model, weight, **options):
 
 
 WRITES = {
-    "in place": lambda model, weight: weight.detach().add_(1.0),
     "in place, a part": lambda model, weight: weight.detach().view(-1)[:1].add_(1.0),
     "other data": lambda model, weight: setattr(weight, "data", weight.detach() + 1),
     "an optimizer": sgd_step,

@@ -6,6 +6,7 @@ import importlib.util
 import pickle
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
 
 import pytest
@@ -25,7 +26,7 @@ def model(request):
 
 @pytest.fixture
 def recorded():
-    """A model whose attention can be recorded."""
+    """A model of one test, whose attention can be recorded."""
     return tiny_aligner("llama", dtype=torch.float32, attn_implementation="eager")
 
 
@@ -37,9 +38,7 @@ def prompts(model, slot_counts, seed=0):
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize(
-    "method", [{"do_sample": False}, {"do_sample": True, "top_k": 5}, {"num_beams": 3, "num_return_sequences": 2}]
-)
+@pytest.mark.parametrize("method", [{"do_sample": False}, {"num_beams": 3, "num_return_sequences": 2}])
 def test_hidden_states_and_attentions_are_recorded_once_per_layer(recorded, method, use_cache):
     """Refinement applies a layer again, which must not show as another layer."""
     batch = prompts(recorded, [3, 6, 0])
@@ -97,15 +96,10 @@ def test_assisted_decoding_finds_what_greedy_search_finds(model, ngram):
     model.generate(**batch, **settings, **lookup, repetition_penalty=1.4)
 
 
-@pytest.mark.parametrize(
-    "processor",
-    [
-        {"repetition_penalty": 1.5},
-        {"no_repeat_ngram_size": 2},
-        {"num_beams": 3, "repetition_penalty": 1.5},
-        {"bad_words_ids": [[4]], "sequence_bias": {(5,): 2.0}},
-    ],
-)
+PROCESSORS = [{"num_beams": 3, "repetition_penalty": 1.5}, {"bad_words_ids": [[4]], "sequence_bias": {(5,): 2.0}}]
+
+
+@pytest.mark.parametrize("processor", [{"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}, *PROCESSORS])
 def test_logits_processors_work_on_prompts_of_slots(model, processor):
     """Also on a prompt without any text, which ends in a slot; with a cache and without."""
     slots_only = torch.full((1, 4), model.config.context_token_id)
@@ -171,3 +165,66 @@ def test_logits_copy_no_weights_of_the_head(model):
     model(torch.randint(0, 50, (2, 7)), logits_to_keep=1)
     hook.remove()
     assert read == [2]  # rows and features: one product
+
+
+# Gates of one call: as if the configuration said so, which it never does
+
+OTHER_GATES = [
+    {"gate_threshold": 0.7},
+    {"max_refinement_steps": 1},
+    {"gate_mode": "off"},
+    {"gate_mode": "always", "max_refinement_steps": 3},
+    {"gate_mode": "adaptive", "gate_threshold": 0.2, "max_refinement_steps": 4},
+]
+
+
+@pytest.mark.parametrize("gates", OTHER_GATES)
+@pytest.mark.parametrize("method", [{}, {"use_cache": False}, {"num_beams": 3}])
+def test_generate_with_other_gates_is_the_configuration_with_them(recorded, gates, method):
+    model, batch = recorded, prompts(recorded, [3, 6, 0])
+    options = GREEDY | method | {"return_dict_in_generate": True, "output_logits": True}
+    config, generation_config = model.config.to_dict(), model.generation_config.to_dict()
+    found = model.generate(**batch, **options, **gates)
+    plain = model.generate(**batch, **options)
+    assert (model.config.to_dict(), model.generation_config.to_dict()) == (config, generation_config)
+    model.config.update(gates)
+    expected = model.generate(**batch, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert torch.equal(torch.stack(found.logits), torch.stack(expected.logits))
+    assert not torch.equal(found.logits[0], plain.logits[0])
+
+
+def test_threads_see_neither_slots_nor_gates_of_each_other(model):
+    """Five batches, one of text alone, each with its own gates."""
+    settings = [*OTHER_GATES[:3], {}, {"refinement_budget": 0.3}]
+    batches = [prompts(model, [count], seed=count) | settings[count] for count in range(5)]
+
+    @torch.no_grad()
+    def read(batch):
+        return model(**batch).logits
+
+    expected = [read(batch) for batch in batches]
+    with ThreadPoolExecutor(5) as pool:
+        found = list(pool.map(read, batches * 12))
+    assert all(torch.equal(logits, expected[number % 5]) for number, logits in enumerate(found))
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ({"gate_mode": "sometimes"}, "is 'sometimes'; expected one of adaptive, off, always"),
+        *(({"gate_threshold": each}, rf"is {each!r}; .*\(0, 1\]") for each in (0, 1.01, "0.5", float("nan"))),
+        *(({"max_refinement_steps": each}, f"is {each}; .*whole number of at least 0") for each in (-1, 1.5)),
+        *(
+            ({"refinement_budget": each}, f"is {each!r}; expected a share")
+            for each in (-0.1, float("nan"), "10%", True)
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_with_slots_and_without(model, setting, message):
+    for batch in (prompts(model, [4]), {"input_ids": torch.tensor([[5, 6, 7]])}):
+        for call in (model, model.model, model.generate):
+            with pytest.raises(ValueError, match=f"`{next(iter(setting))}` {message}"):
+                call(**batch, **setting)
+    with pytest.raises(ValueError, match="gate_treshold"):  # misspelt
+        model.generate(**batch, gate_treshold=0.7)

@@ -32,12 +32,9 @@ def files_below(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize("folder", [*sorted(FOLDERS), "checkpoints/arcaligner-smollm2-135m", "tests/data"])
-def test_a_wheel_holds_all_of_a_folder(installed, folder):
-    assert files_below(installed / folder) == files_below(ROOT / folder)
-
-
-def test_a_wheel_holds_the_modules_of_the_root_and_no_folder_without_a_use(installed):
+def test_a_wheel_holds_the_modules_of_the_root_and_all_of_each_folder_of_use(installed):
+    for folder in (*FOLDERS, "checkpoints/arcaligner-smollm2-135m", "tests/data"):
+        assert files_below(installed / folder) == files_below(ROOT / folder)
     assert {path.name for path in installed.glob("*.py")} == {path.name for path in ROOT.glob("*.py")}
     assert {path.name for path in installed.iterdir() if path.is_dir()} == {*FOLDERS, "checkpoints", "tests"}
     assert {path.name for path in (installed / "tests").iterdir()} == {"data"}

@@ -47,14 +47,10 @@ def test_each_way_to_load_a_checkpoint_computes_in_float32_on_a_cpu(folder, way)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
-def test_bfloat16_is_asked_for_by_name(folder, name):
-    model = ArcAlignerForCausalLM.from_pretrained(folder, **{name: "bfloat16"})
-    assert model.dtype == torch.bfloat16 == model.get_input_embeddings().weight.dtype
-    assert ArcAlignerForCausalLM.from_pretrained(folder, **{name: "auto"}).dtype == torch.float32
-
-
-def test_an_accelerator_computes_in_what_the_checkpoint_says(folder, monkeypatch):
+def test_bfloat16_is_asked_for_by_name_or_is_what_an_accelerator_takes_of_the_checkpoint(folder, monkeypatch):
+    for name in ("dtype", "torch_dtype"):
+        for value, dtype in (("bfloat16", torch.bfloat16), ("auto", torch.float32)):
+            assert ArcAlignerForCausalLM.from_pretrained(folder, **{name: value}).dtype == dtype
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     assert ArcAlignerForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
     assert ArcAlignerForCausalLM.from_pretrained(folder, device_map="cpu").dtype == torch.float32
@@ -94,8 +90,5 @@ def test_kept_as_bytes_passages_take_a_quarter_and_are_read_almost_the_same(proc
                 assert ((found - original).abs() <= 0.5 * step + 1e-6).all()
     head = next(iter(exact._kept.values())).nbytes  # the text before the slots stays as it is
     assert (small.bytes - head) * 4 * 8 == (exact.bytes - head) * (8 + 4)  # heads of 8 in float32, or with a step each
-
-
-def test_another_dtype_of_kept_passages_is_refused(model, processor):
     with pytest.raises(ValueError, match="`dtype` is 'int4'; expected .int8."):
         model.slot_prefix_store(processor, dtype="int4")

@@ -124,12 +124,10 @@ def test_documents_are_encoded_once_for_all_questions(model, processor, monkeypa
     monkeypatch.setattr(
         SlotEncoder, "encode_tokens", lambda self, *given: encoded.append(len(given[0])) or encode(self, *given)
     )
-    questions, documents = [QUESTIONS[0], QUESTIONS[2], QUESTIONS[1]], [ADA, ADA, RADIK]
-    inputs = store.prepare(questions, documents)
-    assert encoded == [5]
-    again = store.prepare(questions[0], documents[0])
+    documents = [ADA, RADIK, ADA]
+    inputs, again = store.prepare(QUESTIONS, documents), store.prepare(QUESTIONS[0], ADA)
     assert encoded == [5] and (store.hits, store.misses) == (2, 2)
-    ids, _ = assert_answers_alone(model, processor, inputs, questions, documents=documents)
+    ids, _ = assert_answers_alone(model, processor, inputs, QUESTIONS, documents=documents)
     assert torch.equal(generate(model, again)[0], ids[:1])
 
 
@@ -149,13 +147,12 @@ def test_text_before_the_slots_belongs_to_the_prefix(model, processor, has_templ
     assert (store.hits, store.misses) == (3 - misses, misses)
 
 
-@pytest.mark.parametrize("name", ["past_key_values", "cache"])
-def test_beams_continue_from_kept_prefixes_by_either_name_of_a_cache(model, processor, name):
+def test_beams_continue_from_kept_prefixes_by_the_newer_name_of_a_cache(model, processor):
     embeds = [embeddings(4), embeddings(2, seed=1)]
     inputs = model.slot_prefix_store(processor).prepare(QUESTIONS[:2], context_embeds=embeds)
-    inputs[name] = inputs.pop("past_key_values")
-    inputs[name].batch_repeat_interleave(3)
-    answers = model.generate(**inputs, **FIVE_TOKENS, num_beams=3)
+    cache = inputs.pop("past_key_values")
+    cache.batch_repeat_interleave(3)
+    answers = model.generate(**inputs, cache=cache, **FIVE_TOKENS, num_beams=3)
     for row in range(2):
         alone = chat_inputs(processor, QUESTIONS[row], context_embeds=embeds[row])
         expected = model.generate(**alone, **FIVE_TOKENS, num_beams=3)
@@ -197,13 +194,14 @@ def test_least_recently_used_prefix_leaves_first(model, processor):
     assert [each for each in (1, 2, 3, 1, 0) if not is_kept(each)] == [1, 0]  # 0 leaves, then 2
 
 
-GATES = [{"gate_mode": "off"}, {"gate_mode": "always", "max_refinement_steps": 1}]
-GATES += [{"gate_threshold": 0.9}, {"refinement_budget": 0.3}]
-SLOTS = [{"max_slots": 2}, {"max_slots": 1}]
+ALWAYS = {"gate_mode": "always", "max_refinement_steps": 1}
 
 
 @in_float64
-@pytest.mark.parametrize("gates, slots", [*((each, {}) for each in GATES), *(({}, each) for each in SLOTS)])
+@pytest.mark.parametrize(
+    "gates, slots",
+    [(ALWAYS, {}), ({"gate_threshold": 0.9}, {}), ({"refinement_budget": 0.3}, {}), ({}, {"max_slots": 1})],
+)
 def test_settings_of_a_call_answer_as_without_the_store(model, processor, gates, slots):
     store = model.slot_prefix_store(processor)
     _, plain = generate(model, store.prepare(QUESTIONS[0], RADIK))
@@ -230,27 +228,21 @@ def test_gates_for_slots_that_are_read_already_are_warned_of(model, processor, c
     assert caplog.messages == [message]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
+def test_what_cannot_be_prepared_is_refused(processor):
+    model = aligner_for(processor)
+    for call, message in [
         ({}, "Got no `documents` and `context_embeds`; expected one of the two"),
         ({"questions": [], "documents": []}, "There is no question"),
         ({"documents": [ADA], "gate_mode": "sometimes"}, "`gate_mode`"),
         ({"documents": [ADA], "refinement_budget": -1.0}, "`refinement_budget` is -1.0"),
         ({"documents": [ADA], "max_slots": 0}, "`max_slots` is 0"),
-    ],
-)
-def test_what_cannot_be_prepared_is_refused(model, processor, call, message):
-    with pytest.raises(ValueError, match=message):
-        model.slot_prefix_store(processor).prepare(**{"questions": ["Who?"]} | call)
-
-
-def test_a_model_in_training_and_less_than_no_bytes_are_refused(processor):
-    model = aligner_for(processor).train()
-    with pytest.raises(ValueError, match="Call `model.eval\\(\\)` first"):
-        model.slot_prefix_store(processor).prepare("Who?", ADA)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model.slot_prefix_store(processor).prepare(**{"questions": ["Who?"]} | call)
     with pytest.raises(ValueError, match="`max_bytes` is -1"):
         model.slot_prefix_store(processor, max_bytes=-1)
+    with pytest.raises(ValueError, match="Call `model.eval\\(\\)` first"):
+        model.train().slot_prefix_store(processor).prepare("Who?", ADA)
 
 
 # Several at once
@@ -266,7 +258,6 @@ def test_threads_and_processes_share_a_folder_and_keep_the_budget(model, process
     store = model.slot_prefix_store(processor, **options)
 
     def use(store, seed):
-        """Asks for kept and other prefixes in a random order; each is the one that was asked for."""
         for number in random.Random(seed).choices(range(5), k=12):
             assert_same_cache(prefix_of(store, context_embeds=embeddings(3, seed=number)), expected[number])
             assert store.bytes <= store.max_bytes
@@ -312,14 +303,9 @@ def test_unmodified_backbone_continues_from_the_file(backbone, tmp_path):
     (tmp_path / "any").touch()  # another user's server may read what this one may
     assert [each.name for each in sorted(tmp_path.iterdir())] == ["any", path.name]
     assert len({each.stat().st_mode for each in tmp_path.iterdir()}) == 1
-    names = {
-        "backbone": stock_model(model, torch.float64, model.config.text_config._attn_implementation),
-        "paths": [path],
-        "ids_after_the_slots": tail,
-        "load_file": load_file,
-        "DynamicCache": DynamicCache,
-        "torch": torch,
-    }
+    backbone = stock_model(model, torch.float64, model.config.text_config._attn_implementation)
+    names = {"torch": torch, "load_file": load_file, "DynamicCache": DynamicCache}
+    names |= {"backbone": backbone, "paths": [path], "ids_after_the_slots": tail}
     with torch.no_grad():
         exec(compile(textwrap.dedent(recipe), "docstring", "exec"), names)  # noqa: S102
         whole = model(row.input_ids[None], context_embeds=row.context_embeds[None]).logits
@@ -340,20 +326,12 @@ def test_every_field_of_a_fingerprint_is_compared(model, processor, tmp_path):
         expected = f"`{field}` {json.loads(json.dumps(value))!r}; expected 'other'. Use what it was made with"
         with pytest.raises(ValueError, match=re.escape(expected)):
             load_keys_values(path, {**fingerprint, field: "other"}, config)
-        lacking = {name: each for name, each in fingerprint.items() if name != field}
-        if value is not None:
-            with pytest.raises(ValueError, match=f"`{field}`"):
-                load_keys_values(path, lacking, config)
 
 
 @pytest.fixture
 def saved(tmp_path):
     save_keys_values(tmp_path / "prefix.safetensors", prefix_and_tail(tiny_aligner())[0], FINGERPRINT)
     return tmp_path / "prefix.safetensors"
-
-
-def cut(at):
-    return lambda path: path.write_bytes(path.read_bytes()[:at])
 
 
 def with_metadata(metadata):
@@ -367,16 +345,13 @@ def with_metadata(metadata):
     return change
 
 
-NO_FINGERPRINTS = ("", "[]", "5", "{", '{"passages": "other"}')
-
-
 @pytest.mark.parametrize(
     "change, message",
     [
-        *((cut(at), "cannot be read.*Delete the file") for at in (0, 5, 100, -1)),
+        (lambda path: path.write_bytes(path.read_bytes()[:100]), "cannot be read.*Delete the file"),
         (lambda path: (path.unlink(), path.mkdir()), "cannot be read.*Delete the file"),
         *((with_metadata(each), "expected 'arcaligner-passage-3'") for each in (None, {"format": "x-0"})),
-        *((with_metadata({"fingerprint": each}), "prefix.safetensors") for each in NO_FINGERPRINTS),
+        *((with_metadata({"fingerprint": each}), "prefix.safetensors") for each in ("[]", "{", '{"passages": "abc"}')),
     ],
 )
 def test_a_file_that_is_cut_or_of_another_kind_is_refused(saved, change, message):
@@ -400,9 +375,9 @@ def test_file_with_a_changed_byte_is_refused(saved, data):
     saved.write_bytes(whole)
 
 
-@pytest.mark.parametrize("change", [{"num_hidden_layers": 2}, {"num_key_value_heads": 1}, {"head_dim": 16}])
-def test_file_of_another_backbone_or_longer_than_its_context_is_refused(saved, change):
-    with pytest.raises(ValueError, match="Load it with the backbone it was made for"):
-        load_keys_values(saved, FINGERPRINT, backbone_config(**change))
+def test_file_of_another_backbone_or_longer_than_its_context_is_refused(saved):
+    for change in ({"num_hidden_layers": 2}, {"num_key_value_heads": 1}, {"head_dim": 16}):
+        with pytest.raises(ValueError, match="Load it with the backbone it was made for"):
+            load_keys_values(saved, FINGERPRINT, backbone_config(**change))
     with pytest.raises(ValueError, match="has 8 positions but the backbone llama reads 7"):
         load_keys_values(saved, FINGERPRINT, backbone_config(max_position_embeddings=7))

@@ -1,9 +1,9 @@
 """Questions and passages to model inputs: prompts, slots, embeddings, and what is refused."""
 
 import copy
+import itertools
 import pickle
 import shutil
-from collections import UserDict
 
 import numpy as np
 import pytest
@@ -101,11 +101,8 @@ def test_special_token_in_a_question_is_text_and_opens_no_turn(processor, docume
     def ids_of(question, options):
         return chat_inputs(processor, question, documents, **options)["input_ids"].flatten().tolist()
 
-    ids, honest, raw = (
-        ids_of(hostile, as_text),
-        ids_of("Who?", as_text),
-        ids_of(hostile, {"sanitize_control_tokens": False}),
-    )
+    ids, honest = ids_of(hostile, as_text), ids_of("Who?", as_text)
+    raw = ids_of(hostile, {"sanitize_control_tokens": False})
     assert all(ids.count(token) == honest.count(token) for token in processor.tokenizer.all_special_ids)
     assert hostile in processor.decode(ids)
     assert raw.count(processor.tokenizer.eos_token_id) == ids.count(processor.tokenizer.eos_token_id) + 1
@@ -156,7 +153,7 @@ def test_slots_beyond_the_budget_are_dropped_and_the_statistics_say_so(processor
 
 def test_truncation_cuts_text_after_the_slots_only(processor):
     whole = processor(text=QUESTION, documents=DOCUMENTS)["input_ids"][0]
-    last_slot = len(whole) - 1 - whole[::-1].index(processor.context_token_id)
+    last_slot = max(place for place, token in enumerate(whole) if token == processor.context_token_id)
     cut = processor(text=QUESTION, documents=DOCUMENTS, truncation=True, max_length=last_slot + 3)
     assert cut["input_ids"][0] == whole[: last_slot + 3]
     with pytest.raises(ValueError, match=rf"`max_length` {last_slot} would cut slots.*position {last_slot + 1}"):
@@ -220,8 +217,7 @@ def test_loading_a_processor_does_not_read_the_aligners_configuration(checkpoint
         ({"text": "a", "context_embeds": np.full((1, ENCODER_WIDTH), np.nan)}, "NaN or infinite"),
         ({"text": "a", "documents": ["One."], "context_embeds": np.zeros((1, ENCODER_WIDTH))}, "Got both `documents`"),
         ({"text": ["a"], "context_embeds": torch.tensor(0.0)}, "Got 1 questions but 0 entries of `context_embeds`"),
-        ({"text": "a", "documents": np.array(5)}, r"`documents` of row 0 is array\(5\); expected a list of strings"),
-        ({"text": "a", "documents": UserDict(text="One.")}, r"`documents` of row 0 is .*; expected a list of strings"),
+        ({"text": "a", "documents": {"One."}}, r"`documents` of row 0 is {'One.'}; expected a list of strings"),
     ],
 )
 def test_bad_input_is_refused_with_both_sides(processor, call, message):
@@ -229,16 +225,14 @@ def test_bad_input_is_refused_with_both_sides(processor, call, message):
         processor(**call)
 
 
-CONTENTS = [None, 5, [], ["a"], [{"type": "image", "url": "x"}], [{"type": "text", "text": 5}], {"text": "Who?"}]
-
-
-@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize(
+    "content", [None, 5, [], ["a"], [{"type": "image"}], [{"type": "text", "text": 5}], {"text": "a"}]
+)
 def test_a_message_that_is_no_text_is_refused_with_and_without_documents(processor, content):
-    for role in ("system", "user", "assistant"):
+    for role, documents in itertools.product(("system", "user", "assistant"), (None, DOCUMENTS)):
         chat = [{"role": "user", "content": QUESTION}, {"role": role, "content": content}]
-        for documents in (None, DOCUMENTS):
-            with pytest.raises(ValueError, match=f"A message of the {role} is .*; expected a text or"):
-                chat_inputs(processor, chat, documents)
+        with pytest.raises(ValueError, match=f"A message of the {role} is .*; expected a text or"):
+            chat_inputs(processor, chat, documents)
 
 
 @pytest.mark.parametrize("options", [{}, {"sanitize_control_tokens": True}])
@@ -264,7 +258,6 @@ def test_a_template_that_reads_a_file_is_named(processor):
     "words, message",
     [
         (torch.tensor([[1.0, 2.0], [3.0, float("nan")]]), "of row 0 is torch.float32; expected whole numbers"),
-        (torch.tensor([[30001], [5]]).half(), "of row 0 is torch.float16; expected whole numbers"),
         ([[True], [False]], "of row 0 is torch.bool; expected whole numbers"),
         ([[-2], [1]], "of row 0 is torch.int64; expected whole numbers of -1 or more"),
         ([[1], [2, 3]], "of row 0 is of type list; expected a tensor of numbers"),
@@ -276,9 +269,8 @@ def test_words_of_precomputed_slots_are_checked(processor, words, message):
     reader, embeds = processor_with(processor, context_words=True), torch.ones(2, ENCODER_WIDTH)
     with pytest.raises(ValueError, match=message):
         reader(text=QUESTION, context_embeds=embeds, context_word_ids=words)
-    for kind in (torch.int16, torch.int32):
-        found = reader(text=QUESTION, context_embeds=embeds, context_word_ids=torch.tensor([[1, -1], [2, 3]]).to(kind))
-        assert found["context_word_ids"] == [[[1, -1], [2, 3]]]
+    found = reader(text=QUESTION, context_embeds=embeds, context_word_ids=torch.tensor([[1, -1], [2, 3]]).short())
+    assert found["context_word_ids"] == [[[1, -1], [2, 3]]]
 
 
 def test_a_text_that_becomes_the_context_tokens_id_is_refused(processor, tokenizer):

@@ -1,6 +1,7 @@
 """Passages to slots: segments, what the encoder makes of them, several slots of one, and a slot's own words."""
 
 import copy
+import itertools
 import math
 import time
 from pathlib import Path
@@ -35,10 +36,6 @@ def reads_of(longest):
     return lambda text: -(-len(text) // longest)
 
 
-def cut(text, **settings):
-    return [segment.text for segment in segment_document(text, **settings)]
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     text=st.text(st.sampled_from("ab .!?\n\t\u2028\x00é漢😀'\""), max_size=200),
@@ -71,19 +68,16 @@ URL = "https://" + "example.com/!?" * 20
     ],
 )
 def test_sentences_are_segments_or_halved_or_merged(text, options, expected):
-    assert cut(text, **options) == expected
+    assert [segment.text for segment in segment_document(text, **options)] == expected
 
 
-HOSTILE = [*'("[😀$a!. \n', "(.a", "你好。", "(" * 16 + " ", "[1].", "a ", "мир! Hi. "]
-
-
-@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize("text", [*'("[😀$a!. \n', "(.a", "你好。", "(" * 16 + " ", "[1].", "a ", "мир! Hi. "])
 def test_time_is_linear_in_any_text(text):
     """On runs of brackets, spaCy's own tokenizer needs 25 seconds for 10,000 characters, four times that for 20,000."""
     text, start = (text * 100_000)[:100_000], time.process_time()
-    segments = cut(text, sentences_per_segment=0.5, num_reads=reads_of(500))
+    segments = segment_document(text, sentences_per_segment=0.5, num_reads=reads_of(500))
     assert time.process_time() - start < 3
-    assert "".join("".join(segments).split()) == "".join(text.split())
+    assert "".join("".join(segment.text for segment in segments).split()) == "".join(text.split())
 
 
 def test_spacy_forgets_the_words_of_others(monkeypatch):
@@ -91,15 +85,17 @@ def test_spacy_forgets_the_words_of_others(monkeypatch):
     monkeypatch.setattr(segmentation_arcaligner, "_MAX_NEW_WORDS", 100)
     segmentation_arcaligner._load_spacy.cache_clear()
     for start in range(0, 200, 50):
-        assert len(cut(" ".join(f"new{number}." for number in range(start, start + 50)))) == 50
+        assert len(segment_document(" ".join(f"new{number}." for number in range(start, start + 50)))) == 50
         assert len(segmentation_arcaligner._load_spacy("en")[0].vocab.strings) < most_words
     segmentation_arcaligner._load_spacy.cache_clear()
 
 
-@pytest.mark.parametrize("sentences", [0, -1, 0.25, 1.5])
-def test_impossible_numbers_of_sentences_are_refused(sentences):
-    with pytest.raises(ValueError, match=rf"`sentences_per_segment` is {sentences}; expected 0.5"):
-        segment_document("One.", sentences_per_segment=sentences)
+def test_impossible_numbers_of_sentences_and_an_unknown_dtype_are_refused(load):
+    for sentences in (0, 0.25, 1.5):
+        with pytest.raises(ValueError, match=rf"`sentences_per_segment` is {sentences}; expected 0.5"):
+            segment_document("One.", sentences_per_segment=sentences)
+    with pytest.raises(ValueError, match="`encoder_dtype` is 'float16'; expected one of float32, bfloat16, auto"):
+        load("float16")
 
 
 # The encoder, and its dtype
@@ -142,8 +138,8 @@ def test_the_match_of_words_is_the_mean_of_the_highest_cosines_of_those_that_say
     said = [(a, b) for a, b in asked if question[a:b].lower() not in ("who", "the", "?")]
     assert 0 < len(said) < len(asked)
     expected = torch.stack([(theirs @ asked[place]).max() for place in said]).mean().item()
-    chat = [("user", "Hi."), ("assistant", "Yes?"), ("user", question)]
-    chat = [{"role": role, "content": content} for role, content in chat]
+    said = [("user", "Hi."), ("assistant", "Yes?"), ("user", question)]
+    chat = [{"role": role, "content": content} for role, content in said]
     without_tokens = ["\u200b"]
     for each, texts in ((question, passages), (chat, passages), (question, without_tokens + passages)):
         assert word_match(processor, each, texts) == pytest.approx(expected, abs=1e-3)  # they are kept in float16
@@ -170,13 +166,11 @@ def test_all_words_of_a_long_passage_are_matched(processor, monkeypatch):
     assert len(pieces) > 1 and {encoder.num_reads(piece) for piece in pieces} == {1}
 
 
-@pytest.mark.parametrize("folder", ["checkpoint_dir", "trained"])
-def test_bfloat16_rounds_the_embeddings_which_stay_normalized_and_float32(load, folder, request):
-    folder = request.getfixturevalue(folder)
-    exact, rounded = load("float32", folder), load("bfloat16", folder)
-    for rate in ("segment", 3):
-        expected, found = (each.encode_documents(TEXTS, tokens_per_slot=rate) for each in (exact, rounded))
-        expected, found = expected.context_embeds, found.context_embeds
+def test_bfloat16_rounds_the_embeddings_which_stay_normalized_and_float32(load, checkpoint_dir, trained):
+    for folder, rate in itertools.product((checkpoint_dir, trained), ("segment", 3)):
+        exact, rounded = load("float32", folder), load("bfloat16", folder)
+        encoded = (each.encode_documents(TEXTS, tokens_per_slot=rate) for each in (exact, rounded))
+        expected, found = (each.context_embeds for each in encoded)
         torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
         assert not torch.equal(found, expected)
         torch.testing.assert_close(found.norm(dim=1), torch.ones(len(found)))
@@ -208,11 +202,6 @@ def test_an_encoder_in_bfloat16_is_saved_and_trained_on_unrounded(load, trained,
         each.train_encoder(lora_r=2)
     pairs = zip(processor.encoder.model.parameters(), exact.encoder.model.parameters(), strict=True)
     assert all(torch.equal(found, expected) for found, expected in pairs)
-
-
-def test_an_unknown_dtype_is_refused(load):
-    with pytest.raises(ValueError, match="`encoder_dtype` is 'float16'; expected one of float32, bfloat16, auto"):
-        load("float16")
 
 
 # Several slots of a segment, and their words
@@ -309,19 +298,6 @@ def test_a_fresh_slot_of_one_word_is_nearly_that_words_embedding(base_model_dir)
     torch.testing.assert_close((slot - mean).norm(), (table - mean).norm(dim=1).mean())
 
 
-def test_rows_with_words_answer_in_a_batch_as_alone(words_dir):
-    # In float64: what float32 rounds otherwise in a padded batch depends on the processor.
-    model = ArcAlignerForCausalLM.from_pretrained(str(words_dir), dtype=torch.float64).eval()
-    processor = ArcAlignerProcessor.from_pretrained(str(words_dir))
-    processor.encoder.cast(torch.float64)
-    rows = [DOCUMENTS, ["Ada."], []]
-    batch = processor(text=[QUESTION] * 3, documents=rows, return_tensors="pt", padding=True, padding_side="left")
-    together = model(**batch).logits[:, -1]
-    for row, documents in enumerate(rows):
-        alone = model(**processor(text=QUESTION, documents=documents, return_tensors="pt")).logits[:, -1]
-        torch.testing.assert_close(together[row], alone[0], atol=1e-5, rtol=1e-5)
-
-
 def test_words_are_read_and_travel_with_embeddings_that_were_made_before(words_model, words_processor):
     encoded = words_processor.encode_documents(DOCUMENTS)
     made = {"context_embeds": encoded.context_embeds, "context_word_ids": encoded.context_word_ids}
@@ -329,6 +305,9 @@ def test_words_are_read_and_travel_with_embeddings_that_were_made_before(words_m
     expected = words_processor(text=QUESTION, documents=DOCUMENTS, return_tensors="pt")
     assert given.keys() == expected.keys()
     torch.testing.assert_close(dict(given), dict(expected))
+    both = words_processor(text=[QUESTION] * 2, documents=[["Ada."], DOCUMENTS], return_tensors="pt")
+    assert torch.equal(both["context_word_ids"][1], expected["context_word_ids"][0])
+    assert (both["context_word_ids"][0, 1:] == -1).all()
     others = given | {"context_word_ids": given["context_word_ids"].roll(1, dims=1)}
     assert not torch.allclose(words_model(**given).logits, words_model(**others).logits)
 

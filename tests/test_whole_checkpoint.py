@@ -97,10 +97,6 @@ def with_value(part, value):
     return change
 
 
-def with_stranger(tensors):
-    return tensors | {"foo.weight": torch.ones(2)}
-
-
 def with_surplus_lora(tensors):
     name = next(name for name in tensors if "layers.0" in name and "lora_A" in name)
     return tensors | {name.replace("layers.0", "layers.7"): tensors[name].clone()}
@@ -110,8 +106,8 @@ def within(name, change):
     return lambda found: found | {name: change(found[name])}
 
 
-def swapped(ids):
-    return ids | {"a": ids["b"], "b": ids["a"]}
+def first_half(ids):
+    return dict(list(ids.items())[: len(ids) // 2])
 
 
 INFINITE, NAN = float("inf"), float("nan")
@@ -121,34 +117,24 @@ CHECKABLE = {
     "encoder cut": (ADAPTER, "cut", "adapter_model.safetensors cannot be read.*download it again"),
     "encoder gone": (ADAPTER_CONFIG, None, "lacks encoder/adapter_config.json"),
     "encoder with NaN": (ADAPTER, with_value("lora_A", NAN), "adapter_model.safetensors"),
-    "encoder renamed": (ADAPTER, lambda found: {f"x.{name}": each for name, each in found.items()}, "adapter_model"),
     "encoder's settings broken": (ADAPTER_CONFIG, "{", "adapter_config.json"),
     "encoder's rank": (ADAPTER_CONFIG, fields(r=3), "adapter_config.json"),
     "lora_r 3": (CONFIG, fields(lora_r=3), "(?s)lora_"),
     "fewer gates": (CONFIG, fields(gate_layers=[0]), "`gate_layers`"),
     "a wrong type": (CONFIG, fields(lora_alpha="48"), "lora_alpha"),
-    "a stranger's weight": (WEIGHTS, with_stranger, "foo.weight"),
+    "a stranger's weight": (WEIGHTS, fields(**{"foo.weight": torch.ones(2)}), "foo.weight"),
     "half of the aligner": (WEIGHTS, without("lora_B"), "lacks .* aligner weights"),
     "aligner cut": (WEIGHTS, "cut", "model.safetensors cannot be read"),
     "aligner infinite": (WEIGHTS, with_value("projector.up", INFINITE), "1 NaN or .* in `model.projector.up"),
-    "fewer words": (
-        TOKENIZER,
-        within("model", within("vocab", lambda ids: dict(list(ids.items())[:300]))),
-        "tokenizer.json",
-    ),
+    "fewer words": (TOKENIZER, within("model", within("vocab", first_half)), f"tokenizer.json {NOT_SAVED}"),
     "tokenizer broken": (TOKENIZER, "[]", "tokenizer.json"),
 }
 BOUND = {
     "encoder zeroed": (ADAPTER, lambda found: {name: 0 * each for name, each in found.items()}, f"model.*{NOT_SAVED}"),
     "encoder's lora_alpha": (ADAPTER_CONFIG, fields(lora_alpha=99), f"adapter_config.json {NOT_SAVED}"),
-    "two settings": (
-        PROCESSOR,
-        fields(trained_encoder=False, spacy_model="d"),
-        "`spacy_model` is 'd', `trained_encoder`",
-    ),
+    "two settings": (PROCESSOR, fields(trained_encoder=False, spacy_model="d"), "`spacy_model` is 'd', `trained_e"),
     "template gone": (TEMPLATE, None, "lacks chat_template.jinja"),
     "another template": (TEMPLATE, "{{ messages }}", f"chat_template.jinja {NOT_SAVED}"),
-    "words swapped": (TOKENIZER, within("model", within("vocab", swapped)), f"tokenizer.json {NOT_SAVED}"),
     "lora_alpha": (CONFIG, fields(lora_alpha=480), "config.json of .* is not as it was saved: `lora_alpha` is 480"),
     "lora_alpha gone": (CONFIG, without("lora_alpha"), "`lora_alpha` is missing"),
     "backbone": (CONFIG, within("text_config", fields(rms_norm_eps=0.1)), "`text_config` was changed"),
@@ -190,7 +176,7 @@ def test_parts_of_two_trainings_are_refused(folder, saved, names):
     ("change", "message"),
     [
         (without("layers.1.mlp.up_proj.base_layer"), "lacks 1 weights of a llama, first .*up_proj"),
-        (with_stranger, "has 1 weights that are none of a llama, first `foo.weight`"),
+        (fields(**{"foo.weight": torch.ones(2)}), "has 1 weights that are none of a llama, first `foo.weight`"),
         (with_value("input_layernorm", NAN), "1 NaN or infinite values"),
         (with_surplus_lora, "has 1 aligner weights"),
     ],
@@ -221,16 +207,15 @@ def test_what_changes_no_slot_may_be_changed_in_the_files(folder, base_model_dir
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
-@pytest.mark.parametrize("umask", [0o022, 0o027])
-def test_whoever_may_read_a_new_file_may_read_the_weights(folder, umask):
-    before = os.umask(umask)
+def test_whoever_may_read_a_new_file_may_read_the_weights(folder):
+    before = os.umask(0o027)
     try:
         for each in load(folder):
             each.save_pretrained(folder / "saved")
     finally:
         os.umask(before)
     files = list((folder / "saved").rglob("*.safetensors"))
-    assert len(files) == 2 and {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
+    assert len(files) == 2 and {path.stat().st_mode & 0o777 for path in files} == {0o640}
 
 
 @pytest.mark.parametrize("order", [1, -1])

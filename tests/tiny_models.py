@@ -6,9 +6,11 @@ too (LoRA B and gates not zero), so that a test that compares two ways of comput
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -158,24 +160,15 @@ def random_rows(model: ArcAlignerForCausalLM, slot_counts: list[int], *, seed: i
 
 def collate(rows: list[Row], padding_side: str = "right", pad_token_id: int = 0) -> dict[str, torch.Tensor]:
     """Rows to one batch: text padded at `padding_side`, embeddings always at the end, positions without padding."""
-    length = max(len(row.input_ids) for row in rows)
-    max_slots = max(len(row.context_embeds) for row in rows)
-    width = rows[0].context_embeds.shape[-1]
+    pad = partial(pad_sequence, batch_first=True, padding_side=padding_side)
     batch = {
-        "input_ids": torch.full((len(rows), length), pad_token_id),
-        "attention_mask": torch.zeros(len(rows), length, dtype=torch.long),
-        "labels": torch.full((len(rows), length), IGNORED),
+        "input_ids": pad([row.input_ids for row in rows], padding_value=pad_token_id),
+        "attention_mask": pad([torch.ones_like(row.input_ids) for row in rows]),
+        "labels": pad([row.labels for row in rows], padding_value=IGNORED),
     }
-    embeds = torch.zeros(len(rows), max_slots, width, dtype=rows[0].context_embeds.dtype)
-    for i, row in enumerate(rows):
-        place = text_slice(row, length, padding_side)
-        batch["input_ids"][i, place] = row.input_ids
-        batch["attention_mask"][i, place] = 1
-        batch["labels"][i, place] = row.labels
-        embeds[i, : len(row.context_embeds)] = row.context_embeds
     batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    if max_slots > 0:
-        batch["context_embeds"] = embeds
+    if any(len(row.context_embeds) for row in rows):
+        batch["context_embeds"] = pad_sequence([row.context_embeds for row in rows], batch_first=True)
     return batch
 
 

@@ -13,24 +13,14 @@ PASSAGES = (
 
 # A row of some data sets, as the Hub has it.
 SQUAD = {"id": "s1", "title": "Ada_L", "context": "Ada.", "question": "Who?", "answers": {"text": ["Ada", "Ada"]}}
-HOTPOTQA = {
-    "id": "h1",
-    "question": "Was Ada born before Ben?",
-    "answer": "yes",
-    "supporting_facts": {"title": ["Ben", "Ada", "Ben"], "sent_id": [0, 0, 1]},
-    "context": {"title": ["Cy", "Ada", "Ben"], "sentences": [["No."], ["Ada was born. ", "In 1815."], ["Ben. "]]},
-}
-MUSIQUE = {
-    "id": "m1",
-    "question": "Who?",
-    "answer": "Ada",
-    "answer_aliases": ["A."],
-    "answerable": True,
-    "paragraphs": [
-        {"title": "x", "paragraph_text": "y", "is_supporting": False},
-        {"title": "z", "paragraph_text": "w", "is_supporting": True},
-    ],
-}
+_PARAGRAPHS = {"title": ["Cy", "Ada", "Ben"], "sentences": [["No."], ["Ada was born. ", "In 1815."], ["Ben. "]]}
+HOTPOTQA = {"id": "h1", "question": "Was Ada born before Ben?", "answer": "yes", "context": _PARAGRAPHS}
+HOTPOTQA["supporting_facts"] = {"title": ["Ben", "Ada", "Ben"], "sent_id": [0, 0, 1]}
+MUSIQUE = {"id": "m1", "question": "Who?", "answer": "Ada", "answer_aliases": ["A."], "answerable": True}
+MUSIQUE["paragraphs"] = [
+    {"title": "x", "paragraph_text": "y", "is_supporting": False},
+    {"title": "z", "paragraph_text": "w", "is_supporting": True},
+]
 
 
 def question_rows(count: int) -> list[dict]:

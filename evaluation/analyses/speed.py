@@ -33,14 +33,13 @@ def first_token_table(report: dict[str, Any]) -> list[str]:
         rows.append([size["k"], f"{size['text_tokens']:.0f}", size["tokens_per_slot"], f"{size['slots']:.0f}", *cells])
     lines = markdown_table(["Passages", "Tokens", "Rate", "Slots", *ARM_TITLES.values()], rows)
     notes = f"Milliseconds (times faster than text; the same with encoding, in {report['encoder_dtype']})"
-    return [*lines, "", f"{notes}; {report['model']}, one question; {machine_line(report)}."]
+    return [*lines, "", f"{notes}; {report['model']}, one question; {machine_line(report['machine'])}."]
 
 
-def machine_line(report: dict[str, Any]) -> str:
-    """The machine and the versions."""
-    made_on = report["machine"]
-    line = f"{made_on['device']}, {made_on['cpu']}, {made_on['threads']} threads, load {made_on['load']:.1f}; "
-    return line + f"torch {made_on['torch']}, transformers {made_on['transformers']}"
+def machine_line(machine: dict[str, Any]) -> str:
+    """What `describe_machine` found."""
+    line = f"{machine['device']}, {machine['cpu']}, {machine['threads']} threads, load {machine['load']:.1f}; "
+    return line + f"torch {machine['torch']}, transformers {machine['transformers']}"
 
 
 def find_size(report: dict[str, Any], k: int, rate: int | str) -> dict[str, Any]:
@@ -94,5 +93,5 @@ def kept_lines(report: dict[str, Any]) -> list[str]:
     columns = ["First token, ms (times sooner than text)", "kept of a passage"]
     counts = [counted(size["k"], "passage") for size in sizes]
     note = f"A passage has {report['tokens_per_passage']:.0f} tokens; medians of {sizes[-1]['rounds']} rounds or more"
-    note += f"; {report['model']}, {report['dtype']}, one question; {machine_line(report)}."
+    note += f"; {report['model']}, {report['dtype']}, one question; {machine_line(report['machine'])}."
     return [*markdown_table([*columns, *counts], rows), "", note]

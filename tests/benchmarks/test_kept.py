@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
+from conftest import processor_with
 from tiny_models import random_probe
 from training_rows import article_rows, write_rows
 
-from arcaligner import ArcAlignerProcessor
 from arcaligner.base_model_arcaligner import CACHE, cache_of
-from arcaligner.benchmarks.arms import load_models
-from arcaligner.benchmarks.kept import Known, know, main
+from arcaligner.benchmarks.arms import load_models, pick_rows
+from arcaligner.benchmarks.kept import Known, main
 from arcaligner.evaluation.answering import ApartAnswerer, apart_text, slot_inputs, text_inputs
 from arcaligner.pipeline_arcaligner import likeliest, rank_passages
 from arcaligner.train.prompts import full_text
@@ -24,15 +24,13 @@ def models(checkpoint_dir):
 
 
 @pytest.fixture(scope="module")
-def apart(checkpoint_dir, models):
-    processor = ArcAlignerProcessor.from_pretrained(checkpoint_dir)
-    processor.passage_attention, processor.answer_probe = "separate", random_probe(models[0])
-    return processor
+def apart(processor, models):
+    return processor_with(processor, passage_attention="separate", answer_probe=random_probe(models[0]))
 
 
 @pytest.fixture(scope="module")
 def known(models, apart, tmp_path_factory):
-    return Known(models, apart, know(article_rows(6, questions=1), apart, 6), RATES, tmp_path_factory.mktemp("kept"))
+    return Known(models, apart, pick_rows(article_rows(6), apart, 6), RATES, tmp_path_factory.mktemp("kept"))
 
 
 def assert_same_reading(found, expected):
@@ -44,9 +42,8 @@ def assert_same_reading(found, expected):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("number", [0, 1])
-def test_text_is_read_anew_behind_the_same_passages_and_behind_kept_ones(known, models, apart, number):
-    base, row = models[1], known.draw(3, number)
+def test_text_is_read_anew_behind_the_same_passages_and_behind_kept_ones(known, models, apart):
+    base, row = models[1], known.draw(3, 1)
     asked = row | {"question": "And when?"}
     for name, each in (("text", row), ("text_same_set", asked)):  # the second asks about the passages of the first
         whole = text_inputs(apart, [full_text(each)])
@@ -59,17 +56,12 @@ def test_text_is_read_anew_behind_the_same_passages_and_behind_kept_ones(known, 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("rate", RATES)
-def test_kept_slots_are_those_of_reading_the_combination_at_once(known, models, apart, rate):
+def test_kept_slots_are_those_of_reading_the_combination_or_the_likeliest_passage_at_once(known, models, apart):
     row = known.draw(4, 7)
-    expected = models[0](**slot_inputs(apart, [row], tokens_per_slot=rate), use_cache=True)
-    for end in ("", "_folder"):
-        assert_same_reading(known.arms[f"slots_x{rate}{end}"](row), expected)
-
-
-@torch.no_grad()
-def test_of_kept_passages_the_likeliest_is_read(known, models, apart):
-    row = known.draw(4, 7)
+    for rate in RATES:
+        expected = models[0](**slot_inputs(apart, [row], tokens_per_slot=rate), use_cache=True)
+        for end in ("", "_folder"):
+            assert_same_reading(known.arms[f"slots_x{rate}{end}"](row), expected)
     (ranked,) = rank_passages(models[0].slot_prefix_store(apart), [row["question"]], [row["passages"]])
     (best,) = likeliest(ranked, 1)
     alone = slot_inputs(apart, [row | {"passages": row["passages"][best : best + 1]}])
@@ -79,7 +71,7 @@ def test_of_kept_passages_the_likeliest_is_read(known, models, apart):
 def test_known_passages_are_never_read_again_and_folders_are_read_each_time(known):
     stores = {name: arm.args[0] for name, arm in known.arms.items() if name.startswith("slots")}
     before = {name: (store.misses, store.loads) for name, store in stores.items()}
-    found = known.measure(3, rounds=3, seconds=0.0)
+    found = known.measure(3, seconds=0.0)
     for name, store in stores.items():
         misses, loads = before[name]
         assert store.misses == misses
@@ -108,7 +100,7 @@ def test_the_command_writes_a_report_and_prints_its_table(tmp_path, checkpoint_d
     data = tmp_path / "rows.jsonl"
     write_rows(data, article_rows(6, questions=1))
     options = {"sizes": "1,2", "tokens_per_slot": "4,segment", "dtype": "float32", "device": "cpu", "data": data}
-    main(tmp_path / "out", str(checkpoint_dir), rounds=3, seconds=0.0, **options)
+    main(tmp_path / "out", str(checkpoint_dir), seconds=0.0, **options)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["kept.json"]
     found = json.loads((tmp_path / "out" / "kept.json").read_text("utf-8"))
     assert [size["k"] for size in found["sizes"]] == [1, 2] and found["known_passages"] == 6

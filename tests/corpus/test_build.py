@@ -2,12 +2,12 @@
 
 import gzip
 import json
+from unittest.mock import Mock
 
 import lancedb
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-import torch
 from conftest import new_processor
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,10 +17,9 @@ from training_rows import write_rows
 from arcaligner.common.passages import cut_passages
 from arcaligner.corpus import build
 from arcaligner.corpus.build import build_corpus, passage_rows
-from arcaligner.corpus.retrieve import Retriever, slot_passages
+from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.sources import read_documents
 from arcaligner.corpus.table import METADATA, Corpus
-from arcaligner.encoder_arcaligner import SlotEncoder
 
 
 def rows_of(corpus):
@@ -43,47 +42,18 @@ def test_sentences_stay_whole_where_they_fit_and_one_long_word_is_cut():
 
 
 def test_the_heading_of_a_markdown_file_is_its_title_and_not_read_again(tmp_path):
-    (tmp_path / "a.md").write_text("\n# Ada \nShe wrote.")
-    (tmp_path / "b.md").write_text("# Alone")
-    (tmp_path / "c.md").write_text("Run this:\n```\n# install\n```\nmake")
-    (tmp_path / "d.md").write_text("# " + "long " * 201 + "\nEnd.")
-    first, second, third, fourth = read_documents([str(tmp_path)], pytest.fail)
-    assert (first.title, first.text) == ("Ada", "\n      \nShe wrote.")
-    assert (second.title, second.text) == ("", "# Alone")
-    assert (third.title, third.text) == ("", "Run this:\n```\n# install\n```\nmake") and not third.sections
-    assert fourth.title == "" and fourth.text.startswith("# long")
+    fenced, long = "Run this:\n```\n# install\n```\nmake", "# " + "long " * 201 + "\nEnd."
+    for name, text in (("a", "\n# Ada \nShe wrote."), ("b", "# Alone"), ("c", fenced), ("d", long)):
+        (tmp_path / f"{name}.md").write_text(text)
+    found = [(each.title, each.text) for each in read_documents([str(tmp_path)], pytest.fail)]
+    assert found == [("Ada", "\n      \nShe wrote."), ("", "# Alone"), ("", fenced), ("", long)]
 
 
-@pytest.mark.parametrize("rate", ["segment", 3])
-def test_stored_slots_are_those_of_the_processor(rate, tmp_path, letters, base_model_dir, encoder_dir, processor):
-    reads_words = new_processor(base_model_dir, encoder_dir, context_words=True)
-    reads_words.encoder = processor.encoder
-    corpus = Corpus.create(tmp_path / "words", reads_words, passage_words=16, tokens_per_slot=rate)
-    build_corpus([str(letters)], corpus, reads_words)
-    reads_words.tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=3)
-    corpus.check(reads_words)  # how a call pads does not matter
-    rows = rows_of(corpus)
-    found = slot_passages(rows, context_words=True)
-    documents = {str(path): path.read_text() for path in (letters / "letter.txt", letters / "old" / "ski.md")}
-    for each in found.documents:
-        assert each["text"] == documents[each["document"]][each["start"] : each["end"]]
-    assert [each["title"] for each in found.documents] == [""] * (len(found.documents) - 1) + ["Zhaparov"]
-    assert len(found.documents) > 2
-    expected = reads_words.encode_documents(found.documents, tokens_per_slot=rate)
-    assert found.encoded.segments == expected.segments
-    torch.testing.assert_close(found.encoded.context_embeds, expected.context_embeds.half().float(), atol=1e-3, rtol=0)
-    torch.testing.assert_close(found.encoded.context_word_ids, expected.context_word_ids)
-    first = slot_passages(rows.slice(0, 1), context_words=True).encoded.context_embeds.mean(dim=0)
-    vector = torch.tensor(rows["vector"][0].as_py(), dtype=torch.float32)
-    torch.testing.assert_close(vector, torch.nn.functional.normalize(first, dim=0), atol=2e-3, rtol=0)
-
-
-def test_a_killed_build_goes_on_where_it_was(tmp_path, monkeypatch, processor):
+def test_a_killed_build_goes_on_where_it_was(tmp_path, monkeypatch, processor, make_corpus):
     monkeypatch.setattr(build, "BATCH_DOCUMENTS", 2)
     rows = [{"id": number, "text": f"Sentence {number} stands here. It ends."} for number in range(7)]
     source = write_rows(tmp_path / "rows.jsonl", rows)
-    corpus = Corpus.create(tmp_path / "corpus", processor)
-    encoded, encode = [], SlotEncoder.encode_batch
+    corpus = make_corpus()
 
     def killed(report):
         if report.added == 4:
@@ -91,25 +61,19 @@ def test_a_killed_build_goes_on_where_it_was(tmp_path, monkeypatch, processor):
 
     with pytest.raises(KeyboardInterrupt):
         build_corpus([source], corpus, processor, on_batch=killed)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            SlotEncoder, "encode_batch", lambda own, rows, **k: encoded.extend(rows) or encode(own, rows, **k)
-        )
-        report = build_corpus([source], Corpus(tmp_path / "corpus"), processor)
-    assert (report.added, report.unchanged, len(encoded)) == (3, 4, 3)
-    whole = Corpus.create(tmp_path / "whole", processor)
-    build_corpus([source], whole, processor)
-    assert rows_of(corpus).equals(rows_of(whole))
+    report = build_corpus([source], Corpus(corpus.path), processor)
+    assert (report.added, report.unchanged, report.passages) == (3, 4, 3)
+    assert rows_of(corpus).equals(rows_of(make_corpus(source, name="whole")))
     assert corpus.info()["documents"] == corpus.info()["passages"] == 7 and corpus.info()["slots"] == 14
 
 
 @pytest.mark.parametrize("before", ["", "Short."])
-def test_a_large_document_is_encoded_in_parts_and_written_in_one_step(tmp_path, monkeypatch, processor, before):
+def test_a_large_document_is_encoded_in_parts_and_written_in_one_step(
+    tmp_path, monkeypatch, processor, make_corpus, before
+):
     monkeypatch.setattr(build, "PART_PASSAGES", 3)
-    source, corpus = tmp_path / "long.txt", Corpus.create(tmp_path / "corpus", processor, passage_words=6)
-    if before:
-        source.write_text(before)
-        build_corpus([str(source)], corpus, processor)
+    (source := tmp_path / "long.txt").write_text(before)
+    corpus = make_corpus(*[source] * bool(before), passage_words=6)
     version, told = corpus.table.version, []
     source.write_text(" ".join(f"Sentence {number} stands here." for number in range(11)))
     build_corpus([str(source)], corpus, processor, on_batch=lambda report: told.append(corpus.table.version))
@@ -118,11 +82,10 @@ def test_a_large_document_is_encoded_in_parts_and_written_in_one_step(tmp_path, 
     assert len(corpus) == 11 and rows_of(corpus).equals(expected.sort_by("id").select(rows_of(corpus).column_names))
 
 
-def test_passages_have_the_page_or_heading_that_they_stand_under(tmp_path, processor):
+def test_passages_have_the_page_or_heading_that_they_stand_under(tmp_path, processor, make_corpus):
     (tmp_path / "a.md").write_text("# Ships\n\nOf oak and of pine.\n\n## Sails\n\nLinen sails here.\n\n## Oars\n\nOak.")
     (tmp_path / "b.pdf").write_bytes(pdf(line(50, 700, "Anna brings the cake."), line(50, 700, "Bob came late.")))
-    corpus = Corpus.create(tmp_path / "corpus", processor, passage_words=5)
-    build_corpus([str(tmp_path / "a.md"), str(tmp_path / "b.pdf")], corpus, processor)
+    corpus = make_corpus(tmp_path / "a.md", tmp_path / "b.pdf", passage_words=5)
     rows = [(row["title"], row["page"], row["text"]) for row in rows_of(corpus).to_pylist()]
     assert rows == [
         ("Ships", None, "Of oak and of pine."),
@@ -151,38 +114,30 @@ def test_a_changed_document_is_replaced_in_one_step_and_a_removed_one_is_gone(co
 
 
 @pytest.mark.parametrize("prune", [True, False])
-def test_prune_removes_what_is_in_no_source(corpus, letters, processor, prune, monkeypatch):
+def test_prune_removes_what_is_in_no_source_and_keeps_what_may_be_in_one_that_cannot_be_read(
+    corpus, letters, processor, prune, monkeypatch, caplog, tmp_path
+):
     monkeypatch.setattr(build, "BATCH_DOCUMENTS", 1)
+    (letters / "letter.txt").write_bytes(b"\0\xff")
     (letters / "old" / "ski.md").write_text(" ")
     (letters / "new.txt").write_text("Ada wrote it.")
     (letters / "picture.png").write_bytes(b"\x89PNG")
     report = build_corpus([str(letters)], corpus, processor, prune=prune)
-    assert (report.added, report.removed, report.unchanged, len(report.skipped)) == (1, int(prune), 1, 2)
-    left = {str(letters / name) for name in ("letter.txt", "new.txt")}
-    assert corpus.documents() == (left if prune else left | {str(letters / "old" / "ski.md")})
+    assert (report.added, report.removed, report.unchanged, len(report.skipped)) == (1, int(prune), 0, 3)
+    known = {str(letters / name) for name in ("letter.txt", "new.txt")}
+    assert corpus.documents() == (known if prune else known | {str(letters / "old" / "ski.md")}) and not caplog.text
     for path in letters.glob("*.txt"):
         path.unlink()
     with pytest.raises(ValueError, match="There is no document"):
         build_corpus([str(letters)], corpus, processor, prune=prune)
-    assert corpus.documents() >= left
-
-
-def test_prune_keeps_what_may_be_in_a_source_that_cannot_be_read(corpus, letters, processor, caplog, tmp_path):
-    (letters / "letter.txt").write_bytes(b"\0\xff")
-    (letters / "old" / "ski.md").unlink()
-    (letters / "new.txt").write_text("Ada wrote it.")
-    assert build_corpus([str(letters)], corpus, processor, prune=True).removed == 1
-    known = {str(letters / "letter.txt"), str(letters / "new.txt")}
-    assert corpus.documents() == known and not caplog.text
-    (letters / "new.txt").unlink()
-    (tmp_path / "more.txt").write_text("More.")
+    (more := tmp_path / "more.txt").write_text("More.")
     (letters / "rows.jsonl").write_text("{")  # nobody knows the ids of its rows
-    assert build_corpus([str(letters), str(tmp_path / "more.txt")], corpus, processor, prune=True).removed == 0
-    assert corpus.documents() == known | {str(tmp_path / "more.txt")}
-    assert "no document was removed, since 1 sources or rows could not be read" in caplog.text
+    assert build_corpus([str(letters), str(more)], corpus, processor, prune=prune).removed == 0
+    assert corpus.documents() >= known | {str(more)}
+    assert ("no document was removed, since 1 sources or rows could not be read" in caplog.text) == prune
 
 
-def test_parts_of_a_data_set_are_read_once_and_have_their_own_ids(tmp_path, processor, monkeypatch):
+def test_parts_of_a_data_set_are_read_once_and_have_their_own_ids(make_corpus, processor, monkeypatch):
     opened = []
 
     def load_dataset(path, name, split, streaming):
@@ -190,7 +145,7 @@ def test_parts_of_a_data_set_are_read_once_and_have_their_own_ids(tmp_path, proc
         return [{"text": f"{split} {number}."} for number in range(2)]
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    corpus = Corpus.create(tmp_path / "corpus", processor)
+    corpus = make_corpus()
     sources = ["user/letters", "user/letters?split=test"]
     assert build_corpus(sources, corpus, processor, prune=True).added == 4 and opened == ["train", "test"]
     assert corpus.documents() == {f"{source}#{number}" for source in sources for number in (1, 2)}
@@ -204,12 +159,10 @@ def test_a_corpus_beside_its_texts_is_none_of_them(letters, processor):
         assert (report.added, report.unchanged, report.skipped) == (added, 2 - added, [])
 
 
-def test_ids_are_data_whatever_they_hold(tmp_path, processor):
+def test_ids_are_data_whatever_they_hold(tmp_path, processor, make_corpus):
     ids = ["o'neil", "'); --", "%", "a\nb", "\u00e9\u202e", '"', "\\", "x#0", "x"]
     source = write_rows(tmp_path / "rows.jsonl", [{"id": each, "text": f"It is {each}."} for each in ids])
-    corpus = Corpus.create(tmp_path / "corpus", processor)
-    build_corpus([str(source)], corpus, processor)
-    assert set(corpus.digests(ids)) == set(ids)
+    corpus = make_corpus(source)
     assert build_corpus([str(source)], corpus, processor).unchanged == len(ids)
     for number, each in enumerate(ids, start=1):
         corpus.remove([each])
@@ -234,7 +187,7 @@ def test_each_kind_of_source_gives_its_documents(tmp_path):
     assert documents[2] == documents[4]
 
 
-def test_what_cannot_be_read_is_named_and_skipped(tmp_path, processor):
+def test_what_cannot_be_read_is_named_and_skipped(tmp_path, processor, make_corpus):
     rows = [{"text": None}, {"id": "a", "text": "One."}, {"id": "a", "text": "One."}, {"id": "a", "text": "Two."}]
     rows.append({"id": "b", "title": "T" * 1001, "text": "One."})
     said = {
@@ -259,15 +212,13 @@ def test_what_cannot_be_read_is_named_and_skipped(tmp_path, processor):
     (folder / ".git").mkdir(parents=True)
     for name, (content, *_) in said.items():
         (folder / name).write_bytes(content)
-    corpus = Corpus.create(tmp_path / "corpus", processor)
-    report = build_corpus([str(folder)], corpus, processor)
+    report = build_corpus([str(folder)], corpus := make_corpus(), processor)
     messages = [message for _, *more in said.values() for message in more]
     assert all(part in found for part, found in zip(messages, report.skipped, strict=True))
     assert (report.added, report.unchanged, len(corpus)) == (2, 1, 2)
 
 
-def test_sources_that_give_no_document_are_refused(tmp_path, processor, monkeypatch):
-    corpus = Corpus.create(tmp_path / "corpus", processor)
+def test_sources_that_give_no_document_are_refused(tmp_path, make_corpus, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     for source, error, message in (
@@ -276,25 +227,23 @@ def test_sources_that_give_no_document_are_refused(tmp_path, processor, monkeypa
         *((name, FileNotFoundError, "There is no file or folder") for name in ("none", "none.txt", "empty/none")),
     ):
         with pytest.raises(error, match=message):
-            build_corpus([source], corpus, processor)
+            make_corpus(source)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("own", "settings", "message"),
     [
-        ({"passage_words": 17}, "`passage_words` 16; expected 17"),
-        ({"tokens_per_slot": 4}, "`tokens_per_slot` 'segment'; expected 4"),
-        ({"sentences_per_segment": 2}, "`sentences_per_segment` 1; expected 2"),
-        ({"spacy_model": "de"}, "`spacy_model` 'en'; expected 'de'"),
-        ({"context_words": True}, "`context_words` False; expected True"),
-        ({"encoder_dtype": "bfloat16"}, "`encoder_dtype` 'float32'; expected 'bfloat16'"),
+        ({"passage_words": 17}, {}, "`passage_words` 16; expected 17"),
+        ({"tokens_per_slot": 4}, {}, "`tokens_per_slot` 'segment'; expected 4"),
+        ({}, {"sentences_per_segment": 2}, "`sentences_per_segment` 1; expected 2"),
+        ({}, {"spacy_model": "de"}, "`spacy_model` 'en'; expected 'de'"),
+        ({}, {"context_words": True}, "`context_words` False; expected True"),
+        ({}, {"encoder_dtype": "bfloat16"}, "`encoder_dtype` 'float32'; expected 'bfloat16'"),
     ],
 )
-def test_a_corpus_of_other_settings_is_refused(settings, message, corpus, processor, base_model_dir, encoder_dir):
-    own = {name: settings[name] for name in ("passage_words", "tokens_per_slot") if name in settings}
-    other = new_processor(base_model_dir, encoder_dir, **{key: settings[key] for key in settings if key not in own})
+def test_a_corpus_of_other_settings_is_refused(own, settings, message, corpus, base_model_dir, encoder_dir):
     with pytest.raises(ValueError, match=message):
-        Corpus.create(corpus.path, other, **{"passage_words": 16, **own})
+        Corpus.create(corpus.path, new_processor(base_model_dir, encoder_dir, **settings), **own)
 
 
 def test_a_corpus_of_another_encoder_is_refused_and_one_of_another_name_is_not(corpus, processor, monkeypatch):
@@ -309,7 +258,7 @@ def test_a_corpus_of_another_encoder_is_refused_and_one_of_another_name_is_not(c
         corpus.check(processor)
 
 
-def test_what_is_no_corpus_and_a_second_writer_are_refused(corpus, processor, letters, tmp_path):
+def test_what_is_no_corpus_and_a_second_writer_are_refused(corpus, make_corpus, processor, letters, tmp_path):
     with pytest.raises(FileNotFoundError, match="There is no corpus"):
         Corpus(tmp_path / "none")
     (tmp_path / "half" / "passages.lance" / "data").mkdir(parents=True)
@@ -323,18 +272,15 @@ def test_what_is_no_corpus_and_a_second_writer_are_refused(corpus, processor, le
         with pytest.raises(ValueError, match="is not a corpus of ArcAligner, or a broken one: .* remove the broken"):
             Corpus.create(folder, processor)
     with corpus.writing(), pytest.raises(ValueError, match="Another process writes"):
-        build_corpus([str(letters)], Corpus(corpus.path), processor)
+        make_corpus(letters)
     with pytest.raises(ValueError, match="`passage_words` is 0"):
-        Corpus.create(tmp_path / "new", processor, passage_words=0)
+        make_corpus(passage_words=0)
 
 
 def test_a_disk_that_fills_up_ends_in_a_clear_error(corpus, letters, processor, monkeypatch):
     (letters / "new.txt").write_text("New.")
     before = rows_of(corpus)
-
-    def full(rows):
-        raise RuntimeError("lance error: LanceError(IO): No space left on device")
-
+    full = Mock(side_effect=RuntimeError("lance error: LanceError(IO): No space left on device"))
     monkeypatch.setattr(corpus.table, "add", full)
     with pytest.raises(OSError, match="cannot be written: .*No space left on device"):
         build_corpus([str(letters)], corpus, processor)

@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from arcaligner import ArcAlignerPipeline
+from conftest import pipeline_of
+
 from arcaligner.cli import app as cli
 from arcaligner.common.files import printable
 from arcaligner.corpus.retrieve import Retriever
@@ -19,8 +20,7 @@ def test_from_a_folder_to_an_answer(run_cli, letters, checkpoint_dir, tmp_path, 
     code, out, err = run_cli("corpus", "build", letters, "--output", folder, *options)
     assert code == 0 and "2 documents added, 0 replaced, 0 removed, 0 unchanged, 1 skipped." in out
     assert "binary.txt is not UTF-8 text" in err and "Loading weights" not in err
-    corpus = Corpus(folder)
-    info = corpus.info()
+    info = (corpus := Corpus(folder)).info()
     assert f"{info['passages']} passages of 2 documents, {info['slots']} slots" in out
     assert f"{info['slots'] * 24 / info['passages']:.0f} bytes of embeddings per passage" in out
     (letters / "new\nline.txt").write_text("Ada wrote it.")
@@ -33,8 +33,8 @@ def test_from_a_folder_to_an_answer(run_cli, letters, checkpoint_dir, tmp_path, 
     question = "Who wrote it?"
     code, out, err = run_cli("ask", question, "--corpus", folder, "--top-k", 2, "--max-new-tokens", 5, *aligner)
     found = Retriever(corpus, processor)(question, top_k=2)
-    ask = ArcAlignerPipeline(model=model, processor=processor, task="text-generation", device="cpu")
-    record = ask({"question": question, "documents": found.documents}, return_slots=True, max_new_tokens=5)[0]
+    row = {"question": question, "documents": found.documents}
+    record = pipeline_of(model, processor)(row, return_slots=True, max_new_tokens=5)[0]
     assert code == 0 and out.startswith(printable(record["generated_text"].strip()))
     places = [f"{each['document']}:{each['start']}-{each['end']}".replace("\n", "\\n") for each in found.documents]
     assert any("new\\nline.txt" in place for place in places)
@@ -54,20 +54,15 @@ def test_from_a_folder_to_an_answer(run_cli, letters, checkpoint_dir, tmp_path, 
 
 
 def test_mistakes_end_in_one_clear_line(run_cli, letters, corpus, checkpoint_dir, tmp_path):
-    (letters / "binary.txt").write_bytes(b"\0\xff")
     (empty := tmp_path / "empty.txt").write_text(" ")
     aligner = ("--checkpoint", checkpoint_dir)
-    existing = ("--output", corpus.path, *aligner)
+    existing, new = (("--output", folder, *aligner) for folder in (corpus.path, tmp_path / "new"))
     for arguments, message in (
         (("corpus", "info", "--corpus", tmp_path / "none"), "There is no corpus"),
         (("corpus", "build", letters, "--passage-words", 9, *existing), "`passage_words` 16; expected 9"),
         (("corpus", "build", letters, "typo/", *existing), "There is no file or folder typo/."),
-        (
-            ("corpus", "build", "typo.txt", "--output", tmp_path / "new", *aligner),
-            "There is no file or folder typo.txt",
-        ),
-        (("corpus", "build", empty, "--output", tmp_path / "new", *aligner), "There is no document in"),
-        (("corpus", "build", "no/where", "--output", tmp_path / "new", *aligner), "reach 'no/where' on the Hub"),
+        (("corpus", "build", empty, *new), "There is no document in"),
+        (("corpus", "build", "no/where", *new), "reach 'no/where' on the Hub"),
         (("ask", "Who?", "--corpus", letters, *aligner), "is not a corpus of ArcAligner"),
         (("ask", " ", "--corpus", corpus.path, *aligner), "The question is empty"),
     ):

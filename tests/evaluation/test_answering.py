@@ -7,8 +7,6 @@ import weakref
 import pytest
 import torch
 from conftest import greedy_answer
-from hypothesis import given
-from hypothesis import strategies as st
 from training_rows import question_rows
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +18,6 @@ from arcaligner.evaluation.answering import (
     apart_text,
     in_batches,
     load_aligner,
-    lora_off,
     slot_inputs,
     text_inputs,
 )
@@ -69,20 +66,14 @@ def test_slots_are_read_in_the_gate_mode_that_is_asked_for_alone(model, processo
 
 
 def test_without_lora_the_slots_are_the_projectors_alone(model, processor):
-    inputs = slot_inputs(processor, ROWS[:2])
     model.config.gate_mode = "off"
-    answers = texts(SlotAnswerer(model, processor, use_lora=False))
-    with torch.inference_mode():
-        with_lora = model(**inputs).logits
-        with lora_off(model):
-            without = model(**inputs).logits
-        torch.testing.assert_close(model(**inputs).logits, with_lora, rtol=0, atol=0)
-        assert answers != texts(SlotAnswerer(model, processor))
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.zero_()
-        torch.testing.assert_close(without, model(**inputs).logits)
-    assert not torch.allclose(with_lora, without) and answers == texts(SlotAnswerer(model, processor))
+    with_lora = texts(SlotAnswerer(model, processor))
+    without = texts(SlotAnswerer(model, processor, use_lora=False))
+    assert texts(SlotAnswerer(model, processor)) == with_lora != without
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.zero_()
+    assert texts(SlotAnswerer(model, processor)) == without
 
 
 def test_the_prompt_with_text_differs_from_the_one_with_slots_in_the_passage_alone(processor):
@@ -103,9 +94,9 @@ def test_text_apart_answers_in_a_batch_as_alone_and_reads_no_other_passage(model
     prompts = [apart_text(processor, row) for row in rows]
     assert prompts[0].ids[-8:] == text_inputs(processor, [full_text(rows[0])])["input_ids"][0, -8:].tolist()
     answers = answerer.answer(rows)
-    for row, prompt, answer in zip(rows, prompts, answers, strict=True):
-        assert answer == answerer.answer([row])[0]
-        assert answer.prompt_ids == prompt.ids and answer.context_tokens == sum(map(len, prompt.passages))
+    assert answers == [answerer.answer([row])[0] for row in rows]
+    assert [each.prompt_ids for each in answers] == [each.ids for each in prompts]
+    assert [each.context_tokens for each in answers] == [sum(map(len, each.passages)) for each in prompts]
     (turned,) = answerer.answer([rows[1] | {"passages": rows[1]["passages"][::-1]}])
     assert turned.text == answers[1].text and turned.prompt_ids != answers[1].prompt_ids
 
@@ -144,14 +135,6 @@ def test_slots_are_the_same_on_any_machine(checkpoint_dir, tmp_path, monkeypatch
 # Batches
 
 
-@given(st.lists(st.integers()), st.integers(1, 9))
-def test_each_item_is_run_once_in_order(items, batch_size):
-    found = list(in_batches(items, batch_size, lambda batch: [-item for item in batch]))
-    assert [item for batch, _ in found for item in batch] == items
-    assert [item for _, results in found for item in results] == [-item for item in items]
-    assert all(len(batch) == batch_size for batch, _ in found[:-1])
-
-
 def short_of_memory(error, sizes, most=2):
     """Does what it is asked for batches of `most` items alone, and only once nothing holds the former batch."""
     held = []
@@ -163,25 +146,27 @@ def short_of_memory(error, sizes, most=2):
         sizes.append(len(batch))
         if len(batch) > most:
             raise copy.copy(error)  # whose traceback holds the tensor
-        return list(batch)
+        return [-item for item in batch]
 
     return run
 
 
-CUDA = torch.OutOfMemoryError("CUDA out of memory.")
 CPU = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
 
 
-@pytest.mark.parametrize("error", [CUDA, CPU, MemoryError()])
+@pytest.mark.parametrize("error", [CPU, MemoryError()])
 def test_a_lack_of_memory_halves_the_batch_and_goes_on(error, caplog):
-    sizes, items = [], list(range(9))
-    found = list(in_batches(items, 8, short_of_memory(error, sizes)))
-    assert sizes == [8, 4, 2, 2, 2, 2, 1]
-    assert [item for _, results in found for item in results] == items
+    sizes = []
+    found = [
+        pair for each in in_batches(range(9), 8, short_of_memory(error, sizes)) for pair in zip(*each, strict=True)
+    ]
+    assert sizes == [8, 4, 2, 2, 2, 2, 1] and found == [(item, -item) for item in range(9)]
     assert "going on with batches of 2" in caplog.text
 
 
-@pytest.mark.parametrize("error, most", [(RuntimeError("a bug"), 2), (CUDA, 0)])
+@pytest.mark.parametrize(
+    "error, most", [(RuntimeError("a bug"), 2), (torch.OutOfMemoryError("CUDA out of memory."), 0)]
+)
 def test_other_errors_and_a_lack_of_memory_for_one_item_are_raised(error, most):
     with pytest.raises(type(error), match=str(error)):
         list(in_batches(range(4), 4, short_of_memory(error, [], most)))

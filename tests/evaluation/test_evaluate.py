@@ -1,10 +1,11 @@
-"""An evaluation answers each question with each method once, goes on after a kill, and skips what is not here."""
+"""An evaluation answers each question with each method once, goes on after a kill, and skips what is not here; answers
+that do not belong together are refused."""
 
 import json
 import logging
+from unittest.mock import Mock
 
 import pytest
-import torch
 from conftest import random_aligner
 from peft import LoraConfig, get_peft_model
 from training_rows import question_rows, write_rows
@@ -14,7 +15,7 @@ from arcaligner.evaluation import answering
 from arcaligner.evaluation.evaluate import evaluate, load_rows
 from arcaligner.evaluation.methods import METHODS
 from arcaligner.evaluation.metrics import METRICS
-from arcaligner.evaluation.runs import AnswerFile
+from arcaligner.evaluation.runs import AnswerFile, row_digest
 from arcaligner.evaluation.settings import read_settings
 
 pytestmark = pytest.mark.usefixtures("few_tokens")
@@ -22,16 +23,12 @@ pytestmark = pytest.mark.usefixtures("few_tokens")
 
 @pytest.fixture
 def data(tmp_path):
-    """Four questions of SQuAD, of HotpotQA four with a distractor among their passages, and two of NaturalQA, without
-    any passage."""
+    """Four questions of SQuAD, the same of HotpotQA with a second passage, and two of NaturalQA without any."""
     (folder := tmp_path / "data").mkdir()
-    rows = question_rows(4)
+    rows, other = question_rows(4), {"title": "", "text": "This is one. Not that."}
     write_rows(folder / "squad.jsonl.gz", rows)
+    write_rows(folder / "hotpotqa.jsonl", [row | {"passages": [other, *row["passages"]]} for row in rows])
     write_rows(folder / "nq.jsonl", [row | {"passages": []} for row in rows[:2]])
-    for row in rows:
-        row["passages"] = [{"title": "", "text": "This is one. Not that."}, *row["passages"]]
-        row["meta"] = {"gold": [1]}
-    write_rows(folder / "hotpotqa.jsonl", rows)
     return folder
 
 
@@ -47,25 +44,8 @@ def settings(tmp_path, data, checkpoint_dir):
     return make
 
 
-@pytest.fixture
-def asked(monkeypatch) -> list[list[str]]:
-    """Ids of each batch that was answered."""
-    batches, original = [], answering._generate
-
-    def watched(model, processor, inputs, rows, *args, **kwargs):
-        batches.append([row["id"] for row in rows])
-        return original(model, processor, inputs, rows, *args, **kwargs)
-
-    monkeypatch.setattr(answering, "_generate", watched)
-    return batches
-
-
 def answers(settings, task: str, method: str) -> list[dict]:
     return AnswerFile(settings.output, task, method).read()
-
-
-def answered_by(results) -> set[str]:
-    return set(results["sets"]["SQuAD"]["methods"])
 
 
 def test_every_question_gets_an_answer_and_its_scores_from_every_method(settings, tmp_path, base_model_dir, processor):
@@ -88,31 +68,43 @@ def test_every_question_gets_an_answer_and_its_scores_from_every_method(settings
             for row in found:
                 scores = {name: metric(row["prediction"], row["answers"]) for name, metric in METRICS.items()}
                 assert scores.items() <= row.items() and row["recall"] == 1.0 and row["prompt_tokens"] > 0
-    whole, cut, slots, tuned = (
-        answers(all_of_them, "squad", name) for name in ("standard_rag", "truncated", "arcaligner", "truncated_lora")
-    )
-    assert sum(row["context_tokens"] for row in whole) > sum(row["context_tokens"] for row in cut)
-    assert sorted(row["context_tokens"] for row in slots) == sorted(row["context_tokens"] for row in cut)
-    assert [row["prompt"] for row in tuned] == [row["prompt"] for row in cut]
-    assert [row["prediction"] for row in tuned] != [row["prediction"] for row in cut]
+
+    def column(method: str, name: str) -> list:
+        return [row[name] for row in answers(all_of_them, "squad", method)]
+
+    assert sum(column("standard_rag", "context_tokens")) > sum(column("truncated", "context_tokens"))
+    assert sorted(column("arcaligner", "context_tokens")) == sorted(column("truncated", "context_tokens"))
+    assert column("truncated_lora", "prompt") == column("truncated", "prompt")
+    assert column("truncated_lora", "prediction") != column("truncated", "prediction")
 
 
-@pytest.mark.parametrize("passages, number", [("given", 2), ("gold", 1)])
-def test_gold_passages_alone_are_read_where_they_are_asked_for(settings, passages, number):
-    rows = load_rows("hotpotqa", settings(["hotpotqa"], of_tasks={"passages": passages}))
-    assert [len(row["passages"]) for row in rows] == 4 * [number]
+@pytest.mark.parametrize(
+    "of_tasks, found",
+    [
+        ({}, ["abcd", "abcd"]),
+        ({"top_k": 2}, ["ab", "ab"]),
+        ({"passages": "gold"}, ["db", "abcd"]),
+        ({"passages": "gold", "top_k": 1}, ["d", "a"]),
+    ],
+)
+def test_passages_are_those_given_or_the_gold_ones_and_the_first_of_them(settings, data, of_tasks, found):
+    passages = [{"title": "", "text": text} for text in "abcd"]
+    rows = [row | {"passages": passages} for row in question_rows(2)]
+    write_rows(data / "musique.jsonl", [rows[0] | {"meta": {"gold": [3, 1]}}, rows[1]])
+    loaded = load_rows("musique", settings(["musique"], of_tasks=of_tasks))
+    assert ["".join(each["text"] for each in row["passages"]) for row in loaded] == found
 
 
-def test_a_second_run_asks_nothing_and_a_broken_one_the_rest(settings, asked):
+def test_a_second_run_asks_nothing_and_a_broken_one_the_rest(settings, monkeypatch):
+    monkeypatch.setattr(answering, "_generate", generate := Mock(wraps=answering._generate))
     results = evaluate(settings())
-    assert len(asked) == 4
-    assert evaluate(settings()) == results and len(asked) == 4
+    assert generate.call_count == 4  # two methods, two batches each
+    assert evaluate(settings()) == results and generate.call_count == 4
     file = AnswerFile(settings().output, "squad", "arcaligner")
     lines = file.path.read_bytes().splitlines(keepends=True)
     file.path.write_bytes(b"".join(lines[:2]) + lines[2][:30])
     evaluate(settings())
-    assert [sorted(ids) for ids in asked[4:]] == [sorted(json.loads(line)["id"] for line in lines[2:])]
-    assert file.path.read_bytes() == b"".join(lines)
+    assert generate.call_count == 5 and file.path.read_bytes() == b"".join(lines)
 
 
 @pytest.mark.parametrize("place", ["/nowhere/at/all", "runs/not_there", "user/not-there"])
@@ -121,7 +113,7 @@ def test_a_method_that_is_not_here_is_skipped_by_name_and_never_replaced(setting
         results = evaluate(
             settings(methods=["xrag", "full_text_lora", "projector_only", "naive"], projector_only=place)
         )
-    assert answered_by(results) == {"naive"}
+    assert list(results["sets"]["SQuAD"]["methods"]) == ["naive"]
     assert "skipped xRAG (our training): name its checkpoint with `--xrag`" in caplog.text
     assert "`python -m arcaligner train --recipe xrag` makes one" in caplog.text
     assert "skipped StandardRAG, fine-tuned: name its checkpoint with `--full-text-lora`" in caplog.text
@@ -133,24 +125,12 @@ def test_an_aligner_with_lora_is_no_projector_alone(settings, checkpoint_dir):
         evaluate(settings(methods=["xrag"], xrag=str(checkpoint_dir)))
 
 
-def test_another_aligner_is_refused_but_the_backbones_answers_are_kept(settings, model, processor, tmp_path, asked):
-    evaluate(settings())
-    with torch.no_grad():
-        next(model.model.projector.parameters()).add_(1.0)
-    model.save_pretrained(tmp_path / "other")
-    processor.save_pretrained(tmp_path / "other")
-    evaluate(settings(methods=["naive"], checkpoint=str(tmp_path / "other")))
-    assert len(asked) == 4
-    with pytest.raises(ValueError, match="`weights` was"):
-        evaluate(settings(methods=["arcaligner"], checkpoint=str(tmp_path / "other")))
-
-
 def test_one_run_holds_several_rates_of_a_checkpoint_and_baselines_of_as_many_positions(settings):
     pytest.importorskip("llmlingua", reason="llmlingua is not installed: `pip install llmlingua==0.2.2`")
     with_rates, rates = ["arcaligner", "no_lora", "truncated", "llmlingua"], ("4", "segment")
     made = settings(methods=["naive", *with_rates], tokens_per_slot=[4, "segment"])
     names = {f"{name}_x{rate}" for name in with_rates for rate in rates}
-    assert answered_by(evaluate(made)) == {"naive"} | names
+    assert evaluate(made)["sets"]["SQuAD"]["methods"].keys() == {"naive"} | names
     positions = {name: {row["id"]: row["context_tokens"] for row in answers(made, "squad", name)} for name in names}
     assert positions["arcaligner_xsegment"] == {"row-0": 3, "row-1": 2, "row-2": 1, "row-3": 3}
     assert positions["no_lora_xsegment"] == positions["arcaligner_xsegment"]
@@ -172,3 +152,55 @@ def test_a_task_without_any_passage_is_asked_of_those_that_read_none_alone(setti
     assert "NaturalQA: 1 of 2 questions have no passage" in caplog.text
     by_id = {row["id"]: row for row in answers(made, "nq", "arcaligner")}
     assert by_id["row-0"]["context_tokens"] == 1 and by_id["row-0"]["recall"] == 0.0
+
+
+# Answers line by line
+
+SETTINGS = {"weights": "abc", "passages": "given", "top_k": None, "machine": "here", "checkpoint": "runs/a"}
+ROWS = question_rows(4)
+LINES = [{"id": row["id"], "prediction": "é", "row": row_digest(row)} for row in ROWS]
+
+
+@pytest.fixture
+def file(tmp_path) -> AnswerFile:
+    """Answers to the first two rows."""
+    file = AnswerFile(tmp_path, "squad", "naive")
+    assert file.open(SETTINGS, ROWS) == ROWS
+    file.append(LINES[:2])
+    return file
+
+
+@pytest.mark.parametrize("kept", [1, 20, -1])
+def test_a_line_that_a_kill_cut_off_is_answered_anew(file, kept):
+    whole = file.path.read_bytes()
+    file.path.write_bytes(whole + json.dumps(LINES[2], ensure_ascii=False).encode()[:kept])
+    assert file.read() == LINES[:2] and file.open(SETTINGS, ROWS) == ROWS[2:]
+    with file.claim():
+        with pytest.raises(ValueError, match=r"Another process answers into .*naive\.jsonl"):
+            with AnswerFile(file.run, file.task, file.method).claim():
+                pass
+        file.append(LINES[2:3])
+    assert file.read() == LINES[:3] and file.path.read_bytes().startswith(whole)
+
+
+def test_another_machine_or_place_of_the_same_weights_goes_on(file):
+    moved = SETTINGS | {"machine": "there", "checkpoint": "runs/b"}
+    assert file.open(moved, ROWS[:2]) == [] and file.settings()["machine"] == "here"  # nothing was left to answer
+    assert file.open(moved, ROWS) == ROWS[2:] and file.settings()["machine"] == "there"
+
+
+@pytest.mark.parametrize(
+    "other, row, message",
+    [
+        ({"weights": "other"}, {}, "`weights` was 'abc' and is now 'other'"),
+        ({"top_k": 1}, {}, "`top_k` was None and is now 1"),
+        ({}, {"question": "Else?"}, "row row-1 has changed"),
+        ({}, {"answers": ["x"]}, "row row-1 has changed"),
+        ({}, {"passages": []}, "row row-1 has changed"),
+    ],
+)
+def test_answers_made_otherwise_are_refused_and_stay(file, other, row, message):
+    before = file.path.read_bytes()
+    with pytest.raises(ValueError, match=f"2 answers made with other settings: {message}"):
+        file.open(SETTINGS | other, [ROWS[0], ROWS[1] | row])
+    assert file.path.read_bytes() == before and file.settings() == SETTINGS

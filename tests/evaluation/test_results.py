@@ -1,13 +1,49 @@
-"""Tables say what the answers say: means, intervals, paired differences, the paper's numbers beside them."""
+"""Metrics are the reference's; tables say what the answers say: means, intervals, paired differences, refusals, and the
+paper's numbers beside them."""
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 from answer_rows import write_answers
+from conftest import processor_with
+from tiny_models import random_probe
 
+from arcaligner.common.rows import contains_match, token_f1
+from arcaligner.evaluation.analyses.refusals import TASKS, read_answers, refusals
+from arcaligner.evaluation.analyses.refusals import summarize as summarize_refusals
 from arcaligner.evaluation.metrics import percent_interval
-from arcaligner.evaluation.results import compare, interval_table, results_page, summarize, write_results
+from arcaligner.evaluation.results import compare, results_page, summarize, write_results
+from arcaligner.evaluation.runs import AnswerFile
 from arcaligner.share.hub import write_model_card
+
+CASES = [json.loads(line) for line in Path(__file__).with_name("metric_cases.jsonl").read_text("utf-8").splitlines()]
+
+
+def test_metrics_equal_the_reference():
+    assert len(CASES) == 38
+    for case in CASES:
+        prediction, golds = case["prediction"], case["golds"]
+        assert contains_match(prediction, golds) == case["em"], case["case"]
+        assert token_f1(prediction, golds) == pytest.approx(case["f1"], abs=1e-4), case["case"]
+
+
+@pytest.mark.parametrize("gold", ["The", "?", ""])
+def test_a_gold_that_normalizes_to_nothing_is_dropped(gold):
+    assert contains_match("anything at all", [gold]) == token_f1("", [gold]) == 0.0
+    assert contains_match("in Paris", [gold, "Paris"]) == 1.0
+
+
+def test_interval_agrees_with_the_normal_approximation():
+    scores = np.random.default_rng(1).normal(size=400)
+    mean, half = 100 * scores.mean(), 100 * 1.96 * scores.std() / 20
+    np.testing.assert_allclose(percent_interval(scores), [mean, mean - half, mean + half], atol=0.8)
+    with pytest.raises(ValueError, match="at least one"):
+        percent_interval([])
+
+
+# Tables
 
 
 def write(run, method: str, f1s: list[float], task: str = "hotpotqa", context: int = 2, **settings) -> None:
@@ -44,18 +80,16 @@ def test_answers_to_other_passages_are_not_paired(run):
         summarize(run)
 
 
-def test_questions_without_an_answer_are_no_set_of_the_tables(run):
-    for folder, sets in ((run, ["HotpotQA"]), (run / "alone", [])):
-        write(folder, "arcaligner", [0.0], task="squad_unanswerable")
-        assert list(write_results(folder)["sets"]) == sets
-
-
-def test_a_page_has_no_heading_without_anything_below(tmp_path):
+def test_a_page_has_no_heading_without_anything_below_and_no_set_of_questions_without_an_answer(tmp_path):
     with pytest.raises(ValueError, match="holds no answers"):
         summarize(tmp_path)
+    write(tmp_path, "arcaligner", [0.0], task="squad_unanswerable")
+    assert write_results(tmp_path)["sets"] == {}
     write(tmp_path, "naive", [0.5], task="adversarialqa")
+    AnswerFile(tmp_path, "nq", "naive").open({"machine": "there"}, [{"id": "0"}])  # nothing answered yet
     page = results_page(results := summarize(tmp_path))
-    assert results["sets"]["AdversarialQA"]["passages"] == "given"
+    assert {name: entry["passages"] for name, entry in results["sets"].items()} == {"AdversarialQA": "given"}
+    assert results["machine"] == "here"
     headings = [line for line in page.splitlines() if line.startswith("## ")]
     assert headings == ["## Positions"] and "\n\n\n" not in page
 
@@ -76,11 +110,42 @@ def test_results_are_written_for_machines_people_and_the_model_card(run, model):
     assert "| **slots** | - | 50.0 |" in card and "| with an expected answer in them |  | 100 % |" in card
 
 
-def test_a_table_leaves_out_methods_without_a_number_and_marks_single_gaps():
-    sets = {
-        "A": {"questions": 5, "methods": {"naive": {"questions": 5, "f1": [1.0, 0.0, 2.0]}}},
-        "B": {"questions": 5, "methods": {"standard_rag": {"questions": 5, "f1": [3, 2, 4]}}},
-    }
-    rows = ["| Naive | 1.0 [0.0, 2.0] | - |", "| StandardRAG | - | 3.0 [2.0, 4.0] |"]
-    assert interval_table("F1", sets, "methods", "f1") == ["| F1 | A | B |", "|---|---|---|", *rows, ""]
-    assert interval_table("EM", sets, "methods", "em") == []
+# Refusals
+
+
+def answer(is_refused, f1, sure):
+    return {"is_refused": is_refused, "f1": f1, "confidence": sure}
+
+
+def test_shares_price_and_ranks_are_those_of_the_answers():
+    answered = [answer(False, 1.0, 0.9), answer(False, 0.5, 0.8), answer(True, 0.25, 0.3), answer(False, 0.0, 0.6)]
+    refused, wrongly, *others = summarize_refusals(answered, [answer(True, 0.0, 0.1), answer(False, 0.0, 0.7)])
+    assert refused == "50.0 [0.0, 100.0]" and wrongly.startswith("25.0 [0.0, ")
+    assert others == ["43.8", "6.2", "0.750"]  # in two of 4 x 2 pairs the unanswerable one is surer
+
+
+def test_the_command_prints_a_table_of_what_is_below_the_threshold_or_said_to_be_refused(
+    model, processor, tmp_path, capsys
+):
+    fitted = processor_with(processor, no_answer="not in the text", answer_probe=random_probe(model))
+    fitted.save_pretrained(checkpoint := tmp_path / "aligner")
+    known = [{"f1": 1.0, "confidence": 0.9}]
+    write_answers(tmp_path, TASKS[0], "arcaligner_x4", known, checkpoint=str(checkpoint))
+    unknown = [{"confidence": 0.2}, {"prediction": "not in the text", "confidence": 0.8}]
+    write_answers(tmp_path, TASKS[1], "arcaligner_x4", unknown, checkpoint=str(checkpoint))
+    refusals(tmp_path, "arcaligner_x4")
+    row = "| ArcAligner, 4 tokens per slot | 100.0 [100.0, 100.0] | 0.0 [0.0, 0.0] | 100.0 | 0.0 | 1.000 |"
+    assert row in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "answer, message",
+    [
+        ({}, "no answers with a confidence. Ask with `python -m"),
+        ({"confidence": 0.9}, "has no `answer_probe` any more"),
+    ],
+)
+def test_answers_without_a_confidence_or_a_threshold_for_it_are_refused(checkpoint_dir, tmp_path, answer, message):
+    write_answers(tmp_path, "squad", "arcaligner_x4", [answer], checkpoint=str(checkpoint_dir))
+    with pytest.raises(ValueError, match=message):
+        read_answers(tmp_path, "squad", "arcaligner_x4")

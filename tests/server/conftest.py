@@ -12,9 +12,10 @@ pytest.importorskip("fastapi")
 pytest.importorskip("openai")
 
 import uvicorn
+from conftest import pipeline_of
 from openai import OpenAI
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline
+from arcaligner import ArcAlignerForCausalLM
 from arcaligner.corpus.build import build_corpus
 from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.table import Corpus
@@ -27,8 +28,7 @@ KEY = "a key"
 
 @pytest.fixture(scope="session")
 def ask(checkpoint_dir, processor):
-    model = ArcAlignerForCausalLM.from_pretrained(str(checkpoint_dir)).eval()
-    return ArcAlignerPipeline(model=model, processor=processor, task="text-generation", device="cpu")
+    return pipeline_of(ArcAlignerForCausalLM.from_pretrained(str(checkpoint_dir)).eval(), processor)
 
 
 @pytest.fixture(scope="session")

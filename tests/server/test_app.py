@@ -38,8 +38,8 @@ def said(pieces) -> str:
 
 @pytest.mark.parametrize("rate", [None, 3, "segment"])
 def test_documents_of_a_request_are_read_as_the_pipeline_reads_them(client, ask, rate):
-    answer, report = (found := ask_server(client, documents=DOCUMENTS, tokens_per_slot=rate)), report_of(found)
-    settings = {} if rate is None else {"tokens_per_slot": rate}
+    answer, again = (ask_server(client, documents=DOCUMENTS, tokens_per_slot=rate) for _ in range(2))
+    settings, report = {} if rate is None else {"tokens_per_slot": rate}, report_of(answer)
     row = {"question": QUESTION, "documents": DOCUMENTS}
     expected = ask(row, return_slots=True, max_new_tokens=8, **settings)[0]
     assert text_of(answer) == expected["generated_text"].lstrip() and report["statistics"] == expected["statistics"]
@@ -47,7 +47,6 @@ def test_documents_of_a_request_are_read_as_the_pipeline_reads_them(client, ask,
     assert report["segments"] == places
     sources = [{"title": "", "text": RADIK}, DOCUMENTS[1]]
     assert report["sources"] == [each | {"answer": None, "read": True} for each in sources]
-    again = ask_server(client, documents=DOCUMENTS, tokens_per_slot=rate)
     assert (text_of(again), again.usage, report_of(again)["kept"]) == (text_of(answer), answer.usage, 2)
     seconds = report["seconds"]
     parts = sum(seconds[name] for name in ("waiting", "retrieval", "slots", "choosing", "model"))
@@ -56,7 +55,7 @@ def test_documents_of_a_request_are_read_as_the_pipeline_reads_them(client, ask,
 
 def test_the_corpus_is_read_where_a_request_has_no_documents(client, retriever, ask):
     for top_k, rate in ((1, None), (2, 3)):  # as they are stored, and encoded again
-        answer, found = ask_server(client, top_k=top_k, tokens_per_slot=rate), retriever(QUESTION, top_k=top_k)
+        answer, found = ask_server(client, top_k=top_k, tokens_per_slot=rate), retriever(QUESTION, top_k)
         assert report_of(answer)["sources"] == [each | {"answer": None, "read": True} for each in found.documents]
         row = {"question": QUESTION, "documents": found.documents}
         expected = ask(row, return_slots=True, max_new_tokens=8, tokens_per_slot=rate or "segment")[0]
@@ -111,35 +110,31 @@ def test_fields_that_ask_for_nothing_are_taken_and_an_answer_can_be_sent_back(cl
 @pytest.mark.parametrize("top_k", [0, 1])
 def test_requests_that_arrive_together_share_a_batch_and_a_bad_one_fails_alone(client, engine, top_k):
     questions = ["What?", "Who was it that wrote it aloud?", QUESTION, "When?"]
-    alone = {each: text_of(ask_server(client, each, top_k=top_k)) for each in questions}
-    answers, barrier, bad = {}, threading.Barrier(5), "Too long " * 600
+    alone, barrier = [text_of(ask_server(client, each, top_k=top_k)) for each in questions], threading.Barrier(5)
 
     def ask_one(question):
         barrier.wait()
         try:
-            answers[question] = ask_server(client, question, top_k=top_k)
+            return ask_server(client, question, top_k=top_k)
         except openai.APIStatusError as error:
-            answers[question] = error
+            return error
 
     with ThreadPoolExecutor(5) as threads:
-        list(threads.map(ask_one, [*questions, bad]))
-    assert answers[bad].status_code == 400 and "positions but the backbone" in answers.pop(bad).message
-    assert {each: text_of(answer) for each, answer in answers.items()} == alone
-    assert max(report_of(answer)["batch_size"] for answer in answers.values()) > 1
+        *answers, error = threads.map(ask_one, [*questions, "Too long " * 600])
+    assert error.status_code == 400 and "positions but the backbone" in error.message
+    assert [text_of(each) for each in answers] == alone
+    assert max(report_of(answer)["batch_size"] for answer in answers) > 1
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"messages": []}, "messages: List should have at least 1 item"),
-        ({"messages": [{"role": "wizard", "content": "?"}]}, "messages.0.role: Input should be 'system', 'developer'"),
         ({"messages": [{"role": "user", "content": " "}]}, "question"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "0.type: Input should be 'text'"),
         ({"messages": [{"role": "user", "content": "Who \ud800?"}]}, "The body: Invalid JSON"),
         ({"messages": [{"role": "system", "content": "Be brief."}]}, "question"),
-        ({"temperature": -1}, "temperature: "),
         ({"max_tokens": 257}, "`max_tokens` is 257; expected 1 to 256"),
-        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
         ({"documents": ["a"] * 5}, "Got 5 documents; expected at most 4"),
         ({"documents": [{"body": "a"}]}, "documents.0.text: Field required"),
         ({"documents": [{"title": "T" * 1001, "text": "a"}]}, "documents.0.title: String should have at most 1000"),

@@ -1,5 +1,6 @@
 """Connections that ask for nothing, or slowly, are closed, and keep nobody out who asks; the command that listens."""
 
+import contextlib
 import json
 import re
 import signal
@@ -9,7 +10,6 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from arcaligner.cli import app as cli
 from arcaligner.server import app
 from arcaligner.server.listen import TimedConnection
 
@@ -21,41 +21,30 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 @pytest.fixture
 def connect(url):
     """Opens connections to the server, which are closed at the end."""
-    opened = []
-
-    def connect() -> socket.socket:
-        opened.append(socket.create_connection(("127.0.0.1", httpx.URL(url).port), timeout=20))
-        return opened[-1]
-
-    yield connect
-    for each in opened:
-        each.close()
+    with contextlib.ExitStack() as opened:
+        address = ("127.0.0.1", httpx.URL(url).port)
+        yield lambda: opened.enter_context(socket.create_connection(address, timeout=20))
 
 
 def received(connection: socket.socket) -> bytes:
     """All that comes until the server closes the connection."""
     found = b""
-    try:
+    with contextlib.suppress(ConnectionResetError):
         while data := connection.recv(2**16):
             found += data
-    except ConnectionResetError:
-        pass
     return found
 
 
 def drip(connection: socket.socket) -> None:
     """Sends headers, a byte at a time, for as long as the connection is open."""
     connection.settimeout(0.02)
-    for byte in HEADERS.encode() + b"X: " + b"y" * 1000:
-        try:
+    with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        for byte in HEADERS.encode() + b"X: " + b"y" * 1000:
             connection.send(bytes([byte]))
-            assert connection.recv(1) == b""
-            return
-        except TimeoutError:
-            continue
-        except (ConnectionResetError, BrokenPipeError):
-            return
-    raise AssertionError("the server has waited for all of it")
+            with contextlib.suppress(TimeoutError):
+                assert connection.recv(1) == b""
+                return
+        pytest.fail("the server has waited for all of it")
 
 
 def test_a_connection_without_a_whole_request_is_closed_in_time_also_after_an_answer(connect, monkeypatch):
@@ -100,17 +89,14 @@ def test_a_body_that_does_not_arrive_is_not_waited_for(connect, monkeypatch):
     assert answer.startswith(b"HTTP/1.1 408") and b"did not arrive within 0.1 seconds" in answer
 
 
-def test_the_command_serves_a_checkpoint_and_a_corpus(capsys, monkeypatch, checkpoint_dir, retriever):
+def test_the_command_serves_a_checkpoint_and_a_corpus(run_cli, monkeypatch, checkpoint_dir, retriever):
     served = []
     monkeypatch.setattr("uvicorn.Server.run", lambda server: served.append(server.config))
     monkeypatch.setenv("ARCALIGNER_API_KEY", "")
-    options = ["serve", "--checkpoint", str(checkpoint_dir), "--corpus", str(retriever.corpus.path), "--port", "8001"]
-    with pytest.raises(SystemExit) as end:
-        cli.main([*options, "--host", "0.0.0.0"])
-    assert end.value.code == 1 and "there is no API key" in capsys.readouterr().err and not served
-    with pytest.raises(SystemExit) as end:
-        cli.main(options)
-    assert end.value.code == 0
+    command = ("serve", "--checkpoint", checkpoint_dir, "--corpus", retriever.corpus.path, "--port", 8001)
+    code, _, err = run_cli(*command, "--host", "0.0.0.0")
+    assert code == 1 and "there is no API key" in err and not served
+    assert run_cli(*command)[0] == 0
     (config,) = served
     assert (config.host, config.port, config.http) == ("127.0.0.1", 8001, TimedConnection)
     with TestClient(config.app, base_url="http://127.0.0.1:8001") as client:
@@ -118,7 +104,7 @@ def test_the_command_serves_a_checkpoint_and_a_corpus(capsys, monkeypatch, check
         assert client.post("/v1/chat/completions", json=body).json()["arcaligner"]["sources"]
 
 
-def test_the_command_tells_its_address_once_clients_can_connect_there(monkeypatch, checkpoint_dir):
+def test_the_command_tells_its_address_once_clients_can_connect_there(run_cli, monkeypatch, checkpoint_dir):
     told = []
 
     def connect(text, **options):
@@ -127,11 +113,8 @@ def test_the_command_tells_its_address_once_clients_can_connect_there(monkeypatc
             socket.create_connection(("127.0.0.1", int(address[1]))).close()
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(cli.messages, "print", connect)
-    command = ["serve", "--checkpoint", str(checkpoint_dir), "--port"]
-    with pytest.raises(SystemExit) as end:
-        cli.main([*command, "0"])
-    assert end.value.code == 0 and len(told) == 1
-    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(SystemExit) as end:
-        cli.main([*command, str(other.getsockname()[1])])
-    assert end.value.code != 0 and len(told) == 1
+    monkeypatch.setattr("arcaligner.cli.app.messages.print", connect)
+    command = ("serve", "--checkpoint", checkpoint_dir, "--port")
+    assert run_cli(*command, 0)[0] == 0 and len(told) == 1
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert run_cli(*command, other.getsockname()[1])[0] != 0 and len(told) == 1

@@ -4,6 +4,7 @@ and keeps results for as long as they are of these weights."""
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -36,51 +37,52 @@ def stages(checkpoint_dir, tmp_path) -> Path:
     return tmp_path / "runs"
 
 
-@pytest.fixture
-def output(tmp_path) -> Path:
-    return tmp_path / "exported"
-
-
 def add_to_weights(folder: Path, added: float) -> None:
     weights = {name: tensor + added for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     edit_json(folder / "config.json", digests=None)
 
 
-def run(stages: Path, output: Path) -> Result:
+def export_to(output: Path, stages: Path) -> Result:
     app = typer.Typer()
     app.command()(export.main)
     return CliRunner().invoke(app, ["--stages", str(stages), "--output", str(output)], catch_exceptions=False)
 
 
-def write(stages: Path, output: Path) -> str:
-    """Exports; what was said."""
-    result = run(stages, output)
-    assert result.exit_code == 0, result.output
-    return result.output
+@pytest.fixture
+def exported(stages, tmp_path) -> Path:
+    """The folder of an export of `stages`."""
+    assert export_to(tmp_path / "exported", stages).exit_code == 0
+    return tmp_path / "exported"
 
 
-def test_the_last_stage_is_written_in_bfloat16_with_processor_card_and_the_recipes_of_all(stages, output):
-    write(stages, output)
-    weights, trained = load_file(output / "model.safetensors"), load_file(stages / "3_gating" / "model.safetensors")
+@pytest.fixture
+def measured(exported) -> Path:
+    """An export with results."""
+    (exported / "results.json").write_text(json.dumps(RESULTS))
+    return exported
+
+
+def test_the_last_stage_is_written_in_bfloat16_with_processor_card_and_the_recipes_of_all(stages, exported):
+    weights, trained = load_file(exported / "model.safetensors"), load_file(stages / "3_gating" / "model.safetensors")
     assert weights.keys() == trained.keys()
     for name, tensor in weights.items():
         assert tensor.dtype == torch.bfloat16
         assert torch.equal(tensor, trained[name].to(torch.bfloat16)), name
-    assert {p.dtype for _, p in ArcAlignerForCausalLM.from_pretrained(output).aligner_parameters()} == {torch.float32}
-    assert check_checkpoint(output).model_type == "arcaligner"  # which a push takes
-    text, card = (output / "recipe.yaml").read_text(), (output / "README.md").read_text()
+    assert {p.dtype for _, p in ArcAlignerForCausalLM.from_pretrained(exported).aligner_parameters()} == {torch.float32}
+    assert check_checkpoint(exported).model_type == "arcaligner"  # which a push takes
+    text, card = (exported / "recipe.yaml").read_text(), (exported / "README.md").read_text()
     assert list(yaml.safe_load_all(text)) == [yaml.safe_load(recipe) for recipe in RECIPES.values()]
     assert text == "---\n".join(f"{recipe.strip()}\n" for recipe in RECIPES.values())
     assert "- someone/questions\n- someone/texts\n" in card
     assert 'model="user/name", trust_remote_code=True)' in card
 
 
-def test_another_export_keeps_an_edited_card(stages, output):
-    write(stages, output)
-    (output / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
-    assert "left" in (said := write(stages, output)) and "Delete it" in said
-    assert (output / "README.md").read_text() == "---\nlicense: mit\n---\n# Mine\n"
+def test_another_export_keeps_an_edited_card(stages, exported):
+    (exported / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
+    said = export_to(exported, stages).output
+    assert "left" in said and "Delete it" in said
+    assert (exported / "README.md").read_text() == "---\nlicense: mit\n---\n# Mine\n"
 
 
 def copy_more(stage):
@@ -92,30 +94,22 @@ def copy_more(stage):
 @pytest.mark.parametrize(
     "change", [lambda stage: add_to_weights(stage, 1.0), copy_more], ids=["weights", "a setting of the processor"]
 )
-def test_results_come_into_the_card_and_go_with_what_they_were_measured_with(stages, output, change):
-    write(stages, output)
-    (output / "results.json").write_text(json.dumps(RESULTS))
-    assert "removed" not in write(stages, output)
-    assert json.loads((output / "results.json").read_text()) == RESULTS
-    assert "| **slots** | segment | 9.7 |" in (output / "README.md").read_text()
+def test_results_come_into_the_card_and_go_with_what_they_were_measured_with(stages, measured, change):
+    assert "removed" not in export_to(measured, stages).output
+    assert json.loads((measured / "results.json").read_text()) == RESULTS
+    assert "| **slots** | segment | 9.7 |" in (measured / "README.md").read_text()
     change(stages / "3_gating")
-    assert "removed" in write(stages, output)
-    assert not (output / "results.json").exists() and "9.7" not in (output / "README.md").read_text()
+    assert "removed" in export_to(measured, stages).output
+    assert not (measured / "results.json").exists() and "9.7" not in (measured / "README.md").read_text()
 
 
-def test_results_are_gone_before_other_weights_are_there(stages, output, monkeypatch):
-    write(stages, output)
-    (output / "results.json").write_text(json.dumps(RESULTS))
+def test_results_are_gone_before_other_weights_are_there(stages, measured, monkeypatch):
     add_to_weights(stages / "3_gating", 1.0)
-
-    def break_off(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(export, "save_stage", break_off)
-    assert run(stages, output).exit_code != 0 and not (output / "results.json").exists()
+    monkeypatch.setattr(export, "save_stage", Mock(side_effect=KeyboardInterrupt))
+    assert export_to(measured, stages).exit_code != 0 and not (measured / "results.json").exists()
 
 
-def test_a_folder_without_a_finished_stage_is_refused(stages, output):
-    result = run(stages / "4_broken", output)
+def test_a_folder_without_a_finished_stage_is_refused(stages, tmp_path):
+    result = export_to(tmp_path / "exported", stages / "4_broken")
     assert result.exit_code == 2 and "holds no finished stage" in " ".join(result.output.replace("│", "").split())
-    assert not output.exists()
+    assert not (tmp_path / "exported").exists()

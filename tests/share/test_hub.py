@@ -1,6 +1,7 @@
 """A checkpoint goes to the Hub whole, in one commit, or not at all; what stands in the way is said in one line."""
 
 import json
+import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,8 +87,8 @@ def folder(checkpoint_dir, tmp_path) -> Path:
     (folder / "model.safetensors").symlink_to(checkpoint_dir / "model.safetensors")
     (folder / "recipe.yaml").write_text(RECIPE)
     (folder / "results.json").write_text(json.dumps(RESULTS))
-    (folder / "checkpoint-40").mkdir()
-    for left_out in ("checkpoint-40/model.safetensors", "training_args.bin", "trainer_state.json", ".env"):
+    for left_out in ("checkpoint-40/model.safetensors", "training_args.bin", ".env"):
+        (folder / left_out).parent.mkdir(exist_ok=True)
         (folder / left_out).write_bytes(b"not for others")
     return folder
 
@@ -103,9 +104,7 @@ def push(run_cli, monkeypatch, folder):
 
 
 def test_the_readmes_push_is_one_commit_of_the_whole_checkpoint_and_nothing_else(fake_hub, run_cli, folder, tmp_path):
-    (line,) = [
-        line for line in (ROOT / "README.md").read_text("utf-8").splitlines() if "python -m arcaligner push" in line
-    ]
+    (line,) = re.findall("python -m arcaligner push.*", (ROOT / "README.md").read_text("utf-8"))
     ours = {"user/name": REPO, "checkpoints/mine": str(folder)}
     (folder / "layers_arcaligner.py").unlink()  # code is that of the package
     code, out, err = run_cli(*(ours.get(argument, argument) for argument in line.split()[3:]))
@@ -133,10 +132,9 @@ def test_a_trained_encoder_is_pushed_along_and_its_absence_is_refused(fake_hub, 
 
 
 def test_the_next_push_removes_what_is_left_of_the_former_aligner_and_keeps_an_edited_card(fake_hub, push, folder):
-    theirs = {"figure.png": b"png", "model.gguf": b"weights", "old_results.json": b"{}"}
-    shards = {"model-00001-of-00002.safetensors": b"", "model.safetensors.index.json": b"{}"}
-    fake_hub.files |= theirs | shards | {"former_arcaligner.py": b"code", "layers_arcaligner.py": b"former"}
-    fake_hub.files |= {"recipe.yaml": b"", "results.json": b"{}"}
+    theirs = dict.fromkeys(("figure.png", "model.gguf", "old_results.json"), b"theirs")
+    former = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "recipe.yaml", "results.json")
+    fake_hub.files |= theirs | dict.fromkeys((*former, "former_arcaligner.py", "layers_arcaligner.py"), b"former")
     for name in ("recipe.yaml", "results.json"):
         (folder / name).unlink()
     (folder / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
@@ -182,12 +180,6 @@ def drop_a_weight(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-def cut_the_weights(folder: Path) -> None:
-    content = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors").write_bytes(content[:-100])
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -195,7 +187,6 @@ def cut_the_weights(folder: Path) -> None:
         (lambda folder: edit_json(folder / "config.json", model_type="llama"), "of type 'llama'"),
         (lambda folder: (folder / "model.safetensors").unlink(), "aligner weights"),
         (drop_a_weight, "lacks 1 of "),
-        (cut_the_weights, "model.safetensors cannot be read"),
         (lambda folder: (folder / "processor_config.json").unlink(), "lacks processor_config.json"),
         (lambda folder: (folder / "results.json").write_text("{}"), "does not hold results"),
     ],
@@ -207,7 +198,7 @@ def test_an_incomplete_checkpoint_is_refused_before_the_hub_is_asked(fake_hub, p
     assert fake_hub.calls == []
 
 
-@pytest.mark.parametrize("repo_id", ["someone/else/where", "some one/aligner", "-/x--y", REPO])
+@pytest.mark.parametrize("repo_id", ["someone/else/where", REPO])
 def test_an_invalid_name_and_a_missing_token_are_refused_before_the_hub_is_asked(fake_hub, push, repo_id, monkeypatch):
     monkeypatch.setattr(hub, "get_token", lambda: None)
     code, _, err = push(repo_id=repo_id)

