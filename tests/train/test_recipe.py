@@ -180,6 +180,19 @@ def test_the_recipes_of_the_paper_have_its_values(name, stage):
     ArcAlignerConfig(text_config={"model_type": "llama"}, **parsed.aligner)
 
 
+@pytest.mark.slow
+@pytest.mark.default_backbone
+def test_the_tiny_recipe_trains_all_stages(tmp_path, monkeypatch):
+    monkeypatch.chdir(RECIPES.parents[1])
+    quick = ["--max_steps", "1", "--per_device_train_batch_size", "1", "--eval_strategy", "no"]
+    quick += ["--examples_cache_dir", str(tmp_path / "cache")]
+    start = []
+    for stage, path in zip(STAGES, sorted((RECIPES / "tiny").glob("*.yaml")), strict=True):
+        sft.train(*parse_shipped(path, "--output_dir", str(tmp_path / stage), *quick, *start))
+        assert ArcAlignerConfig.from_pretrained(tmp_path / stage).training_stage == stage
+        start = ["--model_name_or_path", str(tmp_path / stage)]
+
+
 def test_a_missing_data_file_is_said_in_one_line_before_anything_is_loaded(tmp_path, monkeypatch, capsys):
     path = RECIPES / "smollm2_135m" / "2_grounding.yaml"
     monkeypatch.setattr(sys, "argv", ["sft", "--config", str(path), "--data_dir", str(tmp_path)])
