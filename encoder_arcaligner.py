@@ -4,11 +4,13 @@
     documents -> segments (`segmentation_arcaligner.py`) -> tokens -> context_embeds, context_word_ids
 """
 
+import functools
 import importlib
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -357,6 +359,12 @@ def with_words(odds: torch.Tensor, words: dict[str, float] | None, matches: Sequ
         return odds
     match = odds.new_tensor(matches).repeat_interleave(len(odds) // len(matches))  # a row for each beam
     return torch.where(match.isnan(), odds, words["scale"] * odds + words["weight"] * match + words["bias"])
+
+
+@functools.cache
+def spacy_version() -> str:
+    """The version of spaCy, which splits passages."""
+    return version("spacy")
 
 
 # Documents to slots

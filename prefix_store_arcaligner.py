@@ -43,6 +43,7 @@ from .configuration_arcaligner import (
     normalize_budget,
     slot_settings,
 )
+from .encoder_arcaligner import spacy_version
 from .generation_arcaligner import (
     join_keys_values,
     keys_values_of,
@@ -52,7 +53,7 @@ from .generation_arcaligner import (
     save_keys_values,
     to_int8,
 )
-from .segmentation_arcaligner import GivenSlots, passages_apart, passages_of_questions, spacy_version
+from .segmentation_arcaligner import GivenSlots, passages_apart, passages_of_questions
 from .slot_rows_arcaligner import check_can_separate, pad_passage_ids
 
 logger = logging.get_logger(__name__)

@@ -11,7 +11,6 @@ import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from importlib.metadata import version
 from numbers import Integral
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -393,17 +392,22 @@ def segment_document(
     return [Segment(document, start, end, text[start:end]) for start, end in pieces]
 
 
+def _num_words(text: str) -> int:
+    return max(len(text.split()), len(text) // 10)  # the latter of long words, and of text without spaces
+
+
 def cut_long(
     documents: Sequence[str | dict], longest: float, most: int, spacy_model: str = "en"
 ) -> tuple[list[str | dict], list[Segment]]:
-    """Passages, and what they are of documents: all or, of one with more than `longest` words, pieces of whole
-    sentences with at most `most` words."""
+    """Passages, and what they are of documents: all or, of one with more than `longest` words, pieces of at most `most`
+    words, between sentences where one fits."""
     passages, pieces = [], []
     for number, document in enumerate(documents):
         text, starts, size = text_of(document, number), [0], 0
-        for sentence in segment_document(text, spacy_model=spacy_model) if len(text.split()) > longest else ():
-            size += (num_words := len(sentence.text.split()))
-            if size > max(most, num_words):  # a longer sentence is a piece
+        cut = {"spacy_model": spacy_model, "num_reads": lambda text: -(-_num_words(text) // most)}
+        for sentence in segment_document(text, **cut) if _num_words(text) > longest else ():
+            size += (num_words := _num_words(sentence.text))
+            if size > max(most, num_words):
                 starts, size = [*starts, sentence.start], num_words
         ends = [*starts[1:], len(text)]
         own = [Segment(number, start, end, text[start:end]) for start, end in zip(starts, ends, strict=True)]
@@ -547,12 +551,6 @@ def copied_next(texts: Sequence[CopiedText], written: list[int], end_ids: Set[in
         return sorted({first for text in texts for first in text.words})
     found = [text.follow(written) for text in texts]
     return sorted(set().union(*(ids for ids, _ in found), end_ids if any(is_end for _, is_end in found) else ()))
-
-
-@functools.cache
-def spacy_version() -> str:
-    """The version of spaCy, which splits passages."""
-    return version("spacy")
 
 
 def stop_words(spacy_model: str) -> set[str]:

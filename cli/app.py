@@ -69,8 +69,8 @@ def options(
     """Answers questions from passages that are read as context slots."""
 
 
-# A passage of so many words is longer than almost all that an aligner was trained on: a file of more is cut, as the
-# pipeline would do it, but between headings and pages, too.
+# A passage of so many words is longer than almost all that an aligner was trained on: a file of more is cut, as for a
+# corpus. The pipeline cuts from the same length on, but knows neither headings nor pages.
 MANY_WORDS = 250
 # More passages are for a corpus, which keeps what was read of them.
 MANY_PASSAGES = 100

@@ -140,10 +140,10 @@ class ChatRequest(Body):
     messages: list[Annotated[Message, BeforeValidator(without_nulls)]] = Field(min_length=1)
     documents: list[Annotated[Passage, BeforeValidator(as_text)]] | None = None
     top_k: Annotated[int, Field(ge=0, le=100)] | None = None
-    tokens_per_slot: int | str | None = None
+    tokens_per_slot: Any = None
     min_confidence: float | None = None
     max_passages: int | None = None
-    copy_bonus: float | None = None
+    copy_bonus: Annotated[float, Field(le=100)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0

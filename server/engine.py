@@ -199,6 +199,7 @@ class Engine:
             raise ValueError(f"Got {len(documents)} documents; expected at most {self.limits.max_documents}.")
         if not 1 <= request.max_new_tokens <= self.limits.max_new_tokens:
             raise ValueError(f"`max_tokens` is {request.max_new_tokens}; expected 1 to {self.limits.max_new_tokens}.")
+        self.processor.slot_encoder.check_settings(tokens_per_slot=request.tokens_per_slot)
         if request.min_confidence is None:
             request.min_confidence = self.min_confidence
         else:
@@ -270,8 +271,9 @@ class Engine:
         if request.documents is not None:
             began = time.perf_counter()
             documents = [each if isinstance(each, dict) else {"title": "", "text": each} for each in request.documents]
-            documents, _ = passages_of(self.processor, documents)
+            documents, pieces = passages_of(self.processor, documents)
             encoded = self._encode(json.dumps(documents), rate)  # as text, which a cache can look up
+            documents = [each | {"number": piece.document} for each, piece in zip(documents, pieces, strict=True)]
             return SlotPassages(documents, encoded, {"retrieval": 0.0, "slots": time.perf_counter() - began})
         top_k, most = self.top_k if request.top_k is None else request.top_k, self.limits.max_slots
         if self.retriever is None or top_k == 0:

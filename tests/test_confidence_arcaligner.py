@@ -220,6 +220,16 @@ def test_a_long_document_is_cut_between_sentences_and_its_likeliest_passage_is_r
         assert record["statistics"]["passage_confidences"] == pytest.approx(told, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    "text", ["- a line of a list\n" * 120, "x" * 3000, "会議は木曜日です" * 400], ids=["list", "word", "spaces"]
+)
+def test_text_without_sentences_is_cut_as_well(ask_apart, text):
+    (record,) = ask_apart("Who?", documents=[text])
+    segments = record["segments"]
+    assert 0 < segments[-1]["end"] - segments[0]["start"] <= 1800 < len(text)
+    assert all(each["text"] == text[each["start"] : each["end"]] for each in segments)
+
+
 def test_a_document_is_read_whole_up_to_250_words_and_where_nothing_can_choose(ask_apart, ask):
     for words, pipe in ((250, ask_apart), (251, ask)):
         (record,) = pipe("Who?", documents=["word " * (words - 6) + "word. Here is a last one."], return_slots=True)

@@ -156,8 +156,9 @@ def open_corpus(
 
 
 def _hotpotqa(row: dict, index: int, *, where: str) -> Row:
-    """A row of HotpotQA: its ten paragraphs, of which `gold` are those that the answer needs."""
-    return own_row(hotpotqa_row(row), index, where=where)
+    """A row of HotpotQA, with the paragraphs that the answer needs."""
+    found = own_row(hotpotqa_row(row), index, where=where)
+    return found | {"passages": own_passages(found)[0], "gold": []}
 
 
 def _is_own(path: str) -> bool:

@@ -7,6 +7,7 @@ command as a comment, then the unchanged recipe file or, where the command line 
 import contextlib
 import json
 import logging
+import os
 import shlex
 import shutil
 import tempfile
@@ -43,7 +44,7 @@ MAY_CHANGE_ON_RESUME = {
     *("save_steps", "save_total_limit"),
     *("dataloader_num_workers", "dataset_num_proc", "data_dir", "examples_cache_dir", "output_dir", "use_cpu"),
     *("attn_implementation", "compile_layers", "dtype"),
-    *("eval_answers", "unanswerable"),  # of recipes of earlier versions
+    *("eval_answers", "no_answer", "test_files"),  # of recipes of earlier versions
 }
 
 
@@ -84,7 +85,9 @@ def check_settings(folder: Path, settings: str) -> None:
     was, now = read_keys((folder / RECIPE_FILE).read_text(encoding="utf-8")), read_keys(settings)
     # With a mean of checkpoints the result depends on which there are.
     decides = {"save_steps", "save_total_limit"} if was.get("average_checkpoints") else set()
-    may_change = MAY_CHANGE_ON_RESUME - decides
+    may_change = MAY_CHANGE_ON_RESUME - decides | (set() if was.get("unanswerable") else {"unanswerable"})
+    starts = {os.path.relpath(str(keys.get("model_name_or_path")), str(keys.get("output_dir"))) for keys in (was, now)}
+    may_change |= {"model_name_or_path"} if len(starts) == 1 else set()  # however its path is spelled
     changed = [key for key in {**was, **now} if key not in may_change and was.get(key) != now.get(key)]
     if changed:
         differences = ", ".join(f"`{key}` was {was.get(key)!r} and is now {now.get(key)!r}" for key in changed)

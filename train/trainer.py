@@ -379,7 +379,7 @@ class AlignerTrainer(SFTTrainer):
 
     def _summed(self, numbers: torch.Tensor) -> torch.Tensor:
         """Some numbers, (n,), each summed over all processes."""
-        return self.accelerator.gather(numbers.double()[None]).sum(dim=0).cpu()
+        return self.accelerator.gather(numbers[None]).cpu().double().sum(dim=0)  # not every device has float64
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training and "loss" in logs:

@@ -33,7 +33,7 @@ def read_answers(run: Path, task: str, method: str) -> list[dict[str, Any]]:
     if not answers or "confidence" not in answers[0]:
         raise ValueError(
             f"{file.path} has no answers with a confidence. Ask with `python -m arcaligner evaluate "
-            f"--tasks {','.join(TASKS)} --methods {method} --output {run}`."
+            f"--recipe smollm2_135m --data FOLDER --tasks {','.join(TASKS)} --methods {method} --output {run}`."
         )
     checkpoint = file.settings()["checkpoint"]
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)

@@ -5,7 +5,6 @@ from typing import Any
 from ...common.files import counted, markdown_table
 from ..methods import rate_title
 
-# The arms that have a column: of the others, with gates, all numbers are in the report.
 ARM_TITLES = {
     "standard_rag": "text",
     "standard_rag_cached": "text, kept",

@@ -45,7 +45,7 @@ def test_documents_of_a_request_are_read_as_the_pipeline_reads_them(client, ask,
     assert text_of(answer) == expected["generated_text"].lstrip() and report["statistics"] == expected["statistics"]
     places = [{key: each[key] for key in ("document", "start", "end")} for each in expected["segments"]]
     assert report["segments"] == places
-    sources = [{"title": "", "text": RADIK}, DOCUMENTS[1]]
+    sources = [{"title": "", "text": RADIK, "number": 0}, DOCUMENTS[1] | {"number": 1}]
     assert report["sources"] == [each | {"answer": None, "read": True} for each in sources]
     assert (text_of(again), again.usage, report_of(again)["kept"]) == (text_of(answer), answer.usage, 2)
     seconds = report["seconds"]

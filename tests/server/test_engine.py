@@ -278,6 +278,7 @@ def test_a_long_document_is_cut_as_by_the_pipeline(apart, engine_of):
     assert found.text.strip() == record["generated_text"].strip() and len(found.sources) == 6
     (read,) = (each for each in found.sources if each["read"])
     assert read["text"].startswith(record["segments"][0]["text"])
+    assert [each["number"] for each in found.sources] == [0, 0, 0, 0, 0, 1]
 
 
 def test_passages_of_a_batch_are_chosen_together_and_a_request_that_cannot_be_read_fails_alone(apart, engine_of):

@@ -47,8 +47,17 @@ def test_a_run_resumes_with_its_own_settings_and_other_ways_to_watch_and_run_it(
     free = ["--logging_steps", "1", "--save_steps", "5", "--report_to", "wandb", "--dataloader_num_workers", "2"]
     free += ["--dtype", "auto", "--compile_layers", "true", "--data_dir", "elsewhere"]
     check_settings(begun, run_settings(SCRIPT, config + free))
-    (begun / "recipe.yaml").write_text(RECIPE + "\nunanswerable: 0.0")  # a key of version 0.2.0
+    old = "\nunanswerable: {}\ntest_files: []\nno_answer: not in the text"  # keys of version 0.2.0
+    (begun / "recipe.yaml").write_text(RECIPE + old.format(0.0))
     check_settings(begun, run_settings(SCRIPT, config))
+    (begun / "recipe.yaml").write_text(RECIPE + old.format(0.3))  # other rows than can be made now
+    with pytest.raises(ValueError, match="`unanswerable` was 0.3 and is now None"):
+        check_settings(begun, run_settings(SCRIPT, config))
+    start = ["--model_name_or_path", "runs/1", "--output_dir", "runs/2"]
+    (begun / "recipe.yaml").write_text(run_settings(SCRIPT, [*config, *start]))
+    check_settings(
+        begun, run_settings(SCRIPT, [*config, *(str(Path(each).resolve()) if "/" in each else each for each in start)])
+    )
     averaged = [*config, "--average_checkpoints", "2"]  # of which checkpoints, `save_steps` decides
     (begun / "recipe.yaml").write_text(run_settings(SCRIPT, averaged))
     with pytest.raises(ValueError, match="`save_steps` was None and is now 5"):
