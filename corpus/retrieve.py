@@ -23,7 +23,7 @@ from ..base_model_arcaligner import ENCODER_FILES, find_model, search_text
 from ..configuration_arcaligner import check_question
 from ..encoder_arcaligner import EncodedDocuments
 from ..segmentation_arcaligner import Segment
-from .table import Corpus, passage_checksums
+from .table import Corpus
 
 # Passages that a re-ranker reads for each one that is kept.
 CANDIDATES = 4
@@ -115,23 +115,12 @@ class Retriever:
             best = np.argsort(-scores, kind="stable")[:top_k]
             rows = rows.take(best).select(self.columns).append_column("_relevance_score", [scores[best]])
         searched = time.perf_counter()
-        self._check(rows)
         passages = slot_passages(rows, self.processor.context_words)
         vectors = rows["vector"].combine_chunks().flatten().to_numpy(zero_copy_only=False).reshape(len(rows), -1)
         for document, similarity in zip(passages.documents, (vectors @ vector).tolist(), strict=True):
             document["similarity"] = similarity
         passages.seconds = {"retrieval": searched - began, "slots": time.perf_counter() - searched}
         return passages
-
-    def _check(self, rows) -> None:
-        for document, known, found in zip(
-            rows["document"].to_pylist(), rows["checksum"].to_pylist(), passage_checksums(rows), strict=True
-        ):
-            if known != found:
-                raise OSError(
-                    f"The corpus {self.corpus.path} is damaged: a passage of {document} is not what was written. "
-                    "Remove that document and add it again, or build the corpus anew."
-                )
 
     def _query(self, question: str, vector, limit: int):
         query = self.corpus.table.search(query_type="hybrid", vector_column_name="vector").vector(vector)
