@@ -4,7 +4,7 @@
     found = retriever("Who wrote it?", top_k=5)
     inputs = processor("Who wrote it?", **found.inputs, return_tensors="pt")
 
-Search is LanceDB's: vectors and full text, joined by reciprocal rank fusion, or re-ranked by a CrossEncoder.
+Search is LanceDB's: vectors and full text, joined by reciprocal rank fusion.
 """
 
 import time
@@ -12,21 +12,16 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from lancedb.query import MultiMatchQuery
 from lancedb.rerankers import RRFReranker
-from sentence_transformers import CrossEncoder
 from torch.nn.utils.rnn import pad_sequence
 
-from ..base_model_arcaligner import ENCODER_FILES, find_model, search_text
 from ..configuration_arcaligner import check_question
 from ..encoder_arcaligner import EncodedDocuments
 from ..segmentation_arcaligner import Segment
 from .table import Corpus
 
-# Passages that a re-ranker reads for each one that is kept.
-CANDIDATES = 4
 # The constant of reciprocal rank fusion. Smaller than the usual 60, for few passages are read: the first ones count.
 FUSION = 10
 
@@ -71,22 +66,16 @@ class Retriever:
     Args:
         corpus ([`Corpus`]): With at least one passage.
         processor ([`ArcAlignerProcessor`]): Encodes questions, as it encoded the passages.
-        reranker (`str`, *optional*): A CrossEncoder that reads each question with each candidate.
 
     Raises:
         `ValueError`: a corpus that another encoder, segmenter or rate made, or an empty one.
-        `OSError`: a re-ranker that is not there, with how to get it.
     """
 
-    def __init__(self, corpus: Corpus, processor, reranker: str | None = None):
+    def __init__(self, corpus: Corpus, processor):
         corpus.check(processor)
         if len(corpus) == 0:
             raise ValueError(f"The corpus {corpus.path} is empty. Add documents: `arcaligner corpus build`.")
         self.corpus, self.processor = corpus, processor
-        self.reranker = None
-        if reranker is not None:
-            folder = find_model("re-ranker", reranker, ENCODER_FILES)
-            self.reranker = CrossEncoder(str(folder), device=processor.encoder.device)
         self.columns = [name for name in corpus.table.schema.names if name not in ("id", "digest")]
 
     def __call__(self, question: str, top_k: int = 5) -> SlotPassages:
@@ -101,19 +90,13 @@ class Retriever:
             raise ValueError(f"`top_k` is {top_k!r}; expected at least 1 passage.")
         began = time.perf_counter()
         vector = self.processor.encoder.untrained.encode([question])[0].numpy()
-        limit = top_k if self.reranker is None else top_k * CANDIDATES
         try:
             try:
-                rows = self._query(question, vector, limit).to_arrow()
+                rows = self._query(question, vector, top_k).to_arrow()
             except (RuntimeError, ValueError):  # a writer has just removed the version that was read
-                rows = self._query(question, vector, limit).to_arrow()
+                rows = self._query(question, vector, top_k).to_arrow()
         except (RuntimeError, ValueError) as error:  # raised by Lance
             raise OSError(f"The corpus {self.corpus.path} cannot be searched: {error}") from error
-        if self.reranker is not None:
-            texts = [search_text(**row) for row in rows.select(["title", "text"]).to_pylist()]
-            scores = self.reranker.predict([(question, text) for text in texts], show_progress_bar=False)
-            best = np.argsort(-scores, kind="stable")[:top_k]
-            rows = rows.take(best).select(self.columns).append_column("_relevance_score", [scores[best]])
         searched = time.perf_counter()
         passages = slot_passages(rows, self.processor.context_words)
         vectors = rows["vector"].combine_chunks().flatten().to_numpy(zero_copy_only=False).reshape(len(rows), -1)
@@ -122,10 +105,10 @@ class Retriever:
         passages.seconds = {"retrieval": searched - began, "slots": time.perf_counter() - searched}
         return passages
 
-    def _query(self, question: str, vector, limit: int):
+    def _query(self, question: str, vector, top_k: int):
         query = self.corpus.table.search(query_type="hybrid", vector_column_name="vector").vector(vector)
         query = query.text(MultiMatchQuery(question, ["text", "title"])).distance_type("dot")
-        return query.rerank(RRFReranker(FUSION)).limit(limit).select(self.columns)
+        return query.rerank(RRFReranker(FUSION)).limit(top_k).select(self.columns)
 
 
 def slot_passages(rows, context_words: bool) -> SlotPassages:

@@ -30,7 +30,7 @@ from .tasks import TASKS, choose_passages, with_found
 
 logger = logging.getLogger(__name__)
 
-MIN_CANDIDATES = 20  # passages that are joined and re-ranked, as in the paper
+MIN_CANDIDATES = 5  # passages that are found by vectors and by text, and joined
 
 
 def evaluate(settings: EvaluationSettings) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def load_rows(name: str, settings: EvaluationSettings) -> list[Row]:
     task = settings.tasks[name]
     rows = TASKS[name].load(settings.data, task.num_questions)
     if task.passages == "retrieved":
-        rows = retrieve(rows, settings.corpus, settings.checkpoint, settings.reranker, task.top_k or 1)
+        rows = retrieve(rows, settings.corpus, settings.checkpoint, task.top_k or 1)
     rows = choose_passages(rows, task.passages, task.top_k)
     if not any(row["passages"] for row in rows) and set(settings.methods) != {"naive"}:
         raise ValueError(
@@ -61,14 +61,14 @@ def load_rows(name: str, settings: EvaluationSettings) -> list[Row]:
     return rows
 
 
-def retrieve(rows: list[Row], corpus: str, checkpoint: str, reranker: str | None, top_k: int) -> list[Row]:
+def retrieve(rows: list[Row], corpus: str, checkpoint: str, top_k: int) -> list[Row]:
     """Rows with the `top_k` passages of a corpus, made by the aligner `checkpoint`, that are found for their questions,
-    the best first; `reranker` is a CrossEncoder."""
-    from ..corpus.retrieve import CANDIDATES, Retriever  # of the extra `corpus`
+    the best first."""
+    from ..corpus.retrieve import Retriever  # of the extra `corpus`
     from ..corpus.table import Corpus
 
-    retriever = Retriever(Corpus(corpus), ArcAlignerProcessor.from_pretrained(checkpoint), reranker)
-    num_passages = max(top_k, MIN_CANDIDATES // CANDIDATES)
+    retriever = Retriever(Corpus(corpus), ArcAlignerProcessor.from_pretrained(checkpoint))
+    num_passages = max(top_k, MIN_CANDIDATES)
     return [
         with_found(row, retriever(row["question"], num_passages).documents[:top_k])
         for row in track(rows, "searching", transient=True)
@@ -106,7 +106,7 @@ def task_settings(task: str, settings: EvaluationSettings) -> dict[str, Any]:
         "machine": f"{device}, torch {machine['torch']}",
     }
     if chosen.passages == "retrieved":
-        keys |= {"corpus": settings.corpus, "reranker": settings.reranker}
+        keys["corpus"] = settings.corpus
     return keys
 
 

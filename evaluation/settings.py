@@ -43,7 +43,6 @@ class EvaluationSettings(Checkpoints):
     output: Path  # the run's folder
     data: Path | None = None  # a folder with local files of the tasks
     corpus: str | None = None  # a folder that the aligner made, for retrieved passages
-    reranker: str | None = None  # a CrossEncoder that orders what is found in it
     batch_size: int = 16
 
     def __post_init__(self):

@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import new_processor
-from sentence_transformers import CrossEncoder
 from training_rows import write_rows
-from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
 from arcaligner import ArcAlignerProcessor
 from arcaligner.corpus.retrieve import Retriever
@@ -53,22 +51,6 @@ def test_full_text_finds_a_word_that_the_encoder_does_not_know(corpus, processor
 @pytest.mark.parametrize("question", ["the of", '"(a AND', "?", "\x00", "x" * 5000])
 def test_any_question_finds_something(question, corpus, processor):
     assert len(Retriever(corpus, processor)(question, top_k=2).documents) == 2
-
-
-def test_a_cross_encoder_has_the_last_word(corpus, processor, encoder_dir, tmp_path):
-    config = BertConfig.from_pretrained(encoder_dir, num_labels=1)
-    torch.manual_seed(5)
-    BertForSequenceClassification(config).save_pretrained(tmp_path / "reranker")
-    BertTokenizerFast.from_pretrained(encoder_dir).save_pretrained(tmp_path / "reranker")
-    processor.encoder.device = "cpu"
-    found = Retriever(corpus, processor, reranker=str(tmp_path / "reranker"))("Who wrote it?", top_k=4)
-    model = CrossEncoder(str(tmp_path / "reranker"), device="cpu")
-    texts = [f"{each['title']} {each['text']}".strip() for each in found.documents]
-    scores = model.predict([("Who wrote it?", text) for text in texts]).tolist()
-    assert scores == sorted(scores, reverse=True)
-    assert [each["score"] for each in found.documents] == pytest.approx(scores, abs=1e-5)
-    with pytest.raises(OSError, match="re-ranker"):
-        Retriever(corpus, processor, reranker=str(tmp_path / "none"))
 
 
 def test_changes_are_seen_by_a_retriever_that_is_open(corpus, processor):

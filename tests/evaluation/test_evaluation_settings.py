@@ -33,7 +33,7 @@ def test_recipes_read_as_they_are_meant_and_an_unknown_one_names_those_there_are
     found = {name: task.passages for name, task in settings.tasks.items()}
     assert found == {"hotpotqa": "gold", "2wikimultihopqa": "given"}  # named tasks keep the recipe's settings
     settings = read_settings("paper", NEEDED, {})
-    assert list(settings.tasks) == list(TASKS)[:6] and settings.corpus and settings.reranker
+    assert list(settings.tasks) == list(TASKS)[:6] and settings.corpus
     assert {(task.passages, task.top_k) for task in settings.tasks.values()} == {("retrieved", None)}
     assert {path.stem for path in RECIPES.glob("*.yaml")} == {"paper", "smollm2_135m"}
     with pytest.raises(ValueError, match="no recipe 'mine': neither one of paper, smollm2_135m nor a YAML file"):

@@ -1,7 +1,5 @@
 """An evaluation reads what a corpus finds for its questions."""
 
-from unittest.mock import Mock
-
 import pytest
 from training_rows import question_rows, write_rows
 
@@ -35,14 +33,3 @@ def test_questions_get_the_passages_that_the_corpus_finds_the_best_first(process
         assert row["passages"] == [{key: each[key] for key in ("title", "text")} for each in best]
         assert {**row, "passages": None, "gold": None} == {**before, "passages": None, "gold": None}
     assert len({row["passages"][0]["text"] for row in found}) > 1
-
-
-def test_a_re_ranker_chooses_among_twenty(monkeypatch):
-    search = Mock(return_value=Mock(documents=PASSAGES))
-    monkeypatch.setattr(retrieve, "Retriever", made := Mock(return_value=search))
-    monkeypatch.setattr(table, "Corpus", str)
-    monkeypatch.setattr(evaluate.ArcAlignerProcessor, "from_pretrained", str)
-    for top_k in (1, 8):
-        (found,) = evaluate.retrieve(ROWS[:1], "c", "a", "a/reranker", top_k)
-        assert found["passages"] == PASSAGES[:top_k] and made.call_args.args[2] == "a/reranker"
-    assert [retrieve.CANDIDATES * each.args[1] for each in search.call_args_list] == [20, 32]
