@@ -62,16 +62,15 @@ def build(
 def read(corpus: CorpusFolder, checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), dtype: Dtype = None) -> None:
     """Reads all passages of a corpus ahead, and keeps their keys and values, so that no question has to: of `ask` and
     `serve` in the same precision."""
-    from ..corpus.kept import plan, read_corpus
+    from ..corpus.kept import read_corpus
     from ..corpus.table import Corpus
 
     opened = Corpus(corpus)
     with busy("Loading the aligner and its base model"):
         ask = shared.load_pipeline(checkpoint, dtype)
-    messages.print(plan(opened, ask.model, ask.processor))
     with busy("Reading passages"):
-        report = read_corpus(opened, ask.model, ask.processor, lambda report: messages.print(f"[dim]{report}[/]"))
-    show(str(report))
+        done = read_corpus(opened, ask.model, ask.processor, lambda said: messages.print(f"[dim]{said}[/]"))
+    show(done)
 
 
 @corpus_app.command("remove")

@@ -4,7 +4,7 @@ sources.py   files, folders and data sets of the Hub -> documents -> passages
 table.py     the table on disk and what it was made with
 build.py     documents -> passages with their slots -> the table
 retrieve.py  a question -> passages with their stored slots
-kept.py      passages read ahead: their keys and values beside the slots
+kept.py      passages read ahead: their keys and values beside the slots, where the server's store finds them
 """
 
 import os

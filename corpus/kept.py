@@ -1,17 +1,13 @@
 """Passages of a corpus read ahead: keys and values beside their slots, so that no question has to read them.
 
-    read_corpus(corpus, model, processor)                              # a file for each passage in `CORPUS/read`
-    model.slot_prefix_store(processor, folder=kept_folder(corpus), read_only=True)   # finds them
+    read_corpus(corpus, model, processor)    # a file for each passage in `corpus.kept_folder`, which stores find there
 
 The files are those of any `SlotPrefixStore`, under a digest of all that decides them: a passage whose text, slots or
 aligner has changed is read again, and the former file removed.
 """
 
 import math
-import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -25,31 +21,14 @@ from .table import KEPT, Corpus
 BATCH_PASSAGES = 32
 
 
-@dataclass
-class ReadReport:
-    """What a reading has done so far: passages `read`, those that were `kept` before, and files that were `removed`."""
-
-    read: int = 0
-    kept: int = 0
-    removed: int = 0
-
-    def __str__(self) -> str:
-        removed = f", {counted(self.removed, 'former file')} removed" if self.removed else ""
-        return f"{counted(self.read, 'passage')} read, {self.kept} kept before{removed}"
-
-
-def kept_folder(corpus: Corpus) -> Path | None:
-    """Where the passages of a corpus are kept, if they were read ahead."""
-    folder = corpus.path / KEPT
-    return folder if folder.is_dir() else None
-
-
-def plan(corpus: Corpus, model, processor) -> str:
-    """What reading a corpus ahead takes on disk.
+def read_corpus(corpus: Corpus, model, processor, tell: Callable[[str], Any] = lambda said: None) -> str:
+    """Reads all passages of a corpus that are not kept yet, behind the text that a question without a system message
+    has before its slots; says how many. A killed reading continues where it stopped. `tell` is told what it will take
+    on disk, then after each batch what was done.
 
     Raises:
-        `ValueError`: an aligner that reads passages jointly, or that makes other slots.
-        `OSError`: a disk with less room.
+        `ValueError`: an aligner that reads passages jointly, or that makes other slots; another process writes.
+        `OSError`: a disk that is full.
     """
     if processor.passage_attention != "separate":
         raise ValueError(
@@ -58,41 +37,24 @@ def plan(corpus: Corpus, model, processor) -> str:
         )
     corpus.check(processor)
     found, per_slot = corpus.info(), math.prod(entry_shape(model.config.text_config, 1)) * model.dtype.itemsize
-    there = sum(file.stat().st_size for file in (corpus.path / KEPT).glob("*.safetensors"))
-    needed, free = found["slots"] * per_slot, shutil.disk_usage(corpus.path).free
-    if needed - there > free:
-        raise OSError(
-            f"The keys and values of {corpus.path} take {(needed - there) / 1e9:.1f} GB more, but its disk has "
-            f"{free / 1e9:.1f} GB left. Make room, or build the corpus with more text per slot (`--tokens-per-slot`)."
-        )
-    return (
-        f"Keys and values of {counted(found['passages'], 'passage')} take {needed / 1e6:,.1f} MB on disk: "
-        f"{counted(found['slots'], 'slot')} of {per_slot / 1e3:.1f} KB."
+    tell(
+        f"Keys and values of {counted(found['passages'], 'passage')} take {found['slots'] * per_slot / 1e6:,.1f} MB on "
+        f"disk: {counted(found['slots'], 'slot')} of {per_slot / 1e3:.1f} KB."
     )
-
-
-def read_corpus(
-    corpus: Corpus, model, processor, on_batch: Callable[[ReadReport], Any] = lambda report: None
-) -> ReadReport:
-    """Reads all passages of a corpus that are not kept yet, behind the text that a question without a system message
-    has before its slots. A killed reading continues where it stopped. `on_batch` is told what was done."""
-    plan(corpus, model, processor)
-    report, used = ReadReport(), set()
+    done, used, folder = "No passage read", set(), corpus.path / KEPT
     with corpus.writing():
-        store = model.slot_prefix_store(processor, max_bytes=0, folder=corpus.path / KEPT)
-        columns = ["document", "title", "text", "start", "end", "segments", "slots"]
-        columns += ["words"] * processor.context_words
-        for batch in corpus.table.search().select(columns).to_batches():
+        store = model.slot_prefix_store(processor, max_bytes=0, folder=folder)
+        for batch in corpus.table.search().to_batches():
             for first in range(0, len(batch), BATCH_PASSAGES):
                 rows = pa.Table.from_batches([batch.slice(first, BATCH_PASSAGES)])
                 paths = store.keep("?", **slot_passages(rows, processor.context_words).inputs)
                 if lost := [path for path in paths if not path.exists()]:
                     raise OSError(f"{lost[0]} could not be written. Make room, and run this again to continue.")
                 used.update(paths)
-                report.read, report.kept = store.misses, store.loads
-                on_batch(report)
-        for path in (corpus.path / KEPT).glob("*.safetensors"):
-            if path not in used:
-                path.unlink(missing_ok=True)
-                report.removed += 1
-    return report
+                done = f"{counted(store.misses, 'passage')} read, {store.loads} kept before"
+                tell(done)
+        if former := set(folder.glob("*.safetensors")) - used:
+            done += f", {counted(len(former), 'former file')} removed"
+        for path in former:
+            path.unlink()
+    return done

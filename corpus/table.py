@@ -175,6 +175,12 @@ class Corpus:
     def __len__(self) -> int:
         return self.table.count_rows()
 
+    @property
+    def kept_folder(self) -> Path | None:
+        """Where passages are kept, if they were read ahead (`kept.py`)."""
+        folder = self.path / KEPT
+        return folder if folder.is_dir() else None
+
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Inside, this process is the only one that writes.

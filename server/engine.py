@@ -30,7 +30,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..common.rows import find_answer
 from ..configuration_arcaligner import check_copy_bonus, check_length, longest_prompt
-from ..corpus.kept import kept_folder
 from ..corpus.retrieve import Retriever, SlotPassages
 from ..encoder_arcaligner import EncodedDocuments, similarities_of
 from ..pipeline_arcaligner import (
@@ -174,7 +173,7 @@ class Engine:
         self.top_k, self.tokens_per_slot, self.min_confidence = top_k, tokens_per_slot, min_confidence
         self.max_passages = max_passages or passages_to_read(ask.processor)
         self.max_batch, self.batch_seconds, self.limits = max_batch, batch_seconds, limits or Limits()
-        folder = None if retriever is None else kept_folder(retriever.corpus)
+        folder = None if retriever is None else retriever.corpus.kept_folder
         self.store = self.model.slot_prefix_store(self.processor, max_bytes=prefix_bytes, folder=folder, read_only=True)
         self._encode = functools.lru_cache(KEPT_DOCUMENTS)(self._encode_documents)
         self._waiting: list[Request] = []
