@@ -301,16 +301,12 @@ def serve_answers(
     from ..server.listen import serve
 
     settings = ServerSettings(Path(checkpoint).resolve().name, host, port, api_key or None)
-
-    def show_address(port: int) -> None:
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        messages.print(f"{settings.model} answers at {address}/v1, a page is at {address}/", soft_wrap=True)
-
     asked = {"top_k": top_k, "tokens_per_slot": tokens_per_slot, "min_confidence": min_confidence}
     asked |= {"max_passages": max_passages, "max_batch": max_batch, "prefix_bytes": prefix_megabytes * 2**20}
     with busy("Loading the aligner and its base model"):
         engine = shared.load_engine(checkpoint, corpus, dtype, **asked)
-    serve(engine, settings, on_listening=show_address)
+    messages.print(f"{settings.model} answers under /v1, the page is under /", soft_wrap=True)
+    serve(engine, settings)
 
 
 @app.command()

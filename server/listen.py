@@ -1,11 +1,6 @@
 """The server listens: connections that ask for nothing are closed, and what was begun is finished before it ends."""
 
 import asyncio
-import contextlib
-import socket
-import sys
-from collections.abc import Callable
-from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -62,29 +57,8 @@ class TimedConnection(H11Protocol):
             self.deadline = None
 
 
-class Server(uvicorn.Server):
-    """Says that it listens, and that it stops."""
-
-    def __init__(self, config: uvicorn.Config, on_listening: Callable[[int], None]):
-        super().__init__(config)
-        self.on_listening = on_listening
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.on_listening(self.servers[0].sockets[0].getsockname()[1])
-
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        if not self.should_exit:
-            print("Stopping: answers that were begun are finished, another Ctrl-C ends at once.", file=sys.stderr)
-        super().handle_exit(sig, frame)
-
-
-def serve(engine: Engine, settings: ServerSettings, on_listening: Callable[[int], None]) -> None:
-    """Serves until it is asked to end; then what was begun is answered first. `on_listening` is called once, with the
-    port, when clients can connect."""
+def serve(engine: Engine, settings: ServerSettings) -> None:
+    """Serves until it is asked to end; then what was begun is answered first. uvicorn says where it listens."""
     app, timeout = create_app(engine, settings), int(engine.limits.seconds)
     limits = {"http": TimedConnection, "ws": "none", "timeout_graceful_shutdown": timeout}
-    config = uvicorn.Config(app, host=settings.host, port=settings.port, log_level="warning", **limits)
-    server = Server(config, on_listening)
-    with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises again when it has ended
-        server.run()
+    uvicorn.run(app, host=settings.host, port=settings.port, access_log=False, **limits)

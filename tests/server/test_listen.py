@@ -2,12 +2,13 @@
 
 import contextlib
 import json
-import re
+import logging
 import signal
 import socket
 
 import httpx
 import pytest
+import uvicorn
 from fastapi.testclient import TestClient
 
 from arcaligner.server import app
@@ -91,30 +92,31 @@ def test_a_body_that_does_not_arrive_is_not_waited_for(connect, monkeypatch):
 
 def test_the_command_serves_a_checkpoint_and_a_corpus(run_cli, monkeypatch, checkpoint_dir, retriever):
     served = []
-    monkeypatch.setattr("uvicorn.Server.run", lambda server: served.append(server.config))
+    monkeypatch.setattr("uvicorn.run", lambda app, **settings: served.append((app, settings)))
     monkeypatch.setenv("ARCALIGNER_API_KEY", "")
     command = ("serve", "--checkpoint", checkpoint_dir, "--corpus", retriever.corpus.path, "--port", 8001)
     code, _, err = run_cli(*command, "--host", "0.0.0.0")
     assert code == 1 and "there is no API key" in err and not served
     assert run_cli(*command)[0] == 0
-    (config,) = served
-    assert (config.host, config.port, config.http) == ("127.0.0.1", 8001, TimedConnection)
-    with TestClient(config.app, base_url="http://127.0.0.1:8001") as client:
+    ((served_app, settings),) = served
+    assert {"host": "127.0.0.1", "port": 8001, "http": TimedConnection}.items() <= settings.items()
+    with TestClient(served_app, base_url="http://127.0.0.1:8001") as client:
         body = {"model": checkpoint_dir.name, "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2}
         assert client.post("/v1/chat/completions", json=body).json()["arcaligner"]["sources"]
 
 
-def test_the_command_tells_its_address_once_clients_can_connect_there(run_cli, monkeypatch, checkpoint_dir):
-    told = []
+def test_the_command_ends_when_it_is_told_to_and_where_others_listen(run_cli, monkeypatch, checkpoint_dir):
+    startup, ports = uvicorn.Server.startup, []
 
-    def connect(text, **options):
-        if address := re.search(r"http://127\.0\.0\.1:(\d+)/v1", text):
-            told.append(text)
-            socket.create_connection(("127.0.0.1", int(address[1]))).close()
-            signal.raise_signal(signal.SIGINT)
+    async def stopped(server, sockets=None):
+        await startup(server, sockets)
+        ports.append(server.servers[0].sockets[0].getsockname()[1])
+        signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("arcaligner.cli.app.messages.print", connect)
+    monkeypatch.setattr(uvicorn.Server, "startup", stopped)
+    monkeypatch.setattr(logging.getLogger("uvicorn"), "handlers", [])  # uvicorn's write to what is closed after a test
     command = ("serve", "--checkpoint", checkpoint_dir, "--port")
-    assert run_cli(*command, 0)[0] == 0 and len(told) == 1
+    code, _, err = run_cli(*command, 0)
+    assert code == 0 and f"http://127.0.0.1:{ports[0]} " in err and checkpoint_dir.name in err
     with socket.create_server(("127.0.0.1", 0)) as other:
-        assert run_cli(*command, other.getsockname()[1])[0] != 0 and len(told) == 1
+        assert run_cli(*command, other.getsockname()[1])[0] != 0 and len(ports) == 1
