@@ -11,7 +11,6 @@ import ctypes
 import functools
 import importlib
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +21,6 @@ import torch
 from safetensors import safe_open
 from tokenizers.decoders import DecodeStream
 from transformers import GenerationConfig
-from transformers.utils import logging
 
 from ..checkpoint_arcaligner import WEIGHTS_DIGEST, AlignerCheckpointMixin, check_values
 from ..common.files import GGUF_FILE, digest, refuse_unknown, wheel_directory
@@ -34,10 +32,9 @@ from .gguf_files import ADAPTER_FILE, check_base_model
 
 TESTED_VERSION = "0.3.36"
 CACHE_TYPES = {"f16": 1, "f32": 0}  # GGML's numbers
-# GGML's levels of what it logs, in pieces; a `CONTINUED` piece is of the message before it.
-WARNING, CONTINUED = 3, 5
+KEPT_STATES = 8  # of passages that were asked about, for further questions about them
+WARNING, ERROR = 3, 4  # GGML's levels of what it logs
 
-logger = logging.get_logger(__name__)
 _warnings: list[str] = []  # from llama.cpp, since the last call that was checked
 
 
@@ -52,24 +49,10 @@ def import_llama_cpp() -> Any:
             "in some minutes and needs a C++ compiler."
         ) from error
 
-    if api.__version__ != TESTED_VERSION:
-        logger.warning(
-            "llama-cpp-python is %s; slots were tested with %s. Compare some answers with those of PyTorch, or install "
-            "the tested one.",
-            api.__version__,
-            TESTED_VERSION,
-        )
-    is_warning = False
-
     @api.llama_log_callback
     def note(level: int, text: bytes, _) -> None:
-        nonlocal is_warning
-        if level != CONTINUED:
-            is_warning = level >= WARNING
-            if is_warning:
-                _warnings.append("")
-        if is_warning and _warnings:
-            _warnings[-1] += text.decode(errors="replace")
+        if level in (WARNING, ERROR):
+            _warnings.append(text.decode(errors="replace"))
 
     api.note_of_arcaligner = note  # llama.cpp calls it as long as the module lives
     api.llama_log_set(note, None)
@@ -201,7 +184,6 @@ class LlamaCppEngine:
         gate_mode (`str`, *optional*): Default: the checkpoint's. `"off"` is the only one that llama.cpp can do.
         context_length (`int`): Positions of prompt and answer.
         cache_type (`str`): The type of keys and values, `"f16"` or `"f32"`.
-        max_bytes (`int`): Memory for states kept for further questions about the same passages.
 
     Raises:
         `ImportError`: llama.cpp is not installed.
@@ -217,7 +199,6 @@ class LlamaCppEngine:
         gate_mode: str | None = None,
         context_length: int = 4096,
         cache_type: str = "f16",
-        max_bytes: int = 2**28,
     ):
         check_gates(gate_mode, None, None)
         if context_length < 1 or cache_type not in CACHE_TYPES:
@@ -249,8 +230,7 @@ class LlamaCppEngine:
         self.session = Session(base_model, adapter, context_length, cache_type)
         end = GenerationConfig.from_pretrained(folder).eos_token_id
         self._end = {end} if isinstance(end, int) else set(end or ())
-        self.max_bytes = max_bytes
-        self._kept: OrderedDict[str, State] = OrderedDict()  # least recently used first
+        self._kept: dict[str, State] = {}  # least recently used first
         self._num_read = 0  # prompts; an answer ends where another is read
 
     def answer(self, question: str | list[dict], documents: Any, max_new_tokens: int = 256, **slots: Any) -> str:
@@ -301,7 +281,9 @@ class LlamaCppEngine:
             state = self._read_slots(before, documents, slots, len(after) + max_new_tokens)
         else:
             self.session.restore(state)
-        self._keep(key, state)
+        self._kept[key] = state
+        if len(self._kept) > KEPT_STATES:
+            del self._kept[next(iter(self._kept))]
         self._check_length(self.session.used + len(after) + max_new_tokens)
         self.session.read(after)
         return self.session.logits
@@ -319,13 +301,6 @@ class LlamaCppEngine:
         self.session.read(before, has_logits=False)
         self.session.read_apart([slots] if is_joint else np.split(slots, sizes.cumsum(0)[:-1]))
         return self.session.state()
-
-    def _keep(self, key: str, state: State) -> None:
-        if len(state.data) > self.max_bytes:
-            return
-        self._kept[key] = state
-        while sum(len(each.data) for each in self._kept.values()) > self.max_bytes:
-            self._kept.popitem(last=False)
 
     def _check_length(self, length: int) -> None:
         if length > (most := self.session.context_length):
