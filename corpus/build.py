@@ -1,10 +1,10 @@
 """Documents to rows of a corpus: cut into passages, encoded, written. Documents that have not changed are left alone.
 
-read_documents -> new_documents (batches of those that are new or changed) -> passage_rows -> Corpus.add
+read_documents -> batches -> those that are new or changed -> passage_rows -> Corpus.add
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from ..base_model_arcaligner import search_text
 from ..common.files import counted
-from ..common.passages import Document, Passage
+from ..common.passages import Document, Passage, passages_of
 from .sources import read_documents
 from .table import Corpus
 
@@ -39,20 +39,6 @@ class BuildReport:
     removed: int = 0
 
 
-@dataclass
-class Batch:
-    """Documents to be written together, the ids of those of them that are `replaced`, and what was met on the way to
-    them: ids of documents that are `unchanged`, what was skipped, the ids of `unread` documents, and whether what was
-    skipped may hold other documents (`hides`)."""
-
-    documents: list[Document] = field(default_factory=list)
-    replaced: list[str] = field(default_factory=list)
-    unchanged: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
-    hides: int = 0
-
-
 def build_corpus(
     sources: list[str],
     corpus: Corpus,
@@ -75,24 +61,42 @@ def build_corpus(
     Raises:
         `ValueError`: no document at all; another process writes.
     """
-    report, num_hidden = BuildReport(), 0
-    read: set[int] = set()  # ids, as hashes: there may be millions
+    report, num_hidden = BuildReport(), 0  # sources and rows that could not be read, and may hold any document
+    text_of: dict[int, int | None] = {}  # by id, both as hashes: there may be millions; `None` where it is not read
+
+    def skip(what: str, may_hold_documents: bool = True, id: str | None = None) -> None:
+        nonlocal num_hidden
+        report.skipped.append(what)
+        if id is not None:
+            text_of.setdefault(hash(id))
+        else:
+            num_hidden += may_hold_documents
+
+    def is_first(document: Document) -> bool:
+        """Whether no document before had its id. Another text under one id is skipped."""
+        text, before = hash((document.title, document.text)), text_of.get(hash(document.id))
+        if before is None:
+            text_of[hash(document.id)] = text
+        elif before == text:
+            report.unchanged += 1
+        else:
+            skip(f"{document.id} is the id of an earlier document with another text", may_hold_documents=False)
+        return before is None
+
     with corpus.writing():
-        for batch in new_documents(sources, corpus):
-            report.added += len(batch.documents) - len(batch.replaced)
-            report.replaced += len(batch.replaced)
-            report.unchanged += len(batch.unchanged)
-            passages = corpus.cut(batch.documents)
+        for documents in _batches(filter(is_first, read_documents(sources, skip))):
+            known = corpus.digests(document.id for document in documents)
+            new = [document for document in documents if known.get(document.id) != document.digest]
+            replaced = [document.id for document in new if document.id in known]
+            passages = passages_of(new, corpus.settings["passage_words"], corpus.settings["spacy_model"])
             starts = range(0, len(passages), PART_PASSAGES)
             parts = [passage_rows(passages[start : start + PART_PASSAGES], processor, corpus) for start in starts]
             if parts:
-                corpus.add(pa.concat_tables(parts), batch.replaced)
+                corpus.add(pa.concat_tables(parts), replaced)
+            report.added += len(new) - len(replaced)
+            report.replaced += len(replaced)
+            report.unchanged += len(documents) - len(new)
             report.passages += len(passages)
-            report.skipped += batch.skipped
-            num_hidden += batch.hides
-            if prune:
-                read.update(hash(document.id) for document in batch.documents)
-                read.update(map(hash, batch.unchanged + batch.unread))
             on_batch(report)
         if not report.added + report.replaced + report.unchanged:
             why = f": {report.skipped[0]}" if report.skipped else "."
@@ -100,12 +104,23 @@ def build_corpus(
         if prune and num_hidden:
             logger.warning("no document was removed, since %d sources or rows could not be read", num_hidden)
         elif prune:
-            gone = [each for each in corpus.documents() if hash(each) not in read]
+            gone = [each for each in corpus.documents() if hash(each) not in text_of]
             for first in range(0, len(gone), BATCH_DOCUMENTS):
                 corpus.delete(gone[first : first + BATCH_DOCUMENTS])
             report.removed = len(gone)
         corpus.optimize()
     return report
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch, num_characters = [], 0
+    for document in documents:
+        batch.append(document)
+        num_characters += len(document.text)
+        if num_characters >= BATCH_CHARACTERS or len(batch) == BATCH_DOCUMENTS:
+            yield batch
+            batch, num_characters = [], 0
+    yield batch
 
 
 def summary(report: BuildReport, info: dict[str, Any]) -> str:
@@ -117,41 +132,6 @@ def summary(report: BuildReport, info: dict[str, Any]) -> str:
         f"{info['slot_bytes_per_passage']:.0f} bytes of embeddings per passage, {info['bytes_per_passage']:.0f} with "
         "text and indices."
     )
-
-
-def new_documents(sources: list[str], corpus: Corpus) -> Iterator[Batch]:
-    """Documents that the corpus does not have, or has with another text, in batches."""
-    batch, num_characters = Batch(), 0
-
-    def skip(what: str, may_hold_documents: bool = True, id: str | None = None) -> None:
-        batch.skipped.append(what)
-        if id is not None:
-            batch.unread.append(id)
-        else:
-            batch.hides += may_hold_documents
-
-    def without_known(batch: Batch) -> Batch:
-        known = corpus.digests(document.id for document in batch.documents)
-        new = [document for document in batch.documents if known.get(document.id) != document.digest]
-        batch.unchanged += known.keys() - {document.id for document in new}
-        batch.documents, batch.replaced = new, [document.id for document in new if document.id in known]
-        return batch
-
-    text_of: dict[int, int] = {}  # by id, both as hashes: there may be millions
-    for document in read_documents(sources, skip):
-        key, text = hash(document.id), hash((document.title, document.text))
-        if key not in text_of:
-            text_of[key] = text
-            batch.documents.append(document)
-            num_characters += len(document.text)
-        elif text_of[key] == text:
-            batch.unchanged.append(document.id)
-        else:
-            skip(f"{document.id} is the id of an earlier document with another text", may_hold_documents=False)
-        if num_characters >= BATCH_CHARACTERS or len(batch.documents) == BATCH_DOCUMENTS:
-            yield without_known(batch)
-            batch, num_characters = Batch(), 0
-    yield without_known(batch)
 
 
 def passage_rows(passages: list[Passage], processor, corpus: Corpus) -> pa.Table:

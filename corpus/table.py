@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 from lancedb.index import FTS, BTree, IvfSq
 
 from ..common.files import digest
-from ..common.passages import PASSAGE_WORDS, Document, Passage, passages_of
+from ..common.passages import PASSAGE_WORDS
 from ..segmentation_arcaligner import Segment, SegmentTokens
 
 FORMAT = 2
@@ -167,10 +167,6 @@ class Corpus:
                     f"The corpus {self.path} was made with `{name}` {known[name]!r}; expected {value!r}. Build another "
                     "one with these settings, or use those it was made with."
                 )
-
-    def cut(self, documents: list[Document]) -> list[Passage]:
-        """The passages of documents, as long as those of this corpus."""
-        return passages_of(documents, self.settings["passage_words"], self.settings["spacy_model"])
 
     def __len__(self) -> int:
         return self.table.count_rows()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pdf_files import line, pdf
 from training_rows import write_rows
 
-from arcaligner.common.passages import cut_passages
+from arcaligner.common.passages import cut_passages, passages_of
 from arcaligner.corpus import build
 from arcaligner.corpus.build import build_corpus, passage_rows
 from arcaligner.corpus.retrieve import Retriever
@@ -78,7 +78,8 @@ def test_a_large_document_is_encoded_in_parts_and_written_in_one_step(
     source.write_text(" ".join(f"Sentence {number} stands here." for number in range(11)))
     build_corpus([str(source)], corpus, processor, on_batch=lambda report: told.append(corpus.table.version))
     assert told == [version + 1]
-    expected = passage_rows(corpus.cut([*read_documents([str(source)], pytest.fail)]), processor, corpus)
+    passages = passages_of(read_documents([str(source)], pytest.fail), 6, "en")
+    expected = passage_rows(passages, processor, corpus)
     assert len(corpus) == 11 and rows_of(corpus).equals(expected.sort_by("id").select(rows_of(corpus).column_names))
 
 
