@@ -165,11 +165,7 @@ class Engine:
         if max_batch < 1:
             raise ValueError(f"`max_batch` is {max_batch}; expected at least 1 request.")
         self.model, self.processor, self.retriever = ask.model, ask.processor, retriever
-        ask.processor.slot_encoder.check_settings(tokens_per_slot=tokens_per_slot)
-        if min_confidence is not None:
-            check_min_confidence(ask.processor, min_confidence)
-        if max_passages is not None:
-            check_max_passages(ask.processor, max_passages)
+        self._check(tokens_per_slot, min_confidence, max_passages)
         self.top_k, self.tokens_per_slot, self.min_confidence = top_k, tokens_per_slot, min_confidence
         self.max_passages = max_passages or passages_to_read(ask.processor)
         self.max_batch, self.batch_seconds, self.limits = max_batch, batch_seconds, limits or Limits()
@@ -198,15 +194,10 @@ class Engine:
             raise ValueError(f"Got {len(documents)} documents; expected at most {self.limits.max_documents}.")
         if not 1 <= request.max_new_tokens <= self.limits.max_new_tokens:
             raise ValueError(f"`max_tokens` is {request.max_new_tokens}; expected 1 to {self.limits.max_new_tokens}.")
-        self.processor.slot_encoder.check_settings(tokens_per_slot=request.tokens_per_slot)
-        if request.min_confidence is None:
-            request.min_confidence = self.min_confidence
-        else:
-            check_min_confidence(self.processor, request.min_confidence)
-        if request.max_passages is None:
-            request.max_passages = self.max_passages
-        else:
-            check_max_passages(self.processor, request.max_passages)
+        self._check(request.tokens_per_slot, request.min_confidence, request.max_passages)
+        for name in ("top_k", "tokens_per_slot", "min_confidence", "max_passages"):
+            if getattr(request, name) is None:
+                setattr(request, name, getattr(self, name))
         if request.copy_bonus is not None:
             check_copy_bonus(request.copy_bonus)
         with self._arrival:
@@ -217,6 +208,13 @@ class Engine:
             self._waiting.append(request)
             self._arrival.notify()
         return request.future
+
+    def _check(self, tokens_per_slot: Any, min_confidence: float | None, max_passages: int | None) -> None:
+        self.processor.slot_encoder.check_settings(tokens_per_slot=tokens_per_slot)
+        if min_confidence is not None:
+            check_min_confidence(self.processor, min_confidence)
+        if max_passages is not None:
+            check_max_passages(self.processor, max_passages)
 
     def warm_up(self) -> None:
         """Searches the corpus and answers a short request, which loads what is loaded on first use."""
@@ -236,7 +234,8 @@ class Engine:
 
     def _work(self) -> None:
         while batch := self._take():
-            read = [request for request in batch if self._read(request)]
+            wanted = [request for request in batch if request.future.set_running_or_notify_cancel()]
+            read = [request for one in wanted for (request,), _ in _each_fails_alone([one], self._read)]
             chosen = [request for part, _ in _each_fails_alone(read, self._choose) for request in part]
             for has_slots in (False, True):
                 if group := [request for request in chosen if (request.passages is not None) == has_slots]:
@@ -251,34 +250,25 @@ class Engine:
             batch, self._waiting = self._waiting[: self.max_batch], self._waiting[self.max_batch :]
         return batch
 
-    def _read(self, request: Request) -> bool:
-        """Reads the passages of a request, if it has any; whether that was possible."""
-        if not request.future.set_running_or_notify_cancel():
-            return False
-        try:
-            if request.cancelled or time.monotonic() - request.arrived > self.limits.seconds:
-                raise TimeoutError(f"The request waited for more than {self.limits.seconds:g} seconds.")
-            request.passages = self._passages(request)
-        except Exception as error:  # one request's mistake is its own
-            request.future.set_exception(error)
-            return False
-        return True
-
-    def _passages(self, request: Request) -> SlotPassages | None:
-        """Passages as slots: those of the request, or of the corpus, if there is one and any are asked for."""
-        rate = self.tokens_per_slot if request.tokens_per_slot is None else request.tokens_per_slot
+    def _read(self, group: list[Request]) -> None:
+        """Gives a request its passages as slots: its own, or of the corpus, if there is one and any are asked for."""
+        (request,) = group
+        if request.cancelled or time.monotonic() - request.arrived > self.limits.seconds:
+            raise TimeoutError(f"The request waited for more than {self.limits.seconds:g} seconds.")
+        rate, most = request.tokens_per_slot, self.limits.max_slots
         if request.documents is not None:
             began = time.perf_counter()
             documents = [each if isinstance(each, dict) else {"title": "", "text": each} for each in request.documents]
             documents, pieces = passages_of(self.processor, documents)
             encoded = self._encode(json.dumps(documents), rate)  # as text, which a cache can look up
             documents = [each | {"number": piece.document} for each, piece in zip(documents, pieces, strict=True)]
-            return SlotPassages(documents, encoded, {"retrieval": 0.0, "slots": time.perf_counter() - began})
-        top_k, most = self.top_k if request.top_k is None else request.top_k, self.limits.max_slots
-        if self.retriever is None or top_k == 0:
-            return None
+            seconds = {"retrieval": 0.0, "slots": time.perf_counter() - began}
+            request.passages = SlotPassages(documents, encoded, seconds)
+            return
+        if self.retriever is None or request.top_k == 0:
+            return
         questions = [each["content"] for each in request.messages if each["role"] == "user"]
-        passages = self.retriever(questions[-1] if questions else "", top_k)
+        passages = self.retriever(questions[-1] if questions else "", request.top_k)
         if rate not in (None, self.retriever.corpus.settings["tokens_per_slot"]):
             began = time.perf_counter()
             texts = [{name: each[name] for name in ("title", "text")} for each in passages.documents]
@@ -286,7 +276,7 @@ class Engine:
             passages.seconds["slots"] += time.perf_counter() - began
         if (num_slots := len(passages.encoded.context_embeds)) > most:  # read or only asked about: it is work
             raise ValueError(f"The passages have {num_slots} slots; expected at most {most}. Pass a lower `top_k`.")
-        return passages
+        request.passages = passages
 
     def _encode_documents(self, documents: str, tokens_per_slot: int | str | None) -> EncodedDocuments:
         settings = {"tokens_per_slot": tokens_per_slot, "room": [self.limits.max_slots]}
@@ -504,16 +494,13 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
         if self.reasons[row] == "time":
             error = TimeoutError(f"The answer was not done within {self.engine.limits.seconds:g} seconds.")
             return request.future.set_exception(error)
-        passages = request.passages
-        if passages is None:
-            parts = {"retrieval": 0.0, "slots": 0.0}
-            statistics: dict[str, Any] = {"tokens": 0, "slots": 0, "compression_rate": None}
-        else:
-            parts = dict(passages.seconds)
-            read = [each for each in passages.documents if each.get("read", True)]
-            statistics = self.engine.processor.slot_encoder.statistics(read, passages.encoded, has_budget=False)
+        passages, parts = request.passages, {"retrieval": 0.0, "slots": 0.0, "choosing": 0.0}
+        statistics: dict[str, Any] = {"tokens": 0, "slots": 0, "compression_rate": None}
+        if passages is not None:
+            parts |= passages.seconds
+            encoder = self.engine.processor.slot_encoder
+            statistics = encoder.statistics(passages.read, passages.encoded, has_budget=False)
         first_token = self.first_token - request.arrived
-        parts.setdefault("choosing", 0.0)
         parts["model"] = self.first_token - self.began
         parts["waiting"] = first_token - sum(parts.values())
         request.future.set_result(
