@@ -91,4 +91,4 @@ def info(corpus: CorpusFolder) -> None:
     from ..corpus.table import Corpus
 
     for name, value in Corpus(corpus).info().items():
-        show(f"{name}: {value:.0f}" if isinstance(value, float) else f"{name}: {value}")
+        show(f"{name}: {value}")

@@ -256,16 +256,16 @@ class Corpus:
             num_slots = sum(len(batch["segments"].flatten()) for batch in batches)
         except RuntimeError as error:  # raised by Lance
             raise OSError(f"The corpus {self.path} cannot be read: {error}. Build it anew.") from error
-        sizes = {file: file.stat().st_size for file in self.path.rglob("*") if file.is_file()}
-        kept_bytes = sum(size for file, size in sizes.items() if self.path / KEPT in file.parents)
-        passages = max(1, len(self))
+        num_bytes, kept_bytes = (
+            sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            for folder in (self.path, self.path / KEPT)
+        )
         return {
             "documents": len(self.documents()),
             "passages": len(self),
             "slots": num_slots,
-            "slot_bytes_per_passage": num_slots * 2 * self.settings["encoder_hidden_size"] / passages,
-            "bytes_per_passage": (sum(sizes.values()) - kept_bytes) / passages,
-            "kept_bytes_per_passage": kept_bytes / passages,
+            "bytes": num_bytes - kept_bytes,
+            "kept_bytes": kept_bytes,
             **{name: value for name, value in self.settings.items() if name != "probe"},
         }
 
