@@ -216,46 +216,15 @@ def read_passages(name: str, data: bytes, passage_words: int, spacy_model: str) 
 # What an answer looks like
 
 
-class Completion:
-    """The bodies of one answer: whole, or piece by piece; `has_usage` as in the request's `stream_options`."""
-
-    def __init__(self, model: str, has_usage: bool = False):
-        self.head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self.has_usage = has_usage
-
-    def whole(self, answer: Answer) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
-        message = {"role": "assistant", "content": answer.text}
-        choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
-        return {**self.head, "object": "chat.completion", "choices": [choice], **self._report(answer)}
-
-    def piece(self, delta: dict[str, str], finish_reason: str | None = None, **report: Any) -> str:
-        """An event of a stream, with what is new of the message."""
-        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
-        return event({**self.head, "object": "chat.completion.chunk", "choices": [choice]} | report)
-
-    def end(self, answer: Answer) -> str:
-        """The last events; the very last has the report, and the usage where it is asked for."""
-        report = self._report(answer)
-        if not self.has_usage:
-            return self.piece({}, answer.finish_reason, arcaligner=report["arcaligner"])
-        return self.piece({}, answer.finish_reason) + self.piece({}, **report, choices=[])
-
-    def _report(self, answer: Answer) -> dict[str, Any]:
-        """Tokens read, a slot counts as one, and written; where the answer comes from, and what reading it has cost."""
-        read, written = answer.prompt_tokens, answer.completion_tokens
-        segments = [] if answer.passages is None else answer.passages.encoded.segments
-        report = {
-            "sources": answer.sources,
-            "kept": answer.kept,
-            "confidence": answer.confidence,
-            "segments": [{"document": each.document, "start": each.start, "end": each.end} for each in segments],
-            "statistics": answer.statistics,
-            "seconds": answer.seconds,
-            "batch_size": answer.batch_size,
-        }
-        usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-        return {"usage": usage, "arcaligner": report}
+def describe_answer(answer: Answer) -> dict[str, Any]:
+    """Tokens read, a slot counts as one, and written; where the answer comes from, and what reading it has cost."""
+    read, written = answer.prompt_tokens, answer.completion_tokens
+    segments = [] if answer.passages is None else answer.passages.encoded.segments
+    names = ("sources", "kept", "confidence", "statistics", "seconds", "batch_size")
+    report = {name: getattr(answer, name) for name in names}
+    report["segments"] = [{"document": each.document, "start": each.start, "end": each.end} for each in segments]
+    usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    return {"usage": usage, "arcaligner": report}
 
 
 def event(body: dict[str, Any]) -> str:
@@ -394,12 +363,16 @@ class Routes:
             loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
         asked = body.engine_request(put)
+        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
         try:
             future = self.engine.submit(asked)
             if not body.stream:
                 answer = await while_connected(request, asyncio.wrap_future(future))
                 self.metrics.count(answer)
-                return JSONResponse(Completion(body.model).whole(answer))
+                message = {"role": "assistant", "content": answer.text}
+                choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
+                head |= {"object": "chat.completion", "choices": [choice]}
+                return JSONResponse(head | describe_answer(answer))
             future.add_done_callback(lambda future: put(None))
             first = await while_connected(request, pieces.get())
             if first is None:
@@ -409,20 +382,32 @@ class Routes:
             if isinstance(error, Exception):
                 return refuse(request, error)
             raise
-        completion = Completion(body.model, bool(body.stream_options.get("include_usage")))
-        return StreamingResponse(self._events(completion, asked, first, pieces), media_type="text/event-stream")
+        head["object"] = "chat.completion.chunk"
+        events = self._events(head, bool(body.stream_options.get("include_usage")), asked, first, pieces)
+        return StreamingResponse(events, media_type="text/event-stream")
 
     async def _events(
-        self, completion: Completion, asked: EngineRequest, piece: str | None, pieces: asyncio.Queue
+        self, head: dict[str, Any], has_usage: bool, asked: EngineRequest, piece: str | None, pieces: asyncio.Queue
     ) -> AsyncIterator[str]:
+        """A stream: the pieces of an answer; its last event has the report, and the usage where that is asked for."""
+
+        def new(delta: dict[str, str], finish_reason: str | None = None, **report: Any) -> str:
+            choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+            return event({**head, "choices": [choice], **report})
+
         try:
-            yield completion.piece({"role": "assistant", "content": ""})
+            yield new({"role": "assistant", "content": ""})
             while piece is not None:
-                yield completion.piece({"content": piece})
+                yield new({"content": piece})
                 piece = await pieces.get()
             answer = asked.future.result()
             self.metrics.count(answer)
-            yield completion.end(answer)
+            report = describe_answer(answer)
+            if has_usage:
+                yield new({}, answer.finish_reason)
+                yield event({**head, "choices": [], **report})
+            else:
+                yield new({}, answer.finish_reason, arcaligner=report["arcaligner"])
             yield "data: [DONE]\n\n"
         except Exception as error:
             yield event(describe_error(error)[1])
