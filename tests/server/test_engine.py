@@ -2,13 +2,13 @@
 
 import shutil
 import threading
-from dataclasses import asdict
 from unittest.mock import Mock
 
 import pytest
 import torch
 from conftest import pipeline_of
 from tiny_models import random_probe
+from training_rows import write_rows
 
 from arcaligner import pipeline_arcaligner
 from arcaligner.common.rows import find_answer
@@ -58,17 +58,14 @@ def answer(engine, *documents, **settings):
 
 
 def test_a_request_that_takes_too_long_ends_and_the_next_is_answered(engine_of):
-    written, engine = [], engine_of(limits=Limits(seconds=0.0))
-    error = engine.submit(asked()).exception()
-    assert isinstance(error, TimeoutError) and describe_error(error)[0] == 408
+    written, engine = [], engine_of()
 
     def slow(text):
         written.append(text)
         engine.limits = Limits(seconds=0.0)  # from now on, it is too late
 
-    engine.limits = Limits()
-    error = engine.submit(asked(on_text=slow, max_new_tokens=64)).exception()
-    assert isinstance(error, TimeoutError) and len(written) == 2
+    late = engine.submit(asked(on_text=slow, max_new_tokens=64)).exception(), engine.submit(asked()).exception()
+    assert [describe_error(error)[0] for error in late] == [408, 408] and len(written) == 2
     engine.limits = Limits()
     assert answer(engine, None, max_new_tokens=2).completion_tokens <= 2
 
@@ -139,27 +136,23 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
     assert torch.equal(*whole)
 
 
-@pytest.mark.parametrize(
-    ("answer", "before", "place", "after"),
-    [
+def test_the_place_of_an_answer_is_where_a_text_says_it():
+    for said, before, place, after in (
         ("Ski  jumper.", "😀 a ", "ski\njumper", ""),
         ("19", "in 1987, or ", "19", " of them"),
         ("$5", "US", "$5", " each"),
         ("东京", "他住在", "东京", "都"),
         ("a (b", "x ", "A (b", ") y"),
-    ],
-)
-def test_the_place_of_an_answer_is_where_a_text_says_it(answer, before, place, after):
-    assert find_answer(answer, before + place + after) == {"start": len(before), "end": len(before + place)}
-    assert not any(find_answer(answer, text) for answer, text in (("1987", "19876"), (" .", "Yes."), ("Ada", "Adam")))
+    ):
+        assert find_answer(said, before + place + after) == {"start": len(before), "end": len(before + place)}
+    assert not any(find_answer(said, text) for said, text in (("1987", "19876"), (" .", "Yes."), ("Ada", "Adam")))
 
 
 def corpus_of(folder, processor, *names):
     """A corpus of a text by each of them."""
-    for name in names:
-        (folder / f"{name}.txt").write_text(f"{name} wrote it.")
+    source = write_rows(folder / "texts.jsonl", [{"text": f"{name} wrote it."} for name in names])
     corpus = Corpus.create(folder / "corpus", processor)
-    build_corpus([str(folder / f"{name}.txt") for name in names], corpus, processor)
+    build_corpus([source], corpus, processor)
     return corpus
 
 
@@ -211,18 +204,15 @@ def test_an_answer_with_less_confidence_than_asked_for_is_the_refusal_told_at_on
         told(min_confidence=2)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"min_confidence": 0.5}, "`min_confidence` needs an aligner whose confidence was fitted"),
-        ({"max_passages": 0}, "`max_passages` is 0; expected a whole number of at least 1"),
-        ({"tokens_per_slot": 0}, "`tokens_per_slot` is 0; expected"),
-        ({"max_batch": 0}, "`max_batch` is 0; expected at least 1 request"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(engine_of, settings, message):
-    with pytest.raises(ValueError, match=message):
-        engine_of(**settings)
+def test_settings_that_cannot_be_are_refused(engine_of):
+    for name, value, message in (
+        ("min_confidence", 0.5, "needs an aligner whose confidence was fitted"),
+        ("max_passages", 0, "is 0; expected a whole number of at least 1"),
+        ("tokens_per_slot", 0, "is 0; expected"),
+        ("max_batch", 0, "is 0; expected at least 1 request"),
+    ):
+        with pytest.raises(ValueError, match=f"`{name}` {message}"):
+            engine_of(**{name: value})
 
 
 def test_the_similarity_to_the_question_counts(apart, engine_of, tmp_path, monkeypatch):
@@ -239,53 +229,39 @@ def test_the_similarity_to_the_question_counts(apart, engine_of, tmp_path, monke
         assert all("confidence" in each for each in sources)
 
 
-def test_answers_copy_from_the_passages_that_they_are_read_from(apart, engine_of):
-    apart.processor.copy_bonus = 1e4
-    engine = engine_of(None, apart, max_passages=1, batch_seconds=0.5, max_batch=2)
-    copied, free = answers(engine, *(asked(PASSAGES, max_new_tokens=6, copy_bonus=bonus) for bonus in (None, 0.0)))
-    options = {"max_passages": 1, "max_new_tokens": 6}
-    for found, bonus in ((copied, 1e4), (free, 0.0)):
-        (record,) = apart({"question": CHAT[0]["content"], "documents": PASSAGES}, copy_bonus=bonus, **options)
-        assert found.text.strip() == record["generated_text"].strip()
+def test_a_batch_is_answered_as_by_the_pipeline_and_a_request_that_cannot_be_read_fails_alone(apart, engine_of):
+    text = " ".join(f"Sentence {number} is about word and number {number}." for number in range(100))
+    cases = [
+        (PASSAGES, {"max_passages": 2, "min_confidence": 0.0}),
+        (PASSAGES, {"max_passages": 1, "copy_bonus": 1e4}),
+        (PASSAGES, {"max_passages": 1, "copy_bonus": 0.0}),
+        ([text, "Ada."], {}),  # a long one is cut, and the likeliest passage is read
+    ]
+    apart.processor.answer_probe |= {"words": {"scale": 0.5, "weight": 3.0, "bias": -1.0}}
+    engine = engine_of(None, apart, batch_seconds=0.5, max_batch=5)
+    failing = engine.submit(asked(PASSAGES, LONG))
+    found = answers(engine, *(asked(documents, max_new_tokens=6, **settings) for documents, settings in cases))
+    assert "The prompt has" in str(failing.exception())
+    for each, (documents, settings) in zip(found, cases, strict=True):
+        row = {"question": CHAT[0]["content"], "documents": documents}
+        (record,) = apart(row, return_slots=True, max_new_tokens=6, **settings)
+        sure, statistics = {source["number"]: 0.0 for source in each.sources}, record["statistics"]
+        for source in each.sources:
+            sure[source["number"]] = max(sure[source["number"]], source["confidence"])
+        assert sure == pytest.approx(statistics.pop("passage_confidences"), abs=1e-4)
+        assert each.confidence == pytest.approx(statistics.pop("confidence"), abs=1e-4)
+        assert each.text.strip() == record["generated_text"].strip() and each.statistics == statistics
+        slots = each.passages.encoded.segments
+        numbers = [each.sources[slot.document]["number"] for slot in slots]
+        read = [(segment["document"], segment["text"]) for segment in record["segments"]]
+        assert list(zip(numbers, [slot.text for slot in slots], strict=True)) == read
+        assert {slot.document for slot in slots} == {n for n, source in enumerate(each.sources) if source["read"]}
+        assert each.batch_size == 4 and each.seconds["choosing"] > 0
+    likeliest, copied, free, cut = found
     (read,) = (each for each in copied.sources if each["read"])
     assert copied.text in (read["title"], read["text"]) or copied.text in read["text"]
-    assert copied.text != free.text and copied.batch_size == 2
-
-
-def test_of_more_passages_the_likeliest_are_read_and_told(apart, engine_of):
-    settings = {"max_new_tokens": 6, "min_confidence": 0.0, "max_passages": 2}
-    apart.processor.answer_probe |= {"words": {"scale": 0.5, "weight": 3.0, "bias": -1.0}}
-    (record,) = apart({"question": "Who wrote it?", "documents": PASSAGES}, return_slots=True, **settings)
-    engine = engine_of(None, apart)
-    new, known = (answer(engine, PASSAGES, **settings) for _ in range(2))
-    assert new.text.strip() == record["generated_text"].strip() and known.text == new.text
-    assert [each["text"] for each in new.sources] == [PASSAGES[0], PASSAGES[1]["text"], PASSAGES[2]]
-    read = sorted({segment["document"] for segment in record["segments"]})
-    assert [number for number, each in enumerate(new.sources) if each["read"]] == read
-    sure = record["statistics"].pop("passage_confidences")
-    assert {n: each["confidence"] for n, each in enumerate(new.sources)} == pytest.approx(sure, abs=1e-4)
-    assert [asdict(each) for each in new.passages.encoded.segments] == record["segments"]
-    assert new.seconds["choosing"] > 0
-    assert new.confidence == pytest.approx(record["statistics"].pop("confidence"), abs=1e-4)
-    assert (new.kept, known.kept) == (0, 2) and new.statistics == record["statistics"]
-
-
-def test_a_long_document_is_cut_as_by_the_pipeline(apart, engine_of):
-    text = " ".join(f"Sentence {number} is about word and number {number}." for number in range(100))
-    settings = {"max_new_tokens": 6, "max_passages": 1}
-    found = answer(engine_of(None, apart), [text, "Ada."], **settings)
-    (record,) = apart({"question": CHAT[0]["content"], "documents": [text, "Ada."]}, return_slots=True, **settings)
-    assert found.text.strip() == record["generated_text"].strip() and len(found.sources) == 6
-    (read,) = (each for each in found.sources if each["read"])
-    assert read["text"].startswith(record["segments"][0]["text"])
-    assert [each["number"] for each in found.sources] == [0, 0, 0, 0, 0, 1]
-
-
-def test_passages_of_a_batch_are_chosen_together_and_a_request_that_cannot_be_read_fails_alone(apart, engine_of):
-    engine = engine_of(None, apart, max_passages=1, batch_seconds=0.5, max_batch=3)
-    alone = answer(engine, PASSAGES)
-    first, failed, last = [engine.submit(asked(PASSAGES, chat)) for chat in (CHAT, LONG, CHAT)]
-    assert first.result().text == last.result().text == alone.text and first.result().batch_size == 2
-    assert first.result().sources == alone.sources and "The prompt has" in str(failed.exception())
-    all_of_them = answer(engine, PASSAGES, max_passages=9).sources  # a request names its own number
-    assert [sum(each["read"] for each in sources) for sources in (alone.sources, all_of_them)] == [1, 3]
+    assert copied.text != free.text and [each["number"] for each in cut.sources] == [0, 0, 0, 0, 0, 1]
+    alone = engine_of(None, apart)
+    new, again = (answer(alone, PASSAGES, max_new_tokens=6, **cases[0][1]) for _ in range(2))
+    assert (new.kept, again.kept) == (0, 2) and {new.text, again.text} == {likeliest.text}
+    assert all(each["read"] for each in answer(engine, PASSAGES, max_passages=9).sources)
