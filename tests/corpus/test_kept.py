@@ -1,7 +1,6 @@
 """Passages of a corpus read ahead: no question reads them, whatever else it retrieves, and none is stale."""
 
 import re
-import shutil
 import threading
 from unittest.mock import Mock
 
@@ -22,10 +21,12 @@ from arcaligner.server.engine import Engine, Request
 
 @pytest.fixture(scope="module")
 def apart_dir(tmp_path_factory, base_model_dir, processor):
-    """A checkpoint that reads passages apart."""
+    """A checkpoint that reads passages apart, with a confidence and a refusal."""
     folder = tmp_path_factory.mktemp("apart")
-    random_aligner(base_model_dir, processor, seed=2, passage_attention="separate").save_pretrained(folder)
-    processor_with(processor, passage_attention="separate").save_pretrained(folder)
+    model = random_aligner(base_model_dir, processor, seed=2, passage_attention="separate")
+    model.save_pretrained(folder)
+    settings = {"answer_probe": random_probe(model), "no_answer": "not in the text"}
+    processor_with(processor, passage_attention="separate", **settings).save_pretrained(folder)
     return folder
 
 
@@ -34,15 +35,6 @@ def apart(apart_dir):
     reader = ArcAlignerProcessor.from_pretrained(apart_dir)
     reader.encoder.device = "cpu"
     return ArcAlignerForCausalLM.from_pretrained(str(apart_dir)).eval(), reader
-
-
-@pytest.fixture
-def probed_dir(apart_dir, apart, tmp_path):
-    """The checkpoint of `apart`, with a confidence and a refusal."""
-    folder, (model, processor) = shutil.copytree(apart_dir, tmp_path / "probed"), apart
-    settings = {"answer_probe": random_probe(model), "no_answer": "not in the text"}
-    processor_with(processor, passage_attention="separate", **settings).save_pretrained(folder)
-    return folder
 
 
 def files(corpus):
@@ -56,7 +48,7 @@ def test_a_question_reads_no_passage_of_a_corpus_that_was_read_ahead(corpus, apa
         if is_ahead:
             assert read_corpus(corpus, model, reader) == "4 passages read, 0 kept before" and len(files(corpus)) == 5
             monkeypatch.setattr("arcaligner.prefix_store_arcaligner.read_text", None)
-        engine = Engine(ask, Retriever(corpus, reader))
+        engine = Engine(ask, Retriever(corpus, reader), max_passages=3)
         for question, top_k in (("Who wrote it?", 3), ("Since when?", 2)):
             chat = [{"role": "user", "content": question}]
             answer = engine.submit(Request(chat, top_k=top_k, max_new_tokens=9)).result()
@@ -71,10 +63,19 @@ def test_a_question_reads_no_passage_of_a_corpus_that_was_read_ahead(corpus, apa
     assert found[:2] == found[2:]
 
 
-def test_what_has_changed_is_read_again_and_what_has_gone_is_removed(corpus, letters, apart):
+def test_a_killed_reading_goes_on_and_only_what_has_changed_is_read_again(corpus, letters, apart, monkeypatch):
+    monkeypatch.setattr(kept, "BATCH_PASSAGES", 1)
     model, reader = apart
-    read_corpus(corpus, model, reader)
-    before = files(corpus)
+
+    def stop(done):
+        if done.startswith("3 passages read"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        read_corpus(corpus, model, reader, stop)
+    first, told = files(corpus), []
+    assert read_corpus(corpus, model, reader, told.append) == told[-1] == "1 passage read, 3 kept before"
+    assert first.items() < (before := files(corpus)).items()
     (letters / "old" / "ski.md").write_text("# Zhaparov\n\nHe jumps no more.", encoding="utf-8")
     build_corpus([str(letters)], corpus, reader)
     assert read_corpus(corpus, model, reader) == "1 passage read, 3 kept before, 1 former file removed"
@@ -82,20 +83,6 @@ def test_what_has_changed_is_read_again_and_what_has_gone_is_removed(corpus, let
     with torch.no_grad():
         model.model.projector.out.bias.add_(1.0)
     assert read_corpus(corpus, model, reader) == "4 passages read, 0 kept before, 5 former files removed"
-
-
-def test_a_reading_that_is_killed_continues_where_it_stopped(corpus, apart, monkeypatch):
-    monkeypatch.setattr(kept, "BATCH_PASSAGES", 1)
-
-    def stop(done):
-        if done.startswith("3 passages read"):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        read_corpus(corpus, *apart, stop)
-    before, told = files(corpus), []
-    assert read_corpus(corpus, *apart, told.append) == told[-1] == "1 passage read, 3 kept before"
-    assert before.items() < files(corpus).items()
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(None, 4), ("bfloat16", 2), ("auto", 2)])
@@ -112,7 +99,7 @@ def test_passages_serve_commands_in_the_precision_they_were_read_in(
     told = f"{num_bytes / 1e6:.1f} MB on disk: {corpus.info()['slots']} slots of 0.{width} KB"
     assert told in err.replace("\n", " ")
     assert num_bytes < corpus.info()["kept_bytes"] < num_bytes + 24000  # and what it is of
-    ask = ("ask", "Who?", *aligner, "--top-k", 2, "--max-new-tokens", 2)
+    ask = ("ask", "Who?", *aligner, "--top-k", 2, "--max-passages", 2, "--max-new-tokens", 2)
     for options, own in ((("--dtype", "bfloat16"), 2), (("--dtype", "float32"), 4), ((), 4)):
         code, _, err = run_cli(*ask, *options)
         found = 2 if own == width else 0
@@ -120,10 +107,10 @@ def test_passages_serve_commands_in_the_precision_they_were_read_in(
     assert run_cli(*ask, "--dtype", "int8")[0] != 0
 
 
-def test_the_command_reads_the_likeliest_passage_or_refuses_and_leaves_no_thread_behind(run_cli, corpus, probed_dir):
+def test_the_command_reads_the_likeliest_passage_or_refuses_and_leaves_no_thread_behind(run_cli, corpus, apart_dir):
     """Python aborts when it ends while a thread computes: exit code 134 after the answer."""
     before = set(threading.enumerate())
-    ask = ("ask", "Who?", "--corpus", corpus.path, "--checkpoint", probed_dir, "--top-k", 3, "--max-new-tokens", 2)
+    ask = ("ask", "Who?", "--corpus", corpus.path, "--checkpoint", apart_dir, "--top-k", 3, "--max-new-tokens", 2)
     for options, read in (("", 1), ("--max-passages 2", 2), ("--max-passages 9", 3), ("--min-confidence 1", 1)):
         code, out, err = run_cli(*ask, *options.split())
         err = re.sub(r"\s+", " ", err)
