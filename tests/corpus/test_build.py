@@ -163,13 +163,6 @@ def test_a_corpus_of_an_earlier_version_which_has_checksums_goes_on(letters, mak
     assert sorted(each["text"] for each in found) == ["He jumps. He has competed since 2003.", "Short now."]
 
 
-def test_a_corpus_beside_its_texts_is_none_of_them(letters, processor):
-    corpus = Corpus.create(letters / "corpus", processor)
-    for added in (2, 0):
-        report = build_corpus([str(letters)], corpus, processor)
-        assert (report.added, report.unchanged, report.skipped) == (added, 2 - added, [])
-
-
 def test_ids_are_data_whatever_they_hold(tmp_path, processor, make_corpus):
     ids = ["o'neil", "'); --", "%", "a\nb", "\u00e9\u202e", '"', "\\", "x#0", "x"]
     source = write_rows(tmp_path / "rows.jsonl", [{"id": each, "text": f"It is {each}."} for each in ids])
@@ -198,7 +191,7 @@ def test_each_kind_of_source_gives_its_documents(tmp_path):
     assert documents[2] == documents[4]
 
 
-def test_what_cannot_be_read_is_named_and_skipped(tmp_path, processor, make_corpus):
+def test_what_cannot_be_read_is_named_and_skipped(tmp_path, processor):
     rows = [{"text": None}, {"id": "a", "text": "One."}, {"id": "a", "text": "One."}, {"id": "a", "text": "Two."}]
     rows.append({"id": "b", "title": "T" * 1001, "text": "One."})
     said = {
@@ -223,7 +216,8 @@ def test_what_cannot_be_read_is_named_and_skipped(tmp_path, processor, make_corp
     (folder / ".git").mkdir(parents=True)
     for name, (content, *_) in said.items():
         (folder / name).write_bytes(content)
-    report = build_corpus([str(folder)], corpus := make_corpus(), processor)
+    corpus = Corpus.create(folder / "corpus", processor)  # beside its texts, of which it is none
+    report = build_corpus([str(folder)], corpus, processor)
     messages = [message for _, *more in said.values() for message in more]
     assert all(part in found for part, found in zip(messages, report.skipped, strict=True))
     assert (report.added, report.unchanged, len(corpus)) == (2, 1, 2)
@@ -288,7 +282,7 @@ def test_what_is_no_corpus_and_a_second_writer_are_refused(corpus, make_corpus, 
         make_corpus(passage_words=0)
 
 
-def test_a_disk_that_fills_up_ends_in_a_clear_error(corpus, letters, processor, monkeypatch):
+def test_a_disk_that_fills_up_and_a_broken_file_end_in_a_clear_error(corpus, letters, processor, monkeypatch):
     (letters / "new.txt").write_text("New.")
     before = rows_of(corpus)
     full = Mock(side_effect=RuntimeError("lance error: LanceError(IO): No space left on device"))
@@ -296,9 +290,6 @@ def test_a_disk_that_fills_up_ends_in_a_clear_error(corpus, letters, processor, 
     with pytest.raises(OSError, match="cannot be written: .*No space left on device"):
         build_corpus([str(letters)], corpus, processor)
     assert rows_of(Corpus(corpus.path)).equals(before)
-
-
-def test_a_broken_file_ends_in_a_clear_error(corpus):
     for file in (corpus.path / "passages.lance" / "data").iterdir():
         file.write_bytes(b"broken")
     with pytest.raises(OSError, match="cannot be read: .*Build it anew"):

@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from conftest import aligner_for, chat_inputs, new_processor, processor_with, random_aligner
+from conftest import chat_inputs, new_processor, random_aligner
 from gguf_base_model import write_base_model
 from tiny_models import ENCODER_HIDDEN_SIZE, backbone_config, tiny_aligner
 from transformers import AutoModelForCausalLM
@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.engines import gguf_files, llama_cpp
 from arcaligner.pipeline_arcaligner import CopyBonus
-from arcaligner.segmentation_arcaligner import YES_NO
 
 QUESTION = "Who wrote it?"
 LETTER = {"title": "Letter", "text": "It was written by Ada, and nobody else knew."}
@@ -65,35 +64,6 @@ def make_engine(exported, base_model):
     return make
 
 
-@pytest.mark.parametrize("bonus", [0.0, 1e4])
-def test_answers_copy_as_the_processor_says(bonus, processor, monkeypatch):
-    """Without llama.cpp: its session has random scores, the same for each token that was read."""
-    copying = processor_with(processor, copy_bonus=bonus)
-    generator = torch.Generator().manual_seed(0)
-    table = torch.randn(len(copying.tokenizer) + 1, len(copying.tokenizer), generator=generator).numpy()
-
-    class Session:
-        logits = table[-1]
-
-        def read(self, ids):
-            self.logits = table[ids[0]]
-
-    engine = object.__new__(llama_cpp.LlamaCppEngine)
-    engine.processor, engine.session, engine._num_read = copying, Session(), 0
-    engine.config, engine._end = aligner_for(processor).config, {copying.tokenizer.eos_token_id}
-    monkeypatch.setattr(engine, "read", lambda *args, **slots: None)
-    scores, written = CopyBonus(copying, [[LETTER]], None, copying.tokenizer.eos_token_id), [0]
-    for _ in range(12):
-        row = torch.tensor(table[written[-1] if len(written) > 1 else -1])[None]
-        written.append(int(scores(torch.tensor([written]), row).argmax()))
-        if written[-1] in engine._end:
-            break
-    expected = copying.decode(written[1:], skip_special_tokens=True)
-    answer = engine.answer(QUESTION, LETTER, max_new_tokens=12)
-    assert answer.replace("\ufffd", "") == expected.replace("\ufffd", "")  # an unfinished character is not streamed
-    assert bonus == 0.0 or answer in (*YES_NO, LETTER["title"]) or answer in LETTER["text"]
-
-
 @needs_llama_cpp
 @pytest.mark.parametrize("backbone", ["llama", "qwen2", "qwen3"])
 def test_backbones_read_slots_as_pytorch_does(backbone, tmp_path):
@@ -118,16 +88,19 @@ def test_backbones_read_slots_as_pytorch_does(backbone, tmp_path):
 
 
 @needs_llama_cpp
-@pytest.mark.parametrize("passage_attention", ["joint", "separate"])
+@pytest.mark.parametrize(("passage_attention", "bonus"), [("joint", 0.0), ("separate", 0.0), ("separate", 30.0)])
 @torch.no_grad()
-def test_passages_are_read_and_answered_from_as_by_pytorch(passage_attention, make_engine, checkpoints):
+def test_passages_are_read_and_answered_from_as_by_pytorch(passage_attention, bonus, make_engine, checkpoints):
     model = ArcAlignerForCausalLM.from_pretrained(checkpoints[passage_attention]).eval()
     processor = ArcAlignerProcessor.from_pretrained(checkpoints[passage_attention])
     inputs = chat_inputs(processor, QUESTION, DOCUMENTS)
     length = inputs["input_ids"].shape[1]
+    copied = CopyBonus(processor, [DOCUMENTS], bonus, model.generation_config.eos_token_id)
     logits = model(**inputs, logits_to_keep=1, gate_mode="off").logits[0, 0]
-    answer = model.generate(**inputs, max_new_tokens=16, do_sample=False, gate_mode="off")[0, length:]
+    settings = {"do_sample": False, "gate_mode": "off", "logits_processor": [copied]}
+    answer = model.generate(**inputs, max_new_tokens=16, **settings)[0, length:]
     engine = make_engine(passage_attention)
+    engine.processor.copy_bonus = bonus
     for _ in range(2):  # the second time from what was kept
         np.testing.assert_allclose(engine.read(QUESTION, DOCUMENTS), logits, **CLOSE)
         # Passages that are read apart share positions, and yet each slot takes a cell of the context.

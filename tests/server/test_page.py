@@ -79,23 +79,11 @@ def test_the_text_is_shown_as_it_is_written_and_no_letter_is_moved_by_slots(brow
     browser.evaluate("$('rate').append(new Option('2')); $('rate').value = '2'")  # slots of parts of words
     ask(browser)
     assert shown(browser, ".passage") == TEXT.split("\n\n")
-    places = """(() => [...document.querySelectorAll('.passage')].map(passage => {
-      const walker = document.createTreeWalker(passage, NodeFilter.SHOW_TEXT);
-      const range = document.createRange(), found = [];
-      for (let node; node = walker.nextNode();) for (let at = 0; at < node.length; at++) {
-        range.setStart(node, at); range.setEnd(node, at + 1);
-        found.push(Math.round(range.getBoundingClientRect().x));
-      }
-      return found;
-    }))()"""
-    with_slots, picture = browser.evaluate(places), browser.picture(".passage")
+    with_slots = browser.picture(".passage")
     assert browser.evaluate("document.querySelectorAll('.passage .slot').length") > 8
     browser.evaluate("for (const each of document.querySelectorAll('.passage')) each.textContent = each.textContent")
-    plain, without = browser.evaluate(places), browser.picture(".passage")
-    for ours, theirs in zip(with_slots, plain, strict=True):
-        assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) <= 1
-    changed = (np.asarray(picture) != np.asarray(without)).any(axis=-1)
-    assert 0 < changed.mean() < 0.05  # light lines are seen, and nothing else
+    changed = (np.asarray(with_slots) != np.asarray(browser.picture(".passage"))).any(axis=-1)
+    assert 0 < changed.mean() < 0.03  # light lines are seen, and nothing else
 
 
 def test_the_place_of_the_answer_is_seen_in_the_passage(browser, monkeypatch):
