@@ -1,8 +1,6 @@
 """The official client of OpenAI asks, with passages or without; mistakes are told, and are nobody else's."""
 
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -107,25 +105,6 @@ def test_fields_that_ask_for_nothing_are_taken_and_an_answer_can_be_sent_back(cl
     assert text_of(ask_server(client, turns)) == answer
 
 
-@pytest.mark.parametrize("top_k", [0, 1])
-def test_requests_that_arrive_together_share_a_batch_and_a_bad_one_fails_alone(client, engine, top_k):
-    questions = ["What?", "Who was it that wrote it aloud?", QUESTION, "When?"]
-    alone, barrier = [text_of(ask_server(client, each, top_k=top_k)) for each in questions], threading.Barrier(5)
-
-    def ask_one(question):
-        barrier.wait()
-        try:
-            return ask_server(client, question, top_k=top_k)
-        except openai.APIStatusError as error:
-            return error
-
-    with ThreadPoolExecutor(5) as threads:
-        *answers, error = threads.map(ask_one, [*questions, "Too long " * 600])
-    assert error.status_code == 400 and "positions but the backbone" in error.message
-    assert [text_of(each) for each in answers] == alone
-    assert max(report_of(answer)["batch_size"] for answer in answers) > 1
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -143,7 +122,7 @@ def test_requests_that_arrive_together_share_a_batch_and_a_bad_one_fails_alone(c
         ({"tokens_per_slot": "word"}, "`tokens_per_slot` is 'word'; expected a whole number"),
         ({"seed": 2**63}, "seed: "),
         ({"copy_bonus": -1}, "`copy_bonus` is -1.0; expected a number from 0"),
-        ({"max_passages": 0}, "`max_passages` is 0; expected a whole number of at least 1"),
+        ({"messages": [{"role": "user", "content": "Too long " * 600}]}, "positions but the backbone"),
     ],
 )
 def test_a_bad_request_is_refused_with_the_reason(url, change, message):

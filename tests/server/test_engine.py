@@ -102,11 +102,14 @@ def test_a_short_answer_does_not_wait_for_the_long_one_beside_it(engine_of):
     assert found.completion_tokens == 16 and found.batch_size == 2 and len(pieces) > 5
 
 
-def test_a_long_prompt_beside_it_cuts_no_answer_short(engine_of, ask):
+def test_a_long_prompt_beside_it_cuts_no_answer_short_and_one_that_is_too_long_fails_alone(engine_of, ask):
     alone = answer(engine_of(), None, max_new_tokens=64)
     words = ask.tokenizer.decode(ask.tokenizer("aloud " * 500)["input_ids"][:470])
     long = asked(None, [{"role": "user", "content": words}], max_new_tokens=64)
-    long, beside = answers(engine_of(batch_seconds=30.0, max_batch=2), long, asked(None, max_new_tokens=64))
+    engine = engine_of(batch_seconds=30.0, max_batch=3)
+    failing = engine.submit(asked(None, LONG))
+    long, beside = answers(engine, long, asked(None, max_new_tokens=64))
+    assert "positions but the backbone" in str(failing.exception())
     assert beside.batch_size == 2 and beside.text == alone.text
     assert long.prompt_tokens + long.completion_tokens <= 512 < long.prompt_tokens + alone.completion_tokens
 
