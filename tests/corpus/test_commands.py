@@ -59,12 +59,10 @@ def test_mistakes_end_in_one_clear_line(run_cli, letters, corpus, checkpoint_dir
     aligner = ("--checkpoint", checkpoint_dir)
     existing, new = (("--output", folder, *aligner) for folder in (corpus.path, tmp_path / "new"))
     for arguments, message in (
-        (("corpus", "info", "--corpus", tmp_path / "none"), "There is no corpus"),
         (("corpus", "build", letters, "--passage-words", 9, *existing), "`passage_words` 16; expected 9"),
         (("corpus", "build", letters, "typo/", *existing), "There is no file or folder typo/."),
         (("corpus", "build", empty, *new), "There is no document in"),
         (("corpus", "build", "no/where", *new), "reach 'no/where' on the Hub"),
-        (("ask", "Who?", "--corpus", letters, *aligner), "is not a corpus of ArcAligner"),
         (("ask", " ", "--corpus", corpus.path, *aligner), "The question is empty"),
     ):
         code, out, err = run_cli(*arguments)

@@ -183,7 +183,7 @@ def test_a_client_that_leaves_stops_its_answer(client, held, stream):
     assert text_of(ask_server(client))
 
 
-def test_the_server_says_how_it_does(url, client):
+def test_the_server_says_how_it_does_and_what_there_is(url, client, engine, monkeypatch):
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert httpx.get(f"{url}/health").json() == {"status": "ok", "model": "tiny", "corpus": True}
     page = httpx.get(url)
@@ -191,10 +191,21 @@ def test_the_server_says_how_it_does(url, client):
     policy = page.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
     ask_server(client)
-    text = httpx.get(f"{url}/metrics", headers=AUTHORIZED).text
-    for name in ('requests_total{status="200"}', "tokens_total", "prefix_bytes", 'seconds_count{part="total"}'):
-        assert f"arcaligner_{name}" in text
-    assert "process_resident_memory_bytes" in text
+    metrics = httpx.get(f"{url}/metrics", headers=AUTHORIZED).text
+    names = ('requests_total{status="200"}', "tokens_total", "prefix_bytes", 'seconds_count{part="total"}')
+    assert all(f"arcaligner_{name}" in metrics for name in names) and "process_resident_memory_bytes" in metrics
+    about = httpx.get(f"{url}/about", headers=AUTHORIZED).json()
+    assert about == {
+        "model": "tiny",
+        "corpus": {"name": "corpus", "documents": 2, "passages": 2},
+        "rates": [],
+        "top_k": 5,
+        "limits": {"documents": 4, "file_bytes": 16 * 2**20},
+        "examples": [],
+    }
+    monkeypatch.setattr(engine, "retriever", None)
+    about = httpx.get(f"{url}/about", headers=AUTHORIZED).json()
+    assert about["corpus"] is None and [each["text"] != "" for each in about["examples"]] == [True] * 3
 
 
 def test_without_a_key_only_this_machine_may_ask(engine):
