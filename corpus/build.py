@@ -128,7 +128,7 @@ def summary(report: BuildReport, info: dict[str, Any]) -> str:
     return (
         f"{counted(report.added, 'document')} added, {report.replaced} replaced, {report.removed} removed, "
         f"{report.unchanged} unchanged, {len(report.skipped)} skipped.\n{counted(info['passages'], 'passage')} of "
-        f"{counted(info['documents'], 'document')}, {counted(info['slots'], 'slot')}: {info['bytes'] / 1e6:,.1f} MB."
+        f"{counted(info['documents'], 'document')}, {counted(info['slots'], 'slot')}: {info['bytes']:,} bytes."
     )
 
 

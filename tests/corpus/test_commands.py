@@ -22,7 +22,7 @@ def test_from_a_folder_to_an_answer(run_cli, letters, checkpoint_dir, tmp_path, 
     assert "binary.txt is not UTF-8 text" in err and "Loading weights" not in err
     info = (corpus := Corpus(folder)).info()
     num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    said = f"{info['passages']} passages of 2 documents, {info['slots']} slots: {num_bytes / 1e6:.1f} MB."
+    said = f"{info['passages']} passages of 2 documents, {info['slots']} slots: {num_bytes:,} bytes."
     assert said in out and (info["bytes"], info["kept_bytes"]) == (num_bytes, 0)
     (letters / "new\nline.txt").write_text("Ada wrote it.")
     for number in range(4):
