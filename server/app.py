@@ -1,7 +1,7 @@
-"""The server around an [`Engine`]: what a request may hold, what an answer looks like, key and limits.
+"""The server around an [`Engine`]: what a request may hold, what an answer looks like, key, limits and metrics.
 
 /v1/chat/completions, /v1/models    as the clients of OpenAI speak them
-/health                             for whoever watches it
+/health, /metrics                   for whoever watches it; metrics in the format of Prometheus
 /                                   a page to ask from
 /about, /passages                   what the page shows of the server; the passages of a file that is dropped into it
 
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 try:
+    import prometheus_client
     import uvicorn  # noqa: F401
     from fastapi import Depends, FastAPI, Request
     from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
@@ -30,7 +31,9 @@ try:
     from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.requests import ClientDisconnect
 except ImportError as error:
-    raise ImportError("The server needs FastAPI and uvicorn: `pip install 'arcaligner[server]'`.") from error
+    raise ImportError(
+        "The server needs FastAPI, uvicorn and prometheus-client: `pip install 'arcaligner[server]'`."
+    ) from error
 
 from ..common.files import CASE_STUDIES, read_json_lines, refuse_unknown
 from ..common.passages import Document, no_text, passages_of
@@ -56,7 +59,7 @@ WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifie
 # Fields that would change it, and cannot be done here, with the value that asks for nothing.
 NOT_DONE = {"n": 1, "presence_penalty": 0, "frequency_penalty": 0, "logprobs": False, "tools": []}
 NOT_DONE |= {"tool_choice": "none", "response_format": {"type": "text"}}
-# What goes wrong, and the status that says so; 499 is nginx's of a client that has left.
+# What goes wrong, and the status that says so. 499, which only the metrics show, is nginx's of a client that has left.
 STATUSES = ((TimeoutError, 408), (ClientDisconnect, 499), (BusyError, 429), (ValueError, 400), (TypeError, 400))
 STATUSES += ((OSError, 503),)
 
@@ -257,11 +260,50 @@ def refuse(request: Request, error: Exception) -> JSONResponse:
 # Addresses
 
 
+class Metrics:
+    """Counters of one server, for Prometheus."""
+
+    def __init__(self, engine: Engine):
+        self.registry = prometheus_client.CollectorRegistry()
+        own = {"registry": self.registry, "namespace": "arcaligner"}
+        prometheus_client.ProcessCollector(registry=self.registry)  # memory, open files
+        self.requests = prometheus_client.Counter("requests", "Requests by status.", ["status"], **own)
+        self.tokens = prometheus_client.Counter("tokens", "Tokens read and written.", ["kind"], **own)
+        self.seconds = prometheus_client.Histogram("seconds", "Seconds of an answer, by part.", ["part"], **own)
+        for name, text, value in (
+            ("waiting", "Requests that wait.", lambda: engine.num_waiting),
+            ("prefix_bytes", "Bytes of slot prefixes in memory.", lambda: engine.store.bytes),
+            ("prefix_hits", "Slot prefixes found.", lambda: engine.store.hits),
+            ("prefix_misses", "Slot prefixes read.", lambda: engine.store.misses),
+        ):
+            prometheus_client.Gauge(name, text, **own).set_function(value)
+
+    def count(self, answer: Answer) -> None:
+        """Counts an answer that was given."""
+        self.tokens.labels("read").inc(answer.prompt_tokens)
+        self.tokens.labels("written").inc(answer.completion_tokens)
+        for part, seconds in answer.seconds.items():
+            self.seconds.labels(part).observe(seconds)
+
+    def counted(self, app: Callable) -> Callable:
+        """An application that counts its answers by status."""
+
+        async def counting(scope, receive, send) -> None:
+            async def count(message) -> None:
+                if message["type"] == "http.response.start":
+                    self.requests.labels(message["status"]).inc()
+                await send(message)
+
+            await app(scope, receive, count)
+
+        return counting
+
+
 class Routes:
     """What the server answers at each address."""
 
     def __init__(self, engine: Engine, settings: ServerSettings):
-        self.engine, self.settings = engine, settings
+        self.engine, self.settings, self.metrics = engine, settings, Metrics(engine)
         self.started, self.files = int(time.time()), asyncio.Semaphore(MAX_FILES)
 
     def check_key(self, request: Request) -> None:
@@ -303,6 +345,10 @@ class Routes:
     async def health(self) -> dict[str, Any]:
         return {"status": "ok", "model": self.settings.model, "corpus": self.engine.retriever is not None}
 
+    async def show_metrics(self) -> Response:
+        text = prometheus_client.generate_latest(self.metrics.registry)
+        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
     async def models(self) -> dict[str, Any]:
         model = {"id": self.settings.model, "object": "model", "created": self.started, "owned_by": "arcaligner"}
         return {"object": "list", "data": [model]}
@@ -322,6 +368,7 @@ class Routes:
             future = self.engine.submit(asked)
             if not body.stream:
                 answer = await while_connected(request, asyncio.wrap_future(future))
+                self.metrics.count(answer)
                 message = {"role": "assistant", "content": answer.text}
                 choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
                 head |= {"object": "chat.completion", "choices": [choice]}
@@ -354,6 +401,7 @@ class Routes:
                 yield new({"content": piece})
                 piece = await pieces.get()
             answer = asked.future.result()
+            self.metrics.count(answer)
             report = describe_answer(answer)
             if has_usage:
                 yield new({}, answer.finish_reason)
@@ -397,6 +445,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     app = FastAPI(lifespan=lifespan, openapi_url=None)
     if not settings.api_key:  # a name that was pointed here is a page that asks from somebody's browser
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=(*LOOPBACK, "[::1]"), www_redirect=False)
+    app.add_middleware(routes.metrics.counted)
     for kind in (HTTPException, *(kind for kind, _ in STATUSES), Exception):
         app.add_exception_handler(kind, refuse)
     app.get("/")(routes.page)
@@ -404,6 +453,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     keyed = [Depends(routes.check_key)]
     app.get("/about", dependencies=keyed)(routes.about)
     app.post("/passages", dependencies=keyed)(routes.passages)
+    app.get("/metrics", dependencies=keyed)(routes.show_metrics)
     app.get("/v1/models", dependencies=keyed)(routes.models)
     app.post("/v1/chat/completions", dependencies=keyed)(routes.chat)
     return app

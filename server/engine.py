@@ -178,6 +178,10 @@ class Engine:
         self._thread = threading.Thread(target=self._work, name="arcaligner-engine", daemon=True)
         self._thread.start()
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
     def submit(self, request: Request) -> "Future[Answer]":
         """Queues a request.
 

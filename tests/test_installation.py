@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 OF_CLI = ("typer", "rich")  # which spaCy and transformers bring too
 # What only extras bring.
-OF_EXTRAS = ("lancedb", "datasets", "trl", "matplotlib", "fastapi", "uvicorn", "gguf")
+OF_EXTRAS = ("lancedb", "datasets", "trl", "matplotlib", "fastapi", "uvicorn", "prometheus_client", "gguf")
 FOLDERS = {"common", "share", "train", "corpus", "server", "engines", "evaluation", "benchmarks", "cli"}
 
 

@@ -139,7 +139,7 @@ def test_what_is_no_request_at_all_is_refused(url, client, monkeypatch):
         refused = httpx.post(post, content=content, headers=AUTHORIZED)
         assert refused.status_code == status and refused.json()["error"]["message"]
     for wrong in ({}, {"Authorization": b"Bearer \xff"}):
-        for path in ("/v1/models", "/about"):
+        for path in ("/v1/models", "/metrics", "/about"):
             assert httpx.get(url + path, headers=wrong).status_code == 401
         assert httpx.post(post, content=b"{", headers=wrong).status_code == 401
     form = AUTHORIZED | {"Content-Type": "text/plain"}  # what another page may send
@@ -190,6 +190,10 @@ def test_the_server_says_how_it_does_and_what_there_is(url, client, engine, monk
     assert page.headers["content-type"].startswith("text/html") and "://" not in page.text  # nothing from elsewhere
     policy = page.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
+    ask_server(client)
+    metrics = httpx.get(f"{url}/metrics", headers=AUTHORIZED).text
+    names = ('requests_total{status="200"}', "tokens_total", "prefix_bytes", 'seconds_count{part="total"}')
+    assert all(f"arcaligner_{name}" in metrics for name in names) and "process_resident_memory_bytes" in metrics
     about = httpx.get(f"{url}/about", headers=AUTHORIZED).json()
     assert about == {
         "model": "tiny",
