@@ -16,7 +16,7 @@ from ..base_model_arcaligner import search_text
 from ..common.files import counted
 from ..common.passages import Document, Passage, passages_of
 from .sources import read_documents
-from .table import Corpus
+from .table import Corpus, passage_checksums
 
 logger = logging.getLogger(__name__)
 
@@ -154,8 +154,9 @@ def passage_rows(passages: list[Passage], processor, corpus: Corpus) -> pa.Table
         columns["words"] = [
             [[word for word in words if word >= 0] for words in each.context_word_ids.tolist()] for each in encoded
         ]
-    columns["checksum"] = [None] * len(passages)  # of a corpus that an earlier version has made; else it is left out
-    return pa.table(columns, schema=corpus.table.schema)
+    schema = corpus.table.schema  # its last column is made of the others
+    rows = pa.table(columns, schema=pa.schema([*schema][:-1], schema.metadata))
+    return rows.append_column(schema.field("checksum"), [passage_checksums(rows)])
 
 
 def _search_vectors(read: list[list[dict]], encoded: list, processor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..configuration_arcaligner import check_question
 from ..encoder_arcaligner import EncodedDocuments
 from ..segmentation_arcaligner import Segment
-from .table import Corpus
+from .table import Corpus, passage_checksums
 
 # The constant of reciprocal rank fusion. Smaller than the usual 60, for few passages are read: the first ones count.
 FUSION = 10
@@ -98,12 +98,23 @@ class Retriever:
         except (RuntimeError, ValueError) as error:  # raised by Lance
             raise OSError(f"The corpus {self.corpus.path} cannot be searched: {error}") from error
         searched = time.perf_counter()
+        self._check(rows)
         passages = slot_passages(rows, self.processor.context_words)
         vectors = rows["vector"].combine_chunks().flatten().to_numpy(zero_copy_only=False).reshape(len(rows), -1)
         for document, similarity in zip(passages.documents, (vectors @ vector).tolist(), strict=True):
             document["similarity"] = similarity
         passages.seconds = {"retrieval": searched - began, "slots": time.perf_counter() - searched}
         return passages
+
+    def _check(self, rows) -> None:
+        for document, known, found in zip(
+            rows["document"].to_pylist(), rows["checksum"].to_pylist(), passage_checksums(rows), strict=True
+        ):
+            if known != found:
+                raise OSError(
+                    f"The corpus {self.corpus.path} is damaged: a passage of {document} is not what was written. "
+                    "Remove that document and add it again, or build the corpus anew."
+                )
 
     def _query(self, question: str, vector, top_k: int):
         query = self.corpus.table.search(query_type="hybrid", vector_column_name="vector").vector(vector)

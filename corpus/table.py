@@ -7,6 +7,7 @@
     slots      embeddings, float16 (num_slots, encoder_hidden_size)
     words      ids of the words of each slot, where the aligner reads them
     page       where the document has pages
+    checksum   of text and slots; rows that have changed on the disk are not read
     vector     what is searched: the mean of the slots, or an embedding by the encoder before it was trained jointly
 
 The metadata of the schema say what the slots were made with; only a processor that makes the same slots may write or
@@ -15,6 +16,7 @@ read.
 
 import json
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import lancedb
+import numpy as np
 import pyarrow as pa
 import torch
 from filelock import FileLock, Timeout
@@ -53,8 +56,19 @@ def table_schema(settings: dict[str, Any]) -> pa.Schema:
     columns |= {"slots": pa.list_(vector), "vector": vector}
     if settings["context_words"]:
         columns["words"] = pa.list_(pa.list_(pa.int32()))
-    columns["page"] = pa.int32()
+    columns |= {"page": pa.int32(), "checksum": pa.int64()}
     return pa.schema(columns, metadata={METADATA: json.dumps(settings).encode()})
+
+
+def passage_checksums(rows: pa.Table) -> list[int]:
+    """The CRC-32 of text, slots and what they stand for, of each row: against a disk that breaks, not against anybody
+    who writes to it."""
+    slots = rows["slots"].combine_chunks()
+    ends = np.cumsum(slots.value_lengths().to_numpy())
+    values = slots.flatten().flatten().to_numpy().reshape(-1, slots.type.value_type.list_size)
+    others = rows.select([name for name in ("title", "text", "page", "segments", "words") if name in rows.column_names])
+    parts = zip(np.split(values, ends[:-1]), others.to_pylist(), strict=True)
+    return [zlib.crc32(json.dumps(other).encode(), zlib.crc32(own.tobytes())) for own, other in parts]
 
 
 def slot_settings(processor, tokens_per_slot: int | str | None = None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from arcaligner.corpus import build
 from arcaligner.corpus.build import build_corpus, passage_rows
 from arcaligner.corpus.retrieve import Retriever
 from arcaligner.corpus.sources import read_documents
-from arcaligner.corpus.table import METADATA, Corpus, table_schema
+from arcaligner.corpus.table import METADATA, Corpus
 
 
 def rows_of(corpus):
@@ -151,16 +151,6 @@ def test_parts_of_a_data_set_are_read_once_and_have_their_own_ids(make_corpus, p
     assert build_corpus(sources, corpus, processor, prune=True).added == 4 and opened == ["train", "test"]
     assert corpus.documents() == {f"{source}#{number}" for source in sources for number in (1, 2)}
     assert build_corpus(sources[:1], corpus, processor, prune=True).removed == 2
-
-
-def test_a_corpus_of_an_earlier_version_which_has_checksums_goes_on(letters, make_corpus, processor, monkeypatch):
-    earlier = lambda settings: table_schema(settings).append(pa.field("checksum", pa.int64()))  # noqa: E731
-    monkeypatch.setattr("arcaligner.corpus.table.table_schema", earlier)
-    corpus = make_corpus(letters)
-    (letters / "letter.txt").write_text("Short now.")
-    assert build_corpus([str(letters)], corpus, processor).replaced == 1
-    found = Retriever(corpus, processor)("Who wrote it?", 9).documents
-    assert sorted(each["text"] for each in found) == ["He jumps. He has competed since 2003.", "Short now."]
 
 
 def test_ids_are_data_whatever_they_hold(tmp_path, processor, make_corpus):

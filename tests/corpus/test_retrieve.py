@@ -60,6 +60,16 @@ def test_changes_are_seen_by_a_retriever_that_is_open(corpus, processor):
     assert retriever("Toronto", top_k=1).documents[0]["document"] != best["document"]
 
 
+def test_a_slot_that_has_changed_on_the_disk_is_not_read(corpus, processor):
+    slots = Retriever(corpus, processor)("Toronto", top_k=1).encoded.context_embeds[0].half().numpy().tobytes()
+    paths = [path for path in corpus.path.rglob("*.lance") if path.is_file() and slots in path.read_bytes()]
+    assert paths
+    for path in paths:
+        path.write_bytes(path.read_bytes().replace(slots, bytes(8) + slots[8:]))
+    with pytest.raises(OSError, match="is damaged: a passage of .*letter.txt is not what was written"):
+        Retriever(Corpus(corpus.path), processor)("Toronto", top_k=1)
+
+
 def test_mistakes_are_clear(corpus, processor, make_corpus):
     retriever = Retriever(corpus, processor)
     for question, top_k, message in (
