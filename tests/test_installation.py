@@ -93,6 +93,7 @@ def run_without(tmp_path):
 @pytest.mark.parametrize(
     ("extra", "arguments"),
     [
+        ("cli", "arcaligner demo"),
         ("corpus", "arcaligner corpus build README.md --output unused.lance"),
         ("corpus", "arcaligner corpus info --corpus unused.lance"),
         ("corpus", "arcaligner ask --corpus unused.lance Why?"),
@@ -106,16 +107,10 @@ def run_without(tmp_path):
     ],
 )
 def test_a_command_without_its_extra_says_in_one_line_what_to_install(run_without, extra, arguments):
-    ran = run_without(OF_EXTRAS, "-m", *arguments.split())
+    ran = run_without(OF_CLI + OF_EXTRAS if extra == "cli" else OF_EXTRAS, "-m", *arguments.split())
     assert ran.returncode == 1 and ran.stdout == ""
     (error,) = [line for line in ran.stderr.splitlines() if not line.startswith("Loading")]
     assert error.startswith("Error: ") and f"pip install 'arcaligner[{extra}]'" in error and extra in EXTRAS
-
-
-def test_the_command_line_itself_is_an_extra(run_without):
-    ran = run_without((*OF_CLI, *OF_EXTRAS), "-m", "arcaligner", "demo")
-    assert (ran.returncode, ran.stdout) == (1, "")
-    assert ran.stderr == "Error: typer, rich not found. Install what is needed here: pip install 'arcaligner[cli]'\n"
 
 
 def test_a_checkpoint_answers_without_any_extra(run_without, checkpoint_dir):
