@@ -117,29 +117,24 @@ def test_templates_are_those_of_the_paper_fixed_by_the_id_and_used_about_equally
     assert len(counts) == 6 and min(counts.values()) > 850
 
 
-def test_reconstruction_covers_each_segment_once_with_its_text_as_target(processor):
+def test_reconstruction_asks_for_the_text_of_each_segment_once_by_a_template_with_its_slots(processor):
     builder, sizes = ExampleBuilder(processor, max_segments=3), set()
     long = {"title": "", "text": " ".join(f"This is sentence {number}." for number in range(40))}
     for row in (*passage_rows(3), passage_rows(1)[0] | {"passages": [long]}):
-        examples = list(builder.reconstruction_examples([row]))
+        (passage,), texts, examples = row["passages"], [], list(builder.reconstruction_examples([row]))
         assert examples == list(builder.reconstruction_examples([row]))
-        (passage,) = row["passages"]
-        texts = [text for example in examples for text in targets(processor, example)]
-        assert all(text.endswith("<|im_end|>") for text in texts)
-        assert " ".join(text.removesuffix("<|im_end|>") for text in texts) == passage["text"]
+        for example in examples:
+            text = targets(processor, example)[0].removesuffix("<|im_end|>")
+            before, after = choose_template(f"{row['id']}:0:{passage['text'].index(text)}")
+            assert processor.decode(example.head) == f"<|im_start|>user\n{before}"
+            turn = f"{after}<|im_end|>\n<|im_start|>assistant\n{text}<|im_end|>"
+            assert [processor.decode(each.input_ids) for each in example.turns] == [turn]
+            texts.append(text)
+        assert " ".join(texts) == passage["text"]
         read = [segment["encoder_text"] for example in examples for segment in example.segments]
         assert read == encoder_texts(processor.slot_encoder.segment_documents(row["passages"]), row["passages"])
         sizes |= {len(example.segments) for example in examples}
     assert sizes == {1, 2, 3}
-
-
-def test_reconstruction_puts_the_slots_where_the_template_says(processor):
-    (example,) = ExampleBuilder(processor).reconstruction_examples([passage_rows(3)[2]])
-    before, after = choose_template("row-2:0:0")
-    assert processor.decode(example.head) == f"<|im_start|>user\n{before}"
-    assert processor.decode(example.turns[0].input_ids) == (
-        f"{after}<|im_end|>\n<|im_start|>assistant\nNobody else knew how to read it aloud.<|im_end|>"
-    )
 
 
 def test_a_second_turn_goes_on_with_the_next_segment(processor):

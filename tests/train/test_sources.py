@@ -59,15 +59,10 @@ def test_a_bad_line_is_named(tmp_path, line, message):
 
 
 def test_what_a_row_lacks_is_empty(tmp_path):
+    texts = {"passages": [{"text": "Text."}, {"title": "T"}], "meta": {"gold": [1]}}
     rows = [
         {"answers": ["  ", None, " Ada "], "note": 7},
-        {
-            "id": "b",
-            "question": None,
-            "answers": None,
-            "passages": [{"text": "Text."}, {"title": "T"}],
-            "meta": {"gold": [1]},
-        },
+        {"id": "b", "question": None, "answers": None} | texts,
         {"id": "c", "passages": None, "note": "another type"},
     ]
     empty = {"question": "", "answers": [], "passages": [], "gold": []}

@@ -215,6 +215,16 @@ def test_the_loss_is_that_of_the_whole_model(trainer):
     torch.testing.assert_close(loss, expected * (batch["labels"] != -100).sum() / 100)
 
 
+def test_batches_of_one_row_that_add_up_learn_as_one_batch(tmp_path, write_recipe):
+    """Also of rows with different numbers of labels and slots."""
+    keys = {"optim": "sgd", "learning_rate": 0.5, "train_sampling_strategy": "random", "tokens_per_slot": [4]}
+    keys["aligner"] = {"lora_r": 4, "gate_hidden_size": 8, "lora_dropout": 0.0}
+    for size in (1, 4):
+        sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
+        run(write_recipe("grounding", tmp_path / str(size), **keys, **sizes))
+    torch.testing.assert_close(*(parameters(tmp_path / size) for size in "14"), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["loss", "gradient norm"])
 def test_what_is_not_finite_stops_the_run_before_it_changes_a_weight_and_names_the_rows(trainer, name):
     weight = trainer.model.model.projector.up.weight
