@@ -12,6 +12,7 @@ from conftest import ENCODER_WIDTH, chat_inputs, greedy_answer, pipeline_of, ran
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from test_prefix_store_arcaligner import assert_answers
 from torch.nn.functional import normalize
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, base_model_arcaligner, segmentation_arcaligner
@@ -319,13 +320,9 @@ def test_the_pipeline_reads_the_words_of_each_row_of_a_batch(words_model, words_
 
 
 def test_kept_prefixes_answer_as_the_model_does_at_each_rate(words_model, words_processor):
-    store = words_model.slot_prefix_store(words_processor)
+    store = words_model.double().slot_prefix_store(words_processor)
     for rate in (3, "segment", 3):
-        inputs = chat_inputs(words_processor, QUESTION, DOCUMENTS, tokens_per_slot=rate)
-        kept = store.prepare(QUESTION, DOCUMENTS, tokens_per_slot=rate)
-        assert torch.equal(kept["input_ids"], inputs["input_ids"])
-        found, expected = (greedy_answer(words_model, words_processor, each, 6) for each in (kept, inputs))
-        assert found == expected
+        assert_answers(store, [QUESTION], slots={"tokens_per_slot": rate}, documents=[DOCUMENTS])
     assert (store.hits, store.misses) == (1, 2)
 
 

@@ -15,6 +15,10 @@ from arcaligner.train.recipe import parse_recipe
 from arcaligner.train.stages import SCRIPT
 from arcaligner.train.trainer import AlignerTrainer
 
+# For runs that are compared. Plain gradient descent: what Adam makes of a gradient near zero is rounding.
+COMPARED = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 100.0, "train_sampling_strategy": "random"}
+COMPARED |= {"tokens_per_slot": [4], "aligner": {"lora_r": 4, "gate_hidden_size": 8, "lora_dropout": 0.0}}
+
 
 class RecipeWriter:
     """Writes recipes into `folder`, all on the same twelve rows and with the same cache of examples."""

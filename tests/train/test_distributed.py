@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from training_recipes import logs, parameters, run
+from training_recipes import COMPARED, logs, parameters, run
 
 from arcaligner.train.run import last_checkpoint
 
@@ -22,19 +22,7 @@ pytestmark = pytest.mark.slow
 WORKER = Path(__file__).with_name("distributed_worker.py")
 CONFIGS = Path(__file__).parents[2] / "train" / "accelerate"
 # Two turns side by side in each of six rows. All gates learn in tests/test_training_properties.py.
-# Plain gradient descent: what Adam makes of a gradient near zero is rounding.
-COMPARED = {
-    "optim": "sgd",
-    "learning_rate": 0.5,
-    "max_grad_norm": 100.0,
-    "train_sampling_strategy": "random",
-    "logging_steps": 1,
-    "max_steps": 4,
-    "max_questions": 2,
-    "tokens_per_slot": [4],
-    "ddp_timeout": 60,
-    "aligner": {"lora_r": 4, "gate_hidden_size": 8, "lora_dropout": 0.0},
-}
+TURNS = {"logging_steps": 1, "max_steps": 4, "max_questions": 2, "ddp_timeout": 60}
 
 # Three steps an epoch, each process and batch at a rate of its own.
 LONG = {"per_device_train_batch_size": 2, "max_steps": 8, "save_steps": 2, "ddp_timeout": 60}
@@ -65,7 +53,7 @@ def runs(tmp_path_factory, write_recipe) -> SimpleNamespace:
     root = tmp_path_factory.mktemp("distributed")
     plan = {}
     for processes in (2, 1):
-        keys = COMPARED | {"per_device_train_batch_size": 2 // processes}
+        keys = COMPARED | TURNS | {"per_device_train_batch_size": 2 // processes}
         name = f"grounding-{processes}"
         plan[name] = {"arguments": write_recipe("grounding", root / name, **keys)}
     broken = write_recipe("grounding", root / "broken", **LONG)

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from tiny_models import float64_throughout
 from torch.nn.functional import cross_entropy
-from training_recipes import logs, parameters, parse, run
+from training_recipes import COMPARED, logs, parameters, parse, run
 from training_rows import question_rows, write_rows
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
@@ -217,11 +217,9 @@ def test_the_loss_is_that_of_the_whole_model(trainer):
 
 def test_batches_of_one_row_that_add_up_learn_as_one_batch(tmp_path, write_recipe):
     """Also of rows with different numbers of labels and slots."""
-    keys = {"optim": "sgd", "learning_rate": 0.5, "train_sampling_strategy": "random", "tokens_per_slot": [4]}
-    keys["aligner"] = {"lora_r": 4, "gate_hidden_size": 8, "lora_dropout": 0.0}
     for size in (1, 4):
         sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
-        run(write_recipe("grounding", tmp_path / str(size), **keys, **sizes))
+        run(write_recipe("grounding", tmp_path / str(size), **COMPARED, **sizes))
     torch.testing.assert_close(*(parameters(tmp_path / size) for size in "14"), rtol=1e-4, atol=1e-5)
 
 
