@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from reference import EXACT, Reference
 from tiny_models import ENCODER_HIDDEN_SIZE, VOCAB_SIZE, backbone_config, collate, random_rows, randomize, tiny_aligner
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,8 +11,6 @@ from transformers import AutoModelForCausalLM
 from arcaligner.modeling_arcaligner import ArcAlignerForCausalLM
 
 SLOT_COUNTS = [3, 6, 1, 4]
-
-
 PROJECTOR_AND_LORA = (".projector.", ".lora_")
 
 
@@ -42,24 +39,16 @@ def test_a_step_moves_exactly_what_the_stage_trains(stage):
         model.set_stage("pretraining")
 
 
-def save_base_model(folder, backbone="llama", **changes):
-    torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config(backbone_config(backbone, **changes))
-    randomize(base)
-    base.save_pretrained(folder)
-    return base
-
-
-SETTINGS = {"encoder_hidden_size": ENCODER_HIDDEN_SIZE, "lora_r": 4, "lora_dropout": 0.0, "gate_hidden_size": 7}
-
-
 @pytest.mark.parametrize("backbone", ["llama", "gemma2", "gemma3_text", "phi3", "cohere"])
 def test_fresh_aligner_starts_from_the_base_model(tmp_path, backbone):
     """LoRA B is zero, gates are closed, the base weights are the base model's and frozen."""
-    base = save_base_model(tmp_path, backbone)
+    base = AutoModelForCausalLM.from_config(backbone_config(backbone))
+    randomize(base)
+    base.save_pretrained(tmp_path)
     torch.manual_seed(3)
     torch.randn(1000)  # what an earlier allocation leaves behind must not show up in fresh weights
-    model = ArcAlignerForCausalLM.from_pretrained(tmp_path, **SETTINGS)
+    settings = {"encoder_hidden_size": ENCODER_HIDDEN_SIZE, "lora_r": 4, "lora_dropout": 0.0, "gate_hidden_size": 7}
+    model = ArcAlignerForCausalLM.from_pretrained(tmp_path, **settings)
     assert model.config.base_model_name_or_path == str(tmp_path)
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
@@ -75,15 +64,6 @@ def test_fresh_aligner_starts_from_the_base_model(tmp_path, backbone):
 
 
 # The loss
-
-
-@pytest.mark.usefixtures("float64_model_code")
-@pytest.mark.parametrize("number", [17, torch.tensor(17)])
-def test_loss_is_divided_by_num_items_in_batch(number):
-    model = tiny_aligner("llama").train()
-    rows = random_rows(model, SLOT_COUNTS)
-    expected = Reference(model).loss(rows, num_items=17)
-    torch.testing.assert_close(model(**collate(rows), num_items_in_batch=number).loss, expected, **EXACT)
 
 
 @pytest.mark.parametrize("stage", ["reconstruction", "gating"])

@@ -48,10 +48,6 @@ def targets(processor, example) -> list[str]:
     return [processor.decode([label for label in turn.labels if label != -100]) for turn in example.turns]
 
 
-def same_passages(count) -> list[dict]:
-    return [row | {"passages": question_rows(1)[0]["passages"]} for row in question_rows(count)]
-
-
 # Questions
 
 
@@ -72,7 +68,7 @@ def test_a_question_has_the_prompt_of_inference(processor, builder):
 
 
 def test_questions_about_the_same_passages_are_turns_as_far_as_they_fit(processor, builder):
-    rows = same_passages(5)
+    rows = [row | {"passages": question_rows(1)[0]["passages"]} for row in question_rows(5)]
     (together,) = builder.question_examples(rows)
     alone = [next(builder.question_examples([row])) for row in rows]
     assert together.turns == [each.turns[0] for each in alone]
