@@ -123,9 +123,8 @@ def test_batch_of_kept_and_missing_prefixes_answers_as_each_question_alone(model
 @in_float64
 def test_documents_are_encoded_once_for_all_questions(model, processor, monkeypatch):
     store, encoded, encode = model.slot_prefix_store(processor), [], SlotEncoder.encode_tokens
-    monkeypatch.setattr(
-        SlotEncoder, "encode_tokens", lambda self, *given: encoded.append(len(given[0])) or encode(self, *given)
-    )
+    watched = lambda self, *given: encoded.append(len(given[0])) or encode(self, *given)  # noqa: E731
+    monkeypatch.setattr(SlotEncoder, "encode_tokens", watched)
     documents = [ADA, RADIK, ADA]
     inputs, again = store.prepare(QUESTIONS, documents), store.prepare(QUESTIONS[0], ADA)
     assert encoded == [5] and (store.hits, store.misses) == (2, 2)

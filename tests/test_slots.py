@@ -258,9 +258,8 @@ def test_slots_stand_for_all_of_a_documents_text_and_tokens(words_processor, pro
     assert cut.segments == encoded.segments[:2] and cut.dropped == encoded.segments[2:]
     assert torch.equal(cut.context_embeds, encoded.context_embeds[:2]) and len(cut.context_word_ids) == 2
     if rate == "segment":
-        torch.testing.assert_close(
-            encoded.context_embeds, processor.encode_documents(DOCUMENTS).context_embeds, **EXACT
-        )
+        expected = processor.encode_documents(DOCUMENTS).context_embeds
+        torch.testing.assert_close(encoded.context_embeds, expected, **EXACT)
 
 
 def test_a_rate_that_was_not_learned_warns_and_names_those_that_were(words_processor, caplog):

@@ -135,10 +135,8 @@ def test_reconstruction_asks_for_the_text_of_each_segment_once_by_a_template_wit
 
 def test_a_second_turn_goes_on_with_the_next_segment(processor):
     row = passage_rows(1)[0]
-    plain, examples = (
-        list(ExampleBuilder(processor, continues=continues).reconstruction_examples([row]))
-        for continues in (False, True)
-    )
+    builders = (ExampleBuilder(processor, continues=each) for each in (False, True))
+    plain, examples = (list(builder.reconstruction_examples([row])) for builder in builders)
     texts = [segment.text + "<|im_end|>" for segment in processor.slot_encoder.segment_documents(row["passages"])]
     assert [targets(processor, each) for each in examples] == [texts[:2], texts[1:], texts[2:]]
     for example, without in zip(examples, plain, strict=True):
@@ -187,10 +185,11 @@ def select(selector):
 
 
 def test_a_mixture_has_the_shares_and_repeats_nothing(select, tmp_path):
-    files = [
-        write_rows(tmp_path / f"{kind}.jsonl", [row | {"id": f"{kind}-{row['id']}"} for row in question_rows(count)])
-        for kind, count in (("many", 30), ("few", 6))
-    ]
+    def write(kind, count):
+        rows = [row | {"id": f"{kind}-{row['id']}"} for row in question_rows(count)]
+        return write_rows(tmp_path / f"{kind}.jsonl", rows)
+
+    files = [write("many", 30), write("few", 6)]
 
     def counts(limit, *weights):
         names = select(dict(zip(files, weights, strict=True)), limit)["row_id"]
