@@ -105,37 +105,6 @@ def test_turns_after_passages_apart_count_on_from_the_longest_one():
     assert turn_mask(turn_ids, passage_ids, torch.float32)[1].tolist() == [[0, 1, 2, 1, 1, 3, 4, 3]]
 
 
-@pytest.mark.parametrize("gate_mode", ["off", "adaptive"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_turns_side_by_side_give_the_logits_and_loss_of_each_alone(processor, model, gate_mode, attention):
-    model = model.double()
-    model.set_attn_implementation(attention)
-    rows = [each | {"passages": question_rows(1)[0]["passages"]} for each in question_rows(3)]
-    (example,) = ExampleBuilder(processor).question_examples(rows)
-    together = asdict(example)
-    apart = [together | {"row_id": f"{number}", "turns": [turn]} for number, turn in enumerate(together["turns"])]
-
-    def forward(rows, use_turn_mask):
-        batch = ContextCollator(processor.context_token_id, 0)(rows)
-        is_slot = batch["input_ids"] == processor.context_token_id
-        mask, position_ids = turn_mask(batch["turn_ids"], torch.where(is_slot, 0, -1), torch.float64)
-        if not use_turn_mask:
-            mask, position_ids = (batch["turn_ids"] >= 0).long(), None
-        embeds = encode_slots(model.config, processor, batch)["context_embeds"].double()
-        inputs = {"input_ids": batch["input_ids"], "attention_mask": mask, "position_ids": position_ids}
-        with torch.no_grad(), float64_throughout():
-            logits = model(**inputs, context_embeds=embeds, gate_mode=gate_mode, use_cache=False).logits
-        loss = cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
-        return batch["turn_ids"], logits, loss
-
-    turns, logits, loss = forward([together], use_turn_mask=True)
-    turns_alone, logits_alone, loss_alone = forward(apart, use_turn_mask=False)
-    torch.testing.assert_close(loss, loss_alone, rtol=1e-10, atol=1e-10)
-    for number in range(3):
-        own, alone = logits[0][turns[0] == number + 1], logits_alone[number][turns_alone[number] == 1]
-        torch.testing.assert_close(own, alone, rtol=0, atol=1e-9)
-
-
 # What is logged
 
 
@@ -221,6 +190,30 @@ def test_batches_of_one_row_that_add_up_learn_as_one_batch(tmp_path, write_recip
         sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
         run(write_recipe("grounding", tmp_path / str(size), **COMPARED, **sizes))
     torch.testing.assert_close(*(parameters(tmp_path / size) for size in "14"), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("gate_mode", ["off", "adaptive"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_turns_side_by_side_give_the_logits_and_loss_of_each_alone(trainer, processor, gate_mode, attention):
+    model = trainer.model.double().eval()
+    model.set_attn_implementation(attention)
+    model.config.gate_mode, trainer.skip_logits = gate_mode, False
+    rows = [each | {"passages": question_rows(1)[0]["passages"]} for each in question_rows(3)]
+    (example,) = ExampleBuilder(processor).question_examples(rows)
+    together = asdict(example)
+    apart = [together | {"row_id": f"{number}", "turns": [turn]} for number, turn in enumerate(together["turns"])]
+
+    def forward(rows):
+        batch = trainer.data_collator(rows)
+        with torch.no_grad(), float64_throughout():
+            loss, outputs = trainer.compute_loss(model, batch, return_outputs=True, num_items_in_batch=1)
+        return batch["turn_ids"], outputs.logits, loss
+
+    (turns, logits, loss), (turns_alone, logits_alone, loss_alone) = forward([together]), forward(apart)
+    torch.testing.assert_close(loss, loss_alone, rtol=1e-10, atol=1e-10)
+    for number in range(3):
+        own, alone = logits[0][turns[0] == number + 1], logits_alone[number][turns_alone[number] == 1]
+        torch.testing.assert_close(own, alone, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["loss", "gradient norm"])
