@@ -8,7 +8,6 @@ import pytest
 import torch
 from datasets import Dataset
 from tiny_models import float64_throughout
-from torch.nn.functional import cross_entropy
 from training_recipes import COMPARED, logs, parameters, parse, run
 from training_rows import question_rows, write_rows
 
@@ -24,6 +23,7 @@ from arcaligner.train.trainer import (
     swapped_slots,
     turn_mask,
 )
+from arcaligner.train.validate import target_losses
 
 SLOT, PAD = 99, 7
 
@@ -129,11 +129,8 @@ def test_perplexity_and_gap_are_those_of_all_targets_whatever_the_batches(tmp_pa
     rows = list(ExampleSelector(recipe, ExampleBuilder(processor), args.seed).eval_examples())
     nll = []
     for read in (rows, swapped_slots(rows)):
-        batch = ContextCollator(processor.context_token_id, 0)(read)
-        mask, slots = (batch["turn_ids"] >= 0).long(), encode_slots(model.config, processor, batch)
-        with torch.no_grad():
-            logits = model(batch["input_ids"], attention_mask=mask, **slots).logits
-        nll.append(cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()).item())
+        loss, tokens = target_losses(model, processor, read, "segment").sum(axis=0)
+        nll.append(loss / tokens)
     assert found[1]["eval_perplexity"] == pytest.approx(math.exp(nll[0]), rel=1e-5)
     assert found[1]["eval_slot_gap"] == pytest.approx(nll[1] - nll[0], abs=1e-5)
     assert abs(nll[1] - nll[0]) > 1e-5
