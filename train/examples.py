@@ -6,7 +6,7 @@ text back and, if asked for, one that continues with the text that follows. In s
 the same passages become one example: the slots of all segments, and after them a turn for each question with its first
 answer. Questions that do not fit into `max_tokens` become a further example.
 
-How many slots a segment has is decided later: the collator draws the rate of each batch (`trainer.py`). So an example
+How many slots a segment has is decided later: the collator draws the rate of each batch (`sft.py`). So an example
 keeps its segments' tokens, and the prompt before and after the slots.
 
 The examples of a block of rows are made by several processes and kept as an Arrow file under a fingerprint of the data,

@@ -37,7 +37,7 @@ from .examples import ExampleBuilder, open_part
 from .prompts import greedy_answers, slot_inputs
 from .recipe import RecipeArguments
 from .run import last_checkpoints, mean_of_checkpoints, read_keys
-from .trainer import ContextCollator, encode_slots
+from .sft import ContextCollator, encode_slots
 
 BATCH = 16
 

@@ -11,7 +11,7 @@ from training_recipes import logs, parameters, run, run_until
 
 from arcaligner import ArcAlignerConfig, ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.train import recipe, sft
-from arcaligner.train.trainer import AlignerTrainer
+from arcaligner.train.sft import AlignerTrainer
 
 PARTS = {
     "reconstruction": {"projector", "lora_A", "lora_B"},

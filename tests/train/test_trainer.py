@@ -14,9 +14,9 @@ from training_rows import question_rows, write_rows
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.encoder_arcaligner import SentenceEncoder
-from arcaligner.train import trainer as module
+from arcaligner.train import sft as module
 from arcaligner.train.examples import EXAMPLE_FEATURES, ExampleBuilder, ExampleSelector
-from arcaligner.train.trainer import (
+from arcaligner.train.sft import (
     AlignerTrainer,
     AlignerTrainingConfig,
     ContextCollator,

@@ -11,7 +11,7 @@ import torch
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.train.examples import ExampleBuilder, open_part
 from arcaligner.train.recipe import RecipeArguments
-from arcaligner.train.trainer import ContextCollator, encode_slots
+from arcaligner.train.sft import ContextCollator, encode_slots
 from arcaligner.train.validate import asked_rows, main, means_and_errors, read_recipe, table, target_losses, validate
 
 
