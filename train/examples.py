@@ -39,12 +39,12 @@ from .. import encoder_arcaligner, processing_arcaligner, segmentation_arcaligne
 from ..common import rows
 from ..common.data_sets import hotpotqa_row
 from ..common.files import printable, read_json_lines, stable_number
-from ..common.rows import JSON_LINES, ROW_FIELDS, Row, id_or_number, own_row, parse_source
+from ..common.rows import FILES, JSON_LINES, ROW_FIELDS, Row, find_file, id_or_number, own_row, parse_source
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import EMPTY_SEGMENT, SegmentTokens, equal_runs, tokenize_segments
 from . import distractors
 from .distractors import MOST_DISTRACTORS, Distractors, NearestPassages, own_passages, passage_key
-from .recipe import FILES, RecipeArguments, find_file
+from .recipe import RecipeArguments
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +113,7 @@ def open_corpus(
         `datasets.Dataset`: Rows of our schema; what is missing or null in a row is empty.
     """
     path, options = parse_source(source)
-    if path.endswith(FILES):
-        path = find_file(path, data_dir)
+    path = find_file(path, data_dir)
     try:
         if path.endswith(JSON_LINES) and _is_own(path):
             # The JSON builder refuses rows whose other fields differ, and does not name a bad line.

@@ -16,7 +16,7 @@ from trl import SFTConfig, TrlParser
 
 from ..base_model_arcaligner import resolve_model
 from ..common.files import exit_on_user_error, find_path, refuse_unknown
-from ..common.rows import JSON_LINES, parse_source
+from ..common.rows import find_file, parse_source
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..encoder_arcaligner import fastest_dtype
 from ..processing_arcaligner import ArcAlignerProcessor
@@ -48,7 +48,6 @@ _FROM_RECIPE = {
     *("tokens_per_slot", "trained_tokens_per_slot", "context_words", "trained_encoder", "chat_template"),
     "passage_attention",
 }
-FILES = (*JSON_LINES, ".json", ".parquet")  # of data
 # Turns side by side need a custom mask, which other attention kernels do not take.
 _MASKED_ATTENTION = (None, "eager", "sdpa")
 
@@ -253,18 +252,6 @@ class AlignerTrainingConfig(SFTConfig):
         super().__post_init__()
 
 
-def find_file(path: str, data_dir: str) -> str:
-    """The path of a data file; raises `FileNotFoundError` with where it was looked for."""
-    found = str(find_path(os.path.join(data_dir, path)))
-    if not os.path.exists(found):
-        raise FileNotFoundError(
-            f"There is no file {found}. Data files with a relative path are looked for in `data_dir`, which is "
-            f"{data_dir or '.'!r}: set it in the recipe or on the command line, as in `--data_dir ../data`, or name "
-            "other files. `python -m arcaligner.train.prepare_data` makes those of the recipes."
-        )
-    return found
-
-
 class RecipeParser(TrlParser):
     """`TrlParser` that says what an unknown key may have meant."""
 
@@ -299,8 +286,7 @@ def run_script(script: str, kinds: tuple[type, type], main: Callable) -> None:
     with exit_on_user_error():
         recipe, args, settings = parse_recipe(script, kinds, sys.argv[1:])
         for path, _ in map(parse_source, recipe.sources):
-            if path.endswith(FILES):
-                find_file(path, recipe.data_dir)
+            find_file(path, recipe.data_dir)
     main(recipe, args, settings)
 
 
