@@ -58,7 +58,8 @@ class FakeHub:
         assert len({each.path_in_repo for each in operations}) == len(operations)  # else the Hub refuses it
         for operation in operations:
             if isinstance(operation, CommitOperationAdd):
-                self.files[operation.path_in_repo] = Path(operation.path_or_fileobj).read_bytes()
+                with operation.as_file() as file:
+                    self.files[operation.path_in_repo] = file.read()
             else:
                 del self.files[operation.path_in_repo]
         return SimpleNamespace(repo_url=SimpleNamespace(url=f"https://hub/{repo_id}"))
