@@ -48,6 +48,9 @@ from .recipe import RecipeArguments
 
 logger = logging.getLogger(__name__)
 
+Turn = dict[str, list[int]]
+Example = dict[str, Any]
+
 ROW_FEATURES = Features(
     id=Value("string"),
     question=Value("string"),
@@ -68,6 +71,9 @@ RECONSTRUCTION_TEMPLATES = (
 )
 # Not in the paper: what follows the slots in a turn that continues with the text after theirs.
 CONTINUATION = " Continue:"
+# An example: the ids before the slots, the turns after them, and the text of the slots. Turns stand side by side: each
+# reads the slots and itself, and no other turn. Labels are what the assistant says, -100 elsewhere. `length` counts
+# tokens at the rate with the most slots.
 EXAMPLE_FEATURES = Features(
     row_id=Value("string"),
     head=List(Value("int32")),
@@ -222,29 +228,6 @@ def open_part(recipe: RecipeArguments, source: str, held_out: bool, num_proc: in
 # Rows to examples
 
 
-@dataclass
-class Turn:
-    """Ids from the slots to the end of the assistant's turn, and labels: what the assistant says, -100 elsewhere."""
-
-    input_ids: list[int]
-    labels: list[int]
-
-
-@dataclass
-class Example:
-    """Slots and the turns that read them.
-
-    Turns stand side by side: each reads the slots and itself, and no other turn. `length` counts tokens at the rate
-    with the most slots.
-    """
-
-    row_id: str
-    head: list[int]
-    turns: list[Turn]
-    segments: list[dict[str, Any]]
-    length: int = 0
-
-
 def choose_template(example_id: str) -> tuple[str, str]:
     """The stage-I template of an example, fixed by its id."""
     return RECONSTRUCTION_TEMPLATES[stable_number(f"template:{example_id}", len(RECONSTRUCTION_TEMPLATES))]
@@ -305,9 +288,10 @@ class ExampleBuilder:
             whole = self.processor.split_prompt([asked, {"role": "assistant", "content": row["answers"][0]}])
             head, turn = self._split(row["id"], prompt, whole)
             # The slots are paid for once: a further question adds its turn only.
-            if example and (self.max_tokens is None or example.length + len(turn.input_ids) <= self.max_tokens):
-                example.turns.append(turn)
-                example.length += len(turn.input_ids)
+            added = len(turn["input_ids"])
+            if example and (self.max_tokens is None or example["length"] + added <= self.max_tokens):
+                example["turns"].append(turn)
+                example["length"] += added
                 continue
             if example:
                 yield example
@@ -332,8 +316,8 @@ class ExampleBuilder:
         ]
         finest = min(self.tokens_per_slot, key=lambda rate: math.inf if rate == "segment" else rate)
         num_slots = sum(len(equal_runs(len(each["word_ids"]), finest)) for each in segments)
-        length = len(head) + num_slots + sum(len(turn.input_ids) for turn in turns)
-        return Example(row_id, head, turns, segments, length)
+        length = len(head) + num_slots + sum(len(turn["input_ids"]) for turn in turns)
+        return {"row_id": row_id, "head": head, "turns": turns, "segments": segments, "length": length}
 
     def _turn(self, before: str, after: str, target: str, row_id: str) -> tuple[list[int], Turn]:
         """The ids before the slots, and the turn after them; `before` and `after` are the user's words."""
@@ -353,7 +337,7 @@ class ExampleBuilder:
                 "target cannot be told from the prompt. Name another `chat_template_path`."
             )
         target = self._end_of_turn(said[len(asked) :])
-        return head, Turn(asked + target, [-100] * len(asked) + target)
+        return head, {"input_ids": asked + target, "labels": [-100] * len(asked) + target}
 
     def _end_of_turn(self, target: list[int]) -> list[int]:
         """Cuts what follows the end of the turn; adds EOS if the template has no end."""
@@ -389,7 +373,7 @@ class ExampleSelector:
     num_proc: int | None = None
 
     def training_examples(self) -> datasets.Dataset:
-        """The stage's examples, a row per [`Example`], with reconstruction examples mixed in when the recipe says so.
+        """The stage's examples, with reconstruction examples mixed in when the recipe says so.
         None is about an article that is held out.
         """
         share, limit = self.recipe.reconstruction_share, self.recipe.max_train_samples
@@ -517,12 +501,13 @@ class ExampleSelector:
 
 def _examples_of_rows(batch: dict, *, corpus, mix, joins: bool, builder, asks: bool) -> dict[str, list]:
     """Columns of `_BLOCK_FEATURES`. A row that lacks a part gives an empty example with a `problem`."""
-    columns = {name: [] for name in _BLOCK_FEATURES}
+    examples = []
     for numbers in batch["numbers"]:
-        whole, examples = [], []
+        whole = []
         for row in (corpus[number] for number in numbers):
             if problem := missing_part(row, asks):
-                examples.append((Example(row["id"], [], [], []), problem))
+                empty = {"head": [], "turns": [], "segments": [], "length": 0}
+                examples.append(empty | {"row_id": row["id"], "problem": problem})
             else:
                 whole.append(row)
         if whole and asks:
@@ -536,9 +521,5 @@ def _examples_of_rows(batch: dict, *, corpus, mix, joins: bool, builder, asks: b
             of_rows = builder.question_examples(whole) if asks else builder.reconstruction_examples(whole)
             limit = builder.max_tokens or math.inf
             too_long = f"longer than {limit} tokens (`max_tokens`, or the backbone's `max_position_embeddings`)"
-            examples += [(example, too_long if example.length > limit else "") for example in of_rows]
-        for example, problem in examples:
-            for name, value in dataclasses.asdict(example).items():
-                columns[name].append(value)
-            columns["problem"].append(problem)
-    return columns
+            examples += [each | {"problem": too_long if each["length"] > limit else ""} for each in of_rows]
+    return {name: [each[name] for each in examples] for name in _BLOCK_FEATURES}

@@ -17,7 +17,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
@@ -172,7 +172,7 @@ def _examples(processor: ArcAlignerProcessor, rows: list[Row], texts: list[Row])
     made = [(kind_of(row), row, builder.question_examples([row])) for row in rows]
     made += [("read back", row, builder.reconstruction_examples([row])) for row in texts]
     return [
-        (kind, row["passages"][0]["title"] or row["passages"][0]["text"], asdict(example))
+        (kind, row["passages"][0]["title"] or row["passages"][0]["text"], example)
         for kind, row, examples in made
         for example in examples
     ]

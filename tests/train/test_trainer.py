@@ -2,7 +2,6 @@
 
 import copy
 import math
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -42,7 +41,7 @@ def collate(rows, rates=("segment",), **settings):
 
 def examples_of(processor, count):
     builder = ExampleBuilder(processor)
-    return [asdict(example) for each in question_rows(count) for example in builder.question_examples([each])]
+    return [example for each in question_rows(count) for example in builder.question_examples([each])]
 
 
 # Batches
@@ -111,8 +110,7 @@ def test_turns_side_by_side_give_the_logits_and_loss_of_each_alone(processor, mo
     model = model.double()
     model.set_attn_implementation(attention)
     rows = [each | {"passages": question_rows(1)[0]["passages"]} for each in question_rows(3)]
-    (example,) = ExampleBuilder(processor).question_examples(rows)
-    together = asdict(example)
+    (together,) = ExampleBuilder(processor).question_examples(rows)
     apart = [together | {"row_id": f"{number}", "turns": [turn]} for number, turn in enumerate(together["turns"])]
 
     def forward(rows, use_turn_mask):
