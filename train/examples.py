@@ -43,7 +43,7 @@ from ..common.rows import FILES, JSON_LINES, ROW_FIELDS, Row, find_file, id_or_n
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import EMPTY_SEGMENT, SegmentTokens, equal_runs, tokenize_segments
 from . import distractors
-from .distractors import MOST_DISTRACTORS, Distractors, NearestPassages, own_passages, passage_key
+from .distractors import NearestPassages, own_passages, passage_key
 from .recipe import RecipeArguments
 
 logger = logging.getLogger(__name__)
@@ -428,12 +428,10 @@ class ExampleSelector:
         recipe, asks = self.recipe, self.recipe.asks_questions
         # Distractors are of the same part: no held-out passage is trained on.
         corpus = open_part(recipe, source, held_out, self.num_proc)
-        mix = drawn = None
-        if recipe.distractors:
-            mix = Distractors(NearestPassages(corpus), recipe.distractors, self.seed, recipe.max_distractors)
-            drawn = [recipe.distractors, recipe.max_distractors, MOST_DISTRACTORS, self.seed]
+        nearest = NearestPassages(corpus) if recipe.distractors else None
+        drawn = nearest and [recipe.distractors, recipe.max_distractors, self.seed]
         make = functools.partial(
-            _examples_of_rows, corpus=corpus, mix=mix, joins=recipe.max_questions > 1, builder=self.builder, asks=asks
+            _examples_of_rows, corpus=corpus, nearest=nearest, builder=self.builder, recipe=recipe, seed=self.seed
         )
         settings = Hasher.hash((_CODE, corpus._fingerprint, self.builder, asks, recipe.max_questions, drawn))
         left_out: dict[str, list[str]] = defaultdict(list)  # ids of rows, by what is wrong with them
@@ -499,9 +497,9 @@ class ExampleSelector:
         )
 
 
-def _examples_of_rows(batch: dict, *, corpus, mix, joins: bool, builder, asks: bool) -> dict[str, list]:
+def _examples_of_rows(batch: dict, *, corpus, nearest, builder, recipe, seed: int) -> dict[str, list]:
     """Columns of `_BLOCK_FEATURES`. A row that lacks a part gives an empty example with a `problem`."""
-    examples = []
+    examples, asks = [], recipe.asks_questions
     for numbers in batch["numbers"]:
         whole = []
         for row in (corpus[number] for number in numbers):
@@ -512,9 +510,10 @@ def _examples_of_rows(batch: dict, *, corpus, mix, joins: bool, builder, asks: b
                 whole.append(row)
         if whole and asks:
             passages = own_passages(whole[0])[0]
-            if mix is not None:
-                passages = mix(whole)  # one draw: no distractor may hold an answer to any of the questions
-                joined = mix.questions_about(passages, whole[0]) if joins else []
+            if nearest is not None:
+                # One draw: none may hold an answer to any of the questions.
+                passages = nearest.mixed(whole, recipe.distractors, seed, recipe.max_distractors)
+                joined = nearest.questions_about(passages, whole[0], seed) if recipe.max_questions > 1 else []
                 whole += [corpus[number] for number in joined]  # a further question costs its turn, and no slot
             whole = [row | {"passages": passages} for row in whole]
         if whole:

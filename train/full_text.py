@@ -30,7 +30,7 @@ from ..checkpoint_arcaligner import written_whole
 from ..common.rows import Row
 from ..configuration_arcaligner import PASSAGE_ATTENTIONS
 from ..slot_rows_arcaligner import passage_positions, separate_passages
-from .distractors import Distractors, NearestPassages
+from .distractors import NearestPassages
 from .examples import missing_part, open_corpus
 from .prompts import ApartText, full_text, text_prompt
 from .recipe import run_script
@@ -87,12 +87,12 @@ def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.D
     """The first of the shuffled rows that fit, as `input_ids` and `labels`."""
     examples, num_long = [], 0
     corpus = open_corpus(recipe.train_file, data_dir=recipe.data_dir)
-    mix = recipe.distractors and Distractors(NearestPassages(corpus), recipe.distractors, seed)
+    nearest = NearestPassages(corpus) if recipe.distractors else None
     for row in corpus.shuffle(seed=seed):
         if missing_part(row, asks=True):
             continue
-        if mix:
-            row = row | {"passages": mix([row])}
+        if nearest is not None:
+            row = row | {"passages": nearest.mixed([row], recipe.distractors, seed)}
         example = tokenize(row, tokenizer, recipe.passage_attention == "separate")
         if len(example["input_ids"]) <= recipe.max_tokens:
             examples.append(example)
