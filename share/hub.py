@@ -27,7 +27,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers.utils import logging
 
 from ..checkpoint_arcaligner import CODE_FILES, check_weights
-from ..common.data_sets import LICENCES, ON_GITHUB, TRAINING_FILES, Licence
+from ..common.data_sets import LICENCES, ON_GITHUB, TRAINING_FILES
 from ..common.files import ROOT, write_whole
 from ..configuration_arcaligner import REQUIREMENTS, ArcAlignerConfig
 from ..encoder_arcaligner import ENCODER_FOLDER
@@ -89,7 +89,7 @@ def model_card(config: ArcAlignerConfig, folder: Path, name: str = "user/name") 
     (stages, data), results = _read_recipes(folder), _read_results(folder, processor)
     rows = []
     for place, names in data.items():
-        title, licence = LICENCES.get(place, Licence(place, "see there" if is_hub_id(place) else "not known"))
+        title, licence = LICENCES.get(place, (place, "see there" if is_hub_id(place) else "not known"))
         rows.append([title, place, licence, ", ".join(names)])
     base, language = config.base_model_name_or_path, processor.get("spacy_model", "").split("_")[0]
     metadata = ModelCardData(

@@ -127,7 +127,8 @@ def test_a_file_of_the_training_data_stands_for_its_data_sets(config, folder):
     write_model_card(config, folder)
     metadata, text = read(folder)
     for place in (SQUAD, QED, HOTPOTQA, MUSIQUE, QAMR, WIKIPEDIA):
-        assert f"| {LICENCES[place].title} | {place} | {LICENCES[place].licence} | grounding |\n" in text
+        title, licence = LICENCES[place]
+        assert f"| {title} | {place} | {licence} | grounding |\n" in text
     assert metadata["datasets"] == sorted([SQUAD, HOTPOTQA, MUSIQUE, WIKIPEDIA])  # the others are not on the Hub
     assert "Stages: grounding in 2 parts." in text
 
