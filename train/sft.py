@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, set_seed
 
 from ..base_model_arcaligner import resolve_model
 from ..configuration_arcaligner import ArcAlignerConfig
-from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..modeling_arcaligner import ArcAlignerForCausalLM, ContextProjector
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.export import save_stage
 from .examples import ExampleBuilder, ExampleSelector
@@ -58,6 +58,17 @@ def load_processor(recipe: RecipeArguments, chat_template_path: str | None) -> A
         processor.chat_template = Path(chat_template_path).read_text(encoding="utf-8")
         processor.tokenizer.chat_template = processor.chat_template
     return processor
+
+
+@torch.no_grad()
+def set_word_statistics(projector: ContextProjector, table: torch.Tensor, rarity: torch.Tensor) -> None:
+    """Initializes the words of a new aligner from the backbone's embedding `table` (vocab_size, hidden) and each word's
+    `rarity` (vocab_size,)."""
+    mean = table.float().mean(dim=0)
+    projector.word_mean.copy_(mean)
+    projector.slot_mean.copy_(mean)
+    projector.slot_norm.copy_((table.float() - mean).norm(dim=1).mean())
+    projector.word_weights.copy_(rarity)
 
 
 def word_rarity(examples: Sequence[dict[str, Any]], vocab_size: int) -> np.ndarray:
@@ -101,7 +112,7 @@ def make_trainer(
     if model.config.training_stage is None and model.config.word_parts:  # a new aligner: a word counts by its rarity
         some = train_dataset.select(range(min(len(train_dataset), RARITY_EXAMPLES)))
         rarity = torch.from_numpy(word_rarity(some, model.config.text_config.vocab_size)).float()  # (vocab_size,)
-        model.model.projector.set_word_statistics(model.get_input_embeddings().weight, rarity)
+        set_word_statistics(model.model.projector, model.get_input_embeddings().weight, rarity)
     if recipe.compile_layers:
         for layer in model.model.decoder_layers:
             layer.compile(dynamic=True)
