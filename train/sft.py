@@ -32,7 +32,7 @@ from trl import SFTTrainer
 from ..base_model_arcaligner import resolve_model
 from ..common.files import stable_number
 from ..configuration_arcaligner import ArcAlignerConfig
-from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..modeling_arcaligner import ArcAlignerForCausalLM, ContextProjector
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import equal_runs, run_ends
 from ..share.export import save_stage
@@ -465,6 +465,17 @@ def load_processor(recipe: RecipeArguments, chat_template_path: str | None) -> A
     return processor
 
 
+@torch.no_grad()
+def set_word_statistics(projector: ContextProjector, table: torch.Tensor, rarity: torch.Tensor) -> None:
+    """Initializes the words of a new aligner from the backbone's embedding `table` (vocab_size, hidden) and each word's
+    `rarity` (vocab_size,)."""
+    mean = table.float().mean(dim=0)
+    projector.word_mean.copy_(mean)
+    projector.slot_mean.copy_(mean)
+    projector.slot_norm.copy_((table.float() - mean).norm(dim=1).mean())
+    projector.word_weights.copy_(rarity)
+
+
 def word_rarity(examples: Sequence[dict[str, Any]], vocab_size: int) -> np.ndarray:
     """Inverse document frequency of each token over the segments of `examples`, scaled to (0, 1]; (vocab_size,)."""
     counts, num_segments = np.zeros(vocab_size), 0
@@ -506,7 +517,7 @@ def make_trainer(
     if model.config.training_stage is None and model.config.word_parts:  # a new aligner: a word counts by its rarity
         some = train_dataset.select(range(min(len(train_dataset), RARITY_EXAMPLES)))
         rarity = torch.from_numpy(word_rarity(some, model.config.text_config.vocab_size)).float()  # (vocab_size,)
-        model.model.projector.set_word_statistics(model.get_input_embeddings().weight, rarity)
+        set_word_statistics(model.model.projector, model.get_input_embeddings().weight, rarity)
     if recipe.compile_layers:
         for layer in model.model.decoder_layers:
             layer.compile(dynamic=True)

@@ -24,10 +24,9 @@ import torch
 import typer
 from tqdm.auto import tqdm
 
-from ..base_model_arcaligner import head_nll
 from ..common.files import markdown_table, run_command, stable_number, write_whole
 from ..common.rows import Row, token_f1
-from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..modeling_arcaligner import ArcAlignerForCausalLM, head_nll
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.export import save_stage
 from .distractors import own_passages
