@@ -522,3 +522,20 @@ def _examples_of_rows(batch: dict, *, corpus, nearest, builder, recipe, seed: in
             too_long = f"longer than {limit} tokens (`max_tokens`, or the backbone's `max_position_embeddings`)"
             examples += [each | {"problem": too_long if each["length"] > limit else ""} for each in of_rows]
     return {name: [each[name] for each in examples] for name in _BLOCK_FEATURES}
+
+
+# Words
+
+# Minimum weight of a word, so that a slot of frequent words only has a weight as well.
+MIN_RARITY = 0.02
+
+
+def word_rarity(examples: Sequence[dict[str, Any]], vocab_size: int) -> np.ndarray:
+    """Inverse document frequency of each token over the segments of `examples`, scaled to (0, 1]; (vocab_size,)."""
+    counts, num_segments = np.zeros(vocab_size), 0
+    for example in examples:
+        for segment in example["segments"]:
+            counts[np.unique(segment["word_ids"]).astype(np.int64)] += 1
+            num_segments += 1
+    rarity = np.log((num_segments + 1) / (counts + 1)) / math.log(num_segments + 1)
+    return np.maximum(rarity, MIN_RARITY)

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import gather_object, send_to_device
 from datasets import Dataset
@@ -37,7 +36,7 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import equal_runs, run_ends
 from ..share.export import save_stage
 from ..slot_rows_arcaligner import pad_words, passage_positions, place_passage_ids
-from .examples import ExampleBuilder, ExampleSelector
+from .examples import ExampleBuilder, ExampleSelector, word_rarity
 from .recipe import FROM_PROCESSOR, AlignerTrainingConfig, RecipeArguments, check_start, resolve_dtype, run_script
 from .run import SCRIPT, claim_folder, last_checkpoint, last_checkpoints, mean_of_checkpoints
 
@@ -46,8 +45,6 @@ logger = logging.getLogger(__name__)
 KINDS = (RecipeArguments, AlignerTrainingConfig)
 # Enough to know which words are frequent.
 RARITY_EXAMPLES = 50_000
-# Minimum weight of a word, so that a slot of frequent words only has a weight as well.
-MIN_RARITY = 0.02
 
 
 # Batches
@@ -474,17 +471,6 @@ def set_word_statistics(projector: ContextProjector, table: torch.Tensor, rarity
     projector.slot_mean.copy_(mean)
     projector.slot_norm.copy_((table.float() - mean).norm(dim=1).mean())
     projector.word_weights.copy_(rarity)
-
-
-def word_rarity(examples: Sequence[dict[str, Any]], vocab_size: int) -> np.ndarray:
-    """Inverse document frequency of each token over the segments of `examples`, scaled to (0, 1]; (vocab_size,)."""
-    counts, num_segments = np.zeros(vocab_size), 0
-    for example in examples:
-        for segment in example["segments"]:
-            counts[np.unique(segment["word_ids"]).astype(np.int64)] += 1
-            num_segments += 1
-    rarity = np.log((num_segments + 1) / (counts + 1)) / math.log(num_segments + 1)
-    return np.maximum(rarity, MIN_RARITY)
 
 
 def make_trainer(

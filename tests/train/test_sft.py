@@ -11,6 +11,7 @@ from training_recipes import logs, parameters, run, run_until
 
 from arcaligner import ArcAlignerConfig, ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.train import recipe, sft
+from arcaligner.train.examples import MIN_RARITY, word_rarity
 from arcaligner.train.sft import AlignerTrainer
 
 PARTS = {
@@ -145,10 +146,10 @@ def test_a_run_that_broke_when_it_was_trained_is_only_saved(tmp_path, write_reci
 
 def test_rare_words_weigh_more_and_none_nothing():
     segments = [{"word_ids": ids} for ids in ([0, 1], [0, 2, 2], [0], [0, 2])]
-    rarity = sft.word_rarity([{"segments": segments[:2]}, {"segments": []}], 4)
-    np.testing.assert_allclose(rarity, [sft.MIN_RARITY, *2 * [np.log(3 / 2) / np.log(3)], 1.0])
-    rarity = sft.word_rarity([{"segments": segments}], 4)
-    assert rarity.shape == (4,) and rarity[0] == sft.MIN_RARITY < rarity[2] < rarity[1] < rarity[3] == 1.0
+    rarity = word_rarity([{"segments": segments[:2]}, {"segments": []}], 4)
+    np.testing.assert_allclose(rarity, [MIN_RARITY, *2 * [np.log(3 / 2) / np.log(3)], 1.0])
+    rarity = word_rarity([{"segments": segments}], 4)
+    assert rarity.shape == (4,) and rarity[0] == MIN_RARITY < rarity[2] < rarity[1] < rarity[3] == 1.0
 
 
 # The dtype of the backbone
