@@ -480,6 +480,10 @@ def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
     return found.hexdigest()
 
 
+class UnwatchableError(ValueError):
+    """Nobody can tell when a weight changes."""
+
+
 class _Read(NamedTuple):
     """A weight as it was read."""
 
@@ -522,7 +526,7 @@ class WatchedWeights:
         """SHA-256 of each part's names, types, shapes and values.
 
         Raises:
-            `ValueError`: a weight that cannot be watched, by its name.
+            `UnwatchableError`: a weight that cannot be watched, by its name.
         """
         adapters = [
             (m.active_adapter, m.disable_adapters, *m.merged_adapters, *m.scaling.items()) for m in self._layers
@@ -549,8 +553,7 @@ class WatchedWeights:
 
 def _check_watchable(name: str, weight: torch.Tensor) -> None:
     if type(weight) not in (torch.Tensor, nn.Parameter) or weight.is_meta or weight.layout != torch.strided:
-        raise ValueError(
-            f"The weight `{name}` is of type {type(weight).__name__} on {weight.device}; nobody can tell when "
-            "such a weight changes, so prefixes computed with it are not kept. Load the model whole and without "
-            "quantization, or call `generate` without a store."
+        raise UnwatchableError(
+            f"The weight `{name}` is of type {type(weight).__name__} on {weight.device}; nobody can tell when such a "
+            "weight changes, so what is read of passages is not kept. Load the model whole and without quantization."
         )

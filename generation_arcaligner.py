@@ -287,6 +287,18 @@ def to_int8(keys_values: torch.Tensor) -> torch.Tensor:
     return torch.cat([(keys_values.float() / step).round().to(torch.int8), step.contiguous().view(torch.int8)], dim=-1)
 
 
+def first_slots(parts: list[torch.Tensor], most: int | None) -> list[torch.Tensor]:
+    """The text before the slots and the first `most` slots: what follows a slot in its passage does not change it."""
+    kept, room = parts[:1], most
+    for part in parts[1:]:
+        if room is not None:
+            part = part[:, :, :, :room]
+            room -= part.shape[3]
+        if part.shape[3]:
+            kept.append(part)
+    return kept
+
+
 # Positions that a joined cache has room for before it is copied: a question and a short answer.
 ROOM = 128
 
