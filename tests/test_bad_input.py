@@ -15,7 +15,7 @@ from test_training_properties import SETTINGS, save_base_model
 from tiny_models import ENCODER_HIDDEN_SIZE, VOCAB_SIZE, backbone_config, collate, random_rows, tiny_aligner
 from transformers import DynamicCache
 
-from arcaligner.checkpoint_arcaligner import AlignerCheckpointMixin
+from arcaligner.checkpoint_arcaligner import AlignerMixin
 from arcaligner.configuration_arcaligner import ArcAlignerConfig
 from arcaligner.layers_arcaligner import ADAPTER_NAME, slot_lora_layers
 from arcaligner.modeling_arcaligner import ArcAlignerForCausalLM
@@ -220,7 +220,7 @@ def checkpoint(tmp_path):
 def load_another_way(*args, **kwargs):
     """`from_pretrained`, where transformers' loader does not call the private method that we have of it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(AlignerCheckpointMixin, "_load_pretrained_model")
+        patch.delattr(AlignerMixin, "_load_pretrained_model")
         return ArcAlignerForCausalLM.from_pretrained(*args, **kwargs)
 
 

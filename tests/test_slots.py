@@ -20,6 +20,7 @@ from arcaligner.encoder_arcaligner import SentenceEncoder, fastest_dtype, word_m
 from arcaligner.modeling_arcaligner import ContextProjector
 from arcaligner.segmentation_arcaligner import equal_runs, segment_document
 from arcaligner.train.recipe import resolve_dtype
+from arcaligner.train.sft import set_word_statistics
 
 QUESTION = "What sport does he play?"
 DOCUMENTS = [
@@ -221,7 +222,7 @@ def words_dir(tmp_path_factory, base_model_dir: Path, words_processor) -> Path:
     folder = tmp_path_factory.mktemp("words")
     model = random_aligner(base_model_dir, words_processor, seed=3, word_parts=3)
     weights = torch.rand(model.config.text_config.vocab_size, generator=torch.Generator().manual_seed(0)) + 0.1
-    model.model.projector.set_word_statistics(model.get_input_embeddings().weight, weights)
+    set_word_statistics(model.model.projector, model.get_input_embeddings().weight, weights)
     model.save_pretrained(folder)
     words_processor.save_pretrained(folder)
     return folder
@@ -272,7 +273,7 @@ def test_a_rate_that_was_not_learned_warns_and_names_those_that_were(words_proce
 def test_parts_of_a_slot_add_up_to_the_mean_of_its_words_by_rarity():
     projector = ContextProjector(4, 6, word_parts=3, vocab_size=20)
     table, rarity = torch.randn(20, 6), torch.rand(20)
-    projector.set_word_statistics(table, rarity)
+    set_word_statistics(projector, table, rarity)
     word_ids = torch.tensor([[3, 7, 7, 1], [5, -1, -1, -1], [-1, -1, -1, -1]])
     parts = projector.average_words(word_ids, table)  # (slots, parts, hidden)
     words, weights = table[[3, 7, 7, 1]] - table.mean(dim=0), rarity[[3, 7, 7, 1]]
@@ -289,7 +290,7 @@ def test_parts_of_a_slot_add_up_to_the_mean_of_its_words_by_rarity():
 def test_a_fresh_slot_of_one_word_is_nearly_that_words_embedding(base_model_dir):
     model = ArcAlignerForCausalLM.from_pretrained(str(base_model_dir), encoder_hidden_size=ENCODER_WIDTH, word_parts=2)
     table = model.get_input_embeddings().weight
-    model.model.projector.set_word_statistics(table, torch.ones(len(table)))
+    set_word_statistics(model.model.projector, table, torch.ones(len(table)))
     slot = model.model.project(normalize(torch.randn(1, 1, ENCODER_WIDTH), dim=-1), torch.tensor([[[17]]]))[0, 0]
     mean = table.mean(dim=0)
     assert torch.cosine_similarity(slot - mean, table[17] - mean, dim=0) > 0.9

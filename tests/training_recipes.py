@@ -12,8 +12,8 @@ from training_rows import passage_rows, question_rows, write_rows
 from arcaligner import ArcAlignerForCausalLM
 from arcaligner.train import sft
 from arcaligner.train.recipe import parse_recipe
+from arcaligner.train.sft import AlignerTrainer
 from arcaligner.train.stages import SCRIPT
-from arcaligner.train.trainer import AlignerTrainer
 
 # For runs that are compared. Plain gradient descent: what Adam makes of a gradient near zero is rounding.
 COMPARED = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 100.0, "train_sampling_strategy": "random"}

@@ -18,8 +18,8 @@ from accelerate.utils import DistributedType
 
 from arcaligner.train import sft
 from arcaligner.train.recipe import parse_recipe
+from arcaligner.train.sft import AlignerTrainer
 from arcaligner.train.stages import SCRIPT
-from arcaligner.train.trainer import AlignerTrainer
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 compute_loss = AlignerTrainer.compute_loss

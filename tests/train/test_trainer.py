@@ -2,7 +2,6 @@
 
 import copy
 import math
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -13,9 +12,9 @@ from training_rows import question_rows, write_rows
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.encoder_arcaligner import SentenceEncoder
-from arcaligner.train import trainer as module
+from arcaligner.train import sft as module
 from arcaligner.train.examples import EXAMPLE_FEATURES, ExampleBuilder, ExampleSelector
-from arcaligner.train.trainer import (
+from arcaligner.train.sft import (
     AlignerTrainer,
     AlignerTrainingConfig,
     ContextCollator,
@@ -42,7 +41,7 @@ def collate(rows, rates=("segment",), **settings):
 
 def examples_of(processor, count):
     builder = ExampleBuilder(processor)
-    return [asdict(example) for each in question_rows(count) for example in builder.question_examples([each])]
+    return [example for each in question_rows(count) for example in builder.question_examples([each])]
 
 
 # Batches
