@@ -195,8 +195,7 @@ def test_turns_side_by_side_give_the_logits_and_loss_of_each_alone(trainer, proc
     model.set_attn_implementation(attention)
     model.config.gate_mode, trainer.skip_logits = gate_mode, False
     rows = [each | {"passages": question_rows(1)[0]["passages"]} for each in question_rows(3)]
-    (example,) = ExampleBuilder(processor).question_examples(rows)
-    together = asdict(example)
+    (together,) = ExampleBuilder(processor).question_examples(rows)
     apart = [together | {"row_id": f"{number}", "turns": [turn]} for number, turn in enumerate(together["turns"])]
 
     def forward(rows):
