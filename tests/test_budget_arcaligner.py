@@ -5,8 +5,8 @@ import random
 
 import pytest
 import torch
-from reference import EXACT, Reference, random_case
-from tiny_models import collate, for_generate, random_row, random_rows, text_slice, tiny_aligner
+from reference import EXACT, Reference, assert_matches_reference, random_case
+from tiny_models import collate, for_generate, random_row, random_rows, tiny_aligner
 from torch.utils.flop_counter import FlopCounterMode
 
 from arcaligner.layers_arcaligner import OpenSlotsSteps
@@ -22,11 +22,11 @@ class FrugalReference(Reference):
         super().__init__(model)
         self.share, self.costs = share, model.model.layer_costs
 
-    def __call__(self, input_ids: torch.Tensor, context_embeds: torch.Tensor):
+    def __call__(self, input_ids: torch.Tensor, context_embeds: torch.Tensor, **options):
         slots = (input_ids == self.config.context_token_id).nonzero()[:, 0].tolist()
         self.sizes = max(slots, default=-1) + 1 - len(slots), len(slots)  # text up to the last slot, slots
         self.left = int(self.share * sum(cost.of_prefill(*self.sizes) for cost in self.costs))
-        return super().__call__(input_ids, context_embeds)
+        return super().__call__(input_ids, context_embeds, **options)
 
     def refine(self, layer: int, hidden: torch.Tensor, apply_layer) -> torch.Tensor:
         positions, always = self.slot_mask[:, 0].nonzero()[:, 0], self.config.gate_mode == "always"
@@ -70,15 +70,8 @@ def test_most_confident_slots_are_refined_within_the_budget_of_each_row(seed):
     draw = random.Random(seed)
     share = draw.choice([0, *SHARES])
     model, rows, padding_side = random_case(draw)
-    batch = collate(rows, padding_side)
-    output = read(model, batch, share)
     reference = FrugalReference(model, share)
-    for i, row in enumerate(rows):
-        expected = reference(row.input_ids, row.context_embeds)
-        place = text_slice(row, batch["input_ids"].shape[1], padding_side)
-        torch.testing.assert_close(output.logits[i, place], expected.logits, **EXACT)
-        if "context_embeds" in batch:
-            assert torch.equal(output.recursion_depth[i, :, : len(row.context_embeds)], expected.recursion_depth)
+    assert_matches_reference(model, rows, padding_side, reference=reference, refinement_budget=share)
 
 
 @pytest.mark.parametrize("gate_mode", ["adaptive", "always"])

@@ -172,12 +172,6 @@ def collate(rows: list[Row], padding_side: str = "right", pad_token_id: int = 0)
     return batch
 
 
-def text_slice(row: Row, length: int, padding_side: str) -> slice:
-    """Where a row stands in a batch of `length` columns."""
-    size = len(row.input_ids)
-    return slice(length - size, length) if padding_side == "left" else slice(0, size)
-
-
 def for_generate(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What a processor would give: no labels, no positions."""
     return {key: value for key, value in batch.items() if key not in ("labels", "position_ids")}
