@@ -68,7 +68,7 @@ class Reference:
         self.slot_mask = is_slot[:, None].double()
         self.training = training
         self.takes_last_steps = training or bool(is_slot[-1])
-        slot_embeds = self.project(context_embeds.double())
+        slot_embeds = self._two_linears("model.projector", functional.gelu, context_embeds.double())  # Eq. 1
         depth = torch.zeros(len(self.layers), len(context_embeds), dtype=torch.long)
         self.output = ReferenceOutput(logits=None, recursion_depth=depth, slot_embeds=slot_embeds)
         words = self.stock.get_input_embeddings()(input_ids.masked_fill(is_slot, 0))
@@ -87,10 +87,6 @@ class Reference:
                     total = total - logits[i - 1].log_softmax(-1)[row.labels[i]]
                     count += 1
         return total / (count if num_items is None else num_items)
-
-    def project(self, context_embeds: torch.Tensor) -> torch.Tensor:
-        """Eq. 1: `(num_slots, encoder_hidden_size)` to `(num_slots, hidden)`."""
-        return self._two_linears("model.projector", functional.gelu, context_embeds)
 
     def gate_prob(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """Eq. 5: `(num_slots, hidden)` to `(num_slots, 1)`."""

@@ -59,11 +59,6 @@ class FrugalReference(Reference):
         return can
 
 
-def read(model, batch, share=None, **kwargs):
-    with torch.no_grad():
-        return model(**for_generate(batch), refinement_budget=share, **kwargs)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_most_confident_slots_are_refined_within_the_budget_of_each_row(seed):
     """Rows of a batch do what a plain implementation does with each alone."""
@@ -77,9 +72,9 @@ def test_most_confident_slots_are_refined_within_the_budget_of_each_row(seed):
 @pytest.mark.parametrize("gate_mode", ["adaptive", "always"])
 def test_a_larger_budget_takes_no_step_away_and_one_without_end_leaves_the_gates_to_themselves(gate_mode):
     model = tiny_aligner("mistral_window", gate_mode=gate_mode)
-    batch = collate(random_rows(model, [5, 0, 9], seed=2), "left")
+    batch = for_generate(collate(random_rows(model, [5, 0, 9], seed=2), "left"))
     shares = [*(percent / 100 for percent in range(0, 100, 2)), 1000, 1e300, float("inf")]
-    outputs = [read(model, batch, share) for share in [*shares, None]]
+    outputs = [model(**batch, refinement_budget=share) for share in [*shares, None]]
     for smaller, larger in itertools.pairwise(outputs):
         assert (smaller.recursion_depth <= larger.recursion_depth).all()
     for output in outputs[-4:-1]:
@@ -118,9 +113,9 @@ def test_a_step_computes_no_slot_that_is_not_paid_for(monkeypatch):
         return taken[-1][0]
 
     monkeypatch.setattr(OpenSlotsSteps, "_width", noted)
-    batch = collate(random_rows(model, [12]), "left")
+    batch = for_generate(collate(random_rows(model, [12]), "left"))
     for percent in range(1, 100):
-        read(model, batch, percent / 100, gate_mode="always")
+        model(**batch, refinement_budget=percent / 100, gate_mode="always")
     assert all(computed == paid for computed, paid in taken)
     assert {(11, 11), (12, 12)} <= set(taken)  # nearly all, which without a budget would be all
 

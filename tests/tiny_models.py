@@ -67,14 +67,12 @@ class float64_throughout(TorchFunctionMode):  # noqa: N801 (used like a function
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        def wide(given):
+            return torch.float64 if given is torch.float32 else given
+
         if func is torch.Tensor.float:
             return args[0].double()
-        if torch.float32 in kwargs.values():
-            kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
-        if any(arg is torch.float32 for arg in args):
-            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-        return func(*args, **kwargs)
+        return func(*map(wide, args), **{name: wide(given) for name, given in (kwargs or {}).items()})
 
 
 def backbone_config(name: str = "llama", **changes: Any) -> PreTrainedConfig:
