@@ -8,13 +8,14 @@ import pytest
 import torch
 import typer
 from conftest import ENCODER_WIDTH, pipeline_of
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from arcaligner.cli import app as cli
 
+PHASES = [Phase.explicit, Phase.generate]
 BOUNDED = settings(
-    max_examples=60, phases=[Phase.generate], deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=60, phases=PHASES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 SAYS = re.compile(r"expected|must|needs|is empty|not valid|has no|[Pp]ass |[Gg]ot |[Ff]ound |Use ")
 
@@ -65,6 +66,7 @@ passages = fields(
 
 @BOUNDED
 @given(text=anything | st.lists(texts, max_size=2), passages=passages, options=options)
+@example(text="Who?", passages={"documents": [{"title": 5, "text": "It is."}]}, options={})
 def test_processor(processor, text, passages, options):
     assert_works_or_says_why(processor, text=text, return_tensors="pt", **passages, **options)
 
@@ -96,6 +98,7 @@ def test_model(model, ids, embeds, mask, labels, gates, generate):
     settings=options | gates,
     with_store=st.booleans(),
 )
+@example(row={"messages": []}, documents=["It is."], settings={}, with_store=False)
 def test_pipeline_and_store(model, processor, row, documents, settings, with_store):
     if with_store:
         question = row.get("question") if isinstance(row, dict) else row
