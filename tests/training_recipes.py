@@ -24,9 +24,7 @@ class RecipeWriter:
     """Writes recipes into `folder`, all on the same twelve rows and with the same cache of examples."""
 
     def __init__(self, folder: Path, base_model_dir: Path, encoder_dir: Path):
-        self.folder = folder
-        self.base_model_dir = base_model_dir
-        self.encoder_dir = encoder_dir
+        self.folder, self.base_model_dir, self.encoder_dir = folder, base_model_dir, encoder_dir
         questions = write_rows(folder / "questions.jsonl", question_rows(12))
         passages = write_rows(folder / "passages.jsonl.gz", passage_rows(12))
         self.files = {"reconstruction": passages, "grounding": questions, "gating": questions}
