@@ -39,16 +39,24 @@ def test_a_step_moves_exactly_what_the_stage_trains(stage):
         model.set_stage("pretraining")
 
 
+SETTINGS = {"encoder_hidden_size": ENCODER_HIDDEN_SIZE, "lora_r": 4, "lora_dropout": 0.0, "gate_hidden_size": 7}
+
+
+def save_base_model(folder, backbone="llama", **changes):
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(backbone_config(backbone, **changes))
+    randomize(base)
+    base.save_pretrained(folder)
+    return base
+
+
 @pytest.mark.parametrize("backbone", ["llama", "gemma2", "gemma3_text", "phi3", "cohere"])
 def test_fresh_aligner_starts_from_the_base_model(tmp_path, backbone):
     """LoRA B is zero, gates are closed, the base weights are the base model's and frozen."""
-    base = AutoModelForCausalLM.from_config(backbone_config(backbone))
-    randomize(base)
-    base.save_pretrained(tmp_path)
+    base = save_base_model(tmp_path, backbone)
     torch.manual_seed(3)
     torch.randn(1000)  # what an earlier allocation leaves behind must not show up in fresh weights
-    settings = {"encoder_hidden_size": ENCODER_HIDDEN_SIZE, "lora_r": 4, "lora_dropout": 0.0, "gate_hidden_size": 7}
-    model = ArcAlignerForCausalLM.from_pretrained(tmp_path, **settings)
+    model = ArcAlignerForCausalLM.from_pretrained(tmp_path, **SETTINGS)
     assert model.config.base_model_name_or_path == str(tmp_path)
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
