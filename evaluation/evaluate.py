@@ -3,7 +3,7 @@
     python -m arcaligner evaluate --recipe smollm2_135m
     python -m arcaligner evaluate --checkpoint runs/mine/3_gating --tasks squad --methods naive,arcaligner -n 200 \\
         --output runs/try
-    python -m arcaligner evaluate --recipe smollm2_135m --methods arcaligner,truncated --tokens-per-slot 4,16,segment
+    python -m arcaligner evaluate --recipe smollm2_135m --methods arcaligner_x4,arcaligner_xsegment,truncated_x4
 
 A second run does what is missing, also after a kill; several may run at once with other tasks or methods. A method
 whose weights or package are missing is skipped by name. At the end, `results.json` and `results.md` are written from

@@ -128,8 +128,8 @@ def test_an_aligner_with_lora_is_no_projector_alone(settings, checkpoint_dir):
 def test_one_run_holds_several_rates_of_a_checkpoint_and_baselines_of_as_many_positions(settings):
     pytest.importorskip("llmlingua", reason="llmlingua is not installed: `pip install llmlingua==0.2.2`")
     with_rates, rates = ["arcaligner", "no_lora", "truncated", "llmlingua"], ("4", "segment")
-    made = settings(methods=["naive", *with_rates], tokens_per_slot=[4, "segment"])
     names = {f"{name}_x{rate}" for name in with_rates for rate in rates}
+    made = settings(methods=["naive", *names])
     assert evaluate(made)["sets"]["SQuAD"]["methods"].keys() == {"naive"} | names
     positions = {name: {row["id"]: row["context_tokens"] for row in answers(made, "squad", name)} for name in names}
     assert positions["arcaligner_xsegment"] == {"row-0": 3, "row-1": 2, "row-2": 1, "row-3": 3}
