@@ -11,7 +11,7 @@ from training_rows import article_rows, write_rows
 from arcaligner.base_model_arcaligner import CACHE, cache_of
 from arcaligner.benchmarks.arms import load_models, pick_rows
 from arcaligner.benchmarks.kept import Known, main
-from arcaligner.evaluation.answering import ApartAnswerer, apart_text, slot_inputs, text_inputs
+from arcaligner.evaluation.answering import apart_inputs, apart_text, slot_inputs, text_inputs
 from arcaligner.pipeline_arcaligner import likeliest, rank_passages
 from arcaligner.train.prompts import full_text
 
@@ -48,7 +48,7 @@ def test_text_is_read_anew_behind_the_same_passages_and_behind_kept_ones(known, 
     for name, each in (("text", row), ("text_same_set", asked)):  # the second asks about the passages of the first
         whole = text_inputs(apart, [full_text(each)])
         assert_same_reading(known.arms[name](each), base(whole["input_ids"], use_cache=True))
-    inputs = ApartAnswerer(base, apart).inputs([apart_text(apart, asked)])
+    inputs = apart_inputs(base, [apart_text(apart, asked)])
     last = {name: inputs[name][:, -1:] for name in ("input_ids", "position_ids")}
     expected = base(**last, **{CACHE: inputs[CACHE]})
     for name in ("text_apart", "text_apart_folder"):

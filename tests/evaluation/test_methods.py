@@ -40,7 +40,8 @@ def test_a_name_with_a_rate_is_a_method_of_its_own_which_stands_behind_it_from_f
     assert (method.name, method.title) == ("arcaligner_x4", "ArcAligner, 4 tokens per slot")
     assert find_method("llmlingua_xsegment").tokens_per_slot == "segment"
     assert all(find_method(name) is METHODS[name] for name in METHODS)
-    assert {name for name in METHODS if METHODS[name].copies} == {"full_text_copying", "truncated_copying"}
+    copies = {name for name in METHODS if "copies" in getattr(METHODS[name].answer, "keywords", ())}
+    assert copies == {"full_text_copying", "truncated_copying"}
     ordered = ["naive", "arcaligner", "arcaligner_x4", "arcaligner_x16", "arcaligner_xsegment", "no_recursion"]
     assert sorted(reversed(ordered), key=sort_key) == ordered
 
@@ -144,7 +145,7 @@ def test_a_cache_of_pairs_continues_as_if_all_were_read_at_once(tokenizer, model
 def test_llmlingua_compresses_the_passages_and_leaves_the_question(checkpoint_dir, compress, processor):
     rows = question_rows(3)
     rows[1]["passages"] = []
-    answers = METHODS["llmlingua"].load(Checkpoints(str(checkpoint_dir))).answer(rows)
+    answers = METHODS["llmlingua"].load(Checkpoints(str(checkpoint_dir)))(rows)
     texts = [compress(passages_text(row), RATE) for row in rows]
     assert texts[1] == "" and compress("a", RATE) == "a" and len(texts[0]) < len(passages_text(rows[0])) / 2
     prompts = text_inputs(processor, [text_prompt(row, text) for row, text in zip(rows, texts, strict=True)])
