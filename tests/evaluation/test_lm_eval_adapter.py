@@ -41,10 +41,10 @@ def test_the_harness_gets_the_aligners_own_answers_in_order_and_reports_their_sc
     results = lm_eval.simple_evaluate(**asked, **settings, task_manager=manager(data=str(tmp_path)))
     samples = sorted(results["samples"]["arcaligner_squad"], key=lambda sample: sample["doc_id"])
     assert [sample["resps"][0][0] for sample in samples] == predictions
-    scores = results["results"]["arcaligner_squad"]
     for name, metric in (("em", contains_match), ("f1", token_f1)):
         each = [metric(prediction, row["answers"]) for prediction, row in zip(predictions, rows, strict=True)]
-        assert scores[f"{name},none"] == pytest.approx(sum(each) / 5) and each[1] == each[4] == 1.0
+        assert results["results"]["arcaligner_squad"][f"{name},none"] == pytest.approx(sum(each) / 5)
+        assert each[1] == each[4] == 1.0
 
 
 def test_each_set_of_questions_with_answers_is_a_task_that_asks_its_own_rows(tmp_path):
