@@ -4,9 +4,8 @@ All use the same frozen backbone, chat template and greedy decoding. They differ
 text, or slots. The prompt with text differs from the one with slots only there.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,8 +107,10 @@ def answer_slots(
             processor's.
         refinement (`Any`): Settings of the gates and the budget, of `generate`.
     """
-    with contextlib.nullcontext() if use_lora else lora_off(model):
-        read = rows
+    read, layers = rows, [] if use_lora else list(slot_lora_layers(model))
+    for layer in layers:
+        layer.set_scale(ADAPTER_NAME, 0.0)
+    try:
         if max_passages is not None:
             store = model.slot_prefix_store(processor, max_bytes=0)  # reads passages one by one, and keeps none
             read = with_likeliest(store, rows, max_passages, tokens_per_slot=tokens_per_slot, **refinement)
@@ -117,6 +118,9 @@ def answer_slots(
         num_slots = (inputs["input_ids"] == model.config.context_token_id).sum(dim=1).tolist()
         asked = {"questions": [row["question"] for row in read], "passages": [row["passages"] for row in read]}
         return _generate(model, processor, inputs, rows, num_slots, copy_bonus=copy_bonus, **asked, **refinement)
+    finally:
+        for layer in layers:
+            layer.set_scale(ADAPTER_NAME, 1.0)
 
 
 def answer_apart(model, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: None = None) -> list[Answer]:
@@ -182,19 +186,6 @@ def load_text_lora(aligner: str, lora: str, device: str):
     base = AutoModelForCausalLM.from_pretrained(name, revision=revision or "main", dtype=default_dtype(device))
     model = PeftModel.from_pretrained(base, lora).merge_and_unload().eval().to(device)
     return model, ArcAlignerProcessor.from_pretrained(aligner)
-
-
-@contextlib.contextmanager
-def lora_off(model: ArcAlignerForCausalLM) -> Iterator[None]:
-    """Inside, the slots' LoRA adds nothing."""
-    layers = list(slot_lora_layers(model))
-    for layer in layers:
-        layer.set_scale(ADAPTER_NAME, 0.0)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.set_scale(ADAPTER_NAME, 1.0)
 
 
 # Batches

@@ -11,7 +11,7 @@ from conftest import processor_with
 from tiny_models import random_probe
 
 from arcaligner.common.rows import contains_match, token_f1
-from arcaligner.evaluation.analyses.refusals import TASKS, read_answers, refusals
+from arcaligner.evaluation.analyses.refusals import TASKS, refusals
 from arcaligner.evaluation.metrics import percent_interval
 from arcaligner.evaluation.results import compare, results_page, summarize, write_results
 from arcaligner.evaluation.runs import AnswerFile
@@ -123,16 +123,6 @@ def test_the_table_has_what_is_below_the_threshold_or_said_to_be_refused(model, 
     assert title == "ArcAligner, 4 tokens per slot"
     assert refused == "66.7 [0.0, 100.0]" and wrongly.startswith("25.0 [0.0, ")
     assert others == ["43.8", "6.2", "0.583"]  # in five of 4 x 3 pairs the unanswerable one is surer
-
-
-@pytest.mark.parametrize(
-    "answer, message",
-    [
-        ({}, "no answers with a confidence. Ask with `python -m"),
-        ({"confidence": 0.9}, "has no `answer_probe` any more"),
-    ],
-)
-def test_answers_without_a_confidence_or_a_threshold_for_it_are_refused(checkpoint_dir, tmp_path, answer, message):
-    write_answers(tmp_path, "squad", "arcaligner_x4", [answer], checkpoint=str(checkpoint_dir))
-    with pytest.raises(ValueError, match=message):
-        read_answers(tmp_path, "squad", "arcaligner_x4")
+    write_answers(tmp_path, TASKS[0], "naive", [{}])
+    with pytest.raises(ValueError, match="no answers with a confidence. Ask with `python -m"):
+        refusals(tmp_path, "naive")
