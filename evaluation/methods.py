@@ -29,15 +29,7 @@ from ..pipeline_arcaligner import check_max_passages
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import tokenize_segments
 from ..train.prompts import passages_text
-from .answering import (
-    Answer,
-    answer_apart,
-    answer_slots,
-    answer_text,
-    count_tokens,
-    load_aligner,
-    load_text_lora,
-)
+from .answering import Answer, answer_apart, answer_slots, answer_text, count_tokens, load_aligner, load_text_lora
 
 # The files of a checkpoint's folder that decide its answers.
 _CONFIGS = ("config.json", "adapter_config.json", "processor_config.json")
