@@ -147,8 +147,8 @@ def test_a_lack_of_memory_makes_batches_smaller_and_goes_on_with_the_longest_fir
 
     if message is not None:
         with pytest.raises(RuntimeError, match=message):
-            in_batches(rows, 8, run, "")
+            in_batches(rows, 3, run, "")
         assert done == []
     else:
-        in_batches(rows, 8, run, "")
+        in_batches(rows, 3, run, "")
         assert done == rows[::-1]
