@@ -13,7 +13,6 @@ from transformers import GenerationConfig
 
 from arcaligner.benchmarks.compare import Reader
 from arcaligner.encoder_arcaligner import SentenceEncoder, similarities_of
-from arcaligner.evaluation.answering import SlotAnswerer
 from arcaligner.evaluation.methods import METHODS
 from arcaligner.pipeline_arcaligner import CopyBonus, rank_passages
 from arcaligner.segmentation_arcaligner import YES_NO, copied_next, copied_texts
@@ -147,8 +146,7 @@ def test_evaluation_copies_as_the_pipeline_does_and_can_do_without(ask, model, p
     row = {"question": QUESTION, "answers": ["Ada"], "passages": [{"title": "", "text": DOCUMENTS[0]}]}
     copying = processor_with(processor, copy_bonus=HUGE)
     for name, bonus in (("arcaligner", HUGE), ("no_copying", 0)):
-        settings = METHODS[name].slots | {"gate_mode": "off"}
-        (found,) = SlotAnswerer(model, copying, **settings).answer([row])
+        (found,) = METHODS[name].answer(model, copying, [row], gate_mode="off")
         asked = {"question": QUESTION, "documents": row["passages"]}
         (record,) = ask(asked, copy_bonus=bonus, max_new_tokens=4, gate_mode="off")
         assert found.text == record["generated_text"].strip()
